@@ -1,0 +1,55 @@
+# Every target sets up what it needs in .venv on a fresh machine, by itself.
+PYTHON ?= python3
+PY := .venv/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+OUT ?= runs/first-$(shell date +%Y%m%d-%H%M%S)
+
+.PHONY: train test lint format bench gpu docs clean
+
+.venv/run.done: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) -e .
+	touch $@
+
+.venv/dev.done: .venv/run.done
+	$(PIP) -e ".[dev]"
+	touch $@
+
+.venv/docs.done: .venv/run.done
+	$(PIP) -e ".[docs]"
+	touch $@
+
+## train: two processes learn Python from the interpreter's own sources, in some minutes
+train: .venv/run.done
+	.venv/bin/meshwright train examples/first.toml --nproc 2 --out $(OUT)
+
+## test: the whole test suite
+test: .venv/dev.done
+	$(PY) -m pytest $(ARGS)
+
+## lint: ruff, mypy, and the contract that imports go down the floors only
+lint: .venv/dev.done
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+format: .venv/dev.done
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+## bench: tokens per second side by side with plain PyTorch loops, and memory by ZeRO stage
+bench: .venv/dev.done
+	$(PY) bench/throughput.py
+	$(PY) bench/memory.py
+
+## gpu: the GPU tests and benchmarks, from the source tree, with the system's Python (which has a CUDA torch)
+gpu:
+	PYTHONPATH=src:tests $(PYTHON) -m pytest -m gpu $(ARGS)
+	PYTHONPATH=src $(PYTHON) bench/throughput.py --device cuda
+
+docs: .venv/docs.done
+	.venv/bin/mkdocs build --strict
+
+clean:
+	rm -rf .venv site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

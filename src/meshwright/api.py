@@ -1,0 +1,256 @@
+"""Meshwright from Python: what the command line calls, and nothing more.
+
+from meshwright import api
+from meshwright.spec import load
+
+result = api.train(load(Path("run.toml")), nproc=2, out=Path("runs/first"))
+print(api.generate(Path("runs/first"), "def "))
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.spec import RunSpec, UserError
+from meshwright.spec.rules import ranks_match
+
+if TYPE_CHECKING:
+    import torch
+
+    from meshwright.data.tokenize import Counts
+    from meshwright.model.decoder import Decoder
+    from meshwright.train.observer import Observers
+
+Result = dict[str, Any]
+
+
+def train(
+    spec: RunSpec,
+    *,
+    nproc: int | None = None,
+    out: Path | None = None,
+    resume: str | None = None,
+    quiet: bool = False,
+) -> Result:
+    """Train on `nproc` local ranks (default: the layout's world size) and return the run's result.
+
+    The run's folder is `out` (default `runs/<time>`). `resume` is None, "auto" (from the newest checkpoint of
+    that folder, or from the start where there is none) or a step. The result has `final_loss`,
+    `val_bits_per_byte`, `tokens_per_second`, `mfu`, `peak_memory_bytes`, `parameters_sha256`,
+    `samples_sha256`, `steps` and more. Raises `UserError`.
+    """
+    from meshwright.launch import run_ranks
+
+    ranks = spec.layout.world_size if nproc is None else nproc
+    ranks_match(spec, ranks)
+    out = out or default_out()
+    if ranks == 1:
+        return train_worker(spec, out=out, resume=resume, quiet=quiet)
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        file = _write_spec(spec, Path(folder))
+        argv = ["train", str(file), "--out", str(out)]
+        argv += ["--resume", resume] if resume is not None else []
+        argv += ["--quiet"] if quiet else []
+        run_ranks(argv, ranks, log_dir=Path(folder) / "logs").raise_for_failure()
+    return _read_result(out / "result.json")
+
+
+def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: bool = False) -> Result:
+    """Train as one rank of the world that torchrun describes, or alone; every rank returns the result."""
+    from meshwright.checkpoint.ranks import Ranks
+    from meshwright.infer.sample import held_out_sample
+    from meshwright.launch.world import mesh_of
+    from meshwright.report import write_report
+    from meshwright.train.loop import Run
+    from meshwright.train.observer import Observers
+
+    with mesh_of(spec) as mesh:
+        first, ranks = mesh.world.rank == 0, Ranks(mesh.control.group)
+        watching = ranks.together(lambda: _observers(spec, out, resume, quiet) if first else Observers([]))
+        with watching:
+            run = Run(spec, mesh, out, watching)
+            result = run.execute(resume)
+            result["sample"] = held_out_sample(run.trainer.decoder, run.corpus)
+            ranks.together(lambda: watching.on_end(result))
+        if first:
+            write_report(out)
+    return result
+
+
+def _observers(spec: RunSpec, out: Path, resume: str | None, quiet: bool) -> Observers:
+    from meshwright.report import Progress, RunRecord, make_trackers
+    from meshwright.train.observer import Observers
+
+    if resume is None and (out / "run.json").exists():
+        raise UserError(f"--out: {out} already holds a run; go on with --resume auto, or give another --out")
+    record = RunRecord(out)
+    shown = [] if quiet else [Progress()]
+    return Observers([record, *shown, *make_trackers(spec.train.trackers, out, out.name, spec.to_json())])
+
+
+def verify(spec: RunSpec, *, nproc: int | None = None, steps: int = 3) -> Result:
+    """Compare the layout with one device in float64 over `steps` optimiser steps.
+
+    Returns `equal`, `worst_relative`, `worst_name`, `compared`, `tolerance`, `narrowed` (a sentence, or None)
+    and `rows`, one for each kind of value. Raises `UserError`.
+    """
+    from meshwright.launch import run_ranks
+
+    ranks = spec.layout.world_size if nproc is None else nproc
+    ranks_match(spec, ranks)
+    if ranks == 1:
+        return verify_worker(spec, steps=steps)
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        file, out = _write_spec(spec, Path(folder)), Path(folder) / "out"
+        argv = ["verify", str(file), "--steps", str(steps), "--out", str(out)]
+        run_ranks(argv, ranks, log_dir=Path(folder) / "logs").raise_for_failure()
+        return _read_result(out / "verify.json")
+
+
+def verify_worker(spec: RunSpec, *, steps: int = 3, out: Path | None = None) -> Result:
+    """`verify` as one rank: the first returns the result and writes `out`/verify.json, others return {}."""
+    from meshwright.launch.world import mesh_of
+    from meshwright.train.verify import verify as verify_rank
+
+    with mesh_of(spec) as mesh:
+        found = verify_rank(spec, mesh, steps) or {}
+    if found and out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "verify.json").write_text(json.dumps(found), encoding="utf-8")
+    return found
+
+
+def generate(
+    run: Path,
+    prompt: str,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+) -> str:
+    """The continuation of `prompt` by the newest checkpoint of a run's folder, or by an HF folder."""
+    from meshwright.data.tokenizer import Tokenizer
+    from meshwright.infer.generate import generate as continue_tokens
+
+    decoder, tokenizer_file = _load_any(run)
+    tokenizer = Tokenizer.open(tokenizer_file)
+    prompt_ids = [tokenizer.end_id, *tokenizer.encode(prompt)]
+    found = continue_tokens(
+        decoder,
+        prompt_ids,
+        max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop_id=tokenizer.end_id,
+    )
+    return tokenizer.decode(found)
+
+
+def tokenize(
+    corpus: str,
+    tokenizer: str,
+    out: Path,
+    *,
+    vocab_size: int,
+    text_key: str = "text",
+    val_fraction: float = 0.0,
+) -> Counts:
+    """Turn a corpus into a folder of token shards that `data.corpus` can name; returns what it counted.
+
+    `tokenizer` is 'bpe' (trained to `vocab_size`), 'bpe:N', 'byte' or a tokenizer.json; a trained one does
+    not see the share `val_fraction` of the documents, which a run with that fraction holds out.
+    """
+    from meshwright.data.tokenize import tokenize as write
+
+    return write(corpus, tokenizer, out, vocab_size=vocab_size, text_key=text_key, val_fraction=val_fraction)
+
+
+def export(run: Path, folder: Path, dtype: str | None = None) -> None:
+    """Write a run's newest checkpoint as an HF folder, in `dtype` ('fp32', 'bf16', 'fp16') or as saved."""
+    from meshwright.checkpoint.hf import export_hf
+    from meshwright.parallel.precision import DTYPES
+
+    decoder = load_run(run)
+    tensors = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
+    tokenizer = run / "tokenizer.json"
+    export_hf(
+        folder,
+        decoder.spec,
+        tensors,
+        tokenizer if tokenizer.is_file() else None,
+        DTYPES[dtype] if dtype else None,
+    )
+
+
+def import_hf(folder: Path, out: Path) -> None:
+    """Make a run's folder out of an HF folder; `train OUT --resume auto` goes on from its step 0."""
+    from meshwright.infer.load import import_run
+
+    import_run(folder, out)
+
+
+def checkpoint_list(directory: Path) -> list[Result]:
+    """The checkpoints of a directory: step, bytes, tensors, ranks, when saved, layout, latest, problem."""
+    from meshwright.checkpoint.inspect import list_checkpoints
+
+    rows = []
+    for info in list_checkpoints(directory):
+        row: Result = {"step": info.step, "bytes": info.bytes, "tensors": info.tensors, "ranks": info.ranks}
+        row |= {"saved_at": info.saved_at, "layout": info.state.get("layout"), "latest": info.latest}
+        rows.append(row | {"problem": info.problem})
+    return rows
+
+
+def checkpoint_verify(directory: Path, step: int | None = None) -> Result:
+    """Check every hash of the checkpoint of `step` (default: the latest); `problems` lists the damage."""
+    from meshwright.checkpoint.inspect import verify_checkpoint
+
+    report = verify_checkpoint(directory, step)
+    return {**asdict(report), "path": str(report.path), "problems": list(report.problems)}
+
+
+def load_hf(folder: Path | str) -> Decoder:
+    """The decoder of an HF folder, in eval mode: tokens (B, T) -> logits (B, T, V)."""
+    from meshwright.checkpoint.hf import load_hf as load
+
+    return load(Path(folder))
+
+
+def load_run(run: Path, dtype: torch.dtype | None = None) -> Decoder:
+    """The decoder of a run's newest checkpoint, on one device, in eval mode."""
+    from meshwright.infer.load import load_run as load
+
+    return load(run, dtype)
+
+
+def _load_any(folder: Path) -> tuple[Decoder, Path]:
+    if (folder / "run.json").is_file():
+        return load_run(folder), folder / "tokenizer.json"
+    if (folder / "config.json").is_file():
+        return load_hf(folder), folder / "tokenizer.json"
+    raise UserError(f"{folder}: is neither a run's folder (run.json) nor an HF folder (config.json)")
+
+
+def default_out() -> Path:
+    """A new folder under runs/, named by the time."""
+    base = Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
+    return next(path for path in (base, *(Path(f"{base}-{i}") for i in range(2, 10**6))) if not path.exists())
+
+
+def _write_spec(spec: RunSpec, folder: Path) -> Path:
+    file = folder / "run.json"
+    file.write_text(json.dumps({"spec": spec.to_json()}), encoding="utf-8")
+    return file
+
+
+def _read_result(file: Path) -> Result:
+    return dict(json.loads(file.read_text(encoding="utf-8")))

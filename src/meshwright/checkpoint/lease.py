@@ -1,0 +1,244 @@
+"""One writer per directory: a lease with a heartbeat, and a generation that fences whoever lost it.
+
+    lease.json   who holds the directory: holder, host, place, pid, process start, since, generation, token;
+                 its modification time is the heartbeat
+    lease.lock   locked (flock) for the moments in which the lease is taken, checked or given back, and
+                 no longer: a child that inherits the descriptor must not keep a dead run's lease alive
+
+A holder is gone when it released, when its process is dead (same host), or when its heartbeat is older than
+STALE_S. Ages are taken against a file that was touched just now in the same directory, so that the file
+server's clock is compared with itself. A process that was only stopped, and wakes after another took over,
+finds another token in lease.json and raises before it publishes anything (fencing: Gray & Cheriton 1989;
+Kleppmann 2016).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from meshwright.checkpoint.disk import TEMPORARY, Disk, open_regular
+from meshwright.checkpoint.errors import CheckpointError
+
+STALE_S = 60.0  # a heartbeat older than this is of a holder that is gone or stopped
+BEATS = 6  # heartbeats within STALE_S
+LOCK_WAIT_S = 10.0  # the lock is held for milliseconds: longer means that its owner was stopped inside
+_NO_FLOCK = {errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL}
+
+
+@dataclass(frozen=True)
+class Holder:
+    """What lease.json says."""
+
+    holder: str
+    host: str
+    place: str
+    pid: int
+    process_start: str
+    since: str
+    generation: int
+    token: str
+    released: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.holder} (host {self.host}, pid {self.pid}, since {self.since})"
+
+
+class Lease:
+    """The right to write in ``directory``, which must exist.
+
+    ``stale_s`` is the age in seconds at which a heartbeat no longer counts. All errors are CheckpointErrors.
+    """
+
+    def __init__(
+        self, directory: Path, holder: str, stale_s: float = STALE_S, disk: Disk | None = None
+    ) -> None:
+        self.directory = Path(directory)
+        self.holder = holder
+        self.stale_s = stale_s
+        self.generation = 0
+        self._disk = disk or Disk()
+        self._path = self.directory / "lease.json"
+        self._token = secrets.token_hex(8)
+        self._mine: Holder | None = None
+        self._stop = threading.Event()
+        self._beat: threading.Thread | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether this object took the lease and did not give it back (another may have taken over since)."""
+        return self._mine is not None
+
+    def acquire(self) -> None:
+        """Take the lease, also over a holder that is gone. Raises when another run is alive in there."""
+        if self._mine is not None:
+            return
+        try:
+            with self._locked():
+                self._sweep()
+                other = self._read()
+                if other is not None and not other.released and self._alive(other):
+                    raise CheckpointError(
+                        f"{self.directory} is in use by {other}; "
+                        "stop that run, or give this one another directory"
+                    )
+                mine = _describe(self.holder, self._token, 1 + (other.generation if other else 0))
+                self._write(mine)
+        except OSError as error:
+            raise CheckpointError(f"cannot take the lease of {self.directory}: {error}") from error
+        self._mine, self.generation = mine, mine.generation
+        self._stop.clear()
+        self._beat = threading.Thread(target=self._keep_alive, name="lease heartbeat", daemon=True)
+        self._beat.start()
+
+    def release(self) -> None:
+        """Give the lease back; without effect when it is not held or when another run took it over."""
+        if self._mine is None:
+            return
+        self._stop.set()
+        if self._beat is not None:
+            self._beat.join()
+        mine, self._mine, self._beat = self._mine, None, None
+        try:
+            with self._locked():
+                now = self._read()
+                if now is not None and now.token == mine.token:
+                    self._write(Holder(**{**asdict(mine), "released": True}))
+        except OSError as error:
+            raise CheckpointError(f"cannot give back the lease of {self.directory}: {error}") from error
+
+    def check(self) -> None:
+        """Raise CheckpointError when the lease is not ours any more: what was written must be dropped."""
+        now = self._read()
+        if self._mine is None or now is None or now.token != self._mine.token:
+            taken = f"{now} took it (generation {now.generation})" if now else "lease.json is gone"
+            raise CheckpointError(
+                f"this run (generation {self.generation}) lost the lease of {self.directory}: {taken}; "
+                "nothing was published"
+            )
+
+    @contextmanager
+    def fenced(self) -> Iterator[None]:
+        """Hold the lock around a publication, after a `check`: nobody can take over between the two."""
+        with self._locked():
+            self.check()
+            yield
+
+    def _keep_alive(self) -> None:
+        mine = self._mine
+        while mine is not None and not self._stop.wait(self.stale_s / BEATS):
+            try:
+                now = self._read()
+                if now is None or now.token != mine.token:
+                    return  # `fenced` will say so before anything is published
+                os.utime(self._path)
+            except (OSError, CheckpointError):
+                continue  # a beat may be missed: the file system's failure shows in the save itself
+
+    def _sweep(self) -> None:
+        """Remove what a process that died while it took the lease left behind; called under the lock."""
+        for pattern in (f"{TEMPORARY}clock-*", f"{TEMPORARY}lease.json-*"):
+            for path in self.directory.glob(pattern):
+                self._disk.unlink(path)
+
+    def _alive(self, other: Holder) -> bool:
+        if other.token == self._token:
+            return False  # this object's own attempt, which failed after it had written the file
+        if other.place == _place() and _process_start(other.pid) != other.process_start:
+            return False
+        probe = self.directory / f"{TEMPORARY}clock-{secrets.token_hex(4)}"
+        os.close(self._disk.create(probe))
+        try:
+            age = probe.stat().st_mtime - self._path.stat().st_mtime
+        finally:
+            self._disk.unlink(probe)
+        return age < self.stale_s
+
+    def _read(self) -> Holder | None:
+        try:
+            with open_regular(self._path) as descriptor:
+                raw = json.loads(os.read(descriptor, 1 << 16))
+            holder = Holder(**raw)
+            if not isinstance(holder.generation, int) or not isinstance(holder.pid, int):
+                raise TypeError("its generation or its pid is not a number")
+            return holder
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(
+                f"{self._path} cannot be understood ({error}); remove it if no run writes in {self.directory}"
+            ) from error
+
+    def _write(self, holder: Holder) -> None:
+        self._disk.replace_file(self._path, json.dumps(asdict(holder)) + "\n", secrets.token_hex(4))
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Exclude other processes; where the file system has no locks, the token in lease.json must do."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(self.directory / "lease.lock", flags, 0o644)
+        try:
+            deadline = time.monotonic() + LOCK_WAIT_S
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise CheckpointError(
+                            f"{self.directory}/lease.lock is held by a process that does not move "
+                            f"({self._read() or 'unknown'}); end that process"
+                        ) from None
+                    time.sleep(0.02)
+                except OSError as error:
+                    if error.errno in _NO_FLOCK:
+                        break
+                    raise
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def _describe(holder: str, token: str, generation: int) -> Holder:
+    return Holder(
+        holder=holder,
+        host=socket.gethostname(),
+        place=_place(),
+        pid=os.getpid(),
+        process_start=_process_start(os.getpid()),
+        since=datetime.now(UTC).isoformat(timespec="seconds"),
+        generation=generation,
+        token=token,
+    )
+
+
+def _place() -> str:
+    """Where a pid means something: this boot of this host, and this pid namespace of it."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"{socket.gethostname()}/{secrets.token_hex(8)}"  # equal to no other: the heartbeat decides
+
+
+def _process_start(pid: int) -> str:
+    """When the process began, in clock ticks since boot: tells a process from a later one with its pid.
+
+    Empty for a process that is not there or is a zombie.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]

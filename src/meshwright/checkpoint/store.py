@@ -1,0 +1,356 @@
+"""Save and load training state on any layout, so that a crash at any moment costs no published checkpoint.
+
+    DIR/step-00000020/manifest.json      what lies where, with the SHA-256 of each piece and of itself
+                      rank-00000.bin     the pieces that rank 0 wrote
+    DIR/LATEST                           the name of the newest
+    DIR/lease.json, lease.lock           who may write
+
+A save: every rank writes its own pieces into a directory with a temporary name and syncs them; rank 0
+collects the hashes, writes the manifest, syncs, and renames once; then LATEST is replaced, then old ones are
+removed. A reader sees a whole checkpoint or none. Nothing is pickled.
+
+Training waits for the copy to host memory only; the rest happens behind it (CheckFreq, Mohan et al. 2021).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.checkpoint.chunks import Chunk, local_plan, merge_plans
+from meshwright.checkpoint.directory import candidates, history, latest_step, published, superseded
+from meshwright.checkpoint.disk import (
+    LATEST,
+    MANIFEST,
+    TEMPORARY,
+    Disk,
+    free_bytes,
+    in_words,
+    parse_step_name,
+    rank_file,
+    step_name,
+)
+from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError
+from meshwright.checkpoint.lease import Lease
+from meshwright.checkpoint.manifest import Manifest, Piece, TensorEntry
+from meshwright.checkpoint.ranks import Ranks
+from meshwright.checkpoint.reader import check_directory, match_tensors, read_manifest_text, read_tensors
+from meshwright.checkpoint.staging import Image
+
+
+class CheckpointStore:
+    """The checkpoints of one directory.
+
+    ``group`` is a process group of the store's own that carries CPU tensors (gloo), or None for one process.
+    Every method is collective over it and is called on all its ranks in the same order, except `poll` and
+    `close`. The store holds the directory's lease from the first save (or `claim`) until `close`; a reader
+    needs none.
+
+    ``warnings`` collects sentences about what went on although something was wrong: a fallback to an older
+    checkpoint, an old one that could not be removed. ``loaded`` is the step that the last `load` took.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        keep: int,
+        group: dist.ProcessGroup | None = None,
+        *,
+        holder: str = "meshwright",
+        disk: Disk | None = None,
+    ) -> None:
+        if keep < 1:
+            raise CheckpointError(f"checkpoint.keep is {keep}, it must be at least 1")
+        self.directory = Path(directory).absolute()
+        self.keep = keep
+        self.warnings: list[str] = []
+        self.loaded: int | None = None
+        self._disk = disk or Disk()
+        self._ranks = Ranks(group)
+        self._lease = Lease(self.directory, holder, disk=self._disk)
+        self._image = Image()
+        self._description: dict[str, Any] | None = None
+        self._owned: set[tuple[str, tuple[int, ...], tuple[int, ...]]] = set()
+        self._tensors: dict[str, Any] = {}
+        self._needed = 0
+        self._claimed = False
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    # -- writing ---------------------------------------------------------------
+
+    def claim(self) -> None:
+        """Become the directory's one writer; remove what dead saves left. Raises when another run is alive.
+
+        Call it when a run starts, so that a second run in the directory fails before it has trained anything.
+        """
+        if self._claimed:
+            return
+        self._join()
+        self._ranks.on_first(self._claim)
+        self._claimed = True
+
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], asynchronous: bool = False
+    ) -> None:
+        """Publish a checkpoint of ``tensors`` (this rank's) and of rank 0's JSON ``state`` under ``step``.
+
+        Returns when the tensors may be changed: at once after the copy to host memory when ``asynchronous``
+        (then `poll` tells of a failure), else when it is published. Waits for a save that is in flight. Where
+        anything fails on any rank, all ranks raise the same error, the partial directory is removed and older
+        checkpoints stay.
+        """
+        if asynchronous and self._ranks.size > 1 and self._ranks.group is dist.group.WORLD:
+            raise ValueError(
+                "an asynchronous save needs a process group of its own, or it deadlocks with training"
+            )
+        self._join()
+        self._ranks.together(self._deliver)
+        self.claim()
+        text = self._ranks.together(lambda: json.dumps(dict(state)))
+        chunks = self._plan(tensors)
+        self._ranks.together(lambda: self._image.stage(chunks))
+        if not asynchronous:
+            self._commit(step, text)
+            return
+        self._thread = threading.Thread(
+            target=self._commit_behind, args=(step, text), name=f"checkpoint of step {step}", daemon=True
+        )
+        self._thread.start()
+
+    def poll(self) -> None:
+        """Raise what a background save raised, once. Local and instant: call it every step.
+
+        All ranks get the same sentence, but maybe a step apart: a trainer that stops for it agrees with its
+        peers first.
+        """
+        if self._thread is None or not self._thread.is_alive():
+            self._join()
+            self._deliver()
+
+    def wait(self) -> None:
+        """Wait for the save in flight; raise on every rank what it raised, unless `poll` did."""
+        self._join()
+        self._ranks.together(self._deliver)
+
+    def close(self) -> None:
+        """Finish the save in flight, give back the lease, and raise a failure that nobody has seen."""
+        self._join()
+        self._lease.release()
+        self._claimed = False
+        self._deliver()
+
+    # -- reading ---------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """The published steps, rising, damaged ones included."""
+        self._join()
+        return list(self._ranks.on_first(lambda: list(published(self.directory))))
+
+    def latest(self) -> int | None:
+        """The step to resume from, None where nothing was ever published. `load` may find it damaged."""
+        self._join()
+        return self._ranks.on_first(lambda: latest_step(self.directory))
+
+    def load(
+        self,
+        step: int | None,
+        tensors: Mapping[str, Tensor],
+        check: Callable[[dict[str, Any]], None] | None = None,
+    ) -> dict[str, Any]:
+        """Fill ``tensors`` in place from a checkpoint written under any layout; return its state.
+
+        ``step`` None takes the latest, or, where that is damaged, the best before it, and says so in
+        ``warnings``; a damaged one asked for by number is refused. Every byte is verified on every rank
+        before the first tensor changes. ``check`` is given the state first and raises UserError to refuse it.
+        Raises UserError when a tensor is missing or differs in shape or dtype, when all checkpoints are
+        damaged, and when there is none.
+        """
+        self._join()
+        failures: list[str] = []
+        names = self._ranks.on_first(lambda: [path.name for path in candidates(self.directory, step)])
+        for name in names:
+            try:
+                state = self._load(self.directory / name, tensors, check)
+            except BadCheckpointError as error:
+                if step is not None:
+                    raise
+                failures.append(str(error))
+                continue
+            if failures:
+                self.warnings.append(f"{'; '.join(failures)}; {self.directory / name} is used instead")
+            return state
+        raise CheckpointError(f"no checkpoint in {self.directory} can be used: {'; '.join(failures)}")
+
+    def _load(
+        self, path: Path, tensors: Mapping[str, Tensor], check: Callable[[dict[str, Any]], None] | None
+    ) -> dict[str, Any]:
+        text = self._ranks.on_first(lambda: read_manifest_text(path))
+        manifest = self._ranks.together(lambda: Manifest.parse(text, str(path / MANIFEST)))
+        self._ranks.together(lambda: check_directory(path, manifest))
+        if check is not None:
+            self._ranks.together(lambda: check(manifest.state))
+        self._ranks.together(lambda: match_tensors(manifest, tensors, str(path)))
+        staged = self._ranks.together(lambda: read_tensors(path, manifest, tensors))
+        for part in staged:
+            part.commit()
+        self.loaded = manifest.step
+        return manifest.state
+
+    # -- the steps of a save ---------------------------------------------------
+
+    def _claim(self) -> None:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._lease.acquire()
+            for kind in ("step", "old", LATEST):
+                for path in sorted(self.directory.glob(f"{TEMPORARY}{kind}-*")):
+                    self._disk.remove_tree(path)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint directory {self.directory} cannot be used: {error.strerror or error}; "
+                "set checkpoint.dir to one that this user may write"
+            ) from error
+
+    def _plan(self, tensors: Mapping[str, Tensor]) -> list[Chunk]:
+        """The chunks that this rank writes. The plan is made once, and again when a rank's tensors change."""
+        description, chunks = self._ranks.together(lambda: local_plan(tensors))
+        if self._ranks.any(description != self._description):
+            self._description = None  # a plan that fails is made again
+            plans = self._ranks.gather(description)
+            shares, named = self._ranks.together(lambda: merge_plans(plans) if plans else ([], {}))
+            share = self._ranks.scatter(shares)
+            self._owned = {(name, tuple(offsets), tuple(sizes)) for name, offsets, sizes in share}
+            self._tensors, self._description = named, description
+        return [chunk for chunk in chunks if chunk.key in self._owned]
+
+    def _commit_behind(self, step: int, state: str) -> None:
+        try:
+            self._commit(step, state)
+        except Exception as error:
+            self._failure = error
+
+    def _commit(self, step: int, state: str) -> None:
+        """Write the staged image and publish it."""
+        self._needed = self._ranks.broadcast(sum(self._ranks.gather(self._image.bytes)))
+        token = self._ranks.broadcast(secrets.token_hex(6))
+        temporary = self.directory / f"{TEMPORARY}step-{step:08d}-{token}"
+        file = rank_file(self._ranks.rank)
+        try:
+            self._ranks.on_first(lambda: self._open(temporary, step))
+            rows = self._ranks.together(lambda: self._write_pieces(temporary, step, file))
+            plans = self._ranks.gather(rows)
+            self._ranks.on_first(lambda: self._publish(temporary, step, json.loads(state), plans))
+        except Exception:
+            if self._ranks.rank == 0:
+                self._discard(temporary)
+            raise
+
+    def _open(self, temporary: Path, step: int) -> None:
+        with self._told("begin", step):
+            if free_bytes(self.directory) < self._needed:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._disk.make_directory(temporary)
+
+    def _write_pieces(self, temporary: Path, step: int, file: str) -> list[Any]:
+        """Write this rank's file, if it has any piece. Returns [name, *piece] rows for the manifest."""
+        if not self._image.bytes:
+            return []
+        with self._told("write", step):
+            self._disk.write_file(temporary / file, self._image.data())
+            self._disk.sync_directory(temporary)
+        return [[name, *piece.row()] for name, piece in self._image.pieces(file)]
+
+    def _publish(self, temporary: Path, step: int, state: dict[str, Any], plans: list[Any]) -> None:
+        """On rank 0: manifest, one rename, LATEST, and the removal of old checkpoints."""
+        tensors = {name: TensorEntry(dtype, tuple(shape)) for name, (dtype, shape) in self._tensors.items()}
+        files: dict[str, int] = {}
+        for name, offsets, sizes, file, start, length, digest in (row for rows in plans for row in rows):
+            tensors[name].pieces.append(Piece(tuple(offsets), tuple(sizes), file, start, length, digest))
+            files[file] = files.get(file, 0) + length
+        manifest = Manifest(
+            step=step,
+            saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            ranks=self._ranks.size,
+            generation=self._lease.generation,
+            state=state,
+            tensors=tensors,
+            files=files,
+        )
+        manifest.check()
+        self._lease.check()
+        token = temporary.name.rpartition("-")[2]
+        with self._told("publish", step):
+            self._disk.write_file(temporary / MANIFEST, memoryview(manifest.render().encode()))
+            self._disk.sync_directory(temporary)
+            with self._lease.fenced():
+                target = self._next_name(step)
+                self._disk.rename(temporary, target)
+                self._disk.sync_directory(self.directory)
+                self._disk.replace_file(self.directory / LATEST, target.name + "\n", token)
+        self._prune(token)
+
+    def _next_name(self, step: int) -> Path:
+        existing = published(self.directory).get(step)
+        parsed = parse_step_name(existing.name) if existing is not None else None
+        return self.directory / step_name(step, parsed[1] + 1 if parsed else 0)
+
+    def _prune(self, token: str) -> None:
+        """Remove what is beyond ``keep``, each under a temporary name first: no half of one is ever seen."""
+        try:
+            for path in superseded(self.directory) + history(self.directory)[self.keep :]:
+                away = self.directory / f"{TEMPORARY}old-{path.name}-{token}"
+                self._disk.rename(path, away)
+            for away in sorted(self.directory.glob(f"{TEMPORARY}old-*")):
+                self._disk.remove_tree(away)
+        except OSError as error:
+            self.warnings.append(f"an old checkpoint in {self.directory} could not be removed: {error}")
+
+    def _discard(self, temporary: Path) -> None:
+        token = temporary.name.rpartition("-")[2]
+        try:
+            for path in (temporary, self.directory / f"{TEMPORARY}{LATEST}-{token}"):
+                if os.path.lexists(path):
+                    self._disk.remove_tree(path)
+        except OSError as error:
+            self.warnings.append(f"the partial checkpoint {temporary} could not be removed: {error}")
+
+    @contextmanager
+    def _told(self, doing: str, step: int) -> Iterator[None]:
+        """Turn the operating system's error into a sentence."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise CheckpointError(
+                    f"no space for the checkpoint of step {step} in {self.directory}: it needs "
+                    f"{in_words(self._needed)} and {in_words(free_bytes(self.directory))} are free; "
+                    "earlier checkpoints are kept"
+                ) from error
+            raise CheckpointError(
+                f"could not {doing} the checkpoint of step {step} in {self.directory}: "
+                f"{error.strerror or error}; earlier checkpoints are kept"
+            ) from error
+
+    # -- the thread behind training --------------------------------------------
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _deliver(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure

@@ -1,0 +1,116 @@
+"""The help texts, made from the table of verbs and from the spec's own fields; no wider than 100 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from meshwright.cli.verb import Flag, Verb
+from meshwright.spec.keys import Key, known_keys, parts_of
+from meshwright.spec.run import RunSpec
+
+WIDTH = 100
+
+
+def program(verbs: Iterable[Verb], version: str) -> str:
+    """`meshwright --help`."""
+    rows = [(verb.name, verb.summary) for verb in verbs]
+    return "\n".join(
+        [
+            f"meshwright {version}: trains and checks large language models on any mesh of devices",
+            "",
+            "usage: meshwright VERB [RUN.toml | RUN_FOLDER] [--TABLE.KEY VALUE ...] [FLAGS]",
+            "",
+            "verbs:",
+            *_columns(rows),
+            "",
+            "  meshwright VERB --help     its flags, and every key of a run",
+            "  meshwright spec schema     the JSON schema of a run file, for editors",
+            "  meshwright --version",
+            "",
+            "Every verb works without a run file, from presets and flags alone:",
+            "  meshwright train --model.preset tiny --train.steps 200 --nproc 2 --out runs/first",
+            "",
+            "exit codes: 0 well; 1 failed, or unequal (verify); 2 a mistake of the user's; 130 interrupted",
+        ]
+    )
+
+
+def verb(entry: Verb) -> str:
+    """`meshwright VERB --help`."""
+    lines = [f"usage: {entry.usage}", "", *textwrap.wrap(_sentence(entry.summary), WIDTH)]
+    if entry.arguments:
+        lines += ["", "words:", *_columns([(each.name, each.summary) for each in entry.arguments])]
+    if entry.flags:
+        lines += ["", "flags:", *_columns([(_shown(flag), _summary(flag)) for flag in entry.flags])]
+    if entry.keys:
+        lines += ["", *_keys()]
+    return "\n".join(lines)
+
+
+def group(name: str, verbs: Sequence[Verb]) -> str:
+    """`meshwright spec --help`: the verbs of a group."""
+    rows = [(verb.name, verb.summary) for verb in verbs]
+    return "\n".join([f"usage: meshwright {name} VERB ...", "", "verbs:", *_columns(rows)])
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:] + "."
+
+
+def _shown(flag: Flag) -> str:
+    return f"--{flag.name} {flag.value}".strip()
+
+
+def _summary(flag: Flag) -> str:
+    if flag.required:
+        return f"{flag.summary} (required)"
+    return flag.summary if flag.default is None else f"{flag.summary} (default {flag.default})"
+
+
+def _keys() -> list[str]:
+    """Every dotted key under its table: name, type, default; and below it what it means."""
+    lines = textwrap.wrap(
+        "keys: tables of the run file; as flags, --layout.dp 2 or --layout.dp=2, they win over it. 'none' is "
+        "no value. For an editor, a file's first line can name the schema that meshwright spec schema "
+        "prints: #:schema FILE.",
+        WIDTH,
+    )
+    for table in RunSpec.model_fields:
+        lines += ["", *textwrap.wrap(f"[{table}]  {_about(table)}", WIDTH, subsequent_indent="  ")]
+        lines += [
+            line for key in known_keys().values() if key.name.startswith(f"{table}.") for line in _key(key)
+        ]
+    return lines
+
+
+def _key(key: Key) -> list[str]:
+    table, name = key.name.split(".", 1)
+    of_preset = table == "model" and "." not in name
+    default = f"= {key.default}" if key.default else ("from the preset" if of_preset else "")
+    lines = [f"  {name:<22}  {key.text:<32}  {default}".rstrip()]
+    indent = " " * 26
+    return lines + textwrap.wrap(key.description, WIDTH, initial_indent=indent, subsequent_indent=indent)
+
+
+def _about(table: str) -> str:
+    """What the part's docstring says first; for a choice between parts, what each of them says."""
+    parts = parts_of(table)
+    said = {part: (part.__doc__ or "").strip().splitlines()[0] for part in parts}
+    if len(parts) == 1:
+        return said[parts[0]]
+    return " ".join(f"{next(iter(part.model_fields.values())).default}: {said[part]}" for part in parts)
+
+
+def _columns(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Two columns, the second wrapped; a long first entry stands on a line of its own."""
+    left = min(26, max(len(first) for first, _ in rows))
+    lines: list[str] = []
+    for first, second in rows:
+        wrapped = textwrap.wrap(second, WIDTH - left - 4) or [""]
+        if len(first) > left:
+            lines.append(f"  {first}")
+            first = ""
+        lines.append(f"  {first:<{left}}  {wrapped[0]}".rstrip())
+        lines += [" " * (left + 4) + more for more in wrapped[1:]]
+    return lines

@@ -1,0 +1,83 @@
+"""`meshwright VERB ...`: find the verb, parse, call it; what it raises becomes a line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from meshwright import __version__
+from meshwright.cli import help as helps
+from meshwright.cli import models, runs, specs
+from meshwright.cli.verb import Verb, parse
+from meshwright.launch.env import LAUNCHER
+from meshwright.launch.failure import RanksFailed, exit_code, record
+from meshwright.spec import UserError
+from meshwright.spec.errors import did_you_mean
+from meshwright.spec.load import one_line
+
+VERBS: tuple[Verb, ...] = (*runs.VERBS, *models.VERBS, *specs.VERBS)
+_HELP = ("-h", "--help")
+
+
+def run() -> None:
+    """The console script: exit with the code of `main`, without a traceback for what a person can mend.
+
+    In a rank that `meshwright` launched, errors go up to the launcher's wrapper, which shows each once.
+    """
+    if LAUNCHER in os.environ:
+        sys.exit(main(sys.argv[1:]))
+    try:
+        code = main(sys.argv[1:])
+        sys.stdout.flush()
+    except UserError as error:
+        record(error)  # a torchrun of the user's shows it too
+        code = _fail(str(error), exit_code(error))
+    except RanksFailed as error:
+        code = _fail(str(error), error.code, error.details)
+    except KeyboardInterrupt as error:
+        code = exit_code(error)
+    except BrokenPipeError:  # the reader has gone, as in `meshwright spec schema | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141  # 128 + SIGPIPE
+    sys.exit(code)
+
+
+def _fail(sentence: str, code: int, details: str = "") -> int:
+    if details:
+        print(details.rstrip(), file=sys.stderr)
+    print(f"meshwright: error: {one_line(sentence)}", file=sys.stderr)
+    return code
+
+
+def main(words: Sequence[str]) -> int:
+    """Do what the command line says; returns the exit code. Raises `UserError`."""
+    if not words or words[0] in _HELP:
+        print(helps.program(VERBS, __version__))
+        return 0
+    if words[0] == "--version":
+        print(f"meshwright {__version__}")
+        return 0
+    group = [verb for verb in VERBS if verb.name.startswith(f"{words[0]} ")]
+    if group and (len(words) == 1 or words[1] in _HELP):
+        print(helps.group(words[0], group))
+        return 0
+    verb, rest = _find(words, bool(group))
+    flags = rest[: rest.index("--")] if "--" in rest else rest
+    if any(word in _HELP for word in flags):
+        print(helps.verb(verb))
+        return 0
+    return verb.function(parse(verb, rest))
+
+
+def _find(words: Sequence[str], grouped: bool) -> tuple[Verb, Sequence[str]]:
+    length = 2 if grouped else 1
+    name = " ".join(words[:length])
+    for verb in VERBS:
+        if verb.name == name:
+            return verb, words[length:]
+    prefix = f"{words[0]} " if grouped else ""
+    known = [verb.name.removeprefix(prefix) for verb in VERBS if verb.name.startswith(prefix)]
+    known = list(dict.fromkeys(verb.split()[0] for verb in known))
+    close = did_you_mean(words[length - 1], known).replace("'", f"'{prefix}", 1)
+    raise UserError(f"'{name}': unknown verb" + (close or f"; the verbs are {', '.join(known)}"))

@@ -1,0 +1,156 @@
+"""The verbs that run ranks: train and verify."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli import show
+from meshwright.cli.verb import JSON, Argument, Call, Flag, Verb, whole
+from meshwright.launch.env import resolve, worker
+from meshwright.spec import RunSpec, UserError
+from meshwright.spec.load import read_tree
+
+RUN = Argument("RUN", "a run file (TOML), or the folder of an earlier run", required=False)
+NPROC = Flag(
+    "nproc",
+    "processes on this machine: a number, or 'auto' for its GPUs or cores; default the layout's product; "
+    "fills layout.dp where no axis is set",
+    "N|auto",
+    str,
+)
+
+
+def spec_of(call: Call, ranks: int | None = None) -> RunSpec:
+    """The spec that a command line asks for, with its layout fitted to the number of processes.
+
+    `ranks` is the number that torchrun has started; it stands for --nproc.
+    """
+    path = call.path()
+    tree = read_tree(path) if path else {}
+    nproc = ranks if ranks is not None else call.flags.get("nproc")
+    return resolve(tree, call.overrides, nproc, str(path) if path else "")
+
+
+def train(call: Call) -> int:
+    """Launch the ranks, or be one of them."""
+    from meshwright import api
+
+    place = worker()
+    spec = spec_of(call, place.world_size if place else None)
+    out, resume, quiet = _out(call), call.flags["resume"], bool(call.flags["quiet"])
+    if place is None:
+        result = api.train(spec, out=out, resume=resume, quiet=quiet)
+    else:
+        result = api.train_worker(spec, out=out or _shared_out(spec), resume=resume, quiet=quiet)
+    if place is None or (place.rank == 0 and not place.launched):
+        show.as_json(result) if call.flags["json"] else show.pairs(result)
+    return 0
+
+
+def _out(call: Call) -> Path | None:
+    """--out, or the folder of the run that was named, or None for a new one."""
+    if call.flags["out"] is not None:
+        return Path(call.flags["out"])
+    path = call.path()
+    return path if path is not None and path.is_dir() else None
+
+
+def _shared_out(spec: RunSpec) -> Path:
+    """A folder that every rank of a torchrun names alike: by the spec, as no clock is shared."""
+    return Path("runs") / f"{spec.model.preset or spec.model.family}-{spec.digest()[:8]}"
+
+
+def verify(call: Call) -> int:
+    """Compare the layout with one device: exit code 1 when they differ."""
+    from meshwright import api
+
+    place = worker()
+    spec = spec_of(call, place.world_size if place else None)
+    steps, out = call.flags["steps"], Path(call.flags["out"]) if call.flags["out"] else None
+    if place is not None:
+        result = api.verify_worker(spec, steps=steps, out=out)
+        if place.launched or place.rank > 0:
+            return 0
+    else:
+        result = api.verify(spec, steps=steps)
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "verify.json").write_text(json.dumps(result), encoding="utf-8")
+    _show_verify(result, bool(call.flags["json"]))
+    return 0 if result["equal"] else 1
+
+
+def _show_verify(result: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        show.as_json(result)
+        return
+    show.table(result.get("rows", []))
+    if narrowed := result.get("narrowed"):
+        print(narrowed)
+    verdict = "equal" if result["equal"] else "UNEQUAL"
+    print(
+        f"{verdict}: {result['compared']} tensors and numbers compared with one device in float64; "
+        f"the largest relative difference is {result['worst_relative']:.1e}, of {result['worst_name']}"
+    )
+
+
+def tokenize(call: Call) -> int:
+    """Turn a corpus into a folder of token shards."""
+    spec = spec_of(call)
+    if spec.data.mixture:
+        raise UserError("data.mixture: one corpus is tokenized at a time; give it as --data.corpus")
+    from meshwright import api
+
+    counts = api.tokenize(
+        spec.data.corpus,
+        spec.data.tokenizer,
+        Path(call.flags["out"]),
+        vocab_size=spec.model.vocab_size,
+        text_key=spec.data.text_key,
+        val_fraction=spec.data.val_fraction,
+    )
+    show.as_json(counts.to_json()) if call.flags["json"] else show.pairs(counts.to_json())
+    return 0
+
+
+VERBS = (
+    Verb(
+        "train",
+        "train a model: start the ranks, log, checkpoint, report",
+        train,
+        (RUN,),
+        (
+            NPROC,
+            Flag("out", "folder of the run; default a new one under runs/", "DIR", str),
+            Flag(
+                "resume", "go on from a checkpoint: 'auto' for the newest one, or its step", "auto|STEP", str
+            ),
+            Flag("quiet", "no progress lines"),
+            JSON,
+        ),
+        keys=True,
+    ),
+    Verb(
+        "verify",
+        "compare the layout with one device in float64: loss, gradients, norm, parameters",
+        verify,
+        (RUN,),
+        (
+            NPROC,
+            Flag("steps", "optimiser steps to compare", "K", whole(1), default=3),
+            Flag("out", "write the result to DIR/verify.json too", "DIR", str),
+            JSON,
+        ),
+        keys=True,
+    ),
+    Verb(
+        "tokenize",
+        "turn text, JSONL or sources into a folder of tokens that data.corpus can name",
+        tokenize,
+        (RUN,),
+        (Flag("out", "folder to write", "DIR", str, required=True), JSON),
+        keys=True,
+    ),
+)

@@ -1,0 +1,47 @@
+"""What a verb prints: one JSON object for programs, aligned lines for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def as_json(result: Mapping[str, Any]) -> None:
+    """One JSON object on one line of stdout."""
+    print(json.dumps(result), flush=True)
+
+
+def pairs(result: Mapping[str, Any]) -> None:
+    """One line for each plain value, names and values aligned."""
+    plain = {name: value for name, value in result.items() if not isinstance(value, (list, dict))}
+    width = max((len(name) for name in plain), default=0)
+    for name, value in plain.items():
+        print(f"{name.replace('_', ' '):<{width}}  {text(value)}")
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Rows with the same keys, under a line of their names, without nested values; numbers stand right."""
+    if not rows:
+        return
+    names = [name for name, value in rows[0].items() if not isinstance(value, (list, dict))]
+    cells = [[text(row.get(name)) for name in names] for row in rows]
+    widths = [max(len(name), *(len(row[place]) for row in cells)) for place, name in enumerate(names)]
+    numbers = [all(isinstance(row.get(name), (int, float)) for row in rows) for name in names]
+    for row in [[name.replace("_", " ") for name in names], *cells]:
+        shown = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numbers, strict=True)
+        ]
+        print("  ".join(shown).rstrip())
+
+
+def text(value: Any) -> str:
+    """A value as people read it: 1,234,567; 3.142; yes; -."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

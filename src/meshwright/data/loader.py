@@ -1,0 +1,102 @@
+"""One data rank's batches: step in, tensors out, with the next step's batch made in the background."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from meshwright.data.corpus import Corpus
+from meshwright.data.order import I64
+from meshwright.data.packing import IGNORE, Samples
+from meshwright.spec import RunSpec
+
+NO_SAMPLE = -1
+
+
+@dataclass(frozen=True)
+class Batch:
+    """n samples of T tokens on the CPU, all int64.
+
+    tokens, targets, positions, documents: (n, T); a target of -100 is not predicted.
+    ids: (n,) numbers of the samples in their split, -1 for padding. slots: (n,) places in the global batch.
+    """
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    positions: torch.Tensor
+    documents: torch.Tensor
+    ids: torch.Tensor
+    slots: torch.Tensor
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """The samples from `start` up to `stop`, as views."""
+        return Batch(*(getattr(self, field.name)[start:stop] for field in fields(self)))
+
+    def to(self, device: torch.device) -> Batch:
+        """A copy on `device`; itself where it is there."""
+        return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
+
+
+class Loader:
+    """The batches of data rank `rank` of `ranks`.
+
+    Slot j of the global batch of step s holds global sample s * batch_sequences + j, whatever the number of
+    ranks; a rank reads its contiguous share of the slots.
+    """
+
+    def __init__(self, corpus: Corpus, spec: RunSpec, rank: int, ranks: int) -> None:
+        if not 0 <= rank < ranks or spec.batch_sequences % ranks:
+            raise ValueError(f"rank {rank} of {ranks} for a batch of {spec.batch_sequences} sequences")
+        self._corpus = corpus
+        self._order = corpus.order(spec.train.seed)
+        self._sequences = spec.batch_sequences
+        self._rank, self._ranks = rank, ranks
+        self._eval_sequences = spec.micro_batch
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
+        self._next: tuple[int, Future[Batch]] | None = None
+
+    def step(self, step: int) -> Batch:
+        """This rank's samples of the optimiser step `step`, counted from 0: a function of (seed, step) alone.
+
+        What went wrong in the background is raised here.
+        """
+        ready, self._next = self._next, None
+        batch = ready[1].result() if ready is not None and ready[0] == step else self._make(step)
+        self._next = (step + 1, self._pool.submit(self._make, step + 1))
+        return batch
+
+    def validation_batches(self, max_tokens: int | None = None) -> Iterator[Batch]:
+        """The held-out tokens, each once over all ranks; the first `max_tokens` of them, by default all.
+
+        Every rank yields the same number of batches; samples beyond the last have no targets.
+        """
+        split = self._corpus.validation
+        limit = split.target_tokens if max_tokens is None else min(max_tokens, split.target_tokens)
+        before = split.targets_before(np.arange(split.samples + 1))
+        count = int(np.searchsorted(before, limit))  # samples that hold the first `limit` targets
+        turn = self._eval_sequences * self._ranks
+        for first in range(0, count, turn):
+            slot = first + self._rank * self._eval_sequences + np.arange(self._eval_sequences)
+            real = slot < count
+            samples = split.gather(np.minimum(slot, count - 1))
+            allowed = np.where(real, limit - before[np.minimum(slot, count - 1)], 0)
+            samples.targets[np.arange(samples.targets.shape[1]) >= allowed[:, None]] = IGNORE
+            yield _batch(samples, np.where(real, slot, NO_SAMPLE), slot)
+
+    def close(self) -> None:
+        """End the background thread."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _make(self, step: int) -> Batch:
+        share = self._sequences // self._ranks
+        slot = self._rank * share + np.arange(share)
+        ids = self._corpus.train.ids(*self._order.at(step * self._sequences + slot))
+        return _batch(self._corpus.train.gather(ids), ids, slot)
+
+
+def _batch(samples: Samples, ids: I64, slots: I64) -> Batch:
+    return Batch(*(torch.from_numpy(array) for array in (*samples, ids, slots)))

@@ -1,0 +1,205 @@
+"""Text into a folder of shards, in memory bounded by a chunk of text and the largest single document."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.data.files import publishing
+from meshwright.data.ingest import TextSource, open_source
+from meshwright.data.order import U64, mix64
+from meshwright.data.shards import ShardWriter
+from meshwright.data.split import held_out
+from meshwright.data.tokenizer import SMALLEST_BPE, IDs, Tokenizer, byte_tokenizer, train_bpe
+from meshwright.spec.errors import UserError
+
+PIECE = 2**20  # characters that are encoded at once at most: the library needs ~100 bytes for each token
+CHUNK = 2**22  # characters that are encoded side by side
+BPE_BYTES = 2**28  # a BPE is trained on a sample of about this size; more changes few merges
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What `tokenize` wrote, and what it left out."""
+
+    documents: int
+    tokens: int
+    utf8_bytes: int
+    vocab_size: int
+    sha256: str
+    skipped: dict[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The counts as plain JSON."""
+        return asdict(self)
+
+
+def tokenize(
+    corpus: str,
+    tokenizer: str,
+    out: Path,
+    *,
+    vocab_size: int,
+    text_key: str = "text",
+    val_fraction: float = 0.0,
+) -> Counts:
+    """Tokenize `corpus` (as in `data.corpus`) into the folder `out`, a `data.corpus` from then on.
+
+    `tokenizer` is as in `data.tokenizer`; a BPE is trained to `vocab_size` entries, without looking at the
+    documents that `val_fraction` holds out. Raises `UserError`; `out` appears whole or not at all.
+    """
+    source = open_source(corpus, text_key)
+    with publishing(out, "out") as folder:
+        return write_shards(source, build_tokenizer(tokenizer, vocab_size, [source], val_fraction), folder)
+
+
+def write_shards(source: TextSource, tokenizer: Tokenizer, folder: Path) -> Counts:
+    """Encode every document of `source` into shards in `folder`. Raises `UserError` for an empty corpus."""
+    with ShardWriter(folder, tokenizer) as writer:
+        for ids, utf8_bytes, content in _encode(source.documents(), tokenizer):
+            writer.add(ids, utf8_bytes, content)
+        manifest = writer.finish()
+    if not manifest.documents:
+        raise UserError(f"data.corpus: {source.name} holds no text{_left_out(source)}; give another corpus")
+    return Counts(
+        documents=manifest.documents,
+        tokens=manifest.tokens,
+        utf8_bytes=manifest.utf8_bytes,
+        vocab_size=manifest.vocab_size,
+        sha256=manifest.digest,
+        skipped=dict(source.skipped),
+    )
+
+
+def build_tokenizer(
+    setting: str, vocab_size: int, sources: Sequence[TextSource], val_fraction: float
+) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` asks for; a BPE is trained on the sources' training documents."""
+    check_tokenizer(setting, vocab_size)
+    if setting == "byte":
+        return byte_tokenizer()
+    size = bpe_size(setting, vocab_size)
+    if size is None:
+        return Tokenizer.open(Path(setting).expanduser())
+    surveys = [_survey(source) for source in sources]
+    total = sum(utf8_bytes for _, utf8_bytes in surveys)
+    keep = min(1.0, BPE_BYTES / total) if total else 1.0
+
+    def texts() -> Iterator[str]:
+        for source, (hashes, _) in zip(sources, surveys, strict=True):
+            wanted = ~held_out(hashes, val_fraction)
+            if keep < 1:
+                wanted &= mix64(hashes) < np.uint64(keep * 2.0**64)
+            for text, take in zip(source.documents(), wanted.tolist(), strict=True):
+                if take:
+                    yield from _pieces(text)
+
+    return train_bpe(texts(), size)
+
+
+def bpe_size(setting: str, vocab_size: int) -> int | None:
+    """Entries of the BPE that 'bpe' or 'bpe:N' asks for; None for another kind of tokenizer."""
+    name, _, number = setting.partition(":")
+    if name != "bpe":
+        return None
+    if not number and setting != "bpe":
+        raise UserError(
+            f"data.tokenizer: {setting!r} lacks its number of entries; give 'bpe' or 'bpe:{vocab_size}'"
+        )
+    if number and not number.isdecimal():
+        raise UserError(f"data.tokenizer: {number!r} in {setting!r} is not a number; try 'bpe:{vocab_size}'")
+    return int(number) if number else vocab_size
+
+
+def check_tokenizer(setting: str, vocab_size: int) -> None:
+    """Refuse what can be refused before any text is read. Raises `UserError`."""
+    size = bpe_size(setting, vocab_size)
+    if setting == "byte" or size is None:
+        return
+    if size > vocab_size:
+        raise UserError(
+            f"data.tokenizer: {setting!r} has more entries than model.vocab_size {vocab_size}; "
+            f"give at most 'bpe:{vocab_size}', or set model.vocab_size = {size}"
+        )
+    if size < SMALLEST_BPE:
+        raise UserError(
+            f"data.tokenizer: a BPE of {size} entries cannot hold the 256 bytes and the end of document; "
+            f"set model.vocab_size and the BPE's size to {SMALLEST_BPE} or more"
+        )
+
+
+def content_hash(raw: bytes) -> int:
+    """The 64-bit hash of a document's UTF-8 that decides its side of the validation split."""
+    return int.from_bytes(blake2b(raw, digest_size=8).digest(), "little")
+
+
+def _survey(source: TextSource) -> tuple[U64, int]:
+    """Hashes of all documents, and their UTF-8 bytes in all."""
+    hashes: list[int] = []
+    total = 0
+    for text in source.documents():
+        raw = text.encode()
+        hashes.append(content_hash(raw))
+        total += len(raw)
+    return np.array(hashes, dtype=np.uint64), total
+
+
+def _encode(texts: Iterator[str], tokenizer: Tokenizer) -> Iterator[tuple[IDs, int, int]]:
+    """(token ids, UTF-8 bytes, content hash) of each document, encoded in chunks of pieces."""
+    facts: deque[tuple[int, int]] = deque()
+
+    def pieces() -> Iterator[tuple[int, str]]:
+        for number, text in enumerate(texts):
+            raw = text.encode()
+            facts.append((len(raw), content_hash(raw)))
+            for piece in _pieces(text):
+                yield number, piece
+
+    def encoded() -> Iterator[tuple[int, IDs]]:
+        chunk: list[tuple[int, str]] = []
+        size = 0
+        for item in pieces():
+            chunk.append(item)
+            size += len(item[1])
+            if size >= CHUNK:
+                yield from _encode_chunk(chunk, tokenizer)
+                chunk, size = [], 0
+        yield from _encode_chunk(chunk, tokenizer)
+
+    for _, group in groupby(encoded(), key=lambda item: item[0]):
+        ids = np.concatenate([ids for _, ids in group])
+        utf8_bytes, content = facts.popleft()
+        yield ids, utf8_bytes, content
+
+
+def _encode_chunk(chunk: list[tuple[int, str]], tokenizer: Tokenizer) -> Iterator[tuple[int, IDs]]:
+    encodings = tokenizer.encode_batch([piece for _, piece in chunk])
+    return zip((number for number, _ in chunk), encodings, strict=True)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cut a long text before line ends that follow a visible character: GPT-2's rule never merges across."""
+    start = 0
+    while len(text) - start > PIECE:
+        stop = start + PIECE
+        line = text.rfind("\n", start + 1, stop)
+        while line > start and text[line - 1].isspace():
+            line = text.rfind("\n", start + 1, line)
+        stop = line if line > start else stop
+        yield text[start:stop]
+        start = stop
+    yield text[start:]
+
+
+def _left_out(source: TextSource) -> str:
+    if not source.skipped:
+        return ""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(source.skipped.items()))
+    return f" ({source.skipped.total()} left out: {reasons})"

@@ -1,0 +1,193 @@
+"""Tokenizers: 256 bytes, a trained byte-level BPE, or a `tokenizer.json` that somebody made.
+
+All three are a `tokenizers.Tokenizer` inside and a `tokenizer.json` on disk. Text never yields the
+end-of-document token: a literal `<|endoftext|>` in a document is encoded as the characters that it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from meshwright.spec.errors import UserError
+
+END = "<|endoftext|>"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+SMALLEST_BPE = 257  # the 256 bytes and END
+
+# Names of the end-of-document token in published tokenizers, tried when no tokenizer_config.json names it.
+_KNOWN_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "<|im_end|>")
+
+IDs = NDArray[np.uint32]
+
+
+class Tokenizer:
+    """Text to token ids and back; `end_id` marks the start of each document and the end of the one before."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, end_id: int) -> None:
+        self._backend = backend
+        self._backend.encode_special_tokens = True
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        self._json = backend.to_str()
+        self.end_id = end_id
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+
+    @staticmethod
+    def open(path: Path, end_id: int | None = None) -> Tokenizer:
+        """Read a `tokenizer.json`. Raises `UserError`.
+
+        The end of document is `end_id`, or what the `tokenizer_config.json` beside it calls `eos_token`, or a
+        name known from published tokenizers.
+        """
+        if not path.is_file():
+            raise UserError(
+                f"data.tokenizer: there is no file {path}; give 'bpe', 'bpe:N', 'byte' or a tokenizer.json"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(f"data.tokenizer: {path} is not a tokenizer.json ({error})") from error
+        end_id = _find_end(backend, path) if end_id is None else end_id
+        found = Tokenizer(backend, end_id)
+        byte = byte_tokenizer()
+        return byte if found.digest == byte.digest else found
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the tokenizer and its end-of-document token."""
+        return hashlib.sha256(f"{self.end_id}\n{self._json}".encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without any special token."""
+        ids: list[int] = self.encode_batch([text])[0].tolist()
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[IDs]:
+        """Token ids of each text, computed on all cores."""
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids; bytes that are not UTF-8 become U+FFFD, special tokens are spelt out."""
+        if self._spelling is not None:
+            return self.decode_bytes(ids).decode("utf-8", errors="replace")
+        return self._backend.decode(list(ids), skip_special_tokens=False)
+
+    def decode_bytes(self, ids: Sequence[int]) -> bytes:
+        """The bytes of token ids: exact for byte-level tokenizers, whose tokens may split a character."""
+        if self._spelling is not None:
+            return b"".join([self._spelling[i] for i in ids])
+        return self._backend.decode(list(ids), skip_special_tokens=False).encode()
+
+    def save(self, folder: Path) -> None:
+        """Write `tokenizer.json`, and `tokenizer_config.json` in the form that transformers reads."""
+        (folder / TOKENIZER_FILES[0]).write_text(self._json, encoding="utf-8")
+        end = self._backend.id_to_token(self.end_id)
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": end,
+            "bos_token": end,
+            "clean_up_tokenization_spaces": False,
+        }
+        (folder / TOKENIZER_FILES[1]).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+
+    @cached_property
+    def _spelling(self) -> list[bytes] | None:
+        """The bytes of each id when the tokenizer is byte-level, else None. Unused ids spell nothing."""
+        decoder = json.loads(self._json)["decoder"]
+        if decoder is None or decoder["type"] != "ByteLevel":
+            return None
+        added = self._backend.get_added_tokens_decoder()
+        table = [b""] * self.vocab_size
+        for token, number in self._backend.get_vocab(with_added_tokens=True).items():
+            plain = number not in added and all(char in _BYTE_OF for char in token)
+            table[number] = bytes(_BYTE_OF[char] for char in token) if plain else token.encode()
+        return table
+
+
+class ByteTokenizer(Tokenizer):
+    """Id = byte, END = 256. The same `tokenizer.json` a BPE without merges has, without its detours."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[IDs]:
+        """The UTF-8 bytes of each text."""
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
+
+
+def byte_tokenizer() -> ByteTokenizer:
+    """The 256 bytes and END."""
+    backend = tokenizers.Tokenizer(models.BPE(vocab=dict(_BYTE_OF), merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([END])
+    return ByteTokenizer(backend, end_id=256)
+
+
+def train_bpe(texts: Iterator[str], size: int) -> Tokenizer:
+    """Train a byte-level BPE (Sennrich et al. 2016; Radford et al. 2019) of at most `size` entries, END = 0.
+
+    Deterministic for the same texts. A corpus with too few pairs to merge gives a smaller vocabulary.
+    """
+    if size < SMALLEST_BPE:
+        raise ValueError(f"a byte-level BPE has at least {SMALLEST_BPE} entries, not {size}")
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return Tokenizer(backend, end_id=0)
+
+
+def number_tokenizer(vocab_size: int) -> Tokenizer:
+    """Tokens spelt as decimal numbers with spaces between, END the last: for corpora without text.
+
+    A word that is not a number of the vocabulary is read as 0.
+    """
+    words = {str(number): number for number in range(vocab_size - 1)}
+    backend = tokenizers.Tokenizer(models.WordLevel({**words, END: vocab_size - 1}, unk_token="0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.add_special_tokens([END])
+    return Tokenizer(backend, end_id=vocab_size - 1)
+
+
+def _find_end(backend: tokenizers.Tokenizer, path: Path) -> int:
+    config = path.with_name(TOKENIZER_FILES[1])
+    named: str | None = None
+    if config.is_file():
+        try:
+            eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"data.tokenizer: {config} is not a JSON object ({error})") from error
+        named = eos["content"] if isinstance(eos, dict) else eos
+    for name in (named,) if named else _KNOWN_ENDS:
+        number = backend.token_to_id(name)
+        if number is not None:
+            return number
+    wanted = repr(named) if named else f"any of {', '.join(_KNOWN_ENDS)}"
+    raise UserError(
+        f"data.tokenizer: {path} has no end-of-document token {wanted}; name one of its tokens as "
+        f"eos_token in {config.name} beside it"
+    )
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's spelling of bytes as printable characters (Radford et al. 2019): character -> byte."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()

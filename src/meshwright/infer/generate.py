@@ -1,0 +1,148 @@
+"""Generation with a key-value cache: greedy, or sampled at a temperature from the top k or the top p."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from meshwright.model.attention import KeyValueCache
+from meshwright.model.decoder import Decoder
+from meshwright.spec import UserError
+
+
+@overload
+def generate(
+    decoder: Decoder,
+    tokens: list[int],
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    stop_id: int | None = None,
+) -> list[int]: ...
+
+
+@overload
+def generate(
+    decoder: Decoder,
+    tokens: Tensor,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    stop_id: int | None = None,
+) -> Tensor: ...
+
+
+def generate(
+    decoder: Decoder,
+    tokens: list[int] | Tensor,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    stop_id: int | None = None,
+) -> list[int] | Tensor:
+    """Continue `tokens`: a list gives the list of new tokens, (B, T) gives the new tokens (B, n).
+
+    Temperature 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature),
+    after keeping the `top_k` likeliest and, of these, the fewest that hold `top_p` of the probability
+    (Holtzman et al. 2020). The same seed gives the same tokens. A row ends at `stop_id`, which is not
+    part of a list's result; in a batch, rows that have ended go on with `stop_id`; n is at most
+    `max_new_tokens`.
+
+    Raises `UserError` for an empty prompt, tokens beyond the vocabulary, and sampling options out of range.
+    """
+    device = next(decoder.parameters()).device
+    given = torch.tensor([tokens], dtype=torch.int64) if isinstance(tokens, list) else tokens
+    _check(decoder, given, max_new_tokens, temperature, top_k, top_p)
+    steps = _steps(decoder, given.to(device), max_new_tokens, temperature, top_k, top_p, seed, stop_id)
+    new = list(steps)
+    if isinstance(tokens, list):
+        row = [int(step[0]) for step in new]
+        return row[:-1] if row and row[-1] == stop_id else row
+    return torch.stack(new, 1) if new else given.new_empty((given.shape[0], 0))
+
+
+@torch.no_grad()
+def _steps(
+    decoder: Decoder,
+    tokens_BT: Tensor,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    stop_id: int | None,
+) -> Iterator[Tensor]:
+    """Yield the next token of each row (B,), until all rows have ended."""
+    batch, length = tokens_BT.shape
+    like = next(decoder.parameters())
+    room = length + max_new_tokens
+    caches = [KeyValueCache(decoder.spec, batch, room, like) for _ in decoder.blocks]
+    generator = torch.Generator(device=tokens_BT.device).manual_seed(seed)
+    ended = torch.zeros(batch, dtype=torch.bool, device=tokens_BT.device)
+    for _ in range(max_new_tokens):
+        logits_BV = decoder(tokens_BT, caches=caches)[:, -1]
+        chosen = _choose(logits_BV, temperature, top_k, top_p, generator)
+        if stop_id is not None:
+            chosen = torch.where(ended, stop_id, chosen)
+            ended |= chosen == stop_id
+        yield chosen
+        if stop_id is not None and bool(ended.all()):
+            return
+        tokens_BT = chosen.unsqueeze(1)
+
+
+def _choose(
+    logits_BV: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
+) -> Tensor:
+    """One token id for each row (B,)."""
+    if temperature == 0.0:
+        return logits_BV.argmax(-1)
+    scores = logits_BV.double() / temperature
+    if top_k is not None:
+        least = scores.topk(min(top_k, scores.shape[-1])).values[:, -1:]
+        scores = scores.masked_fill(scores < least, float("-inf"))
+    if top_p is not None:
+        ordered, order = scores.softmax(-1).sort(descending=True, stable=True)
+        beyond = ordered.cumsum(-1) - ordered >= top_p  # the likeliest one always stays
+        scores = scores.masked_fill(torch.zeros_like(beyond).scatter(1, order, beyond), float("-inf"))
+    return torch.multinomial(scores.softmax(-1), 1, generator=generator).squeeze(1)
+
+
+def _check(
+    decoder: Decoder,
+    tokens_BT: Tensor,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+) -> None:
+    spec = decoder.spec
+    if tokens_BT.dim() != 2 or not tokens_BT.numel():
+        raise UserError("generate: the prompt has no tokens; give at least one (the document's END will do)")
+    low, high = int(tokens_BT.min()), int(tokens_BT.max())
+    if low < 0 or high >= spec.vocab_size:
+        wrong = low if low < 0 else high
+        raise UserError(f"generate: token {wrong} is outside of the model's vocabulary of {spec.vocab_size}")
+    if max_new_tokens < 0:
+        raise UserError(f"generate: max_new_tokens {max_new_tokens} is negative; give 0 or more")
+    room = spec.max_seq_len - tokens_BT.shape[1]
+    if spec.position == "learned" and max_new_tokens > room:
+        raise UserError(
+            f"generate: {tokens_BT.shape[1]} prompt tokens and {max_new_tokens} new ones are more than the "
+            f"model's {spec.max_seq_len} learned positions; give at most {max(room, 0)} new ones"
+        )
+    if not 0.0 <= temperature < float("inf"):
+        raise UserError(f"generate: temperature {temperature} is out of range; give 0 (greedy) or more")
+    if top_k is not None and top_k < 1:
+        raise UserError(f"generate: top_k {top_k} keeps no token; give 1 or more")
+    if top_p is not None and not 0.0 < top_p <= 1.0:
+        raise UserError(f"generate: top_p {top_p} is out of range; give more than 0 and at most 1")

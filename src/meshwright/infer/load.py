@@ -1,0 +1,67 @@
+"""A trained decoder out of a run's folder, and a run's folder out of a trained decoder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+
+from meshwright.checkpoint.hf import import_hf
+from meshwright.checkpoint.store import CheckpointStore
+from meshwright.model.decoder import Decoder
+from meshwright.spec import RunSpec, UserError
+from meshwright.spec.load import load
+from meshwright.train.loop import checkpoint_folder
+from meshwright.train.state import imported_state
+
+
+def read_spec(run: Path) -> RunSpec:
+    """The spec of a run's folder, from its run.json."""
+    return load(run)
+
+
+def load_run(run: Path, dtype: torch.dtype | None = None) -> Decoder:
+    """The decoder of the run's newest whole checkpoint, on one device, in eval mode; by default as saved."""
+    spec = read_spec(run)
+    folder = checkpoint_folder(spec, run)
+    if not folder.is_dir():
+        raise UserError(f"{run}: has no checkpoint yet ({folder} is not there); train it first")
+    decoder = Decoder(spec.model)
+    if spec.precision.compute == "fp64":
+        decoder = decoder.double()
+    with torch.no_grad():
+        tensors = {f"model/{name}": parameter.data for name, parameter in decoder.named_parameters()}
+        CheckpointStore(folder, keep=1).load(None, tensors)
+    return decoder.to(dtype=dtype).eval() if dtype is not None else decoder.eval()
+
+
+def import_run(folder: Path, out: Path) -> None:
+    """Make the run's folder `out` with a checkpoint of step 0 from an HF folder: its weights, moments of 0.
+
+    The tokenizer comes along. Raises `UserError`, also when `out` holds a run.
+    """
+    if (out / "run.json").exists():
+        raise UserError(f"--out: {out} already holds a run; give another --out")
+    model, weights = import_hf(folder)
+    spec = RunSpec.model_validate({"model": {**model.model_dump(mode="json"), "hf": None}})
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in weights:
+        value = value.float()
+        tensors[f"model/{name}"] = value
+        tensors[f"optim/exp_avg/{name}"] = tensors[f"optim/exp_avg_sq/{name}"] = torch.zeros_like(value)
+    out.mkdir(parents=True, exist_ok=True)
+    if (folder / "tokenizer.json").is_file():
+        for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
+            if file.is_file():
+                shutil.copyfile(file, out / file.name)
+        spec = spec.model_copy(
+            update={"data": spec.data.model_copy(update={"tokenizer": str(out / "tokenizer.json")})}
+        )
+    store = CheckpointStore(checkpoint_folder(spec, out), keep=1)
+    store.save(0, tensors, imported_state(spec))
+    store.close()
+    (out / "run.json").write_text(
+        json.dumps({"spec": spec.to_json(), "imported": str(folder)}), encoding="utf-8"
+    )

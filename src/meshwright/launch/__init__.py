@@ -1,0 +1,7 @@
+"""Where a run runs: the ranks of this machine, and what a rank knows of its place among them."""
+
+from meshwright.launch.env import Worker, worker
+from meshwright.launch.failure import Outcome, RanksFailed
+from meshwright.launch.local import launch, run_ranks
+
+__all__ = ["Outcome", "RanksFailed", "Worker", "launch", "run_ranks", "worker"]

@@ -1,0 +1,52 @@
+"""What every launched rank is: `python -m meshwright.launch.child PARENT MODULE ARGUMENT...`.
+
+It ties the rank to its launcher, keeps its sockets on the loopback interface, runs MODULE as `__main__`, and
+leaves an uncaught error in a file for the launcher instead of printing it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+
+from meshwright.launch.env import LAUNCHER, LOOPBACK
+from meshwright.launch.failure import exit_code, record
+
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def tie_to_parent(parent: int) -> None:
+    """Die with the launcher, also when it is killed (Linux; elsewhere a killed launcher leaves its ranks).
+
+    The parent may have died before the tie was made, hence the look at it afterwards.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        raise SystemExit(f"the launcher {parent} is gone")
+
+
+def main(arguments: list[str]) -> None:
+    """Run `arguments` = [parent's pid, module, its arguments...]."""
+    parent, module, *rest = arguments
+    tie_to_parent(int(parent))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
+    os.environ[LAUNCHER] = parent
+    sys.argv = [module, *rest]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        record(error)
+        sys.exit(exit_code(error))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,206 @@
+"""A rank's place in the world, read once from what torchrun sets, and the layout of a number of ranks."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from meshwright.spec import RunSpec, UserError
+from meshwright.spec.load import Overrides, from_tree
+from meshwright.spec.rules import ranks_match
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+AXES = ("dp", "replicate", "cp", "tp", "pp")
+"""The axes whose product is the world size."""
+
+GROUP_TIMEOUT = timedelta(minutes=5)
+"""A collective that waits longer has lost a rank; torch's own limit of 30 minutes hides a hang."""
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+"""The interface that a world on one machine keeps to."""
+
+LAUNCHER = "MESHWRIGHT_LAUNCHER"
+"""Set in ranks that `launch.local` started: they leave their errors to it, so that each is shown once."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """This process's rank among `world_size`, and among the `local_world_size` of its machine.
+
+    `launched` tells that `meshwright` itself is the parent, and not a torchrun of the user's.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    launched: bool = False
+
+
+def worker(environment: Mapping[str, str] | None = None) -> Worker | None:
+    """The place that torchrun gave this process; None in a process that it did not start.
+
+    Raises `UserError` for an environment that says only half of it.
+    """
+    given = os.environ if environment is None else environment
+    if "RANK" not in given or "WORLD_SIZE" not in given:
+        return None
+    rank, world_size = _whole(given, "RANK"), _whole(given, "WORLD_SIZE")
+    if not 0 <= rank < world_size:
+        raise UserError(f"RANK: {rank} is not below WORLD_SIZE {world_size}; start the ranks with torchrun")
+    return Worker(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_whole(given, "LOCAL_RANK", rank),
+        local_world_size=_whole(given, "LOCAL_WORLD_SIZE", world_size),
+        launched=LAUNCHER in given,
+    )
+
+
+def _whole(given: Mapping[str, str], name: str, default: int = 0) -> int:
+    text = given.get(name, str(default))
+    if not text.isdecimal():
+        raise UserError(f"{name}: {text!r} is not a number; start the ranks with torchrun, which sets it")
+    return int(text)
+
+
+def count_devices() -> int:
+    """CUDA devices that are visible here, or else the cores that this process may use."""
+    import torch
+
+    return torch.cuda.device_count() or _cores()
+
+
+def _cores() -> int:
+    """Cores of this process's affinity, where the system tells them."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def sets_layout(tree: Mapping[str, Any], overrides: Overrides = ()) -> bool:
+    """Whether the run file or the flags give the size of any axis."""
+    table = tree.get("layout")
+    given = set(table) if isinstance(table, Mapping) else set()
+    given |= {key.removeprefix("layout.") for key, _ in overrides if key.startswith("layout.")}
+    return not given.isdisjoint(AXES)
+
+
+def fit_layout(tree: Mapping[str, Any], overrides: Overrides, nproc: int) -> Overrides:
+    """The flags, with `layout.dp = nproc` added where neither the run file nor a flag sizes any axis."""
+    if sets_layout(tree, overrides):
+        return overrides
+    return [*overrides, ("layout.dp", str(nproc))]
+
+
+def resolve(
+    tree: dict[str, Any], overrides: Overrides = (), nproc: str | int | None = None, source: str = ""
+) -> RunSpec:
+    """The spec of a run on `nproc` ranks: a number, 'auto', or None for what its layout says.
+
+    A number fills an unset layout's `dp`, and must else be its world size. 'auto' takes the layout's world
+    size; where no axis is set, the most of this machine's devices that share the batch evenly.
+    Raises `UserError` when spec and number disagree.
+    """
+    if nproc is None or (nproc == "auto" and sets_layout(tree, overrides)):
+        return from_tree(tree, overrides, source)
+    if nproc == "auto":
+        return _widest(tree, overrides, source)
+    ranks = _nproc(nproc)
+    spec = from_tree(tree, fit_layout(tree, overrides, ranks), source)
+    ranks_match(spec, ranks)
+    return spec
+
+
+def _nproc(given: str | int) -> int:
+    text = str(given)
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"--nproc: {text!r} is not a number of processes; give 1 or more, or 'auto'")
+    return int(text)
+
+
+def _widest(tree: dict[str, Any], overrides: Overrides, source: str) -> RunSpec:
+    alone = from_tree(tree, fit_layout(tree, overrides, 1), source)
+    for ranks in range(count_devices(), 1, -1):
+        share, rest = divmod(alone.batch_sequences, ranks)
+        if rest == 0 and share % (alone.layout.micro_batch or 1) == 0:
+            return from_tree(tree, fit_layout(tree, overrides, ranks), source)
+    return alone
+
+
+def limit_threads(local_world_size: int) -> int:
+    """Share this machine's cores among its ranks; returns the number of threads that torch now uses."""
+    import torch
+
+    threads = max(1, _cores() // local_world_size)
+    torch.set_num_threads(threads)
+    return threads
+
+
+def init_process_group(place: Worker | None, device_type: str) -> ProcessGroup:
+    """Join the world: gloo on the CPU; on CUDA devices NCCL, with gloo beside it for CPU tensors.
+
+    Without a `place` the world is this process alone: its store is in its memory, and gloo, which always
+    listens, does so on the loopback interface.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if device_type not in ("cpu", "cuda"):
+        raise UserError(f"device: {device_type!r} is not run by this version; it runs 'cpu' and 'cuda'")
+    backend = "gloo"
+    device = None
+    if device_type == "cuda":
+        local_rank, found = (place.local_rank if place else 0), torch.cuda.device_count()
+        if local_rank >= found:
+            raise UserError(f"--nproc: rank {local_rank} of this machine has no GPU; it has {found}")
+        backend = "cpu:gloo,cuda:nccl"
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    if place is None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(
+            backend, store=store, rank=0, world_size=1, timeout=GROUP_TIMEOUT, device_id=device
+        )
+    else:
+        dist.init_process_group(
+            backend,
+            init_method="env://",
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=GROUP_TIMEOUT,
+            device_id=device,
+        )
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+@contextmanager
+def process_group(place: Worker | None, device_type: str = "cpu") -> Iterator[ProcessGroup]:
+    """The world's group for the length of a block.
+
+    An error inside is recorded before the group goes down, so that it is older than the errors that its end
+    brings about in the other ranks.
+    """
+    import torch.distributed as dist
+
+    from meshwright.launch.failure import record
+
+    group = init_process_group(place, device_type)
+    try:
+        yield group
+    except BaseException as error:
+        record(error)
+        raise
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,31 @@
+"""What a rank stands on: its place in the world, its device, and the mesh of the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from meshwright.launch.env import limit_threads, process_group, worker
+from meshwright.parallel.mesh import Mesh, build_mesh
+from meshwright.parallel.precision import use_fast_fp32_matmul
+from meshwright.spec import RunSpec
+from meshwright.spec.rules import ranks_match
+
+
+@contextmanager
+def mesh_of(spec: RunSpec) -> Iterator[Mesh]:
+    """The mesh of the layout over the world that torchrun describes, or over this process alone."""
+    place = worker()
+    ranks_match(spec, place.world_size if place else 1)
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    limit_threads(place.local_world_size if place else 1)
+    with process_group(place, kind):
+        use_fast_fp32_matmul(torch.device(kind))
+        device = (
+            torch.device(kind, place.local_rank if place else 0) if kind == "cuda" else torch.device("cpu")
+        )
+        mesh = build_mesh(spec.layout, device)
+        assert mesh is not None  # the layout has as many ranks as the world
+        yield mesh

@@ -1,0 +1,117 @@
+"""Grouped-query attention (Ainslie et al. 2023), its masks, and the cache that generation appends to.
+
+Shapes: B batch, T queries, S keys, D hidden, H heads, K key-value heads, d channels of a head. Numbers of
+heads are read off the weights, so that a module that holds some of the heads computes just those.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.model.attention_cpu import blocked_attention
+from meshwright.model.linear import Linear
+from meshwright.model.norm import RmsNorm
+from meshwright.model.rope import Rope, rotate
+from meshwright.spec import ModelSpec
+
+
+class KeyValueCache:
+    """Keys and values of the positions that one block has seen; room for `length` is taken at once."""
+
+    def __init__(self, spec: ModelSpec, batch: int, length: int, like: Tensor) -> None:
+        shape = (batch, length, spec.kv_heads, spec.head_dim)
+        self.keys, self.values = like.new_empty(shape), like.new_empty(shape)
+        self.filled = 0
+
+    def append(self, k_BTKd: Tensor, v_BTKd: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the next T positions; all that are stored come back, (B, S, K, d) each, as views."""
+        first, self.filled = self.filled, self.filled + k_BTKd.shape[1]
+        self.keys[:, first : self.filled] = k_BTKd
+        self.values[:, first : self.filled] = v_BTKd
+        return self.keys[:, : self.filled], self.values[:, : self.filled]
+
+
+class Attention(nn.Module):
+    """x (B, T, D) -> (B, T, D), each position looking at itself and at those before it."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        self.q = Linear(spec.hidden, spec.heads * spec.head_dim, spec.qkv_bias)
+        self.k = Linear(spec.hidden, spec.kv_heads * spec.head_dim, spec.qkv_bias)
+        self.v = Linear(spec.hidden, spec.kv_heads * spec.head_dim, spec.qkv_bias)
+        self.o = Linear(spec.heads * spec.head_dim, spec.hidden, spec.out_bias)
+        self.q_norm = RmsNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.k_norm = RmsNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+
+    def forward(
+        self, x_BTD: Tensor, rope: Rope | None, mask: Tensor | None, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        q, k, v = (project(x_BTD).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        return self.o(attend(q, k, v, mask).flatten(2))
+
+
+def attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, mask: Tensor | None) -> Tensor:
+    """Causal attention of the last T of S positions: (B, T, H, d). `mask` is `attention_mask`'s."""
+    if q_BTHd.device.type == "cpu":
+        return blocked_attention(q_BTHd, k_BSKd, v_BSKd, mask)
+    return sdpa(q_BTHd, k_BSKd, v_BSKd, mask)
+
+
+def sdpa(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, mask: Tensor | None) -> Tensor:
+    """The same through torch's kernels, for devices other than the CPU."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BSKd, v_BSKd))
+    queries, keys = q.shape[2], k.shape[2]
+    if mask is not None:
+        # The kernels that take a mask do not take fewer key heads than query heads.
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    elif queries not in (1, keys):
+        raise ValueError(f"{queries} queries on {keys} keys need a mask")
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=queries == keys, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def attention_mask(
+    queries: int, keys: int, window: int | None, documents_BT: Tensor | None, like: Tensor
+) -> Tensor | None:
+    """What is added to the scores, (1 or B, 1, T, S) of 0 and -inf, built once and shared by all blocks.
+
+    The queries are the last of the keys' positions. A position sees itself and those before it: within
+    `window` positions (its own included) and, of `documents_BT` (B, T), those with an equal id. None
+    stands for the plain causal mask, which needs no memory; `like` gives dtype and device.
+    """
+    if window is not None and window >= keys:
+        window = None
+    if documents_BT is not None and _one_document_each(documents_BT):
+        documents_BT = None
+    offset = keys - queries
+    if window is None and documents_BT is None and (offset == 0 or queries == 1):
+        return None
+    at = torch.arange(offset, keys, device=like.device).unsqueeze(1)
+    other = torch.arange(keys, device=like.device)
+    visible = other <= at
+    if window is not None:
+        visible = visible & (other > at - window)
+    visible = visible[None]
+    if documents_BT is not None:
+        visible = visible & (documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1))
+    mask = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
+    return mask.masked_fill_(~visible, float("-inf")).unsqueeze(1)
+
+
+def _one_document_each(documents_BT: Tensor) -> bool:
+    """Whether no row changes its document, as far as that is known without waiting for a device."""
+    if documents_BT.device.type != "cpu" or type(documents_BT) is not Tensor:
+        return False
+    return bool((documents_BT == documents_BT[:, :1]).all())

@@ -1,0 +1,126 @@
+"""The decoder: embedding, blocks, head. One device's mathematics, no collectives.
+
+Shapes: B batch, T sequence, D hidden, V vocabulary. The units {embed, each block, head} touch their own
+parameters only, and only inside their `__call__`: that is where parameters are gathered and released.
+Everything computes in the dtype of the parameters; norms, softmax and the loss sum in fp32 at least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.model.attention import Attention, KeyValueCache, attention_mask
+from meshwright.model.loss import linear_cross_entropy
+from meshwright.model.mlp import Mlp
+from meshwright.model.norm import make_norm
+from meshwright.model.rope import Rope, rope_table
+from meshwright.spec import ModelSpec
+
+
+class Embed(nn.Module):
+    """Tokens (B, T) -> x (B, T, D): a row for each token, and for each position if those are learned."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden))
+        learned = spec.position == "learned"
+        self.positions = nn.Parameter(torch.empty(spec.max_seq_len, spec.hidden)) if learned else None
+
+    def forward(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
+        x_BTD = F.embedding(tokens_BT, self.weight)
+        return x_BTD if self.positions is None else x_BTD + F.embedding(positions, self.positions)
+
+
+class Block(nn.Module):
+    """x (B, T, D) -> (B, T, D): attention, then the feed-forward layer, both on the normed stream."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.attn_norm = make_norm(spec)
+        self.attn = Attention(spec)
+        self.mlp_norm = make_norm(spec)
+        self.mlp = Mlp(spec)
+
+    def forward(
+        self, x_BTD: Tensor, rope: Rope | None, mask: Tensor | None, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), rope, mask, cache)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+
+class Head(nn.Module):
+    """x (B, T, D) -> logits (B, T, V), or with targets (B, T) the summed loss. Tied: `embed`'s weight."""
+
+    def __init__(self, spec: ModelSpec, tied: nn.Parameter | None) -> None:
+        super().__init__()
+        self.norm = make_norm(spec)
+        self.weight = tied if tied is not None else nn.Parameter(torch.empty(spec.vocab_size, spec.hidden))
+
+    def forward(self, x_BTD: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+        x_BTD = self.norm(x_BTD)
+        if targets_BT is None:
+            return F.linear(x_BTD, self.weight)
+        return linear_cross_entropy(x_BTD.flatten(0, 1), self.weight, targets_BT.flatten())
+
+
+class Decoder(nn.Module):
+    """A decoder-only transformer. Its parameters are allocated, not filled; it can be built on `meta`.
+
+    Tied, `embed.weight` and `head.weight` are one Parameter, named `embed.weight`.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embed = Embed(spec)
+        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
+        self.head = Head(spec, self.embed.weight if spec.tied else None)
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+        caches: Sequence[KeyValueCache] | None = None,
+    ) -> Tensor:
+        """Logits (B, T, V).
+
+        `positions_BT` are by default those after the caches' (0 without caches). `documents_BT` are ids: no
+        position sees one of another id. `caches`, one for each block, hold what came before and take this in.
+        """
+        logits: Tensor = self.head(self._hidden(tokens_BT, positions_BT, documents_BT, caches))
+        return logits
+
+    def loss(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        positions_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+    ) -> Tensor:
+        """Sum of -log p(target) over the targets that are not -100: a scalar, not divided by anything."""
+        loss: Tensor = self.head(self._hidden(tokens_BT, positions_BT, documents_BT, None), targets_BT)
+        return loss
+
+    def _hidden(
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor | None,
+        documents_BT: Tensor | None,
+        caches: Sequence[KeyValueCache] | None,
+    ) -> Tensor:
+        seen = caches[0].filled if caches else 0
+        length = tokens_BT.shape[1]
+        positions = positions_BT
+        if positions is None:
+            positions = torch.arange(seen, seen + length, device=tokens_BT.device)
+        x_BTD = self.embed(tokens_BT, positions)
+        rope = rope_table(self.spec, positions, x_BTD.dtype) if self.spec.position == "rope" else None
+        mask = attention_mask(length, seen + length, self.spec.sliding_window, documents_BT, like=x_BTD)
+        for index, block in enumerate(self.blocks):
+            x_BTD = block(x_BTD, rope, mask, caches[index] if caches else None)
+        return x_BTD

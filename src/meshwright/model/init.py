@@ -1,0 +1,133 @@
+"""Initial weights as a function of (seed, parameter name, element index), and of nothing else.
+
+Each parameter has its own counter-based stream (Salmon et al. 2011, "parallel random numbers: as easy as
+1, 2, 3"): a 64-bit key hashed from seed and name, mixed with the element's index in the whole parameter by
+splitmix64's finaliser (Steele et al. 2014), and mapped to a normal by the inverse of its distribution in
+float64. A shard draws just the elements that it holds, wherever they are, and no layout changes a bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.model.decoder import Decoder
+from meshwright.spec import ModelSpec
+
+_CHUNK_ELEMENTS = 2**18
+"""Elements drawn at a time: about 10 MiB of temporaries."""
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+
+
+class InitValue(NamedTuple):
+    """How a parameter starts: all ones, all zeros, or normal with mean 0 and standard deviation `std`."""
+
+    kind: Literal["normal", "ones", "zeros"]
+    std: float = 0.0
+
+
+def init_value(spec: ModelSpec, name: str) -> InitValue:
+    """The initial value of the parameter `name` (as in `Decoder.named_parameters`).
+
+    Norm weights are one, biases zero, the rest N(0, init_std). The projections that write to the residual
+    stream (attn.o, mlp.down) are divided by sqrt(2 * layers), so that its variance does not grow with depth
+    (Radford et al. 2019, GPT-2, §2.3).
+    """
+    *path, leaf = name.split(".")
+    if leaf == "bias":
+        return InitValue("zeros")
+    if path[-1].endswith("norm"):
+        return InitValue("ones")
+    if path[-2:] in (["attn", "o"], ["mlp", "down"]):
+        return InitValue("normal", spec.init_std / math.sqrt(2 * spec.layers))
+    return InitValue("normal", spec.init_std)
+
+
+def fill_(
+    local: Tensor, *, seed: int, name: str, index_vectors: list[Tensor], shape: torch.Size, std: float
+) -> Tensor:
+    """Draw N(0, std) into `local`, the part of parameter `name` (of the whole `shape`) at these indices.
+
+    `index_vectors[dim]` (local.shape[dim],) int64 holds the global indices along `dim` that `local` has. The
+    same element has the same value in every part, on every device and in every layout. Returns `local`.
+    """
+    if local.shape != torch.Size(len(vector) for vector in index_vectors) or local.dim() != len(shape):
+        raise ValueError(
+            f"{name}: a part of shape {tuple(local.shape)} of {tuple(shape)} does not fit its indices"
+        )
+    key = _key(seed, name)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    if not local.dim():
+        local.copy_(_normal(torch.zeros((), dtype=torch.int64, device=local.device), key) * std)
+        return local
+    first, *rest = (
+        vector.to(device=local.device, dtype=torch.int64) * stride
+        for vector, stride in zip(index_vectors, strides, strict=True)
+    )
+    within = torch.zeros((), dtype=torch.int64, device=local.device)
+    for offsets in rest:
+        within = within.unsqueeze(-1) + offsets
+    rows = max(1, _CHUNK_ELEMENTS // max(1, within.numel()))
+    with torch.no_grad():
+        for start in range(0, len(first), rows):
+            index = first[start : start + rows].view(-1, *[1] * within.dim()) + within
+            local[start : start + rows] = _normal(index, key).mul_(std)
+    return local
+
+
+def init_whole_(decoder: Decoder, seed: int) -> Decoder:
+    """Fill every parameter of a decoder that lies on one device; returns it."""
+    for name, parameter in decoder.named_parameters():
+        init_whole_parameter_(parameter.data, decoder.spec, seed, name)
+    return decoder
+
+
+def init_whole_parameter_(parameter: Tensor, spec: ModelSpec, seed: int, name: str) -> None:
+    """Fill one whole parameter."""
+    everything = [torch.arange(size, device=parameter.device) for size in parameter.shape]
+    init_part_(parameter, spec, seed=seed, name=name, index_vectors=everything, shape=parameter.shape)
+
+
+def init_part_(
+    local: Tensor, spec: ModelSpec, *, seed: int, name: str, index_vectors: list[Tensor], shape: torch.Size
+) -> None:
+    """Fill a part of the parameter `name` as `init_value` says; arguments as in `fill_`."""
+    value = init_value(spec, name)
+    if value.kind == "normal":
+        fill_(local, seed=seed, name=name, index_vectors=index_vectors, shape=shape, std=value.std)
+    else:
+        local.fill_(1.0 if value.kind == "ones" else 0.0)
+
+
+def _key(seed: int, name: str) -> int:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little")
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same 64 bits."""
+    value &= 2**64 - 1
+    return value - 2**64 if value >= 2**63 else value
+
+
+def _shift(bits: Tensor, by: int) -> Tensor:
+    """Logical right shift of int64 (torch's is arithmetic)."""
+    return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)
+
+
+def _normal(index: Tensor, key: int) -> Tensor:
+    """Standard normals in float64, one for each int64 index; int64 arithmetic wraps modulo 2^64."""
+    bits = index * _signed(_GOLDEN) + _signed(key)
+    bits = (bits ^ _shift(bits, 30)).mul_(_signed(_MIX_1))
+    bits = (bits ^ _shift(bits, 27)).mul_(_signed(_MIX_2))
+    bits ^= _shift(bits, 31)
+    # 53 bits make a float64 exactly; the half keeps it off 0 and 1, where the inverse is infinite.
+    uniform = _shift(bits, 11).to(torch.float64).add_(0.5).mul_(2.0**-53)
+    return torch.special.ndtri(uniform.clamp_(max=1 - 2.0**-53))

@@ -1,0 +1,97 @@
+"""Cross-entropy of a linear head, without ever holding the logits of more than a chunk of tokens.
+
+The logits of N tokens over a vocabulary of V are the largest tensor of a training step (N x V). Their
+gradient is known as soon as they are: so the forward computes the gradients of x and of the weight chunk by
+chunk, and the backward multiplies them by the incoming gradient (Wijmans et al. 2024, cut cross-entropy, §3;
+Hsu et al. 2024, Liger kernel, §3.2). Three matmuls in all, as without chunks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORE = -100
+"""The target of a token that is not predicted."""
+
+_CHUNK_ELEMENTS, _CHUNK_ELEMENTS_CPU = 2**26, 2**21
+"""Logits of one chunk: on a CPU what its cache holds (4 MiB in bf16), elsewhere what fills the device."""
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignore: int, chunk: int, with_grad: bool
+    ) -> Tensor:
+        exact = torch.promote_types(x.dtype, torch.float32)
+        total = torch.zeros((), dtype=exact, device=x.device)
+        grad_x = torch.empty_like(x) if with_grad else None
+        # Sums over chunks are kept in fp32, also for bf16 weights.
+        grad_weight = torch.zeros_like(weight, dtype=exact) if with_grad else None
+        for first in range(0, x.shape[0], chunk):
+            rows = slice(first, first + chunk)
+            loss, grad = _chunk(x[rows] @ weight.T, targets[rows], ignore, exact, with_grad)
+            total += loss
+            if grad is not None and grad_x is not None and grad_weight is not None:
+                torch.mm(grad, weight, out=grad_x[rows])
+                _accumulate(grad_weight, grad, x[rows])
+        ctx.save_for_backward(grad_x, grad_weight)
+        ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_weight = ctx.saved_tensors
+        return (
+            grad_x * grad.to(grad_x.dtype),
+            (grad_weight * grad).to(ctx.weight_dtype),
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _chunk(
+    logits: Tensor, targets: Tensor, ignore: int, exact: torch.dtype, with_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Summed loss of a chunk, and its gradient by the logits in their dtype; `logits` is used up."""
+    valid = targets != ignore
+    index = targets.masked_fill(~valid, 0).unsqueeze(1)
+    log_probabilities = torch.log_softmax(logits, -1, dtype=exact)
+    target_log = log_probabilities.gather(1, index).squeeze(1)
+    loss = -torch.where(valid, target_log, 0).sum()
+    if not with_grad:
+        return loss, None
+    grad = log_probabilities.exp_()
+    # p - 1 at the target, from the logarithm: exact also where p is close to 1.
+    grad.scatter_(1, index, target_log.expm1().unsqueeze(1))
+    return loss, logits.copy_(grad.mul_(valid.unsqueeze(1)))
+
+
+def _accumulate(grad_weight: Tensor, grad: Tensor, x: Tensor) -> None:
+    """grad_weight += grad^T x."""
+    if grad_weight.dtype == grad.dtype:
+        torch.addmm(grad_weight, grad.T, x, out=grad_weight)
+    else:
+        grad_weight += grad.T @ x
+
+
+def linear_cross_entropy(
+    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, ignore: int = IGNORE, chunk: int | None = None
+) -> Tensor:
+    """SUM over tokens of -log softmax(x W^T)[target], leaving out those whose target is `ignore`.
+
+    A scalar in fp32 (fp64 for fp64 inputs). `chunk` is the number of tokens whose logits exist at one time.
+    Without a gradient to compute, the forward computes the loss only.
+    """
+    if chunk is None:
+        elements = _CHUNK_ELEMENTS_CPU if x_ND.device.type == "cpu" else _CHUNK_ELEMENTS
+        chunk = max(64, elements // weight_VD.shape[0])
+    with_grad = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
+    loss: Tensor = _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, ignore, chunk, with_grad)
+    return loss

@@ -1,0 +1,46 @@
+"""The feed-forward layer: SwiGLU (Shazeer 2020) or GELU (Hendrycks and Gimpel 2016)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from meshwright.model.linear import Linear
+from meshwright.spec import ModelSpec
+
+
+class _SiluProduct(torch.autograd.Function):
+    """silu(gate) * up, keeping its two inputs and not silu(gate): a quarter less memory, the same time."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
+
+
+class Mlp(nn.Module):
+    """x (B, T, D) -> (B, T, D) through F channels: down(act(gate x) * up x), or down(act(up x)) for GELU."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.activation = spec.activation
+        gated = spec.activation == "swiglu"
+        self.gate = Linear(spec.hidden, spec.ffn, spec.mlp_bias) if gated else None
+        self.up = Linear(spec.hidden, spec.ffn, spec.mlp_bias)
+        self.down = Linear(spec.ffn, spec.hidden, spec.mlp_bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        up = self.up(x_BTD)
+        if self.gate is not None:
+            return self.down(_SiluProduct.apply(self.gate(x_BTD), up))
+        return self.down(F.gelu(up, approximate="tanh" if self.activation == "gelu_tanh" else "none"))

@@ -1,0 +1,79 @@
+"""Root-mean-square normalisation (Zhang and Sennrich 2019) and layer normalisation (Ba et al. 2016)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from meshwright.spec import ModelSpec
+
+
+class _RmsNormOnCpu(torch.autograd.Function):
+    """y = w * x / sqrt(mean(x^2) + eps), accumulated in fp32 at least.
+
+    torch's CPU `rms_norm` is a chain of six operators that keeps several fp32 copies for its backward;
+    this one keeps x and one number a row, and takes half the time.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = _wide(x)
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, scale)
+        wide = wide * scale if wide is x else wide.mul_(scale)
+        return wide.mul_(weight).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        wide = _wide(x)
+        unit = wide * scale if wide is x else wide.mul_(scale)
+        grad_wide = _wide(grad)
+        product = grad_wide * unit
+        grad_weight = product.flatten(0, -2).sum(0)
+        along = (product @ weight.to(product.dtype).unsqueeze(1)) / x.shape[-1]
+        grad_x = product.copy_(grad_wide).mul_(weight).sub_(unit.mul_(along)).mul_(scale)
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class RmsNorm(nn.Module):
+    """RMSNorm over the last dim, with a weight."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            normed: Tensor = _RmsNormOnCpu.apply(x, self.weight, self.eps)
+            return normed
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class LayerNorm(nn.Module):
+    """LayerNorm over the last dim, with a weight and a bias."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+def make_norm(spec: ModelSpec) -> RmsNorm | LayerNorm:
+    """The norm of the residual stream that `spec` names."""
+    kind = RmsNorm if spec.norm == "rmsnorm" else LayerNorm
+    return kind(spec.hidden, spec.norm_eps)

@@ -1,0 +1,81 @@
+"""Rotary positions (Su et al. 2021): pairs of a head's channels turn by an angle that grows with position.
+
+Channel i is paired with channel i + d/2 ("rotate half"), the convention of HF's Llama, so that HF weights
+load unpermuted. Shapes: B batch, T sequence, H heads, d channels of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from meshwright.spec import ModelSpec
+from meshwright.spec.model import Llama3Rope
+
+Rope = tuple[Tensor, Tensor]
+"""(cosines (..., T, 1, d), sines (..., T, 1, d/2)): the angle's cosine stands twice, its sine once."""
+
+
+def rope_table(spec: ModelSpec, positions: Tensor, dtype: torch.dtype) -> Rope:
+    """Cosines and sines for `positions` (T,) or (B, T), from fp32 angles (fp64 for fp64), in `dtype`."""
+    exact = torch.promote_types(dtype, torch.float32)
+    angles = positions.to(exact).unsqueeze(-1) * frequencies(spec, positions.device, exact)
+    cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
+    return torch.cat([cosine, cosine], -1).unsqueeze(-2), sine.unsqueeze(-2)
+
+
+def frequencies(spec: ModelSpec, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Radians per position of each channel pair (d/2,), after the spec's scaling for long contexts."""
+    steps = torch.arange(0, spec.head_dim, 2, dtype=dtype, device=device) / spec.head_dim
+    base = 1.0 / (spec.rope_theta**steps)
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return base
+    if isinstance(scaling, Llama3Rope):
+        return _llama3(base, scaling)
+    return base / scaling.factor
+
+
+def _llama3(base: Tensor, scaling: Llama3Rope) -> Tensor:
+    """Llama 3.1's ramp: wavelengths that fit the original context often stay, long ones are stretched.
+
+    Turns in the original context: at least `high_freq_factor` stays, at most `low_freq_factor` is divided by
+    `factor`, and a linear ramp joins them.
+    """
+    turns = scaling.original_max_seq_len * base / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return kept * base + (1 - kept) * (base / scaling.factor)
+
+
+class _Rotate(torch.autograd.Function):
+    """A rotation's gradient is the opposite rotation, so nothing of x is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        ctx.save_for_backward(cosine, sine)
+        return _turn(x, cosine, sine, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cosine, sine = ctx.saved_tensors
+        return _turn(grad, cosine, sine, -1), None, None
+
+
+def _turn(x: Tensor, cosine: Tensor, sine: Tensor, sign: int) -> Tensor:
+    half = x.shape[-1] // 2
+    turned = x * cosine
+    turned[..., :half].addcmul_(x[..., half:], sine, value=-sign)
+    turned[..., half:].addcmul_(x[..., :half], sine, value=sign)
+    return turned
+
+
+def rotate(x_BTHd: Tensor, rope: Rope) -> Tensor:
+    """Turn each head's channel pairs by their position's angle; same shape and dtype out."""
+    turned: Tensor = _Rotate.apply(x_BTHd, *rope)
+    return turned

@@ -1,0 +1,94 @@
+"""The one place where anything crosses a link: named functions that record (axis, operation, bytes).
+
+Every reduction is a SUM; the one division is in `loss.py`. On an axis of one rank nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from meshwright.parallel.mesh import Axis
+
+# torch 2.13 renamed these two and warns at each call of the old names; 2.11 has only those.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class Pending(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> object:
+        """Return when the result may be read (on CUDA: by what is enqueued after this)."""
+        ...
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+DONE: Pending = _Done()
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def start_all_gather(whole: Tensor, part: Tensor, axis: Axis) -> Pending:
+    """Fill `whole` (n * numel of part,) with every rank's `part`, in the order of ranks."""
+    if axis.size == 1:
+        whole.view(-1).copy_(part.view(-1))
+        return DONE
+    axis.wire.record(axis.name, "all_gather", _bytes(whole) * (axis.size - 1) / axis.size)
+    work: Pending = _all_gather(whole, part, group=axis.group, async_op=True)
+    return work
+
+
+def start_reduce_scatter(part: Tensor, whole: Tensor, axis: Axis) -> Pending:
+    """Sum `whole` (n * numel of part,) over the axis and leave the slice of this rank in `part`."""
+    if axis.size == 1:
+        part.view(-1).copy_(whole.view(-1))
+        return DONE
+    axis.wire.record(axis.name, "reduce_scatter", _bytes(whole) * (axis.size - 1) / axis.size)
+    work: Pending = _reduce_scatter(part, whole, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
+    return work
+
+
+def start_all_reduce(tensor: Tensor, axis: Axis) -> Pending:
+    """Sum `tensor` over the axis, in place."""
+    if axis.size == 1:
+        return DONE
+    axis.wire.record(axis.name, "all_reduce", 2 * _bytes(tensor) * (axis.size - 1) / axis.size)
+    work: Pending | None = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
+    assert work is not None
+    return work
+
+
+def sum_scalars(values: Sequence[float], axis: Axis) -> list[float]:
+    """Sum host numbers over the axis in float64 (exact for counts below 2**53)."""
+    if axis.size == 1:
+        return list(values)
+    tensor = torch.tensor(list(values), dtype=torch.float64, device=axis.device)
+    axis.wire.record(axis.name, "scalars", 2 * _bytes(tensor) * (axis.size - 1) / axis.size)
+    dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=axis.group)
+    return [float(value) for value in tensor]
+
+
+def gather_rows(rows: Tensor, axis: Axis) -> Tensor:
+    """Stack equally shaped host tensors of all ranks: (...) -> (n, ...)."""
+    whole = torch.empty((axis.size, *rows.shape), dtype=rows.dtype, device=rows.device)
+    start_all_gather(whole.view(-1), rows.contiguous().view(-1), axis).wait()
+    return whole
+
+
+def broadcast_from_first(tensor: Tensor, axis: Axis) -> None:
+    """Give every rank the tensor of the axis's first rank, in place."""
+    if axis.size == 1:
+        return
+    axis.wire.record(axis.name, "broadcast", float(_bytes(tensor)))
+    dist.broadcast(tensor, group=axis.group, group_src=0)

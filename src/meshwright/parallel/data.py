@@ -1,0 +1,214 @@
+"""Data parallelism: replicas that see different samples, and ZeRO's three stages of sharing their states.
+
+Splits        samples over replicate x dp, states over the shard axis, dp x cp (Rajbhandari et al. 2020).
+              `replicate` copies of that sharded group make the hybrid (Zhao et al. 2023, FSDP, §3.2.2).
+Wire          for P parameters over n ranks, each rank and step, with b bytes to compute and r to reduce in,
+              a microbatches, f = (n-1)/n:
+                ZeRO-0  all-reduce       2 P r f        once a step
+                ZeRO-1  all-gather + reduce-scatter     P b f + P r f          once a step
+                ZeRO-2  all-gather once, reduce-scatter each microbatch        P b f + a P r f
+                ZeRO-3  two all-gathers and a reduce-scatter each microbatch   2 a P b f + a P r f
+                        (less what is still whole at the backward: embedding and head)
+              replicate adds one all-reduce of P/n.
+Saves         optimiser states (1), and gradients (2), and parameters (3), to 1/n of their size.
+
+A gather is started one unit ahead of its use, and a reduction is waited for one unit later, so both run
+beside the computation, on gloo as on NCCL. All sums; the one division is in `loss.py`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.parallel.collectives import Pending, start_all_reduce, start_reduce_scatter, sum_scalars
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.precision import Formats
+from meshwright.parallel.unit import Slot, Unit, make_slots
+
+UnitModules = Sequence[tuple[str, nn.Module]]
+"""The modules of one unit with their names in the model, in the order in which the forward runs them."""
+
+
+class DataParallel:
+    """Stores the parameters of a decoder for one rank, and moves them and their gradients as it runs.
+
+    The decoder may be on the meta device: its parameters are replaced by views of the units' buffers. After
+    construction the values are zeros; fill them through `stored_slots` or a checkpoint.
+    """
+
+    def __init__(self, units: Sequence[UnitModules], mesh: Mesh, formats: Formats) -> None:
+        self.mesh, self.formats = mesh, formats
+        self.zero = mesh.layout.zero if mesh.shard.size > 1 else 0
+        self.shards = mesh.shard if self.zero else None
+        self.units = [self._make_unit(modules) for modules in units]
+        self._pending: deque[tuple[Pending, Callable[[], None]]] = deque()
+        self._last_microbatch = True
+        for index, unit in enumerate(self.units):
+            self._hook(index, unit)
+
+    def _make_unit(self, named: UnitModules) -> Unit:
+        owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        names: dict[nn.Parameter, str] = {}
+        for prefix, root in named:
+            for path, module in root.named_modules(prefix=prefix):
+                for attribute, parameter in module.named_parameters(recurse=False):
+                    names.setdefault(parameter, f"{path}.{attribute}")
+                    owners.setdefault(parameter, []).append((module, attribute))
+        listed = [(name, parameter.shape, tuple(owners[parameter])) for parameter, name in names.items()]
+        ranks, rank = (self.shards.size, self.shards.rank) if self.shards else (1, 0)
+        slots = make_slots(listed, ranks, rank)
+        return Unit([module for _, module in named], slots, self.mesh, self.shards, self.formats)
+
+    # When things move -------------------------------------------------------------------------------
+
+    def _hook(self, index: int, unit: Unit) -> None:
+        for module in unit.modules:
+            module.register_forward_pre_hook(lambda _module, _args, index=index: self._before_forward(index))
+            module.register_forward_hook(
+                lambda module, _args, output, index=index: self._after_forward(index, module, output)
+            )
+        for slot in unit.slots:
+            unit.parameters[slot.name].register_post_accumulate_grad_hook(
+                lambda parameter, unit=unit, slot=slot: self._on_gradient(unit, slot, parameter)
+            )
+
+    def _before_forward(self, index: int) -> None:
+        self.units[index].finish_gather()
+        if index + 1 < len(self.units):
+            self.units[index + 1].start_gather()
+
+    def _after_forward(self, index: int, module: nn.Module, output: Tensor) -> None:
+        unit = self.units[index]
+        if self.zero < 3 or module is not unit.modules[-1]:
+            return
+        if not (torch.is_grad_enabled() and output.requires_grad):
+            unit.release()
+            return
+        # The head's backward comes next, and tied ends are one unit: they stay whole until their gradients.
+        if index == len(self.units) - 1 or len(unit.modules) > 1:
+            return
+        unit.release()
+        if index > 0:  # the backward of an embedding reads no weights
+            output.register_hook(lambda _grad: self._before_backward(index))
+
+    def _before_backward(self, index: int) -> None:
+        self.units[index].finish_gather()
+        if index > 1:
+            self.units[index - 1].start_gather()
+
+    def _on_gradient(self, unit: Unit, slot: Slot, parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        unit.pack(slot, parameter.grad)
+        parameter.grad = None
+        unit.waiting.discard(slot.name)
+        if not unit.waiting:
+            self._unit_done(unit)
+
+    def begin_microbatch(self, last: bool) -> None:
+        """Call before each microbatch's forward; `last` says that the step's gradients are due after it."""
+        self._last_microbatch = last
+        for unit in self.units:
+            unit.waiting = {slot.name for slot in unit.slots}
+
+    def finish_step(self) -> None:
+        """Call after the last microbatch's backward: every gradient is summed over every rank."""
+        for unit in self.units:
+            if unit.waiting:  # a parameter that the loss does not depend on
+                unit.waiting = set()
+                self._unit_done(unit)
+        self._drain(0)
+
+    # What moves -------------------------------------------------------------------------------------
+
+    def _unit_done(self, unit: Unit) -> None:
+        if self.zero == 3:
+            unit.release()
+        due = self._last_microbatch
+        if not due and self.zero < 2:
+            return
+        packed = unit.take_packed(keep=self.shards is None)
+        if self.shards is None:
+            axis = self.mesh.shard if self.mesh.replicate.size == 1 else self.mesh.replicate
+            self._start(start_all_reduce(packed, axis), lambda: self._reduced(unit, packed))
+            return
+        part = torch.empty(unit.part, dtype=packed.dtype, device=packed.device)
+        work = start_reduce_scatter(part, packed, self.shards)
+        self._start(work, lambda: self._scattered(unit, part, packed, due))
+
+    def _reduced(self, unit: Unit, packed: Tensor) -> None:
+        unit.gradient = packed.to(self.formats.master)
+
+    def _scattered(self, unit: Unit, part: Tensor, _packed: Tensor, due: bool) -> None:
+        """A reduce-scatter has ended; `_packed`, its input, had to live until now."""
+        if unit.gradient is None:
+            unit.gradient = part.to(self.formats.master)
+        else:
+            unit.gradient.add_(part)
+        if due and self.mesh.replicate.size > 1:
+            self._start(start_all_reduce(unit.gradient, self.mesh.replicate), lambda: None)
+
+    def _start(self, work: Pending, done: Callable[[], None]) -> None:
+        self._pending.append((work, done))
+        self._drain(1)
+
+    def _drain(self, leave: int) -> None:
+        while len(self._pending) > leave:
+            work, done = self._pending.popleft()
+            work.wait()
+            done()
+
+    # After the step ---------------------------------------------------------------------------------
+
+    def gradients(self) -> Iterator[tuple[str, DTensor]]:
+        """(name, gradient) of every parameter, between `finish_step` and `end_step`."""
+        for unit in self.units:
+            assert unit.gradient is not None
+            yield from unit.tensors(unit.gradient)
+
+    def parameters(self) -> Iterator[tuple[str, DTensor]]:
+        """(name, parameter) as stored; they share the memory that the optimiser updates."""
+        for unit in self.units:
+            yield from unit.tensors(unit.stored)
+
+    def gradient_norm(self) -> float:
+        """Norm of the whole gradient: every element of every parameter once, over all ranks."""
+        norms = [torch.linalg.vector_norm(flat, dtype=torch.float64) for flat in self._flat_gradients()]
+        square = float(torch.stack(norms).square().sum())
+        if self.shards is not None:
+            (square,) = sum_scalars([square], self.shards)
+        return float(square**0.5)
+
+    def _flat_gradients(self) -> list[Tensor]:
+        return [unit.gradient for unit in self.units if unit.gradient is not None]
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply every gradient, in place."""
+        if factor != 1.0:
+            torch._foreach_mul_(self._flat_gradients(), factor)
+
+    def end_step(self) -> None:
+        """Call after the optimiser: gradients are dropped, parameters are gathered anew when next used."""
+        for unit in self.units:
+            unit.gradient = None
+            unit.arrived = set()
+            unit.expire()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds now: stored parameters, their whole copies, gradients."""
+        copies = sum(0 if u.aliased else u.full.untyped_storage().nbytes() for u in self.units)
+        grads = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for unit in self.units
+            for tensor in (unit.packed, unit.gradient)
+            if tensor is not None
+        }
+        return {
+            "parameters": sum(u.stored.untyped_storage().nbytes() for u in self.units),
+            "compute copies": copies,
+            "gradients": sum(grads.values()),
+        }

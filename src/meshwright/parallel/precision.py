@@ -1,0 +1,86 @@
+"""Number formats: what parameters are stored, computed and summed in, and fp16's loss scale.
+
+Mixed precision without autocast (Micikevicius et al. 2018): master weights stay in fp32 and are cast as they
+are gathered, so every operation runs in the compute format by the type of its inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.spec.parts import PrecisionSpec
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Formats:
+    """master: parameters and optimiser; compute: forward and backward; reduce: gradients on the wire."""
+
+    master: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+
+
+def formats(precision: PrecisionSpec) -> Formats:
+    """The formats of a recipe; fp64 is fp64 throughout."""
+    compute = DTYPES[precision.compute]
+    if compute == torch.float64:
+        return Formats(compute, compute, compute)
+    return Formats(torch.float32, compute, DTYPES[precision.reduce])
+
+
+def use_fast_fp32_matmul(device: torch.device) -> bool:
+    """On a CPU, let fp32 products take oneDNN's path where it stays exact to fp32; returns whether it does.
+
+    torch calls the setting "medium" because it permits bf16 inside, and on some CPUs that is what it means;
+    on others it merely picks the faster library. So it is tried, its error measured, and kept only if that is
+    one of fp32 summation (some 1e-6 of the largest value; bf16's is 1e-3).
+    """
+    if device.type != "cpu":
+        return False
+    before = torch.get_float32_matmul_precision()
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, 512, 512, generator=generator)
+    exact = a.double() @ b.double()
+    torch.set_float32_matmul_precision("medium")
+    error = float(((a @ b) - exact).abs().max() / exact.abs().max())
+    kept = error < 5e-6
+    if not kept:
+        torch.set_float32_matmul_precision(before)
+    return kept
+
+
+class LossScale:
+    """Dynamic loss scale of fp16: halved at an overflow, doubled after `window` good steps.
+
+    Other formats have the exponent range of fp32 and keep a scale of 1.
+    """
+
+    def __init__(self, precision: PrecisionSpec) -> None:
+        self.dynamic = precision.compute == "fp16"
+        self.value = precision.loss_scale if self.dynamic else 1.0
+        self.window = precision.loss_scale_window
+        self.good_steps = 0
+
+    def update(self, finite: bool) -> None:
+        """Take note of a step whose gradients were finite, or not."""
+        if not self.dynamic:
+            return
+        if not finite:
+            self.value, self.good_steps = max(1.0, self.value / 2), 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.window:
+            self.value, self.good_steps = self.value * 2, 0
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"value": self.value, "good_steps": self.good_steps}
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Continue from `state()`."""
+        if self.dynamic:
+            self.value, self.good_steps = float(state["value"]), int(state["good_steps"])

@@ -1,0 +1,57 @@
+"""Activation recomputation: what a block keeps for its backward, and what it computes again.
+
+Splits nothing and sends nothing. Full (Chen et al. 2016) keeps each block's input and pays one more forward.
+Selective (Korthikanti et al. 2022) keeps the outputs of named operators, by default those that cost most
+to compute for their size (attention and matmul), and computes norms, activations and products again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from meshwright.spec.parts import NoRecompute, RecomputeSpec, SavedOp, SelectiveRecompute
+
+_aten = torch.ops.aten
+OPERATORS: dict[SavedOp, tuple[Any, ...]] = {
+    "attention": (
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+    ),
+    "matmul": (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.linear.default),
+}
+
+
+def apply_recompute(blocks: nn.ModuleList, recompute: RecomputeSpec) -> None:
+    """Replace each block's `forward` by one that recomputes by the policy."""
+    if isinstance(recompute, NoRecompute):
+        return
+    context: dict[str, Any] = {}
+    if isinstance(recompute, SelectiveRecompute):
+        saved = frozenset(op for name in recompute.save for op in OPERATORS[name])
+        context = {"context_fn": partial(create_selective_checkpoint_contexts, partial(_policy, saved))}
+    for block in blocks:
+        block.forward = _recomputing(block.forward, context)
+
+
+def _recomputing(forward: Callable[..., Any], context: dict[str, Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # The decoder draws no random numbers, so there is no generator state to keep.
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **context, **kwargs)
+
+    return run
+
+
+def _policy(
+    saved: frozenset[Any], _context: Any, operator: Any, *_args: Any, **_kwargs: Any
+) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE

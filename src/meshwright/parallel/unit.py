@@ -1,0 +1,218 @@
+"""A unit: the parameters that are gathered and reduced together (the embedding, one block, or the head).
+
+Each rank stores rows of every parameter in one flat buffer, so that a unit crosses the wire as one message:
+
+    stored    flat (P/n,) master format     what the optimiser updates; each parameter is a DTensor view of it
+    full      flat (P,)   compute format    what the forward reads; each module parameter is a view of it
+    packed    flat (P,)   reduce format     gradients, in the order in which the reduce-scatter cuts them
+    gradient  flat (P/n,) master format     the sum over all ranks and microbatches
+
+n is the number of ranks that share the storage: 1 for ZeRO-0, the shard axis otherwise. Rows are dealt as
+DTensor's `Shard(0)` deals them (ceil(rows / n) to each rank until none is left); the flat buffers are padded
+with zeros to equal parts. With n = 1 and equal formats `full` is `stored`: nothing is copied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import _unsafe_preserve_version_counter as preserve_version  # type: ignore[attr-defined]
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from meshwright.parallel.collectives import DONE, Pending, start_all_gather
+from meshwright.parallel.mesh import Axis, Mesh
+from meshwright.parallel.precision import Formats
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter lies in its unit's flat buffers."""
+
+    name: str
+    shape: torch.Size
+    start: int
+    """Offset in `stored` and `gradient`, in elements."""
+    padded: int
+    """Elements of one rank's part, padding included."""
+    first_row: int
+    rows: int
+    """Rows of this rank: `first_row` to `first_row + rows`."""
+    decay: bool
+    owners: tuple[tuple[nn.Module, str], ...]
+    """The (module, attribute) pairs that read it; two when tied."""
+
+
+def make_slots(
+    parameters: list[tuple[str, torch.Size, tuple[tuple[nn.Module, str], ...]]], ranks: int, rank: int
+) -> list[Slot]:
+    """Deal the rows of each parameter over `ranks`; decayed parameters (two dims or more) come first."""
+    slots, start = [], 0
+    for name, shape, owners in sorted(parameters, key=lambda item: len(item[1]) < 2):
+        per_rank = math.ceil(shape[0] / ranks)
+        first = min(rank * per_rank, shape[0])
+        padded = per_rank * math.prod(shape[1:])
+        rows = min(per_rank, shape[0] - first)
+        slots.append(Slot(name, shape, start, padded, first, rows, len(shape) >= 2, owners))
+        start += padded
+    return slots
+
+
+class Unit:
+    """Storage and buffers of one unit on one rank; when they are filled is decided by `data.DataParallel`."""
+
+    def __init__(
+        self, modules: list[nn.Module], slots: list[Slot], mesh: Mesh, shards: Axis | None, formats: Formats
+    ) -> None:
+        self.modules, self.slots = modules, slots
+        self.shards, self.formats, self.mesh = shards, formats, mesh
+        self.ranks = shards.size if shards else 1
+        self.part = sum(slot.padded for slot in slots)
+        self.decayed = sum(slot.padded for slot in slots if slot.decay)
+        self.stored = torch.zeros(self.part, dtype=formats.master, device=mesh.device)
+        self.aliased = self.ranks == 1 and formats.compute == formats.master
+        self.full = (
+            self.stored
+            if self.aliased
+            else torch.empty(self.ranks * self.part, dtype=formats.compute, device=mesh.device)
+        )
+        self._storage_bytes = self.full.untyped_storage().nbytes()
+        self._gathering: tuple[Pending, Tensor] | None = None
+        self.ready = self.aliased
+        self.parameters = {slot.name: self._compute_parameter(slot) for slot in slots}
+        if not self.aliased:
+            self.full.untyped_storage().resize_(0)
+        self.packed: Tensor | None = None
+        self.gradient: Tensor | None = None
+        self.arrived: set[str] = set()
+        self.waiting: set[str] = set()
+
+    def _compute_parameter(self, slot: Slot) -> nn.Parameter:
+        begin = slot.start * self.ranks
+        view = self.full[begin : begin + slot.shape.numel()].view(slot.shape)
+        parameter = nn.Parameter(view)
+        for module, attribute in slot.owners:
+            setattr(module, attribute, parameter)
+        return parameter
+
+    # Stored form ------------------------------------------------------------------------------------
+
+    def local(self, flat: Tensor, slot: Slot) -> Tensor:
+        """This rank's rows of one parameter, as a view of `flat` (`stored`, `gradient`, or a moment)."""
+        numel = slot.rows * math.prod(slot.shape[1:])
+        return flat[slot.start : slot.start + numel].view(slot.rows, *slot.shape[1:])
+
+    def tensors(self, flat: Tensor) -> Iterator[tuple[str, DTensor]]:
+        """(name, DTensor) for each parameter of a flat buffer in stored form; they share its memory."""
+        placements = (Replicate(), Shard(0) if self.shards else Replicate())
+        for slot in self.slots:
+            stride = torch.empty(slot.shape, device="meta").stride()
+            yield (
+                slot.name,
+                DTensor.from_local(
+                    self.local(flat, slot),
+                    self.mesh.storage,
+                    placements,
+                    run_check=False,
+                    shape=slot.shape,
+                    stride=stride,
+                ),
+            )
+
+    # Gathering parameters ---------------------------------------------------------------------------
+
+    def start_gather(self) -> None:
+        """Begin to fill `full` from the ranks' `stored`; nothing if that was begun or is not needed."""
+        if self.ready or self._gathering:
+            return
+        if self.shards is None:
+            self._gathering = (DONE, self.stored)
+            return
+        part = self.stored.to(self.formats.compute)
+        whole = torch.empty(self.ranks * self.part, dtype=part.dtype, device=part.device)
+        self._gathering = (start_all_gather(whole, part, self.shards), whole)
+
+    def finish_gather(self) -> None:
+        """Wait for the gather and lay the parameters out whole."""
+        if self.ready:
+            return
+        self.start_gather()
+        assert self._gathering is not None
+        work, whole = self._gathering
+        work.wait()
+        self._gathering = None
+        storage = self.full.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self._storage_bytes)
+        parts = whole.view(self.ranks, self.part)
+        # Autograd saved views of `full`; they hold the same values again, so their version stays.
+        with torch.no_grad(), preserve_version(self.full):
+            if self.ranks == 1:
+                self.full.copy_(whole)
+            else:
+                for slot in self.slots:
+                    begin = slot.start * self.ranks
+                    target = self.full[begin : begin + slot.padded * self.ranks].view(self.ranks, slot.padded)
+                    target.copy_(parts[:, slot.start : slot.start + slot.padded])
+        self.ready = True
+
+    def release(self) -> None:
+        """Free the memory of `full`; its views stay and are filled again by the next gather."""
+        if self.aliased or not self.ready:
+            return
+        self.full.untyped_storage().resize_(0)
+        self.ready = False
+
+    def expire(self) -> None:
+        """The stored values changed: the next use gathers again, into the memory that is held."""
+        if self._gathering:
+            self._gathering[0].wait()
+            self._gathering = None
+        self.ready = self.aliased
+
+    # Gradients --------------------------------------------------------------------------------------
+
+    def pack(self, slot: Slot, grad: Tensor) -> None:
+        """Take a parameter's gradient over into `packed`: copied the first time, added after that."""
+        if self.packed is None:
+            self.packed = torch.empty(self.ranks * self.part, dtype=self.formats.reduce, device=grad.device)
+        rows, flat = self._packed_rows(slot), grad.reshape(-1)
+        whole, rest = divmod(flat.numel(), slot.padded)
+        pieces = [(rows[:whole], flat[: whole * slot.padded].view(whole, slot.padded))]
+        if rest:
+            pieces.append((rows[whole, :rest], flat[whole * slot.padded :]))
+        if slot.name in self.arrived:
+            for target, source in pieces:
+                target.add_(source)
+            return
+        for target, source in pieces:
+            target.copy_(source)
+        if flat.numel() < rows.numel():  # the padding
+            rows[whole, rest:].zero_()
+            rows[whole + 1 :].zero_()
+        self.arrived.add(slot.name)
+
+    def take_packed(self, keep: bool) -> Tensor:
+        """The packed gradients, zeros where none arrived; `keep` leaves the memory for the next ones."""
+        if self.packed is None:
+            self.packed = torch.empty(
+                self.ranks * self.part, dtype=self.formats.reduce, device=self.stored.device
+            )
+        for slot in self.slots:
+            if slot.name not in self.arrived:
+                self._packed_rows(slot).zero_()
+        self.arrived = set()
+        packed = self.packed
+        self.packed = packed if keep else None
+        return packed
+
+    def _packed_rows(self, slot: Slot) -> Tensor:
+        assert self.packed is not None
+        return self.packed.view(self.ranks, self.part)[:, slot.start : slot.start + slot.padded]
+
+    def flats(self, flat: Tensor) -> list[Tensor]:
+        """The decayed and the undecayed part of a flat buffer, as views; empty parts are left out."""
+        return [part for part in (flat[: self.decayed], flat[self.decayed :]) if part.numel()]

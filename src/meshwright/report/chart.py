@@ -1,0 +1,297 @@
+"""Line charts as inline SVG that stay sharp at any width: the plot stretches, the labels are HTML beside it.
+
+A long run is thinned before it is drawn, by the smallest and largest value of each pixel or so, which is why
+a spike of one step in a hundred thousand is still there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import accumulate
+from typing import Any
+
+from meshwright.report.format import is_number
+
+# The plot's own coordinates: the browser stretches them to whatever room there is.
+WIDTH, HEIGHT = 1000, 300
+# Two points in each bucket: about one per pixel on a wide screen.
+BUCKETS = 600
+# More dots than this would touch each other.
+MOST_DOTS = 80
+
+Values = Sequence[float | None]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One curve: x ascending, y None where it is unknown or not finite. `css` is line, faint or dots."""
+
+    name: str
+    x: Sequence[float]
+    y: Values
+    colour: int = 0
+    css: str = "line"
+
+    def thinned(self) -> Series:
+        """The same curve in at most `2 * BUCKETS + 2` points."""
+        keep = decimate(self.y, BUCKETS)
+        return Series(self.name, [self.x[i] for i in keep], [self.y[i] for i in keep], self.colour, self.css)
+
+
+def decimate(values: Values, buckets: int) -> list[int]:
+    """Indices, ascending, that keep a curve's shape: the extremes of each bucket, the first and the last.
+
+    A bucket without any finite value gives one index, which keeps the gap. Short curves stay whole.
+    """
+    length = len(values)
+    if length <= 2 * buckets:
+        return list(range(length))
+    keep = {0, length - 1}
+    for bucket in range(buckets):
+        first, last = bucket * length // buckets, (bucket + 1) * length // buckets
+        finite = [(value, i) for i in range(first, last) if (value := values[i]) is not None]
+        keep.update({min(finite)[1], max(finite)[1]} if finite else {first})
+    return sorted(keep)
+
+
+def moving_mean(values: Values, window: int) -> list[float | None]:
+    """Mean of the finite values within `window` places around each one; None where there is none."""
+    half = window // 2
+    sums = [0.0, *accumulate(value or 0.0 for value in values)]
+    counts = [0, *accumulate(int(value is not None) for value in values)]
+    means: list[float | None] = []
+    for i in range(len(values)):
+        first, last = max(0, i - half), min(len(values), i + half + 1)
+        seen = counts[last] - counts[first]
+        means.append((sums[last] - sums[first]) / seen if seen else None)
+    return means
+
+
+def ticks(low: float, high: float, most: int) -> list[float]:
+    """Round numbers (1, 2, 2.5 or 5 times a power of ten) within [low, high], about `most` of them."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / max(1, most)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough * (1 - 1e-9))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [i * step for i in range(first, last + 1)]
+
+
+def tick_labels(values: Sequence[float]) -> list[str]:
+    """Labels with just the decimals that tell neighbours apart; 20k from 10,000 up, 3e-4 for small ones."""
+    largest = max((abs(value) for value in values), default=0.0)
+    if largest == 0:
+        return ["0" for _ in values]
+    if largest < 0.01:
+        pairs = [f"{value:.2e}".split("e") for value in values]
+        return [f"{float(digits):g}e{int(power)}" if float(digits) else "0" for digits, power in pairs]
+    power, suffix = next(
+        ((p, s) for p, s in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if largest >= 10 * p), (1, "")
+    )
+    scaled = [value / power for value in values]
+    for digits in range(7):
+        labels = [f"{value:,.{digits}f}" for value in scaled]
+        exact = all(abs(round(v, digits) - v) <= 1e-9 * max(1.0, abs(v)) for v in scaled)
+        if exact and len(set(labels)) == len(labels):
+            break
+    return [label + suffix if float(label.replace(",", "")) else "0" for label in labels]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From a value to its place between 0 and 1."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def at(self, value: float) -> float:
+        if self.log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+    def ticks(self, most: int) -> list[float]:
+        """Round numbers; on a logarithmic scale 1, 2, 5 of each decade, or decades, or else even steps."""
+        if not self.log:
+            return ticks(self.low, self.high, most)
+        decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        every = max(1, math.ceil(len(decades) / most))
+        for digits in ((1, 2, 5), (1, 3), (1,)):
+            marks = [digit * 10.0**d for d in decades if d % every == 0 for digit in digits]
+            inside = [mark for mark in marks if self.low <= mark <= self.high]
+            if 3 <= len(inside) <= most + 2:
+                return inside
+        return ticks(self.low, self.high, most)
+
+    def labels(self, marks: Sequence[float]) -> list[str]:
+        """Labels of ticks: with decimals in common on a linear scale, each by itself on a logarithmic one."""
+        return [label for mark in marks for label in tick_labels([mark])] if self.log else tick_labels(marks)
+
+
+def fit(values: Sequence[float], log: bool, from_zero: bool) -> Scale:
+    """A scale with a little air around the values; a single value is put in the middle."""
+    low, high = min(values), max(values)
+    if log:
+        air = max(1.05, (high / low) ** 0.05)
+        return Scale(low / air, high * air, True)
+    if from_zero:
+        return Scale(min(0.0, low), high * 1.08 if high > 0 else 1.0)
+    air = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
+    return Scale(low - air, high + air)
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A titled plot of curves over the optimiser step.
+
+    `log` offers a logarithmic scale beside the linear one. `mark_gaps` says that a None in the first curve
+    means a value that was not finite, and marks those steps.
+    """
+
+    key: str
+    title: str
+    series: Sequence[Series]
+    log: bool = False
+    from_zero: bool = False
+    mark_gaps: bool = False
+    wide: bool = False
+
+    def html(self) -> str:
+        """The chart as a `<figure>`, with the data of its hover read-out."""
+        curves = [series.thinned() for series in self.series]
+        values = [value for curve in curves for value in curve.y if value is not None]
+        gaps = self._gaps()
+        css = "chart wide" if self.wide else "chart"
+        caption = f"<b>{escape(self.title)}</b>{self._legend(gaps)}"
+        if not values:
+            body = f'<p class="empty">{"No finite value" if gaps else "Nothing"} was recorded.</p>'
+            return f'<figure class="{css}"><figcaption>{caption}</figcaption>{body}</figure>'
+        x = _steps_scale([step for series in self.series for step in series.x])
+        scales = {"linear": fit(values, False, self.from_zero)}
+        if self.log and min(values) > 0 and max(values) > min(values):
+            scales["log"] = fit(values, True, False)
+        views = "".join(_view(name, x, y, curves, gaps, self.wide) for name, y in scales.items())
+        # A spike would flatten a linear plot, so such a curve opens on the logarithmic one.
+        opened = "log" if "log" in scales and max(values) > 10 * statistics.median(values) else "linear"
+        inputs, labels = self._switch(list(scales), opened)
+        return (
+            f'<figure class="{css}" data-chart="{self.key}">{inputs}'
+            f"<figcaption>{caption}{labels}</figcaption>"
+            f'<div class="frame" tabindex="0" role="group" aria-label="{escape(self.title)} by step">'
+            f"{views}{_x_axis(x, 6 if self.wide else 4)}</div>{_data(x, scales, curves)}</figure>"
+        )
+
+    def _legend(self, gaps: Sequence[float]) -> str:
+        """The names of the curves where there are several, and how many values were not finite."""
+        names = [f'<span class="key c{s.colour} {s.css}">{escape(s.name)}</span>' for s in self.series]
+        legend = "".join(names) if len(names) > 1 else ""
+        if gaps:
+            legend += f'<span class="key bad">not finite: {len(gaps):,} step{"s" * (len(gaps) > 1)}</span>'
+        return legend
+
+    def _gaps(self) -> list[float]:
+        if not self.mark_gaps or not self.series:
+            return []
+        first = self.series[0]
+        return [x for x, y in zip(first.x, first.y, strict=True) if y is None]
+
+    def _switch(self, names: list[str], opened: str) -> tuple[str, str]:
+        """Radio buttons that choose a view without any script."""
+        if len(names) < 2:
+            return "", ""
+        inputs = "".join(
+            f'<input type="radio" name="{self.key}-scale" id="{self.key}-{name}" class="pick-{name}"'
+            f"{' checked' if name == opened else ''}>"
+            for name in names
+        )
+        labels = "".join(f'<label for="{self.key}-{name}">{name}</label>' for name in names)
+        return inputs, f'<span class="switch">{labels}</span>'
+
+
+def _view(name: str, x: Scale, y: Scale, curves: Sequence[Series], bad: Sequence[float], wide: bool) -> str:
+    """One way to draw the curves (linear or log): grid, steps that were not finite, curves, y labels."""
+    marks = y.ticks(7 if wide else 5)
+    grid = "".join(f'<path class="grid" d="M0 {_down(y.at(mark))}H{WIDTH}"/>' for mark in marks)
+    places = sorted({round(x.at(step) * WIDTH / 2) * 2 for step in bad})
+    gaps = f'<path class="bad" d="{"".join(f"M{place} 0V{HEIGHT}" for place in places)}"/>' if places else ""
+    paths = "".join(_paths(curve, x, y) for curve in curves)
+    labels = "".join(
+        f'<span class="y" style="top:{100 * (1 - y.at(mark)):.2f}%">{label}</span>'
+        for mark, label in zip(marks, y.labels(marks), strict=True)
+    )
+    return (
+        f'<div class="view {name}"><svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" '
+        f'aria-hidden="true">{grid}{gaps}{paths}</svg>{labels}</div>'
+    )
+
+
+def _paths(curve: Series, x: Scale, y: Scale) -> str:
+    """The curve, with dots on the points that were asked for as dots and on those that stand alone."""
+    drawn = f'<path class="c{curve.colour} {curve.css}" d="{path(curve.x, curve.y, x, y)}"/>'
+    dotted = curve.css == "dots" and len(curve.x) <= MOST_DOTS
+    beside = [None, *curve.y, None]
+    points = "".join(
+        path([step], [value], x, y)
+        for i, (step, value) in enumerate(zip(curve.x, curve.y, strict=True))
+        if dotted or (beside[i] is None and beside[i + 2] is None)
+    )
+    return drawn + (f'<path class="c{curve.colour} points" d="{points}"/>' if points else "")
+
+
+def _steps_scale(steps: Sequence[float]) -> Scale:
+    """The x axis: from 0 where the run starts near it, and never empty."""
+    low, high = min(steps), max(steps)
+    if low == high:
+        return Scale(low - 1, high + 1)
+    return Scale(0 if 0 < low <= 0.05 * high else low, high)
+
+
+def _x_axis(x: Scale, most: int) -> str:
+    marks = [mark for mark in x.ticks(most) if mark == int(mark)]
+    return "".join(
+        f'<span class="x" style="left:{100 * x.at(mark):.2f}%">{label}</span>'
+        for mark, label in zip(marks, tick_labels(marks), strict=True)
+    )
+
+
+def _down(share: float) -> str:
+    return f"{HEIGHT * (1 - share):.1f}"
+
+
+def path(xs: Sequence[float], ys: Values, x: Scale, y: Scale) -> str:
+    """SVG path data; a None lifts the pen, and a point that stands alone becomes a dot (`h0`, round cap)."""
+    pieces: list[str] = []
+    pen_down = False
+    for step, value in zip(xs, ys, strict=True):
+        if value is None:
+            pen_down = False
+            continue
+        place = f"{x.at(step) * WIDTH:.1f} {_down(y.at(value))}"
+        pieces.append(f"L{place}" if pen_down else f"M{place}h0")
+        pen_down = True
+    return "".join(pieces)
+
+
+def _data(x: Scale, scales: dict[str, Scale], curves: Sequence[Series]) -> str:
+    """What the hover read-out needs, as JSON that cannot end its own element."""
+    data: dict[str, Any] = {
+        "x": [x.low, x.high],
+        "scales": {name: {"low": s.low, "high": s.high, "log": s.log} for name, s in scales.items()},
+        "series": [
+            {
+                "name": curve.name,
+                "colour": curve.colour,
+                "x": list(curve.x),
+                "y": [float(f"{v:.6g}") if is_number(v) else None for v in curve.y],
+            }
+            for curve in curves
+        ],
+    }
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace("&", "\\u0026")
+    return f'<script type="application/json">{text}</script>'

@@ -1,0 +1,150 @@
+"""The live progress of a run: a bar on a terminal, plain single lines anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, ProgressColumn, TaskID, TextColumn
+from rich.progress import Progress as Bar
+from rich.table import Column
+
+from meshwright.report import format as fmt
+
+# Figures of the last steps give the time left: enough to smooth, few enough to follow a change of speed.
+_WINDOW = 50
+# Columns of a terminal from which a bar fits beside steps and figures.
+_BAR_FROM = 100
+
+
+def figures(row: dict[str, Any], seconds_left: float | None) -> str:
+    """`loss 5.1234  12,345 tok/s  mfu 34.1%  mem 1.2 GiB  eta 0:42`; what is unknown is a dash."""
+    return (
+        f"loss {fmt.fixed(row.get('loss'))}  {fmt.count(row.get('tokens_per_second'))} tok/s  "
+        f"mfu {fmt.percent(row.get('mfu'))}  mem {fmt.size(row.get('memory_bytes'))}  "
+        f"eta {fmt.duration(seconds_left)}"
+    )
+
+
+def summary(result: dict[str, Any]) -> str:
+    """The end of a run in one line, of what its result holds."""
+    bits, xz = result.get("val_bits_per_byte"), result.get("xz_bits_per_byte")
+    against = f" (xz -9e {fmt.fixed(xz)})" if fmt.is_number(xz) else ""
+    parts = {
+        "steps": f"{fmt.count(result.get('steps'))} steps in {fmt.duration(result.get('seconds'))}",
+        "final_loss": f"loss {fmt.fixed(result.get('final_loss'))}",
+        "val_bits_per_byte": f"validation {fmt.fixed(bits)} bits per byte{against}",
+        "tokens_per_second": f"{fmt.count(result.get('tokens_per_second'))} tok/s",
+        "mfu": f"mfu {fmt.percent(result.get('mfu'))}",
+        "peak_memory_bytes": f"peak {fmt.size(result.get('peak_memory_bytes'))}",
+    }
+    return "  ".join(["done", *(text for key, text in parts.items() if result.get(key) is not None)])
+
+
+class Progress:
+    """The observer that shows a run to a person.
+
+    On a terminal: a bar with the figures, redrawn in place at most `1 / interval` times a second, without a
+    thread of its own. Elsewhere: a line for the first and the last step, and for others at most one in
+    `interval` seconds. Evaluations and events are always lines.
+
+    Args:
+        console: where to show; standard output when not given.
+        interval: seconds between two showings; by default 0.2 on a terminal and 2 elsewhere.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        console: Console | None = None,
+        interval: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.console = console or Console()
+        self.interval = interval if interval is not None else (0.2 if self.console.is_terminal else 2.0)
+        self._clock = clock
+        self._bar: Bar | None = None
+        self._task = TaskID(0)
+        self._first = True
+        self._last_step: int | None = None
+        self._total: int | None = None
+        self._shown_at = 0.0
+        self._seen: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
+
+    def on_start(self, info: dict[str, Any]) -> None:
+        step = int(info.get("step", 0))
+        self._first, self._last_step = True, info.get("last_step")
+        self._total = info.get("total_steps", self._last_step)
+        self._seen.clear()
+        described = {
+            "parameters": fmt.short(info.get("parameters")),
+            "layout": info.get("layout"),
+            "device": info.get("device"),
+        }
+        shown = {key: value for key, value in described.items() if info.get(key) is not None}
+        self._line(f"{'resume at' if step else 'start at'} step {step}  {fmt.fields_text(shown)}".rstrip())
+        if self.console.is_terminal:
+            self._bar = self._make_bar(step)
+            self._task = self._bar.add_task(
+                "", total=self._total, completed=step, steps=self._of(step), figures=""
+            )
+            self._bar.start()
+
+    def _make_bar(self, step: int) -> Bar:
+        """Steps, bar and figures in one row; a narrow terminal has no bar, and loses the last figures."""
+        widest = len(self._of(self._total if self._total is not None else 10**6 + step))
+        columns: list[ProgressColumn] = [
+            TextColumn("{task.fields[steps]}", table_column=Column(no_wrap=True, min_width=widest)),
+            TextColumn("{task.fields[figures]}", table_column=Column(no_wrap=True, overflow="ellipsis")),
+        ]
+        if self.console.width >= _BAR_FROM:
+            columns.insert(1, BarColumn(bar_width=None, table_column=Column(ratio=1)))
+        return Bar(*columns, console=self.console, auto_refresh=False, expand=True)
+
+    def on_step(self, row: dict[str, Any]) -> None:
+        moment, step = self._clock(), int(row["step"])
+        self._seen.append((moment, step))
+        due = self._first or step == self._last_step or moment - self._shown_at >= self.interval
+        if not due:
+            return
+        self._first, self._shown_at = False, moment
+        text = figures(row, self._seconds_left(step))
+        if self._bar is None:
+            self._line(f"{self._of(step)}  {text}")
+        else:
+            self._bar.update(self._task, completed=step, steps=self._of(step), figures=text, refresh=True)
+
+    def on_eval(self, row: dict[str, Any]) -> None:
+        loss, bits = fmt.fixed(row.get("val_loss")), fmt.fixed(row.get("val_bits_per_byte"))
+        self._line(f"validation at {self._of(int(row['step']))}  loss {loss}  {bits} bits per byte")
+
+    def on_event(self, kind: str, fields: dict[str, Any]) -> None:
+        self._line(f"{kind}  {fmt.fields_text(fields)}".rstrip())
+
+    def on_end(self, result: dict[str, Any]) -> None:
+        self.close()
+        self._line(summary(result))
+
+    def close(self) -> None:
+        """Give the terminal back (a bar hides the cursor); may be called twice."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _of(self, step: int) -> str:
+        return f"step {step}/{self._total}" if self._total is not None else f"step {step}"
+
+    def _seconds_left(self, step: int) -> float | None:
+        """From the steps seen last, evaluations and checkpoints between them included; needs two."""
+        (then, first), (moment, _) = self._seen[0], self._seen[-1]
+        if self._last_step is None:
+            return None
+        if step >= self._last_step:
+            return 0.0
+        return (moment - then) / (step - first) * (self._last_step - step) if step > first else None
+
+    def _line(self, text: str) -> None:
+        self.console.print(text, soft_wrap=True, markup=False, highlight=False)

@@ -1,0 +1,226 @@
+"""The run's record in its folder: `run.json`, `metrics.jsonl`, `events.jsonl` and `result.json`.
+
+A line is written by one system call, so a crash leaves whole lines and at most one torn last line, which
+readers ignore and the next start removes. Whole files are replaced by a rename. Numbers that are not finite
+are written as null, since JSON has no NaN.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from meshwright import __version__
+from meshwright.spec import UserError
+
+RUN, METRICS, EVENTS, RESULT = "run.json", "metrics.jsonl", "events.jsonl", "result.json"
+
+Row = dict[str, Any]
+
+
+def now() -> str:
+    """This moment in UTC, ISO 8601 with milliseconds."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def strict(value: Any) -> Any:
+    """`value` with every float that is not finite replaced by None, so that any JSON reader takes it."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): strict(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(part) for part in value]
+    return value
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(
+        f"{path}: cannot be written ({error.strerror}); give the folder space and write permission, "
+        "then go on with --resume auto"
+    )
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` by `text` in one rename; on failure the old file stays and `UserError` is raised."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # the first failure is the one to tell
+            temporary.unlink(missing_ok=True)
+        raise _unwritable(path, error) from error
+
+
+class _Lines:
+    """A JSON-lines file that grows by whole lines."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+        except OSError as error:
+            raise _unwritable(path, error) from error
+
+    def append(self, row: Row) -> None:
+        line = (json.dumps(strict(row), allow_nan=False) + "\n").encode()
+        start = os.fstat(self._file.fileno()).st_size
+        try:
+            written = self._file.write(line)
+            while written < len(line):  # a disk that fills up takes a part, then refuses the rest
+                written += self._file.write(line[written:])
+        except OSError as error:
+            os.ftruncate(self._file.fileno(), start)
+            raise _unwritable(self.path, error) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _read_lines(path: Path) -> list[Row]:
+    """All whole lines of a JSON-lines file; a torn last one is left out, a missing file is empty."""
+    if not path.is_file():
+        return []
+    *lines, _torn = path.read_bytes().split(b"\n")
+    rows: list[Row] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise UserError(f"{path}: line {number} is not a JSON object; the file is damaged, move it away")
+        rows.append(row)
+    return rows
+
+
+def _cut(path: Path, keep: Callable[[Row], bool]) -> int:
+    """Rewrite a JSON-lines file without a torn last line and without the rows that `keep` refuses.
+
+    Returns the number of whole rows that were dropped.
+    """
+    if not path.is_file():
+        return 0
+    rows = _read_lines(path)
+    kept = [row for row in rows if keep(row)]
+    write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+    return len(rows) - len(kept)
+
+
+def _read_object(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: is not JSON ({error}); the file is damaged, move it away") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: holds no JSON object; the file is damaged, move it away")
+    return found
+
+
+def read_metrics(out: Path) -> list[Row]:
+    """Training and validation rows of the run in folder `out`, in the order written.
+
+    Values that were not finite are None. Raises `UserError` for a damaged line that is not the last.
+    """
+    return _read_lines(out / METRICS)
+
+
+def read_events(out: Path) -> list[Row]:
+    """Events of the run in folder `out`: {"time", "kind", ...}, in the order written."""
+    return _read_lines(out / EVENTS)
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that a run's folder tells: what was asked, what happened, and the result if it ended."""
+
+    out: Path
+    info: dict[str, Any]
+    metrics: list[Row]
+    events: list[Row]
+    result: dict[str, Any] | None
+
+
+def read_run(out: Path) -> Run:
+    """Read the record of the run in folder `out`; raises `UserError` where there is none."""
+    info = _read_object(out / RUN)
+    if info is None:
+        raise UserError(f"{out}: holds no {RUN}, so it is not the folder of a run; give the --out of one")
+    return Run(out, info, read_metrics(out), read_events(out), _read_object(out / RESULT))
+
+
+class RunRecord:
+    """The observer that writes a run's record into the folder `out`, which it makes.
+
+    A start at step s drops the metrics of later steps, which an earlier part of the run wrote and then lost.
+    Events are a history and stay. `result.json` of an earlier part stays until the run takes a further step.
+    Raises `UserError` when the folder cannot be written; lines written before are intact.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self._metrics: _Lines | None = None
+        self._events: _Lines | None = None
+
+    def on_start(self, info: dict[str, Any]) -> None:
+        step = int(info.get("step", 0))
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritable(self.out, error) from error
+        lost = _cut(self.out / METRICS, lambda row: row.get("step", 0) <= step)
+        _cut(self.out / EVENTS, lambda row: True)
+        self._write_run(info, step)
+        self._metrics = _Lines(self.out / METRICS)
+        self._events = _Lines(self.out / EVENTS)
+        if step or lost:
+            self.on_event("resumed", {"step": step, "lost_rows": lost})
+
+    def _write_run(self, info: dict[str, Any], step: int) -> None:
+        """`run.json`: a resumed run keeps the moment of its first start and lists the later ones."""
+        earlier = (_read_object(self.out / RUN) or {}) if step else {}
+        starts = [*earlier.get("starts", []), {"step": step, "time": now()}]
+        described = {
+            **{key: value for key, value in info.items() if key != "step"},
+            "version": __version__,
+            "started": earlier.get("started", starts[-1]["time"]),
+            "starts": starts,
+        }
+        write_atomically(self.out / RUN, json.dumps(strict(described), indent=2, allow_nan=False) + "\n")
+
+    def on_step(self, row: Row) -> None:
+        assert self._metrics is not None, "on_step before on_start"
+        (self.out / RESULT).unlink(missing_ok=True)  # it tells how a part ended that now goes on
+        self._metrics.append(row)
+
+    def on_eval(self, row: Row) -> None:
+        assert self._metrics is not None, "on_eval before on_start"
+        self._metrics.append(row)
+
+    def on_event(self, kind: str, fields: dict[str, Any]) -> None:
+        assert self._events is not None, "on_event before on_start"
+        self._events.append({**fields, "time": now(), "kind": kind})
+
+    def on_end(self, result: dict[str, Any]) -> None:
+        write_atomically(self.out / RESULT, json.dumps(strict(result), indent=2, allow_nan=False) + "\n")
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; may be called twice."""
+        for lines in (self._metrics, self._events):
+            if lines is not None:
+                lines.close()
+        self._metrics = self._events = None

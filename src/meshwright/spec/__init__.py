@@ -1,0 +1,9 @@
+"""The one immutable spec of a run. It imports neither torch nor torch.distributed."""
+
+from meshwright.spec.errors import UserError
+from meshwright.spec.layout import Layout
+from meshwright.spec.load import load
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.run import RunSpec
+
+__all__ = ["Layout", "ModelSpec", "RunSpec", "UserError", "load"]

@@ -1,0 +1,11 @@
+"""What every part of the spec is: a small frozen object that refuses unknown keys."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Part(BaseModel):
+    """A frozen part of a `RunSpec`; equal parts hash and compare equal."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)

@@ -1,0 +1,19 @@
+"""The one exception that a user's mistake raises, and the words that help to mend it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UserError(Exception):
+    """A mistake that a sentence can mend: which key, which value, why, and what would work.
+
+    The command line prints it as one line and exits with code 2; it never shows a traceback.
+    """
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean 'x'?`` for the nearest known word, or an empty string."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean '{close[0]}'?" if close else ""

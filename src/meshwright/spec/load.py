@@ -1,0 +1,239 @@
+"""From a TOML file and dotted flags to one validated `RunSpec`, with one sentence for each mistake."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import itertools
+import json
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from meshwright.spec.errors import UserError, did_you_mean
+from meshwright.spec.keys import Key, known_keys, optional_tables
+from meshwright.spec.run import RunSpec
+
+Overrides = Sequence[tuple[str, str]]
+"""Dotted flags in the order given: [("layout.dp", "2"), ...]."""
+
+
+def load(path: Path | None = None, overrides: Overrides = ()) -> RunSpec:
+    """Read a run file (or none), lay the flags over it, validate once.
+
+    A flag wins over the file; a preset's fields yield to both. Raises `UserError`.
+    """
+    tree = read_tree(path) if path is not None else {}
+    return from_tree(tree, overrides, source=str(path) if path else "")
+
+
+def from_tree(tree: dict[str, Any], overrides: Overrides = (), source: str = "") -> RunSpec:
+    """Validate a nested dict with dotted flags laid over it; `source` names the file in messages."""
+    try:
+        return _validated(tree, overrides, source)
+    except UserError as error:
+        raise UserError(one_line(str(error))) from None
+
+
+def _validated(tree: dict[str, Any], overrides: Overrides, source: str) -> RunSpec:
+    merged = copy.deepcopy(tree)
+    for key, text in overrides:
+        _overlay(merged, key, text)
+    mistake = _Mistake({key for key, _ in overrides}, tree, source)
+    _tidy(merged, "", mistake)
+    try:
+        return RunSpec.model_validate(merged)
+    except ValidationError as error:
+        raise UserError(_explain(error, mistake)) from None
+    except UserError as error:
+        key, colon, rest = str(error).partition(": ")
+        raise UserError(f"{mistake.where(key)}{colon}{rest}") from None
+
+
+def one_line(text: str) -> str:
+    """`text` with line ends and other control characters escaped, as keys and values come from anywhere."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """Read TOML, or the `run.json` of a run's folder, into a nested dict.
+
+    From a folder, `train.stop_at` is left out: it was a wish for one start of the run, which has come true.
+    """
+    if path.is_dir():
+        tree = read_tree(path / "run.json")
+        if isinstance(tree.get("train"), dict):
+            tree["train"].pop("stop_at", None)
+        return tree
+    if not path.is_file():
+        near = did_you_mean(path.name, [beside.name for beside in path.parent.glob("*.toml")])
+        raise UserError(f"there is no run file {path}{near}")
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".json":
+            return dict(json.loads(text)["spec"])
+        return tomllib.loads(text)
+    except (OSError, tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error})") from None
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{path}: is no run record (it has no table 'spec')") from None
+
+
+class _Mistake:
+    """Where a key was given: by a flag, in the file, or by neither (a default, or a rule over several)."""
+
+    def __init__(self, flags: set[str], tree: dict[str, Any], source: str) -> None:
+        self.flags, self.tree, self.source = flags, tree, source
+
+    def where(self, key: str) -> str:
+        """`--key` for a flag's key, `file: key` for one that stands in the file, else `key`."""
+        if key in self.flags:
+            return f"--{key}"
+        node: Any = self.tree
+        for name in key.split("."):
+            if not isinstance(node, dict) or name not in node:
+                return key
+            node = node[name]
+        return f"{self.source}: {key}" if self.source else key
+
+
+def _overlay(tree: dict[str, Any], name: str, text: str) -> None:
+    key = _flag_key(name, text)
+    *path, last = name.split(".")
+    node = tree
+    for step in path:
+        if not isinstance(node.get(step), dict):
+            # A value of another shape, such as "none", makes way for the table that the flag speaks of.
+            node[step] = {}
+        node = node[step]
+    node[last] = None if name in optional_tables() else _value(key, text)
+
+
+def _flag_key(name: str, text: str) -> Key | None:
+    """The key of a dotted flag; None for an entry of a table whose keys the user names, and for no table."""
+    known = known_keys()
+    if name in known and not known[name].is_table:
+        return known[name]
+    table, dot, _ = name.rpartition(".")
+    if (dot and table in known and known[table].is_table) or (name in optional_tables() and _is_none(text)):
+        return None
+    if name in known:
+        raise UserError(f"--{name}: is a table; give its entries, such as --{name}.NAME 0.5")
+    raise UserError(f"--{name}: unknown key{_nearest(name, known)}")
+
+
+def _value(key: Key | None, text: str) -> Any:
+    """A flag's value as its key takes it: text as it is, a list at its commas, the rest as TOML reads it."""
+    if key is not None and key.optional and text.lower() == "none":
+        return None
+    if key is not None and key.is_text:
+        return text
+    if key is not None and key.is_list and not text.lstrip().startswith("["):
+        return [item.strip() for item in text.split(",") if item.strip()]
+    try:
+        found = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return found["value"] if len(found) == 1 else text
+
+
+def _tidy(node: dict[str, Any], prefix: str, mistake: _Mistake) -> None:
+    """Read 'none' as no value, and refuse what would pass for another type: a truth value for a number."""
+    known = known_keys()
+    for name, value in node.items():
+        key = known.get(prefix + name)
+        if isinstance(value, dict) and not (key and key.is_text):
+            _tidy(value, f"{prefix}{name}.", mistake)
+        elif _is_none(value) and _may_be_none(prefix + name, known):
+            node[name] = None
+        elif key is not None and not _fits(key, value):
+            wanted = key.text.replace("|", " or ")
+            raise UserError(f"{mistake.where(key.name)}: {_show(value)} is not valid: it should be {wanted}")
+
+
+def _is_none(value: Any) -> bool:
+    return isinstance(value, str) and value.lower() == "none"
+
+
+def _may_be_none(name: str, known: dict[str, Key]) -> bool:
+    return known[name].optional if name in known else name in optional_tables()
+
+
+def _fits(key: Key, value: Any) -> bool:
+    if isinstance(value, bool):
+        return key.is_switch
+    if key.is_text:
+        return isinstance(value, str) or (value is None and key.optional)
+    return True
+
+
+def _explain(error: ValidationError, mistake: _Mistake) -> str:
+    """One sentence for the first of pydantic's errors: where, which key, which value, why."""
+    first = error.errors(include_url=False)[0]
+    kind, value = first["type"], first["input"]
+    key, branch = _without_branch([str(part) for part in first["loc"]])
+    where = mistake.where(key)
+    known = known_keys()
+    if kind == "extra_forbidden":
+        if key in known:
+            return f"{where}: is no key of '{branch}'; it goes with another choice"
+        return f"{where}: unknown key{_nearest(key, known)}"
+    if kind == "missing":
+        return f"{where}: is missing; give it, or a model.preset that has it"
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        tag = f"{key}.{first['ctx']['discriminator'].strip(chr(39))}"
+        if kind == "union_tag_not_found":
+            return f"{where}: needs {tag}, one of {_choices(known[tag])}"
+        value = first["ctx"]["tag"]
+        hint = did_you_mean(str(value), map(str, known[tag].choices))
+        return f"{mistake.where(tag)}: {_show(value)} is not one of {_choices(known[tag])}{hint}"
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{where}: is a table of keys, not {_show(value)}"
+    if kind == "literal_error":
+        hint = did_you_mean(str(value), map(str, known[key].choices))
+        return f"{where}: {_show(value)} is not valid: it should be {first['ctx']['expected']}{hint}"
+    message = first["msg"].replace("Input should", "it should").replace("tuple", "list")
+    return f"{where}: {_show(value)} is not valid: {message[0].lower()}{message[1:]}"
+
+
+def _without_branch(location: list[str]) -> tuple[str, str]:
+    """The dotted key of pydantic's location, without the name of a union's branch; and that name."""
+    for depth, table in ((1, ["recompute"]), (2, ["model", "rope_scaling"])):
+        if location[:depth] == table and len(location) > depth + 1:
+            branch = location[depth]
+            location = [*table, *location[depth + 1 :]]
+            break
+    else:
+        branch = ""
+    items = itertools.takewhile(str.isdigit, reversed(location))  # places in a list are no keys
+    return ".".join(location[: len(location) - len(list(items))]), branch
+
+
+def _choices(key: Key) -> str:
+    return ", ".join(map(str, key.choices))
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """A hint for an unknown key: its last word in another table, a near word in its own, or in any."""
+    keys = list(known)
+    table, _, last = name.rpartition(".")
+    if not table and (hint := did_you_mean(name, RunSpec.model_fields)):
+        return hint
+    if same := [key for key in keys if key.rpartition(".")[2] == last]:
+        return did_you_mean(name, same) or f"; did you mean '{same[0]}'?"
+    own = [key for key in keys if key.rpartition(".")[0] == table]
+    for among in (own, keys):
+        words = {key.rpartition(".")[2]: key for key in reversed(among)}
+        if close := difflib.get_close_matches(last, words, n=1):
+            return f"; did you mean '{words[close[0]]}'?"
+    if own:
+        return f"; the keys of [{table}] are {', '.join(key.rpartition('.')[2] for key in own)}"
+    return f"; the tables are {', '.join(RunSpec.model_fields)}"
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,144 @@
+"""The model: every number that the decoder, the planner and the HF converters read."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from meshwright.spec.base import Part
+from meshwright.spec.errors import UserError, did_you_mean
+from meshwright.spec.hf import read_hf_config
+from meshwright.spec.presets import PRESETS
+
+
+class LinearRope(Part):
+    """Positions divided by `factor` (Chen et al. 2023, position interpolation)."""
+
+    kind: Literal["linear"] = "linear"
+    factor: float = Field(gt=0)
+
+
+class Llama3Rope(Part):
+    """Long wavelengths divided by `factor`, short ones kept, a ramp between (Llama 3.1, 2024)."""
+
+    kind: Literal["llama3"] = "llama3"
+    factor: float = Field(8.0, gt=0)
+    low_freq_factor: float = Field(1.0, gt=0)
+    high_freq_factor: float = Field(4.0, gt=0)
+    original_max_seq_len: int = Field(8192, ge=1)
+
+
+RopeScaling = Annotated[LinearRope | Llama3Rope, Field(discriminator="kind")]
+
+
+class ModelSpec(Part):
+    """A decoder-only transformer. `preset` or `hf` fill the fields; fields given beside them win."""
+
+    preset: str | None = Field("tiny", description="one of the named models (`meshwright spec presets`)")
+    hf: str | None = Field(None, description="a folder with an HF config.json, or the file itself")
+    family: Literal["llama", "qwen3", "mistral", "gpt2"] = Field(
+        "llama", description="names used by HF export"
+    )
+    layers: int = Field(ge=1)
+    hidden: int = Field(ge=1)
+    ffn: int = Field(ge=1)
+    heads: int = Field(ge=1)
+    kv_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+    vocab_size: int = Field(ge=2)
+    max_seq_len: int = Field(2048, ge=1, description="a hard limit for learned positions only")
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: float = Field(1e-5, gt=0)
+    activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
+    position: Literal["rope", "learned"] = "rope"
+    rope_theta: float = Field(10000.0, gt=0)
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = Field(
+        None, ge=1, description="attend to this many positions, one's own included"
+    )
+    qk_norm: bool = Field(False, description="RMSNorm of each query and key head")
+    qkv_bias: bool = False
+    out_bias: bool = Field(False, description="a bias on the attention's output projection")
+    mlp_bias: bool = False
+    tied: bool = Field(False, description="the embedding is also the output head")
+    init_std: float = Field(0.02, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        if cls.model_fields.keys() <= given.keys():
+            return given  # a whole record, such as run.json's: it needs no file that may have moved since
+        base: dict[str, Any] = {}
+        if given.get("hf") and not given.keys() >= _REQUIRED:  # a resolved spec needs the folder no more
+            base = {"preset": None, **read_hf_config(given["hf"])}
+        elif (preset := given.get("preset", "tiny")) is not None:
+            if preset not in PRESETS:
+                hint = did_you_mean(str(preset), PRESETS) or f"; known: {', '.join(PRESETS)}"
+                raise UserError(f"model.preset: there is no preset '{preset}'{hint}")
+            base = {"preset": preset, **PRESETS[preset]}
+        full = {**base, **given}
+        return {**full, **_derived(full, given)}
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, tied ones once."""
+        return sum(size for _, size in self.parameter_sizes())
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Model FLOPs of training on one token, forward and backward, in sequences of `seq_len` tokens.
+
+        Two FLOPs for each multiply-add, and twice the forward for the backward: 6 for each weight that is
+        multiplied (the head's included, the embedding's lookup not), and for attention's two products
+        12 * layers * heads * head_dim * seq_len, the causal half counted whole (Chowdhery et al. 2022, PaLM,
+        appendix B). Recomputation is not counted: it is the hardware's work, not the model's.
+        """
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = self.hidden * (q + 2 * kv) + q * self.hidden
+        mlp = (3 if self.activation == "swiglu" else 2) * self.hidden * self.ffn
+        weights = self.layers * (attention + mlp) + self.vocab_size * self.hidden
+        return 6.0 * weights + 12.0 * self.layers * q * seq_len
+
+    def parameter_sizes(self) -> list[tuple[str, int]]:
+        """(component, number of parameters) of the whole model: embedding, attention, mlp, norms, head."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        norm = self.hidden * (2 if self.norm == "layernorm" else 1)
+        attention = self.hidden * (q + 2 * kv) + q * self.hidden
+        attention += (q + 2 * kv if self.qkv_bias else 0) + (self.hidden if self.out_bias else 0)
+        attention += 2 * self.head_dim if self.qk_norm else 0
+        up = 2 if self.activation == "swiglu" else 1
+        mlp = (up + 1) * self.hidden * self.ffn + (up * self.ffn + self.hidden if self.mlp_bias else 0)
+        learned = self.max_seq_len * self.hidden if self.position == "learned" else 0
+        return [
+            ("embedding", self.vocab_size * self.hidden + learned),
+            ("attention", self.layers * attention),
+            ("mlp", self.layers * mlp),
+            ("norms", (2 * self.layers + 1) * norm),
+            ("head", 0 if self.tied else self.vocab_size * self.hidden),
+        ]
+
+
+_REQUIRED = frozenset(name for name, field in ModelSpec.model_fields.items() if field.is_required())
+"""The fields that a preset or an HF config gives."""
+
+
+def _derived(full: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Fields that follow from others unless they are given: kv_heads from heads, head_dim from hidden.
+
+    A preset's head_dim is dropped when the user changes hidden or heads without naming head_dim.
+    """
+    derived: dict[str, Any] = {}
+    heads, hidden = full.get("heads"), full.get("hidden")
+    resized = "head_dim" not in given and ("heads" in given or "hidden" in given)
+    if (full.get("head_dim") is None or resized) and isinstance(heads, int) and isinstance(hidden, int):
+        if heads < 1 or hidden % heads:
+            raise UserError(
+                f"model.heads: {heads} heads do not divide hidden {hidden}; "
+                f"give model.head_dim, or heads that divide {hidden}"
+            )
+        derived["head_dim"] = hidden // heads
+    if full.get("kv_heads") is None and heads is not None:
+        derived["kv_heads"] = heads
+    return derived

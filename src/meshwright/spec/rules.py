@@ -1,0 +1,141 @@
+"""What no part can see alone: one rule, one function, one sentence that names the axis and the values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from meshwright.spec.errors import UserError
+
+if TYPE_CHECKING:
+    from meshwright.spec.run import RunSpec
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive number, ascending."""
+    small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
+    return sorted({*small, *(number // i for i in small)})
+
+
+def nearest(wanted: int, choices: Iterable[int]) -> int:
+    """The choice nearest to `wanted`; of two at the same distance, the larger."""
+    return min(choices, key=lambda choice: (abs(choice - wanted), -choice))
+
+
+def heads_share_keys(spec: RunSpec) -> None:
+    """Grouped-query attention gives each key head the same number of query heads."""
+    heads, kv_heads = spec.model.heads, spec.model.kv_heads
+    if heads % kv_heads:
+        raise UserError(
+            f"model.kv_heads: {kv_heads} key-value heads do not divide {heads} heads; "
+            f"try {nearest(kv_heads, divisors(heads))}"
+        )
+
+
+def rope_turns_pairs(spec: RunSpec) -> None:
+    """Rotary positions turn pairs of a head's channels."""
+    if spec.model.position == "rope" and spec.model.head_dim % 2:
+        raise UserError(
+            f"model.head_dim: {spec.model.head_dim} is odd, and rotary positions need an even one"
+        )
+
+
+def sequence_fits_positions(spec: RunSpec) -> None:
+    """Learned positions end at `max_seq_len`."""
+    longest = spec.model.max_seq_len
+    if spec.model.position == "learned" and spec.data.seq_len > longest:
+        raise UserError(
+            f"data.seq_len: {spec.data.seq_len} is more than the model's {longest} learned positions; "
+            f"give at most {longest}"
+        )
+
+
+def axes_not_built_yet(spec: RunSpec) -> None:
+    """Axes that this version does not run."""
+    for axis in ("tp", "cp", "pp", "ep", "virtual"):
+        size = getattr(spec.layout, axis)
+        if size > 1:
+            raise UserError(
+                f"layout.{axis}: {size} is not supported by this version, which runs dp and replicate; "
+                f"set layout.{axis} = 1"
+            )
+
+
+def sharding_has_ranks(spec: RunSpec) -> None:
+    """Hybrid sharding needs something to shard."""
+    layout = spec.layout
+    if layout.replicate > 1 and layout.zero == 0:
+        raise UserError(
+            f"layout.replicate: {layout.replicate} copies of a ZeRO group need layout.zero of 1, 2 or 3; "
+            f"for plain replication give layout.dp = {layout.replicate * layout.dp}"
+        )
+
+
+def batch_is_whole(spec: RunSpec) -> None:
+    """A batch is a whole number of samples on every rank, and of microbatches."""
+    tokens, length, ranks = spec.train.batch_tokens, spec.data.seq_len, spec.layout.data_ranks
+    unit = length * ranks
+    if tokens % unit:
+        fits = max(unit, round(tokens / unit) * unit)
+        raise UserError(
+            f"train.batch_tokens: {tokens} is not a multiple of data.seq_len {length} x "
+            f"{ranks} data-parallel ranks = {unit}; try {fits}"
+        )
+    micro = spec.layout.micro_batch
+    if micro is not None and spec.rank_sequences % micro:
+        raise UserError(
+            f"layout.micro_batch: {micro} does not divide the {spec.rank_sequences} sequences that each rank "
+            f"has of train.batch_tokens {tokens}; try {nearest(micro, divisors(spec.rank_sequences))}"
+        )
+
+
+def stop_is_within(spec: RunSpec) -> None:
+    """`stop_at` is a step of the run."""
+    stop, total = spec.train.stop_at, spec.train.total_steps
+    if stop is not None and stop > total:
+        raise UserError(f"train.stop_at: {stop} is after the last step {total}; give at most {total}")
+
+
+def warmup_is_within(spec: RunSpec) -> None:
+    """Warm-up ends before the run does."""
+    warmup, total = spec.train.warmup_steps, spec.train.total_steps
+    if warmup is not None and warmup > total:
+        raise UserError(
+            f"train.warmup_steps: {warmup} is more than the run's {total} steps; give at most {total}"
+        )
+
+
+RULES: tuple[Callable[[RunSpec], None], ...] = (
+    heads_share_keys,
+    rope_turns_pairs,
+    sequence_fits_positions,
+    axes_not_built_yet,
+    sharding_has_ranks,
+    batch_is_whole,
+    stop_is_within,
+    warmup_is_within,
+)
+
+
+def check(spec: RunSpec) -> None:
+    """Apply every rule in order; the first that is broken raises `UserError`."""
+    for rule in RULES:
+        rule(spec)
+
+
+def ranks_match(spec: RunSpec, ranks: int) -> None:
+    """The processes that were started are the ranks of the layout (checked by the launcher)."""
+    layout = spec.layout
+    if ranks == layout.world_size:
+        return
+    others = layout.world_size // layout.dp
+    hint = (
+        f"--layout.dp {ranks // others}"
+        if ranks % others == 0
+        else f"a number of ranks that {others} divides"
+    )
+    raise UserError(
+        f"layout: replicate={layout.replicate} x dp={layout.dp} x cp={layout.cp} x tp={layout.tp} x "
+        f"pp={layout.pp} is {layout.world_size} ranks, but {ranks} were asked for; "
+        f"try --nproc {layout.world_size} or {hint}"
+    )

@@ -1,0 +1,236 @@
+"""The loop around the step: start or resume, step, validate, save, end."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshwright.checkpoint.ranks import Ranks
+from meshwright.checkpoint.store import CheckpointStore
+from meshwright.data.corpus import Corpus, open_corpus, xz_bits_per_byte
+from meshwright.data.loader import Loader
+from meshwright.parallel.collectives import sum_scalars
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.precision import DTYPES
+from meshwright.spec import RunSpec, UserError
+from meshwright.train import state
+from meshwright.train.observer import Observers
+from meshwright.train.peak import matmul_flops_per_second
+from meshwright.train.samples import SampleRecord
+from meshwright.train.step import Step, Trainer
+
+Row = dict[str, Any]
+
+
+class Run:
+    """One run of one spec on one rank; `execute` does all of it and returns the result."""
+
+    def __init__(self, spec: RunSpec, mesh: Mesh, out: Path, observers: Observers) -> None:
+        self.spec, self.mesh, self.out, self.observers = spec, mesh, out, observers
+        self.ranks = Ranks(mesh.control.group)
+        self.corpus: Corpus = self.ranks.together(lambda: open_corpus(spec))
+        self.loader = Loader(self.corpus, spec, mesh.data_rank, spec.layout.data_ranks)
+        self.trainer = Trainer(spec, mesh)
+        self.samples = SampleRecord(mesh)
+        self.store = CheckpointStore(
+            checkpoint_folder(spec, out), spec.checkpoint.keep, mesh.background.group
+        )
+        self.store.claim()
+        self.done = 0
+        self.saved: int | None = None
+        self.skipped_in_a_row = 0
+        self.speeds: deque[float] = deque(maxlen=20)
+        self.loss = math.nan
+        self.validation: Row = {}
+        self.peak_flops = 0.0
+        self.states_memory: dict[str, int] = {}
+
+    def execute(self, resume: str | None) -> Row:
+        """Train to the last step, from the initial weights or from checkpoint `resume` ("auto" or a step)."""
+        started = time.perf_counter()
+        try:
+            self._start(resume)
+            while self.done < self.spec.train.last_step:
+                self._step()
+            if self.saved != self.done:
+                self._save(asynchronous=False)
+            self.store.wait()
+            return self._end(time.perf_counter() - started)
+        finally:
+            self.loader.close()
+            self.store.close()
+
+    # Start ------------------------------------------------------------------------------------------
+
+    def _start(self, resume: str | None) -> None:
+        if resume is None:
+            self.trainer.initialise()
+        else:
+            self._resume(resume)
+        rate = matmul_flops_per_second(DTYPES[self.spec.precision.compute], self.mesh.device)
+        (self.peak_flops,) = sum_scalars([rate], self.mesh.control)
+        self.observers.on_start(
+            {
+                "spec": self.spec.to_json(),
+                "step": self.done,
+                "total_steps": self.spec.train.total_steps,
+                "last_step": self.spec.train.last_step,
+                "parameters": self.spec.model.parameters,
+                "layout": self.spec.layout.describe(),
+                "world_size": self.spec.layout.world_size,
+                "matmul_flops_per_second": self.peak_flops,
+                "device": self.mesh.device.type,
+                "torch": torch.__version__,
+            }
+        )
+        for warning in self.store.warnings:
+            self.observers.on_event("warning", {"message": warning})
+
+    def _resume(self, resume: str) -> None:
+        if resume != "auto" and not resume.isdecimal():
+            raise UserError(f"--resume: {resume!r} is neither 'auto' nor a step")
+        step = None if resume == "auto" else int(resume)
+        if resume == "auto" and self.store.latest() is None:
+            self.trainer.initialise()
+            return
+
+        def check(kept: Row) -> None:
+            where = f"the checkpoint of step {kept['step']} in {self.store.directory}"
+            state.check_same_run(self.spec, kept, self.corpus.digest, where)
+
+        kept = self.store.load(step, state.tensors(self.trainer), check)
+        state.restore(self.trainer, kept)
+        self.done = self.saved = int(kept["step"])
+        self.samples = SampleRecord(self.mesh, kept["samples_sha256"])
+        if self.done > self.spec.train.last_step:
+            raise UserError(
+                f"train.steps: the checkpoint is at step {self.done}, after the last step "
+                f"{self.spec.train.last_step}; give more steps"
+            )
+
+    # Steps ------------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        begun = time.perf_counter()
+        batch = self.ranks.together(lambda: self.loader.step(self.done))
+        self.samples.note(batch)
+        result = self.trainer.step(batch, self.done + 1)
+        self.done += 1
+        self.loss = result.loss
+        self._watch(result)
+        self._report(result, time.perf_counter() - begun)
+        self.ranks.together(self.store.poll)
+        train = self.spec.train
+        if train.eval_every and self.done % train.eval_every == 0 and self.done < train.last_step:
+            self._validate(train.eval_tokens)
+        every = self.spec.checkpoint.every
+        if every and self.done % every == 0:
+            self._save(self.spec.checkpoint.asynchronous)
+
+    def _watch(self, result: Step) -> None:
+        """Count steps whose gradients were not finite, and stop after too many in a row."""
+        self.skipped_in_a_row = 0 if result.applied else self.skipped_in_a_row + 1
+        if result.applied:
+            return
+        fields = {"step": self.done, "grad_norm": str(result.grad_norm), "in_a_row": self.skipped_in_a_row}
+        self.observers.on_event("skipped_step", fields)
+        most = self.spec.recovery.max_skipped
+        if self.skipped_in_a_row > most:
+            raise UserError(
+                f"the gradient was not finite in {self.skipped_in_a_row} steps in a row, up to step "
+                f"{self.done}, more than recovery.max_skipped = {most}; lower train.lr, or resume from an "
+                f"earlier checkpoint"
+            )
+
+    def _report(self, result: Step, seconds: float) -> None:
+        tokens = self.spec.train.batch_tokens
+        self.speeds.append(tokens / seconds)
+        if self.done % self.spec.train.log_every and self.done != self.spec.train.last_step:
+            return
+        flops = self.spec.model.flops_per_token(self.spec.data.seq_len) * tokens / seconds
+        self.observers.on_step(
+            {
+                "step": self.done,
+                "loss": result.loss,
+                "grad_norm": result.grad_norm,
+                "lr": result.rate,
+                "tokens": self.done * tokens,
+                "tokens_per_second": tokens / seconds,
+                "mfu": flops / self.peak_flops,
+                "memory_bytes": peak_memory_bytes(self.mesh.device),
+                "seconds": seconds,
+                **({} if result.applied else {"skipped": True}),
+            }
+        )
+
+    def _validate(self, max_tokens: int | None) -> None:
+        """Evaluate on the first `max_tokens` held-out tokens, or on all; no held-out text, no validation."""
+        if self.corpus.validation.target_tokens == 0:
+            return
+        nll = tokens = 0.0
+        for batch in self.loader.validation_batches(max_tokens):
+            nll += self.trainer.nll(batch)
+            tokens += float((batch.targets >= 0).sum())
+        nll, tokens = sum_scalars([nll, tokens], self.mesh.control)
+        size = self.corpus.validation.bytes_for(max_tokens)
+        self.validation = {
+            "step": self.done,
+            "val_loss": nll / tokens,
+            "val_bits_per_byte": nll / math.log(2) / size if size else None,
+        }
+        self.observers.on_eval(self.validation)
+
+    def _save(self, asynchronous: bool) -> None:
+        samples = self.samples.digest()
+        kept = state.metadata(self.trainer, self.done, samples, self.corpus.digest)
+        self.store.save(self.done, state.tensors(self.trainer), kept, asynchronous)
+        self.saved = self.done
+        self.observers.on_event("checkpoint", {"step": self.done, "asynchronous": asynchronous})
+
+    # End --------------------------------------------------------------------------------------------
+
+    def _end(self, seconds: float) -> Row:
+        self._validate(None)
+        speeds = sorted(self.speeds)
+        speed = speeds[len(speeds) // 2] if speeds else None
+        per_token = self.spec.model.flops_per_token(self.spec.data.seq_len)
+        memory = {**self.trainer.states.memory(), "optimiser": self.trainer.optimiser.memory()}
+        result: dict[str, Any] = {
+            "final_loss": self.loss,
+            "val_loss": self.validation.get("val_loss"),
+            "val_bits_per_byte": self.validation.get("val_bits_per_byte"),
+            "tokens_per_second": speed,
+            "mfu": speed * per_token / self.peak_flops if speed else None,
+            "matmul_flops_per_second": self.peak_flops,
+            "peak_memory_bytes": peak_memory_bytes(self.mesh.device),
+            "memory": memory,
+            "parameters": self.spec.model.parameters,
+            "parameters_sha256": state.parameters_sha256(self.trainer),
+            "samples_sha256": self.samples.digest(),
+            "steps": self.done,
+            "seconds": seconds,
+            "layout": self.spec.layout.describe(),
+        }
+        if self.mesh.world.rank == 0 and (text := self.corpus.validation_text_bytes()):
+            result["xz_bits_per_byte"] = xz_bits_per_byte(text)
+        return result
+
+
+def checkpoint_folder(spec: RunSpec, out: Path) -> Path:
+    """Where a run's checkpoints are: `checkpoint.dir`, or checkpoints/ in its folder."""
+    return Path(spec.checkpoint.dir) if spec.checkpoint.dir else out / "checkpoints"
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Most memory that this rank has held: allocated on CUDA, resident on the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

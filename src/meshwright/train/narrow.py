@@ -1,0 +1,60 @@
+"""A small copy of a run with the same structure, for checks in float64 that a laptop can make."""
+
+from __future__ import annotations
+
+from meshwright.spec import ModelSpec, RunSpec
+
+MOST_WORK = 3e10
+"""Parameters x tokens of a step that are checked as they are; about ten seconds a step in float64."""
+
+
+def narrowed(spec: RunSpec) -> tuple[RunSpec, str | None]:
+    """Return `spec`, or its narrowed copy with a sentence that says so.
+
+    Kept: every switch of the model, the layout, the number of microbatches up to 4, the ratio of query to
+    key-value heads, the vocabulary's remainder by 64 (so one that an axis does not divide stays so). Made
+    smaller: layers, widths, the vocabulary, the sequence, the microbatch.
+    """
+    if spec.model.parameters * spec.train.batch_tokens <= MOST_WORK:
+        return spec, None
+    model = _narrow_model(spec.model)
+    seq_len, micro, count = min(spec.data.seq_len, 64), min(spec.micro_batch, 2), min(spec.microbatches, 4)
+    tree = spec.to_json()
+    tree["model"] = model
+    tree["data"]["seq_len"] = seq_len
+    tree["layout"]["micro_batch"] = micro
+    tree["train"]["batch_tokens"] = seq_len * micro * count * spec.layout.data_ranks
+    small = RunSpec.model_validate(tree)
+    note = (
+        f"checked on a narrowed copy: {small.model.parameters:,} of {spec.model.parameters:,} parameters "
+        f"({small.model.layers} layers, hidden {small.model.hidden}, vocabulary {small.model.vocab_size}), "
+        f"{small.train.batch_tokens:,} of {spec.train.batch_tokens:,} tokens a step"
+    )
+    return small, note
+
+
+def _narrow_model(model: ModelSpec) -> dict[str, object]:
+    group = model.heads // model.kv_heads
+    kv_heads = min(model.kv_heads, 8)
+    while kv_heads > 1 and kv_heads * group > 16:
+        kv_heads = max(1, kv_heads // 2)
+    heads = kv_heads * group
+    head_dim = min(model.head_dim, 8)
+    hidden = max(16, min(model.hidden, heads * head_dim))
+    ffn = max(8, round(hidden * model.ffn / model.hidden / 8) * 8)
+    sizes = {
+        "layers": min(model.layers, 4),
+        "hidden": hidden,
+        "ffn": ffn,
+        "heads": heads,
+        "kv_heads": kv_heads,
+    }
+    vocab = min(model.vocab_size, 256 + model.vocab_size % 64)
+    fields = {
+        **model.model_dump(mode="json"),
+        **sizes,
+        "head_dim": head_dim,
+        "vocab_size": vocab,
+        "preset": None,
+    }
+    return {**fields, "hf": None}

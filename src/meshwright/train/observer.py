@@ -1,0 +1,80 @@
+"""Who watches a run: five calls, which the trainer makes on rank 0 without knowing who answers them.
+
+`info` of `on_start` holds "spec" (the run's JSON), "step" (steps completed before this start: 0, or those of
+the checkpoint that it resumes from), "last_step" (after which this start ends), "total_steps" (of the whole
+run) and whatever else describes the run, such as "parameters", "layout" and "device".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Protocol
+
+
+class Observer(Protocol):
+    """What the trainer tells, in this order: one start, steps with evaluations and events, one end."""
+
+    def on_start(self, info: dict[str, Any]) -> None:
+        """The run begins, or goes on from a checkpoint."""
+
+    def on_step(self, row: dict[str, Any]) -> None:
+        """A training row: "step" (1-based) with loss, grad_norm, lr, tokens_per_second, mfu, ..."""
+
+    def on_eval(self, row: dict[str, Any]) -> None:
+        """A validation row: "step" with val_loss and val_bits_per_byte."""
+
+    def on_event(self, kind: str, fields: dict[str, Any]) -> None:
+        """Something that happened beside the steps: a checkpoint, a skipped step."""
+
+    def on_end(self, result: dict[str, Any]) -> None:
+        """The run reached its last step."""
+
+    def close(self) -> None:
+        """Release files, threads and the terminal, however the run ended; may be called twice."""
+
+
+class Observers:
+    """Several observers as one, called in the order given; leaving its `with` block closes them all."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self.observers = tuple(observers)
+
+    def on_start(self, info: dict[str, Any]) -> None:
+        for observer in self.observers:
+            observer.on_start(info)
+
+    def on_step(self, row: dict[str, Any]) -> None:
+        for observer in self.observers:
+            observer.on_step(row)
+
+    def on_eval(self, row: dict[str, Any]) -> None:
+        for observer in self.observers:
+            observer.on_eval(row)
+
+    def on_event(self, kind: str, fields: dict[str, Any]) -> None:
+        for observer in self.observers:
+            observer.on_event(kind, fields)
+
+    def on_end(self, result: dict[str, Any]) -> None:
+        for observer in self.observers:
+            observer.on_end(result)
+
+    def close(self) -> None:
+        """Close every observer, also when one of them fails; the first failure is raised at the end."""
+        failures: list[Exception] = []
+        for observer in self.observers:
+            try:
+                observer.close()
+            except Exception as error:  # the others must still be closed
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    def __enter__(self) -> Observers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

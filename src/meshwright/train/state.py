@@ -1,0 +1,101 @@
+"""What a checkpoint holds of a run, and whether a checkpoint belongs to it."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from meshwright.parallel.precision import LossScale
+from meshwright.spec import RunSpec, UserError
+from meshwright.train.step import Trainer
+
+FREE = {
+    "model": {"preset", "hf", "family"},
+    "train": {
+        "steps", "tokens", "stop_at", "log_every", "eval_every", "eval_tokens", "compile", "trackers",
+    },
+    "precision": {"loss_scale", "loss_scale_window"},
+}  # fmt: skip
+"""Keys that may differ between a checkpoint and the run that resumes from it."""
+
+
+def tensors(trainer: Trainer) -> dict[str, Tensor | DTensor]:
+    """Every tensor that a resume needs, by name, sharing the run's memory."""
+    found: dict[str, Tensor | DTensor] = {
+        f"model/{name}": tensor for name, tensor in trainer.states.parameters()
+    }
+    found.update({f"optim/{name}": tensor for name, tensor in trainer.optimiser.tensors()})
+    return found
+
+
+def metadata(trainer: Trainer, step: int, samples: str, data_digest: str) -> dict[str, Any]:
+    """The rest of the state, as JSON."""
+    return {
+        "step": step,
+        "spec": trainer.spec.to_json(),
+        "layout": trainer.spec.layout.describe(),
+        "samples_sha256": samples,
+        "data_digest": data_digest,
+        "updates": trainer.optimiser.updates,
+        "loss_scale": trainer.loss_scale.state(),
+    }
+
+
+def imported_state(spec: RunSpec) -> dict[str, Any]:
+    """The state of weights that no run of ours has trained yet: step 0, any data, any optimiser."""
+    return {
+        "step": 0,
+        "spec": spec.to_json(),
+        "layout": "imported",
+        "samples_sha256": "",
+        "data_digest": None,
+        "updates": 0,
+        "loss_scale": LossScale(spec.precision).state(),
+    }
+
+
+def restore(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Set what is not a tensor from `metadata`, after the tensors were loaded in place."""
+    trainer.optimiser.updates = int(state["updates"])
+    trainer.loss_scale.restore(state["loss_scale"])
+    for unit in trainer.states.units:
+        unit.expire()
+
+
+def check_same_run(spec: RunSpec, state: dict[str, Any], data_digest: str, where: str) -> None:
+    """Refuse a checkpoint of another model, optimiser, precision or data; any layout is welcome."""
+    saved, now = state["spec"], spec.to_json()
+    imported = state["data_digest"] is None
+    differ = []
+    for part in ("model",) if imported else ("model", "train", "precision"):
+        keys = (set(saved[part]) | set(now[part])) - FREE[part]
+        for key in sorted(keys):
+            before, after = saved[part].get(key), now[part].get(key)
+            if before != after:
+                differ.append(f"{part}.{key} was {before!r} and is {after!r}")
+    if differ:
+        raise UserError(
+            f"{where} is of another run: {'; '.join(differ)}; give the same values, or another --out"
+        )
+    if not imported and state["data_digest"] != data_digest:
+        raise UserError(
+            f"{where} was trained on other data (digest {state['data_digest'][:12]}, now {data_digest[:12]}):"
+            f" give the corpus, tokenizer, data.seq_len, data.pack, data.document_mask and data.val_fraction"
+            f" that it had, or another --out"
+        )
+
+
+def parameters_sha256(trainer: Trainer) -> str:
+    """SHA-256 over every whole parameter in the order of names; equal for equal parameters in any layout.
+
+    Every rank calls this; one parameter at a time is gathered.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(trainer.states.parameters()):
+        whole = tensor.full_tensor().detach().cpu().contiguous()
+        digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}\n".encode())
+        digest.update(whole.view(-1).numpy().tobytes())
+    return digest.hexdigest()

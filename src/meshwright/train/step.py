@@ -1,0 +1,92 @@
+"""One training step: the same for every layout, one device included."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from meshwright.data.loader import Batch
+from meshwright.parallel.apply import initialise, parallelise
+from meshwright.parallel.collectives import sum_scalars
+from meshwright.parallel.loss import count_targets, mean_over_targets
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.precision import LossScale
+from meshwright.spec import RunSpec
+from meshwright.train.optimiser import Optimiser
+from meshwright.train.schedule import learning_rate
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step did. `loss` is in nats a token, over the global batch; `grad_norm` is before clipping."""
+
+    loss: float
+    grad_norm: float
+    rate: float
+    applied: bool
+    """False when a gradient was not finite: then nothing was changed, on any rank."""
+
+
+class Trainer:
+    """A decoder, its states and its optimiser on one rank of a mesh."""
+
+    def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
+        self.spec, self.mesh = spec, mesh
+        self.decoder, self.states = parallelise(spec, mesh)
+        self.optimiser = Optimiser(self.states, spec.train)
+        self.loss_scale = LossScale(spec.precision)
+
+    def initialise(self) -> None:
+        """Draw the initial weights."""
+        initialise(self.states, self.spec.model, self.spec.train.seed)
+
+    def gradients(self, batch: Batch) -> float:
+        """Forward and backward of the step; leaves the summed gradients, returns the global mean loss."""
+        (targets,) = sum_scalars([count_targets(batch.targets)], self.mesh.control)
+        losses = []
+        for last, micro in microbatches(batch, self.spec.micro_batch, self.mesh.device):
+            self.states.begin_microbatch(last)
+            total = self.decoder.loss(micro.tokens, micro.targets, micro.positions, micro.documents)
+            loss = mean_over_targets(total, int(targets))
+            (loss * self.loss_scale.value).backward()
+            losses.append(loss.detach())
+        self.states.finish_step()
+        (loss_sum,) = sum_scalars([float(torch.stack(losses).double().sum())], self.mesh.control)
+        return loss_sum
+
+    def step(self, batch: Batch, number: int) -> Step:
+        """Optimiser step `number` (from 1) on this rank's samples of the global batch."""
+        return self.apply(self.gradients(batch), number)
+
+    def apply(self, loss: float, number: int) -> Step:
+        """Clip the gradients that `gradients` left, update the parameters, and drop the gradients."""
+        scale = self.loss_scale.value
+        norm = self.states.gradient_norm() / scale
+        finite = math.isfinite(norm) and math.isfinite(loss)
+        rate = learning_rate(self.spec.train, number)
+        if finite:
+            clip = self.spec.train.clip
+            shrink = min(1.0, clip / (norm + 1e-6)) if clip is not None else 1.0
+            self.states.scale_gradients(shrink / scale)
+            self.optimiser.step(rate)
+        self.loss_scale.update(finite)
+        self.states.end_step()
+        return Step(loss, norm, rate, finite)
+
+    @torch.no_grad()
+    def nll(self, batch: Batch) -> float:
+        """Sum over the batch's targets of the negative log-likelihood, in nats, on this rank."""
+        total = 0.0
+        for _, micro in microbatches(batch, self.spec.micro_batch, self.mesh.device):
+            total += float(self.decoder.loss(micro.tokens, micro.targets, micro.positions, micro.documents))
+        return total
+
+
+def microbatches(batch: Batch, size: int, device: torch.device) -> Iterator[tuple[bool, Batch]]:
+    """(is it the last, microbatch) in order, on the device."""
+    count = batch.tokens.shape[0]
+    for start in range(0, count, size):
+        yield start + size >= count, batch.rows(start, min(start + size, count)).to(device)

@@ -1,0 +1,169 @@
+"""Is a layout equal to one device? Loss, gradients, gradient norm, parameters after k steps, in float64.
+
+The reference is written apart from what it checks: the whole batch at once, plain tensors, all logits,
+PyTorch's cross entropy, and AdamW as its paper states it. It shares with the layout the decoder's modules,
+the initial weights and the samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.data.corpus import Corpus, open_corpus
+from meshwright.data.loader import Batch, Loader
+from meshwright.model.decoder import Decoder
+from meshwright.model.init import init_whole_
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec import RunSpec
+from meshwright.spec.parts import TrainSpec
+from meshwright.train.narrow import narrowed
+from meshwright.train.schedule import learning_rate
+from meshwright.train.step import Trainer
+
+TOLERANCE = 1e-10
+FLOOR = 1e-4
+"""A tensor whose largest reference value is below this share of its kind's largest is measured against that
+share: some gradients are zero in mathematics and rounding noise in practice (a key bias, for one)."""
+
+
+@dataclass
+class Comparison:
+    """Relative differences: max |a - b| / max |b| for each tensor, by kind and name."""
+
+    relative: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def add(self, kind: str, ours: dict[str, Tensor], reference: dict[str, Tensor]) -> None:
+        """Compare equally named tensors; a name on one side only counts as infinitely different."""
+        largest = max(float(tensor.abs().max()) for tensor in reference.values())
+        for name in sorted(ours.keys() | reference.keys()):
+            key = (kind, name)
+            if name not in ours or name not in reference or ours[name].shape != reference[name].shape:
+                self.relative[key] = math.inf
+                continue
+            wanted = reference[name]
+            scale = max(float(wanted.abs().max()), FLOOR * largest) or 1.0
+            difference = float((ours[name] - wanted).abs().max()) / scale
+            self.relative[key] = math.inf if math.isnan(difference) else difference
+
+    def result(self) -> dict[str, object]:
+        """The JSON object of `meshwright verify`, with one row for each kind."""
+        (kind, name), worst = max(self.relative.items(), key=lambda item: item[1])
+        rows = []
+        for each in dict.fromkeys(kind for kind, _ in self.relative):
+            found = {name: value for (kind, name), value in self.relative.items() if kind == each}
+            offender = max(found, key=lambda name: found[name])
+            rows.append({"kind": each, "compared": len(found), "worst": found[offender], "name": offender})
+        return {
+            "equal": worst <= TOLERANCE,
+            "worst_relative": worst,
+            "worst_name": f"{kind}: {name}",
+            "compared": len(self.relative),
+            "tolerance": TOLERANCE,
+            "rows": rows,
+        }
+
+
+def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
+    """Run `steps` steps of the layout and of one device side by side; the first rank gets the result.
+
+    The samples are synthetic documents of the run's own length and packing. The precision is float64 whatever
+    the spec says: what is checked is the layout, not rounding.
+    """
+    spec, note = narrowed(_exact(spec))
+    corpus = open_corpus(spec)
+    trainer = Trainer(spec, mesh)
+    trainer.initialise()
+    first = mesh.world.rank == 0
+    comparison = Comparison()
+    reference = _reference(spec, corpus, mesh.device) if first else None
+    loader = Loader(corpus, spec, mesh.data_rank, spec.layout.data_ranks)
+    for number in range(1, steps + 1):
+        loss = trainer.gradients(loader.step(number - 1))
+        gradients = {name: grad.full_tensor().clone() for name, grad in trainer.states.gradients()}
+        done = trainer.apply(loss, number)
+        parameters = {name: tensor.full_tensor() for name, tensor in trainer.states.parameters()}
+        if reference is not None:
+            theirs = next(reference)
+            at = f"step {number} "
+            comparison.add(at + "loss", {"loss": _scalar(loss)}, {"loss": theirs.loss})
+            comparison.add(at + "gradient", gradients, theirs.gradients)
+            comparison.add(
+                at + "grad norm", {"grad norm": _scalar(done.grad_norm)}, {"grad norm": theirs.norm}
+            )
+            comparison.add(at + "parameter", parameters, theirs.parameters)
+    loader.close()
+    if not first:
+        return None
+    return {**comparison.result(), "narrowed": note, "layout": spec.layout.describe(), "steps": steps}
+
+
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def _exact(spec: RunSpec) -> RunSpec:
+    tree = spec.to_json()
+    tree["precision"] = {"compute": "fp64"}
+    tree["data"] = {
+        "corpus": "synthetic",
+        "seq_len": spec.data.seq_len,
+        "pack": spec.data.pack,
+        "document_mask": spec.data.document_mask,
+    }
+    tree["train"]["compile"] = False
+    return RunSpec.model_validate(tree)
+
+
+@dataclass(frozen=True)
+class ReferenceStep:
+    """What one device finds: scalars and whole tensors in float64, on the host of `device`."""
+
+    loss: Tensor
+    norm: Tensor
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+
+
+def _reference(spec: RunSpec, corpus: Corpus, device: torch.device) -> Iterator[ReferenceStep]:
+    decoder = Decoder(spec.model).to(device=device, dtype=torch.float64)
+    init_whole_(decoder, spec.train.seed)
+    parameters = dict(decoder.named_parameters())
+    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in parameters.items()}
+    loader = Loader(corpus, spec, 0, 1)
+    for number in range(1, spec.train.total_steps + 1):
+        decoder.zero_grad()
+        loss = _mean_loss(decoder, loader.step(number - 1).to(device))
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+        norm = torch.sqrt(torch.stack([grad.square().sum() for grad in gradients.values()]).sum())
+        shrink = 1.0 if spec.train.clip is None else min(1.0, spec.train.clip / (float(norm) + 1e-6))
+        for name, parameter in parameters.items():
+            _adamw(parameter, gradients[name] * shrink, moments[name], spec.train, number)
+        found = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        yield ReferenceStep(loss.detach().cpu(), norm.cpu(), gradients, found)
+
+
+def _mean_loss(decoder: Decoder, batch: Batch) -> Tensor:
+    logits = decoder(batch.tokens, batch.positions, batch.documents)
+    return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100)
+
+
+@torch.no_grad()
+def _adamw(
+    parameter: Tensor, grad: Tensor, moments: tuple[Tensor, Tensor], train: TrainSpec, number: int
+) -> None:
+    """Algorithm 2 of Loshchilov & Hutter (2019), in place; vectors are not decayed."""
+    first, second = moments
+    rate = learning_rate(train, number)
+    first.mul_(train.beta1).add_(grad, alpha=1 - train.beta1)
+    second.mul_(train.beta2).addcmul_(grad, grad, value=1 - train.beta2)
+    corrected = first / (1 - train.beta1**number)
+    root = (second / (1 - train.beta2**number)).sqrt()
+    decay = train.weight_decay if parameter.ndim >= 2 else 0.0
+    parameter.sub_(rate * (corrected / (root + train.eps) + decay * parameter))

@@ -1,0 +1,231 @@
+"""No flipped bit, cut file or made-up manifest gets into a model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import random
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import same, tensors, zeros_like
+
+from meshwright.checkpoint import BadCheckpointError, CheckpointError, CheckpointStore
+from meshwright.checkpoint.inspect import verify_checkpoint
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    store = CheckpointStore(tmp_path, 2)
+    store.save(10, tensors(10), {"step": 10, "note": "ok"})
+    store.close()
+    return tmp_path / "step-00000010"
+
+
+def refused(checkpoint: Path) -> str:
+    """Loading fails with a sentence and leaves the live tensors alone; returns the sentence."""
+    target = tensors(77)
+    with pytest.raises(BadCheckpointError) as refusal:
+        CheckpointStore(checkpoint.parent, 2).load(10, target)
+    assert same(target, tensors(77))
+    assert not verify_checkpoint(checkpoint.parent, 10).good
+    return str(refusal.value)
+
+
+def test_no_flipped_bit_goes_unseen(checkpoint: Path) -> None:
+    draw = random.Random(0)
+    for file in ("rank-00000.bin", "manifest.json"):
+        path = checkpoint / file
+        original = path.read_bytes()
+        for position in [0, len(original) - 1, *draw.sample(range(len(original)), 250)]:
+            data = bytearray(original)
+            data[position] ^= 1 << draw.randrange(8)
+            path.write_bytes(data)
+            assert file in refused(checkpoint), f"{file}: byte {position}"
+        path.write_bytes(original)
+    assert verify_checkpoint(checkpoint.parent).good
+
+
+@pytest.mark.parametrize("file", ["rank-00000.bin", "manifest.json"])
+def test_no_cut_or_grown_file_goes_unseen(checkpoint: Path, file: str) -> None:
+    path = checkpoint / file
+    original = path.read_bytes()
+    for data in (original[:-1], original[: len(original) // 2], b"", original + b"\0", original + b" "):
+        path.write_bytes(data)
+        assert file in refused(checkpoint)
+    path.unlink()
+    assert file in refused(checkpoint)
+
+
+def test_no_zeroed_block_goes_unseen(tmp_path: Path) -> None:
+    source = {"model/x": torch.randn(4096)}
+    store = CheckpointStore(tmp_path, 1)
+    store.save(10, source, {})
+    store.close()
+    path = tmp_path / "step-00000010" / "rank-00000.bin"
+    data = bytearray(path.read_bytes())
+    data[4096:8192] = bytes(4096)
+    path.write_bytes(data)
+    with pytest.raises(BadCheckpointError, match="model/x"):
+        store.load(10, zeros_like(source))
+
+
+def test_a_checkpoint_under_another_step_is_refused(checkpoint: Path) -> None:
+    shutil.copytree(checkpoint, checkpoint.parent / "step-00000030")
+    with pytest.raises(BadCheckpointError, match="another than its name says"):
+        CheckpointStore(checkpoint.parent, 2).load(30, tensors(1))
+
+
+def forge(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Rewrite the manifest with a change and a right hash, as an attacker would."""
+    path = checkpoint / "manifest.json"
+    body = json.loads(path.read_text())["body"]
+    change(body)
+    text = json.dumps(body, separators=(",", ":"))
+    path.write_text(f'{{"sha256":"{hashlib.sha256(text.encode()).hexdigest()}","body":{text}}}\n')
+
+
+def piece(body: dict[str, Any]) -> list[Any]:
+    return body["tensors"]["model/a.weight"]["pieces"][0]
+
+
+def rename_file(name: str) -> Callable[[dict[str, Any]], None]:
+    def change(body: dict[str, Any]) -> None:
+        body["files"] = {name: body["files"]["rank-00000.bin"]}
+        for entry in body["tensors"].values():
+            for row in entry["pieces"]:
+                row[2] = name
+
+    return change
+
+
+def huge(body: dict[str, Any]) -> None:
+    body["tensors"]["model/a.weight"]["shape"] = [1 << 40, 1 << 20]
+
+
+def huge_piece(body: dict[str, Any]) -> None:
+    body["tensors"]["model/a.weight"].update(shape=[1 << 40, 5])
+    piece(body)[1] = [1 << 40, 5]
+    piece(body)[4] = 20 << 40
+
+
+def huge_file(body: dict[str, Any]) -> None:
+    huge_piece(body)
+    body["files"]["rank-00000.bin"] += (20 << 40) - 140
+
+
+def overlap(body: dict[str, Any]) -> None:
+    entry = body["tensors"]["model/a.weight"]
+    row = piece(body)
+    entry["pieces"] = [
+        [[0, 0], [4, 5], *row[2:4], 80, row[5]],
+        [[2, 0], [3, 5], row[2], row[3] + 80, 60, row[5]],
+    ]
+
+
+ATTACKS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "parent": rename_file("../rank-00000.bin"),
+    "absolute": rename_file("/etc/passwd"),
+    "subdirectory": rename_file("a/rank-00000.bin"),
+    "other name": rename_file("manifest.json"),
+    "huge shape": huge,
+    "huge piece": huge_piece,
+    "huge file": huge_file,
+    "overlap": overlap,
+    "unknown dtype": lambda body: body["tensors"]["model/a.weight"].update(dtype="object"),
+    "no dtype": lambda body: body["tensors"]["model/a.weight"].pop("dtype"),
+    "negative": lambda body: piece(body).__setitem__(3, -1),
+    "beyond the end": lambda body: piece(body).__setitem__(3, 1 << 50),
+    "outside the shape": lambda body: piece(body).__setitem__(0, [1, 0]),
+    "text for a number": lambda body: piece(body).__setitem__(4, "140"),
+    "true for a number": lambda body: body.update(step=True),
+    "many dims": lambda body: body["tensors"]["model/a.weight"].update(shape=[1] * 1000),
+    "another version": lambda body: body.update(version=2),
+    "list for tensors": lambda body: body.update(tensors=[]),
+    "list for files": lambda body: body.update(files=[]),
+    "piece too short": lambda body: piece(body).pop(),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_forged_manifest_is_refused(checkpoint: Path, attack: str) -> None:
+    forge(checkpoint, ATTACKS[attack])
+    assert "manifest.json" in refused(checkpoint) or "rank-00000.bin" in refused(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "null", "[" * 100_000, '{"body": 1}', "9" * 10_000, "\0", '{"a":NaN}']
+)
+def test_a_manifest_that_is_none_is_refused(checkpoint: Path, text: str) -> None:
+    (checkpoint / "manifest.json").write_text(text)
+    assert "manifest.json" in refused(checkpoint)
+
+
+@pytest.mark.parametrize("file", ["rank-00000.bin", "manifest.json"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
+def test_links_pipes_and_directories_are_not_opened(checkpoint: Path, file: str, kind: str) -> None:
+    path = checkpoint / file
+    elsewhere = checkpoint.parent / "elsewhere"
+    path.rename(elsewhere)
+    if kind == "link":
+        path.symlink_to(elsewhere)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    assert file in refused(checkpoint)
+
+
+def test_a_linked_checkpoint_directory_is_not_followed(checkpoint: Path) -> None:
+    elsewhere = checkpoint.parent / "elsewhere"
+    checkpoint.rename(elsewhere)
+    checkpoint.symlink_to(elsewhere)
+    assert "not a directory" in refused(checkpoint)
+
+
+def test_a_latest_that_points_elsewhere_is_not_followed(checkpoint: Path) -> None:
+    store = CheckpointStore(checkpoint.parent, 2)
+    for text in ("../../etc", "/etc", "step-00000010/../x", "step-10", "\udcff" * 3):
+        (checkpoint.parent / "LATEST").write_bytes(text.encode("utf-8", "surrogatepass"))
+        assert store.latest() == 10
+    (checkpoint.parent / "LATEST").unlink()
+    (checkpoint.parent / "LATEST").symlink_to("/etc/hostname")
+    with pytest.raises(CheckpointError, match="LATEST"):
+        store.latest()
+
+
+class Exploit:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("true",)
+
+
+def test_no_code_of_a_checkpoint_runs(checkpoint: Path) -> None:
+    ran: list[str] = []
+    watching = True
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if watching and event in ("pickle.find_class", "exec", "compile", "os.system", "subprocess.Popen"):
+            ran.append(event)
+
+    data = pickle.dumps(Exploit())
+    store = CheckpointStore(checkpoint.parent, 2)
+    target = tensors(77)
+    originals = {path: path.read_bytes() for path in [*checkpoint.iterdir(), checkpoint.parent / "LATEST"]}
+    sys.addaudithook(watch)  # hooks stay for the life of the process: this one is switched off below
+    for path, original in originals.items():
+        path.write_bytes(data)
+        if path.name == "LATEST":
+            store.load(None, target)
+        else:
+            with pytest.raises(BadCheckpointError):
+                store.load(10, target)
+        path.write_bytes(original)
+    watching = False
+    assert ran == []

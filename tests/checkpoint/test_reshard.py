@@ -1,0 +1,298 @@
+"""Four gloo ranks: any layout in, any layout out, and every rank is told the same.
+
+The oracle of every placement is `distribute_tensor` of the full tensor, not the code under test.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from faults import FailingWrites, SlowDisk, leftovers
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from meshwright.checkpoint import BadCheckpointError, CheckpointError, CheckpointStore
+from meshwright.checkpoint import chunks as chunks_module
+from meshwright.checkpoint.chunks import local_chunks
+from meshwright.checkpoint.inspect import verify_checkpoint
+
+RANKS = 4
+# Rows divide evenly, unevenly, and into fewer shards than there are ranks.
+SHAPES = {"even": (8, 4), "uneven": (10, 7), "few": (3, 5), "vector": (11,), "cube": (4, 6, 5)}
+Layout = tuple[tuple[int, ...], tuple[Placement, ...]]
+LAYOUTS: dict[str, Layout] = {
+    "replicated": ((4,), (Replicate(),)),
+    "rows": ((4,), (Shard(0),)),
+    "hybrid": ((2, 2), (Replicate(), Shard(0))),
+    "rows and columns": ((2, 2), (Shard(0), Shard(1))),
+    "zero over tensor": ((2, 2), (_StridedShard(0, split_factor=2), Shard(0))),
+    "rows twice": ((2, 2), (Shard(0), Shard(0))),
+    "interleaved": ((2, 2), (_StridedShard(0, split_factor=2), Replicate())),
+}
+
+
+def full_tensors() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    result = {f"model/{name}": torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
+    result["optim/bf16"] = torch.randn(9, 6, generator=draw).to(torch.bfloat16)
+    return result
+
+
+def placed(
+    tensors: dict[str, Tensor], mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> dict[str, Tensor]:
+    """The tensors as DTensors; a placement of a dim that a tensor does not have becomes Replicate."""
+    result: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        fitting = [Replicate() if getattr(p, "dim", 0) >= tensor.ndim else p for p in placements]
+        result[name] = distribute_tensor(tensor, mesh, fitting, src_data_rank=None)
+    return result
+
+
+def check_equal(loaded: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, tensor in expected.items():
+        actual = loaded[name]
+        if isinstance(tensor, DTensor) and isinstance(actual, DTensor):
+            assert torch.equal(actual.to_local(), tensor.to_local()), name
+        else:
+            assert torch.equal(actual, tensor), name
+
+
+def blank(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+
+def chunks_are_the_places_of_local_elements(group: dist.ProcessGroup, directory: Path) -> None:
+    for shape, placements in LAYOUTS.values():
+        mesh = init_device_mesh("cpu", shape)
+        for full in full_tensors().values():
+            for tensor in placed({"x": full}, mesh, placements).values():
+                seen = 0
+                for chunk in local_chunks("x", tensor):
+                    box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+                    assert torch.equal(chunk.local, full[box])
+                    seen += chunk.local.numel()
+                assert isinstance(tensor, DTensor)
+                assert seen == tensor.to_local().numel()
+
+
+def any_layout_loads_into_any_other(group: dist.ProcessGroup, directory: Path) -> None:
+    full = full_tensors()
+    meshes = {shape: init_device_mesh("cpu", shape) for shape, _ in LAYOUTS.values()}
+    store = CheckpointStore(directory, keep=len(LAYOUTS) + 1, group=group)
+    for step, (shape, placements) in enumerate(LAYOUTS.values()):
+        store.save(step, placed(full, meshes[shape], placements), {"step": step}, asynchronous=step % 2 == 0)
+    store.save(len(LAYOUTS), full, {"step": len(LAYOUTS)})
+    for step in range(len(LAYOUTS) + 1):
+        for shape, placements in LAYOUTS.values():
+            expected = placed(full, meshes[shape], placements)
+            target = blank(expected)
+            assert store.load(step, target) == {"step": step}
+            check_equal(target, expected)
+    store.close()
+
+
+def fewer_ranks_load_what_four_wrote(group: dist.ProcessGroup, directory: Path) -> None:
+    full = full_tensors()
+    store = CheckpointStore(directory, 2, group)
+    store.save(7, placed(full, init_device_mesh("cpu", (2, 2)), LAYOUTS["zero over tensor"][1]), {"n": 4})
+    store.close()
+    for ranks in (1, 2, 3):
+        members = list(range(ranks))
+        subgroup = dist.new_group(members, backend="gloo")  # collective over all ranks, as is the mesh
+        mesh = DeviceMesh("cpu", members)
+        if dist.get_rank() not in members:
+            continue
+        for placements in ((Shard(0),), (Shard(1),), (Replicate(),)):
+            expected = placed(full, mesh, placements)
+            target = blank(expected)
+            reader = CheckpointStore(directory, 2, subgroup if ranks > 1 else None)
+            assert reader.load(None, target) == {"n": 4}
+            check_equal(target, expected)
+    dist.barrier()
+
+
+def stages_write_their_own_and_load_across(group: dist.ProcessGroup, directory: Path) -> None:
+    """Pipeline stages: a tensor is on some ranks only, sharded over a mesh of two."""
+    full = full_tensors()
+    pipeline = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage = dist.get_rank() // 2
+    own = {name: full[name] for index, name in enumerate(sorted(full)) if index % 2 == stage}
+    store = CheckpointStore(directory, 2, group)
+    store.save(1, placed(own, pipeline["dp"], (Shard(0),)), {})
+    target = blank(placed(full, init_device_mesh("cpu", (4,)), (Shard(0),)))
+    store.load(1, target)
+    check_equal(target, placed(full, init_device_mesh("cpu", (4,)), (Shard(0),)))
+    store.close()
+
+
+def fsdp_over_tensor_parallel_weights_round_trip(group: dist.ProcessGroup, directory: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    full = torch.arange(40.0).reshape(10, 4)
+    linear = torch.nn.Linear(4, 10, bias=False)
+    weight = distribute_tensor(full, mesh["tp"], [Shard(0)], src_data_rank=None)
+    linear.weight = torch.nn.Parameter(weight)
+    fully_shard(linear, mesh=mesh["dp"])
+    store = CheckpointStore(directory, 2, group)
+    store.save(1, dict(linear.named_parameters()), {})
+    alone = {"weight": torch.zeros_like(full)}
+    store.load(1, alone)
+    assert torch.equal(alone["weight"], full)
+    local = linear.weight.to_local().detach().clone()
+    with torch.no_grad():
+        linear.weight.to_local().zero_()
+    store.load(1, dict(linear.named_parameters()))
+    assert torch.equal(linear.weight.to_local(), local)
+    store.close()
+
+
+def replicas_share_the_writing(group: dist.ProcessGroup, directory: Path) -> None:
+    store = CheckpointStore(directory, 2, group)
+    store.save(1, {f"model/{i}": torch.full((64, 8), float(i)) for i in range(8)}, {})
+    sizes = [path.stat().st_size for path in sorted((directory / "step-00000001").glob("rank-*.bin"))]
+    assert sizes == [2 * 64 * 8 * 4] * RANKS
+    chunks_module.PIECE_BYTES, before = 256, chunks_module.PIECE_BYTES
+    try:  # one large tensor is cut, so that it is shared too
+        big = {"model/big": torch.arange(64 * 8.0).reshape(64, 8)}
+        store.save(2, big, {})
+        sizes = [path.stat().st_size for path in sorted((directory / "step-00000002").glob("rank-*.bin"))]
+        assert sizes == [64 * 8] * RANKS
+        target = blank(big)
+        store.load(2, target)
+        check_equal(target, big)
+    finally:
+        chunks_module.PIECE_BYTES = before
+    store.close()
+
+
+def a_failure_on_one_rank_is_everyones(group: dist.ProcessGroup, directory: Path) -> None:
+    rank = dist.get_rank()
+    full = full_tensors()
+    mesh = init_device_mesh("cpu", (4,))
+    tensors = placed(full, mesh, (Shard(0),))
+    disk = FailingWrites()
+    store = CheckpointStore(directory, 3, group, disk=disk)
+    store.save(1, tensors, {"step": 1})
+    told: list[list[str]] = []
+    disk.broken = rank == 2
+    for asynchronous in (False, True):
+        with pytest.raises(CheckpointError) as failure:
+            store.save(2, tensors, {"step": 2}, asynchronous)
+            store.wait()
+        told.append([str(failure.value)])
+    disk.broken = False
+    everyone: list[object] = [None] * RANKS
+    dist.all_gather_object(everyone, told)
+    assert everyone == [told] * RANKS
+    assert os.strerror(errno.EIO) in told[0][0]
+    assert store.steps() == [1]
+    dist.barrier()
+    assert not leftovers(directory)
+    target = blank(tensors)
+    assert store.load(None, target) == {"step": 1}
+    check_equal(target, tensors)
+    store.save(3, tensors, {"step": 3})
+    assert store.latest() == 3
+    store.close()
+
+
+def damage_that_one_rank_reads_is_refused_by_all(group: dist.ProcessGroup, directory: Path) -> None:
+    full = full_tensors()
+    tensors = placed(full, init_device_mesh("cpu", (4,)), (Shard(0),))
+    store = CheckpointStore(directory, 3, group)
+    for step in (1, 2):
+        store.save(step, tensors, {"step": step})
+    if dist.get_rank() == 0:
+        path = directory / "step-00000002" / "rank-00003.bin"
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 128
+        path.write_bytes(data)
+        assert not verify_checkpoint(directory, 2).good
+    dist.barrier()
+    target = blank(tensors)
+    with pytest.raises(BadCheckpointError, match=r"rank-00003\.bin"):
+        store.load(2, target)
+    check_equal(target, blank(tensors))
+    assert store.load(None, target) == {"step": 1}
+    assert "rank-00003.bin" in store.warnings[0]
+    check_equal(target, tensors)
+    store.close()
+
+
+def saves_behind_collectives_do_not_deadlock(group: dist.ProcessGroup, directory: Path) -> None:
+    full = full_tensors()
+    tensors = placed(full, init_device_mesh("cpu", (4,)), (Shard(0),))
+    store = CheckpointStore(directory, 2, group, disk=SlowDisk(0.001))
+    value = torch.ones(1)
+    for step in range(20):
+        store.save(step, tensors, {"step": step}, asynchronous=True)
+        for _ in range(10):
+            value = torch.ones(1)
+            dist.all_reduce(value)
+            store.poll()
+    store.wait()
+    assert value.item() == RANKS
+    assert store.steps() == [18, 19]
+    store.close()
+    with pytest.raises(ValueError, match="group of its own"):
+        CheckpointStore(directory, 2, dist.group.WORLD).save(20, tensors, {}, asynchronous=True)
+
+
+def a_second_run_is_refused_on_all_ranks(group: dist.ProcessGroup, directory: Path) -> None:
+    first = CheckpointStore(directory, 2, group, holder="first run")
+    first.claim()
+    with pytest.raises(CheckpointError, match="first run"):
+        CheckpointStore(directory, 2, group).claim()
+    first.close()
+    dist.barrier()
+
+
+def a_partial_tensor_is_refused_on_all_ranks(group: dist.ProcessGroup, directory: Path) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    partial = DTensor.from_local(torch.ones(4), mesh, [Partial()], run_check=False)
+    store = CheckpointStore(directory, 2, group)
+    with pytest.raises(ValueError, match="Partial"):
+        store.save(1, {"grad": partial}, {})
+    store.close()
+
+
+BODIES = [
+    chunks_are_the_places_of_local_elements,
+    any_layout_loads_into_any_other,
+    fewer_ranks_load_what_four_wrote,
+    stages_write_their_own_and_load_across,
+    fsdp_over_tensor_parallel_weights_round_trip,
+    replicas_share_the_writing,
+    a_failure_on_one_rank_is_everyones,
+    damage_that_one_rank_reads_is_refused_by_all,
+    saves_behind_collectives_do_not_deadlock,
+    a_second_run_is_refused_on_all_ranks,
+    a_partial_tensor_is_refused_on_all_ranks,
+]
+
+
+def run_rank(rank: int, port: int, directory: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    group = dist.new_group(backend="gloo")
+    for body in BODIES:
+        body(group, Path(directory) / body.__name__)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_four_ranks(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(run_rank, (port, str(tmp_path)), nprocs=RANKS)

@@ -1,0 +1,253 @@
+"""One process: what is saved comes back bit for bit, and damage or mistakes are told in a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from faults import FailingWrites, HeldDisk, leftovers, same, tensors, zeros_like
+
+from meshwright.checkpoint import BadCheckpointError, CheckpointError, CheckpointStore
+from meshwright.checkpoint.directory import published
+from meshwright.checkpoint.inspect import list_checkpoints, verify_checkpoint
+from meshwright.spec import UserError
+
+
+def saved(directory: Path, *steps: int, keep: int = 5) -> None:
+    store = CheckpointStore(directory, keep)
+    for step in steps:
+        store.save(step, tensors(step), {"step": step, "spec": {"layout": {"dp": 1}}})
+    store.close()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path, asynchronous: bool) -> None:
+    state = {"step": 20, "loss": 2.5, "nested": {"list": [1, None, "x"]}, "nan": float("inf")}
+    source = tensors(1)
+    store = CheckpointStore(tmp_path / "deep" / "checkpoints", keep=2)
+    store.save(20, source, state, asynchronous)
+    store.wait()
+    target = zeros_like(source)
+    assert store.load(20, target) == state
+    assert same(source, target)
+    assert (store.steps(), store.latest(), store.loaded) == ([20], 20, 20)
+    store.close()
+
+
+def test_tensors_may_change_as_soon_as_save_returns(tmp_path: Path) -> None:
+    source, disk = tensors(3), HeldDisk()
+    store = CheckpointStore(tmp_path, 2, disk=disk)
+    store.claim()
+    disk.go.clear()
+    store.save(1, source, {}, asynchronous=True)
+    for tensor in source.values():
+        tensor.zero_()
+    disk.go.set()
+    store.wait()
+    target = zeros_like(source)
+    store.load(1, target)
+    assert same(target, tensors(3))
+    store.close()
+
+
+def test_training_waits_for_the_copy_only_and_a_second_save_waits_for_the_first(tmp_path: Path) -> None:
+    disk = HeldDisk()
+    store = CheckpointStore(tmp_path, 2, disk=disk)
+    store.claim()
+    disk.go.clear()
+    store.save(1, tensors(1), {}, asynchronous=True)  # returns although the disk does not move
+    store.poll()
+    assert not published(tmp_path)
+    threading.Timer(0.2, disk.go.set).start()
+    store.save(2, tensors(2), {}, asynchronous=True)
+    assert 1 in published(tmp_path)
+    store.close()
+    assert verify_checkpoint(tmp_path, 1).good
+    assert verify_checkpoint(tmp_path, 2).good
+
+
+def test_keep_holds_the_newest_and_never_removes_what_was_just_written(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20, 30, 40, keep=2)
+    assert CheckpointStore(tmp_path, 2).steps() == [30, 40]
+    saved(tmp_path, 15, keep=2)  # somebody went back: the run's present is now step 15
+    store = CheckpointStore(tmp_path, 2)
+    assert 15 in store.steps()
+    assert store.latest() == 15
+    target = zeros_like(tensors(15))
+    store.load(None, target)
+    assert same(target, tensors(15))
+    assert not leftovers(tmp_path)
+
+
+def test_a_step_saved_again_replaces_the_first_attempt(tmp_path: Path) -> None:
+    saved(tmp_path, 10)
+    store = CheckpointStore(tmp_path, 3)
+    store.save(10, tensors(99), {"again": True})
+    target = zeros_like(tensors(99))
+    assert store.load(10, target) == {"again": True}
+    assert same(target, tensors(99))
+    assert store.steps() == [10]
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
+    store.close()
+
+
+def test_a_model_that_does_not_fit_is_refused_by_name_and_stays_as_it_was(tmp_path: Path) -> None:
+    saved(tmp_path, 10)
+    store = CheckpointStore(tmp_path, 3)
+    for name, other, words in [
+        ("model/a.weights", torch.zeros(7, 5), "did you mean 'model/a.weight'"),
+        ("model/a.weight", torch.zeros(5, 7), "shape"),
+        ("model/a.weight", torch.zeros(7, 5, dtype=torch.float64), "float32"),
+    ]:
+        target = {"optim/mask": torch.zeros(9, dtype=torch.bool), name: other}
+        with pytest.raises(UserError, match=words) as refusal:
+            store.load(None, target)
+        assert name in str(refusal.value)
+        assert not isinstance(refusal.value, BadCheckpointError)
+        assert not target["optim/mask"].any()
+
+
+def test_a_state_that_the_caller_refuses_changes_nothing(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20)
+    seen = []
+
+    def refuse(state: dict[str, object]) -> None:
+        seen.append(state["step"])
+        raise UserError("data.corpus differs")
+
+    target = tensors(5)
+    with pytest.raises(UserError, match="corpus differs"):
+        CheckpointStore(tmp_path, 3).load(None, target, refuse)
+    assert same(target, tensors(5))
+    assert seen == [20]  # a refusal is no damage: the checkpoint before is not tried
+
+
+def test_the_latest_that_is_bad_falls_back_with_a_warning_and_a_numbered_one_is_refused(
+    tmp_path: Path,
+) -> None:
+    saved(tmp_path, 10, 20)
+    path = tmp_path / "step-00000020" / "rank-00000.bin"
+    data = bytearray(path.read_bytes())
+    data[0] ^= 1
+    path.write_bytes(data)
+    store = CheckpointStore(tmp_path, 3)
+    target = zeros_like(tensors(10))
+    assert store.load(None, target)["step"] == 10
+    assert same(target, tensors(10))
+    assert store.loaded == 10
+    assert len(store.warnings) == 1
+    assert str(path) in store.warnings[0]
+    assert "optim/exp_avg/a.weight" in store.warnings[0]
+    with pytest.raises(BadCheckpointError, match="SHA-256"):
+        store.load(20, target)
+    report = verify_checkpoint(tmp_path, 20)
+    assert not report.good
+    assert "optim/exp_avg/a.weight" in report.problems[0]
+
+
+def test_when_all_are_bad_the_run_stops(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20)
+    for step in (10, 20):
+        os.truncate(tmp_path / f"step-{step:08d}" / "manifest.json", 40)
+    target = tensors(5)
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used"):
+        CheckpointStore(tmp_path, 3).load(None, target)
+    assert same(target, tensors(5))
+
+
+def test_a_missing_latest_is_not_a_fresh_start(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20)
+    store = CheckpointStore(tmp_path, 3)
+    (tmp_path / "LATEST").unlink()
+    assert store.latest() == 20
+    (tmp_path / "LATEST").write_text("nonsense")
+    assert store.latest() == 20
+    (tmp_path / "LATEST").write_text("step-00000030\n")  # named, but gone
+    assert store.latest() == 30
+    target = zeros_like(tensors(20))
+    assert store.load(None, target)["step"] == 20
+    assert "step-00000030" in store.warnings[0]
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert CheckpointStore(empty, 1).latest() is None
+    (empty / "LATEST").write_text("nonsense")
+    with pytest.raises(CheckpointError, match="holds none"):
+        CheckpointStore(empty, 1).latest()
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        CheckpointStore(tmp_path / "nowhere", 1).load(None, target)
+    with pytest.raises(CheckpointError, match="it has 10, 20"):
+        store.load(15, target)
+
+
+def test_a_failure_behind_training_is_told_by_poll_once_and_training_can_go_on(tmp_path: Path) -> None:
+    saved(tmp_path, 10)
+    disk = FailingWrites()
+    store = CheckpointStore(tmp_path, 3, disk=disk)
+    store.claim()
+    disk.broken = True
+    store.save(20, tensors(20), {}, asynchronous=True)
+    with pytest.raises(CheckpointError, match="step 20"):
+        for _ in range(500):
+            store.poll()
+            time.sleep(0.01)
+    store.poll()
+    assert store.steps() == [10]
+    assert not leftovers(tmp_path)
+    disk.broken = False
+    store.save(30, tensors(30), {}, asynchronous=True)
+    store.wait()
+    assert store.latest() == 30
+    store.close()
+
+
+def test_a_failure_that_nobody_polled_is_told_by_the_next_save(tmp_path: Path) -> None:
+    disk = FailingWrites()
+    store = CheckpointStore(tmp_path, 3, disk=disk)
+    store.claim()
+    disk.broken = True
+    store.save(20, tensors(20), {}, asynchronous=True)
+    with pytest.raises(CheckpointError, match="step 20"):
+        store.save(30, tensors(30), {}, asynchronous=True)
+    disk.broken = False
+    store.close()
+
+
+def test_a_state_that_is_not_json_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 3)
+    with pytest.raises(TypeError):
+        store.save(10, tensors(1), {"tensor": torch.zeros(1)})
+    assert store.steps() == []
+    store.close()
+
+
+def test_inspection_lists_what_is_there(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20)
+    (tmp_path / "step-00000010" / "rank-00000.bin").unlink()
+    bad, good = list_checkpoints(tmp_path)
+    assert (bad.step, good.step, bad.latest, good.latest) == (10, 20, False, True)
+    assert bad.problem is not None
+    assert "rank-00000.bin" in bad.problem
+    assert good.problem is None
+    assert good.bytes == (good.path / "rank-00000.bin").stat().st_size
+    assert good.tensors == len(tensors(20))
+    assert good.layout == {"dp": 1}
+    report = verify_checkpoint(tmp_path)
+    assert report.good
+    assert (report.step, report.bytes) == (20, good.bytes)
+    assert not verify_checkpoint(tmp_path, 10).good
+
+
+def test_nothing_on_the_disk_is_a_pickle(tmp_path: Path) -> None:
+    source = {"model/x": torch.arange(40, dtype=torch.int32).reshape(5, 8)}
+    store = CheckpointStore(tmp_path, 1)
+    store.save(1, source, {})
+    store.close()
+    raw = (tmp_path / "step-00000001" / "rank-00000.bin").read_bytes()
+    assert raw == source["model/x"].numpy().tobytes()
+    body = json.loads((tmp_path / "step-00000001" / "manifest.json").read_text())["body"]
+    assert body["tensors"]["model/x"]["shape"] == [5, 8]

@@ -1,0 +1,133 @@
+"""How words become a call: flags, values that start with '-', and a sentence for each mistake."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.cli.main import VERBS, main
+from meshwright.cli.verb import Call, Verb, parse
+from meshwright.spec import UserError
+
+
+def verb(name: str) -> Verb:
+    return next(each for each in VERBS if each.name == name)
+
+
+def mistake(*words: str) -> str:
+    with pytest.raises(UserError) as caught:
+        main(words)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_words_flags_and_keys_in_any_order() -> None:
+    words = ["--train.lr", "1e-3", "run.toml", "--json", "--layout.dp=2", "--nproc", "2"]
+    call = parse(verb("train"), words)
+    assert call.words == ("run.toml",)
+    assert call.overrides == [("train.lr", "1e-3"), ("layout.dp", "2")]
+    assert call.flags == {"json": True, "nproc": "2", "out": None, "resume": None, "quiet": None}
+
+
+def test_values_may_start_with_a_dash() -> None:
+    assert parse(verb("train"), ["--train.lr", "-1"]).overrides == [("train.lr", "-1")]
+    assert parse(verb("train"), ["--train.lr=-1"]).overrides == [("train.lr", "-1")]
+    assert parse(verb("train"), ["--train.lr", "-.5e-3"]).overrides == [("train.lr", "-.5e-3")]
+    assert parse(verb("generate"), ["r", "--prompt=--x"]).flags["prompt"] == "--x"
+    assert parse(verb("generate"), ["r", "--prompt", "a=b --c"]).flags["prompt"] == "a=b --c"
+
+
+def test_a_switch_key_may_stand_alone() -> None:
+    assert parse(verb("train"), ["--train.compile", "run.toml"]) == Call(
+        ("run.toml",), parse(verb("train"), []).flags, [("train.compile", "true")]
+    )
+    assert parse(verb("train"), ["--data.pack", "false"]).overrides == [("data.pack", "false")]
+
+
+def test_two_dashes_end_the_flags() -> None:
+    assert parse(verb("train"), ["--", "--odd.toml"]).words == ("--odd.toml",)
+
+
+def test_own_values_are_read_by_type() -> None:
+    flags = parse(verb("generate"), ["r", "--prompt", "x", "--temperature", "0.5", "--top-k", "3"]).flags
+    assert (flags["temperature"], flags["top-k"], flags["top-p"], flags["seed"]) == (0.5, 3, None, 0)
+
+
+MISTAKES = [
+    (["trian"], ["'trian'", "did you mean 'train'"]),
+    (["spec", "sho"], ["'spec sho'", "did you mean 'spec show'"]),
+    (["checkpoint", "x"], ["'checkpoint x'", "the verbs are ls, verify"]),
+    (["fly"], ["'fly'", "the verbs are train, verify"]),
+    (["train", "--nprocs", "2"], ["--nprocs", "did you mean 'nproc'"]),
+    (["train", "--lr", "2"], ["--lr", "did you mean '--train.lr'"]),
+    (["train", "--layout", "2"], ["--layout", "--layout.dp VALUE"]),
+    (["train", "-n", "2"], ["-n", "two dashes"]),
+    (["train", "--nproc"], ["--nproc", "needs a value"]),
+    (["train", "--train.lr"], ["--train.lr", "needs a value"]),
+    (["train", "--train.lr", "--json"], ["--train.lr", "needs a value", "--train.lr=VALUE"]),
+    (["train", "--json=1"], ["--json", "no value"]),
+    (["train", "--json", "--json"], ["--json", "twice"]),
+    (["train", "a.toml", "b.toml"], ["'b.toml'", "too many", "usage: meshwright train [RUN]"]),
+    (["generate", "x"], ["--prompt", "missing"]),
+    (["generate", "--prompt", "x"], ["RUN", "missing", "usage: meshwright generate RUN"]),
+    (["generate", "/no/run", "--prompt", "x"], ["/no/run", "no such folder"]),
+    (["generate", "x", "--prompt", "x", "--top-k", "0"], ["--top-k", "'0'", "at least 1"]),
+    (["generate", "x", "--prompt", "x", "--top-p", "1.5"], ["--top-p", "'1.5'", "from 0 to 1"]),
+    (["generate", "x", "--prompt", "x", "--temperature", "nan"], ["--temperature", "'nan'"]),
+    (["generate", "x", "--prompt", "x", "--train.lr", "1"], ["--train.lr", "takes no keys"]),
+    (["export", "x", "y", "--dtype", "float23"], ["--dtype", "'float23'", "did you mean 'float32'"]),
+    (["checkpoint", "verify", "x", "--step", "-1"], ["--step", "'-1'", "at least 0"]),
+    (["verify", "--steps", "two"], ["--steps", "'two'", "whole number"]),
+]
+
+
+@pytest.mark.parametrize(("words", "parts"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
+def test_a_mistake_is_a_sentence_with_what_would_work(words: list[str], parts: list[str]) -> None:
+    text = mistake(*words)
+    for part in parts:
+        assert part in text
+
+
+SPEC_MISTAKES = [
+    (["--train.stpes", "3"], ["--train.stpes", "unknown key", "did you mean 'train.steps'"]),
+    (["--train.lr=-1"], ["--train.lr: -1", "greater than 0"]),
+    (["--layout.dp", "3", "--train.batch_tokens", "7680", "--nproc", "4"], ["dp=3", "4 were", "--nproc 3"]),
+    (["--model.kv_heads", "3"], ["--model.kv_heads: 3", "8 heads", "try 4"]),
+    (["--nproc", "many"], ["--nproc", "'many'", "auto"]),
+    (["gone.toml"], ["gone.toml"]),
+]
+
+
+@pytest.mark.parametrize("name", ["train", "verify", "spec check", "spec show"])
+@pytest.mark.parametrize(
+    ("words", "parts"), SPEC_MISTAKES, ids=[" ".join(words) for words, _ in SPEC_MISTAKES]
+)
+def test_a_mistake_in_the_spec_stops_every_verb_before_it_starts(
+    name: str, words: list[str], parts: list[str]
+) -> None:
+    text = mistake(*name.split(), *words)
+    for part in parts:
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["--help"], ["spec"], *([*each.name.split(), "--help"] for each in VERBS)]
+)
+def test_help_is_readable(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 100
+    assert "meshwright" in out
+
+
+def test_help_names_every_verb_and_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    from meshwright.spec.keys import known_keys
+
+    main(["--help"])
+    program = capsys.readouterr().out
+    assert all(each.name in program and each.summary.split()[0] in program for each in VERBS)
+    main(["train", "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    for key in known_keys().values():
+        head = f"  {key.name.split('.', 1)[1]} "
+        assert any(line.startswith(head) and key.text in line for line in lines), key.name

@@ -1,0 +1,113 @@
+"""The command as a process: what it imports, how fast, its exit codes, and one line for a mistake."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("torch", "transformers", "numpy", "tokenizers")
+
+
+def python(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["spec", "show", "--layout.dp", "2"],
+        ["spec", "schema"],
+        ["spec", "check"],
+        ["train", "--train.stpes", "3"],
+        ["verify", "--nproc", "3"],
+    ],
+    ids=" ".join,
+)
+def test_nothing_heavy_is_imported_for_help_spec_and_mistakes(words: list[str]) -> None:
+    program = (
+        "import sys\nfrom meshwright.cli.main import run\n"
+        f"sys.argv = ['meshwright', *{words!r}]\n"
+        f"try:\n    run()\nfinally:\n    heavy = [name for name in {HEAVY!r} if name in sys.modules]\n"
+        "    print('heavy:', heavy, file=sys.stderr)\n"
+    )
+    found = python("-c", program)
+    assert "heavy: []" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+def test_importing_the_package_is_quick() -> None:
+    program = "import time; t = time.perf_counter(); import meshwright; print(time.perf_counter() - t)"
+    assert min(float(python("-c", program).stdout) for _ in range(5)) < 0.2
+
+
+def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[train]\nstpes = 3\n")
+    found = python("-m", "meshwright", "train", str(file))
+    assert found.returncode == 2
+    assert found.stdout == ""
+    assert found.stderr == (
+        f"meshwright: error: {file}: train.stpes: unknown key; did you mean 'train.steps'?\n"
+    )
+
+
+def test_control_characters_of_a_mistake_are_escaped() -> None:
+    found = python("-m", "meshwright", "train", "--x\n\x1b[31m")
+    assert found.returncode == 2
+    assert found.stderr.count("\n") == 1
+    assert "\x1b" not in found.stderr
+
+
+def test_version_and_the_console_script() -> None:
+    from meshwright import __version__
+
+    assert python("-m", "meshwright", "--version").stdout == f"meshwright {__version__}\n"
+    script = Path(sys.executable).with_name("meshwright")
+    shown = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=60)
+    assert (shown.returncode, shown.stdout) == (0, f"meshwright {__version__}\n")
+
+
+def test_a_reader_that_goes_away_is_no_traceback() -> None:
+    shown = subprocess.run(
+        f"{sys.executable} -m meshwright train --help | head -n 1; exit ${{PIPESTATUS[0]}}",
+        shell=True,
+        executable="/bin/bash",
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "Traceback" not in shown.stderr
+    assert "Exception ignored" not in shown.stderr
+    assert shown.returncode in (0, 141)
+
+
+def test_an_interrupt_is_exit_code_130_without_a_traceback() -> None:
+    program = (
+        "import sys, time\nfrom meshwright import api\nfrom meshwright.cli.main import run\n"
+        "def train(*_, **__):\n    print('training', flush=True)\n    time.sleep(60)\n"
+        "api.train = train\nsys.argv = ['meshwright', 'train']\nrun()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "training\n"
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == ""

@@ -1,0 +1,199 @@
+"""What each verb calls and prints, and the spec verbs through and through."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright import api
+from meshwright.cli.main import main
+from meshwright.launch.env import LAUNCHER
+from meshwright.spec import RunSpec, UserError, load
+from meshwright.spec.load import from_tree
+
+VERIFIED = {
+    "equal": True,
+    "worst_relative": 3e-16,
+    "worst_name": "gradient: head.weight",
+    "compared": 9,
+    "rows": [{"kind": "gradient", "compared": 9, "worst": 3e-16, "name": "head.weight"}],
+}
+
+
+class Recorder:
+    """Stands for one function of the API: takes what that takes, keeps it, and returns `result`."""
+
+    def __init__(self, function: Callable[..., Any], result: Any) -> None:
+        self.signature, self.result = inspect.signature(function), result
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        self.signature.bind(*arguments, **named)
+        self.calls.append((arguments, named))
+        return self.result
+
+    @property
+    def only(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        assert len(self.calls) == 1
+        return self.calls[0]
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, result: Any) -> Recorder:
+    recorder = Recorder(getattr(api, name), result)
+    monkeypatch.setattr(api, name, recorder)
+    return recorder
+
+
+def last_json(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert isinstance(found, dict)
+    return found
+
+
+def be_rank(monkeypatch: pytest.MonkeyPatch, rank: int, launched: bool = False) -> None:
+    for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    if launched:
+        monkeypatch.setenv(LAUNCHER, "1")
+
+
+def test_train_passes_the_spec_and_prints_one_json_object(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = stand_in(monkeypatch, "train", {"final_loss": 1.5, "steps": 7})
+    assert (
+        main(["train", "--train.steps", "7", "--nproc", "2", "--out", "o", "--resume", "auto", "--json"]) == 0
+    )
+    (spec,), named = train.only
+    assert (spec.train.steps, spec.layout.dp) == (7, 2)
+    assert named == {"out": Path("o"), "resume": "auto", "quiet": False}
+    assert last_json(capsys) == {"final_loss": 1.5, "steps": 7}
+
+
+def test_train_on_a_runs_folder_goes_on_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spec = from_tree({"layout": {"dp": 2}, "train": {"lr": 0.125}})
+    (tmp_path / "run.json").write_text(json.dumps({"spec": spec.to_json()}))
+    train = stand_in(monkeypatch, "train", {})
+    main(["train", str(tmp_path), "--resume", "auto"])
+    assert train.only == ((spec,), {"out": tmp_path, "resume": "auto", "quiet": False})
+
+
+def test_under_torchrun_train_is_a_rank_and_starts_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launcher = stand_in(monkeypatch, "train", {})
+    rank = stand_in(monkeypatch, "train_worker", {"final_loss": 1.0})
+    outs = []
+    for number in (0, 1):
+        be_rank(monkeypatch, number)
+        assert main(["train", "--json"]) == 0
+        outs.append(rank.calls[-1][1]["out"])
+        assert bool(capsys.readouterr().out) == (number == 0)
+    assert rank.calls[0][0][0].layout.dp == 2
+    assert outs[0] == outs[1]
+    assert launcher.calls == []
+
+
+def test_torchruns_ranks_must_be_the_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_rank(monkeypatch, 0)
+    with pytest.raises(UserError, match=r"dp=4 .* 2 were asked for"):
+        main(["train", "--layout.dp", "4"])
+
+
+def test_a_launched_rank_prints_no_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(monkeypatch, "train_worker", {"final_loss": 1.0})
+    be_rank(monkeypatch, 0, launched=True)
+    assert main(["train", "--out", "o"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_verify_exits_with_1_when_unequal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stand_in(monkeypatch, "verify", VERIFIED)
+    assert main(["verify", "--layout.dp", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "equal: 9 tensors" in shown
+    assert "head.weight" in shown
+    stand_in(monkeypatch, "verify", {**VERIFIED, "equal": False})
+    assert main(["verify", "--json"]) == 1
+    assert last_json(capsys)["equal"] is False
+
+
+def test_verify_writes_its_result_where_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    verify = stand_in(monkeypatch, "verify", VERIFIED)
+    main(["verify", "--steps", "5", "--out", str(tmp_path / "v")])
+    assert verify.only[1] == {"steps": 5}
+    assert json.loads((tmp_path / "v" / "verify.json").read_text()) == VERIFIED
+
+
+def test_generate_passes_its_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    generate = stand_in(monkeypatch, "generate", "def f(): pass")
+    main(["generate", str(tmp_path), "--prompt", "def", "--top-k", "5", "--temperature", "0.7", "--json"])
+    assert generate.only[0] == (tmp_path, "def")
+    assert generate.only[1]["top_k"] == 5
+    assert generate.only[1]["temperature"] == 0.7
+    assert last_json(capsys) == {"prompt": "def", "text": "def f(): pass"}
+
+
+def test_checkpoint_verbs_find_the_folder_inside_a_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    listing = stand_in(monkeypatch, "checkpoint_list", [])
+    main(["checkpoint", "ls", str(tmp_path)])
+    (tmp_path / "checkpoints").mkdir()
+    main(["checkpoint", "ls", str(tmp_path)])
+    assert [call[0][0] for call in listing.calls] == [tmp_path, tmp_path / "checkpoints"]
+
+
+def test_checkpoint_verify_exits_with_1_and_a_line_for_each_damage(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found: dict[str, Any] = {"step": 4, "tensors": 9, "problems": []}
+    stand_in(monkeypatch, "checkpoint_verify", found)
+    assert main(["checkpoint", "verify", str(tmp_path), "--step", "4"]) == 0
+    stand_in(monkeypatch, "checkpoint_verify", {**found, "problems": ["rank0: head.weight is damaged"]})
+    assert main(["checkpoint", "verify", str(tmp_path), "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert err == "meshwright: error: rank0: head.weight is damaged\n"
+    assert json.loads(out.splitlines()[-1])["step"] == 4
+
+
+def test_spec_show_prints_toml_that_loads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model.preset", "qwen3-8b", "--train.clip", "none", "--layout.zero", "3", "--nproc", "2"]
+    assert main(["spec", "show", *words]) == 0
+    file = tmp_path / "run.toml"
+    file.write_text(capsys.readouterr().out)
+    spec = load(file)
+    assert (spec.layout.dp, spec.train.clip, spec.model.heads) == (2, None, 32)
+    assert main(["spec", "show", str(file), "--json"]) == 0
+    assert RunSpec.model_validate(last_json(capsys)) == spec
+    assert tomllib.loads(file.read_text())["layout"]["zero"] == 3
+
+
+def test_spec_check_says_what_would_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["spec", "check", "--layout.dp", "2", "--layout.micro_batch", "4"]) == 0
+    line = capsys.readouterr().out
+    assert line.count("\n") == 1
+    for part in ("OK", "3,016,960 parameters", "world size 2", "2 microbatches of 4 sequences", "100 steps"):
+        assert part in line
+    main(["spec", "check", "--layout.dp", "2", "--json"])
+    assert last_json(capsys)["world_size"] == 2
+
+
+def test_spec_presets_and_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    from meshwright.spec.presets import PRESETS
+
+    assert main(["spec", "presets"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown[1:]] == list(PRESETS)
+    assert main(["spec", "schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["properties"].keys() == RunSpec.model_fields.keys()

@@ -1,0 +1,29 @@
+"""What every test may use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ranks import Ranks
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """The session's gloo ranks."""
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def token_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tokenized corpora of the tests go to a folder of their own."""
+    folder = tmp_path_factory.mktemp("cache")
+    os.environ["XDG_CACHE_HOME"] = str(folder)
+    return folder

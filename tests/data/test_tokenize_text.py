@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sample_texts import texts
+
+from meshwright.data import tokenize as module
+from meshwright.data.shards import TokenShards
+from meshwright.data.split import held_out
+from meshwright.data.tokenize import tokenize
+from meshwright.data.tokenizer import byte_tokenizer, train_bpe
+from meshwright.spec import UserError
+
+
+def decoded(folder: Path) -> list[str]:
+    """Every document of a folder of shards."""
+    opened = TokenShards(folder)
+    bounds = opened.starts.tolist()
+    return [
+        opened.tokenizer.decode(opened.take(np.arange(start + 1, stop)).tolist())
+        for start, stop in pairwise(bounds)
+    ]
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe", "bpe:300"])
+def test_every_document_comes_back(folder: Path, tmp_path: Path, tokenizer: str) -> None:
+    counts = tokenize(str(folder), tokenizer, tmp_path / "out", vocab_size=320)
+    assert decoded(tmp_path / "out") == texts(40)
+    assert counts.documents == 40 and counts.utf8_bytes == sum(len(t.encode()) for t in texts(40))
+    assert counts.vocab_size <= {"byte": 257, "bpe": 320, "bpe:300": 300}[tokenizer]
+    opened = TokenShards(tmp_path / "out")
+    assert (counts.tokens, counts.sha256) == (opened.starts[-1], opened.digest)
+    assert opened.bytes.tolist() == [len(t.encode()) for t in texts(40)]
+    assert counts.to_json()["documents"] == 40
+
+
+def test_a_given_tokenizer_is_used_again(folder: Path, tmp_path: Path) -> None:
+    tokenize(str(folder), "bpe:300", tmp_path / "one", vocab_size=300)
+    given = str(tmp_path / "one" / "tokenizer.json")
+    tokenize(str(folder), given, tmp_path / "two", vocab_size=300)
+    assert TokenShards(tmp_path / "one").digest == TokenShards(tmp_path / "two").digest
+
+
+def test_pieces_and_chunks_change_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long document is encoded in pieces, cut where GPT-2's rule cuts too, in several chunks."""
+    (folder / "long.txt").write_text("\n".join(texts(30, seed=7)))
+    whole = tokenize(str(folder), "bpe:300", tmp_path / "whole", vocab_size=300)
+    monkeypatch.setattr(module, "PIECE", 600)
+    monkeypatch.setattr(module, "CHUNK", 1000)
+    pieces = tokenize(str(folder), str(tmp_path / "whole" / "tokenizer.json"), tmp_path / "p", vocab_size=300)
+    assert pieces.sha256 == whole.sha256
+
+
+def test_text_without_a_place_to_cut_comes_back_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECE", 10)
+    monkeypatch.setattr(module, "CHUNK", 25)
+    documents = ["x" * 95, "\n" * 40, "a \n" * 30, "é"]
+    for number, text in enumerate(documents):
+        (tmp_path / f"{number}.py").write_text(text)
+    (tmp_path / "1.py").write_text("_" + documents[1])
+    tokenize(str(tmp_path), "bpe", tmp_path / "out", vocab_size=260)
+    assert decoded(tmp_path / "out") == [documents[0], "_" + documents[1], *documents[2:]]
+
+
+def test_a_bpe_never_sees_what_is_held_out(folder: Path, tmp_path: Path) -> None:
+    tokenize(str(folder), "bpe", tmp_path / "out", vocab_size=300, val_fraction=0.3)
+    opened = TokenShards(tmp_path / "out")
+    mask = held_out(opened.hashes, 0.3)
+    assert 0 < mask.sum() < 40
+    seen = [text for text, out in zip(texts(40), mask.tolist(), strict=True) if not out]
+    assert opened.tokenizer.digest == train_bpe(iter(seen), 300).digest
+    assert opened.tokenizer.digest != train_bpe(iter(texts(40)), 300).digest
+
+
+def test_a_large_corpus_trains_the_bpe_on_a_sample(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+
+    def watch(stream: object, size: int) -> object:
+        given.extend(stream)  # type: ignore[call-overload]
+        return train_bpe(iter(given), size)
+
+    monkeypatch.setattr(module, "BPE_BYTES", 6000)
+    monkeypatch.setattr(module, "train_bpe", watch)
+    counts = tokenize(str(folder), "bpe", tmp_path / "out", vocab_size=300)
+    assert counts.utf8_bytes > 12_000
+    assert 0 < len(given) < 40 and set(given) < set(texts(40))
+    assert counts.documents == 40
+
+
+def test_hashes_are_of_the_text_not_of_the_tokens(folder: Path, tmp_path: Path) -> None:
+    hashes = []
+    for tokenizer in ("byte", "bpe"):
+        tokenize(str(folder), tokenizer, tmp_path / tokenizer, vocab_size=300)
+        hashes.append(TokenShards(tmp_path / tokenizer).hashes.tolist())
+    assert hashes[0] == hashes[1] and len(set(hashes[0])) == 40
+
+
+def test_an_empty_corpus_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for tokenizer in ("byte", "bpe"):
+        with pytest.raises(UserError, match=r"data\.corpus: .*in holds no text; give another corpus"):
+            tokenize(str(tmp_path / "in"), tokenizer, tmp_path / "out", vocab_size=300)
+    (tmp_path / "in" / "x.bin").write_bytes(b"\0")
+    with pytest.raises(UserError, match=r"holds no text \(1 left out: 1 binary\)"):
+        tokenize(str(tmp_path / "in"), "byte", tmp_path / "out", vocab_size=300)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a_folder_in_use_is_refused_and_kept(folder: Path, tmp_path: Path) -> None:
+    tokenize(str(folder), "byte", tmp_path / "out", vocab_size=300)
+    before = TokenShards(tmp_path / "out").digest
+    with pytest.raises(UserError, match=r"out: .*out exists already"):
+        tokenize(str(folder), "byte", tmp_path / "out", vocab_size=300)
+    assert TokenShards(tmp_path / "out").digest == before
+    (tmp_path / "empty").mkdir()
+    tokenize(str(folder), "byte", tmp_path / "empty", vocab_size=300)
+    assert decoded(tmp_path / "empty") == texts(40)
+
+
+def test_a_tokenizer_that_yields_nothing_for_a_document_still_counts_its_end(tmp_path: Path) -> None:
+    encoded = list(module._encode(iter(["a", ""]), byte_tokenizer()))
+    assert [len(ids) for ids, _, _ in encoded] == [1, 0]

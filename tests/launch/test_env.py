@@ -1,0 +1,104 @@
+"""A rank's place in the world, and the layout that a number of processes fits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from meshwright.launch import env
+from meshwright.launch.env import Worker, fit_layout, process_group, resolve, worker
+from meshwright.spec import UserError
+from meshwright.spec.load import from_tree
+
+
+def test_no_torchrun_is_no_worker() -> None:
+    assert worker({}) is None
+    assert worker({"RANK": "0"}) is None
+
+
+def test_torchruns_environment_is_read() -> None:
+    given = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert worker(given) == Worker(5, 8, 1, 4, launched=False)
+    assert worker({**given, env.LAUNCHER: "77"}) == Worker(5, 8, 1, 4, launched=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": ""}, "LOCAL_RANK"),
+    ],
+)
+def test_half_an_environment_is_a_sentence(given: dict[str, str], name: str) -> None:
+    with pytest.raises(UserError, match=name):
+        worker(given)
+
+
+def test_a_number_of_processes_fills_an_unset_layout_only() -> None:
+    assert fit_layout({}, [], 4) == [("layout.dp", "4")]
+    assert fit_layout({"layout": {"zero": 3}}, [], 4) == [("layout.dp", "4")]
+    for axis in env.AXES:
+        assert fit_layout({"layout": {axis: 2}}, [], 4) == []
+        assert fit_layout({}, [(f"layout.{axis}", "2")], 4) == [(f"layout.{axis}", "2")]
+
+
+def test_resolve_without_a_number_takes_the_layout() -> None:
+    assert resolve({"layout": {"dp": 4}}).layout.world_size == 4
+    assert resolve({}).layout.world_size == 1
+
+
+def test_resolve_with_a_number_fills_dp_or_must_match() -> None:
+    assert resolve({"layout": {"zero": 2}}, nproc="4").layout.dp == 4
+    assert resolve({"layout": {"dp": 2}}, nproc=2).layout.dp == 2
+    tree = {"layout": {"dp": 3}, "train": {"batch_tokens": 7680}}
+    with pytest.raises(UserError, match=r"dp=3 .* is 3 ranks, but 4 were asked for; try --nproc 3"):
+        resolve(tree, nproc=4)
+    with pytest.raises(UserError, match=r"batch_tokens"):
+        resolve({}, nproc=3)
+
+
+@pytest.mark.parametrize("nproc", ["0", "-1", "two", "1.5", ""])
+def test_a_number_that_is_none_is_a_sentence(nproc: str) -> None:
+    with pytest.raises(UserError, match="--nproc"):
+        resolve({}, nproc=nproc)
+
+
+@pytest.mark.parametrize(("devices", "expected"), [(1, 1), (2, 2), (3, 2), (7, 4), (9, 8), (64, 16)])
+def test_auto_takes_the_most_devices_that_share_the_batch(
+    devices: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(env, "count_devices", lambda: devices)
+    spec = resolve({}, nproc="auto")  # 16 sequences a step
+    assert spec.layout.dp == expected
+    assert spec.batch_sequences % spec.layout.dp == 0
+
+
+def test_auto_leaves_a_set_layout_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env, "count_devices", lambda: 8)
+    assert resolve({"layout": {"dp": 2}}, nproc="auto").layout.dp == 2
+    assert resolve({}, [("layout.micro_batch", "4")], nproc="auto").layout.dp == 4
+
+
+def test_a_lone_process_is_a_world_of_one_on_loopback(tmp_path: Path) -> None:
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        pytest.skip("this process already is a rank")
+    with process_group(None) as group:
+        value = torch.tensor([3.0])
+        dist.all_reduce(value, group=group)
+        assert value.item() == 3.0
+        assert dist.get_world_size() == 1
+    assert not dist.is_initialized()
+
+
+def test_every_axis_that_counts_is_known() -> None:
+    layout = from_tree({}).layout
+    product = 1
+    for axis in env.AXES:
+        product *= getattr(layout, axis)
+    assert product == layout.world_size

@@ -1,0 +1,106 @@
+"""Of the ranks that failed, the cause is named, not an echo of it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from meshwright.launch.failure import Outcome, RanksFailed, outcome, record
+from meshwright.spec import UserError
+
+ECHO = RuntimeError("Connection closed by peer [127.0.0.1]:3")
+
+
+def failed(
+    folder: Path, rank: int, code: int, error: BaseException | None, monkeypatch: pytest.MonkeyPatch
+) -> ProcessFailure:
+    file = folder / f"{rank}.json"
+    if error is not None:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        record(error)
+    return ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file=str(file))
+
+
+CASES = [
+    ("a user's mistake before earlier echoes", {0: (1, ECHO), 3: (2, UserError("bad key"))}, 2, "bad key"),
+    ("one sentence for a mistake on all", {0: (2, UserError("bad")), 1: (2, UserError("bad"))}, 2, "bad"),
+    (
+        "a killed rank before the others' errors",
+        {0: (1, ECHO), 1: (-9, None)},
+        137,
+        "rank 1 of 4 was ended by",
+    ),
+    (
+        "an exit before the others' echoes",
+        {0: (1, ECHO), 2: (7, None)},
+        7,
+        "rank 2 of 4 ended with exit code 7",
+    ),
+    ("an error before the agent's SIGTERM", {0: (-15, None), 1: (1, ValueError("x"))}, 1, "ValueError: x"),
+    ("an exit before the agent's SIGTERM", {0: (-15, None), 1: (5, None)}, 5, "exit code 5"),
+    ("the earliest of two errors", {2: (1, ValueError("first")), 0: (1, ValueError("second"))}, 1, "first"),
+]
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "part"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
+)
+def test_cause(ends: dict, code: int, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = {rank: failed(tmp_path, rank, *end, monkeypatch) for rank, end in ends.items()}
+    found = outcome(failures, 4, {})
+    assert found.code == code
+    assert part in found.sentence
+
+
+def test_a_rank_killed_long_after_the_first_was_killed_by_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = failed(tmp_path, 1, 1, ValueError("cause"), monkeypatch)
+    late = failed(tmp_path, 0, -9, None, monkeypatch)
+    late.timestamp += 31
+    assert "cause" in outcome({0: late, 1: first}, 2, {}).sentence
+
+
+def test_an_unrecorded_end_shows_the_last_lines_of_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "stderr.log"
+    log.write_text("".join(f"line {i}\n" for i in range(50)))
+    found = outcome({1: failed(tmp_path, 1, -signal.SIGSEGV, None, monkeypatch)}, 2, {1: log})
+    assert found.code == 128 + signal.SIGSEGV
+    assert "SIGSEGV" in found.sentence
+    assert found.details.splitlines() == [f"line {i}" for i in range(30, 50)]
+
+
+def test_the_first_error_of_a_process_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    record(ValueError("first"))
+    record(ValueError("second"))
+    record(KeyboardInterrupt())
+    message = json.loads(file.read_text())["message"]
+    assert message["message"] == "ValueError: first"
+    assert "ValueError: first" in message["extraInfo"]["py_callstack"]
+    assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
+
+
+def test_no_file_named_records_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    record(ValueError("x"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_outcome_raises_what_a_single_process_would() -> None:
+    Outcome().raise_for_failure()
+    with pytest.raises(UserError, match="a key"):
+        Outcome(2, "a key").raise_for_failure()
+    with pytest.raises(KeyboardInterrupt):
+        Outcome(130, "stopped by SIGINT").raise_for_failure()
+    with pytest.raises(RanksFailed) as caught:
+        Outcome(137, "rank 1 of 2 was ended by SIGKILL", "last words").raise_for_failure()
+    assert (caught.value.code, caught.value.details) == (137, "last words")

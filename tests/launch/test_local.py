@@ -1,0 +1,166 @@
+"""Real ranks under the elastic agent: exit codes, each sentence once, and nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshwright.launch import Outcome, launch, run_ranks
+
+PROGRAM = """
+import os, sys, time
+from meshwright.spec import UserError
+
+def listening():
+    # Addresses that this rank, or its launcher's store, listens on (proc(5): hexadecimal, state 0A).
+    own = {os.readlink(f.path) for f in os.scandir("/proc/self/fd") if os.path.lexists(f.path)}
+    store = f"{int(os.environ['MASTER_PORT']):04X}"
+    for table in ("tcp", "tcp6"):
+        for line in open(f"/proc/net/{table}").read().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            address, port = local.split(":")
+            if state == "0A" and (port == store or f"socket:[{inode}]" in own):
+                yield address
+
+rank = int(os.environ["RANK"])
+mode, folder = sys.argv[1], sys.argv[2]
+with open(f"{folder}/pid{rank}", "w") as file:
+    file.write(str(os.getpid()))
+if mode == "print":
+    print("said", rank, sys.argv[3:], flush=True)
+if mode == "mistake":
+    raise UserError("layout.dp: 3 does not fit")
+if mode == "mistake-of-one" and rank == 1:
+    raise UserError("only rank 1 knows")
+if mode == "crash" and rank == 1:
+    raise ValueError("a bug")
+if mode == "exit" and rank == 1:
+    print("last words", file=sys.stderr, flush=True)
+    os._exit(7)
+if mode == "kill" and rank == 1:
+    os.kill(os.getpid(), 9)
+if mode == "collective":
+    import torch
+    import torch.distributed as dist
+    from meshwright.launch.env import process_group, worker
+    with process_group(worker()) as group:
+        value = torch.tensor([rank + 1.0])
+        dist.all_reduce(value)
+        with open(f"{folder}/listening{rank}", "w") as file:
+            file.write("\\n".join(listening()))
+        dist.barrier()
+        if rank == 1:
+            raise UserError(f"the sum is {value.item():g}")
+        dist.barrier()
+if mode not in ("print", "mistake"):
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    (tmp_path / "ranks_program.py").write_text(PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    yield "ranks_program"
+    for pid in pids(tmp_path):
+        if alive(pid):
+            os.kill(pid, signal.SIGKILL)
+            pytest.fail(f"rank {pid} was left behind")
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(file.read_text()) for file in folder.glob("pid*") if file.read_text()]
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs: neither gone nor a zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_rank_0_has_the_terminal_and_arguments_arrive_as_given(
+    module: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(["print", str(tmp_path), "a$b", "${local_rank}", "-1"], 2, module=module) == 0
+    out, err = capfd.readouterr()
+    assert out == "said 0 ['a$b', '${local_rank}', '-1']\n"
+    assert err == ""
+
+
+def test_a_mistake_of_every_rank_is_one_line(
+    module: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(["mistake", str(tmp_path)], 2, module=module) == 2
+    assert capfd.readouterr().err == "meshwright: error: layout.dp: 3 does not fit\n"
+
+
+@pytest.mark.parametrize(
+    ("mode", "code", "sentence", "detail"),
+    [
+        ("mistake-of-one", 2, "only rank 1 knows", ""),
+        ("crash", 1, "rank 1 of 2 failed with ValueError: a bug", "Traceback"),
+        ("exit", 7, "rank 1 of 2 ended with exit code 7", "last words"),
+        ("kill", 137, "rank 1 of 2 was ended by SIGKILL", ""),
+    ],
+)
+def test_the_first_failure_is_told(
+    mode: str, code: int, sentence: str, detail: str, module: str, tmp_path: Path
+) -> None:
+    found = run_ranks([mode, str(tmp_path)], 2, module=module)
+    assert found.code == code
+    assert sentence in found.sentence
+    assert detail in found.details
+    assert bool(found.details) == bool(detail)
+
+
+def test_ranks_meet_on_loopback_and_a_mistake_beside_a_broken_collective_is_told_alone(
+    module: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_ranks(["collective", str(tmp_path)], 2, module=module) == Outcome(2, "the sum is 3")
+    assert "Traceback" not in capfd.readouterr().err
+    for rank in (0, 1):
+        assert set((tmp_path / f"listening{rank}").read_text().split()) == {"0100007F"}  # 127.0.0.1
+
+
+def test_signal_handlers_are_put_back(module: str, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    run_ranks(["print", str(tmp_path)], 1, log_dir=tmp_path / "logs", module=module)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_no_rank_outlives_its_launcher(
+    number: signal.Signals, code: int, module: str, tmp_path: Path
+) -> None:
+    arguments = ["wait", str(tmp_path)]
+    program = (
+        f"from meshwright.launch import launch; raise SystemExit(launch({arguments}, 2, module={module!r}))"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while len(pids(tmp_path)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    ranks = pids(tmp_path)
+    assert len(ranks) == 2
+    assert all(map(alive, ranks))
+    launcher.send_signal(number)
+    _, err = launcher.communicate(timeout=60)
+    assert launcher.returncode == code
+    assert "Traceback" not in err
+    deadline = time.monotonic() + 5
+    while any(map(alive, ranks)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(alive, ranks))

@@ -1,0 +1,73 @@
+"""What crosses the wire equals the formulas at the head of `parallel/data.py`, byte for byte."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.data.corpus import open_corpus
+from meshwright.data.loader import Loader
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec import RunSpec, load
+from meshwright.train.step import Trainer
+from ranks import Ranks
+
+MODEL = {
+    "layers": 2,
+    "hidden": 32,
+    "ffn": 40,
+    "heads": 4,
+    "kv_heads": 2,
+    "vocab_size": 64,
+}  # 4 divides all rows
+
+
+def spec_of(dp: int, zero: int, replicate: int, compute: str) -> RunSpec:
+    flags = {f"model.{key}": value for key, value in MODEL.items()}
+    flags |= {
+        "data.corpus": "synthetic",
+        "data.seq_len": 8,
+        "train.batch_tokens": 128,
+        "layout.micro_batch": 2,
+    }
+    flags |= {
+        "layout.dp": dp,
+        "layout.zero": zero,
+        "layout.replicate": replicate,
+        "precision.compute": compute,
+    }
+    return load(None, [(key, str(value)) for key, value in flags.items()])
+
+
+def one_step(mesh: Mesh, spec: RunSpec) -> dict[tuple[str, str], float]:
+    trainer = Trainer(spec, mesh)
+    trainer.initialise()
+    loader = Loader(open_corpus(spec), spec, mesh.data_rank, spec.layout.data_ranks)
+    mesh.wire.clear()
+    trainer.step(loader.step(0), 1)
+    loader.close()
+    return {key: sent for key, sent in mesh.wire.bytes.items() if key[0] in ("shard", "replicate")}
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dp", "zero", "replicate"), [(4, 0, 1), (4, 1, 1), (4, 2, 1), (4, 3, 1), (2, 2, 2), (2, 3, 2), (1, 1, 1)]
+)
+def test_bytes_equal_the_formula(ranks: Ranks, dp: int, zero: int, replicate: int, compute: str) -> None:
+    spec = spec_of(dp, zero, replicate, compute)
+    sizes = dict(spec.model.parameter_sizes())
+    whole = spec.model.parameters
+    ends = sizes["embedding"], sizes["head"] + spec.model.hidden  # the last norm is the head's
+    a, b, r, f = spec.microbatches, {"fp32": 4, "bf16": 2}[compute], 4, (dp - 1) / dp
+    assert a > 1
+    expected: dict[tuple[str, str], float] = {}
+    if dp > 1 and zero == 0:
+        expected["shard", "all_reduce"] = 2 * whole * r * f
+    elif dp > 1:
+        gathered = {1: whole, 2: whole, 3: a * (2 * whole - sum(ends))}[zero]
+        expected["shard", "all_gather"] = gathered * b * f
+        expected["shard", "reduce_scatter"] = (1 if zero == 1 else a) * whole * r * f
+        expected["shard", "scalars"] = 2 * 8 * f  # the gradient norm
+    if replicate > 1:
+        expected["replicate", "all_reduce"] = 2 * (whole / dp) * 4 * (replicate - 1) / replicate
+    for sent in ranks.run(spec.layout, one_step, spec):
+        assert sent == pytest.approx(expected, rel=1e-15)

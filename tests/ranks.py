@@ -1,0 +1,114 @@
+"""One pool of gloo ranks for a whole test session: a distributed test is a function that runs on it.
+
+A case costs milliseconds instead of the seconds that starting processes takes. The function and its arguments
+are pickled to the ranks, so it stands at the top of a test module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from meshwright.parallel.mesh import Mesh, build_mesh
+from meshwright.spec import Layout
+
+RANKS = 4
+PATIENCE_SECONDS = 240.0
+
+
+def _serve(rank: int, store: str, inbox: Any, outbox: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=90)
+    )
+    meshes: dict[tuple[int, ...], Mesh | None] = {}
+    while (job := inbox.get()) is not None:
+        number, layout, function, arguments = job
+        try:
+            key = (layout.replicate, layout.dp, layout.cp)
+            if key not in meshes:
+                meshes[key] = build_mesh(layout, torch.device("cpu"))
+            mesh = meshes[key]
+            result = None
+            if mesh is not None:
+                mesh.wire.clear()
+                result = function(dataclasses.replace(mesh, layout=layout), *arguments)
+            outbox.put((number, rank, None, result))
+        except Exception:
+            outbox.put((number, rank, traceback.format_exc(), None))
+    dist.destroy_process_group()
+
+
+class RanksFailedError(Exception):
+    """A function failed on the pool; the message holds the rank's traceback."""
+
+
+class Ranks:
+    """Persistent gloo ranks; `run` calls a function on the mesh of a layout, on each of its ranks."""
+
+    def __init__(self) -> None:
+        self._processes: list[Any] = []
+        self._number = 0
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        store = str(Path(self._folder.name) / "store")
+        self._outbox = context.Queue()
+        self._inboxes = [context.Queue() for _ in range(RANKS)]
+        self._processes = [
+            context.Process(target=_serve, args=(rank, store, self._inboxes[rank], self._outbox), daemon=True)
+            for rank in range(RANKS)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def run(self, layout: Layout, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Results of `function(mesh, *arguments)` in the order of ranks. A failure restarts the pool."""
+        if not self._processes:
+            self._start()
+        self._number += 1
+        for inbox in self._inboxes:
+            inbox.put((self._number, layout, function, arguments))
+        results: dict[int, Any] = {}
+        failed: str | None = None
+        end = time.monotonic() + PATIENCE_SECONDS
+        while len(results) < RANKS and time.monotonic() < end:
+            try:
+                number, rank, error, result = self._outbox.get(timeout=1)
+            except queue.Empty:
+                if not all(process.is_alive() for process in self._processes):
+                    failed = failed or "a rank has died"
+                    break
+                continue
+            if number != self._number:
+                continue
+            results[rank] = result
+            if error is not None and failed is None:
+                failed = f"rank {rank}:\n{error}"
+                end = min(end, time.monotonic() + 5)  # the others may wait for it in a collective
+        if failed is not None or len(results) < RANKS:
+            complete = len(results) == RANKS
+            if not complete:
+                self.close()
+            raise RanksFailedError(failed or f"no answer in {PATIENCE_SECONDS} s")
+        return [results[rank] for rank in range(layout.world_size)]
+
+    def close(self) -> None:
+        """End the ranks."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._processes = []

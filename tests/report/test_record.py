@@ -1,0 +1,213 @@
+"""The run's record survives crashes, full disks and resumes with whole lines and no step twice."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.report.record import RunRecord, read_events, read_metrics, read_run, write_atomically
+from meshwright.spec import UserError, load
+
+
+def record_steps(out: Path, first: int, last: int, total: int = 100) -> None:
+    """Record steps first+1..last of a run and break off, as a killed trainer does."""
+    record = RunRecord(out)
+    record.on_start({"spec": load().to_json(), "step": first, "last_step": total})
+    for step in range(first + 1, last + 1):
+        record.on_step({"step": step, "loss": 10.0 / step})
+    record.close()
+
+
+def steps_of(out: Path) -> list[int]:
+    return [row["step"] for row in read_metrics(out)]
+
+
+def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_rows_come_back_as_they_were_told(tmp_path: Path) -> None:
+    record = RunRecord(tmp_path)
+    record.on_start({"spec": {}, "step": 0, "last_step": 2})
+    rows: list[dict[str, Any]] = [{"step": 1, "loss": 5.5, "lr": 1e-4}, {"step": 2, "loss": 0.1 + 0.2}]
+    for row in rows:
+        record.on_step(row)
+    record.on_eval({"step": 2, "val_loss": 4.0, "val_bits_per_byte": 1.5})
+    record.on_event("checkpoint", {"step": 2, "path": "checkpoints/2"})
+    record.on_end({"final_loss": 0.3, "steps": 2})
+    run = read_run(tmp_path)
+    assert run.metrics == [*rows, {"step": 2, "val_loss": 4.0, "val_bits_per_byte": 1.5}]
+    assert [(event["kind"], event["path"]) for event in run.events] == [("checkpoint", "checkpoints/2")]
+    assert run.result == {"final_loss": 0.3, "steps": 2}
+
+
+def test_a_line_is_on_disk_before_the_next_step(tmp_path: Path) -> None:
+    record = RunRecord(tmp_path)
+    record.on_start({"step": 0})
+    for step in (1, 2, 3):
+        record.on_step({"step": step})
+        assert steps_of(tmp_path)[-1] == step
+    record.close()
+
+
+def test_numbers_that_are_not_finite_stay_json(tmp_path: Path) -> None:
+    record = RunRecord(tmp_path)
+    record.on_start({"step": 0})
+    record.on_step({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "list": [float("-inf"), 1.0]})
+    record.on_end({"final_loss": float("nan")})
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is not JSON")
+
+    for name in ("metrics.jsonl", "result.json"):
+        json.loads((tmp_path / name).read_text(), parse_constant=refuse)
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None, "list": [None, 1.0]}]
+
+
+def test_a_resume_drops_the_steps_that_were_lost(tmp_path: Path) -> None:
+    record_steps(tmp_path, 0, 9)
+    kept = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:5]
+    record_steps(tmp_path, 5, 12)
+    assert steps_of(tmp_path) == list(range(1, 13))
+    assert (tmp_path / "metrics.jsonl").read_bytes().startswith(b"".join(kept))
+    resumed = [event for event in read_events(tmp_path) if event["kind"] == "resumed"]
+    assert [(event["step"], event["lost_rows"]) for event in resumed] == [(5, 4)]
+
+
+def test_a_restart_from_nothing_starts_the_curve_again(tmp_path: Path) -> None:
+    record_steps(tmp_path, 0, 4)
+    record_steps(tmp_path, 0, 2)
+    assert steps_of(tmp_path) == [1, 2]
+
+
+def test_a_resume_keeps_when_the_run_first_started(tmp_path: Path) -> None:
+    record_steps(tmp_path, 0, 4)
+    first = read_run(tmp_path).info
+    record_steps(tmp_path, 4, 6)
+    second = read_run(tmp_path).info
+    assert second["started"] == first["started"]
+    assert [start["step"] for start in second["starts"]] == [0, 4]
+
+
+def test_the_spec_of_a_run_loads_from_its_folder(tmp_path: Path) -> None:
+    spec = load(None, [("train.steps", "7"), ("layout.dp", "2")])
+    record = RunRecord(tmp_path)
+    record.on_start({"spec": spec.to_json(), "step": 0, "last_step": 7})
+    record.close()
+    assert load(tmp_path) == spec
+
+
+def test_an_earlier_result_stays_until_the_run_goes_on(tmp_path: Path) -> None:
+    record = RunRecord(tmp_path)
+    record.on_start({"step": 0})
+    record.on_step({"step": 1})
+    record.on_end({"steps": 1})
+    again = RunRecord(tmp_path)
+    again.on_start({"step": 1})
+    assert read_run(tmp_path).result == {"steps": 1}
+    again.on_step({"step": 2})
+    assert read_run(tmp_path).result is None
+    again.close()
+
+
+def test_a_file_cut_at_any_byte_reads_and_resumes(tmp_path: Path) -> None:
+    record_steps(tmp_path, 0, 3)
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    for length in range(len(whole) + 1):
+        path.write_bytes(whole[:length])
+        complete = whole[:length].count(b"\n")
+        assert steps_of(tmp_path) == list(range(1, complete + 1))
+        record_steps(tmp_path, complete, complete + 1)
+        assert steps_of(tmp_path) == list(range(1, complete + 2))
+
+
+def test_a_killed_process_leaves_whole_lines(tmp_path: Path) -> None:
+    code = """
+        import os, sys, threading
+        from pathlib import Path
+        from meshwright.report.record import RunRecord
+        record = RunRecord(Path(sys.argv[1]))
+        record.on_start({"step": 0})
+        threading.Timer(0.2, os.kill, (os.getpid(), 9)).start()
+        step = 0
+        while True:
+            step += 1
+            record.on_step({"step": step, "loss": 1.0, "text": "x" * 20_000})
+    """
+    ended = run_python(code, str(tmp_path))
+    assert ended.returncode == -9, ended.stderr
+    steps = steps_of(tmp_path)
+    assert steps == list(range(1, len(steps) + 1)) and steps
+
+
+FULL_DISK = """
+    import resource, sys
+    from pathlib import Path
+    from meshwright.report.record import RunRecord, write_atomically
+    from meshwright.spec import UserError
+    out = Path(sys.argv[1])
+    record = RunRecord(out)
+    record.on_start({"step": 0})
+    write_atomically(out / "old.txt", "old")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+    for name, act in (
+        ("rows", lambda: [record.on_step({"step": s, "text": "x" * 300}) for s in range(1, 20)]),
+        ("file", lambda: write_atomically(out / "old.txt", "new" * 2000)),
+    ):
+        try:
+            act()
+        except UserError as error:
+            print(name, error)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    record.on_step({"step": 20})
+"""
+
+
+def test_a_disk_that_fills_up_is_one_sentence_and_keeps_what_was_written(tmp_path: Path) -> None:
+    """The limit on a file's size makes a write fail halfway, as a full disk does."""
+    ended = run_python(FULL_DISK, str(tmp_path))
+    assert ended.returncode == 0, ended.stderr
+    said = ended.stdout.splitlines()
+    assert [line.split()[0] for line in said] == ["rows", "file"]
+    assert "metrics.jsonl: cannot be written" in said[0] and "--resume auto" in said[0]
+    # Six rows of 300 and some bytes fit into 2,000; the torn seventh is gone, so the next row is whole.
+    *before, after = steps_of(tmp_path)
+    assert before == list(range(1, len(before) + 1)) and before and after == 20
+    assert (tmp_path / "old.txt").read_text() == "old"
+    assert not list(tmp_path.glob("*.tmp")) and not list(tmp_path.glob(".*.tmp"))
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    record_steps(tmp_path, 0, 3)
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + b'{"step": 2, "lo\xff\n' + lines[2])
+    with pytest.raises(UserError, match=r"metrics\.jsonl: line 2 "):
+        read_metrics(tmp_path)
+
+
+def test_a_folder_that_holds_no_run_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no run\.json"):
+        read_run(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match="cannot be written"):
+        RunRecord(tmp_path / "file" / "out").on_start({"step": 0})
+
+
+def test_atomic_writing_replaces_the_whole_file(tmp_path: Path) -> None:
+    write_atomically(tmp_path / "a.txt", "a long first text")
+    write_atomically(tmp_path / "a.txt", "short")
+    assert (tmp_path / "a.txt").read_text() == "short"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]

@@ -1,0 +1,221 @@
+"""Whole runs: stop and resume, another layout on resume, the record of samples, skipped steps."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec import RunSpec, load
+from meshwright.train.loop import Run
+from meshwright.train.observer import Observers
+from ranks import Ranks, RanksFailedError
+
+MODEL = {"layers": 2, "hidden": 32, "ffn": 40, "heads": 4, "kv_heads": 2, "vocab_size": 300}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(30):
+        words = " ".join(f"word{(number * 7 + i * i) % 97}" for i in range(120))
+        (folder / f"{number:02d}.txt").write_text(f"document {number}: {words}\n", encoding="utf-8")
+    return folder
+
+
+def spec_of(corpus: Path, **flags: object) -> RunSpec:
+    """A small run with dotted flags, dots written as double underscores."""
+    base: dict[str, object] = {f"model.{key}": value for key, value in MODEL.items()}
+    base |= {"data.corpus": corpus, "data.tokenizer": "byte", "data.seq_len": 16, "data.val_fraction": 0.1}
+    base |= {"data.cache": corpus.parent / "tokens"}
+    base |= {"train.batch_tokens": 8 * 16, "train.steps": 40, "train.lr": 1e-2}
+    given = base | {key.replace("__", "."): value for key, value in flags.items()}
+    return load(None, [(key, str(value)) for key, value in given.items()])
+
+
+class Notes:
+    """An observer that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.events: list[tuple[str, dict[str, Any]]] = []
+
+    def on_start(self, info: dict[str, Any]) -> None:
+        self.events.append(("start", info))
+
+    def on_step(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+
+    def on_eval(self, row: dict[str, Any]) -> None:
+        self.events.append(("eval", row))
+
+    def on_event(self, kind: str, fields: dict[str, Any]) -> None:
+        self.events.append((kind, fields))
+
+    def on_end(self, result: dict[str, Any]) -> None:
+        self.events.append(("end", result))
+
+    def close(self) -> None:
+        pass
+
+
+def run_it(mesh: Mesh, spec: RunSpec, out: Path, resume: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The result, and the parameters as float lists by name."""
+    run = Run(spec, mesh, out, Observers([]))
+    result = run.execute(resume)
+    tensors = {name: tensor.full_tensor().clone() for name, tensor in run.trainer.states.parameters()}
+    return result, tensors
+
+
+def start(ranks: Ranks, spec: RunSpec, out: Path, resume: str | None = None) -> tuple[dict[str, Any], Any]:
+    return ranks.run(spec.layout, run_it, spec, out, resume)[0]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"dp": 1}, {"dp": 2}, {"dp": 2, "zero": 1}, {"dp": 2, "zero": 2}, {"dp": 4, "zero": 3}],
+    ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items()),
+)
+@pytest.mark.parametrize("compute", ["fp32", "bf16"])
+def test_stop_and_resume_are_bitwise_equal(
+    ranks: Ranks, corpus: Path, tmp_path: Path, layout: dict[str, int], compute: str
+) -> None:
+    flags = {f"layout__{key}": value for key, value in layout.items()} | {"precision__compute": compute}
+    whole, _ = start(ranks, spec_of(corpus, **flags), tmp_path / "whole")
+    half, _ = start(ranks, spec_of(corpus, **flags, train__stop_at=20), tmp_path / "halves")
+    assert half["steps"] == 20
+    both, _ = start(ranks, spec_of(corpus, **flags), tmp_path / "halves", "auto")
+    assert both["steps"] == 40
+    assert both["parameters_sha256"] == whole["parameters_sha256"] != half["parameters_sha256"]
+    assert both["samples_sha256"] == whole["samples_sha256"] != half["samples_sha256"]
+    assert both["final_loss"] == whole["final_loss"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"dp": 4, "zero": 3}, {"dp": 2, "zero": 1}),
+        ({"dp": 2, "zero": 1}, {"dp": 1}),
+        ({"dp": 1}, {"dp": 2, "replicate": 2, "zero": 2}),
+        ({"dp": 2, "replicate": 2, "zero": 3}, {"dp": 4}),
+    ],
+)
+def test_resume_on_another_layout(
+    ranks: Ranks, corpus: Path, tmp_path: Path, before: dict[str, int], after: dict[str, int]
+) -> None:
+    def flags(layout: dict[str, int]) -> dict[str, object]:
+        return {f"layout__{key}": value for key, value in layout.items()}
+
+    whole, wanted = start(ranks, spec_of(corpus, **flags(before)), tmp_path / "whole")
+    start(ranks, spec_of(corpus, **flags(before), train__stop_at=20), tmp_path / "moved")
+    moved, found = start(ranks, spec_of(corpus, **flags(after)), tmp_path / "moved", "auto")
+    assert moved["samples_sha256"] == whole["samples_sha256"]
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5, msg=name)
+
+
+def test_the_sample_record_knows_order_and_layout_does_not_matter(
+    ranks: Ranks, corpus: Path, tmp_path: Path
+) -> None:
+    short = {"train__steps": 3}
+    digests = {
+        start(ranks, spec_of(corpus, **short, layout__dp=dp), tmp_path / str(dp))[0]["samples_sha256"]
+        for dp in (1, 2, 4)
+    }
+    assert len(digests) == 1
+    other, _ = start(ranks, spec_of(corpus, **short, train__seed=1), tmp_path / "other")
+    assert other["samples_sha256"] not in digests
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"model__hidden": 48}, "model.hidden was 32 and is 48"),
+        ({"train__beta2": 0.5}, "train.beta2 was 0.95 and is 0.5"),
+        ({"precision__compute": "bf16"}, "precision.compute was 'fp32' and is 'bf16'"),
+        ({"data__seq_len": 8, "train__batch_tokens": 128}, "trained on other data"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(
+    ranks: Ranks, corpus: Path, tmp_path: Path, flags: dict[str, object], words: str
+) -> None:
+    kept, _ = start(ranks, spec_of(corpus, train__steps=2), tmp_path)
+    with pytest.raises(RanksFailedError) as failed:
+        start(ranks, spec_of(corpus, **{"train__steps": 4} | flags), tmp_path, "auto")
+    assert words in str(failed.value) and "UserError" in str(failed.value)
+    again, _ = start(ranks, spec_of(corpus, train__steps=2), tmp_path, "auto")
+    assert again["parameters_sha256"] == kept["parameters_sha256"]
+
+
+def run_and_watch(mesh: Mesh, spec: RunSpec, out: Path) -> tuple[list[Any], list[Any]]:
+    notes = Notes()
+    Run(spec, mesh, out, Observers([notes])).execute(None)
+    return notes.rows, notes.events
+
+
+def test_what_observers_are_told(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
+    spec = spec_of(corpus, train__steps=6, train__eval_every=2, checkpoint__every=3, layout__dp=2)
+    rows, events = ranks.run(spec.layout, run_and_watch, spec, tmp_path)[0]
+    assert [row["step"] for row in rows] == list(range(1, 7))
+    assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 and row["mfu"] > 0 for row in rows)
+    assert rows[0]["lr"] > rows[-1]["lr"] > 0
+    assert [row["step"] for kind, row in events if kind == "eval"] == [2, 4, 6]
+    assert [row["step"] for kind, row in events if kind == "checkpoint"] == [3, 6]
+    json.dumps(events)
+
+
+def poisoned(mesh: Mesh, spec: RunSpec, out: Path, bad_steps: range) -> tuple[list[Any], list[Any], bool]:
+    """Make this one rank's gradient NaN in some steps; whether the parameters stayed finite comes last."""
+    run = Run(spec, mesh, out, Observers([notes := Notes()]))
+    honest = run.trainer.states.finish_step
+
+    def finish() -> None:
+        honest()
+        if run.done in bad_steps and mesh.world.rank == mesh.world.size - 1:
+            unit = run.trainer.states.units[1]
+            assert unit.gradient is not None
+            unit.gradient[:1] = math.nan
+
+    run.trainer.states.finish_step = finish  # type: ignore[method-assign]
+    run.execute(None)
+    finite = all(bool(tensor.full_tensor().isfinite().all()) for _, tensor in run.trainer.states.parameters())
+    return notes.rows, notes.events, finite
+
+
+@pytest.mark.parametrize("compute", ["fp32", "fp16"])
+def test_a_step_that_is_not_finite_is_skipped_on_all_ranks_alike(
+    ranks: Ranks, corpus: Path, tmp_path: Path, compute: str
+) -> None:
+    spec = spec_of(corpus, train__steps=8, layout__dp=2, layout__zero=2, precision__compute=compute)
+    for rows, events, finite in ranks.run(spec.layout, poisoned, spec, tmp_path, range(3, 5)):
+        assert finite
+        skipped = [fields["step"] for kind, fields in events if kind == "skipped_step"]
+        assert {4, 5} <= set(skipped)
+        assert [row["step"] for row in rows if row.get("skipped")] == skipped
+        assert rows[-1]["step"] == 8 and math.isfinite(rows[-1]["loss"])
+
+
+def test_a_run_stops_after_too_many_skipped_steps(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
+    spec = spec_of(corpus, train__steps=30, layout__dp=2, layout__zero=2, recovery__max_skipped=3)
+    with pytest.raises(RanksFailedError, match=r"recovery\.max_skipped = 3"):
+        ranks.run(spec.layout, poisoned, spec, tmp_path, range(2, 30))
+
+
+def test_fp16_trains(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
+    spec = spec_of(corpus, precision__compute="fp16", layout__dp=2, precision__loss_scale=1024)
+    result, _ = start(ranks, spec, tmp_path / "fp16")
+    plain, _ = start(ranks, spec_of(corpus, layout__dp=2), tmp_path / "fp32")
+    assert result["final_loss"] == pytest.approx(plain["final_loss"], abs=0.15)
+
+
+def test_training_lowers_the_loss_and_the_validation_beats_chance(
+    ranks: Ranks, corpus: Path, tmp_path: Path
+) -> None:
+    result, _ = start(ranks, spec_of(corpus, layout__dp=2, layout__zero=3, train__steps=80), tmp_path)
+    assert result["val_bits_per_byte"] < 0.7 * 8
+    assert result["final_loss"] < 0.7 * math.log(MODEL["vocab_size"])
