@@ -74,6 +74,9 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
         watching = ranks.together(lambda: _observers(spec, out, resume, quiet) if first else Observers([]))
         with watching:
             run = Run(spec, mesh, out, watching)
+            if first and run.corpus.has_text:
+                out.mkdir(parents=True, exist_ok=True)
+                run.corpus.tokenizer.save(out)
             result = run.execute(resume)
             result["sample"] = held_out_sample(run.trainer.decoder, run.corpus)
             ranks.together(lambda: watching.on_end(result))
@@ -151,6 +154,7 @@ def generate(
         top_p=top_p,
         seed=seed,
         stop_id=tokenizer.end_id,
+        limit=tokenizer.vocab_size,
     )
     return tokenizer.decode(found)
 
@@ -175,9 +179,10 @@ def tokenize(
 
 
 def export(run: Path, folder: Path, dtype: str | None = None) -> None:
-    """Write a run's newest checkpoint as an HF folder, in `dtype` ('fp32', 'bf16', 'fp16') or as saved."""
+    """Write a run's newest checkpoint as an HF folder, in 'float32', 'bfloat16' or 'float16', or as saved."""
+    import torch
+
     from meshwright.checkpoint.hf import export_hf
-    from meshwright.parallel.precision import DTYPES
 
     decoder = load_run(run)
     tensors = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
@@ -187,7 +192,7 @@ def export(run: Path, folder: Path, dtype: str | None = None) -> None:
         decoder.spec,
         tensors,
         tokenizer if tokenizer.is_file() else None,
-        DTYPES[dtype] if dtype else None,
+        getattr(torch, dtype) if dtype else None,
     )
 
 

@@ -91,6 +91,7 @@ class Split:
 class Corpus:
     """What `open_corpus` gives.
 
+    `has_text` is False for synthetic tokens, which spell nothing.
     `digest` is the SHA-256 of everything but the seed that decides samples: a resume with another is refused.
     """
 
@@ -99,6 +100,7 @@ class Corpus:
     ) -> None:
         data = spec.data
         self.tokenizer = tokenizer
+        self.has_text = not any(isinstance(source, SyntheticTokens) for source in sources)
         self.weights = tuple(weights)
         self.digest = digest_of(
             [source.digest for source in sources],

@@ -23,6 +23,7 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     stop_id: int | None = None,
+    limit: int | None = None,
 ) -> list[int]: ...
 
 
@@ -36,6 +37,7 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     stop_id: int | None = None,
+    limit: int | None = None,
 ) -> Tensor: ...
 
 
@@ -48,6 +50,7 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     stop_id: int | None = None,
+    limit: int | None = None,
 ) -> list[int] | Tensor:
     """Continue `tokens`: a list gives the list of new tokens, (B, T) gives the new tokens (B, n).
 
@@ -55,14 +58,14 @@ def generate(
     after keeping the `top_k` likeliest and, of these, the fewest that hold `top_p` of the probability
     (Holtzman et al. 2020). The same seed gives the same tokens. A row ends at `stop_id`, which is not
     part of a list's result; in a batch, rows that have ended go on with `stop_id`; n is at most
-    `max_new_tokens`.
+    `max_new_tokens`. Only ids below `limit` are chosen: a tokenizer may know fewer than the model.
 
     Raises `UserError` for an empty prompt, tokens beyond the vocabulary, and sampling options out of range.
     """
     device = next(decoder.parameters()).device
     given = torch.tensor([tokens], dtype=torch.int64) if isinstance(tokens, list) else tokens
     _check(decoder, given, max_new_tokens, temperature, top_k, top_p)
-    steps = _steps(decoder, given.to(device), max_new_tokens, temperature, top_k, top_p, seed, stop_id)
+    steps = _steps(decoder, given.to(device), max_new_tokens, temperature, top_k, top_p, seed, stop_id, limit)
     new = list(steps)
     if isinstance(tokens, list):
         row = [int(step[0]) for step in new]
@@ -80,6 +83,7 @@ def _steps(
     top_p: float | None,
     seed: int,
     stop_id: int | None,
+    limit: int | None,
 ) -> Iterator[Tensor]:
     """Yield the next token of each row (B,), until all rows have ended."""
     batch, length = tokens_BT.shape
@@ -89,7 +93,7 @@ def _steps(
     generator = torch.Generator(device=tokens_BT.device).manual_seed(seed)
     ended = torch.zeros(batch, dtype=torch.bool, device=tokens_BT.device)
     for _ in range(max_new_tokens):
-        logits_BV = decoder(tokens_BT, caches=caches)[:, -1]
+        logits_BV = decoder(tokens_BT, caches=caches)[:, -1, :limit]
         chosen = _choose(logits_BV, temperature, top_k, top_p, generator)
         if stop_id is not None:
             chosen = torch.where(ended, stop_id, chosen)

@@ -15,11 +15,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from meshwright.model import attention_cpu  # noqa: F401 - registers torch.ops.meshwright.blocked_attention
 from meshwright.spec.parts import NoRecompute, RecomputeSpec, SavedOp, SelectiveRecompute
 
 _aten = torch.ops.aten
 OPERATORS: dict[SavedOp, tuple[Any, ...]] = {
     "attention": (
+        torch.ops.meshwright.blocked_attention.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_efficient_attention.default,

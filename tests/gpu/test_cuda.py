@@ -1,0 +1,60 @@
+"""The same program on a CUDA device: equal to one device in float64, and training in bf16 and fp16."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.launch.env import process_group
+from meshwright.parallel.mesh import Mesh, build_mesh
+from meshwright.spec import RunSpec, load
+from meshwright.train.loop import Run
+from meshwright.train.observer import Observers
+from meshwright.train.verify import verify
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[dist.ProcessGroup]:
+    with process_group(None, "cuda") as group:
+        yield group
+
+
+def spec_of(**flags: object) -> RunSpec:
+    base = {"data.corpus": "synthetic", "data.seq_len": 128, "train.batch_tokens": 2048, "train.steps": 30}
+    given = base | {key.replace("__", "."): value for key, value in flags.items()}
+    return load(None, [(key, str(value)) for key, value in given.items()])
+
+
+def mesh_of(spec: RunSpec) -> Mesh:
+    mesh = build_mesh(spec.layout, torch.device("cuda", 0))
+    assert mesh is not None
+    return mesh
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("preset", ["tiny", "qwen3-8b", "gpt3-175b"])
+def test_equals_one_device(world: dist.ProcessGroup, preset: str, recompute: str) -> None:
+    spec = spec_of(model__preset=preset, recompute__policy=recompute, layout__micro_batch=2)
+    found = verify(spec, mesh_of(spec), 3)
+    assert found is not None and found["worst_relative"] <= 1e-10, found["worst_name"]
+
+
+@pytest.mark.parametrize("compiled", ["false", "true"])
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
+def test_trains(world: dist.ProcessGroup, tmp_path, compute: str, compiled: str) -> None:  # type: ignore[no-untyped-def]
+    spec = spec_of(precision__compute=compute, train__compile=compiled, train__lr=1e-3)
+    run = Run(spec, mesh_of(spec), tmp_path, Observers([]))
+    result = run.execute(None)
+    assert math.isfinite(result["final_loss"]) and result["final_loss"] < math.log(2048)
+    assert result["peak_memory_bytes"] > 4 * spec.model.parameters
+    again = Run(spec, mesh_of(spec), tmp_path, Observers([])).execute("auto")
+    assert again["parameters_sha256"] == result["parameters_sha256"]

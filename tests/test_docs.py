@@ -1,0 +1,202 @@
+"""What the documents say is so: commands parse, links resolve, keys exist, the twin says the same."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright import api
+from meshwright.cli.main import VERBS
+from meshwright.cli.verb import Call, Verb, parse
+from meshwright.launch.env import resolve
+from meshwright.spec import load
+from meshwright.spec.keys import Key, known_keys
+from meshwright.spec.load import from_tree, read_tree
+
+ROOT = Path(__file__).resolve().parent.parent
+READMES = (ROOT / "README.md", ROOT / "README.es.md")
+DOCUMENTS = (*READMES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
+_SOURCE = re.compile(r"`((?:[a-z_]+/)+[a-z_]+\.py)`(?:: `(test_\w+)`)?")
+
+
+def blocks(document: Path, language: str | None = None) -> list[str]:
+    """The fenced blocks, of one language or of all."""
+    found = _FENCE.findall(document.read_text(encoding="utf-8"))
+    return [text for name, text in found if language is None or name == language]
+
+
+def prose(document: Path) -> str:
+    """The text without its fenced blocks."""
+    return _FENCE.sub("", document.read_text(encoding="utf-8"))
+
+
+def headings(document: Path) -> list[tuple[int, str]]:
+    """(level, text) of each heading."""
+    return [(len(marks), text) for marks, text in re.findall(r"^(#+) (.+)$", prose(document), re.MULTILINE)]
+
+
+def anchor(heading: str) -> str:
+    """The anchor that GitHub and mkdocs give a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def commands(document: Path) -> list[list[str]]:
+    """The words after `meshwright` of every command line in the shell blocks."""
+    lines = [line for block in blocks(document, "sh") for line in block.splitlines()]
+    split = [shlex.split(line, comments=True) for line in lines]
+    plain = [words[1:] for words in split if words and words[0] == "meshwright"]
+    launched = [words[words.index("meshwright") + 1 :] for words in split if words and words[0] == "torchrun"]
+    return plain + launched
+
+
+def parsed(words: list[str]) -> tuple[Verb, Call]:
+    """The verb of a command line, and its words sorted."""
+    for verb in VERBS:
+        name = verb.name.split()
+        if words[: len(name)] == name:
+            return verb, parse(verb, words[len(name) :])
+    raise AssertionError(f"no verb in: meshwright {shlex.join(words)}")
+
+
+def tree_of(call: Call) -> dict[str, Any]:
+    """What a command's run file holds: the repository's, or the README's run.toml; a folder says nothing."""
+    path = call.path()
+    if path is None or path.suffix != ".toml":
+        return {}
+    if path.name == "run.toml":
+        return tomllib.loads(blocks(READMES[0], "toml")[0])
+    return read_tree(ROOT / path)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_command_parses_and_asks_for_a_run_that_can_be(document: Path) -> None:
+    for words in commands(document):
+        if "--help" in words:
+            continue
+        verb, call = parsed(words)
+        if verb.keys:
+            resolve(tree_of(call), call.overrides, call.flags.get("nproc"))
+
+
+def test_the_readme_shows_every_verb() -> None:
+    shown = {parsed(words)[0].name for words in commands(READMES[0]) if "--help" not in words}
+    assert shown == {verb.name for verb in VERBS}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_toml_block_is_a_run(document: Path) -> None:
+    for block in blocks(document, "toml"):
+        from_tree(tomllib.loads(block))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_python_blocks_compile_and_name_what_there_is(document: Path) -> None:
+    for block in blocks(document, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "api"
+            ):
+                assert hasattr(api, node.attr), f"api.{node.attr}"
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("meshwright"):
+                module = __import__(node.module, fromlist=["_"])
+                assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
+    for name in re.findall(r"`api\.(\w+)\b(?<!\.py)", prose(document)):
+        assert hasattr(api, name), f"api.{name}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_make_target_is_there(document: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = {words for block in blocks(document, "sh") for words in re.findall(r"^make (\w+)", block, re.M)}
+    named |= set(re.findall(r"`make (\w+)", prose(document)))
+    assert named <= targets
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_resolves(document: Path) -> None:
+    for label, target in _LINK.findall(prose(document)):
+        if target.startswith("https://"):
+            continue
+        name, _, fragment = target.partition("#")
+        path = (document.parent / name).resolve() if name else document
+        assert path.is_file(), f"{target} is not there"
+        if fragment:
+            assert fragment in {anchor(text) for _, text in headings(path)}, target
+        if (test := label.strip("`")).startswith("test_"):
+            assert defines(path, test), f"{target} has no {test}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_source_file_that_is_named_is_there(document: Path) -> None:
+    for name, test in _SOURCE.findall(prose(document)):
+        base = ROOT if name.split("/")[0] in ("tests", "bench", "src") else ROOT / "src" / "meshwright"
+        assert (base / name).is_file(), name
+        assert not test or defines(base / name, test), f"{name} has no {test}"
+
+
+def defines(path: Path, function: str) -> bool:
+    """Whether a module has a function of this name."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return any(isinstance(node, ast.FunctionDef) and node.name == function for node in tree.body)
+
+
+def test_each_feature_links_to_a_test() -> None:
+    features = prose(READMES[0]).split("\n## Features\n")[1].split("\n## ")[0]
+    rows = [line for line in features.splitlines() if line.startswith("| ")][1:]  # without the head
+    rows = [row for row in rows if not row.startswith("| ---")]
+    assert rows
+    for row in rows:
+        proof = row.strip("| ").split(" | ")[-1]
+        links = _LINK.findall(proof)
+        assert links and all(label.strip("`").startswith("test_") for label, _ in links), row
+
+
+def test_the_spanish_readme_says_the_same() -> None:
+    english, spanish = READMES
+    assert [level for level, _ in headings(spanish)] == [level for level, _ in headings(english)]
+    assert blocks(spanish) == blocks(english)
+    tables = [re.findall(r"^\|", prose(document), re.MULTILINE) for document in READMES]
+    assert len(tables[0]) == len(tables[1])
+
+    def targets(document: Path) -> list[str]:
+        names = [target for _, target in _LINK.findall(prose(document))]
+        return [name for name in names if not name.startswith(("#", "README"))]
+
+    assert targets(spanish) == targets(english)
+
+
+def values(key: Key) -> str:
+    """A key's values as docs/run.md shows them: a bar would end the table's cell."""
+    return key.text.replace(" | ", "|").replace("|", " or ")
+
+
+def test_the_run_file_page_has_exactly_the_known_keys() -> None:
+    lines = prose(ROOT / "docs" / "run.md").splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
+    shown = {name.strip("`"): (values, default.strip("`")) for name, values, default, _ in rows}
+    assert len(shown) == len(rows)
+    assert list(shown) == list(known_keys())
+    for name, key in known_keys().items():
+        assert shown[name][0] == values(key), name
+        assert shown[name][1] == key.default or (
+            not key.default and shown[name][1] in ("from the preset", "must be given")
+        ), name
+
+
+def test_the_example_that_the_readme_trains_is_what_it_says() -> None:
+    spec = load(ROOT / "examples" / "first.toml")
+    assert spec.layout.world_size == 2 and spec.data.corpus == "stdlib"
+    assert spec.train.total_steps == 300  # the step that the README resumes from and verifies
+    mine = from_tree(tomllib.loads(blocks(READMES[0], "toml")[0]))
+    assert round(mine.model.parameters / 1e6) == 32
