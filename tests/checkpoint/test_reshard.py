@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import errno
 import os
-import socket
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from faults import FailingWrites, SlowDisk, leftovers
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,12 +23,14 @@ from meshwright.checkpoint import BadCheckpointError, CheckpointError, Checkpoin
 from meshwright.checkpoint import chunks as chunks_module
 from meshwright.checkpoint.chunks import local_chunks
 from meshwright.checkpoint.inspect import verify_checkpoint
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec import Layout
+from ranks import RANKS, Ranks
 
-RANKS = 4
 # Rows divide evenly, unevenly, and into fewer shards than there are ranks.
 SHAPES = {"even": (8, 4), "uneven": (10, 7), "few": (3, 5), "vector": (11,), "cube": (4, 6, 5)}
-Layout = tuple[tuple[int, ...], tuple[Placement, ...]]
-LAYOUTS: dict[str, Layout] = {
+Placed = tuple[tuple[int, ...], tuple[Placement, ...]]
+LAYOUTS: dict[str, Placed] = {
     "replicated": ((4,), (Replicate(),)),
     "rows": ((4,), (Shard(0),)),
     "hybrid": ((2, 2), (Replicate(), Shard(0))),
@@ -281,18 +281,11 @@ BODIES = [
 ]
 
 
-def run_rank(rank: int, port: int, directory: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
-    group = dist.new_group(backend="gloo")
-    for body in BODIES:
-        body(group, Path(directory) / body.__name__)
-    dist.barrier()
-    dist.destroy_process_group()
+def run_body(mesh: Mesh, number: int, directory: Path) -> None:
+    BODIES[number](mesh.background.group, directory)
+    dist.barrier(mesh.control.group)
 
 
-def test_four_ranks(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(run_rank, (port, str(tmp_path)), nprocs=RANKS)
+@pytest.mark.parametrize("number", range(len(BODIES)), ids=[body.__name__ for body in BODIES])
+def test_four_ranks(ranks: Ranks, number: int, tmp_path: Path) -> None:
+    ranks.run(Layout(dp=RANKS), run_body, number, tmp_path)

@@ -50,7 +50,7 @@ class Run:
         self.loss = math.nan
         self.validation: Row = {}
         self.peak_flops = 0.0
-        self.states_memory: dict[str, int] = {}
+        self.warned = 0
 
     def execute(self, resume: str | None) -> Row:
         """Train to the last step, from the initial weights or from checkpoint `resume` ("auto" or a step)."""
@@ -90,8 +90,12 @@ class Run:
                 "torch": torch.__version__,
             }
         )
-        for warning in self.store.warnings:
+        self._tell_warnings()
+
+    def _tell_warnings(self) -> None:
+        for warning in self.store.warnings[self.warned :]:
             self.observers.on_event("warning", {"message": warning})
+        self.warned = len(self.store.warnings)
 
     def _resume(self, resume: str) -> None:
         if resume != "auto" and not resume.isdecimal():
@@ -108,6 +112,7 @@ class Run:
         kept = self.store.load(step, state.tensors(self.trainer), check)
         state.restore(self.trainer, kept)
         self.done = self.saved = int(kept["step"])
+        self.loss = kept["loss"] if kept["loss"] is not None else math.nan
         self.samples = SampleRecord(self.mesh, kept["samples_sha256"])
         if self.done > self.spec.train.last_step:
             raise UserError(
@@ -127,6 +132,7 @@ class Run:
         self._watch(result)
         self._report(result, time.perf_counter() - begun)
         self.ranks.together(self.store.poll)
+        self._tell_warnings()
         train = self.spec.train
         if train.eval_every and self.done % train.eval_every == 0 and self.done < train.last_step:
             self._validate(train.eval_tokens)
@@ -189,7 +195,7 @@ class Run:
 
     def _save(self, asynchronous: bool) -> None:
         samples = self.samples.digest()
-        kept = state.metadata(self.trainer, self.done, samples, self.corpus.digest)
+        kept = state.metadata(self.trainer, self.done, self.loss, samples, self.corpus.digest)
         self.store.save(self.done, state.tensors(self.trainer), kept, asynchronous)
         self.saved = self.done
         self.observers.on_event("checkpoint", {"step": self.done, "asynchronous": asynchronous})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 from torch import Tensor
@@ -31,10 +32,11 @@ def tensors(trainer: Trainer) -> dict[str, Tensor | DTensor]:
     return found
 
 
-def metadata(trainer: Trainer, step: int, samples: str, data_digest: str) -> dict[str, Any]:
-    """The rest of the state, as JSON."""
+def metadata(trainer: Trainer, step: int, loss: float, samples: str, data_digest: str) -> dict[str, Any]:
+    """The rest of the state, as JSON; `loss` is the last step's."""
     return {
         "step": step,
+        "loss": loss if math.isfinite(loss) else None,
         "spec": trainer.spec.to_json(),
         "layout": trainer.spec.layout.describe(),
         "samples_sha256": samples,
@@ -48,6 +50,7 @@ def imported_state(spec: RunSpec) -> dict[str, Any]:
     """The state of weights that no run of ours has trained yet: step 0, any data, any optimiser."""
     return {
         "step": 0,
+        "loss": None,
         "spec": spec.to_json(),
         "layout": "imported",
         "samples_sha256": "",

@@ -1,0 +1,111 @@
+"""When things move: communication starts before the computation that it runs beside."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.data.corpus import open_corpus
+from meshwright.data.loader import Loader
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec import RunSpec, load
+from meshwright.train.step import Trainer
+from ranks import Ranks
+
+MODEL = {"layers": 3, "hidden": 32, "ffn": 40, "heads": 4, "kv_heads": 2, "vocab_size": 64}
+
+
+def spec_of(**flags: object) -> RunSpec:
+    base: dict[str, object] = {f"model.{key}": value for key, value in MODEL.items()}
+    base |= {"data.corpus": "synthetic", "data.seq_len": 8, "train.batch_tokens": 64, "layout.dp": 2}
+    given = base | {key.replace("__", "."): value for key, value in flags.items()}
+    return load(None, [(key, str(value)) for key, value in given.items()])
+
+
+def order_of_events(mesh: Mesh, spec: RunSpec) -> list[tuple[str, int]]:
+    """("compute" | "ready" | "gather" | "reduce", unit) of one step, in order."""
+    trainer = Trainer(spec, mesh)
+    trainer.initialise()
+    loader = Loader(open_corpus(spec), spec, mesh.data_rank, spec.layout.data_ranks)
+    batch = loader.step(0)
+    loader.close()
+    trainer.step(batch, 1)
+    events: list[tuple[str, int]] = []
+    units = trainer.states.units
+
+    def noted(kind: str, index: int, honest):  # type: ignore[no-untyped-def]
+        def run(*args, **kwargs):  # type: ignore[no-untyped-def]
+            events.append((kind, index))
+            return honest(*args, **kwargs)
+
+        return run
+
+    for index, unit in enumerate(units):
+        unit.start_gather = noted("gather", index, unit.start_gather)  # type: ignore[method-assign]
+        unit.take_packed = noted("reduce", index, unit.take_packed)  # type: ignore[method-assign]
+        unit.pack = noted("gradient", index, unit.pack)  # type: ignore[method-assign]
+        for module in unit.modules:
+            module.forward = noted("compute", index, module.forward)
+    trainer.step(batch, 2)
+    return events
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_unit_is_reduced_while_the_backward_goes_on(ranks: Ranks, zero: int) -> None:
+    spec = spec_of(layout__zero=zero)
+    for events in ranks.run(spec.layout, order_of_events, spec):
+        reduced = [unit for kind, unit in events if kind == "reduce"]
+        assert reduced == [4, 3, 2, 1, 0]
+        for unit in (4, 3, 2, 1):
+            assert events.index(("reduce", unit)) < events.index(("gradient", unit - 1))
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_a_gather_is_started_one_unit_ahead(ranks: Ranks, zero: int) -> None:
+    spec = spec_of(layout__zero=zero)
+    for events in ranks.run(spec.layout, order_of_events, spec):
+        for unit in range(1, 5):
+            assert events.index(("gather", unit)) < events.index(("compute", unit - 1))
+
+
+def inner_microbatches(mesh: Mesh, spec: RunSpec) -> dict[tuple[str, str], int]:
+    trainer = Trainer(spec, mesh)
+    trainer.initialise()
+    loader = Loader(open_corpus(spec), spec, mesh.data_rank, spec.layout.data_ranks)
+    mesh.wire.clear()
+    trainer.step(loader.step(0), 1)
+    loader.close()
+    return mesh.wire.calls
+
+
+@pytest.mark.parametrize(("zero", "operation"), [(0, "all_reduce"), (1, "reduce_scatter")])
+def test_inner_microbatches_send_no_gradients(ranks: Ranks, zero: int, operation: str) -> None:
+    spec = spec_of(layout__zero=zero, layout__micro_batch=1)
+    assert spec.microbatches == 4
+    for calls in ranks.run(spec.layout, inner_microbatches, spec):
+        assert calls["shard", operation] == 5  # one for each unit
+
+
+def memory_after_steps(mesh: Mesh, spec: RunSpec) -> tuple[dict[str, int], int, dict[str, int]]:
+    trainer = Trainer(spec, mesh)
+    trainer.initialise()
+    loader = Loader(open_corpus(spec), spec, mesh.data_rank, spec.layout.data_ranks)
+    for step in range(2):
+        trainer.step(loader.step(step), step + 1)
+    loss = trainer.gradients(loader.step(2))
+    held = trainer.states.memory()
+    trainer.apply(loss, 3)
+    loader.close()
+    return held, trainer.optimiser.memory(), trainer.states.memory()
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_states_take_the_bytes_of_their_stage(ranks: Ranks, zero: int) -> None:
+    """Rajbhandari et al. 2020; the whole table is `bench/memory.py`. All rows here divide by two."""
+    spec = spec_of(layout__zero=zero, precision__compute="bf16", model__tied="false")
+    count, shards = spec.model.parameters, 2 if zero else 1
+    for held, optimiser, after in ranks.run(spec.layout, memory_after_steps, spec):
+        assert held["parameters"] == 4 * count / shards
+        assert optimiser == 8 * count / shards
+        assert held["gradients"] == 4 * count / shards
+        assert held["compute copies"] == (0 if zero == 3 else 2 * count)
+        assert after["gradients"] <= (4 * count if zero == 0 else 0)

@@ -1,0 +1,124 @@
+"""The Python API, on real processes and real files: train, resume, generate, export, import, inspect."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from meshwright import api
+from meshwright.spec import RunSpec, UserError, load
+
+MODEL = {"layers": 2, "hidden": 32, "ffn": 40, "heads": 4, "kv_heads": 2, "vocab_size": 300}
+KEYS = {
+    "final_loss", "val_bits_per_byte", "tokens_per_second", "mfu", "peak_memory_bytes", "parameters_sha256",
+    "samples_sha256", "steps",
+}  # fmt: skip
+
+
+def spec_of(folder: Path, **flags: object) -> RunSpec:
+    base: dict[str, object] = {f"model.{key}": value for key, value in MODEL.items()}
+    base |= {"data.corpus": folder / "text", "data.tokenizer": "byte", "data.seq_len": 16}
+    base |= {"data.cache": folder / "tokens", "data.val_fraction": 0.1, "train.batch_tokens": 128}
+    given = base | {"train.steps": 6} | {key.replace("__", "."): value for key, value in flags.items()}
+    return load(None, [(key, str(value)) for key, value in given.items()])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("api")
+    (folder / "text").mkdir()
+    for number in range(20):
+        words = " ".join(f"word{(number * 7 + i * i) % 97}" for i in range(60))
+        (folder / "text" / f"{number:02d}.txt").write_text(f"document {number}: {words}\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Path:
+    """A run of two real processes, with a ZeRO-3 layout."""
+    out = folder / "run"
+    result = api.train(spec_of(folder, layout__dp=2, layout__zero=3), out=out, quiet=True)
+    assert result.keys() >= KEYS
+    assert result["steps"] == 6 and result["parameters"] == spec_of(folder).model.parameters
+    assert result == json.loads((out / "result.json").read_text())
+    return out
+
+
+def test_a_run_leaves_its_record(run: Path) -> None:
+    names = {path.name for path in run.iterdir()}
+    assert names >= {"run.json", "metrics.jsonl", "events.jsonl", "result.json", "report.html"}
+    assert names >= {"checkpoints", "tokenizer.json"}
+    assert load(run).layout.zero == 3
+    sample = json.loads((run / "result.json").read_text())["sample"]
+    assert sample["prompt"].startswith("document ")
+
+
+def test_a_run_is_not_overwritten(run: Path, folder: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    with pytest.raises(UserError, match="already holds a run"):
+        api.train(spec_of(folder), out=run, quiet=True)
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+
+
+def test_resume_in_this_process_from_two(run: Path, folder: Path, tmp_path: Path) -> None:
+    spec = spec_of(folder, layout__dp=2, layout__zero=3, train__steps=10, train__stop_at=6)
+    api.train(spec, out=tmp_path, quiet=True)
+    moved = load(tmp_path, [("layout.dp", "1"), ("layout.zero", "0")])
+    result = api.train(moved, out=tmp_path, resume="auto", quiet=True)
+    assert result["steps"] == 10  # the earlier stop is not remembered
+    assert [row["step"] for row in map(json.loads, (tmp_path / "metrics.jsonl").open()) if "loss" in row] == [
+        *range(1, 11)
+    ]
+
+
+def test_generate_and_export_agree(run: Path, tmp_path: Path) -> None:
+    text = api.generate(run, "document", max_new_tokens=12)
+    assert isinstance(text, str)
+    api.export(run, tmp_path / "hf", "float32")
+    assert api.generate(tmp_path / "hf", "document", max_new_tokens=12) == text
+    decoder = api.load_hf(tmp_path / "hf")
+    tokens = torch.randint(0, 300, (2, 9))
+    with torch.no_grad():
+        assert torch.equal(decoder(tokens), api.load_run(run)(tokens))
+
+
+def test_import_goes_on_training(run: Path, folder: Path, tmp_path: Path) -> None:
+    api.export(run, tmp_path / "hf")
+    api.import_hf(tmp_path / "hf", tmp_path / "again")
+    tokens = torch.randint(0, 300, (1, 9))
+    with torch.no_grad():
+        assert torch.equal(api.load_run(tmp_path / "again")(tokens), api.load_run(run)(tokens))
+    flags = [(f"data.{key}", str(value)) for key, value in spec_of(folder).data.model_dump().items()
+             if key in ("corpus", "seq_len", "cache", "val_fraction")]  # fmt: skip
+    flags += [("train.batch_tokens", "128"), ("train.steps", "3")]
+    result = api.train(load(tmp_path / "again", flags), out=tmp_path / "again", resume="auto", quiet=True)
+    trained = json.loads((run / "result.json").read_text())
+    assert result["steps"] == 3
+    assert result["final_loss"] < trained["final_loss"] + 1
+
+
+def test_checkpoints_are_listed_and_checked(run: Path) -> None:
+    (row,) = api.checkpoint_list(run / "checkpoints")
+    assert row["step"] == 6 and row["latest"] and row["problem"] is None and row["layout"] == "dp=2, zero=3"
+    assert api.checkpoint_verify(run / "checkpoints")["problems"] == []
+
+
+def test_a_flipped_bit_is_refused_and_the_run_stays(run: Path, folder: Path, tmp_path: Path) -> None:
+    spec = spec_of(folder, train__steps=2)
+    api.train(spec, out=tmp_path, quiet=True)
+    piece = next((tmp_path / "checkpoints").rglob("*.bin"))
+    damaged = bytearray(piece.read_bytes())
+    damaged[100] ^= 1
+    piece.write_bytes(damaged)
+    assert api.checkpoint_verify(tmp_path / "checkpoints")["problems"]
+    with pytest.raises(UserError, match=piece.name):
+        api.train(load(tmp_path, [("train.steps", "4")]), out=tmp_path, resume="auto", quiet=True)
+    assert json.loads((tmp_path / "result.json").read_text())["steps"] == 2
+
+
+def test_verify_on_real_processes(folder: Path) -> None:
+    found = api.verify(spec_of(folder, layout__dp=2, layout__zero=2), steps=2)
+    assert found["equal"] and found["worst_relative"] <= 1e-10
