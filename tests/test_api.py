@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import small
 from meshwright import api
 from meshwright.spec import RunSpec, UserError, load
 
-MODEL = {"layers": 2, "hidden": 32, "ffn": 40, "heads": 4, "kv_heads": 2, "vocab_size": 300}
 KEYS = {
     "final_loss", "val_bits_per_byte", "tokens_per_second", "mfu", "peak_memory_bytes", "parameters_sha256",
     "samples_sha256", "steps",
@@ -19,11 +19,17 @@ KEYS = {
 
 
 def spec_of(folder: Path, **flags: object) -> RunSpec:
-    base: dict[str, object] = {f"model.{key}": value for key, value in MODEL.items()}
-    base |= {"data.corpus": folder / "text", "data.tokenizer": "byte", "data.seq_len": 16}
-    base |= {"data.cache": folder / "tokens", "data.val_fraction": 0.1, "train.batch_tokens": 128}
-    given = base | {"train.steps": 6} | {key.replace("__", "."): value for key, value in flags.items()}
-    return load(None, [(key, str(value)) for key, value in given.items()])
+    base = {
+        "model.vocab_size": 300,
+        "data.corpus": folder / "text",
+        "data.tokenizer": "byte",
+        "data.seq_len": 16,
+        "data.cache": folder / "tokens",
+        "data.val_fraction": 0.1,
+        "train.batch_tokens": 128,
+        "train.steps": 6,
+    }
+    return small.spec_of(base, **flags)
 
 
 @pytest.fixture(scope="module")

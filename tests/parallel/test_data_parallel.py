@@ -4,30 +4,27 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.data.corpus import open_corpus
-from meshwright.data.loader import Loader
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec import RunSpec, load
+from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer
 from ranks import Ranks
+from small import first_batches, spec_of
 
-MODEL = {"layers": 3, "hidden": 32, "ffn": 40, "heads": 4, "kv_heads": 2, "vocab_size": 64}
-
-
-def spec_of(**flags: object) -> RunSpec:
-    base: dict[str, object] = {f"model.{key}": value for key, value in MODEL.items()}
-    base |= {"data.corpus": "synthetic", "data.seq_len": 8, "train.batch_tokens": 64, "layout.dp": 2}
-    given = base | {key.replace("__", "."): value for key, value in flags.items()}
-    return load(None, [(key, str(value)) for key, value in given.items()])
+BASE = {
+    "model.layers": 3,
+    "model.vocab_size": 64,
+    "data.corpus": "synthetic",
+    "data.seq_len": 8,
+    "train.batch_tokens": 64,
+    "layout.dp": 2,
+}
 
 
 def order_of_events(mesh: Mesh, spec: RunSpec) -> list[tuple[str, int]]:
     """("compute" | "ready" | "gather" | "reduce", unit) of one step, in order."""
     trainer = Trainer(spec, mesh)
     trainer.initialise()
-    loader = Loader(open_corpus(spec), spec, mesh.data_rank, spec.layout.data_ranks)
-    batch = loader.step(0)
-    loader.close()
+    (batch,) = first_batches(spec, mesh, 1)
     trainer.step(batch, 1)
     events: list[tuple[str, int]] = []
     units = trainer.states.units
@@ -51,7 +48,7 @@ def order_of_events(mesh: Mesh, spec: RunSpec) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_a_unit_is_reduced_while_the_backward_goes_on(ranks: Ranks, zero: int) -> None:
-    spec = spec_of(layout__zero=zero)
+    spec = spec_of(BASE, layout__zero=zero)
     for events in ranks.run(spec.layout, order_of_events, spec):
         reduced = [unit for kind, unit in events if kind == "reduce"]
         assert reduced == [4, 3, 2, 1, 0]
@@ -61,7 +58,7 @@ def test_a_unit_is_reduced_while_the_backward_goes_on(ranks: Ranks, zero: int) -
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_a_gather_is_started_one_unit_ahead(ranks: Ranks, zero: int) -> None:
-    spec = spec_of(layout__zero=zero)
+    spec = spec_of(BASE, layout__zero=zero)
     for events in ranks.run(spec.layout, order_of_events, spec):
         for unit in range(1, 5):
             assert events.index(("gather", unit)) < events.index(("compute", unit - 1))
@@ -70,16 +67,15 @@ def test_a_gather_is_started_one_unit_ahead(ranks: Ranks, zero: int) -> None:
 def inner_microbatches(mesh: Mesh, spec: RunSpec) -> dict[tuple[str, str], int]:
     trainer = Trainer(spec, mesh)
     trainer.initialise()
-    loader = Loader(open_corpus(spec), spec, mesh.data_rank, spec.layout.data_ranks)
+    (batch,) = first_batches(spec, mesh, 1)
     mesh.wire.clear()
-    trainer.step(loader.step(0), 1)
-    loader.close()
+    trainer.step(batch, 1)
     return mesh.wire.calls
 
 
 @pytest.mark.parametrize(("zero", "operation"), [(0, "all_reduce"), (1, "reduce_scatter")])
 def test_inner_microbatches_send_no_gradients(ranks: Ranks, zero: int, operation: str) -> None:
-    spec = spec_of(layout__zero=zero, layout__micro_batch=1)
+    spec = spec_of(BASE, layout__zero=zero, layout__micro_batch=1)
     assert spec.microbatches == 4
     for calls in ranks.run(spec.layout, inner_microbatches, spec):
         assert calls["shard", operation] == 5  # one for each unit
@@ -88,20 +84,19 @@ def test_inner_microbatches_send_no_gradients(ranks: Ranks, zero: int, operation
 def memory_after_steps(mesh: Mesh, spec: RunSpec) -> tuple[dict[str, int], int, dict[str, int]]:
     trainer = Trainer(spec, mesh)
     trainer.initialise()
-    loader = Loader(open_corpus(spec), spec, mesh.data_rank, spec.layout.data_ranks)
-    for step in range(2):
-        trainer.step(loader.step(step), step + 1)
-    loss = trainer.gradients(loader.step(2))
+    *before, last = first_batches(spec, mesh, 3)
+    for number, batch in enumerate(before, start=1):
+        trainer.step(batch, number)
+    loss = trainer.gradients(last)
     held = trainer.states.memory()
     trainer.apply(loss, 3)
-    loader.close()
     return held, trainer.optimiser.memory(), trainer.states.memory()
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_states_take_the_bytes_of_their_stage(ranks: Ranks, zero: int) -> None:
     """Rajbhandari et al. 2020; the whole table is `bench/memory.py`. All rows here divide by two."""
-    spec = spec_of(layout__zero=zero, precision__compute="bf16", model__tied="false")
+    spec = spec_of(BASE, layout__zero=zero, precision__compute="bf16", model__tied="false")
     count, shards = spec.model.parameters, 2 if zero else 1
     for held, optimiser, after in ranks.run(spec.layout, memory_after_steps, spec):
         assert held["parameters"] == 4 * count / shards

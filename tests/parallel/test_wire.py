@@ -4,47 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.data.corpus import open_corpus
-from meshwright.data.loader import Loader
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec import RunSpec, load
+from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer
 from ranks import Ranks
+from small import first_batches, spec_of
 
-MODEL = {
-    "layers": 2,
-    "hidden": 32,
-    "ffn": 40,
-    "heads": 4,
-    "kv_heads": 2,
-    "vocab_size": 64,
-}  # 4 divides all rows
-
-
-def spec_of(dp: int, zero: int, replicate: int, compute: str) -> RunSpec:
-    flags = {f"model.{key}": value for key, value in MODEL.items()}
-    flags |= {
-        "data.corpus": "synthetic",
-        "data.seq_len": 8,
-        "train.batch_tokens": 128,
-        "layout.micro_batch": 2,
-    }
-    flags |= {
-        "layout.dp": dp,
-        "layout.zero": zero,
-        "layout.replicate": replicate,
-        "precision.compute": compute,
-    }
-    return load(None, [(key, str(value)) for key, value in flags.items()])
+BASE = {"model.vocab_size": 64, "data.corpus": "synthetic", "data.seq_len": 8, "train.batch_tokens": 128}
 
 
 def one_step(mesh: Mesh, spec: RunSpec) -> dict[tuple[str, str], float]:
     trainer = Trainer(spec, mesh)
     trainer.initialise()
-    loader = Loader(open_corpus(spec), spec, mesh.data_rank, spec.layout.data_ranks)
+    (batch,) = first_batches(spec, mesh, 1)
     mesh.wire.clear()
-    trainer.step(loader.step(0), 1)
-    loader.close()
+    trainer.step(batch, 1)
     return {key: sent for key, sent in mesh.wire.bytes.items() if key[0] in ("shard", "replicate")}
 
 
@@ -53,7 +27,8 @@ def one_step(mesh: Mesh, spec: RunSpec) -> dict[tuple[str, str], float]:
     ("dp", "zero", "replicate"), [(4, 0, 1), (4, 1, 1), (4, 2, 1), (4, 3, 1), (2, 2, 2), (2, 3, 2), (1, 1, 1)]
 )
 def test_bytes_equal_the_formula(ranks: Ranks, dp: int, zero: int, replicate: int, compute: str) -> None:
-    spec = spec_of(dp, zero, replicate, compute)
+    axes = {"layout__dp": dp, "layout__zero": zero, "layout__replicate": replicate}
+    spec = spec_of(BASE, **axes, layout__micro_batch=2, precision__compute=compute)  # 4 divides all rows
     sizes = dict(spec.model.parameter_sizes())
     whole = spec.model.parameters
     ends = sizes["embedding"], sizes["head"] + spec.model.hidden  # the last norm is the head's

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import small
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec import RunSpec, load
+from meshwright.spec import RunSpec
 from meshwright.train.loop import Run
 from meshwright.train.observer import Observers
 from ranks import Ranks, RanksFailedError
 
-MODEL = {"layers": 2, "hidden": 32, "ffn": 40, "heads": 4, "kv_heads": 2, "vocab_size": 300}
+VOCABULARY = 300
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +31,18 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def spec_of(corpus: Path, **flags: object) -> RunSpec:
-    """A small run with dotted flags, dots written as double underscores."""
-    base: dict[str, object] = {f"model.{key}": value for key, value in MODEL.items()}
-    base |= {"data.corpus": corpus, "data.tokenizer": "byte", "data.seq_len": 16, "data.val_fraction": 0.1}
-    base |= {"data.cache": corpus.parent / "tokens"}
-    base |= {"train.batch_tokens": 8 * 16, "train.steps": 40, "train.lr": 1e-2}
-    given = base | {key.replace("__", "."): value for key, value in flags.items()}
-    return load(None, [(key, str(value)) for key, value in given.items()])
+    base = {
+        "model.vocab_size": VOCABULARY,
+        "data.corpus": corpus,
+        "data.tokenizer": "byte",
+        "data.seq_len": 16,
+        "data.val_fraction": 0.1,
+        "data.cache": corpus.parent / "tokens",
+        "train.batch_tokens": 8 * 16,
+        "train.steps": 40,
+        "train.lr": 1e-2,
+    }
+    return small.spec_of(base, **flags)
 
 
 class Notes:
@@ -218,4 +225,13 @@ def test_training_lowers_the_loss_and_the_validation_beats_chance(
 ) -> None:
     result, _ = start(ranks, spec_of(corpus, layout__dp=2, layout__zero=3, train__steps=80), tmp_path)
     assert result["val_bits_per_byte"] < 0.7 * 8
-    assert result["final_loss"] < 0.7 * math.log(MODEL["vocab_size"])
+    assert result["final_loss"] < 0.7 * math.log(VOCABULARY)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+def test_compiled_blocks_train_alike(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
+    flags = {"train__steps": 4, "layout__dp": 2, "layout__zero": 3, "model__layers": 1}
+    plain, _ = start(ranks, spec_of(corpus, **flags), tmp_path / "plain")
+    compiled, _ = start(ranks, spec_of(corpus, **flags, train__compile="true"), tmp_path / "compiled")
+    assert compiled["final_loss"] == pytest.approx(plain["final_loss"], abs=1e-4)
+    assert compiled["samples_sha256"] == plain["samples_sha256"]

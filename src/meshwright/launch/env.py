@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import Overrides, from_tree
-from meshwright.spec.rules import ranks_match
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -114,9 +113,7 @@ def resolve(
     if nproc == "auto":
         return _widest(tree, overrides, source)
     ranks = _nproc(nproc)
-    spec = from_tree(tree, fit_layout(tree, overrides, ranks), source)
-    ranks_match(spec, ranks)
-    return spec
+    return from_tree(tree, fit_layout(tree, overrides, ranks), source, ranks)
 
 
 def _nproc(given: str | int) -> int:

@@ -30,22 +30,27 @@ def load(path: Path | None = None, overrides: Overrides = ()) -> RunSpec:
     return from_tree(tree, overrides, source=str(path) if path else "")
 
 
-def from_tree(tree: dict[str, Any], overrides: Overrides = (), source: str = "") -> RunSpec:
-    """Validate a nested dict with dotted flags laid over it; `source` names the file in messages."""
+def from_tree(
+    tree: dict[str, Any], overrides: Overrides = (), source: str = "", ranks: int | None = None
+) -> RunSpec:
+    """Validate a nested dict with dotted flags laid over it; `source` names the file in messages.
+
+    With `ranks`, the layout must be one of that many ranks.
+    """
     try:
-        return _validated(tree, overrides, source)
+        return _validated(tree, overrides, source, ranks)
     except UserError as error:
         raise UserError(one_line(str(error))) from None
 
 
-def _validated(tree: dict[str, Any], overrides: Overrides, source: str) -> RunSpec:
+def _validated(tree: dict[str, Any], overrides: Overrides, source: str, ranks: int | None) -> RunSpec:
     merged = copy.deepcopy(tree)
     for key, text in overrides:
         _overlay(merged, key, text)
     mistake = _Mistake({key for key, _ in overrides}, tree, source)
     _tidy(merged, "", mistake)
     try:
-        return RunSpec.model_validate(merged)
+        return RunSpec.model_validate(merged, context={"ranks": ranks})
     except ValidationError as error:
         raise UserError(_explain(error, mistake)) from None
     except UserError as error:

@@ -117,8 +117,10 @@ RULES: tuple[Callable[[RunSpec], None], ...] = (
 )
 
 
-def check(spec: RunSpec) -> None:
-    """Apply every rule in order; the first that is broken raises `UserError`."""
+def check(spec: RunSpec, ranks: int | None = None) -> None:
+    """Apply every rule in order, `ranks_match` first where `ranks` is given; the first broken one raises."""
+    if ranks is not None:
+        ranks_match(spec, ranks)
     for rule in RULES:
         rule(spec)
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from meshwright.spec.base import Part
 from meshwright.spec.layout import Layout
@@ -53,10 +53,10 @@ class RunSpec(Part):
         return given
 
     @model_validator(mode="after")
-    def _rules(self) -> RunSpec:
+    def _rules(self, info: ValidationInfo) -> RunSpec:
         from meshwright.spec import rules
 
-        rules.check(self)
+        rules.check(self, (info.context or {}).get("ranks"))
         return self
 
     @property
