@@ -128,3 +128,42 @@ def test_a_flipped_bit_is_refused_and_the_run_stays(run: Path, folder: Path, tmp
 def test_verify_on_real_processes(folder: Path) -> None:
     found = api.verify(spec_of(folder, layout__dp=2, layout__zero=2), steps=2)
     assert found["equal"] and found["worst_relative"] <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda run, tmp: api.export(run, tmp / "hf", "int8"), "float32, bfloat16, float16"),
+        (lambda run, tmp: api.generate(run, "\ud800"), "--prompt"),
+        (lambda run, tmp: api.generate(run, "a", seed=2**64), "seed"),
+        (lambda run, tmp: api.generate(run, "a", max_new_tokens=10**12), "max_new_tokens"),
+        (lambda run, tmp: api.verify(load(run), steps=0), "steps"),
+        (lambda run, tmp: api.checkpoint_list(tmp / "gone"), "no such folder"),
+        (lambda run, tmp: api.import_hf(tmp, Path("/proc/nowhere")), "config.json"),
+    ],
+)
+def test_mistakes_are_sentences(run: Path, tmp_path: Path, call, words: str) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UserError) as mistake:
+        call(run, tmp_path)
+    assert words in str(mistake.value) and "\n" not in str(mistake.value)
+
+
+def test_a_damaged_newest_checkpoint_is_told(folder: Path, tmp_path: Path) -> None:
+    api.train(spec_of(folder, train__steps=4, checkpoint__every=2), out=tmp_path, quiet=True)
+    (piece,) = (tmp_path / "checkpoints" / "step-00000004").glob("*.bin")
+    piece.write_bytes(piece.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match="step-00000002 is used instead"):
+        api.load_run(tmp_path)
+
+
+def test_a_start_without_a_checkpoint_is_told(folder: Path, tmp_path: Path) -> None:
+    api.train(spec_of(folder, train__steps=1), out=tmp_path, resume="auto", quiet=True)
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert any("starts from its initial weights" in str(event.get("message")) for event in events)
+
+
+def test_the_checkpoints_of_a_run_are_found_wherever_they_are(folder: Path, tmp_path: Path) -> None:
+    spec = spec_of(folder, train__steps=1, checkpoint__dir=tmp_path / "elsewhere")
+    api.train(spec, out=tmp_path / "run", quiet=True)
+    assert [row["step"] for row in api.checkpoint_list(tmp_path / "run")] == [1]
+    assert api.checkpoint_verify(tmp_path / "run")["problems"] == []

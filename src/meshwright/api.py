@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.spec import RunSpec, UserError
+from meshwright.spec import RunSpec, UserError, load
 from meshwright.spec.rules import ranks_match
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def train(
     *,
     nproc: int | None = None,
     out: Path | None = None,
-    resume: str | None = None,
+    resume: str | int | None = None,
     quiet: bool = False,
 ) -> Result:
     """Train on `nproc` local ranks (default: the layout's world size) and return the run's result.
@@ -48,7 +48,8 @@ def train(
 
     ranks = spec.layout.world_size if nproc is None else nproc
     ranks_match(spec, ranks)
-    out = out or default_out()
+    out = Path(out) if out else default_out()
+    resume = str(resume) if resume is not None else None
     if ranks == 1:
         return train_worker(spec, out=out, resume=resume, quiet=quiet)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
@@ -74,7 +75,7 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
         watching = ranks.together(lambda: _observers(spec, out, resume, quiet) if first else Observers([]))
         with watching:
             run = Run(spec, mesh, out, watching)
-            if first and run.corpus.has_text:
+            if first and run.corpus.has_text and not (out / "tokenizer.json").exists():
                 out.mkdir(parents=True, exist_ok=True)
                 run.corpus.tokenizer.save(out)
             result = run.execute(resume)
@@ -106,6 +107,8 @@ def verify(spec: RunSpec, *, nproc: int | None = None, steps: int = 3) -> Result
 
     ranks = spec.layout.world_size if nproc is None else nproc
     ranks_match(spec, ranks)
+    if steps < 1:
+        raise UserError(f"steps: {steps} steps compare nothing; give 1 or more")
     if ranks == 1:
         return verify_worker(spec, steps=steps)
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
@@ -142,12 +145,14 @@ def generate(
     from meshwright.data.tokenizer import Tokenizer
     from meshwright.infer.generate import generate as continue_tokens
 
-    decoder, tokenizer_file = _load_any(run)
+    decoder, tokenizer_file = _load_any(Path(run))
+    if not tokenizer_file.is_file():
+        raise UserError(f"{run}: has no tokenizer.json, so text cannot be turned into tokens")
     tokenizer = Tokenizer.open(tokenizer_file)
-    prompt_ids = [tokenizer.end_id, *tokenizer.encode(prompt)]
+    given = tokenizer.encode(_encodable(prompt))
     found = continue_tokens(
         decoder,
-        prompt_ids,
+        [tokenizer.end_id, *given],
         max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -156,7 +161,16 @@ def generate(
         stop_id=tokenizer.end_id,
         limit=tokenizer.vocab_size,
     )
-    return tokenizer.decode(found)
+    # Some tokenizers drop the space before the first word that they decode: so decode both, and cut.
+    return tokenizer.decode([*given, *found])[len(tokenizer.decode(given)) :]
+
+
+def _encodable(prompt: str) -> str:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"--prompt: is not valid text ({error.reason} at character {error.start})") from None
+    return prompt
 
 
 def tokenize(
@@ -175,7 +189,9 @@ def tokenize(
     """
     from meshwright.data.tokenize import tokenize as write
 
-    return write(corpus, tokenizer, out, vocab_size=vocab_size, text_key=text_key, val_fraction=val_fraction)
+    return write(
+        corpus, tokenizer, Path(out), vocab_size=vocab_size, text_key=text_key, val_fraction=val_fraction
+    )
 
 
 def export(run: Path, folder: Path, dtype: str | None = None) -> None:
@@ -184,6 +200,11 @@ def export(run: Path, folder: Path, dtype: str | None = None) -> None:
 
     from meshwright.checkpoint.hf import export_hf
 
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype is not None and dtype not in known:
+        raise UserError(f"dtype: {dtype!r} is not one of {', '.join(known)}")
+
+    run = Path(run)
     decoder = load_run(run)
     tensors = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
     tokenizer = run / "tokenizer.json"
@@ -192,7 +213,7 @@ def export(run: Path, folder: Path, dtype: str | None = None) -> None:
         decoder.spec,
         tensors,
         tokenizer if tokenizer.is_file() else None,
-        getattr(torch, dtype) if dtype else None,
+        known[dtype] if dtype else None,
     )
 
 
@@ -200,15 +221,15 @@ def import_hf(folder: Path, out: Path) -> None:
     """Make a run's folder out of an HF folder; `train OUT --resume auto` goes on from its step 0."""
     from meshwright.infer.load import import_run
 
-    import_run(folder, out)
+    import_run(Path(folder), Path(out))
 
 
 def checkpoint_list(directory: Path) -> list[Result]:
-    """The checkpoints of a directory: step, bytes, tensors, ranks, when saved, layout, latest, problem."""
+    """The checkpoints of a run's folder, or of a folder of checkpoints: step, bytes, ranks, problem, ..."""
     from meshwright.checkpoint.inspect import list_checkpoints
 
     rows = []
-    for info in list_checkpoints(directory):
+    for info in list_checkpoints(checkpoints_of(Path(directory))):
         row: Result = {"step": info.step, "bytes": info.bytes, "tensors": info.tensors, "ranks": info.ranks}
         row |= {"saved_at": info.saved_at, "layout": info.state.get("layout"), "latest": info.latest}
         rows.append(row | {"problem": info.problem})
@@ -219,22 +240,29 @@ def checkpoint_verify(directory: Path, step: int | None = None) -> Result:
     """Check every hash of the checkpoint of `step` (default: the latest); `problems` lists the damage."""
     from meshwright.checkpoint.inspect import verify_checkpoint
 
-    report = verify_checkpoint(directory, step)
+    report = verify_checkpoint(checkpoints_of(Path(directory)), step)
     return {**asdict(report), "path": str(report.path), "problems": list(report.problems)}
+
+
+def checkpoints_of(folder: Path) -> Path:
+    """Where a run's folder has its checkpoints; any other folder is taken as one of checkpoints."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: there is no such folder; give the folder of a run, or of its checkpoints")
+    return load(folder).checkpoint.folder(folder) if (folder / "run.json").is_file() else folder
 
 
 def load_hf(folder: Path | str) -> Decoder:
     """The decoder of an HF folder, in eval mode: tokens (B, T) -> logits (B, T, V)."""
-    from meshwright.checkpoint.hf import load_hf as load
+    from meshwright.checkpoint.hf import load_hf as load_folder
 
-    return load(Path(folder))
+    return load_folder(Path(folder))
 
 
 def load_run(run: Path, dtype: torch.dtype | None = None) -> Decoder:
     """The decoder of a run's newest checkpoint, on one device, in eval mode."""
-    from meshwright.infer.load import load_run as load
+    from meshwright.infer.load import load_run as load_decoder
 
-    return load(run, dtype)
+    return load_decoder(Path(run), dtype)
 
 
 def _load_any(folder: Path) -> tuple[Decoder, Path]:

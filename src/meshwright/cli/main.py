@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from meshwright import __version__
@@ -25,6 +26,7 @@ def run() -> None:
 
     In a rank that `meshwright` launched, errors go up to the launcher's wrapper, which shows each once.
     """
+    warnings.formatwarning = lambda message, *_args, **_kwargs: f"meshwright: warning: {message}\n"
     if LAUNCHER in os.environ:
         sys.exit(main(sys.argv[1:]))
     try:

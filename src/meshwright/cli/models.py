@@ -68,7 +68,7 @@ def _wrote(call: Call, folder: Path) -> int:
 
 def checkpoint_ls(call: Call) -> int:
     """List the checkpoints of a run."""
-    folder = _checkpoints(call)
+    folder = _existing(_folder(call), "the folder of a run, or of its checkpoints")
     from meshwright import api
 
     rows = api.checkpoint_list(folder)
@@ -83,7 +83,7 @@ def checkpoint_ls(call: Call) -> int:
 
 def checkpoint_verify(call: Call) -> int:
     """Check every hash of a checkpoint: exit code 1, and a line for each damaged piece, when one differs."""
-    folder = _checkpoints(call)
+    folder = _existing(_folder(call), "the folder of a run, or of its checkpoints")
     from meshwright import api
 
     result = api.checkpoint_verify(folder, call.flags["step"])
@@ -96,12 +96,6 @@ def checkpoint_verify(call: Call) -> int:
     for problem in problems:
         print(f"meshwright: error: {one_line(problem)}", file=sys.stderr)
     return 1 if problems else 0
-
-
-def _checkpoints(call: Call) -> Path:
-    folder = _existing(_folder(call), "the folder of a run, or of its checkpoints")
-    inner = folder / "checkpoints"
-    return inner if inner.is_dir() else folder
 
 
 _RUN = Argument("RUN", "the folder of a run")

@@ -40,6 +40,9 @@ def train(call: Call) -> int:
     place = worker()
     spec = spec_of(call, place.world_size if place else None)
     out, resume, quiet = _out(call), call.flags["resume"], bool(call.flags["quiet"])
+    run = call.path() if resume is not None else None
+    if out is not None and run is not None and run.is_dir() and run.resolve() != out.resolve():
+        raise UserError(f"--out: {out} is not the run {run} that is resumed; leave --out away")
     if place is None:
         result = api.train(spec, out=out, resume=resume, quiet=quiet)
     else:

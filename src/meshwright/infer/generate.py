@@ -64,7 +64,7 @@ def generate(
     """
     device = next(decoder.parameters()).device
     given = torch.tensor([tokens], dtype=torch.int64) if isinstance(tokens, list) else tokens
-    _check(decoder, given, max_new_tokens, temperature, top_k, top_p)
+    _check(decoder, given, max_new_tokens, temperature, top_k, top_p, seed)
     steps = _steps(decoder, given.to(device), max_new_tokens, temperature, top_k, top_p, seed, stop_id, limit)
     new = list(steps)
     if isinstance(tokens, list):
@@ -89,7 +89,13 @@ def _steps(
     batch, length = tokens_BT.shape
     like = next(decoder.parameters())
     room = length + max_new_tokens
-    caches = [KeyValueCache(decoder.spec, batch, room, like) for _ in decoder.blocks]
+    try:
+        caches = [KeyValueCache(decoder.spec, batch, room, like) for _ in decoder.blocks]
+    except RuntimeError as error:  # torch's way to say that there is no memory
+        raise UserError(
+            f"generate: no memory for the keys and values of {room} tokens; give fewer max_new_tokens "
+            f"than {max_new_tokens}"
+        ) from error
     generator = torch.Generator(device=tokens_BT.device).manual_seed(seed)
     ended = torch.zeros(batch, dtype=torch.bool, device=tokens_BT.device)
     for _ in range(max_new_tokens):
@@ -128,6 +134,7 @@ def _check(
     temperature: float,
     top_k: int | None,
     top_p: float | None,
+    seed: int,
 ) -> None:
     spec = decoder.spec
     if tokens_BT.dim() != 2 or not tokens_BT.numel():
@@ -136,6 +143,8 @@ def _check(
     if low < 0 or high >= spec.vocab_size:
         wrong = low if low < 0 else high
         raise UserError(f"generate: token {wrong} is outside of the model's vocabulary of {spec.vocab_size}")
+    if not 0 <= seed < 2**63:
+        raise UserError(f"generate: seed {seed} is out of range; give 0 or more, below 2**63")
     if max_new_tokens < 0:
         raise UserError(f"generate: max_new_tokens {max_new_tokens} is negative; give 0 or more")
     room = spec.max_seq_len - tokens_BT.shape[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 
 import torch
@@ -11,9 +12,9 @@ import torch
 from meshwright.checkpoint.hf import import_hf
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.model.decoder import Decoder
-from meshwright.spec import RunSpec, UserError
+from meshwright.spec import ModelSpec, RunSpec, UserError
 from meshwright.spec.load import load
-from meshwright.train.loop import checkpoint_folder
+from meshwright.spec.parts import DataSpec
 from meshwright.train.state import imported_state
 
 
@@ -25,7 +26,7 @@ def read_spec(run: Path) -> RunSpec:
 def load_run(run: Path, dtype: torch.dtype | None = None) -> Decoder:
     """The decoder of the run's newest whole checkpoint, on one device, in eval mode; by default as saved."""
     spec = read_spec(run)
-    folder = checkpoint_folder(spec, run)
+    folder = spec.checkpoint.folder(run)
     if not folder.is_dir():
         raise UserError(f"{run}: has no checkpoint yet ({folder} is not there); train it first")
     decoder = Decoder(spec.model)
@@ -33,35 +34,48 @@ def load_run(run: Path, dtype: torch.dtype | None = None) -> Decoder:
         decoder = decoder.double()
     with torch.no_grad():
         tensors = {f"model/{name}": parameter.data for name, parameter in decoder.named_parameters()}
-        CheckpointStore(folder, keep=1).load(None, tensors)
+        store = CheckpointStore(folder, keep=1)
+        store.load(None, tensors)
+    for warning in store.warnings:
+        warnings.warn(warning, stacklevel=2)
     return decoder.to(dtype=dtype).eval() if dtype is not None else decoder.eval()
 
 
 def import_run(folder: Path, out: Path) -> None:
     """Make the run's folder `out` with a checkpoint of step 0 from an HF folder: its weights, moments of 0.
 
-    The tokenizer comes along. Raises `UserError`, also when `out` holds a run.
+    The tokenizer comes along. Raises `UserError`, also when `out` holds a run or cannot be written.
     """
     if (out / "run.json").exists():
         raise UserError(f"--out: {out} already holds a run; give another --out")
     model, weights = import_hf(folder)
-    spec = RunSpec.model_validate({"model": {**model.model_dump(mode="json"), "hf": None}})
     tensors: dict[str, torch.Tensor] = {}
     for name, value in weights:
         value = value.float()
         tensors[f"model/{name}"] = value
         tensors[f"optim/exp_avg/{name}"] = tensors[f"optim/exp_avg_sq/{name}"] = torch.zeros_like(value)
-    out.mkdir(parents=True, exist_ok=True)
-    if (folder / "tokenizer.json").is_file():
+    try:
+        out.mkdir(parents=True, exist_ok=True)
         for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
             if file.is_file():
                 shutil.copyfile(file, out / file.name)
-        spec = spec.model_copy(
-            update={"data": spec.data.model_copy(update={"tokenizer": str(out / "tokenizer.json")})}
-        )
-    store = CheckpointStore(checkpoint_folder(spec, out), keep=1)
-    store.save(0, tensors, imported_state(spec))
-    store.close()
-    (out / "run.json").write_text(
-        json.dumps({"spec": spec.to_json(), "imported": str(folder)}), encoding="utf-8"
-    )
+        spec = _imported_spec(model, out)
+        store = CheckpointStore(spec.checkpoint.folder(out), keep=1)
+        store.save(0, tensors, imported_state(spec))
+        store.close()
+        record = json.dumps({"spec": spec.to_json(), "imported": str(folder)})
+        (out / "run.json").write_text(record, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out: {out} cannot be written ({error.strerror}); give another --out") from error
+
+
+def _imported_spec(model: ModelSpec, out: Path) -> RunSpec:
+    """A run of `model` with default settings, the tokenizer in `out`, and a length that the model takes."""
+    data: dict[str, object] = {}
+    if (out / "tokenizer.json").is_file():
+        data["tokenizer"] = str((out / "tokenizer.json").resolve())
+    length = DataSpec().seq_len
+    if model.position == "learned" and model.max_seq_len < length:
+        data["seq_len"] = length = model.max_seq_len
+    tree = {"model": {**model.model_dump(mode="json"), "hf": None}, "data": data}
+    return RunSpec.model_validate({**tree, "train": {"batch_tokens": 16 * length}})

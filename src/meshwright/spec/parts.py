@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -134,6 +135,10 @@ class CheckpointSpec(Part):
     every: int = Field(0, ge=0, description="steps between checkpoints; 0 saves at the end only")
     keep: PositiveInt = Field(3, description="newest checkpoints that are kept")
     asynchronous: bool = Field(True, description="training waits for the copy only, not for the disk")
+
+    def folder(self, out: Path) -> Path:
+        """Where the checkpoints of the run in folder `out` are."""
+        return Path(self.dir) if self.dir else out / "checkpoints"
 
 
 class RecoverySpec(Part):

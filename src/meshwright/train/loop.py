@@ -39,9 +39,7 @@ class Run:
         self.loader = Loader(self.corpus, spec, mesh.data_rank, spec.layout.data_ranks)
         self.trainer = Trainer(spec, mesh)
         self.samples = SampleRecord(mesh)
-        self.store = CheckpointStore(
-            checkpoint_folder(spec, out), spec.checkpoint.keep, mesh.background.group
-        )
+        self.store = CheckpointStore(spec.checkpoint.folder(out), spec.checkpoint.keep, mesh.background.group)
         self.store.claim()
         self.done = 0
         self.saved: int | None = None
@@ -102,6 +100,9 @@ class Run:
             raise UserError(f"--resume: {resume!r} is neither 'auto' nor a step")
         step = None if resume == "auto" else int(resume)
         if resume == "auto" and self.store.latest() is None:
+            self.store.warnings.append(
+                f"{self.store.directory} holds no checkpoint: the run starts from its initial weights"
+            )
             self.trainer.initialise()
             return
 
@@ -227,11 +228,6 @@ class Run:
         if self.mesh.world.rank == 0 and (text := self.corpus.validation_text_bytes()):
             result["xz_bits_per_byte"] = xz_bits_per_byte(text)
         return result
-
-
-def checkpoint_folder(spec: RunSpec, out: Path) -> Path:
-    """Where a run's checkpoints are: `checkpoint.dir`, or checkpoints/ in its folder."""
-    return Path(spec.checkpoint.dir) if spec.checkpoint.dir else out / "checkpoints"
 
 
 def peak_memory_bytes(device: torch.device) -> int:
