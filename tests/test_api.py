@@ -167,3 +167,9 @@ def test_the_checkpoints_of_a_run_are_found_wherever_they_are(folder: Path, tmp_
     api.train(spec, out=tmp_path / "run", quiet=True)
     assert [row["step"] for row in api.checkpoint_list(tmp_path / "run")] == [1]
     assert api.checkpoint_verify(tmp_path / "run")["problems"] == []
+
+
+def test_a_folder_of_checkpoints_is_found_without_the_run_s_record(tmp_path: Path) -> None:
+    assert api.checkpoints_of(tmp_path) == tmp_path
+    (tmp_path / "checkpoints").mkdir()
+    assert api.checkpoints_of(tmp_path) == tmp_path / "checkpoints"

@@ -248,7 +248,10 @@ def checkpoints_of(folder: Path) -> Path:
     """Where a run's folder has its checkpoints; any other folder is taken as one of checkpoints."""
     if not folder.is_dir():
         raise UserError(f"{folder}: there is no such folder; give the folder of a run, or of its checkpoints")
-    return load(folder).checkpoint.folder(folder) if (folder / "run.json").is_file() else folder
+    if (folder / "run.json").is_file():
+        return load(folder).checkpoint.folder(folder)
+    inner = folder / "checkpoints"  # of a run whose record is gone
+    return inner if inner.is_dir() else folder
 
 
 def load_hf(folder: Path | str) -> Decoder:

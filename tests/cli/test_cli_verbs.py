@@ -144,16 +144,6 @@ def test_generate_passes_its_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert last_json(capsys) == {"prompt": "def", "text": "def f(): pass"}
 
 
-def test_checkpoint_verbs_find_the_folder_inside_a_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    listing = stand_in(monkeypatch, "checkpoint_list", [])
-    main(["checkpoint", "ls", str(tmp_path)])
-    (tmp_path / "checkpoints").mkdir()
-    main(["checkpoint", "ls", str(tmp_path)])
-    assert [call[0][0] for call in listing.calls] == [tmp_path, tmp_path / "checkpoints"]
-
-
 def test_checkpoint_verify_exits_with_1_and_a_line_for_each_damage(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

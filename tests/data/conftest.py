@@ -28,9 +28,10 @@ def make_spec(folder: Path, tmp_path: Path) -> Callable[..., RunSpec]:
     """A spec over `folder` with a byte tokenizer and short samples; what is given lies over it."""
 
     def make(data: dict[str, Any] | None = None, **parts: dict[str, Any]) -> RunSpec:
+        corpus = {} if data and "mixture" in data else {"corpus": str(folder)}
         tree: dict[str, Any] = {
             "data": {
-                "corpus": str(folder),
+                **corpus,
                 "cache": str(tmp_path / "cache"),
                 "tokenizer": "byte",
                 "seq_len": 32,

@@ -13,10 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 from sample_texts import texts
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
 
 from meshwright.data import corpus as module
 from meshwright.data.corpus import Corpus, open_corpus, xz_bits_per_byte
 from meshwright.data.packing import IGNORE
+from meshwright.data.shards import MANIFEST
 from meshwright.data.tokenize import tokenize
 from meshwright.data.tokenizer import train_bpe
 from meshwright.spec import RunSpec, UserError
@@ -285,3 +288,35 @@ def test_xz_is_what_the_command_gives() -> None:
     assert xz_bits_per_byte(np.random.default_rng(0).bytes(10_000)) > 8
     with pytest.raises(ValueError, match="nothing to compress"):
         xz_bits_per_byte(b"")
+
+
+def test_tokens_without_their_manifest_are_not_trained_on_as_text(
+    make_spec: MakeSpec, folder: Path, tmp_path: Path
+) -> None:
+    tokenize(str(folder), "byte", tmp_path / "tokens", vocab_size=2048)
+    (tmp_path / "tokens" / MANIFEST).unlink()
+    with pytest.raises(UserError, match=r"data\.corpus: .*tokens holds tokens, and its .*json is missing"):
+        open_corpus(make_spec({"corpus": str(tmp_path / "tokens")}))
+
+
+def test_bytes_are_no_trained_bpe(make_spec: MakeSpec, folder: Path, tmp_path: Path) -> None:
+    tokens = str(tmp_path / "tokens")
+    tokenize(str(folder), "byte", Path(tokens), vocab_size=2048)
+    with pytest.raises(UserError, match=r"data\.tokenizer: .*was tokenized with another .* than 'bpe:600'"):
+        open_corpus(make_spec({"corpus": tokens, "tokenizer": "bpe:600"}))
+    assert open_corpus(make_spec({"corpus": tokens, "tokenizer": "bpe"})).tokenizer.vocab_size == 257
+
+
+def test_a_tokenizer_that_loses_text_has_none_to_compare(make_spec: MakeSpec, tmp_path: Path) -> None:
+    backend = Backend(models.WordLevel({"?": 0, "a": 1, "</s>": 2}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    corpus = open_corpus(make_spec({"tokenizer": str(tmp_path / "tokenizer.json")}))
+    assert corpus.validation.text_bytes() and corpus.validation.bytes_for()
+    assert corpus.validation_text_bytes() == b""
+
+
+def test_a_corpus_beside_a_mixture_is_refused(make_spec: MakeSpec) -> None:
+    with pytest.raises(UserError, match=r"data\.corpus: 'mine' is given beside data\.mixture; leave"):
+        make_spec({"mixture": {"stdlib": 1.0}, "corpus": "mine"})
+    assert make_spec({"mixture": {"other": 1.0}, "corpus": "stdlib"}).data.mixture == {"other": 1.0}

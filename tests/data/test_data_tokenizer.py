@@ -135,3 +135,21 @@ def test_the_size_of_a_bpe() -> None:
     assert bpe_size("bpe:300", 2048) == 300
     assert bpe_size("byte", 2048) is None
     assert bpe_size("bpe.json", 2048) is None
+
+
+@pytest.mark.parametrize("eos", [5, ["a"], {"x": 1}, {"content": 5}])
+def test_an_end_that_is_no_name_is_one_sentence(tmp_path: Path, eos: object) -> None:
+    path = save_words(tmp_path, "a", "</s>")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    with pytest.raises(UserError, match=r"data\.tokenizer: eos_token in .*config\.json is .*, not the name"):
+        Tokenizer.open(path)
+
+
+def test_a_word_without_a_token_is_one_sentence(tmp_path: Path) -> None:
+    backend = Backend(models.WordLevel({"a": 0, "</s>": 1}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.open(tmp_path / "tokenizer.json")
+    assert tokenizer.encode("a a") == [0, 0]
+    with pytest.raises(UserError, match=r"data\.tokenizer: the tokenizer cannot encode this text"):
+        tokenizer.encode("a b")

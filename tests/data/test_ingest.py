@@ -178,3 +178,30 @@ def test_parquet_rows(tmp_path: Path) -> None:
     path.write_bytes(b"PAR1 no")
     with pytest.raises(UserError, match=r"x\.parquet cannot be read by datasets"):
         read(path)
+
+
+@pytest.mark.parametrize(
+    ("corpus", "sentence"),
+    [
+        ("", r"'' names nothing; give 'stdlib'"),
+        ("hf:", r"'hf:' lacks the data set's name"),
+        ("hf::config", r"'hf::config' lacks the data set's name"),
+        ("synthetic", r"'synthetic' has no text to tokenize"),
+    ],
+)
+def test_names_that_name_no_text(corpus: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=r"data\.corpus: " + sentence):
+        open_source(corpus, "text")
+
+
+def test_a_pipe_is_no_corpus(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match=r"data\.corpus: .*pipe is neither a file nor a folder .*; write it"):
+        open_source(str(tmp_path / "pipe"), "text")
+
+
+def test_a_row_nested_too_deep_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("[" * 200_000)
+    with pytest.raises(UserError, match=r"data\.corpus: .*rows\.jsonl line 1 is not JSON"):
+        read(path)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,9 +9,11 @@ import pytest
 from sample_texts import texts
 
 from meshwright.data import tokenize as module
+from meshwright.data.files import publishing
+from meshwright.data.ingest import open_source
 from meshwright.data.shards import TokenShards
 from meshwright.data.split import held_out
-from meshwright.data.tokenize import tokenize
+from meshwright.data.tokenize import build_tokenizer, tokenize
 from meshwright.data.tokenizer import byte_tokenizer, train_bpe
 from meshwright.spec import UserError
 
@@ -127,3 +130,67 @@ def test_a_folder_in_use_is_refused_and_kept(folder: Path, tmp_path: Path) -> No
 def test_a_tokenizer_that_yields_nothing_for_a_document_still_counts_its_end(tmp_path: Path) -> None:
     encoded = list(module._encode(iter(["a", ""]), byte_tokenizer()))
     assert [len(ids) for ids, _, _ in encoded] == [1, 0]
+
+
+def test_cutting_the_training_text_at_spaces_changes_no_merge(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "long.txt").write_text("  \t".join(texts(30, seed=7)))
+    whole = build_tokenizer("bpe:320", 320, [open_source(str(folder), "text")], 0.0)
+    given: list[str] = []
+
+    def watch(stream: object, size: int) -> object:
+        given.extend(stream)  # type: ignore[call-overload]
+        return train_bpe(iter(given), size)
+
+    monkeypatch.setattr(module, "train_bpe", watch)
+    monkeypatch.setattr(module, "TRAIN_PIECE", 100)
+    cut = build_tokenizer("bpe:320", 320, [open_source(str(folder), "text")], 0.0)
+    assert cut.digest == whole.digest
+    assert max(map(len, given)) <= 100 and len(given) > 100
+
+
+def test_a_bpe_trains_on_short_stretches_of_text_without_spaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[str] = []
+
+    def watch(stream: object, size: int) -> object:
+        given.extend(stream)  # type: ignore[call-overload]
+        return train_bpe(iter(given), size)
+
+    text = "abcacb" * 20_000
+    (tmp_path / "x.py").write_text(text)
+    monkeypatch.setattr(module, "train_bpe", watch)
+    tokenize(str(tmp_path / "x.py"), "bpe", tmp_path / "out", vocab_size=270)
+    assert "".join(given) == text and max(map(len, given)) <= module.TRAIN_PIECE
+    assert decoded(tmp_path / "out") == [text]
+
+
+def test_tokens_are_not_tokenized_as_text(folder: Path, tmp_path: Path) -> None:
+    tokens = tmp_path / "in" / "tokens"
+    tokenize(str(folder), "byte", tokens, vocab_size=300)
+    (tmp_path / "in" / "text.txt").write_text("text")
+    for corpus, remedy in (
+        (tokens, "train on it as it is"),
+        (tmp_path / "in", "give that folder, or move it"),
+    ):
+        with pytest.raises(UserError, match=rf"data\.corpus: {tokens} holds tokens already .*; {remedy}"):
+            tokenize(str(corpus), "byte", tmp_path / "out", vocab_size=300)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_killed_tokenize_left_is_removed_and_what_another_builds_is_not(
+    folder: Path, tmp_path: Path
+) -> None:
+    stale = tmp_path / ".out.tmp-0123"
+    stale.mkdir()
+    (stale / "00000.tokens.bin").write_bytes(b"half")
+    with publishing(tmp_path / "out", "out") as alive:
+        (alive / "file").write_text("x")
+        assert not stale.exists()
+        tokenize(str(folder), "byte", tmp_path / "out", vocab_size=300)
+        assert (alive / "file").exists()
+        (alive / "file").unlink()
+        shutil.rmtree(tmp_path / "out")
+    assert not list(tmp_path.glob(".out.*"))

@@ -156,6 +156,60 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
     assert load_hf(tmp_path / "out").embed.weight.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize(
+    ("named", "eos", "bos"),
+    [
+        ({"eos_token": "<stop>", "bos_token": {"content": "<go>", "lstrip": False}}, "<stop>", "<go>"),
+        ({"eos_token": {"content": "<stop>"}, "bos_token": None}, "<stop>", None),
+        ({"eos_token": ["<stop>"], "bos_token": 3}, "</s>", "</s>"),
+        (None, "</s>", "</s>"),
+    ],
+    ids=["both", "no bos", "wrong types", "no config"],
+)
+def test_the_ends_are_those_of_the_tokenizer_config(
+    named: dict[str, Any] | None, eos: str, bos: str | None, tmp_path: Path
+) -> None:
+    words = {"<unk>": 0, "<go>": 1, "<stop>": 2, "</s>": 3, "cat": 4}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.add_special_tokens(["<unk>", "<go>", "<stop>", "</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    beside = tmp_path / "tokenizer_config.json"
+    if named is not None:
+        beside.write_text(json.dumps({"chat_template": "{{ messages }}", **named}))
+    spec = ModelSpec(preset="tiny", layers=1)
+    parameters = dict(init_whole_(Decoder(spec), seed=0).named_parameters())
+    export_hf(tmp_path / "out", spec, parameters, tmp_path / "tokenizer.json")
+    for name in ("config.json", "generation_config.json"):
+        written = json.loads((tmp_path / "out" / name).read_text())
+        assert written["eos_token_id"] == words[eos]
+        assert written["bos_token_id"] == (None if bos is None else words[bos])
+    copied = tmp_path / "out" / "tokenizer_config.json"
+    if named is not None:
+        assert copied.read_bytes() == beside.read_bytes()
+    else:
+        assert json.loads(copied.read_text())["eos_token"] == eos
+
+
+def test_an_end_that_the_tokenizer_lacks_is_named(tmp_path: Path) -> None:
+    train_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
+    spec = ModelSpec(preset="tiny", layers=1)
+    parameters = dict(init_whole_(Decoder(spec), seed=0).named_parameters())
+    with pytest.raises(UserError, match=r"no end-of-document token '<stop>'"):
+        export_hf(tmp_path / "out", spec, parameters, tmp_path / "tokenizer.json")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    spec = ModelSpec(preset="tiny", layers=1)
+    parameters = dict(init_whole_(Decoder(spec), seed=0).named_parameters())
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file" / "out", tmp_path / ("x" * 300)):
+        with pytest.raises(UserError, match="cannot be written"):
+            export_hf(folder, spec, parameters)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     spec = ModelSpec(preset="tiny", layers=1)
     parameters = dict(init_whole_(Decoder(spec), seed=0).named_parameters())
@@ -217,7 +271,10 @@ def test_unreadable_folders_are_named(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message):
             load_hf(tmp_path)
     index.write_text("[]")
-    with pytest.raises(UserError, match="not a safetensors index"):
+    with pytest.raises(UserError, match="not a JSON object"):
+        load_hf(tmp_path)
+    index.write_text('{"weight_map": {"a": 3}}')
+    with pytest.raises(UserError, match="has no weight_map"):
         load_hf(tmp_path)
     index.unlink()
     with pytest.raises(UserError, match="has neither"):

@@ -163,7 +163,6 @@ def test_flags_are_read_by_the_type_of_their_key() -> None:
             ("train.trackers", "wandb,tensorboard"),
             ("train.compile", "true"),
             ("train.batch_tokens", "16_384"),
-            ("data.mixture.stdlib", "0.5"),
             ("recompute.save", "attention"),
         ],
     )
@@ -171,7 +170,7 @@ def test_flags_are_read_by_the_type_of_their_key() -> None:
     assert spec.train.trackers == ("wandb", "tensorboard")
     assert spec.train.compile is True
     assert spec.train.batch_tokens == 16384
-    assert spec.data.mixture == {"stdlib": 0.5}
+    assert from_tree({}, [("data.mixture.stdlib", "0.5")]).data.mixture == {"stdlib": 0.5}
     assert spec.recompute.policy == "selective"
 
 
@@ -208,7 +207,8 @@ SPECS = [
     {"model": {"preset": "none", "layers": 1, "hidden": 8, "ffn": 8, "heads": 2, "vocab_size": 16}},
     {"model": {"rope_scaling": {"kind": "llama3"}}, "train": {"clip": "none", "trackers": ["wandb"]}},
     {"recompute": {"policy": "selective", "save": ["matmul"]}, "layout": {"dp": 2, "zero": 3}},
-    {"data": {"mixture": {'a/b "q".txt': 1.0, "c\\d": 2.5, "é\x7f": 1.0}, "corpus": 'tab\t"quote"'}},
+    {"data": {"mixture": {'a/b "q".txt': 1.0, "c\\d": 2.5, "é\x7f": 1.0}}},
+    {"data": {"corpus": 'tab\t"quote"'}},
     {"train": {"lr": 1e-30, "eps": 1.5e300, "seed": 2**63 - 1}},
 ]
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from meshwright.model.decoder import Decoder
 from meshwright.spec import ModelSpec, UserError
-from meshwright.spec.hf import write_hf_config
+from meshwright.spec.hf import read_json_object, write_hf_config
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {
@@ -31,6 +32,8 @@ _DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
+# Names of the token that ends a document in published tokenizers, for a tokenizer without a config.
+_KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "<|im_end|>")
 
 
 @dataclass(frozen=True)
@@ -176,10 +179,10 @@ def _weight_files(folder: Path) -> list[Path]:
         raise UserError(
             f"model.hf: {folder} has neither {WEIGHTS} nor {INDEX}; give a folder with safetensors"
         )
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"model.hf: {index} is not a safetensors index ({error})") from error
+    weight_map = read_json_object(index, "model.hf").get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise UserError(f"model.hf: {index} has no weight_map from tensors to files")
+    names = sorted(set(weight_map.values()))
     for name in names:
         if Path(name).name != name:
             raise UserError(f"model.hf: {index} names the file {name!r}, which is outside of its folder")
@@ -210,8 +213,9 @@ def load_hf(folder: Path | str, dtype: torch.dtype | None = None) -> Decoder:
 
 
 def _config_dtype(folder: Path) -> torch.dtype:
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return _DTYPES.get(config.get("dtype") or config.get("torch_dtype") or "float32", torch.float32)
+    config = read_json_object(folder / "config.json", "model.hf")
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    return _DTYPES.get(name, torch.float32) if isinstance(name, str) else torch.float32
 
 
 def export_hf(
@@ -226,30 +230,33 @@ def export_hf(
 
     `tensors` are the decoder's parameters by name, written in `dtype` (by default that of the embedding), in
     one file or in several of at most `max_shard_bytes` each. The folder appears by one rename, whole or not
-    at all. Raises `UserError` for a folder that exists and is not empty, a model that no HF family computes,
-    and tensors that are missing or misshapen.
+    at all. A `tokenizer_config.json` beside the tokenizer's file names the end and the beginning of a text,
+    and is copied as it is. Raises `UserError` for a folder that exists and is not empty or that cannot be
+    written, a model that no HF family computes, and tensors that are missing or misshapen.
     """
     folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists and is not an empty folder; give another one to export to")
-    _check_tensors(spec, tensors)
-    dtype = dtype or tensors["embed.weight"].dtype
-    end_id = _end_id(tokenizer_file) if tokenizer_file is not None else None
-    config = write_hf_config(spec, str(dtype).removeprefix("torch."))
-    config |= {"bos_token_id": end_id, "eos_token_id": end_id}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        os.chmod(unfinished, 0o755)  # mkdtemp's are for their owner alone
-        _write_json(unfinished / "config.json", config)
-        _write_json(unfinished / "generation_config.json", {"bos_token_id": end_id, "eos_token_id": end_id})
-        _write_weights(unfinished, spec, tensors, dtype, max_shard_bytes)
-        if tokenizer_file is not None:
-            _write_tokenizer(unfinished, tokenizer_file, spec.max_seq_len)
-        os.replace(unfinished, folder)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UserError(f"{folder} exists and is not an empty folder; give another one to export to")
+        _check_tensors(spec, tensors)
+        dtype = dtype or tensors["embed.weight"].dtype
+        ends = _Ends.of(tokenizer_file) if tokenizer_file is not None else _Ends()
+        config = write_hf_config(spec, str(dtype).removeprefix("torch.")) | ends.ids()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        try:
+            os.chmod(unfinished, 0o755)  # mkdtemp's are for their owner alone
+            _write_json(unfinished / "config.json", config)
+            _write_json(unfinished / "generation_config.json", ends.ids())
+            _write_weights(unfinished, spec, tensors, dtype, max_shard_bytes)
+            if tokenizer_file is not None:
+                _write_tokenizer(unfinished, tokenizer_file, ends, spec.max_seq_len)
+            os.replace(unfinished, folder)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"export: {folder} cannot be written ({error})") from error
 
 
 def _check_tensors(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> None:
@@ -306,33 +313,72 @@ def _join(piece: _Piece, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> T
     return (joined.T if piece.transposed else joined).contiguous()
 
 
-def _end_token(tokenizer_file: Path) -> dict[str, Any]:
-    """The entry of the token that ends a document: `<|endoftext|>`, or the first of the special tokens."""
-    try:
-        added = json.loads(tokenizer_file.read_text(encoding="utf-8"))["added_tokens"]
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{tokenizer_file} is not a tokenizer.json ({error})") from error
-    special = [token for token in added if token.get("special")]
-    if not special:
-        raise UserError(f"{tokenizer_file} has no special token that could end a document")
-    return next((token for token in special if token["content"] == "<|endoftext|>"), special[0])
+@dataclass(frozen=True)
+class _Ends:
+    """The tokens (text, id) that end and begin a text; None for one that the tokenizer does not have."""
+
+    eos: tuple[str, int] | None = None
+    bos: tuple[str, int] | None = None
+
+    @staticmethod
+    def of(tokenizer_file: Path) -> _Ends:
+        """As the `tokenizer_config.json` beside the file says; else a known name, which then does both.
+
+        A config without a `bos_token`, or with one that is not in the vocabulary, has none.
+        """
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(f"export: {tokenizer_file} is not a tokenizer.json ({error})") from error
+        known = [(name, i) for name in _KNOWN_ENDS if (i := backend.token_to_id(name)) is not None]
+        path = tokenizer_file.with_name("tokenizer_config.json")
+        config = read_json_object(path, "export") if path.is_file() else {}
+        name = _token_name(config.get("eos_token"))
+        eos = known[0] if name is None and known else None
+        if name is not None and (number := backend.token_to_id(name)) is not None:
+            eos = (name, number)
+        if eos is None:
+            wanted = repr(name) if name is not None else f"any of {', '.join(_KNOWN_ENDS)}"
+            raise UserError(
+                f"export: {tokenizer_file} has no end-of-document token {wanted}; name one of its tokens as "
+                f"eos_token in {path.name} beside it"
+            )
+        if not path.is_file():
+            return _Ends(eos, eos)
+        name = _token_name(config.get("bos_token"))
+        if name is None:
+            return _Ends(eos, eos if config.get("bos_token") is not None else None)
+        number = backend.token_to_id(name)
+        return _Ends(eos, (name, number) if number is not None else None)
+
+    def ids(self) -> dict[str, int | None]:
+        """The two as keys of config.json and generation_config.json."""
+        return {
+            "bos_token_id": self.bos[1] if self.bos else None,
+            "eos_token_id": self.eos[1] if self.eos else None,
+        }
 
 
-def _end_id(tokenizer_file: Path) -> int:
-    return int(_end_token(tokenizer_file)["id"])
+def _token_name(token: Any) -> str | None:
+    """The text of a token in tokenizer_config.json, a string or {"content": ...}; None for anything else."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
 
 
-def _write_tokenizer(folder: Path, tokenizer_file: Path, max_seq_len: int) -> None:
-    end = _end_token(tokenizer_file)["content"]
+def _write_tokenizer(folder: Path, tokenizer_file: Path, ends: _Ends, max_seq_len: int) -> None:
     shutil.copyfile(tokenizer_file, folder / "tokenizer.json")
+    beside = tokenizer_file.with_name("tokenizer_config.json")
+    if beside.is_file():
+        shutil.copyfile(beside, folder / beside.name)
+        return
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": end,
-        "eos_token": end,
+        "bos_token": ends.bos[0] if ends.bos else None,
+        "eos_token": ends.eos[0] if ends.eos else None,
         "model_max_length": max_seq_len,
         "clean_up_tokenization_spaces": False,
     }
-    _write_json(folder / "tokenizer_config.json", config)
+    _write_json(folder / beside.name, config)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

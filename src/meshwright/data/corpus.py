@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from meshwright.data.files import build_once
-from meshwright.data.ingest import TextSource, open_source
+from meshwright.data.ingest import SYNTHETIC, TextSource, open_source
 from meshwright.data.mixture import Mixture
 from meshwright.data.order import I64
 from meshwright.data.packing import Samples, Windows
@@ -20,10 +20,8 @@ from meshwright.data.shards import VERSION, TokenShards, TokenSource, digest_of,
 from meshwright.data.split import held_out
 from meshwright.data.synthetic import SyntheticTokens
 from meshwright.data.tokenize import bpe_size, build_tokenizer, check_tokenizer, write_shards
-from meshwright.data.tokenizer import Tokenizer, number_tokenizer
+from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, number_tokenizer
 from meshwright.spec import RunSpec, UserError
-
-SYNTHETIC = "synthetic"
 
 
 class Split:
@@ -136,8 +134,13 @@ class Corpus:
         return Mixture(self.train.sizes, self.weights, seed)
 
     def validation_text_bytes(self, max_tokens: int | None = None) -> bytes:
-        """UTF-8 of the held-out documents, one after the other, as far as `max_tokens` targets go."""
-        return self.validation.text_bytes(max_tokens)
+        """UTF-8 of the held-out documents, one after the other, as far as `max_tokens` targets go.
+
+        Empty where the tokenizer loses text: what its tokens spell is then not what was counted as read, and
+        must not be compared with it.
+        """
+        text = self.validation.text_bytes(max_tokens)
+        return text if len(text) == self.validation.bytes_for(max_tokens) else b""
 
 
 def open_corpus(spec: RunSpec) -> Corpus:
@@ -175,7 +178,7 @@ def xz_bits_per_byte(data: bytes) -> float:
 
 def _open_shards(spec: RunSpec, names: Sequence[str]) -> list[TokenShards]:
     folders = {name: Path(name).expanduser() for name in names}
-    ready = {name: TokenShards(path) for name, path in folders.items() if is_shards(path)}
+    ready = {name: TokenShards(path) for name, path in folders.items() if name and is_shards(path)}
     texts = {name: open_source(name, spec.data.text_key) for name in names if name not in ready}
     if texts:
         given = next(iter(ready.values())).tokenizer if ready else None
@@ -234,7 +237,8 @@ def _check_tokenizers(spec: RunSpec, names: Sequence[str], shards: Sequence[Toke
     setting, vocab_size = spec.data.tokenizer, spec.model.vocab_size
     size = bpe_size(setting, vocab_size)
     if size is not None:
-        other = setting != "bpe" and first.vocab_size > size
+        # A BPE may have fewer entries than asked for, where its text had no more pairs to merge.
+        other = setting != "bpe" and (first.vocab_size > size or isinstance(first, ByteTokenizer))
     else:
         other = build_tokenizer(setting, vocab_size, [], 0).digest != first.digest
     if other:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import os
 import shutil
@@ -20,7 +21,8 @@ CHUNK = 1 << 22
 def publishing(target: Path, key: str) -> Iterator[Path]:
     """Give a temporary folder beside `target`; when the body ends well, sync it and rename it to `target`.
 
-    A crash at any moment leaves either no `target` or a whole one. `key` is what the user set, for messages.
+    A crash at any moment leaves either no `target` or a whole one; what a killed process left beside it is
+    removed by the next. `key` is what the user set, for messages.
     Raises `UserError` when the disk refuses, or when `target` exists and is not an empty folder.
     """
     temporary = target.parent / f".{target.name}.tmp-{uuid.uuid4().hex}"
@@ -28,10 +30,12 @@ def publishing(target: Path, key: str) -> Iterator[Path]:
         if target.exists() and not (target.is_dir() and not any(target.iterdir())):
             raise UserError(f"{key}: {target} exists already; remove it, or give another folder")
         target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(target)
         temporary.mkdir()
-        yield temporary
-        _sync_tree(temporary)
-        os.rename(temporary, target)
+        with _in_use(temporary):
+            yield temporary
+            _sync_tree(temporary)
+            os.rename(temporary, target)
         _sync(target.parent)
     except OSError as error:
         reason = error.strerror or str(error)
@@ -53,10 +57,44 @@ def build_once(target: Path, key: str, build: Callable[[Path], None]) -> None:
     with _locked(target.parent / f".{target.name}.lock", key):
         if target.is_dir():
             return
-        for stale in target.parent.glob(f".{target.name}.tmp-*"):
+        for stale in _temporaries(target):
             shutil.rmtree(stale, ignore_errors=True)
         with publishing(target, key) as temporary:
             build(temporary)
+
+
+def _temporaries(target: Path) -> list[Path]:
+    return list(target.parent.glob(f".{glob.escape(target.name)}.tmp-*"))
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove the temporary folders of `target` that no living process builds in."""
+    for path in _temporaries(target):
+        with _in_use(path) as mine:
+            if mine:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _in_use(folder: Path) -> Iterator[bool]:
+    """Mark a folder as in use by this process, until it ends however it ends; False where that cannot be.
+
+    It cannot where another process has marked it, and on file systems that lock no folders.
+    """
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:  # another process has removed or published it meanwhile
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = True
+        except OSError:
+            mine = False
+        yield mine
+    finally:
+        os.close(handle)
 
 
 @contextmanager

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.data.files import sha256_file
+from meshwright.data.shards import MANIFEST, TOKENS_FILE
 from meshwright.spec.errors import UserError, did_you_mean
 
 ROWS = (".jsonl", ".ndjson")
 PARQUET = ".parquet"
 HUB = "hf:"
+SYNTHETIC = "synthetic"
 SEPARATOR = "<|endoftext|>"  # between the documents of one .txt file, as GPT-2's data sets have it
 
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
@@ -49,17 +51,32 @@ def open_source(corpus: str, text_key: str) -> TextSource:
     """The reader of `data.corpus`: 'stdlib', 'hf:NAME[:CONFIG]', a file, or a folder. Raises `UserError`."""
     if corpus == "stdlib":
         return _stdlib()
+    if corpus == SYNTHETIC:
+        raise UserError(
+            f"data.corpus: '{SYNTHETIC}' has no text to tokenize; train on it as it is, or give text"
+        )
     if corpus.startswith(HUB):
         return HubSource(corpus, text_key)
+    if not corpus:
+        raise UserError(
+            f"data.corpus: '' names nothing; give 'stdlib', '{SYNTHETIC}', '{HUB}NAME', a file or a folder"
+        )
     path = Path(corpus).expanduser()
     if path.is_file():
         return FileSource(corpus, path.parent, [path], text_key, named=True)
     if path.is_dir():
-        return FileSource(corpus, path, _walk(path), text_key, named=False)
+        paths = _walk(path)
+        _refuse_tokens(path, paths)
+        return FileSource(corpus, path, paths, text_key, named=False)
+    if path.exists():
+        raise UserError(
+            f"data.corpus: {corpus} is neither a file nor a folder but a pipe, a socket or a device, and "
+            "text is read more than once; write it to a file first"
+        )
     beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     raise UserError(
         f"data.corpus: there is no file or folder {corpus}{did_you_mean(path.name, beside)}; "
-        f"'stdlib', 'synthetic' and '{HUB}NAME' need none"
+        f"'stdlib', '{SYNTHETIC}' and '{HUB}NAME' need none"
     )
 
 
@@ -77,6 +94,24 @@ def _walk(root: Path, without: frozenset[str] = frozenset()) -> list[Path]:
         paths = [Path(folder, name) for name in files if not name.startswith(".")]
         found += [path for path in paths if path.is_file() and not path.is_symlink()]
     return sorted(found, key=lambda path: path.relative_to(root).parts)
+
+
+def _refuse_tokens(root: Path, paths: list[Path]) -> None:
+    """Refuse a folder of token shards, or one with such a folder in it: its files are no text."""
+    for path in paths:
+        folder = path.parent
+        if not TOKENS_FILE.fullmatch(path.name):
+            continue
+        if not (folder / MANIFEST).is_file():
+            raise UserError(
+                f"data.corpus: {folder} holds tokens, and its {MANIFEST} is missing; tokenize its text again"
+            )
+        remedy = (
+            "train on it as it is, or give the text it was made of"
+            if folder == root
+            else f"give that folder, or move it out of {root}"
+        )
+        raise UserError(f"data.corpus: {folder} holds tokens already and not text; {remedy}")
 
 
 class FileSource:
@@ -145,7 +180,7 @@ class FileSource:
                     if line.strip():
                         try:
                             yield json.loads(line)
-                        except ValueError as error:
+                        except (ValueError, RecursionError) as error:
                             raise UserError(
                                 f"data.corpus: {path} line {number} is not JSON ({error})"
                             ) from error
@@ -160,6 +195,8 @@ class HubSource:
         self.name = name
         self.skipped: Counter[str] = Counter()
         path, _, config = name.removeprefix(HUB).partition(":")
+        if not path.strip():
+            raise UserError(f"data.corpus: '{name}' lacks the data set's name; give '{HUB}NAME'")
         self._path, self._config = path, config or None
         self._text_key = text_key
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +28,7 @@ from meshwright.spec.base import Part
 from meshwright.spec.errors import UserError
 
 MANIFEST = "meshwright-tokens.json"
+TOKENS_FILE = re.compile(r"\d{5,}\.tokens\.bin")
 VERSION = 1
 TOKENS_PER_SHARD = 2**28
 DOCUMENT = np.dtype([("start", "<u8"), ("bytes", "<u8"), ("hash", "<u8")])

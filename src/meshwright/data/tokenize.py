@@ -21,6 +21,7 @@ from meshwright.data.tokenizer import SMALLEST_BPE, IDs, Tokenizer, byte_tokeniz
 from meshwright.spec.errors import UserError
 
 PIECE = 2**20  # characters that are encoded at once at most: the library needs ~100 bytes for each token
+TRAIN_PIECE = 2**11  # characters that a BPE is trained on at once: time grows with the square of a word
 CHUNK = 2**22  # characters that are encoded side by side
 BPE_BYTES = 2**28  # a BPE is trained on a sample of about this size; more changes few merges
 
@@ -99,7 +100,7 @@ def build_tokenizer(
                 wanted &= mix64(hashes) < np.uint64(keep * 2.0**64)
             for text, take in zip(source.documents(), wanted.tolist(), strict=True):
                 if take:
-                    yield from _pieces(text)
+                    yield from _pieces(text, TRAIN_PIECE, "\n \t")
 
     return train_bpe(texts(), size)
 
@@ -159,7 +160,7 @@ def _encode(texts: Iterator[str], tokenizer: Tokenizer) -> Iterator[tuple[IDs, i
         for number, text in enumerate(texts):
             raw = text.encode()
             facts.append((len(raw), content_hash(raw)))
-            for piece in _pieces(text):
+            for piece in _pieces(text, PIECE, "\n"):
                 yield number, piece
 
     def encoded() -> Iterator[tuple[int, IDs]]:
@@ -184,15 +185,21 @@ def _encode_chunk(chunk: list[tuple[int, str]], tokenizer: Tokenizer) -> Iterato
     return zip((number for number, _ in chunk), encodings, strict=True)
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """Cut a long text before line ends that follow a visible character: GPT-2's rule never merges across."""
+def _pieces(text: str, limit: int, cuts: str) -> Iterator[str]:
+    """Cut a long text into at most `limit` characters, before one of `cuts` that follows a visible character.
+
+    GPT-2's rule never merges across such a place; text without one is cut at `limit`.
+    """
     start = 0
-    while len(text) - start > PIECE:
-        stop = start + PIECE
-        line = text.rfind("\n", start + 1, stop)
-        while line > start and text[line - 1].isspace():
-            line = text.rfind("\n", start + 1, line)
-        stop = line if line > start else stop
+    while len(text) - start > limit:
+        stop = start + limit
+        for char in cuts:
+            place = text.rfind(char, start + 1, stop)
+            while place > start and text[place - 1].isspace():
+                place = text.rfind(char, start + 1, place)
+            if place > start:
+                stop = place
+                break
         yield text[start:stop]
         start = stop
     yield text[start:]

@@ -72,8 +72,14 @@ class Tokenizer:
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[IDs]:
-        """Token ids of each text, computed on all cores."""
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        """Token ids of each text, computed on all cores. Raises `UserError` for text it has no tokens for."""
+        try:
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(
+                f"data.tokenizer: the tokenizer cannot encode this text ({error}); "
+                "give one with an unknown token, or a byte-level one"
+            ) from error
         return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -169,9 +175,14 @@ def _find_end(backend: tokenizers.Tokenizer, path: Path) -> int:
     if config.is_file():
         try:
             eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             raise UserError(f"data.tokenizer: {config} is not a JSON object ({error})") from error
-        named = eos["content"] if isinstance(eos, dict) else eos
+        named = eos.get("content", eos) if isinstance(eos, dict) else eos
+        if named is not None and not isinstance(named, str):
+            raise UserError(
+                f"data.tokenizer: eos_token in {config} is {json.dumps(eos)[:80]}, not the name of a token; "
+                "give one of the tokenizer's tokens as a string"
+            )
     for name in (named,) if named else _KNOWN_ENDS:
         number = backend.token_to_id(name)
         if number is not None:

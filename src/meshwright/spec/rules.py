@@ -105,6 +105,16 @@ def warmup_is_within(spec: RunSpec) -> None:
         )
 
 
+def one_corpus_or_a_mixture(spec: RunSpec) -> None:
+    """A mixture replaces the corpus; the default corpus counts as not given."""
+    data = spec.data
+    if data.mixture and data.corpus != type(data).model_fields["corpus"].default:
+        raise UserError(
+            f"data.corpus: {data.corpus!r} is given beside data.mixture; "
+            "leave data.corpus out, or add it to the mixture with a weight"
+        )
+
+
 RULES: tuple[Callable[[RunSpec], None], ...] = (
     heads_share_keys,
     rope_turns_pairs,
@@ -114,6 +124,7 @@ RULES: tuple[Callable[[RunSpec], None], ...] = (
     batch_is_whole,
     stop_is_within,
     warmup_is_within,
+    one_corpus_or_a_mixture,
 )
 
 
