@@ -69,6 +69,11 @@ class Run:
 
     def _start(self, resume: str | None) -> None:
         if resume is None:
+            if self.store.latest() is not None:
+                raise UserError(
+                    f"{self.store.directory} already holds checkpoints; go on with --resume auto, or give "
+                    f"another --out or checkpoint.dir"
+                )
             self.trainer.initialise()
         else:
             self._resume(resume)

@@ -75,7 +75,7 @@ def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
     The samples are synthetic documents of the run's own length and packing. The precision is float64 whatever
     the spec says: what is checked is the layout, not rounding.
     """
-    spec, note = narrowed(_exact(spec))
+    spec, note = narrowed(_exact(spec, steps))
     corpus = open_corpus(spec)
     trainer = Trainer(spec, mesh)
     trainer.initialise()
@@ -107,7 +107,7 @@ def _scalar(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-def _exact(spec: RunSpec) -> RunSpec:
+def _exact(spec: RunSpec, steps: int) -> RunSpec:
     tree = spec.to_json()
     tree["precision"] = {"compute": "fp64"}
     tree["data"] = {
@@ -116,7 +116,8 @@ def _exact(spec: RunSpec) -> RunSpec:
         "pack": spec.data.pack,
         "document_mask": spec.data.document_mask,
     }
-    tree["train"]["compile"] = False
+    total = max(spec.train.total_steps, steps)
+    tree["train"] |= {"compile": False, "steps": total, "tokens": None, "stop_at": None}
     return RunSpec.model_validate(tree)
 
 
