@@ -10,6 +10,7 @@ import torch
 
 import small
 from meshwright import api
+from meshwright.checkpoint import Lease
 from meshwright.spec import RunSpec, UserError, load
 
 KEYS = {
@@ -97,10 +98,11 @@ def test_import_goes_on_training(run: Path, folder: Path, tmp_path: Path) -> Non
     tokens = torch.randint(0, 300, (1, 9))
     with torch.no_grad():
         assert torch.equal(api.load_run(tmp_path / "again")(tokens), api.load_run(run)(tokens))
+    moved = (tmp_path / "again").rename(tmp_path / "moved")
     flags = [(f"data.{key}", str(value)) for key, value in spec_of(folder).data.model_dump().items()
              if key in ("corpus", "seq_len", "cache", "val_fraction")]  # fmt: skip
     flags += [("train.batch_tokens", "128"), ("train.steps", "3")]
-    result = api.train(load(tmp_path / "again", flags), out=tmp_path / "again", resume="auto", quiet=True)
+    result = api.train(load(moved, flags), out=moved, resume="auto", quiet=True)
     trained = json.loads((run / "result.json").read_text())
     assert result["steps"] == 3
     assert result["final_loss"] < trained["final_loss"] + 1
@@ -157,7 +159,8 @@ def test_a_damaged_newest_checkpoint_is_told(folder: Path, tmp_path: Path) -> No
 
 
 def test_a_start_without_a_checkpoint_is_told(folder: Path, tmp_path: Path) -> None:
-    api.train(spec_of(folder, train__steps=1), out=tmp_path, resume="auto", quiet=True)
+    with pytest.warns(UserWarning, match="starts from its initial weights"):
+        api.train(spec_of(folder, train__steps=1), out=tmp_path, resume="auto", quiet=True)
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert any("starts from its initial weights" in str(event.get("message")) for event in events)
 
@@ -173,3 +176,48 @@ def test_a_folder_of_checkpoints_is_found_without_the_run_s_record(tmp_path: Pat
     assert api.checkpoints_of(tmp_path) == tmp_path
     (tmp_path / "checkpoints").mkdir()
     assert api.checkpoints_of(tmp_path) == tmp_path / "checkpoints"
+
+
+def test_a_resume_whose_checkpoints_are_gone_is_refused(folder: Path, tmp_path: Path) -> None:
+    spec, out = spec_of(folder, train__steps=2), tmp_path / "run"
+    api.train(spec, out=out, quiet=True)
+    metrics = (out / "metrics.jsonl").read_bytes()
+    other = spec_of(folder, train__steps=2, checkpoint__dir=tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"elsewhere holds no checkpoint, but .*run has saved one at step 2"):
+        api.train(other, out=out, resume="auto", quiet=True)
+    assert (out / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_two_runs_cannot_share_a_folder(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    with Lease(out, "another run"), pytest.raises(UserError, match="in use by another run"):
+        api.train(spec_of(folder, checkpoint__dir=tmp_path / "elsewhere"), out=out, quiet=True)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_the_run_s_folder_may_be_the_folder_of_its_checkpoints(folder: Path, tmp_path: Path) -> None:
+    spec = spec_of(folder, train__steps=1, checkpoint__dir=tmp_path)
+    assert api.train(spec, out=tmp_path, quiet=True)["steps"] == 1
+
+
+@pytest.mark.parametrize(("resume", "words"), [("5", "no checkpoint of step 5"), ("newest", "neither")])
+def test_a_refused_resume_leaves_nothing(folder: Path, tmp_path: Path, resume: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        api.train(spec_of(folder), out=tmp_path / "run", resume=resume, quiet=True)
+    assert not (tmp_path / "run").exists()
+
+
+def test_folders_that_cannot_be_made_are_sentences(folder: Path, tmp_path: Path) -> None:
+    nowhere = Path("/proc/nowhere")
+    with pytest.raises(UserError, match="/proc/nowhere cannot be made"):
+        api.train(spec_of(folder, checkpoint__dir=tmp_path), out=nowhere, quiet=True)
+    with pytest.raises(UserError, match="/proc/nowhere cannot be made"):
+        api.write_verdict({"equal": True}, nowhere)
+
+
+def test_a_finished_run_that_starts_again_writes_no_row_twice(folder: Path, tmp_path: Path) -> None:
+    for resume in (None, "auto"):
+        api.train(spec_of(folder, train__steps=2), out=tmp_path, resume=resume, quiet=True)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [("val_loss" in row, row["step"]) for row in rows] == [(False, 1), (False, 2), (True, 2)]

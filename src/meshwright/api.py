@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -22,6 +23,7 @@ from meshwright.spec.rules import ranks_match
 if TYPE_CHECKING:
     import torch
 
+    from meshwright.data.corpus import Corpus
     from meshwright.data.tokenize import Counts
     from meshwright.model.decoder import Decoder
     from meshwright.train.observer import Observers
@@ -63,6 +65,7 @@ def train(
 
 def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: bool = False) -> Result:
     """Train as one rank of the world that torchrun describes, or alone; every rank returns the result."""
+    from meshwright.checkpoint import Lease
     from meshwright.checkpoint.ranks import Ranks
     from meshwright.infer.sample import held_out_sample
     from meshwright.launch.world import mesh_of
@@ -70,28 +73,70 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
     from meshwright.train.loop import Run
     from meshwright.train.observer import Observers
 
-    with mesh_of(spec) as mesh:
+    with mesh_of(spec) as mesh, ExitStack() as stack:
         first, ranks = mesh.world.rank == 0, Ranks(mesh.control.group)
-        watching = ranks.together(lambda: _observers(spec, out, resume, quiet) if first else Observers([]))
-        with watching:
-            run = Run(spec, mesh, out, watching)
-            if first and run.corpus.has_text and not (out / "tokenizer.json").exists():
-                out.mkdir(parents=True, exist_ok=True)
-                run.corpus.tokenizer.save(out)
-            result = run.execute(resume)
-            result["sample"] = held_out_sample(run.trainer.decoder, run.corpus)
-            ranks.together(lambda: watching.on_end(result))
+
+        def start() -> Observers:
+            if not first:
+                return Observers([])
+            _check_folder(spec, out, resume)
+            if spec.checkpoint.folder(out).resolve() != out.resolve():  # else the checkpoints' own lease does
+                _make_folder(out)
+                stack.enter_context(Lease(out, "meshwright"))
+            return _observers(spec, out, quiet)
+
+        watching = stack.enter_context(ranks.together(start))
+        run = Run(spec, mesh, out, watching)
+        ranks.together(lambda: _keep_tokenizer(run.corpus, out, spec.model.max_seq_len) if first else None)
+        result = run.execute(resume)
+        result["sample"] = held_out_sample(run.trainer.decoder, run.corpus)
+        ranks.together(lambda: watching.on_end(result))
         if first:
             write_report(out)
     return result
 
 
-def _observers(spec: RunSpec, out: Path, resume: str | None, quiet: bool) -> Observers:
+def _check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
+    """Refuse a start that would bury what the folder `out` holds."""
+    from meshwright.checkpoint.directory import candidates, latest_step
+    from meshwright.report.record import last_checkpoint
+
+    checkpoints = spec.checkpoint.folder(out)
+    if resume is None:
+        if (out / "run.json").exists():
+            raise UserError(
+                f"--out: {out} already holds a run; go on with --resume auto, or give another --out"
+            )
+    elif resume != "auto":
+        if not resume.isdecimal():
+            raise UserError(f"--resume: {resume!r} is neither 'auto' nor a step")
+        candidates(checkpoints, int(resume))
+    elif latest_step(checkpoints) is None and (before := last_checkpoint(out)) is not None:
+        raise UserError(
+            f"--resume: {checkpoints} holds no checkpoint, but {out} has saved one at step {before}; give "
+            f"the checkpoint.dir that it had, put them back, or give another --out"
+        )
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out: {out} cannot be made ({error.strerror}); give another --out") from error
+
+
+def _keep_tokenizer(corpus: Corpus, out: Path, max_seq_len: int) -> None:
+    """Put the tokenizer into the run's folder, where `generate` and `export` look for it."""
+    if not corpus.has_text or (out / "tokenizer.json").exists():
+        return
+    _make_folder(out)
+    corpus.tokenizer.save(out, max_seq_len)
+
+
+def _observers(spec: RunSpec, out: Path, quiet: bool) -> Observers:
     from meshwright.report import Progress, RunRecord, make_trackers
     from meshwright.train.observer import Observers
 
-    if resume is None and (out / "run.json").exists():
-        raise UserError(f"--out: {out} already holds a run; go on with --resume auto, or give another --out")
     record = RunRecord(out)
     shown = [] if quiet else [Progress()]
     return Observers([record, *shown, *make_trackers(spec.train.trackers, out, out.name, spec.to_json())])
@@ -120,15 +165,23 @@ def verify(spec: RunSpec, *, nproc: int | None = None, steps: int = 3) -> Result
 
 def verify_worker(spec: RunSpec, *, steps: int = 3, out: Path | None = None) -> Result:
     """`verify` as one rank: the first returns the result and writes `out`/verify.json, others return {}."""
+    from meshwright.checkpoint.ranks import Ranks
     from meshwright.launch.world import mesh_of
     from meshwright.train.verify import verify as verify_rank
 
     with mesh_of(spec) as mesh:
         found = verify_rank(spec, mesh, steps) or {}
-    if found and out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "verify.json").write_text(json.dumps(found), encoding="utf-8")
+        ranks = Ranks(mesh.control.group)
+        ranks.together(lambda: write_verdict(found, out) if found and out is not None else None)
     return found
+
+
+def write_verdict(found: Result, out: Path) -> None:
+    """Write what `verify` found to `out`/verify.json."""
+    from meshwright.report.record import write_atomically
+
+    _make_folder(out)
+    write_atomically(out / "verify.json", json.dumps(found))
 
 
 def generate(
@@ -152,7 +205,7 @@ def generate(
     given = tokenizer.encode(_encodable(prompt))
     found = continue_tokens(
         decoder,
-        [tokenizer.end_id, *given],
+        tokenizer.prompt(given),
         max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -214,6 +267,7 @@ def export(run: Path, folder: Path, dtype: str | None = None) -> None:
         tensors,
         tokenizer if tokenizer.is_file() else None,
         known[dtype] if dtype else None,
+        side_files=run,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -111,3 +112,35 @@ def test_an_interrupt_is_exit_code_130_without_a_traceback() -> None:
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err == ""
+
+
+def test_leaving_finishes_threads_exit_functions_and_output() -> None:
+    program = (
+        "import atexit, threading, time, torch.distributed\nfrom meshwright.launch.child import leave\n"
+        "atexit.register(print, 'exit function')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n"
+        "print('main')\nleave(3)\n"
+    )
+    found = python("-c", program)
+    assert (found.returncode, found.stdout.split("\n")) == (3, ["main", "thread", "exit function", ""])
+
+
+def test_a_stopped_launcher_says_what_is_saved(tmp_path: Path) -> None:
+    words = ["--model.preset", "tiny", "--model.layers", "1", "--data.corpus", "synthetic", "--data.seq_len"]
+    words += ["32", "--train.batch_tokens", "64", "--train.steps", "1000000", "--nproc", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "meshwright", "train", *words, "--out", str(tmp_path / "run")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step "):
+            break
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 143
+    (step,) = re.findall(r"^meshwright: stopped by SIGTERM after step (\d+), which is saved", err)
+    assert err.count("\n") == 1
+    assert (tmp_path / "run" / "checkpoints" / f"step-{int(step):08d}").is_dir()

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from sample_texts import texts
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from meshwright.data import tokenize as cutting
 from meshwright.data.tokenize import bpe_size, build_tokenizer
 from meshwright.data.tokenizer import (
     END,
@@ -153,3 +155,104 @@ def test_a_word_without_a_token_is_one_sentence(tmp_path: Path) -> None:
     assert tokenizer.encode("a a") == [0, 0]
     with pytest.raises(UserError, match=r"data\.tokenizer: the tokenizer cannot encode this text"):
         tokenizer.encode("a b")
+
+
+def test_what_a_prompt_begins_with(tmp_path: Path, bpe: Tokenizer) -> None:
+    assert bpe.prompt([5]) == [0, 5] and bpe.prompt([]) == [0]
+    bpe.save(tmp_path)
+    assert Tokenizer.open(tmp_path / "tokenizer.json").prompt([5]) == [0, 5]
+    path = save_words(tmp_path, "<unk>", "<s>", "</s>", "a")
+    config = tmp_path / "tokenizer_config.json"
+    for named, ids in (
+        ({"bos_token": "<s>"}, [1, 3]),
+        ({"bos_token": "<s>", "add_bos_token": False}, [3]),
+        ({"bos_token": None}, [3]),
+        ({"bos_token": "<nowhere>"}, [3]),
+    ):
+        config.write_text(json.dumps(named))
+        assert Tokenizer.open(path).prompt([3]) == ids
+        assert Tokenizer.open(path, end_id=2).prompt([3]) == [2, 3]
+    assert Tokenizer.open(path).prompt([]) == [2]
+    config.unlink()
+    backend = Backend.from_file(str(path))
+    for processor in (
+        processors.RobertaProcessing(("</s>", 2), ("<s>", 1)),
+        processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]),
+    ):
+        backend.post_processor = processor
+        backend.save(str(path))
+        assert Tokenizer.open(path).prompt([3]) == [1, 3]
+    backend.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 2)])
+    backend.save(str(path))
+    assert Tokenizer.open(path).prompt([3]) == [3]
+
+
+def test_the_byte_tokenizer_takes_what_its_config_says(tmp_path: Path) -> None:
+    byte_tokenizer().save(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    assert Tokenizer.open(path).prompt([5]) == [256, 5]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": END, "bos_token": None}))
+    found = Tokenizer.open(path)
+    assert isinstance(found, ByteTokenizer) and found.prompt([5]) == [5]
+
+
+def test_the_models_length_is_written_if_known(tmp_path: Path, bpe: Tokenizer) -> None:
+    config = tmp_path / "tokenizer_config.json"
+    bpe.save(tmp_path)
+    assert "model_max_length" not in json.loads(config.read_text())
+    bpe.save(tmp_path, max_seq_len=77)
+    assert json.loads(config.read_text())["model_max_length"] == 77
+    auto = pytest.importorskip("transformers").AutoTokenizer
+    assert auto.from_pretrained(str(tmp_path)).model_max_length == 77
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "gone"):
+        with pytest.raises(UserError, match=rf"^{folder}: the tokenizer cannot be written there \([A-Z]"):
+            byte_tokenizer().save(folder)
+    if os.geteuid() != 0:  # root writes anywhere
+        (tmp_path / "closed").mkdir(mode=0o500)
+        with pytest.raises(UserError, match="Permission denied"):
+            byte_tokenizer().save(tmp_path / "closed")
+
+
+def sentencepiece_like(kind: str) -> Tokenizer:
+    """Words begin with U+2581, which also stands before a text: Llama 2's way, or Metaspace's."""
+    backend = Backend(models.BPE(unk_token="<unk>", fuse_unk=True))
+    metaspace = pre_tokenizers.Metaspace(prepend_scheme="first" if kind == "first" else "always")
+    backend.pre_tokenizer = metaspace
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", "</s>"], show_progress=False)
+    backend.train_from_iterator(texts(60), trainer)
+    backend.decoder = decoders.Metaspace()
+    if kind == "llama 2":
+        backend.pre_tokenizer = None
+        backend.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        )
+    return Tokenizer(backend, end_id=1, bos_id=None)
+
+
+@pytest.mark.parametrize("kind", ["llama 2", "always", "first"])
+def test_pieces_of_a_long_text_have_the_tokens_of_the_whole(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = sentencepiece_like(kind)
+    text = " ".join(texts(30, seed=7)) + "  two  spaces\n\n at  line ends \n" * 20
+    whole = tokenizer.encode(text)
+    assert tokenizer.encode(text[:300]) + tokenizer.encode(text[300:]) != whole[:]
+    monkeypatch.setattr(cutting, "PIECE", 300)
+    pieces = list(cutting._long_pieces(text, tokenizer))
+    assert len(pieces) > len(text) // 400
+    assert [i for piece in pieces for i in tokenizer.encode(piece)] == whole
+
+
+def test_a_long_text_without_a_place_to_cut_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cutting, "PIECE", 50)
+    text = "word" * 100
+    assert list(cutting._long_pieces(text, sentencepiece_like("always"))) == [text]
+    assert len(list(cutting._long_pieces(text, byte_tokenizer()))) == 8
+    assert list(cutting._long_pieces("word " * 11 + "\n", byte_tokenizer())) == [
+        "word " * 9 + "word",
+        " word \n",
+    ]

@@ -60,10 +60,13 @@ def test_jsonl_rows(tmp_path: Path) -> None:
     ("line", "sentence"),
     [
         ('{"text": "a"}\n{"text": ', r"data\.corpus: .*rows\.jsonl line 2 is not JSON"),
-        ('{"txet": "a"}', r"data\.text_key: row 1 of .*rows\.jsonl has no key 'text'; did you mean 'txet'\?"),
+        ('{"txet": "a"}', r"data\.text_key: .*rows\.jsonl line 1 has no key 'text'; did you mean 'txet'\?"),
         ('{"q": "a", "z": 1}', r"has no key 'text'; its keys are q, z"),
-        ('{"text": 5}', r"data\.text_key: 'text' in row 1 of .*rows\.jsonl is a int, not text"),
-        ("[1]", r"row 1 of .*rows\.jsonl has no key 'text'"),
+        ('{"text": 5}', r"data\.text_key: 'text' in .*rows\.jsonl line 1 is a int, not text"),
+        ("[1]", r"rows\.jsonl line 1 has no key 'text'"),
+        ('{"text": "a"}\n\n\n{"q": 1}', r"rows\.jsonl line 4 has no key 'text'"),
+        ('{"text": "a"}\n\n\n{"text": 1}', r"rows\.jsonl line 4 is a int"),
+        ('{"text": "a"}\n\n\n{', r"rows\.jsonl line 4 is not JSON"),
         ("\x00", r"line 1 is not JSON"),
     ],
 )
@@ -162,6 +165,8 @@ def test_hub_data_sets_are_asked_for_by_name_and_config(monkeypatch: pytest.Monk
     assert asked == [
         ("some/set", {"split": "train", "streaming": True, "name": name}) for name in ("small", None)
     ]
+    with pytest.raises(UserError, match=r"data\.text_key: hf:some/set row 1 has no key 'body'"):
+        read("hf:some/set", "body")
     with pytest.raises(UserError, match=r"nobody/nothing cannot be read by datasets \(does not exist\)"):
         read("hf:nobody/nothing")
 
@@ -175,6 +180,8 @@ def test_parquet_rows(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"text": ["one", "", "two"]}), path)
     assert read(path) == ["one", "two"]
     assert read(tmp_path) == ["one", "two"]
+    with pytest.raises(UserError, match=r"x\.parquet row 1 has no key 'body'; its keys are text"):
+        read(path, "body")
     path.write_bytes(b"PAR1 no")
     with pytest.raises(UserError, match=r"x\.parquet cannot be read by datasets"):
         read(path)

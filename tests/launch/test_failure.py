@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from meshwright.launch.failure import Outcome, RanksFailed, outcome, record
+from meshwright.launch.failure import Outcome, RanksFailed, last_words, outcome, record
 from meshwright.spec import UserError
+from meshwright.spec.errors import Stopped
 
 ECHO = RuntimeError("Connection closed by peer [127.0.0.1]:3")
 
@@ -99,8 +100,27 @@ def test_an_outcome_raises_what_a_single_process_would() -> None:
     Outcome().raise_for_failure()
     with pytest.raises(UserError, match="a key"):
         Outcome(2, "a key").raise_for_failure()
-    with pytest.raises(KeyboardInterrupt):
-        Outcome(130, "stopped by SIGINT").raise_for_failure()
+    with pytest.raises(KeyboardInterrupt, match="stopped by SIGINT"):
+        Outcome(130, "stopped by SIGINT", stopped=True).raise_for_failure()
     with pytest.raises(RanksFailed) as caught:
         Outcome(137, "rank 1 of 2 was ended by SIGKILL", "last words").raise_for_failure()
     assert (caught.value.code, caught.value.details) == (137, "last words")
+
+
+def test_a_stopped_rank_s_words_are_found_among_the_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank, error in enumerate([ValueError("echo"), Stopped("stopped after step 3", 143)]):
+        file = tmp_path / "run_x" / "attempt_0" / str(rank) / "error.json"
+        file.parent.mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        record(error)
+    assert last_words(tmp_path) == "stopped after step 3"
+    assert last_words(tmp_path / "run_x") == ""
+
+
+def test_a_mistake_has_no_traceback_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    record(UserError("layout.dp: 3"))
+    assert "Traceback" not in file.read_text()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from meshwright.checkpoint.hf import export_hf, import_hf, load_hf
 from meshwright.model.decoder import Decoder
@@ -161,10 +161,11 @@ def test_the_tokenizer_goes_along(tmp_path: Path) -> None:
     [
         ({"eos_token": "<stop>", "bos_token": {"content": "<go>", "lstrip": False}}, "<stop>", "<go>"),
         ({"eos_token": {"content": "<stop>"}, "bos_token": None}, "<stop>", None),
-        ({"eos_token": ["<stop>"], "bos_token": 3}, "</s>", "</s>"),
-        (None, "</s>", "</s>"),
+        ({"eos_token": ["<stop>"], "bos_token": 3}, "</s>", None),
+        ({"eos_token": "<stop>", "model_max_length": 7}, "<stop>", None),
+        (None, "</s>", None),
     ],
-    ids=["both", "no bos", "wrong types", "no config"],
+    ids=["both", "no bos", "wrong types", "a length", "no config"],
 )
 def test_the_ends_are_those_of_the_tokenizer_config(
     named: dict[str, Any] | None, eos: str, bos: str | None, tmp_path: Path
@@ -183,11 +184,23 @@ def test_the_ends_are_those_of_the_tokenizer_config(
         written = json.loads((tmp_path / "out" / name).read_text())
         assert written["eos_token_id"] == words[eos]
         assert written["bos_token_id"] == (None if bos is None else words[bos])
-    copied = tmp_path / "out" / "tokenizer_config.json"
+    copied = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     if named is not None:
-        assert copied.read_bytes() == beside.read_bytes()
+        assert copied == {"model_max_length": spec.max_seq_len} | json.loads(beside.read_text())
     else:
-        assert json.loads(copied.read_text())["eos_token"] == eos
+        assert (copied["eos_token"], copied["model_max_length"]) == (eos, spec.max_seq_len)
+
+
+def test_the_beginning_may_be_what_the_post_processor_puts_first(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "<go>": 1, "</s>": 2}, unk_token="<unk>"))
+    template = processors.TemplateProcessing("<go> $A </s>", special_tokens=[("<go>", 1), ("</s>", 2)])
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(), template])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    spec = ModelSpec(preset="tiny", layers=1)
+    parameters = dict(init_whole_(Decoder(spec), seed=0).named_parameters())
+    export_hf(tmp_path / "out", spec, parameters, tmp_path / "tokenizer.json")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["bos_token_id"], written["eos_token_id"]) == (1, 2)
 
 
 def test_an_end_that_the_tokenizer_lacks_is_named(tmp_path: Path) -> None:

@@ -211,3 +211,11 @@ def test_atomic_writing_replaces_the_whole_file(tmp_path: Path) -> None:
     write_atomically(tmp_path / "a.txt", "short")
     assert (tmp_path / "a.txt").read_text() == "short"
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_row_whose_step_is_no_number_is_named(tmp_path: Path) -> None:
+    record_steps(tmp_path, 0, 1)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": "foo"}\n')
+    with pytest.raises(UserError, match=r"metrics.jsonl: a row has the step 'foo'"):
+        record_steps(tmp_path, 1, 2)

@@ -69,7 +69,15 @@ WRONG = [
     ({"layout": {"zero": 5}}, ["layout.zero", "5", "0, 1, 2 or 3"]),
     ({"data": {"mixture": {"stdlib": -1}}}, ["data.mixture.stdlib", "-1", "greater than 0"]),
     ({"data": {"corpus": 7}}, ["data.corpus", "7", "text"]),
-    ({"train": {"steps": 5, "tokens": 5}}, ["train.tokens", "train.steps"]),
+    ({"train": {"steps": 5, "tokens": 5}}, ["train.tokens", "train.steps", "'none'"]),
+    ({"layout": {"dp": "2"}}, ["run.toml: layout.dp", '"2"', "integer"]),
+    ({"train": {"lr": "1e-3"}}, ["train.lr", '"1e-3"', "number"]),
+    ({"train": {"compile": 1}}, ["train.compile", "1", "true or false"]),
+    ({"data": {"cache": ""}}, ["data.cache", '""']),
+    ({"checkpoint": {"dir": ""}}, ["checkpoint.dir", '""']),
+    ({"model": {"hf": ""}}, ["model.hf", "folder"]),
+    ({"model": {"preset": "tiny", "hf": "x"}}, ["model.preset", "model.hf = 'x'", "one of them"]),
+    ({"data": {"corpus": "a", "mixture": {"b": 1}}}, ["data.mixture", "b", "data.corpus = 'a'"]),
 ]
 
 
@@ -171,6 +179,8 @@ def test_flags_are_read_by_the_type_of_their_key() -> None:
     assert spec.train.compile is True
     assert spec.train.batch_tokens == 16384
     assert from_tree({}, [("data.mixture.stdlib", "0.5")]).data.mixture == {"stdlib": 0.5}
+    assert from_tree({}, [("data.mixture.../a.jsonl", "2")]).data.mixture == {"../a.jsonl": 2}
+    assert from_tree({"train": {"tokens": 1e9}}).train.tokens == 10**9
     assert spec.recompute.policy == "selective"
 
 

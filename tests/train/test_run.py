@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 import small
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
+from meshwright.spec.errors import Stopped
 from meshwright.train.loop import Run
 from meshwright.train.observer import Observers
 from ranks import Ranks, RanksFailedError
@@ -174,6 +177,76 @@ def test_what_observers_are_told(ranks: Ranks, corpus: Path, tmp_path: Path) -> 
     assert [row["step"] for kind, row in events if kind == "eval"] == [2, 4, 6]
     assert [row["step"] for kind, row in events if kind == "checkpoint"] == [3, 6]
     json.dumps(events)
+
+
+class Signals(Notes):
+    """Sends this process a signal after a step, as a scheduler that wants the machine back does."""
+
+    def __init__(self, number: int, step: int) -> None:
+        super().__init__()
+        self.number, self.step = number, step
+
+    def on_step(self, row: dict[str, Any]) -> None:
+        super().on_step(row)
+        if row["step"] == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+def stopped(mesh: Mesh, spec: RunSpec, out: Path, number: int) -> tuple[str, int, list[Any]]:
+    """Rank 1 alone gets the signal, after step 20."""
+    notes = Signals(number, 20) if mesh.world.rank == mesh.world.size - 1 else Notes()
+    before = signal.getsignal(number)
+    with pytest.raises(Stopped) as caught:
+        Run(spec, mesh, out, Observers([notes])).execute(None)
+    assert signal.getsignal(number) is before
+    return str(caught.value), caught.value.code, notes.events
+
+
+@pytest.mark.parametrize(("name", "dp"), [("SIGINT", 1), ("SIGTERM", 2)])
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
+    ranks: Ranks, corpus: Path, tmp_path: Path, name: str, dp: int
+) -> None:
+    spec, number = spec_of(corpus, layout__dp=dp), signal.Signals[name]
+    found = ranks.run(spec.layout, stopped, spec, tmp_path / "halves", number)
+    for sentence, code, events in found:
+        assert "after step 20, which is saved" in sentence and code in (128 + number, 128 + signal.SIGTERM)
+        assert [kind for kind, _ in events] == ["start", "checkpoint", "stopped"]
+    assert name in found[-1][0] and found[-1][1] == 128 + number
+    whole, _ = start(ranks, spec, tmp_path / "whole")
+    both, _ = start(ranks, spec, tmp_path / "halves", "auto")
+    assert both["parameters_sha256"] == whole["parameters_sha256"]
+
+
+class Published(Notes):
+    """Looks, whenever a checkpoint is told, whether it can be read."""
+
+    def __init__(self, checkpoints: Path) -> None:
+        super().__init__()
+        self.checkpoints = checkpoints
+
+    def on_event(self, kind: str, fields: dict[str, Any]) -> None:
+        if kind == "checkpoint":
+            assert (self.checkpoints / f"step-{fields['step']:08d}" / "manifest.json").is_file()
+        super().on_event(kind, fields)
+
+
+def run_published(mesh: Mesh, spec: RunSpec, out: Path) -> list[int]:
+    notes = Published(out / "checkpoints")
+    Run(spec, mesh, out, Observers([notes] if mesh.world.rank == 0 else [])).execute(None)
+    return [fields["step"] for kind, fields in notes.events if kind == "checkpoint"]
+
+
+def test_a_checkpoint_is_told_once_it_is_published(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
+    spec = spec_of(corpus, layout__dp=2, train__steps=9, checkpoint__every=2, checkpoint__keep=9)
+    assert ranks.run(spec.layout, run_published, spec, tmp_path)[0] == [2, 4, 6, 8, 9]
+
+
+def test_the_result_counts_the_gradients_of_a_sharded_layout(
+    ranks: Ranks, corpus: Path, tmp_path: Path
+) -> None:
+    spec = spec_of(corpus, layout__dp=2, layout__zero=3, train__steps=1)
+    result, _ = start(ranks, spec, tmp_path)
+    assert result["memory"]["gradients"] >= 4 * spec.model.parameters / 2
 
 
 def poisoned(mesh: Mesh, spec: RunSpec, out: Path, bad_steps: range) -> tuple[list[Any], list[Any], bool]:

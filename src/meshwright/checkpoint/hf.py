@@ -24,6 +24,7 @@ from torch import Tensor
 from meshwright.model.decoder import Decoder
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.hf import read_json_object, write_hf_config
+from meshwright.spec.tokens import KNOWN_ENDS, copy_side_files, find_bos, token_name
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {
@@ -32,8 +33,6 @@ _DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-# Names of the token that ends a document in published tokenizers, for a tokenizer without a config.
-_KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "<|im_end|>")
 
 
 @dataclass(frozen=True)
@@ -225,14 +224,17 @@ def export_hf(
     tokenizer_file: Path | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
+    side_files: Path | None = None,
 ) -> None:
     """Write a folder that transformers opens: config, weights, and the tokenizer if its file is given.
 
     `tensors` are the decoder's parameters by name, written in `dtype` (by default that of the embedding), in
     one file or in several of at most `max_shard_bytes` each. The folder appears by one rename, whole or not
-    at all. A `tokenizer_config.json` beside the tokenizer's file names the end and the beginning of a text,
-    and is copied as it is. Raises `UserError` for a folder that exists and is not empty or that cannot be
-    written, a model that no HF family computes, and tensors that are missing or misshapen.
+    at all. A `tokenizer_config.json` beside the tokenizer's file names the end and the beginning of a text;
+    it is copied, and told the model's length if it has none. The other files of the tokenizer and the
+    generation_config.json that the folder `side_files` has go along. Raises `UserError` for a folder that
+    exists and is not empty or that cannot be written, a model that no HF family computes, and tensors that
+    are missing or misshapen.
     """
     folder = Path(folder)
     try:
@@ -248,6 +250,8 @@ def export_hf(
             os.chmod(unfinished, 0o755)  # mkdtemp's are for their owner alone
             _write_json(unfinished / "config.json", config)
             _write_json(unfinished / "generation_config.json", ends.ids())
+            if side_files is not None:
+                copy_side_files(side_files, unfinished)
             _write_weights(unfinished, spec, tensors, dtype, max_shard_bytes)
             if tokenizer_file is not None:
                 _write_tokenizer(unfinished, tokenizer_file, ends, spec.max_seq_len)
@@ -322,34 +326,29 @@ class _Ends:
 
     @staticmethod
     def of(tokenizer_file: Path) -> _Ends:
-        """As the `tokenizer_config.json` beside the file says; else a known name, which then does both.
+        """As the `tokenizer_config.json` beside the file says.
 
-        A config without a `bos_token`, or with one that is not in the vocabulary, has none.
+        Else the end has a known name, and the beginning is what the tokenizer's post-processor puts first.
         """
         try:
             backend = tokenizers.Tokenizer.from_file(str(tokenizer_file))
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"export: {tokenizer_file} is not a tokenizer.json ({error})") from error
-        known = [(name, i) for name in _KNOWN_ENDS if (i := backend.token_to_id(name)) is not None]
+        known = [(name, i) for name in KNOWN_ENDS if (i := backend.token_to_id(name)) is not None]
         path = tokenizer_file.with_name("tokenizer_config.json")
         config = read_json_object(path, "export") if path.is_file() else {}
-        name = _token_name(config.get("eos_token"))
+        name = token_name(config.get("eos_token"))
         eos = known[0] if name is None and known else None
         if name is not None and (number := backend.token_to_id(name)) is not None:
             eos = (name, number)
         if eos is None:
-            wanted = repr(name) if name is not None else f"any of {', '.join(_KNOWN_ENDS)}"
+            wanted = repr(name) if name is not None else f"any of {', '.join(KNOWN_ENDS)}"
             raise UserError(
                 f"export: {tokenizer_file} has no end-of-document token {wanted}; name one of its tokens as "
                 f"eos_token in {path.name} beside it"
             )
-        if not path.is_file():
-            return _Ends(eos, eos)
-        name = _token_name(config.get("bos_token"))
-        if name is None:
-            return _Ends(eos, eos if config.get("bos_token") is not None else None)
-        number = backend.token_to_id(name)
-        return _Ends(eos, (name, number) if number is not None else None)
+        bos = find_bos(config, json.loads(backend.to_str())["post_processor"], backend.token_to_id)
+        return _Ends(eos, (str(backend.id_to_token(bos)), bos) if bos is not None else None)
 
     def ids(self) -> dict[str, int | None]:
         """The two as keys of config.json and generation_config.json."""
@@ -359,17 +358,14 @@ class _Ends:
         }
 
 
-def _token_name(token: Any) -> str | None:
-    """The text of a token in tokenizer_config.json, a string or {"content": ...}; None for anything else."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
-
-
 def _write_tokenizer(folder: Path, tokenizer_file: Path, ends: _Ends, max_seq_len: int) -> None:
     shutil.copyfile(tokenizer_file, folder / "tokenizer.json")
     beside = tokenizer_file.with_name("tokenizer_config.json")
     if beside.is_file():
         shutil.copyfile(beside, folder / beside.name)
+        config = read_json_object(beside, "export")
+        if "model_max_length" not in config:
+            _write_json(folder / beside.name, config | {"model_max_length": max_seq_len})
         return
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import TracebackType
 
 from meshwright.checkpoint.disk import TEMPORARY, Disk, open_regular
 from meshwright.checkpoint.errors import CheckpointError
@@ -96,7 +97,10 @@ class Lease:
                 mine = _describe(self.holder, self._token, 1 + (other.generation if other else 0))
                 self._write(mine)
         except OSError as error:
-            raise CheckpointError(f"cannot take the lease of {self.directory}: {error}") from error
+            raise CheckpointError(
+                f"{self.directory} cannot be written ({error.strerror or error}); "
+                "give a folder that this user may write"
+            ) from error
         self._mine, self.generation = mine, mine.generation
         self._stop.clear()
         self._beat = threading.Thread(target=self._keep_alive, name="lease heartbeat", daemon=True)
@@ -117,6 +121,15 @@ class Lease:
                     self._write(Holder(**{**asdict(mine), "released": True}))
         except OSError as error:
             raise CheckpointError(f"cannot give back the lease of {self.directory}: {error}") from error
+
+    def __enter__(self) -> Lease:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
 
     def check(self) -> None:
         """Raise CheckpointError when the lease is not ours any more: what was written must be dropped."""

@@ -135,9 +135,14 @@ class CheckpointStore:
         All ranks get the same sentence, but maybe a step apart: a trainer that stops for it agrees with its
         peers first.
         """
-        if self._thread is None or not self._thread.is_alive():
+        if not self.busy:
             self._join()
             self._deliver()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a background save is on its way on this rank."""
+        return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:
         """Wait for the save in flight; raise on every rank what it raised, unless `poll` did."""

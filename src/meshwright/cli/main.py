@@ -11,6 +11,7 @@ from meshwright import __version__
 from meshwright.cli import help as helps
 from meshwright.cli import models, runs, specs
 from meshwright.cli.verb import Verb, parse
+from meshwright.launch.child import leave
 from meshwright.launch.env import LAUNCHER
 from meshwright.launch.failure import RanksFailed, exit_code, record
 from meshwright.spec import UserError
@@ -38,11 +39,14 @@ def run() -> None:
     except RanksFailed as error:
         code = _fail(str(error), error.code, error.details)
     except KeyboardInterrupt as error:
+        record(error)
         code = exit_code(error)
+        if str(error):
+            print(f"meshwright: {error}", file=sys.stderr)
     except BrokenPipeError:  # the reader has gone, as in `meshwright spec schema | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141  # 128 + SIGPIPE
-    sys.exit(code)
+    leave(code)
 
 
 def _fail(sentence: str, code: int, details: str = "") -> int:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from meshwright.cli import show
-from meshwright.cli.verb import JSON, Argument, Call, Flag, Verb, choice, number, whole
+from meshwright.cli.verb import JSON, Argument, Call, Flag, Verb, choice, folder_name, number, whole
 from meshwright.spec import UserError
 from meshwright.spec.load import one_line
 
@@ -140,7 +140,7 @@ VERBS = (
         "make a run's folder from an HF folder of the Llama, Qwen3, Mistral or GPT-2 family",
         import_hf,
         (Argument("FOLDER", "an HF folder with config.json and safetensors"),),
-        (Flag("out", "folder of the run to make", "DIR", str, required=True), JSON),
+        (Flag("out", "folder of the run to make", "DIR", folder_name, required=True), JSON),
     ),
     Verb("checkpoint ls", "list a run's checkpoints", checkpoint_ls, (_CHECKPOINTS,), (JSON,)),
     Verb(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from meshwright.cli import show
-from meshwright.cli.verb import JSON, Argument, Call, Flag, Verb, whole
+from meshwright.cli.verb import JSON, Argument, Call, Flag, Verb, folder_name, whole
 from meshwright.launch.env import resolve, worker
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import read_tree
@@ -79,8 +78,7 @@ def verify(call: Call) -> int:
     else:
         result = api.verify(spec, steps=steps)
         if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
-            (out / "verify.json").write_text(json.dumps(result), encoding="utf-8")
+            api.write_verdict(result, out)
     _show_verify(result, bool(call.flags["json"]))
     return 0 if result["equal"] else 1
 
@@ -126,7 +124,7 @@ VERBS = (
         (RUN,),
         (
             NPROC,
-            Flag("out", "folder of the run; default a new one under runs/", "DIR", str),
+            Flag("out", "folder of the run; default a new one under runs/", "DIR", folder_name),
             Flag(
                 "resume", "go on from a checkpoint: 'auto' for the newest one, or its step", "auto|STEP", str
             ),
@@ -143,7 +141,7 @@ VERBS = (
         (
             NPROC,
             Flag("steps", "optimiser steps to compare", "K", whole(1), default=3),
-            Flag("out", "write the result to DIR/verify.json too", "DIR", str),
+            Flag("out", "write the result to DIR/verify.json too", "DIR", folder_name),
             JSON,
         ),
         keys=True,
@@ -153,7 +151,7 @@ VERBS = (
         "turn text, JSONL or sources into a folder of tokens that data.corpus can name",
         tokenize,
         (RUN,),
-        (Flag("out", "folder to write", "DIR", str, required=True), JSON),
+        (Flag("out", "folder to write", "DIR", folder_name, required=True), JSON),
         keys=True,
     ),
 )

@@ -102,6 +102,13 @@ def number(least: float, most: float) -> Callable[[str], float]:
     return read
 
 
+def folder_name(text: str) -> str:
+    """A reader of a folder's name; an empty one would be the folder that we are in."""
+    if not text:
+        raise ValueError("the name of a folder is needed")
+    return text
+
+
 def choice(*names: str) -> Callable[[str], str]:
     """A reader of one of `names`."""
 
@@ -137,6 +144,8 @@ def parse(verb: Verb, words: Sequence[str]) -> Call:
         if not word.startswith("--"):
             raise UserError(f"{word}: flags start with two dashes{did_you_mean(word[1:], own)}")
         if "." in name:
+            if any(name == earlier for earlier, _ in overrides):
+                raise UserError(f"--{name}: is given twice; give it once")
             overrides.append((name, _key_value(verb, name, given, queue)))
         else:
             flag = own.get(name) or _unknown(verb, name)
@@ -170,9 +179,14 @@ def _key_value(verb: Verb, name: str, given: str | None, queue: list[str]) -> st
     if given is not None:
         return given
     key = known_keys().get(name)
-    if key is not None and key.is_switch and (not queue or queue[0].lower() not in ("true", "false")):
+    if key is not None and key.is_switch and (not queue or _FLAG.match(queue[0]) or _is_run(queue[0])):
         return "true"
     return _next(name, queue)
+
+
+def _is_run(word: str) -> bool:
+    """Whether a word behind a switch is the run and not the switch's value."""
+    return word.endswith(".toml") or Path(word).exists()
 
 
 def _next(name: str, queue: list[str]) -> str:

@@ -150,7 +150,7 @@ class FileSource:
                 yield from self._rows(path)
             elif path.suffix == PARQUET:
                 rows = _load_dataset("parquet", data_files=str(path))
-                yield from _row_texts(rows, self._text_key, path, self.skipped)
+                yield from _row_texts(_numbered(rows, path), self._text_key, self.skipped)
             else:
                 yield from self._text(path)
 
@@ -174,18 +174,19 @@ class FileSource:
         yield from texts
 
     def _rows(self, path: Path) -> Iterator[str]:
-        def rows() -> Iterator[Any]:
+        def rows() -> Iterator[tuple[str, Any]]:
             with _reading(path), path.open("rb") as file:
                 for number, line in enumerate(file, start=1):
                     if line.strip():
                         try:
-                            yield json.loads(line)
+                            row = json.loads(line)
                         except (ValueError, RecursionError) as error:
                             raise UserError(
                                 f"data.corpus: {path} line {number} is not JSON ({error})"
                             ) from error
+                        yield f"{path} line {number}", row
 
-        yield from _row_texts(rows(), self._text_key, path, self.skipped)
+        yield from _row_texts(rows(), self._text_key, self.skipped)
 
 
 class HubSource:
@@ -211,22 +212,27 @@ class HubSource:
         """The text of each row."""
         self.skipped.clear()
         rows = _load_dataset(self._path, name=self._config)
-        yield from _row_texts(rows, self._text_key, self.name, self.skipped)
+        yield from _row_texts(_numbered(rows, self.name), self._text_key, self.skipped)
 
 
-def _row_texts(rows: Iterator[Any], key: str, where: Path | str, skipped: Counter[str]) -> Iterator[str]:
+def _numbered(rows: Iterator[Any], where: Path | str) -> Iterator[tuple[str, Any]]:
+    """Each row of a file or a data set without lines, behind its place."""
     for number, row in enumerate(rows, start=1):
+        yield f"{where} row {number}", row
+
+
+def _row_texts(rows: Iterator[tuple[str, Any]], key: str, skipped: Counter[str]) -> Iterator[str]:
+    """The texts under `key`; `rows` gives each row behind its place, for messages."""
+    for place, row in rows:
         if not isinstance(row, dict) or key not in row:
             keys = list(row) if isinstance(row, dict) else []
             hint = did_you_mean(key, keys) or (f"; its keys are {', '.join(keys)}" if keys else "")
-            raise UserError(f"data.text_key: row {number} of {where} has no key '{key}'{hint}")
+            raise UserError(f"data.text_key: {place} has no key '{key}'{hint}")
         text = row[key]
         if text is None or text == "":
             skipped["empty"] += 1
         elif not isinstance(text, str):
-            raise UserError(
-                f"data.text_key: '{key}' in row {number} of {where} is a {type(text).__name__}, not text"
-            )
+            raise UserError(f"data.text_key: '{key}' in {place} is a {type(text).__name__}, not text")
         elif not _is_utf8(text):
             skipped["not UTF-8"] += 1
         else:

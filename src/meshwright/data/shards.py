@@ -29,7 +29,7 @@ from meshwright.spec.errors import UserError
 
 MANIFEST = "meshwright-tokens.json"
 TOKENS_FILE = re.compile(r"\d{5,}\.tokens\.bin")
-VERSION = 1
+VERSION = 2
 TOKENS_PER_SHARD = 2**28
 DOCUMENT = np.dtype([("start", "<u8"), ("bytes", "<u8"), ("hash", "<u8")])
 """Place of the document's END within its shard, UTF-8 bytes of its text, 64-bit hash of its text."""

@@ -22,6 +22,7 @@ from meshwright.spec.errors import UserError
 
 PIECE = 2**20  # characters that are encoded at once at most: the library needs ~100 bytes for each token
 TRAIN_PIECE = 2**11  # characters that a BPE is trained on at once: time grows with the square of a word
+TRIALS, TRIAL = 32, 64  # places tried for a cut, and characters on each side of it
 CHUNK = 2**22  # characters that are encoded side by side
 BPE_BYTES = 2**28  # a BPE is trained on a sample of about this size; more changes few merges
 
@@ -160,7 +161,7 @@ def _encode(texts: Iterator[str], tokenizer: Tokenizer) -> Iterator[tuple[IDs, i
         for number, text in enumerate(texts):
             raw = text.encode()
             facts.append((len(raw), content_hash(raw)))
-            for piece in _pieces(text, PIECE, "\n"):
+            for piece in _long_pieces(text, tokenizer):
                 yield number, piece
 
     def encoded() -> Iterator[tuple[int, IDs]]:
@@ -183,6 +184,38 @@ def _encode(texts: Iterator[str], tokenizer: Tokenizer) -> Iterator[tuple[IDs, i
 def _encode_chunk(chunk: list[tuple[int, str]], tokenizer: Tokenizer) -> Iterator[tuple[int, IDs]]:
     encodings = tokenizer.encode_batch([piece for _, piece in chunk])
     return zip((number for number, _ in chunk), encodings, strict=True)
+
+
+def _long_pieces(text: str, tokenizer: Tokenizer) -> Iterator[str]:
+    """Cut a document into pieces to encode one by one, without another token than in the whole.
+
+    A tokenizer that is not byte-level may mark the start of what it is given as a word's, and may lose
+    spaces; so its text is cut only at spaces around which a trial shows no difference, and else stays whole.
+    """
+    if tokenizer.is_byte_level:
+        yield from _pieces(text, PIECE, "\n \t")
+        return
+    start = 0
+    while len(text) - start > PIECE and (cut := _cut(text, start, tokenizer)):
+        yield text[start : cut[0]]
+        start = cut[1]
+    yield text[start:]
+
+
+def _cut(text: str, start: int, tokenizer: Tokenizer) -> tuple[int, int] | None:
+    """(end of a piece, start of the next) within PIECE characters of `start`, with or without the space
+    between; None where no trial succeeds."""
+    place = start + PIECE
+    for _ in range(TRIALS):
+        place = text.rfind(" ", start + 1, place)
+        if place < 0:
+            return None
+        before, after = text[max(start, place - TRIAL) : place], text[place : place + TRIAL]
+        for rest in (after, after[1:]):
+            whole, *parts = tokenizer.encode_batch([before + after, before, rest])
+            if rest and np.array_equal(whole, np.concatenate(parts)):
+                return place, place + len(after) - len(rest)
+    return None
 
 
 def _pieces(text: str, limit: int, cuts: str) -> Iterator[str]:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -18,27 +19,30 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from meshwright.spec.errors import UserError
+from meshwright.spec.tokens import KNOWN_ENDS, find_bos, token_name
 
 END = "<|endoftext|>"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 SMALLEST_BPE = 257  # the 256 bytes and END
 
-# Names of the end-of-document token in published tokenizers, tried when no tokenizer_config.json names it.
-_KNOWN_ENDS = (END, "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "<|im_end|>")
-
 IDs = NDArray[np.uint32]
 
 
 class Tokenizer:
-    """Text to token ids and back; `end_id` marks the start of each document and the end of the one before."""
+    """Text to token ids and back; `end_id` marks the start of each document and the end of the one before.
 
-    def __init__(self, backend: tokenizers.Tokenizer, end_id: int) -> None:
+    `bos_id` is the token that a model of this tokenizer expects before a prompt: END where we trained it,
+    None where it expects nothing.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, end_id: int, bos_id: int | None) -> None:
         self._backend = backend
         self._backend.encode_special_tokens = True
         self._backend.no_padding()
         self._backend.no_truncation()
         self._json = backend.to_str()
         self.end_id = end_id
+        self.bos_id = bos_id
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
 
     @staticmethod
@@ -46,7 +50,8 @@ class Tokenizer:
         """Read a `tokenizer.json`. Raises `UserError`.
 
         The end of document is `end_id`, or what the `tokenizer_config.json` beside it calls `eos_token`, or a
-        name known from published tokenizers.
+        name known from published tokenizers. A prompt begins with `end_id` if that is given; else with what
+        the config calls `bos_token`, or what the post-processor puts first, unless `add_bos_token` is false.
         """
         if not path.is_file():
             raise UserError(
@@ -56,9 +61,13 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"data.tokenizer: {path} is not a tokenizer.json ({error})") from error
-        end_id = _find_end(backend, path) if end_id is None else end_id
-        found = Tokenizer(backend, end_id)
+        if end_id is None:
+            config = _read_config(path.with_name(TOKENIZER_FILES[1]))
+            found = Tokenizer(backend, _find_end(backend, path, config), _find_bos(backend, path, config))
+        else:
+            found = Tokenizer(backend, end_id, bos_id=end_id)
         byte = byte_tokenizer()
+        byte.bos_id = found.bos_id
         return byte if found.digest == byte.digest else found
 
     @cached_property
@@ -70,6 +79,11 @@ class Tokenizer:
         """Token ids of `text`, without any special token."""
         ids: list[int] = self.encode_batch([text])[0].tolist()
         return ids
+
+    def prompt(self, ids: Sequence[int]) -> list[int]:
+        """`ids` behind the token that begins a text; END alone where that leaves nothing to go on from."""
+        begun = [*ids] if self.bos_id is None else [self.bos_id, *ids]
+        return begun or [self.end_id]
 
     def encode_batch(self, texts: Sequence[str]) -> list[IDs]:
         """Token ids of each text, computed on all cores. Raises `UserError` for text it has no tokens for."""
@@ -94,17 +108,30 @@ class Tokenizer:
             return b"".join([self._spelling[i] for i in ids])
         return self._backend.decode(list(ids), skip_special_tokens=False).encode()
 
-    def save(self, folder: Path) -> None:
-        """Write `tokenizer.json`, and `tokenizer_config.json` in the form that transformers reads."""
-        (folder / TOKENIZER_FILES[0]).write_text(self._json, encoding="utf-8")
+    @property
+    def is_byte_level(self) -> bool:
+        """Whether the tokens spell the bytes of a text, no more and no less."""
+        return self._spelling is not None and self.decode_bytes(self.encode("a")) == b"a"
+
+    def save(self, folder: Path, max_seq_len: int | None = None) -> None:
+        """Write `tokenizer.json`, and `tokenizer_config.json` in the form that transformers reads.
+
+        END is both ends of a text, and `max_seq_len` the model's, if it is known. Raises `UserError`.
+        """
         end = self._backend.id_to_token(self.end_id)
-        config = {
+        config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": end,
             "bos_token": end,
             "clean_up_tokenization_spaces": False,
         }
-        (folder / TOKENIZER_FILES[1]).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        if max_seq_len is not None:
+            config["model_max_length"] = max_seq_len
+        try:
+            (folder / TOKENIZER_FILES[0]).write_text(self._json, encoding="utf-8")
+            (folder / TOKENIZER_FILES[1]).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{folder}: the tokenizer cannot be written there ({error.strerror})") from error
 
     @cached_property
     def _spelling(self) -> list[bytes] | None:
@@ -134,7 +161,7 @@ def byte_tokenizer() -> ByteTokenizer:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([END])
-    return ByteTokenizer(backend, end_id=256)
+    return ByteTokenizer(backend, end_id=256, bos_id=256)
 
 
 def train_bpe(texts: Iterator[str], size: int) -> Tokenizer:
@@ -154,7 +181,7 @@ def train_bpe(texts: Iterator[str], size: int) -> Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    return Tokenizer(backend, end_id=0)
+    return Tokenizer(backend, end_id=0, bos_id=0)
 
 
 def number_tokenizer(vocab_size: int) -> Tokenizer:
@@ -166,32 +193,52 @@ def number_tokenizer(vocab_size: int) -> Tokenizer:
     backend = tokenizers.Tokenizer(models.WordLevel({**words, END: vocab_size - 1}, unk_token="0"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens([END])
-    return Tokenizer(backend, end_id=vocab_size - 1)
+    return Tokenizer(backend, end_id=vocab_size - 1, bos_id=vocab_size - 1)
 
 
-def _find_end(backend: tokenizers.Tokenizer, path: Path) -> int:
-    config = path.with_name(TOKENIZER_FILES[1])
-    named: str | None = None
-    if config.is_file():
-        try:
-            eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-        except (ValueError, AttributeError, RecursionError) as error:
-            raise UserError(f"data.tokenizer: {config} is not a JSON object ({error})") from error
-        named = eos.get("content", eos) if isinstance(eos, dict) else eos
-        if named is not None and not isinstance(named, str):
-            raise UserError(
-                f"data.tokenizer: eos_token in {config} is {json.dumps(eos)[:80]}, not the name of a token; "
-                "give one of the tokenizer's tokens as a string"
-            )
-    for name in (named,) if named else _KNOWN_ENDS:
+def _read_config(path: Path) -> dict[str, Any]:
+    """A `tokenizer_config.json`; a file that is not there says nothing."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"data.tokenizer: {path} is not a JSON object ({error})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"data.tokenizer: {path} is not a JSON object")
+    return content
+
+
+def _named(config: dict[str, Any], key: str, path: Path) -> str | None:
+    """The name of the token that the config beside `path` gives as `key`; None for none."""
+    name = token_name(config.get(key))
+    if name is None and config.get(key) is not None:
+        raise UserError(
+            f"data.tokenizer: {key} in {path.with_name(TOKENIZER_FILES[1])} is "
+            f"{json.dumps(config[key])[:80]}, not the name of a token; give one of the tokenizer's tokens as "
+            "a string"
+        )
+    return name
+
+
+def _find_end(backend: tokenizers.Tokenizer, path: Path, config: dict[str, Any]) -> int:
+    named = _named(config, "eos_token", path)
+    for name in (named,) if named else KNOWN_ENDS:
         number = backend.token_to_id(name)
         if number is not None:
             return number
-    wanted = repr(named) if named else f"any of {', '.join(_KNOWN_ENDS)}"
+    wanted = repr(named) if named else f"any of {', '.join(KNOWN_ENDS)}"
     raise UserError(
         f"data.tokenizer: {path} has no end-of-document token {wanted}; name one of its tokens as "
-        f"eos_token in {config.name} beside it"
+        f"eos_token in {TOKENIZER_FILES[1]} beside it"
     )
+
+
+def _find_bos(backend: tokenizers.Tokenizer, path: Path, config: dict[str, Any]) -> int | None:
+    _named(config, "bos_token", path)
+    if config.get("add_bos_token") is False:
+        return None
+    return find_bos(config, json.loads(backend.to_str())["post_processor"], backend.token_to_id)
 
 
 def _byte_alphabet() -> dict[str, int]:

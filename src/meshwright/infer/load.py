@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import warnings
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from meshwright.model.decoder import Decoder
 from meshwright.spec import ModelSpec, RunSpec, UserError
 from meshwright.spec.load import load
 from meshwright.spec.parts import DataSpec
+from meshwright.spec.tokens import copy_side_files
 from meshwright.train.state import imported_state
 
 
@@ -44,7 +44,8 @@ def load_run(run: Path, dtype: torch.dtype | None = None) -> Decoder:
 def import_run(folder: Path, out: Path) -> None:
     """Make the run's folder `out` with a checkpoint of step 0 from an HF folder: its weights, moments of 0.
 
-    The tokenizer comes along. Raises `UserError`, also when `out` holds a run or cannot be written.
+    The tokenizer's files and generation_config.json come along. Raises `UserError`, also when `out` holds a
+    run or cannot be written.
     """
     if (out / "run.json").exists():
         raise UserError(f"--out: {out} already holds a run; give another --out")
@@ -56,9 +57,7 @@ def import_run(folder: Path, out: Path) -> None:
         tensors[f"optim/exp_avg/{name}"] = tensors[f"optim/exp_avg_sq/{name}"] = torch.zeros_like(value)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
-            if file.is_file():
-                shutil.copyfile(file, out / file.name)
+        copy_side_files(folder, out)
         spec = _imported_spec(model, out)
         store = CheckpointStore(spec.checkpoint.folder(out), keep=1)
         store.save(0, tensors, imported_state(spec))

@@ -6,11 +6,14 @@ leaves an uncaught error in a file for the launcher instead of printing it.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import runpy
 import signal
 import sys
+import threading
+from typing import NoReturn
 
 from meshwright.launch.env import LAUNCHER, LOOPBACK
 from meshwright.launch.failure import exit_code, record
@@ -39,13 +42,41 @@ def main(arguments: list[str]) -> None:
     os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
     os.environ[LAUNCHER] = parent
     sys.argv = [module, *rest]
+    code = 0
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit:
-        raise
+    except SystemExit as end:
+        code = _status(end)
     except BaseException as error:
         record(error)
-        sys.exit(exit_code(error))
+        code = exit_code(error)
+    leave(code)
+
+
+def _status(end: SystemExit) -> int:
+    """The exit code that Python gives for it; a text is printed, as Python does."""
+    if end.code is None or isinstance(end.code, int):
+        return end.code or 0
+    print(end.code, file=sys.stderr)
+    return 1
+
+
+def leave(code: int) -> NoReturn:
+    """End a process that may have used process groups, without taking the interpreter apart.
+
+    Threads of a process group can outlive it, and one that drops its last tensor while the interpreter goes
+    down ends the process by SIGABRT. So what must still happen happens here: other threads' work, exit
+    functions, output. Without torch.distributed it is a plain exit.
+    """
+    if "torch.distributed" not in sys.modules:
+        sys.exit(code)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -195,6 +195,7 @@ def process_group(place: Worker | None, device_type: str = "cpu") -> Iterator[Pr
     group = init_process_group(place, device_type)
     try:
         yield group
+        dist.barrier()  # no rank hangs up on one that still listens
     except BaseException as error:
         record(error)
         raise

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.spec import UserError
+from meshwright.spec.errors import Stopped
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -41,18 +42,22 @@ class RanksFailed(Exception):  # noqa: N818 - it says what happened
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks ended: code 0, or the exit code, sentence, and traceback or last lines of the cause."""
+    """How the ranks ended: code 0, or the exit code, sentence, and traceback or last lines of the cause.
+
+    `stopped` tells that a signal had asked for the end.
+    """
 
     code: int = 0
     sentence: str = ""
     details: str = ""
+    stopped: bool = False
 
     def raise_for_failure(self) -> None:
-        """Raise what a single process would have: `UserError`, `KeyboardInterrupt`, or else `RanksFailed`."""
+        """Raise what a single process would have: `UserError`, `Stopped`, or else `RanksFailed`."""
         if self.code == USER_ERROR and self.sentence:
             raise UserError(self.sentence)
-        if self.code == INTERRUPTED:
-            raise KeyboardInterrupt
+        if self.stopped:
+            raise Stopped(self.sentence, self.code)
         if self.code:
             raise RanksFailed(self.sentence, self.code, self.details)
 
@@ -61,7 +66,7 @@ def exit_code(error: BaseException) -> int:
     """The exit code of a process that ends with `error`."""
     if isinstance(error, UserError):
         return USER_ERROR
-    if isinstance(error, RanksFailed):
+    if isinstance(error, (RanksFailed, Stopped)):
         return error.code
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
@@ -69,15 +74,17 @@ def exit_code(error: BaseException) -> int:
 def record(error: BaseException) -> None:
     """Write `error` into the agent's error file, if the agent names one; the first of a process stays."""
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not name or Path(name).exists() or isinstance(error, (SystemExit, KeyboardInterrupt)):
+    plain = isinstance(error, (UserError, Stopped))
+    if not name or Path(name).exists():
         return
-    user = isinstance(error, UserError)
-    sentence = str(error) if user else f"{type(error).__name__}: {error}"
+    if isinstance(error, (SystemExit, KeyboardInterrupt)) and not plain:
+        return
+    sentence = str(error) if plain else f"{type(error).__name__}: {error}"
     extra = {
         "timestamp": str(int(time.time())),
         "time": time.time(),
-        "user": user,
-        "py_callstack": "".join(traceback.format_exception(error)),
+        "plain_code": exit_code(error) if plain else None,
+        "py_callstack": sentence if plain else "".join(traceback.format_exception(error)),
     }
     written = Path(f"{name}.{os.getpid()}")
     written.write_text(json.dumps({"message": {"message": sentence, "extraInfo": extra}}), encoding="utf-8")
@@ -93,7 +100,8 @@ class _Failure:
     seconds: float
     sentence: str
     traceback: str
-    user: bool
+    plain_code: int | None
+    """The exit code where the sentence says it all: a user's mistake, or a signal."""
 
 
 def outcome(failures: Mapping[int, ProcessFailure], ranks: int, stderrs: Mapping[int, Path]) -> Outcome:
@@ -106,8 +114,8 @@ def outcome(failures: Mapping[int, ProcessFailure], ranks: int, stderrs: Mapping
     found = [_read(rank, failure) for rank, failure in failures.items()]
     first = min(failure.seconds for failure in found)
     cause = min(found, key=lambda failure: (_order(failure, first), failure.seconds, failure.rank))
-    if cause.user:
-        return Outcome(USER_ERROR, cause.sentence)
+    if cause.plain_code is not None:
+        return Outcome(cause.plain_code, cause.sentence, stopped=cause.plain_code > 128)
     who = f"rank {cause.rank} of {ranks}"
     log = stderrs.get(cause.rank)
     if cause.sentence:
@@ -120,10 +128,19 @@ def outcome(failures: Mapping[int, ProcessFailure], ranks: int, stderrs: Mapping
     return Outcome(cause.exitcode, f"{who} ended with exit code {cause.exitcode}", _last_lines(log))
 
 
+def last_words(log_dir: Path) -> str:
+    """What the ranks of a stopped run left to say: one plain sentence, of the lowest rank that has one."""
+    for file in sorted(log_dir.glob("*/attempt_0/*/error.json")):
+        message = json.loads(file.read_text(encoding="utf-8"))["message"]
+        if isinstance(message, dict) and message["extraInfo"].get("plain_code") is not None:
+            return str(message["message"])
+    return ""
+
+
 def _read(rank: int, failure: ProcessFailure) -> _Failure:
     message: Any = failure.error_file_data.get("message")
     if not isinstance(message, dict):
-        return _Failure(rank, failure.exitcode, float(failure.timestamp), "", "", False)
+        return _Failure(rank, failure.exitcode, float(failure.timestamp), "", "", None)
     extra = message.get("extraInfo", {})
     return _Failure(
         rank,
@@ -131,13 +148,13 @@ def _read(rank: int, failure: ProcessFailure) -> _Failure:
         float(extra.get("time", failure.timestamp)),
         str(message.get("message", "")),
         str(extra.get("py_callstack", "")),
-        bool(extra.get("user")),
+        extra.get("plain_code"),
     )
 
 
 def _order(failure: _Failure, first: float) -> int:
     """How likely a failure is an echo of another: 0 for surely none."""
-    if failure.user:
+    if failure.plain_code is not None:
         return 0
     if failure.sentence:
         return 4 if any(words in failure.sentence for words in ECHOES) else 2

@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.launch.failure import Outcome, outcome
+from meshwright.launch.failure import Outcome, last_words, outcome
 from meshwright.spec import UserError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def launch(
     if result.details:
         sys.stderr.write(result.details.rstrip() + "\n")
     if result.sentence:
-        sys.stderr.write(f"meshwright: error: {result.sentence}\n")
+        sys.stderr.write(f"meshwright: {'' if result.stopped else 'error: '}{result.sentence}\n")
     return result.code
 
 
@@ -64,7 +64,8 @@ def run_ranks(
             result = agent.run()
         except SignalException as stop:
             _kill_rest(agent)
-            return Outcome(128 + stop.sigval, f"stopped by {signal.Signals(stop.sigval).name}")
+            said = last_words(folder) or f"stopped by {signal.Signals(stop.sigval).name}"
+            return Outcome(128 + stop.sigval, said, stopped=True)
         if not result.is_failed():
             return Outcome()
         run = agent.get_worker_group().spec.rdzv_handler.get_run_id()

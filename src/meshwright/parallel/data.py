@@ -48,6 +48,7 @@ class DataParallel:
         self.units = [self._make_unit(modules) for modules in units]
         self._pending: deque[tuple[Pending, Callable[[], None]]] = deque()
         self._last_microbatch = True
+        self._gradient_bytes = 0
         for index, unit in enumerate(self.units):
             self._hook(index, unit)
 
@@ -193,22 +194,26 @@ class DataParallel:
 
     def end_step(self) -> None:
         """Call after the optimiser: gradients are dropped, parameters are gathered anew when next used."""
+        self._gradient_bytes = self._bytes_of_gradients()
         for unit in self.units:
             unit.gradient = None
             unit.arrived = set()
             unit.expire()
 
     def memory(self) -> dict[str, int]:
-        """Bytes that this rank holds now: stored parameters, their whole copies, gradients."""
+        """Bytes that this rank holds: stored parameters, their whole copies, gradients at the last update."""
         copies = sum(0 if u.aliased else u.full.untyped_storage().nbytes() for u in self.units)
-        grads = {
+        return {
+            "parameters": sum(u.stored.untyped_storage().nbytes() for u in self.units),
+            "compute copies": copies,
+            "gradients": max(self._gradient_bytes, self._bytes_of_gradients()),
+        }
+
+    def _bytes_of_gradients(self) -> int:
+        storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for unit in self.units
             for tensor in (unit.packed, unit.gradient)
             if tensor is not None
         }
-        return {
-            "parameters": sum(u.stored.untyped_storage().nbytes() for u in self.units),
-            "compute copies": copies,
-            "gradients": sum(grads.values()),
-        }
+        return sum(storages.values())

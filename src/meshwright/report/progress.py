@@ -122,7 +122,8 @@ class Progress:
         self._line(f"validation at {self._of(int(row['step']))}  loss {loss}  {bits} bits per byte")
 
     def on_event(self, kind: str, fields: dict[str, Any]) -> None:
-        self._line(f"{kind}  {fmt.fields_text(fields)}".rstrip())
+        if kind != "warning":  # Python's warnings show it, also to who wants no progress
+            self._line(f"{kind}  {fmt.fields_text(fields)}".rstrip())
 
     def on_end(self, result: dict[str, Any]) -> None:
         self.close()

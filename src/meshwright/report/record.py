@@ -118,6 +118,13 @@ def _cut(path: Path, keep: Callable[[Row], bool]) -> int:
     return len(rows) - len(kept)
 
 
+def _step(row: Row, path: Path) -> int:
+    step = row.get("step", 0)
+    if not isinstance(step, int):
+        raise UserError(f"{path}: a row has the step {step!r}; the file is damaged, move it away")
+    return step
+
+
 def _read_object(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
@@ -141,6 +148,12 @@ def read_metrics(out: Path) -> list[Row]:
 def read_events(out: Path) -> list[Row]:
     """Events of the run in folder `out`: {"time", "kind", ...}, in the order written."""
     return _read_lines(out / EVENTS)
+
+
+def last_checkpoint(out: Path) -> int | None:
+    """The step of the last checkpoint that the run in folder `out` reports to have published; None: none."""
+    steps = [row.get("step") for row in read_events(out) if row.get("kind") == "checkpoint"]
+    return int(steps[-1] or 0) if steps else None
 
 
 @dataclass(frozen=True)
@@ -174,6 +187,7 @@ class RunRecord:
         self.out = out
         self._metrics: _Lines | None = None
         self._events: _Lines | None = None
+        self._evaluated: Row | None = None
 
     def on_start(self, info: dict[str, Any]) -> None:
         step = int(info.get("step", 0))
@@ -181,7 +195,8 @@ class RunRecord:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _unwritable(self.out, error) from error
-        lost = _cut(self.out / METRICS, lambda row: row.get("step", 0) <= step)
+        lost = _cut(self.out / METRICS, lambda row: _step(row, self.out / METRICS) <= step)
+        self._evaluated = next((row for row in reversed(read_metrics(self.out)) if "val_loss" in row), None)
         _cut(self.out / EVENTS, lambda row: True)
         self._write_run(info, step)
         self._metrics = _Lines(self.out / METRICS)
@@ -208,7 +223,8 @@ class RunRecord:
 
     def on_eval(self, row: Row) -> None:
         assert self._metrics is not None, "on_eval before on_start"
-        self._metrics.append(row)
+        if strict(row) != self._evaluated:  # a finished run that is started again evaluates the same
+            self._metrics.append(row)
 
     def on_event(self, kind: str, fields: dict[str, Any]) -> None:
         assert self._events is not None, "on_event before on_start"

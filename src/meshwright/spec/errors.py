@@ -1,4 +1,4 @@
-"""The one exception that a user's mistake raises, and the words that help to mend it."""
+"""What ends a run that no bug ended: a user's mistake or a signal; and the words that help to mend it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ class UserError(Exception):
 
     The command line prints it as one line and exits with code 2; it never shows a traceback.
     """
+
+
+class Stopped(KeyboardInterrupt):
+    """A run ended early because a signal asked it to; `code` is the exit code, 128 + the signal."""
+
+    def __init__(self, sentence: str, code: int) -> None:
+        super().__init__(sentence)
+        self.code = code
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

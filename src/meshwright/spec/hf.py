@@ -26,7 +26,7 @@ def read_hf_config(where: str | Path) -> dict[str, Any]:
     A key that is absent has the default of transformers. Raises `UserError` for a file that is missing, is
     not JSON, has a value that no model can have, or asks for something that the decoder does not compute.
     """
-    if not isinstance(where, (str, Path)):
+    if not isinstance(where, (str, Path)) or not str(where):
         raise UserError(f"model.hf: {where!r} is not a path; give a folder that holds a config.json")
     path = Path(where)
     try:

@@ -72,6 +72,7 @@ def read_tree(path: Path) -> dict[str, Any]:
         tree = read_tree(path / "run.json")
         if isinstance(tree.get("train"), dict):
             tree["train"].pop("stop_at", None)
+        _find_tokenizer(tree.get("data"), path / "tokenizer.json")
         return tree
     if not path.is_file():
         near = did_you_mean(path.name, [beside.name for beside in path.parent.glob("*.toml")])
@@ -79,12 +80,24 @@ def read_tree(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
-            return dict(json.loads(text)["spec"])
+            found = json.loads(text)["spec"]
+            if not isinstance(found, dict):
+                raise TypeError("'spec' is no table")
+            return found
         return tomllib.loads(text)
     except (OSError, tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from None
     except (KeyError, TypeError, ValueError):
         raise UserError(f"{path}: is no run record (it has no table 'spec')") from None
+
+
+def _find_tokenizer(data: Any, kept: Path) -> None:
+    """Name the tokenizer that a run's folder keeps where the one on record is gone: the folder has moved."""
+    named = data.get("tokenizer") if isinstance(data, dict) else None
+    if not isinstance(named, str) or not named.endswith(".json") or not kept.is_file():
+        return
+    if not Path(named).expanduser().is_file():
+        data["tokenizer"] = str(kept.resolve())
 
 
 class _Mistake:
@@ -108,6 +121,8 @@ class _Mistake:
 def _overlay(tree: dict[str, Any], name: str, text: str) -> None:
     key = _flag_key(name, text)
     *path, last = name.split(".")
+    if key is None and (table := _table_of(name)):
+        path, last = table.split("."), name.removeprefix(f"{table}.")  # the user's names may have dots
     node = tree
     for step in path:
         if not isinstance(node.get(step), dict):
@@ -122,12 +137,16 @@ def _flag_key(name: str, text: str) -> Key | None:
     known = known_keys()
     if name in known and not known[name].is_table:
         return known[name]
-    table, dot, _ = name.rpartition(".")
-    if (dot and table in known and known[table].is_table) or (name in optional_tables() and _is_none(text)):
+    if _table_of(name) or (name in optional_tables() and _is_none(text)):
         return None
     if name in known:
         raise UserError(f"--{name}: is a table; give its entries, such as --{name}.NAME 0.5")
     raise UserError(f"--{name}: unknown key{_nearest(name, known)}")
+
+
+def _table_of(name: str) -> str:
+    """The table with keys of the user's that a dotted flag names an entry of, or an empty text."""
+    return next((t for t, key in known_keys().items() if key.is_table and name.startswith(f"{t}.")), "")
 
 
 def _value(key: Key | None, text: str) -> Any:
@@ -146,7 +165,8 @@ def _value(key: Key | None, text: str) -> Any:
 
 
 def _tidy(node: dict[str, Any], prefix: str, mistake: _Mistake) -> None:
-    """Read 'none' as no value, and refuse what would pass for another type: a truth value for a number."""
+    """Read 'none' as no value, and refuse what would pass for another type: a truth value or text for a
+    number. A whole number may be written as one with a fraction of 0, since TOML reads 1e9 so."""
     known = known_keys()
     for name, value in node.items():
         key = known.get(prefix + name)
@@ -172,7 +192,10 @@ def _fits(key: Key, value: Any) -> bool:
         return key.is_switch
     if key.is_text:
         return isinstance(value, str) or (value is None and key.optional)
-    return True
+    plain = isinstance(value, (str, int, float)) and not (key.choices or key.is_list or key.is_table)
+    if plain and key.is_switch:
+        return False
+    return not (plain and isinstance(value, str) and str not in key.kinds)
 
 
 def _explain(error: ValidationError, mistake: _Mistake) -> str:

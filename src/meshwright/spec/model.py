@@ -72,7 +72,14 @@ class ModelSpec(Part):
         if cls.model_fields.keys() <= given.keys():
             return given  # a whole record, such as run.json's: it needs no file that may have moved since
         base: dict[str, Any] = {}
-        if given.get("hf") and not given.keys() >= _REQUIRED:  # a resolved spec needs the folder no more
+        if given.get("hf") is not None and given.get("preset") is not None:
+            raise UserError(
+                f"model.preset: {given['preset']!r} is given beside model.hf = {given['hf']!r}; "
+                f"give one of them"
+            )
+        if (
+            given.get("hf") is not None and not given.keys() >= _REQUIRED
+        ):  # a resolved spec needs the folder no more
             base = {"preset": None, **read_hf_config(given["hf"])}
         elif (preset := given.get("preset", "tiny")) is not None:
             if preset not in PRESETS:

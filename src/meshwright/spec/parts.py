@@ -32,7 +32,9 @@ class DataSpec(Part):
     pack: bool = Field(True, description="join documents to fill samples; false gives each its own, padded")
     document_mask: bool = Field(True, description="no attention across documents, positions restart")
     val_fraction: float = Field(0.02, ge=0, lt=1, description="share of documents held out for validation")
-    cache: str | None = Field(None, description="folder of tokenized corpora; default ~/.cache/meshwright")
+    cache: str | None = Field(
+        None, min_length=1, description="folder of tokenized corpora; default ~/.cache/meshwright"
+    )
 
 
 class TrainSpec(Part):
@@ -75,7 +77,8 @@ class TrainSpec(Part):
     def _one_length(self) -> TrainSpec:
         if self.steps is not None and self.tokens is not None:
             raise UserError(
-                f"train.tokens: {self.tokens} is given beside train.steps = {self.steps}; give one of them"
+                f"train.tokens: {self.tokens} is given beside train.steps = {self.steps}; give one of them, "
+                f"and 'none' for one that a run file or an earlier run has"
             )
         return self
 
@@ -131,7 +134,7 @@ RecomputeSpec = Annotated[NoRecompute | FullRecompute | SelectiveRecompute, Fiel
 class CheckpointSpec(Part):
     """When and where checkpoints are written."""
 
-    dir: str | None = Field(None, description="default: checkpoints/ in the run's folder")
+    dir: str | None = Field(None, min_length=1, description="default: checkpoints/ in the run's folder")
     every: int = Field(0, ge=0, description="steps between checkpoints; 0 saves at the end only")
     keep: PositiveInt = Field(3, description="newest checkpoints that are kept")
     asynchronous: bool = Field(True, description="training waits for the copy only, not for the disk")

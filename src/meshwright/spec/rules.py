@@ -110,8 +110,8 @@ def one_corpus_or_a_mixture(spec: RunSpec) -> None:
     data = spec.data
     if data.mixture and data.corpus != type(data).model_fields["corpus"].default:
         raise UserError(
-            f"data.corpus: {data.corpus!r} is given beside data.mixture; "
-            "leave data.corpus out, or add it to the mixture with a weight"
+            f"data.mixture: {', '.join(data.mixture)} with weights is given beside data.corpus = "
+            f"{data.corpus!r}; give --data.corpus stdlib, the default, or add it to the mixture with a weight"
         )
 
 

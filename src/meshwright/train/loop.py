@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import resource
+import signal
 import sys
 import time
+import warnings
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -15,16 +17,18 @@ import torch
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.corpus import Corpus, open_corpus, xz_bits_per_byte
-from meshwright.data.loader import Loader
+from meshwright.data.loader import Batch, Loader
 from meshwright.parallel.collectives import sum_scalars
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import DTYPES
 from meshwright.spec import RunSpec, UserError
+from meshwright.spec.errors import Stopped
 from meshwright.train import state
 from meshwright.train.observer import Observers
 from meshwright.train.peak import matmul_flops_per_second
 from meshwright.train.samples import SampleRecord
 from meshwright.train.step import Step, Trainer
+from meshwright.train.stop import StopSignals
 
 Row = dict[str, Any]
 
@@ -43,6 +47,7 @@ class Run:
         self.store.claim()
         self.done = 0
         self.saved: int | None = None
+        self.writing: int | None = None
         self.skipped_in_a_row = 0
         self.speeds: deque[float] = deque(maxlen=20)
         self.loss = math.nan
@@ -51,15 +56,20 @@ class Run:
         self.warned = 0
 
     def execute(self, resume: str | None) -> Row:
-        """Train to the last step, from the initial weights or from checkpoint `resume` ("auto" or a step)."""
+        """Train to the last step, from the initial weights or from checkpoint `resume` ("auto" or a step).
+
+        A first SIGINT or SIGTERM on any rank ends the run after the step that runs, with a checkpoint: then
+        every rank raises `Stopped`.
+        """
         started = time.perf_counter()
         try:
             self._start(resume)
-            while self.done < self.spec.train.last_step:
-                self._step()
-            if self.saved != self.done:
-                self._save(asynchronous=False)
-            self.store.wait()
+            with StopSignals() as stop:
+                while self.done < self.spec.train.last_step:
+                    self._step()
+                    if self.ranks.any(stop.noted is not None):
+                        self._stop(stop.noted or signal.SIGTERM)
+            self._save_last()
             return self._end(time.perf_counter() - started)
         finally:
             self.loader.close()
@@ -77,8 +87,7 @@ class Run:
             self.trainer.initialise()
         else:
             self._resume(resume)
-        rate = matmul_flops_per_second(DTYPES[self.spec.precision.compute], self.mesh.device)
-        (self.peak_flops,) = sum_scalars([rate], self.mesh.control)
+        self._measure_peak()
         self.observers.on_start(
             {
                 "spec": self.spec.to_json(),
@@ -95,9 +104,17 @@ class Run:
         )
         self._tell_warnings()
 
+    def _measure_peak(self) -> None:
+        """Measure what a matrix product reaches; of several measurements the best counts."""
+        rate = matmul_flops_per_second(DTYPES[self.spec.precision.compute], self.mesh.device)
+        (measured,) = sum_scalars([rate], self.mesh.control)
+        self.peak_flops = max(self.peak_flops, measured)
+
     def _tell_warnings(self) -> None:
         for warning in self.store.warnings[self.warned :]:
             self.observers.on_event("warning", {"message": warning})
+            if self.mesh.world.rank == 0:
+                warnings.warn(warning, stacklevel=2)
         self.warned = len(self.store.warnings)
 
     def _resume(self, resume: str) -> None:
@@ -130,21 +147,25 @@ class Run:
 
     def _step(self) -> None:
         begun = time.perf_counter()
-        batch = self.ranks.together(lambda: self.loader.step(self.done))
+        batch = self.ranks.together(self._ready)
+        self._tell_saved()
         self.samples.note(batch)
         result = self.trainer.step(batch, self.done + 1)
         self.done += 1
         self.loss = result.loss
         self._watch(result)
         self._report(result, time.perf_counter() - begun)
-        self.ranks.together(self.store.poll)
-        self._tell_warnings()
         train = self.spec.train
         if train.eval_every and self.done % train.eval_every == 0 and self.done < train.last_step:
             self._validate(train.eval_tokens)
         every = self.spec.checkpoint.every
         if every and self.done % every == 0:
             self._save(self.spec.checkpoint.asynchronous)
+
+    def _ready(self) -> Batch:
+        """The next batch; raises what a background save raised."""
+        self.store.poll()
+        return self.loader.step(self.done)
 
     def _watch(self, result: Step) -> None:
         """Count steps whose gradients were not finite, and stop after too many in a row."""
@@ -202,14 +223,40 @@ class Run:
     def _save(self, asynchronous: bool) -> None:
         samples = self.samples.digest()
         kept = state.metadata(self.trainer, self.done, self.loss, samples, self.corpus.digest)
+        self.store.wait()
+        self._tell_saved()
         self.store.save(self.done, state.tensors(self.trainer), kept, asynchronous)
-        self.saved = self.done
-        self.observers.on_event("checkpoint", {"step": self.done, "asynchronous": asynchronous})
+        self.saved = self.writing = self.done
+        self._tell_saved()
+
+    def _save_last(self) -> None:
+        """See that the last step done is on disk."""
+        if self.saved != self.done:
+            self._save(asynchronous=False)
+        self.store.wait()
+        self._tell_saved()
+
+    def _tell_saved(self) -> None:
+        """Report a checkpoint when it is published, which with an asynchronous save is some steps later."""
+        if self.writing is not None and not self.store.busy:
+            self.observers.on_event("checkpoint", {"step": self.writing})
+            self.writing = None
+        self._tell_warnings()
+
+    def _stop(self, number: int) -> None:
+        self._save_last()
+        name = signal.Signals(number).name
+        self.observers.on_event("stopped", {"step": self.done, "signal": name})
+        raise Stopped(
+            f"stopped by {name} after step {self.done}, which is saved; go on with --resume auto",
+            128 + number,
+        )
 
     # End --------------------------------------------------------------------------------------------
 
     def _end(self, seconds: float) -> Row:
         self._validate(None)
+        self._measure_peak()
         speeds = sorted(self.speeds)
         speed = speeds[len(speeds) // 2] if speeds else None
         per_token = self.spec.model.flops_per_token(self.spec.data.seq_len)

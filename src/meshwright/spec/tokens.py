@@ -1,0 +1,73 @@
+"""The special tokens and the tokenizer files of Hugging Face folders: their names, and how they are found."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "<|im_end|>")
+"""Names of the token that ends a document in published tokenizers, for a tokenizer that names none itself."""
+
+SIDE_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "tokenizer.model.v*",
+    "sentencepiece.bpe.model",
+    "spiece.model",
+    "tekken.json",
+    "generation_config.json",
+)
+"""What an HF folder holds beside config.json and weights, and needs to read and to write text."""
+
+
+def token_name(token: Any) -> str | None:
+    """The text of a token in tokenizer_config.json, a string or {"content": ...}; None for anything else."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def find_bos(
+    config: dict[str, Any], post_processor: dict[str, Any] | None, id_of: Callable[[str], int | None]
+) -> int | None:
+    """The token that begins a text: what `config`, a tokenizer_config.json, calls `bos_token`, else what the
+    `post_processor` of the tokenizer.json puts first; None where neither is a token that `id_of` knows."""
+    for name in (token_name(config.get("bos_token")), _put_first(post_processor or {})):
+        number = id_of(name) if name is not None else None
+        if number is not None:
+            return number
+    return None
+
+
+def _put_first(processor: dict[str, Any]) -> str | None:
+    """The special token that a post-processor of the tokenizers library puts before a text."""
+    kind = processor.get("type")
+    if kind == "Sequence":
+        names = [_put_first(each) for each in processor["processors"]]
+        return next((name for name in names if name is not None), None)
+    if kind in ("BertProcessing", "RobertaProcessing"):
+        return str(processor["cls"][0])
+    if kind != "TemplateProcessing" or not processor["single"]:
+        return None
+    first = processor["single"][0].get("SpecialToken")
+    return str(processor["special_tokens"][first["id"]]["tokens"][0]) if first else None
+
+
+def copy_side_files(folder: Path, out: Path) -> None:
+    """Copy those of `SIDE_FILES` that `folder` has into the folder `out`. Raises `OSError`."""
+    for pattern in SIDE_FILES:
+        for path in sorted(folder.glob(pattern)):
+            if path.is_file():
+                target = out / path.relative_to(folder)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target)

@@ -1,0 +1,166 @@
+"""An HF folder through import, generate and export: its own first token, and all of its side files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from meshwright import api
+from meshwright.spec import UserError
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+SPECIAL = ["<bos>", "<eos>", "<other>"]
+PROMPT = "the cat"
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of transformers with random weights, and a byte-level tokenizer without a config."""
+    folder = tmp_path_factory.mktemp("theirs")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.4, tie_word_embeddings=False,
+        bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat, naïvely " * 50], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def dressed(theirs: Path, folder: Path, config: dict[str, Any] | None, puts: str | None = None) -> Path:
+    """A copy of the folder with this tokenizer_config.json, whose post-processor `puts` a token first."""
+    shutil.copytree(theirs, folder)
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if puts is not None:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        special = [(puts, tokenizer.token_to_id(puts))]
+        tokenizer.post_processor = processors.TemplateProcessing(f"{puts} $A", special_tokens=special)
+        tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def their_text(folder: Path, first: list[int], prompt: str) -> str:
+    """What transformers writes greedily after the ids `first` and the prompt."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = [*first, *tokenizer.encode(prompt, add_special_tokens=False).ids]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+    new: list[int] = []
+    with torch.no_grad():
+        while len(new) < 12:
+            logits = model(torch.tensor([ids + new])).logits[0, -1, : tokenizer.get_vocab_size()]
+            if (token := int(logits.argmax())) == tokenizer.token_to_id("<eos>"):
+                break
+            new.append(token)
+    return str(tokenizer.decode(new, skip_special_tokens=False))
+
+
+NAMED = {"eos_token": "<eos>", "bos_token": "<bos>"}
+
+
+@pytest.mark.parametrize(
+    ("config", "puts", "prompt", "first"),
+    [
+        (NAMED, None, PROMPT, [0]),
+        (NAMED | {"bos_token": {"content": "<other>"}}, None, PROMPT, [2]),
+        (NAMED | {"add_bos_token": True}, "<bos>", PROMPT, [0]),
+        (NAMED | {"add_bos_token": False}, "<bos>", PROMPT, []),
+        ({"eos_token": "<eos>"}, "<other>", PROMPT, [2]),
+        ({"eos_token": "<eos>", "bos_token": None}, None, PROMPT, []),
+        ({"eos_token": "<eos>", "bos_token": "<nowhere>"}, None, PROMPT, []),
+        (None, None, PROMPT, []),
+        (NAMED, None, "", [0]),
+        ({"eos_token": "<eos>", "bos_token": None}, None, "", [1]),
+    ],
+)
+def test_a_prompt_begins_as_the_tokenizer_says(
+    theirs: Path,
+    tmp_path: Path,
+    config: dict[str, Any] | None,
+    puts: str | None,
+    prompt: str,
+    first: list[int],
+) -> None:
+    folder = dressed(theirs, tmp_path / "hf", config, puts)
+    wanted = their_text(folder, first, prompt)
+    assert wanted not in [
+        their_text(folder, other, prompt) for other in ([0], [1], [2], [0, 0]) if other != first
+    ]
+    assert api.generate(folder, prompt, max_new_tokens=12) == wanted
+    api.import_hf(folder, tmp_path / "run")
+    assert api.generate(tmp_path / "run", prompt, max_new_tokens=12) == wanted
+    api.export(tmp_path / "run", tmp_path / "out")
+    assert api.generate(tmp_path / "out", prompt, max_new_tokens=12) == wanted
+
+
+def test_a_first_token_that_is_no_name_is_one_sentence(theirs: Path, tmp_path: Path) -> None:
+    folder = dressed(theirs, tmp_path / "hf", NAMED | {"bos_token": 3})
+    with pytest.raises(
+        UserError, match=r"bos_token in .*tokenizer_config\.json is 3, not the name of a token"
+    ):
+        api.generate(folder, PROMPT)
+
+
+SIDE_FILES = {
+    "chat_template.jinja": "{% for m in messages %}<other>{{ m.content }}{% endfor %}",
+    "chat_template.json": '{"chat_template": "old"}',
+    "additional_chat_templates/tools.jinja": "{{ tools }}",
+    "special_tokens_map.json": json.dumps(NAMED),
+    "added_tokens.json": '{"<other>": 2}',
+    "generation_config.json": json.dumps({"do_sample": True, "temperature": 0.6, "eos_token_id": [1, 2]}),
+    "vocab.json": "{}",
+    "merges.txt": "#version: 0.2\n",
+}
+
+
+def test_side_files_go_in_and_out(theirs: Path, tmp_path: Path) -> None:
+    folder = dressed(theirs, tmp_path / "hf", NAMED | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    for name, content in SIDE_FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content)
+    (folder / "README.md").write_text("not of the tokenizer")
+    run, out = tmp_path / "run", tmp_path / "out"
+    api.import_hf(folder, run)
+    api.export(run, out)
+    for name, content in SIDE_FILES.items():
+        assert (run / name).read_text() == (out / name).read_text() == content, name
+    assert not (run / "README.md").exists() and not (out / "run.json").exists()
+    opened, before = (transformers.AutoTokenizer.from_pretrained(path) for path in (out, folder))
+    chat = [{"role": "user", "content": PROMPT}]
+    assert opened.apply_chat_template(chat, tokenize=False) == f"<other>{PROMPT}"
+    assert opened(PROMPT).input_ids == before(PROMPT).input_ids
+    assert (opened.bos_token, opened.eos_token, opened.model_max_length) == ("<bos>", "<eos>", 64)
+    model, old = (transformers.AutoModelForCausalLM.from_pretrained(path).eval() for path in (out, folder))
+    assert model.generation_config.eos_token_id == [1, 2] and model.generation_config.temperature == 0.6
+    tokens = torch.randint(0, 300, (2, 30), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, old(tokens).logits)
+
+
+def test_a_folder_without_a_tokenizer_json_keeps_its_other_files(theirs: Path, tmp_path: Path) -> None:
+    folder = dressed(theirs, tmp_path / "hf", None)
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.model").write_bytes(b"\x00pieces")
+    api.import_hf(folder, tmp_path / "run")
+    api.export(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == b"\x00pieces"
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written["eos_token_id"] == 1
+    with pytest.raises(UserError, match=r"has no tokenizer\.json"):
+        api.generate(tmp_path / "out", PROMPT)
