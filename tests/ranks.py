@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from meshwright.parallel.groups import Groups
 from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.spec import Layout
 
-RANKS = 4
+RANKS = 8
 PATIENCE_SECONDS = 240.0
 
 
@@ -33,12 +34,15 @@ def _serve(rank: int, store: str, inbox: Any, outbox: Any) -> None:
         "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=90)
     )
     meshes: dict[tuple[int, ...], Mesh | None] = {}
+    groups = Groups("cpu")
     while (job := inbox.get()) is not None:
         number, layout, function, arguments = job
         try:
-            key = (layout.replicate, layout.dp, layout.cp)
+            heads = _kv_heads(arguments)
+            split = layout.kv_copies(heads), layout.ulysses(heads)
+            key = (layout.replicate, layout.dp, layout.cp, layout.tp, *split)
             if key not in meshes:
-                meshes[key] = build_mesh(layout, torch.device("cpu"))
+                meshes[key] = build_mesh(layout, torch.device("cpu"), heads, groups)
             mesh = meshes[key]
             result = None
             if mesh is not None:
@@ -48,6 +52,12 @@ def _serve(rank: int, store: str, inbox: Any, outbox: Any) -> None:
         except Exception:
             outbox.put((number, rank, traceback.format_exc(), None))
     dist.destroy_process_group()
+
+
+def _kv_heads(arguments: tuple[Any, ...]) -> int:
+    """Of the spec, or the case, among a function's arguments; else as many as any layout can deal out."""
+    models = (getattr(argument, "model", argument) for argument in arguments)
+    return next((model.kv_heads for model in models if hasattr(model, "kv_heads")), RANKS)
 
 
 class RanksFailedError(Exception):

@@ -89,7 +89,7 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
         run = Run(spec, mesh, out, watching)
         ranks.together(lambda: _keep_tokenizer(run.corpus, out, spec.model.max_seq_len) if first else None)
         result = run.execute(resume)
-        result["sample"] = held_out_sample(run.trainer.decoder, run.corpus)
+        result["sample"] = held_out_sample(run.trainer, run.corpus)
         ranks.together(lambda: watching.on_end(result))
         if first:
             write_report(out)

@@ -123,21 +123,21 @@ def fewer_ranks_load_what_four_wrote(group: dist.ProcessGroup, directory: Path) 
 
 
 def stages_write_their_own_and_load_across(group: dist.ProcessGroup, directory: Path) -> None:
-    """Pipeline stages: a tensor is on some ranks only, sharded over a mesh of two."""
+    """Pipeline stages: a tensor is on some ranks only, sharded over the ranks of their stage."""
     full = full_tensors()
-    pipeline = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    stage = dist.get_rank() // 2
+    pipeline = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("pp", "dp"))
+    stage = dist.get_rank() // (RANKS // 2)
     own = {name: full[name] for index, name in enumerate(sorted(full)) if index % 2 == stage}
     store = CheckpointStore(directory, 2, group)
     store.save(1, placed(own, pipeline["dp"], (Shard(0),)), {})
-    target = blank(placed(full, init_device_mesh("cpu", (4,)), (Shard(0),)))
+    target = blank(placed(full, init_device_mesh("cpu", (RANKS,)), (Shard(0),)))
     store.load(1, target)
-    check_equal(target, placed(full, init_device_mesh("cpu", (4,)), (Shard(0),)))
+    check_equal(target, placed(full, init_device_mesh("cpu", (RANKS,)), (Shard(0),)))
     store.close()
 
 
 def fsdp_over_tensor_parallel_weights_round_trip(group: dist.ProcessGroup, directory: Path) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("dp", "tp"))
     full = torch.arange(40.0).reshape(10, 4)
     linear = torch.nn.Linear(4, 10, bias=False)
     weight = distribute_tensor(full, mesh["tp"], [Shard(0)], src_data_rank=None)
@@ -160,13 +160,13 @@ def replicas_share_the_writing(group: dist.ProcessGroup, directory: Path) -> Non
     store = CheckpointStore(directory, 2, group)
     store.save(1, {f"model/{i}": torch.full((64, 8), float(i)) for i in range(8)}, {})
     sizes = [path.stat().st_size for path in sorted((directory / "step-00000001").glob("rank-*.bin"))]
-    assert sizes == [2 * 64 * 8 * 4] * RANKS
+    assert sizes == [8 * 64 * 8 * 4 // RANKS] * RANKS
     chunks_module.PIECE_BYTES, before = 256, chunks_module.PIECE_BYTES
     try:  # one large tensor is cut, so that it is shared too
         big = {"model/big": torch.arange(64 * 8.0).reshape(64, 8)}
         store.save(2, big, {})
         sizes = [path.stat().st_size for path in sorted((directory / "step-00000002").glob("rank-*.bin"))]
-        assert sizes == [64 * 8] * RANKS
+        assert sizes == [64 * 8 * 4 // RANKS] * RANKS
         target = blank(big)
         store.load(2, target)
         check_equal(target, big)
@@ -258,7 +258,7 @@ def a_second_run_is_refused_on_all_ranks(group: dist.ProcessGroup, directory: Pa
 
 
 def a_partial_tensor_is_refused_on_all_ranks(group: dist.ProcessGroup, directory: Path) -> None:
-    mesh = init_device_mesh("cpu", (4,))
+    mesh = init_device_mesh("cpu", (RANKS,))
     partial = DTensor.from_local(torch.ones(4), mesh, [Partial()], run_check=False)
     store = CheckpointStore(directory, 2, group)
     with pytest.raises(ValueError, match="Partial"):
@@ -287,5 +287,5 @@ def run_body(mesh: Mesh, number: int, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(BODIES)), ids=[body.__name__ for body in BODIES])
-def test_four_ranks(ranks: Ranks, number: int, tmp_path: Path) -> None:
+def test_many_ranks(ranks: Ranks, number: int, tmp_path: Path) -> None:
     ranks.run(Layout(dp=RANKS), run_body, number, tmp_path)

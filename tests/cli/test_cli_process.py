@@ -96,7 +96,8 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
     assert shown.returncode in (0, 141)
 
 
-def test_an_interrupt_is_exit_code_130_without_a_traceback() -> None:
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_is_an_exit_code_and_a_sentence(name: str) -> None:
     program = (
         "import sys, time\nfrom meshwright import api\nfrom meshwright.cli.main import run\n"
         "def train(*_, **__):\n    print('training', flush=True)\n    time.sleep(60)\n"
@@ -108,10 +109,10 @@ def test_an_interrupt_is_exit_code_130_without_a_traceback() -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "training\n"
     time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.Signals[name])
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert err == ""
+    assert process.returncode == 128 + signal.Signals[name]
+    assert err == f"meshwright: stopped by {name}\n"
 
 
 def test_leaving_finishes_threads_exit_functions_and_output() -> None:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from meshwright.checkpoint.hf import export_hf, import_hf, load_hf
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
-from meshwright.spec import ModelSpec, UserError
+from meshwright.spec import ModelSpec, UserError, load
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -305,3 +305,10 @@ def test_what_no_family_computes_is_not_exported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model\.qk_norm"):
         export_hf(tmp_path / "out", spec, parameters)
     assert not any(tmp_path.iterdir())
+
+
+def test_exported_weights_may_be_read_by_whoever_reads_the_rest(tmp_path: Path) -> None:
+    decoder = init_whole_(Decoder(load().model), 0)
+    export_hf(tmp_path / "hf", decoder.spec, dict(decoder.named_parameters()))
+    modes = {path.stat().st_mode for path in (tmp_path / "hf").iterdir()}
+    assert len(modes) == 1

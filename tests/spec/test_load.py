@@ -93,7 +93,23 @@ RULES = [
     ({"model": {"heads": 7}}, ["model.heads", "7", "256"]),
     ({"model": {"head_dim": 33}}, ["model.head_dim", "33", "even"]),
     ({"model": {"position": "learned", "max_seq_len": 64}}, ["data.seq_len", "512", "64"]),
-    ({"layout": {"tp": 2}}, ["layout.tp", "2", "not supported"]),
+    ({"layout": {"pp": 2}}, ["layout.pp", "2", "not supported"]),
+    ({"layout": {"tp": 3}}, ["layout.tp", "3", "model.heads = 8", "try 4"]),
+    ({"layout": {"tp": 2}, "model": {"ffn": 689}}, ["layout.tp", "2", "model.ffn = 689", "try 1"]),
+    (
+        {"layout": {"tp": 6}, "model": {"heads": 12, "kv_heads": 4, "hidden": 96, "ffn": 96}},
+        ["layout.tp", "6", "model.kv_heads = 4", "try 4"],
+    ),
+    ({"layout": {"tp": 4}, "model": {"vocab_size": 9}}, ["layout.tp", "4", "model.vocab_size = 9"]),
+    ({"layout": {"cp": 3}}, ["data.seq_len", "512", "2 x layout.cp = 6", "try 510"]),
+    (
+        {"layout": {"tp": 4}, "data": {"seq_len": 510}, "train": {"batch_tokens": 5100}},
+        ["data.seq_len", "510", "layout.tp = 4", "try 512", "sequence_parallel"],
+    ),
+    (
+        {"layout": {"cp": 8, "context_mode": "ulysses"}},
+        ["layout.context_mode", "'ulysses'", "4 key-value heads", "layout.cp = 8", "try cp = 4"],
+    ),
     ({"layout": {"replicate": 2}}, ["layout.replicate", "layout.zero", "layout.dp = 2"]),
     ({"layout": {"dp": 3}}, ["train.batch_tokens", "8192", "512", "3", "try 7680"]),
     ({"layout": {"micro_batch": 3}}, ["layout.micro_batch", "3", "16", "try 4"]),
@@ -113,6 +129,8 @@ def test_what_a_rule_proposes_is_accepted() -> None:
     assert from_tree({"model": {"kv_heads": 4}}).model.kv_heads == 4
     assert from_tree({"layout": {"dp": 3}, "train": {"batch_tokens": 7680}}).rank_sequences == 5
     assert from_tree({"layout": {"micro_batch": 4}}).microbatches == 4
+    assert from_tree({"layout": {"tp": 4}}).layout.world_size == 4
+    assert from_tree({"layout": {"cp": 2, "context_mode": "ulysses"}}).layout.world_size == 2
 
 
 def test_a_sentence_says_whether_the_flag_or_the_file_was_wrong() -> None:

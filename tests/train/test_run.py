@@ -14,11 +14,15 @@ import pytest
 import torch
 
 import small
+from meshwright import api
+from meshwright.checkpoint.store import CheckpointStore
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import Stopped
+from meshwright.train import state
 from meshwright.train.loop import Run
 from meshwright.train.observer import Observers
+from meshwright.train.step import Trainer
 from ranks import Ranks, RanksFailedError
 
 VOCABULARY = 300
@@ -308,3 +312,48 @@ def test_compiled_blocks_train_alike(ranks: Ranks, corpus: Path, tmp_path: Path)
     compiled, _ = start(ranks, spec_of(corpus, **flags, train__compile="true"), tmp_path / "compiled")
     assert compiled["final_loss"] == pytest.approx(plain["final_loss"], abs=1e-4)
     assert compiled["samples_sha256"] == plain["samples_sha256"]
+
+
+def trained(mesh: Mesh, spec: RunSpec, out: Path) -> dict[str, torch.Tensor]:
+    """Every parameter and moment of the run's last step, whole."""
+    run = Run(spec, mesh, out, Observers([]))
+    run.execute(None)
+    return {name: tensor.full_tensor() for name, tensor in state.tensors(run.trainer).items()}
+
+
+def loaded(mesh: Mesh, spec: RunSpec, out: Path) -> dict[str, torch.Tensor]:
+    """The same, loaded under another layout."""
+    trainer = Trainer(spec, mesh)
+    tensors = state.tensors(trainer)
+    CheckpointStore(out / "checkpoints", 1, mesh.background.group).load(None, tensors)
+    return {name: tensor.full_tensor() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_a_checkpoint_of_tensor_and_context_ranks_loads_anywhere(
+    ranks: Ranks, corpus: Path, tmp_path: Path, tied: str
+) -> None:
+    def at(**layout: object) -> RunSpec:
+        flags = {f"layout__{key}": value for key, value in layout.items()}
+        model = {"model__vocab_size": 301, "model__kv_heads": 2, "model__tied": tied}  # 2 and 4 leave a rest
+        return spec_of(corpus, **flags, **model, train__steps=3)
+
+    wanted = ranks.run((spec := at(tp=2, cp=2, zero=2)).layout, trained, spec, tmp_path)[0]
+    for spec in (at(dp=4, zero=3), at(tp=4), at()):
+        for found in ranks.run(spec.layout, loaded, spec, tmp_path):
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_an_export_does_not_know_the_layout(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
+    """A run of two tensor ranks and a run of one device, both with the initial weights."""
+    for name, tp in (("split", 2), ("alone", 1)):
+        spec = spec_of(corpus, layout__tp=tp, train__steps=1, train__lr=1e-30, train__weight_decay=0)
+        ranks.run(spec.layout, trained, spec, tmp_path / name)
+        record = json.dumps({"spec": spec.to_json()})
+        (tmp_path / name / "run.json").write_text(record, encoding="utf-8")
+        api.export(tmp_path / name, tmp_path / f"{name}-hf")
+    files = sorted(path.name for path in (tmp_path / "alone-hf").iterdir())
+    assert "model.safetensors" in files
+    for file in files:
+        assert (tmp_path / "split-hf" / file).read_bytes() == (tmp_path / "alone-hf" / file).read_bytes()

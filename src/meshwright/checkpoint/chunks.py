@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.checkpoint.manifest import ITEM_BYTES
+from meshwright.parallel.slots import Trimmed
 
 PIECE_BYTES = 64 << 20
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
@@ -47,11 +48,14 @@ class Chunk:
         return self.name, self.offsets, self.sizes
 
 
-def local_chunks(name: str, tensor: Tensor) -> list[Chunk]:
+def local_chunks(name: str, tensor: Tensor | Trimmed) -> list[Chunk]:
     """The rectangles of ``tensor`` on this rank, none where its shard is empty or it is outside the mesh.
 
     A plain tensor is the same on every rank that has it. Raises ValueError for a Partial placement.
     """
+    if isinstance(tensor, Trimmed):
+        real = (_first_rows(chunk, tensor.rows) for chunk in local_chunks(name, tensor.padded))
+        return [chunk for chunk in real if chunk.sizes[0]]
     if not isinstance(tensor, DTensor):
         whole = Chunk(name, (0,) * tensor.ndim, tuple(tensor.shape), tensor.detach())
         return [whole] if tensor.numel() else []
@@ -74,6 +78,12 @@ def local_chunks(name: str, tensor: Tensor) -> list[Chunk]:
         offsets = tuple(offset for _, offset, _ in runs)
         chunks.append(Chunk(name, offsets, tuple(view.shape), view))
     return chunks
+
+
+def _first_rows(chunk: Chunk, rows: int) -> Chunk:
+    """The part of a rectangle that lies in the first ``rows`` of the whole."""
+    count = max(0, min(chunk.sizes[0], rows - chunk.offsets[0]))
+    return Chunk(chunk.name, chunk.offsets, (count, *chunk.sizes[1:]), chunk.local.narrow(0, 0, count))
 
 
 def _global_indices(name: str, tensor: DTensor, coordinate: Sequence[int]) -> list[Tensor]:
@@ -120,7 +130,7 @@ def _cut(chunk: Chunk) -> Iterator[Chunk]:
         yield Chunk(chunk.name, offsets, tuple(view.shape), view)
 
 
-def local_plan(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], list[Chunk]]:
+def local_plan(tensors: Mapping[str, Tensor | Trimmed]) -> tuple[dict[str, Any], list[Chunk]]:
     """What this rank could write: a JSON description for rank 0, and the chunks themselves.
 
     The description is {name: [dtype, shape, [[offsets, sizes], ...]]}. Raises ValueError for a dtype that a

@@ -217,6 +217,15 @@ def _config_dtype(folder: Path) -> torch.dtype:
     return _DTYPES.get(name, torch.float32) if isinstance(name, str) else torch.float32
 
 
+def _mode_of_new_files(folder: Path) -> int:
+    """What a file made here may be read by: safetensors makes its own readable by their owner alone."""
+    probe = folder / ".mode"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    return mode
+
+
 def export_hf(
     folder: Path | str,
     spec: ModelSpec,
@@ -289,6 +298,7 @@ def _write_weights(
         name = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         joined = {piece.hf: _join(piece, tensors, dtype) for piece in shard}
         save_file(joined, folder / name, metadata={"format": "pt"})
+        (folder / name).chmod(_mode_of_new_files(folder))
         weight_map |= dict.fromkeys(joined, name)
         total += sum(tensor.nbytes for tensor in joined.values())
     if len(shards) > 1:

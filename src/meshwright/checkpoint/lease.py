@@ -22,6 +22,7 @@ import secrets
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -99,7 +100,7 @@ class Lease:
         except OSError as error:
             raise CheckpointError(
                 f"{self.directory} cannot be written ({error.strerror or error}); "
-                "give a folder that this user may write"
+                "give a folder that has space and that this user may write"
             ) from error
         self._mine, self.generation = mine, mine.generation
         self._stop.clear()
@@ -120,7 +121,8 @@ class Lease:
                 if now is not None and now.token == mine.token:
                     self._write(Holder(**{**asdict(mine), "released": True}))
         except OSError as error:
-            raise CheckpointError(f"cannot give back the lease of {self.directory}: {error}") from error
+            # The next run takes over the lease of a process that is gone, and this one's work is done.
+            warnings.warn(f"{self._path} could not be given back ({error.strerror})", stacklevel=2)
 
     def __enter__(self) -> Lease:
         self.acquire()

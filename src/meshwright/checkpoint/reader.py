@@ -28,6 +28,7 @@ from meshwright.checkpoint.chunks import DTYPE_NAMES, DTYPES, Chunk, local_chunk
 from meshwright.checkpoint.disk import MANIFEST, open_regular, parse_step_name
 from meshwright.checkpoint.errors import BadCheckpointError
 from meshwright.checkpoint.manifest import Manifest, Piece, TensorEntry
+from meshwright.parallel.slots import Trimmed
 from meshwright.spec.errors import UserError, did_you_mean
 
 READ_BYTES = 16 << 20
@@ -104,7 +105,7 @@ def verify_piece(descriptor: int, name: str, piece: Piece, path: Path) -> None:
     _check_digest(digest, name, piece, path)
 
 
-def match_tensors(manifest: Manifest, tensors: Mapping[str, Tensor], where: str) -> None:
+def match_tensors(manifest: Manifest, tensors: Mapping[str, Tensor | Trimmed], where: str) -> None:
     """Raise UserError, naming the tensor, unless the checkpoint has each with its dtype and shape."""
     for name, tensor in tensors.items():
         entry = manifest.tensors.get(name)
@@ -155,7 +156,7 @@ class _Fetch:
             target.copy_(source)
 
 
-def read_tensors(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> list[Staged]:
+def read_tensors(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor | Trimmed]) -> list[Staged]:
     """Read and verify what this rank holds of ``tensors``; nothing live is written.
 
     Files are read one by one, each piece once and in order. Host memory: the rank's own part, and one piece.

@@ -47,6 +47,7 @@ from meshwright.checkpoint.manifest import Manifest, Piece, TensorEntry
 from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.reader import check_directory, match_tensors, read_manifest_text, read_tensors
 from meshwright.checkpoint.staging import Image
+from meshwright.parallel.slots import Trimmed
 
 
 class CheckpointStore:
@@ -102,7 +103,11 @@ class CheckpointStore:
         self._claimed = True
 
     def save(
-        self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any], asynchronous: bool = False
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor | Trimmed],
+        state: Mapping[str, Any],
+        asynchronous: bool = False,
     ) -> None:
         """Publish a checkpoint of ``tensors`` (this rank's) and of rank 0's JSON ``state`` under ``step``.
 
@@ -171,7 +176,7 @@ class CheckpointStore:
     def load(
         self,
         step: int | None,
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Tensor | Trimmed],
         check: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, Any]:
         """Fill ``tensors`` in place from a checkpoint written under any layout; return its state.
@@ -199,7 +204,10 @@ class CheckpointStore:
         raise CheckpointError(f"no checkpoint in {self.directory} can be used: {'; '.join(failures)}")
 
     def _load(
-        self, path: Path, tensors: Mapping[str, Tensor], check: Callable[[dict[str, Any]], None] | None
+        self,
+        path: Path,
+        tensors: Mapping[str, Tensor | Trimmed],
+        check: Callable[[dict[str, Any]], None] | None,
     ) -> dict[str, Any]:
         text = self._ranks.on_first(lambda: read_manifest_text(path))
         manifest = self._ranks.together(lambda: Manifest.parse(text, str(path / MANIFEST)))
@@ -228,7 +236,7 @@ class CheckpointStore:
                 "set checkpoint.dir to one that this user may write"
             ) from error
 
-    def _plan(self, tensors: Mapping[str, Tensor]) -> list[Chunk]:
+    def _plan(self, tensors: Mapping[str, Tensor | Trimmed]) -> list[Chunk]:
         """The chunks that this rank writes. The plan is made once, and again when a rank's tensors change."""
         description, chunks = self._ranks.together(lambda: local_plan(tensors))
         if self._ranks.any(description != self._description):

@@ -31,7 +31,8 @@ def program(verbs: Iterable[Verb], version: str) -> str:
             "Every verb works without a run file, from presets and flags alone:",
             "  meshwright train --model.preset tiny --train.steps 200 --nproc 2 --out runs/first",
             "",
-            "exit codes: 0 well; 1 failed, or unequal (verify); 2 a mistake of the user's; 130 interrupted",
+            "exit codes: 0 well; 1 failed, or unequal (verify); 2 a mistake of the user's; 128 + n ended by",
+            "signal n: 130 Ctrl-C, 143 SIGTERM",
         ]
     )
 

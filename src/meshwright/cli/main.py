@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
 
 from meshwright import __version__
 from meshwright.cli import help as helps
@@ -15,7 +18,7 @@ from meshwright.launch.child import leave
 from meshwright.launch.env import LAUNCHER
 from meshwright.launch.failure import RanksFailed, exit_code, record
 from meshwright.spec import UserError
-from meshwright.spec.errors import did_you_mean
+from meshwright.spec.errors import Stopped, did_you_mean
 from meshwright.spec.load import one_line
 
 VERBS: tuple[Verb, ...] = (*runs.VERBS, *models.VERBS, *specs.VERBS)
@@ -30,6 +33,7 @@ def run() -> None:
     warnings.formatwarning = lambda message, *_args, **_kwargs: f"meshwright: warning: {message}\n"
     if LAUNCHER in os.environ:
         sys.exit(main(sys.argv[1:]))
+    signal.signal(signal.SIGTERM, _stop)
     try:
         code = main(sys.argv[1:])
         sys.stdout.flush()
@@ -41,12 +45,15 @@ def run() -> None:
     except KeyboardInterrupt as error:
         record(error)
         code = exit_code(error)
-        if str(error):
-            print(f"meshwright: {error}", file=sys.stderr)
+        print(f"meshwright: {str(error) or 'stopped by SIGINT'}", file=sys.stderr)
     except BrokenPipeError:  # the reader has gone, as in `meshwright spec schema | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141  # 128 + SIGPIPE
     leave(code)
+
+
+def _stop(number: int, _frame: FrameType | None) -> NoReturn:
+    raise Stopped(f"stopped by {signal.Signals(number).name}", 128 + number)
 
 
 def _fail(sentence: str, code: int, details: str = "") -> int:

@@ -77,9 +77,9 @@ def verify(call: Call) -> int:
             return 0
     else:
         result = api.verify(spec, steps=steps)
-        if out is not None:
-            api.write_verdict(result, out)
     _show_verify(result, bool(call.flags["json"]))
+    if place is None and out is not None:
+        api.write_verdict(result, out)
     return 0 if result["equal"] else 1
 
 

@@ -7,18 +7,44 @@ import numpy as np
 from meshwright.data.corpus import Corpus
 from meshwright.infer.generate import generate
 from meshwright.model.decoder import Decoder
+from meshwright.train.step import Trainer
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 96
 
 
-def held_out_sample(decoder: Decoder, corpus: Corpus) -> dict[str, str] | None:
+MOST_BYTES = 4 * 2**30
+"""Of a decoder that is put together on one rank for the sample."""
+
+
+def held_out_sample(trainer: Trainer, corpus: Corpus) -> dict[str, str] | None:
     """{"prompt", "text"}: the start of the first held-out document and what the decoder writes after it.
 
     None where the corpus has no held-out text. On several ranks all call this, since each may hold a part of
-    the parameters; all get the same text.
+    the parameters. Where layers or sequences are split the first rank writes on a whole copy, and the others
+    get None; of a model that is too large for that, all do.
     """
     if not corpus.validation.target_tokens or not corpus.has_text:
         return None
+    decoder = trainer.decoder if trainer.mesh.layout.tp * trainer.mesh.layout.cp == 1 else _whole(trainer)
+    return None if decoder is None else _write(decoder, corpus)
+
+
+def _whole(trainer: Trainer) -> Decoder | None:
+    """The decoder on one device, on the first rank."""
+    if 4 * trainer.spec.model.parameters > MOST_BYTES:
+        return None
+    decoder = None
+    if trainer.mesh.world.rank == 0:
+        decoder = Decoder(trainer.spec.model).to(trainer.mesh.device, trainer.states.formats.master)
+    mine = dict(decoder.named_parameters()) if decoder is not None else {}
+    for name, parameter in trainer.states.parameters():
+        whole = parameter.full_tensor()
+        if name in mine:
+            mine[name].data.copy_(whole)
+    return decoder
+
+
+def _write(decoder: Decoder, corpus: Corpus) -> dict[str, str]:
     first = corpus.validation.gather(np.zeros(1, dtype=np.int64))
     prompt = [int(token) for token in first.tokens[0, :PROMPT_TOKENS]]
     end, limit = corpus.tokenizer.end_id, corpus.tokenizer.vocab_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,6 +20,8 @@ def mesh_of(spec: RunSpec) -> Iterator[Mesh]:
     """The mesh of the layout over the world that torchrun describes, or over this process alone."""
     place = worker()
     ranks_match(spec, place.world_size if place else 1)
+    # It warns that a tensor which two axes cut takes two gathers to put together: that is how it is cut.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     limit_threads(place.local_world_size if place else 1)
     with process_group(place, kind):
@@ -26,6 +29,6 @@ def mesh_of(spec: RunSpec) -> Iterator[Mesh]:
         device = (
             torch.device(kind, place.local_rank if place else 0) if kind == "cuda" else torch.device("cpu")
         )
-        mesh = build_mesh(spec.layout, device)
+        mesh = build_mesh(spec.layout, device, spec.model.kv_heads)
         assert mesh is not None  # the layout has as many ranks as the world
         yield mesh

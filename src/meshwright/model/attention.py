@@ -6,15 +6,21 @@ heads are read off the weights, so that a module that holds some of the heads co
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.model.attention_cpu import blocked_attention
-from meshwright.model.linear import Linear
+from meshwright.model.linear import Linear, Project, project
 from meshwright.model.norm import RmsNorm
 from meshwright.model.rope import Rope, rotate
 from meshwright.spec import ModelSpec
+
+Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
+"""(q (B, T, H, d), k and v (B, S, K, d), what is visible) -> (B, T, H, d)."""
 
 
 class KeyValueCache:
@@ -34,10 +40,15 @@ class KeyValueCache:
 
 
 class Attention(nn.Module):
-    """x (B, T, D) -> (B, T, D), each position looking at itself and at those before it."""
+    """x (B, T, D) -> (B, T, D), each position looking at itself and at those before it.
+
+    `project` applies q, k and v, and `attend` lets positions look; a parallel layout puts its own there.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
+        self.project: Project = project
+        self.attend: Attend = attend
         self.head_dim = spec.head_dim
         self.q = Linear(spec.hidden, spec.heads * spec.head_dim, spec.qkv_bias)
         self.k = Linear(spec.hidden, spec.kv_heads * spec.head_dim, spec.qkv_bias)
@@ -47,16 +58,17 @@ class Attention(nn.Module):
         self.k_norm = RmsNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
 
     def forward(
-        self, x_BTD: Tensor, rope: Rope | None, mask: Tensor | None, cache: KeyValueCache | None = None
+        self, x_BTD: Tensor, rope: Rope | None, mask: Any, cache: KeyValueCache | None = None
     ) -> Tensor:
-        q, k, v = (project(x_BTD).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
+        flat = self.project(x_BTD, (self.q, self.k, self.v))
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in flat)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         if cache is not None:
             k, v = cache.append(k, v)
-        return self.o(attend(q, k, v, mask).flatten(2))
+        return self.o(self.attend(q, k, v, mask).flatten(2))
 
 
 def attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, mask: Tensor | None) -> Tensor:

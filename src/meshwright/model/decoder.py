@@ -7,7 +7,8 @@ Everything computes in the dtype of the parameters; norms, softmax and the loss 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +47,7 @@ class Block(nn.Module):
         self.mlp = Mlp(spec)
 
     def forward(
-        self, x_BTD: Tensor, rope: Rope | None, mask: Tensor | None, cache: KeyValueCache | None = None
+        self, x_BTD: Tensor, rope: Rope | None, mask: Any, cache: KeyValueCache | None = None
     ) -> Tensor:
         x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), rope, mask, cache)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
@@ -70,15 +71,25 @@ class Head(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only transformer. Its parameters are allocated, not filled; it can be built on `meta`.
 
-    Tied, `embed.weight` and `head.weight` are one Parameter, named `embed.weight`.
+    Tied, `embed.weight` and `head.weight` are one Parameter, named `embed.weight`. `visible` makes what the
+    blocks' attention takes as its mask; a parallel layout puts its own there.
     """
+
+    visible: Callable[[int, int, int | None, Tensor | None, Tensor], Any]
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
+        self.visible = attention_mask
         self.embed = Embed(spec)
         self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
         self.head = Head(spec, self.embed.weight if spec.tied else None)
+
+    def each_block(self) -> Iterator[Block]:
+        """The blocks, in order."""
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            yield block
 
     def forward(
         self,
@@ -120,7 +131,7 @@ class Decoder(nn.Module):
             positions = torch.arange(seen, seen + length, device=tokens_BT.device)
         x_BTD = self.embed(tokens_BT, positions)
         rope = rope_table(self.spec, positions, x_BTD.dtype) if self.spec.position == "rope" else None
-        mask = attention_mask(length, seen + length, self.spec.sliding_window, documents_BT, like=x_BTD)
+        mask = self.visible(length, seen + length, self.spec.sliding_window, documents_BT, x_BTD)
         for index, block in enumerate(self.blocks):
             x_BTD = block(x_BTD, rope, mask, caches[index] if caches else None)
         return x_BTD

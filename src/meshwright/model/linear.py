@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+Project = Callable[[Tensor, Sequence["Linear"]], tuple[Tensor, ...]]
+"""How several linear maps are applied to one input."""
+
+
+def project(x: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
+    """Each map's output."""
+    return tuple(linear(x) for linear in linears)
 
 
 class Linear(nn.Module):

@@ -8,6 +8,8 @@ Hsu et al. 2024, Liger kernel, §3.2). Three matmuls in all, as without chunks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,10 +23,30 @@ _CHUNK_ELEMENTS, _CHUNK_ELEMENTS_CPU = 2**26, 2**21
 """Logits of one chunk: on a CPU what its cache holds (4 MiB in bf16), elsewhere what fills the device."""
 
 
+@dataclass(frozen=True)
+class VocabularyPart:
+    """Rows `first` to `first + rows` of a vocabulary whose other rows are elsewhere.
+
+    `combine` takes (2, N): the part's log-sum-exp, and the target's logit where the part has it, 0 elsewhere.
+    It returns the same of the whole vocabulary: log of the summed exponentials, sum of the logits.
+    """
+
+    first: int
+    rows: int
+    combine: Callable[[Tensor], Tensor]
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, ignore: int, chunk: int, with_grad: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        ignore: int,
+        chunk: int,
+        with_grad: bool,
+        part: VocabularyPart | None,
     ) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=x.device)
@@ -33,7 +55,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=exact) if with_grad else None
         for first in range(0, x.shape[0], chunk):
             rows = slice(first, first + chunk)
-            loss, grad = _chunk(x[rows] @ weight.T, targets[rows], ignore, exact, with_grad)
+            loss, grad = _chunk(x[rows] @ weight.T, targets[rows], ignore, exact, with_grad, part)
             total += loss
             if grad is not None and grad_x is not None and grad_weight is not None:
                 torch.mm(grad, weight, out=grad_x[rows])
@@ -49,27 +71,43 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (
             grad_x * grad.to(grad_x.dtype),
             (grad_weight * grad).to(ctx.weight_dtype),
-            None,
-            None,
-            None,
-            None,
+            *[None] * 5,
         )
 
 
 def _chunk(
-    logits: Tensor, targets: Tensor, ignore: int, exact: torch.dtype, with_grad: bool
+    logits: Tensor,
+    targets: Tensor,
+    ignore: int,
+    exact: torch.dtype,
+    with_grad: bool,
+    part: VocabularyPart | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Summed loss of a chunk, and its gradient by the logits in their dtype; `logits` is used up."""
     valid = targets != ignore
-    index = targets.masked_fill(~valid, 0).unsqueeze(1)
+    if part is not None:
+        logits[:, part.rows :] = float("-inf")
+        here = valid & (targets >= part.first) & (targets < part.first + part.rows)
+        targets = targets - part.first
+    else:
+        here = valid
+    index = targets.masked_fill(~here, 0).unsqueeze(1)
     log_probabilities = torch.log_softmax(logits, -1, dtype=exact)
     target_log = log_probabilities.gather(1, index).squeeze(1)
+    if part is not None:
+        own = logits[:, 0].to(exact) - log_probabilities[:, 0]
+        whole, target = part.combine(torch.stack([own, torch.where(here, target_log + own, 0)]))
+        log_probabilities += (own - whole).unsqueeze(1)
+        target_log = target - whole
     loss = -torch.where(valid, target_log, 0).sum()
     if not with_grad:
         return loss, None
     grad = log_probabilities.exp_()
     # p - 1 at the target, from the logarithm: exact also where p is close to 1.
-    grad.scatter_(1, index, target_log.expm1().unsqueeze(1))
+    at_target = target_log.expm1()
+    if part is not None:
+        at_target = torch.where(here, at_target, grad.gather(1, index).squeeze(1))
+    grad.scatter_(1, index, at_target.unsqueeze(1))
     return loss, logits.copy_(grad.mul_(valid.unsqueeze(1)))
 
 
@@ -82,16 +120,23 @@ def _accumulate(grad_weight: Tensor, grad: Tensor, x: Tensor) -> None:
 
 
 def linear_cross_entropy(
-    x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, ignore: int = IGNORE, chunk: int | None = None
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    ignore: int = IGNORE,
+    chunk: int | None = None,
+    part: VocabularyPart | None = None,
 ) -> Tensor:
     """SUM over tokens of -log softmax(x W^T)[target], leaving out those whose target is `ignore`.
 
     A scalar in fp32 (fp64 for fp64 inputs). `chunk` is the number of tokens whose logits exist at one time.
-    Without a gradient to compute, the forward computes the loss only.
+    Without a gradient to compute, the forward computes the loss only. With `part`, `weight_VD` is that part
+    of the vocabulary (rows beyond it are ignored), the loss is the whole's, and the gradient of x is this
+    part's share, to be summed.
     """
     if chunk is None:
         elements = _CHUNK_ELEMENTS_CPU if x_ND.device.type == "cpu" else _CHUNK_ELEMENTS
         chunk = max(64, elements // weight_VD.shape[0])
     with_grad = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
-    loss: Tensor = _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, ignore, chunk, with_grad)
+    loss: Tensor = _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, ignore, chunk, with_grad, part)
     return loss

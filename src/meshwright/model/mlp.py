@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.model.linear import Linear
+from meshwright.model.linear import Linear, Project, project
 from meshwright.spec import ModelSpec
 
 
@@ -29,10 +29,14 @@ class _SiluProduct(torch.autograd.Function):
 
 
 class Mlp(nn.Module):
-    """x (B, T, D) -> (B, T, D) through F channels: down(act(gate x) * up x), or down(act(up x)) for GELU."""
+    """x (B, T, D) -> (B, T, D) through F channels: down(act(gate x) * up x), or down(act(up x)) for GELU.
+
+    `project` applies gate and up; a parallel layout puts its own there.
+    """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
+        self.project: Project = project
         self.activation = spec.activation
         gated = spec.activation == "swiglu"
         self.gate = Linear(spec.hidden, spec.ffn, spec.mlp_bias) if gated else None
@@ -40,7 +44,8 @@ class Mlp(nn.Module):
         self.down = Linear(spec.ffn, spec.hidden, spec.mlp_bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        up = self.up(x_BTD)
         if self.gate is not None:
-            return self.down(_SiluProduct.apply(self.gate(x_BTD), up))
+            gate, up = self.project(x_BTD, (self.gate, self.up))
+            return self.down(_SiluProduct.apply(gate, up))
+        (up,) = self.project(x_BTD, (self.up,))
         return self.down(F.gelu(up, approximate="tanh" if self.activation == "gelu_tanh" else "none"))

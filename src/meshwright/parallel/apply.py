@@ -6,25 +6,31 @@ import torch
 
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import fill_, init_value
+from meshwright.parallel.context import split_sequences
 from meshwright.parallel.data import DataParallel, UnitModules
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import formats
-from meshwright.parallel.recompute import apply_recompute
+from meshwright.parallel.recompute import Kept, apply_recompute
+from meshwright.parallel.tensor import split_tensors
 from meshwright.spec import ModelSpec, RunSpec
 
 
 def parallelise(spec: RunSpec, mesh: Mesh) -> tuple[Decoder, DataParallel]:
-    """Describe the decoder without memory, decide what it keeps, compile it, and give its states a home.
+    """Describe the decoder without memory, split its tensors and sequences, decide what it keeps, compile it,
+    and give its states a home.
 
     The parameters' values are zeros until `initialise` or a checkpoint fills them.
     """
     with torch.device("meta"):
         decoder = Decoder(spec.model)
-    apply_recompute(decoder.blocks, spec.recompute)
+    pieces = split_tensors(decoder, mesh.tensor, spec.layout.sequence_parallel)
+    kept = Kept()
+    split_sequences(decoder, mesh, spec.layout.context_mode, kept)
+    apply_recompute(decoder.blocks, spec.recompute, kept)
     if spec.train.compile:
         for block in decoder.blocks:
             block.forward = torch.compile(block.forward)
-    return decoder, DataParallel(units(decoder), mesh, formats(spec.precision))
+    return decoder, DataParallel(units(decoder), mesh, formats(spec.precision), pieces)
 
 
 def units(decoder: Decoder) -> list[UnitModules]:
@@ -44,7 +50,7 @@ def initialise(states: DataParallel, model: ModelSpec, seed: int) -> None:
             if start.kind != "normal":
                 local.fill_(1.0 if start.kind == "ones" else 0.0)
                 continue
-            rows = torch.arange(slot.first_row, slot.first_row + slot.rows)
-            indices = [rows, *(torch.arange(size) for size in slot.shape[1:])]
-            fill_(local, seed=seed, name=slot.name, index_vectors=indices, shape=slot.shape, std=start.std)
+            indices, whole = slot.indices(), torch.Size(slot.piece.whole)
+            fill_(local, seed=seed, name=slot.name, index_vectors=indices, shape=whole, std=start.std)
+            local[indices[0] >= whole[0]] = 0.0  # padding
         unit.expire()

@@ -69,6 +69,40 @@ def start_all_reduce(tensor: Tensor, axis: Axis) -> Pending:
     return work
 
 
+def start_all_to_all(received: Tensor, sent: Tensor, axis: Axis) -> Pending:
+    """Give slice i of `sent` (n equal ones along its first dim) to rank i; `received` has them by sender."""
+    if axis.size == 1:
+        received.view(-1).copy_(sent.view(-1))
+        return DONE
+    axis.wire.record(axis.name, "all_to_all", _bytes(sent) * (axis.size - 1) / axis.size)
+    work: Pending | None = dist.all_to_all_single(received, sent, group=axis.group, async_op=True)
+    assert work is not None
+    return work
+
+
+class _All:
+    def __init__(self, works: Sequence[Pending]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def start_shift(received: Tensor, sent: Tensor, axis: Axis) -> Pending:
+    """Give `sent` to the next rank of the ring, and take into `received` what the one before gives."""
+    if axis.size == 1:
+        received.copy_(sent)
+        return DONE
+    axis.wire.record(axis.name, "shift", float(_bytes(sent)))
+    after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    operations = [
+        dist.P2POp(dist.isend, sent, group=axis.group, group_peer=after),
+        dist.P2POp(dist.irecv, received, group=axis.group, group_peer=before),
+    ]
+    return _All(dist.batch_isend_irecv(operations))
+
+
 def sum_scalars(values: Sequence[float], axis: Axis) -> list[float]:
     """Sum host numbers over the axis in float64 (exact for counts below 2**53)."""
     if axis.size == 1:

@@ -8,7 +8,7 @@ Wire          for P parameters over n ranks, each rank and step, with b bytes to
                 ZeRO-1  all-gather + reduce-scatter     P b f + P r f          once a step
                 ZeRO-2  all-gather once, reduce-scatter each microbatch        P b f + a P r f
                 ZeRO-3  two all-gathers and a reduce-scatter each microbatch   2 a P b f + a P r f
-                        (less what is still whole at the backward: embedding and head)
+                        (less what is still whole at the backward: the first unit and the last)
               replicate adds one all-reduce of P/n.
 Saves         optimiser states (1), and gradients (2), and parameters (3), to 1/n of their size.
 
@@ -19,16 +19,17 @@ beside the computation, on gloo as on NCCL. All sums; the one division is in `lo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from meshwright.parallel.collectives import Pending, start_all_reduce, start_reduce_scatter, sum_scalars
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import Formats
-from meshwright.parallel.unit import Slot, Unit, make_slots
+from meshwright.parallel.slots import Owners, Slot, Stored, make_slots
+from meshwright.parallel.unit import Unit
+from meshwright.spec.parameters import Piece
 
 UnitModules = Sequence[tuple[str, nn.Module]]
 """The modules of one unit with their names in the model, in the order in which the forward runs them."""
@@ -41,8 +42,10 @@ class DataParallel:
     construction the values are zeros; fill them through `stored_slots` or a checkpoint.
     """
 
-    def __init__(self, units: Sequence[UnitModules], mesh: Mesh, formats: Formats) -> None:
-        self.mesh, self.formats = mesh, formats
+    def __init__(
+        self, units: Sequence[UnitModules], mesh: Mesh, formats: Formats, pieces: Mapping[str, Piece]
+    ) -> None:
+        self.mesh, self.formats, self._pieces = mesh, formats, pieces
         self.zero = mesh.layout.zero if mesh.shard.size > 1 else 0
         self.shards = mesh.shard if self.zero else None
         self.units = [self._make_unit(modules) for modules in units]
@@ -60,7 +63,9 @@ class DataParallel:
                 for attribute, parameter in module.named_parameters(recurse=False):
                     names.setdefault(parameter, f"{path}.{attribute}")
                     owners.setdefault(parameter, []).append((module, attribute))
-        listed = [(name, parameter.shape, tuple(owners[parameter])) for parameter, name in names.items()]
+        listed: list[tuple[str, Piece, Owners]] = [
+            (name, self._pieces[name], tuple(owners[parameter])) for parameter, name in names.items()
+        ]
         ranks, rank = (self.shards.size, self.shards.rank) if self.shards else (1, 0)
         slots = make_slots(listed, ranks, rank)
         return Unit([module for _, module in named], slots, self.mesh, self.shards, self.formats)
@@ -123,6 +128,16 @@ class DataParallel:
                 unit.waiting = set()
                 self._unit_done(unit)
         self._drain(0)
+        self._sum_over_tensor()
+
+    def _sum_over_tensor(self) -> None:
+        """Add up the gradients of pieces that several tensor ranks hold, each with a part of the sum."""
+        for unit in self.units:
+            for axis, flats in unit.shared_gradients():
+                joined = torch.cat(flats)
+                start_all_reduce(joined, axis).wait()
+                for flat, summed in zip(flats, joined.split([flat.numel() for flat in flats]), strict=True):
+                    flat.copy_(summed)
 
     # What moves -------------------------------------------------------------------------------------
 
@@ -165,23 +180,25 @@ class DataParallel:
 
     # After the step ---------------------------------------------------------------------------------
 
-    def gradients(self) -> Iterator[tuple[str, DTensor]]:
+    def gradients(self) -> Iterator[tuple[str, Stored]]:
         """(name, gradient) of every parameter, between `finish_step` and `end_step`."""
         for unit in self.units:
             assert unit.gradient is not None
             yield from unit.tensors(unit.gradient)
 
-    def parameters(self) -> Iterator[tuple[str, DTensor]]:
+    def parameters(self) -> Iterator[tuple[str, Stored]]:
         """(name, parameter) as stored; they share the memory that the optimiser updates."""
         for unit in self.units:
             yield from unit.tensors(unit.stored)
 
     def gradient_norm(self) -> float:
         """Norm of the whole gradient: every element of every parameter once, over all ranks."""
-        norms = [torch.linalg.vector_norm(flat, dtype=torch.float64) for flat in self._flat_gradients()]
-        square = float(torch.stack(norms).square().sum())
+        flats = [flat for unit in self.units for flat in unit.counted_gradients()]
+        norms = [torch.linalg.vector_norm(flat, dtype=torch.float64) for flat in flats]
+        square = float(torch.stack(norms).square().sum()) if norms else 0.0
         if self.shards is not None:
             (square,) = sum_scalars([square], self.shards)
+        (square,) = sum_scalars([square], self.mesh.tensor)
         return float(square**0.5)
 
     def _flat_gradients(self) -> list[Tensor]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.parallel.groups import Groups
 from meshwright.spec.layout import Layout
 
 
@@ -20,7 +21,8 @@ class Wire:
     """What crossed each axis: (axis, operation) -> bytes that one rank sends, and the number of calls.
 
     Bytes are those of a bandwidth-optimal algorithm over n ranks and a whole tensor of S bytes: all-gather
-    and reduce-scatter S (n-1)/n, all-reduce 2 S (n-1)/n (Thakur et al. 2005).
+    and reduce-scatter S (n-1)/n, all-reduce 2 S (n-1)/n (Thakur et al. 2005); an all-to-all of S bytes a rank
+    S (n-1)/n; a shift what is sent.
     """
 
     bytes: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -55,20 +57,36 @@ class Axis:
 class Mesh:
     """One rank's place in the mesh.
 
-    `storage` is the (replicate, shard) mesh that stored parameters are DTensors on; `shard` is dp x cp.
-    `control` is a gloo group over all ranks for what the host exchanges (never device tensors); `background`
-    is another, for checkpoints that are written beside training: on one group they would wait for each other.
+    `storage` is the (replicate, shard, tp) mesh that stored parameters are DTensors on; `shard` is dp x cp.
+    The context axis is `ring` x `ulysses`, the latter neighbours (Fang & Zhao 2024).
+    Where there are more tensor ranks than key-value heads, `copies` neighbours hold the same head:
+    `split_storage` is the (replicate, shard, parts, copies) mesh of those.
+    `control` is a gloo group over all ranks for what the host exchanges (never device tensors); `data` is one
+    over the ranks that hold different tokens: all with the same place on the tensor axis. `background` is one
+    more over all, for checkpoints that are written beside training: on one group they would wait for each
+    other.
     """
 
     layout: Layout
     device: torch.device
     storage: DeviceMesh
+    split_storage: DeviceMesh
+    wire: Wire
     replicate: Axis
     shard: Axis
-    world: Axis
+    context: Axis
+    ring: Axis
+    ulysses: Axis
+    tensor: Axis
+    copies: Axis
+    data: Axis
     control: Axis
     background: Axis
-    wire: Wire
+    world: Axis
+
+    def storage_of(self, copies: int) -> DeviceMesh:
+        """`storage`, or for pieces that tensor ranks hold alike `split_storage`."""
+        return self.storage if copies == 1 else self.split_storage
 
     @property
     def data_rank(self) -> int:
@@ -76,38 +94,54 @@ class Mesh:
         return self.replicate.rank * self.layout.dp + self.shard.rank // self.layout.cp
 
 
-def build_mesh(layout: Layout, device: torch.device) -> Mesh | None:
+def build_mesh(
+    layout: Layout, device: torch.device, kv_heads: int | None = None, groups: Groups | None = None
+) -> Mesh | None:
     """Build the mesh of `layout` over the first `layout.world_size` ranks of the default group.
 
+    `kv_heads` are those of the model, by default as many as any layout can deal out. `groups` are
+    those that other meshes of this process have made.
+
     Every rank of the default group calls this, since making a group is collective; a rank that is not part of
-    the mesh gets None. The layout's tp and pp are 1 here (`spec.rules`).
+    the mesh gets None. The layout's pp is 1 here (`spec.rules`).
     """
     size = layout.world_size
     if dist.get_world_size() < size:
         raise ValueError(f"the layout needs {size} ranks and the process group has {dist.get_world_size()}")
-    ranks = list(range(size))
-    grid = torch.tensor(ranks).view(layout.replicate, layout.shard_ranks)
-    storage = DeviceMesh(device.type, grid, mesh_dim_names=("replicate", "shard"))
-    control = dist.new_group(ranks, backend="gloo")
-    background = dist.new_group(ranks, backend="gloo")
-    world = control if device.type == "cpu" else dist.new_group(ranks)
-    if dist.get_rank() >= size:
-        return None
-    wire, host = Wire(), torch.device("cpu")
-
-    def axis(name: str) -> Axis:
-        group = storage.get_group(name)
-        return Axis(name, group.size(), group.rank(), group, device, wire)
-
-    rank = dist.get_rank()
-    return Mesh(
-        layout=layout,
-        device=device,
-        storage=storage,
-        replicate=axis("replicate"),
-        shard=axis("shard"),
-        world=Axis("world", size, rank, world, device, wire),
-        control=Axis("control", size, rank, control, host, wire),
-        background=Axis("background", size, rank, background, host, wire),
-        wire=wire,
+    heads = kv_heads if kv_heads is not None else layout.tp * layout.cp
+    copies, ulysses = layout.kv_copies(heads), layout.ulysses(heads)
+    groups, wire, host = groups or Groups(device.type), Wire(), torch.device("cpu")
+    grid = torch.arange(size).view(layout.replicate, layout.shard_ranks, layout.tp)
+    tokens = grid.view(-1, layout.cp, layout.tp)
+    rings = grid.view(-1, layout.cp // ulysses, ulysses, layout.tp)
+    heads_grid = grid.unflatten(-1, (-1, copies))
+    storage = groups.device_mesh(grid, ("replicate", "shard", "tp"))
+    split = storage
+    if copies > 1:
+        split = groups.device_mesh(heads_grid, ("replicate", "shard", "parts", "copies"))
+    of_axes = {
+        "replicate": ("replicate", groups.along(grid, 0)),
+        "shard": ("shard", groups.along(grid, 1)),
+        "context": ("context", groups.along(tokens, 1, "context")),
+        "ring": ("context", groups.along(rings, 1, "context")),
+        "ulysses": ("context", groups.along(rings, 2, "context")),
+        "tensor": ("tensor", groups.along(grid, 2)),
+        "copies": ("tensor", groups.along(heads_grid, 3)),
+        "data": ("data", groups.along(grid.view(-1, layout.tp), 0, host=True)),
+        "control": ("control", groups.apart(grid, "control")),
+        "background": ("background", groups.apart(grid, "background")),
+    }
+    of_axes["world"] = (
+        "world",
+        of_axes["control"][1] if device == host else groups.apart(grid, "world", host=False),
     )
+
+    def axis(key: str) -> Axis:
+        name, group = of_axes[key]
+        assert group is not None  # this rank is in the grid
+        on = host if key in ("data", "control", "background") else device
+        return Axis(name, group.size(), group.rank(), group, on, wire)
+
+    if storage is None or split is None:
+        return None
+    return Mesh(layout, device, storage, split, wire, **{key: axis(key) for key in of_axes})

@@ -16,49 +16,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import _unsafe_preserve_version_counter as preserve_version  # type: ignore[attr-defined]
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from meshwright.parallel.collectives import DONE, Pending, start_all_gather
 from meshwright.parallel.mesh import Axis, Mesh
 from meshwright.parallel.precision import Formats
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Where one parameter lies in its unit's flat buffers."""
-
-    name: str
-    shape: torch.Size
-    start: int
-    """Offset in `stored` and `gradient`, in elements."""
-    padded: int
-    """Elements of one rank's part, padding included."""
-    first_row: int
-    rows: int
-    """Rows of this rank: `first_row` to `first_row + rows`."""
-    decay: bool
-    owners: tuple[tuple[nn.Module, str], ...]
-    """The (module, attribute) pairs that read it; two when tied."""
-
-
-def make_slots(
-    parameters: list[tuple[str, torch.Size, tuple[tuple[nn.Module, str], ...]]], ranks: int, rank: int
-) -> list[Slot]:
-    """Deal the rows of each parameter over `ranks`; decayed parameters (two dims or more) come first."""
-    slots, start = [], 0
-    for name, shape, owners in sorted(parameters, key=lambda item: len(item[1]) < 2):
-        per_rank = math.ceil(shape[0] / ranks)
-        first = min(rank * per_rank, shape[0])
-        padded = per_rank * math.prod(shape[1:])
-        rows = min(per_rank, shape[0] - first)
-        slots.append(Slot(name, shape, start, padded, first, rows, len(shape) >= 2, owners))
-        start += padded
-    return slots
+from meshwright.parallel.slots import Slot, Stored, stored
 
 
 class Unit:
@@ -105,22 +71,10 @@ class Unit:
         numel = slot.rows * math.prod(slot.shape[1:])
         return flat[slot.start : slot.start + numel].view(slot.rows, *slot.shape[1:])
 
-    def tensors(self, flat: Tensor) -> Iterator[tuple[str, DTensor]]:
-        """(name, DTensor) for each parameter of a flat buffer in stored form; they share its memory."""
-        placements = (Replicate(), Shard(0) if self.shards else Replicate())
+    def tensors(self, flat: Tensor) -> Iterator[tuple[str, Stored]]:
+        """(name, part of the whole) for each parameter of a flat buffer in stored form, in its memory."""
         for slot in self.slots:
-            stride = torch.empty(slot.shape, device="meta").stride()
-            yield (
-                slot.name,
-                DTensor.from_local(
-                    self.local(flat, slot),
-                    self.mesh.storage,
-                    placements,
-                    run_check=False,
-                    shape=slot.shape,
-                    stride=stride,
-                ),
-            )
+            yield slot.name, stored(slot, self.local(flat, slot), self.mesh, self.shards is not None)
 
     # Gathering parameters ---------------------------------------------------------------------------
 
@@ -212,6 +166,29 @@ class Unit:
     def _packed_rows(self, slot: Slot) -> Tensor:
         assert self.packed is not None
         return self.packed.view(self.ranks, self.part)[:, slot.start : slot.start + slot.padded]
+
+    def shared_gradients(self) -> Iterator[tuple[Axis, list[Tensor]]]:
+        """(axis, parts of `gradient`) that the ranks of that part of the tensor axis must add up."""
+        copies = {slot.piece.copies for slot in self.slots if slot.piece.summed}
+        for count in sorted(copies):
+            axis = self.mesh.tensor if count == self.mesh.tensor.size else self.mesh.copies
+            slots = [slot for slot in self.slots if slot.piece.summed and slot.piece.copies == count]
+            yield axis, [self._gradient_of(slot) for slot in slots]
+
+    def counted_gradients(self) -> Iterator[Tensor]:
+        """The parts of `gradient` that count in a norm: of equal pieces only the first tensor rank's."""
+        assert self.gradient is not None
+        rank = self.mesh.tensor.rank
+        if all(rank % slot.piece.copies == 0 for slot in self.slots):
+            yield self.gradient
+            return
+        for slot in self.slots:
+            if rank % slot.piece.copies == 0:
+                yield self._gradient_of(slot)
+
+    def _gradient_of(self, slot: Slot) -> Tensor:
+        assert self.gradient is not None
+        return self.gradient[slot.start : slot.start + slot.padded]
 
     def flats(self, flat: Tensor) -> list[Tensor]:
         """The decayed and the undecayed part of a flat buffer, as views; empty parts are left out."""

@@ -43,8 +43,7 @@ def strict(value: Any) -> Any:
 
 def _unwritable(path: Path, error: OSError) -> UserError:
     return UserError(
-        f"{path}: cannot be written ({error.strerror}); give the folder space and write permission, "
-        "then go on with --resume auto"
+        f"{path}: cannot be written ({error.strerror}); give the folder space and write permission"
     )
 
 

@@ -11,6 +11,19 @@ from meshwright.spec.base import Part
 ContextMode = Literal["ring", "ulysses", "gather", "ring+ulysses"]
 
 
+def ulysses_ranks(ranks: int, kv_heads: int, mode: ContextMode) -> int:
+    """How many context ranks exchange tokens for heads; the others of `ranks` form rings.
+
+    All of them in mode 'ulysses', none in 'ring' and 'gather'. In 'ring+ulysses' the most that divide both
+    ranks and key-value heads and leave some to the ring; a prime number of ranks goes to one of the two.
+    """
+    if mode != "ring+ulysses":
+        return ranks if mode == "ulysses" else 1
+    divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
+    proper = divisors if len(divisors) <= 2 else divisors[:-1]
+    return max(size for size in proper if kv_heads % size == 0)
+
+
 class Layout(Part):
     """Sizes of the mesh's axes. World size = replicate x dp x cp x tp x pp; experts fold into dp x cp."""
 
@@ -36,6 +49,14 @@ class Layout(Part):
     def world_size(self) -> int:
         """Number of ranks."""
         return self.replicate * self.dp * self.cp * self.tp * self.pp
+
+    def kv_copies(self, kv_heads: int) -> int:
+        """Tensor ranks that hold the same key-value head."""
+        return max(1, self.tp // kv_heads)
+
+    def ulysses(self, kv_heads: int) -> int:
+        """Context ranks that exchange tokens for heads, for a model with `kv_heads`."""
+        return ulysses_ranks(self.cp, max(1, kv_heads // self.tp), self.context_mode)
 
     @property
     def data_ranks(self) -> int:

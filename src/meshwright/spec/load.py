@@ -76,7 +76,7 @@ def read_tree(path: Path) -> dict[str, Any]:
         return tree
     if not path.is_file():
         near = did_you_mean(path.name, [beside.name for beside in path.parent.glob("*.toml")])
-        raise UserError(f"there is no run file {path}{near}")
+        raise UserError(f"there is no run file, and no run's folder, {path}{near}")
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":

@@ -18,6 +18,7 @@ class DataSpec(Part):
 
     corpus: str = Field(
         "stdlib",
+        min_length=1,
         description="'stdlib' (the interpreter's own sources), 'synthetic', a file or folder of text, JSONL, "
         "parquet or sources, a folder made by `meshwright tokenize`, or 'hf:NAME[:CONFIG]' of the hub",
     )

@@ -52,13 +52,72 @@ def sequence_fits_positions(spec: RunSpec) -> None:
 
 def axes_not_built_yet(spec: RunSpec) -> None:
     """Axes that this version does not run."""
-    for axis in ("tp", "cp", "pp", "ep", "virtual"):
+    for axis in ("pp", "ep", "virtual"):
         size = getattr(spec.layout, axis)
         if size > 1:
             raise UserError(
-                f"layout.{axis}: {size} is not supported by this version, which runs dp and replicate; "
-                f"set layout.{axis} = 1"
+                f"layout.{axis}: {size} is not supported by this version, which runs dp, replicate, tp "
+                f"and cp; set layout.{axis} = 1"
             )
+
+
+def tensor_axis_divides(spec: RunSpec) -> None:
+    """Tensor ranks have whole heads, equal shares of the feed-forward layer, and rows of the vocabulary."""
+    model, tp = spec.model, spec.layout.tp
+    for name, count in (("heads", model.heads), ("ffn", model.ffn)):
+        if count % tp:
+            raise UserError(
+                f"layout.tp: {tp} tensor ranks do not divide model.{name} = {count}; "
+                f"try {_nearest_tp(spec, tp)}"
+            )
+    if tp % model.kv_heads and model.kv_heads % tp:
+        raise UserError(
+            f"layout.tp: {tp} tensor ranks neither divide model.kv_heads = {model.kv_heads} nor are a "
+            f"multiple of it; try {_nearest_tp(spec, tp)}"
+        )
+    if (tp - 1) * -(-model.vocab_size // tp) >= model.vocab_size:
+        raise UserError(
+            f"layout.tp: of {tp} tensor ranks the last would have no row of model.vocab_size = "
+            f"{model.vocab_size}; try fewer"
+        )
+
+
+def _nearest_tp(spec: RunSpec, tp: int) -> int:
+    model = spec.model
+    fits = [
+        size
+        for size in divisors(model.heads)
+        if model.ffn % size == 0 and (size % model.kv_heads == 0 or model.kv_heads % size == 0)
+    ]
+    return nearest(tp, fits)
+
+
+def sequence_is_cut_evenly(spec: RunSpec) -> None:
+    """Context ranks have a head and a tail of each sequence, tensor ranks equal shares of what is left."""
+    length, cp, tp = spec.data.seq_len, spec.layout.cp, spec.layout.tp
+    pieces = 2 * cp if cp > 1 else 1
+    if length % pieces:
+        raise UserError(
+            f"data.seq_len: {length} is not cut into 2 x layout.cp = {pieces} equal pieces; "
+            f"try {max(pieces, round(length / pieces) * pieces)}"
+        )
+    if spec.layout.sequence_parallel and length // cp % tp:
+        unit = pieces * tp
+        raise UserError(
+            f"data.seq_len: the {length // cp} tokens of a context rank are not shared evenly by layout.tp = "
+            f"{tp} ranks; try {max(unit, round(length / unit) * unit)}, or layout.sequence_parallel = false"
+        )
+
+
+def ulysses_has_heads(spec: RunSpec) -> None:
+    """Ulysses deals the key-value heads of a tensor rank over the context axis."""
+    layout, heads = spec.layout, max(1, spec.model.kv_heads // spec.layout.tp)
+    if layout.context_mode == "ulysses" and heads % layout.cp:
+        raise UserError(
+            f"layout.context_mode: 'ulysses' deals {heads} key-value heads of a tensor rank over layout.cp = "
+            f"{layout.cp} ranks, which does not go; try cp = {nearest(layout.cp, divisors(heads))}, or "
+            f"'ring', 'gather' or 'ring+ulysses'"
+        )
 
 
 def sharding_has_ranks(spec: RunSpec) -> None:
@@ -120,6 +179,9 @@ RULES: tuple[Callable[[RunSpec], None], ...] = (
     rope_turns_pairs,
     sequence_fits_positions,
     axes_not_built_yet,
+    tensor_axis_divides,
+    sequence_is_cut_evenly,
+    ulysses_has_heads,
     sharding_has_ranks,
     batch_is_whole,
     stop_is_within,

@@ -209,9 +209,9 @@ class Run:
             return
         nll = tokens = 0.0
         for batch in self.loader.validation_batches(max_tokens):
-            nll += self.trainer.nll(batch)
-            tokens += float((batch.targets >= 0).sum())
-        nll, tokens = sum_scalars([nll, tokens], self.mesh.control)
+            own, count = self.trainer.nll(batch)
+            nll, tokens = nll + own, tokens + count
+        nll, tokens = sum_scalars([nll, tokens], self.mesh.data)
         size = self.corpus.validation.bytes_for(max_tokens)
         self.validation = {
             "step": self.done,

@@ -17,8 +17,11 @@ def narrowed(spec: RunSpec) -> tuple[RunSpec, str | None]:
     """
     if spec.model.parameters * spec.train.batch_tokens <= MOST_WORK:
         return spec, None
-    model = _narrow_model(spec.model)
-    seq_len, micro, count = min(spec.data.seq_len, 64), min(spec.micro_batch, 2), min(spec.microbatches, 4)
+    layout = spec.layout
+    model = _narrow_model(spec.model, layout.tp)
+    unit = 2 * layout.cp * layout.tp
+    seq_len = min(spec.data.seq_len, -(-64 // unit) * unit)
+    micro, count = min(spec.micro_batch, 2), min(spec.microbatches, 4)
     tree = spec.to_json()
     tree["model"] = model
     tree["data"]["seq_len"] = seq_len
@@ -33,15 +36,18 @@ def narrowed(spec: RunSpec) -> tuple[RunSpec, str | None]:
     return small, note
 
 
-def _narrow_model(model: ModelSpec) -> dict[str, object]:
+def _narrow_model(model: ModelSpec, tp: int) -> dict[str, object]:
     group = model.heads // model.kv_heads
     kv_heads = min(model.kv_heads, 8)
     while kv_heads > 1 and kv_heads * group > 16:
         kv_heads = max(1, kv_heads // 2)
     heads = kv_heads * group
+    if heads % tp or (kv_heads % tp and tp % kv_heads):
+        heads, kv_heads = model.heads, model.kv_heads
     head_dim = min(model.head_dim, 8)
     hidden = max(16, min(model.hidden, heads * head_dim))
-    ffn = max(8, round(hidden * model.ffn / model.hidden / 8) * 8)
+    share = 8 * tp
+    ffn = max(share, round(hidden * model.ffn / model.hidden / share) * share)
     sizes = {
         "layers": min(model.layers, 4),
         "hidden": hidden,

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from meshwright.parallel.data import DataParallel
+from meshwright.parallel.slots import Stored
 from meshwright.parallel.unit import Unit
 from meshwright.spec.parts import TrainSpec
 
@@ -72,7 +72,7 @@ class Optimiser:
         for flat, _, _ in self._pairs:
             self.adam.state[flat]["step"].fill_(count)
 
-    def tensors(self) -> Iterator[tuple[str, DTensor]]:
+    def tensors(self) -> Iterator[tuple[str, Stored]]:
         """(`exp_avg/name` or `exp_avg_sq/name`, moment) of each parameter, in the optimiser's memory."""
         for moment, buffers in self.moments.items():
             for unit, flat in zip(self.states.units, buffers, strict=True):

@@ -29,7 +29,8 @@ class SampleRecord:
     def digest(self) -> str:
         """The chain up to the last noted step; every rank calls this and gets the same."""
         if self._noted:
-            noted = gather_rows(torch.stack(self._noted), self.mesh.control)  # (ranks, steps, 2, samples)
+            noted = gather_rows(torch.stack(self._noted), self.mesh.data)  # (ranks, steps, 2, samples)
+            noted = noted[:: self.mesh.context.size]  # a sequence's ranks read the same samples
             for step in range(noted.shape[1]):
                 slots, ids = noted[:, step, 0].reshape(-1), noted[:, step, 1].reshape(-1)
                 order = torch.argsort(slots)

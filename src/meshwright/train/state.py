@@ -6,10 +6,8 @@ import hashlib
 import math
 from typing import Any
 
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-
 from meshwright.parallel.precision import LossScale
+from meshwright.parallel.slots import Stored
 from meshwright.spec import RunSpec, UserError
 from meshwright.train.step import Trainer
 
@@ -23,11 +21,9 @@ FREE = {
 """Keys that may differ between a checkpoint and the run that resumes from it."""
 
 
-def tensors(trainer: Trainer) -> dict[str, Tensor | DTensor]:
+def tensors(trainer: Trainer) -> dict[str, Stored]:
     """Every tensor that a resume needs, by name, sharing the run's memory."""
-    found: dict[str, Tensor | DTensor] = {
-        f"model/{name}": tensor for name, tensor in trainer.states.parameters()
-    }
+    found = {f"model/{name}": tensor for name, tensor in trainer.states.parameters()}
     found.update({f"optim/{name}": tensor for name, tensor in trainer.optimiser.tensors()})
     return found
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from meshwright.data.loader import Batch
 from meshwright.parallel.apply import initialise, parallelise
 from meshwright.parallel.collectives import sum_scalars
+from meshwright.parallel.context import share
 from meshwright.parallel.loss import count_targets, mean_over_targets
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import LossScale
@@ -45,7 +46,8 @@ class Trainer:
 
     def gradients(self, batch: Batch) -> float:
         """Forward and backward of the step; leaves the summed gradients, returns the global mean loss."""
-        (targets,) = sum_scalars([count_targets(batch.targets)], self.mesh.control)
+        batch = own_tokens(batch, self.mesh)
+        (targets,) = sum_scalars([count_targets(batch.targets)], self.mesh.data)
         losses = []
         for last, micro in microbatches(batch, self.spec.micro_batch, self.mesh.device):
             self.states.begin_microbatch(last)
@@ -54,7 +56,7 @@ class Trainer:
             (loss * self.loss_scale.value).backward()
             losses.append(loss.detach())
         self.states.finish_step()
-        (loss_sum,) = sum_scalars([float(torch.stack(losses).double().sum())], self.mesh.control)
+        (loss_sum,) = sum_scalars([float(torch.stack(losses).double().sum())], self.mesh.data)
         return loss_sum
 
     def step(self, batch: Batch, number: int) -> Step:
@@ -77,12 +79,19 @@ class Trainer:
         return Step(loss, norm, rate, finite)
 
     @torch.no_grad()
-    def nll(self, batch: Batch) -> float:
-        """Sum over the batch's targets of the negative log-likelihood, in nats, on this rank."""
-        total = 0.0
+    def nll(self, batch: Batch) -> tuple[float, int]:
+        """(sum over this rank's targets of the negative log-likelihood in nats, number of those targets)."""
+        total, batch = 0.0, own_tokens(batch, self.mesh)
         for _, micro in microbatches(batch, self.spec.micro_batch, self.mesh.device):
             total += float(self.decoder.loss(micro.tokens, micro.targets, micro.positions, micro.documents))
-        return total
+        return total, count_targets(batch.targets)
+
+
+def own_tokens(batch: Batch, mesh: Mesh) -> Batch:
+    """What a context rank computes on: its tokens of each sequence; the documents stay whole."""
+    axis = mesh.context
+    tokens, targets, positions = (share(x, axis) for x in (batch.tokens, batch.targets, batch.positions))
+    return replace(batch, tokens=tokens, targets=targets, positions=positions)
 
 
 def microbatches(batch: Batch, size: int, device: torch.device) -> Iterator[tuple[bool, Batch]]:

@@ -1,0 +1,191 @@
+"""Attention to keys and values that other ranks hold: they come one block after another, or all at once.
+
+Splits and bytes are told in `context.py`. Shapes: B batch, T local tokens, H query heads, K key-value heads,
+d channels, N = B K, G = H / K, n ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from meshwright.model.attention_parts import (
+    Part,
+    by_key_head,
+    by_query_head,
+    empty_result,
+    from_key_head,
+    from_query_head,
+    make_part,
+    part_backward,
+    part_forward,
+)
+from meshwright.model.sight import Sight
+from meshwright.parallel.collectives import (
+    DONE,
+    Pending,
+    start_all_gather,
+    start_reduce_scatter,
+    start_shift,
+)
+from meshwright.parallel.mesh import Axis
+from meshwright.parallel.recompute import Kept
+
+
+def ring_attention(
+    q_BTHd: Tensor,
+    k_BTKd: Tensor,
+    v_BTKd: Tensor,
+    sight: Sight,
+    places: Sequence[Tensor],
+    axis: Axis | None,
+    kept: Kept | None = None,
+) -> Tensor:
+    """(B, T, H, d); keys and values go round the ring `axis`, whose rank r holds `places[r]`.
+
+    Without an axis the one block is here. `kept` remembers the result for a second forward.
+    """
+    result: Tensor = _Ring.apply(q_BTHd, k_BTKd, v_BTKd, sight, places, axis, kept or Kept())
+    return result
+
+
+def gather_attention(
+    q_BTHd: Tensor,
+    k_BTKd: Tensor,
+    v_BTKd: Tensor,
+    sight: Sight,
+    places: Sequence[Tensor],
+    axis: Axis,
+    kept: Kept | None = None,
+) -> Tensor:
+    """(B, T, H, d); keys and values of all ranks are gathered, and kept for the backward."""
+    result: Tensor = _Gather.apply(q_BTHd, k_BTKd, v_BTKd, sight, places, axis, kept or Kept())
+    return result
+
+
+def _parts(q: Tensor, k: Tensor, sight: Sight, places: Sequence[Tensor]) -> list[Part]:
+    heads, kv_heads = q.shape[2], k.shape[2]
+    return [make_part(sight, keys_at, kv_heads, heads // kv_heads) for keys_at in places]
+
+
+def _start_shift(sent: Tensor, axis: Axis | None) -> tuple[Tensor, Pending]:
+    """What comes from the rank before, once the shift is done. Without an axis, what is sent."""
+    if axis is None or axis.size == 1:
+        return sent, DONE
+    received = torch.empty_like(sent)
+    return received, start_shift(received, sent, axis)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sight: Sight,
+        places: Sequence[Tensor],
+        axis: Axis | None,
+        kept: Kept,
+    ) -> Tensor:
+        ranks, rank = (axis.size, axis.rank) if axis else (1, 0)
+        ctx.axis, ctx.sight = axis, sight
+        ctx.places = [places[(rank - step) % ranks] for step in range(ranks)]  # in the order of arrival
+        result, lse = kept.run(lambda: _around(q, k, v, sight, ctx.places, axis))
+        ctx.save_for_backward(q, k, v, result, lse)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        own = _Queries(q, k, grad, out, lse)
+        kv = by_key_head(k, v)
+        home: Tensor | None = None
+        arriving: Pending = DONE
+        for step, part in enumerate(_parts(q, k, ctx.sight, ctx.places)):
+            last = step + 1 == len(ctx.places)
+            following, pending = (kv, DONE) if last else _start_shift(kv, ctx.axis)
+            grad_kv = own.backward(kv, part)
+            arriving.wait()
+            home, arriving = _start_shift(grad_kv if home is None else home.add_(grad_kv), ctx.axis)
+            pending.wait()
+            kv = following
+        arriving.wait()
+        assert home is not None
+        return from_query_head(own.grad, q), *from_key_head(home, k), *[None] * 4
+
+
+def _around(
+    q: Tensor, k: Tensor, v: Tensor, sight: Sight, places: Sequence[Tensor], axis: Axis | None
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of the own queries on every block, in the order of arrival."""
+    queries, kv = by_query_head(q, k.shape[2]), by_key_head(k, v)
+    out, lse = empty_result(queries)
+    for step, part in enumerate(_parts(q, k, sight, places)):
+        following, pending = _start_shift(kv, axis) if step + 1 < len(places) else (kv, DONE)
+        part_forward(queries, kv[0], kv[1], part, out, lse)
+        pending.wait()
+        kv = following
+    return from_query_head(out, q), lse
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sight: Sight,
+        places: Sequence[Tensor],
+        axis: Axis,
+        kept: Kept,
+    ) -> Tensor:
+        ctx.axis, ctx.sight, ctx.places = axis, sight, places
+        result, lse, blocks = kept.run(lambda: _all_at_once(q, k, v, sight, places, axis))
+        ctx.save_for_backward(q, k, blocks, result, lse)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, blocks, out, lse = ctx.saved_tensors
+        own = _Queries(q, k, grad, out, lse)
+        parts = _parts(q, k, ctx.sight, ctx.places)
+        grads = torch.stack([own.backward(kv, part) for kv, part in zip(blocks, parts, strict=True)])
+        home = torch.empty_like(grads[0])
+        start_reduce_scatter(home.view(-1), grads.view(-1), ctx.axis).wait()
+        return from_query_head(own.grad, q), *from_key_head(home, k), *[None] * 4
+
+
+def _all_at_once(
+    q: Tensor, k: Tensor, v: Tensor, sight: Sight, places: Sequence[Tensor], axis: Axis
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, log-sum-exp, and the keys and values of all ranks."""
+    queries, kv = by_query_head(q, k.shape[2]), by_key_head(k, v)
+    blocks = kv.new_empty(axis.size, *kv.shape)
+    start_all_gather(blocks.view(-1), kv.view(-1), axis).wait()
+    out, lse = empty_result(queries)
+    for block, part in zip(blocks, _parts(q, k, sight, places), strict=True):
+        part_forward(queries, block[0], block[1], part, out, lse)
+    return from_query_head(out, q), lse, blocks
+
+
+class _Queries:
+    """A rank's own queries in the backward, with the sum of their gradients."""
+
+    def __init__(self, q: Tensor, k: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> None:
+        kv_heads = k.shape[2]
+        self._q, self._grad_out, self._lse = by_query_head(q, kv_heads), by_query_head(grad, kv_heads), lse
+        self._delta = (self._grad_out.to(lse.dtype) * by_query_head(out, kv_heads)).sum(-1)
+        self.grad = torch.zeros_like(self._q, dtype=lse.dtype)
+
+    def backward(self, kv: Tensor, part: Part) -> Tensor:
+        """The gradients of one block of keys and values (2, N, S, d) that these queries see."""
+        k, v = kv
+        return part_backward(self._grad_out, self._delta, self._lse, self._q, k, v, part, self.grad)

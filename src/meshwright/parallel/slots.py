@@ -1,0 +1,120 @@
+"""Where each parameter lies: its piece of the tensor axis, its rows of the shard axis, its place."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec.parameters import Piece
+
+Owners = tuple[tuple[nn.Module, str], ...]
+"""The (module, attribute) pairs that read a parameter; two when tied."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter lies in its unit's flat buffers; `shape` is that of its piece."""
+
+    name: str
+    piece: Piece
+    start: int
+    """Offset in `stored` and `gradient`, in elements."""
+    padded: int
+    """Elements of one rank's part, padding included."""
+    first_row: int
+    rows: int
+    """Rows of this rank, of those of the piece: `first_row` to `first_row + rows`."""
+    owners: Owners
+
+    @property
+    def shape(self) -> torch.Size:
+        """What computes on this tensor rank."""
+        return torch.Size(self.piece.shape)
+
+    @property
+    def decay(self) -> bool:
+        """Whether weight decay applies: not to norms and biases."""
+        return len(self.piece.whole) >= 2
+
+    def indices(self) -> list[Tensor]:
+        """For each dim of the local rows, the place of each index in the whole parameter."""
+        found = [torch.arange(size) for size in self.shape]
+        found[self.piece.dim] += self.piece.first
+        found[0] = found[0][self.first_row : self.first_row + self.rows]
+        return found
+
+
+def make_slots(parameters: list[tuple[str, Piece, Owners]], ranks: int, rank: int) -> list[Slot]:
+    """Deal the rows of each piece over `ranks`, as DTensor's `Shard(0)` deals them.
+
+    Decayed parameters come first; within each half those whose gradients the tensor axis must sum.
+    """
+    slots, start = [], 0
+    for name, piece, owners in sorted(parameters, key=lambda item: (len(item[1].whole) < 2, item[1].summed)):
+        rows_of_piece, *others = piece.shape
+        per_rank = math.ceil(rows_of_piece / ranks)
+        first = min(rank * per_rank, rows_of_piece)
+        padded = per_rank * math.prod(others)
+        slots.append(Slot(name, piece, start, padded, first, min(per_rank, rows_of_piece - first), owners))
+        start += padded
+    return slots
+
+
+@dataclass(frozen=True)
+class Trimmed:
+    """A DTensor whose last rows are padding, seen without them: `rows` of its first dim are real."""
+
+    padded: DTensor
+    rows: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole parameter, without padding."""
+        return torch.Size((self.rows, *self.padded.shape[1:]))
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return self.padded.ndim
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements."""
+        return self.padded.dtype
+
+    def full_tensor(self) -> Tensor:
+        """The whole parameter; collective over its mesh."""
+        return self.padded.full_tensor()[: self.rows]
+
+
+Stored = DTensor | Trimmed
+
+
+def stored(slot: Slot, local: Tensor, mesh: Mesh, sharded: bool) -> Stored:
+    """A parameter's, gradient's or moment's local rows as a part of the whole; they share its memory."""
+    piece = slot.piece
+    split = piece.parts > 1
+    rows: Placement = Replicate()
+    if sharded:
+        rows = _StridedShard(0, split_factor=piece.parts) if split and piece.dim == 0 else Shard(0)
+    over_tensor: list[Placement] = [Shard(piece.dim) if split else Replicate()]
+    if split and piece.copies > 1:
+        over_tensor.append(Replicate())
+    shape = list(piece.whole)
+    if split:
+        shape[piece.dim] = piece.size * piece.parts
+    found = DTensor.from_local(
+        local,
+        mesh.storage_of(piece.copies if split else 1),
+        (Replicate(), rows, *over_tensor),
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+    return Trimmed(found, piece.whole[0]) if shape[0] > piece.whole[0] else found

@@ -1,0 +1,1 @@
+"""What a layout costs before it runs: pure functions of a `RunSpec`, without torch."""

@@ -1,0 +1,159 @@
+"""Bytes that one rank sends in one optimiser step, by axis and operation: what the program records, exactly.
+
+Bytes are those of a bandwidth-optimal algorithm over n ranks and a whole of S bytes: all-gather and
+reduce-scatter S (n-1)/n, all-reduce twice that (Thakur et al. 2005). Every rank sends the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from math import ceil, prod
+
+from meshwright.spec import RunSpec
+from meshwright.spec.parameters import Parameter, Piece, parameters, piece_of
+from meshwright.spec.parts import SelectiveRecompute
+
+Traffic = dict[tuple[str, str], float]
+"""(axis, operation) -> bytes."""
+
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+SCALAR = 8
+"""A number that ranks agree on, in float64."""
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes of an element: to compute in, of master weights, of gradients on the wire, of exact sums."""
+
+    compute: int
+    master: int
+    reduce: int
+    exact: int
+
+
+def widths(spec: RunSpec) -> Widths:
+    """The formats of a run; fp64 is fp64 throughout."""
+    compute = BYTES[spec.precision.compute]
+    if compute == 8:
+        return Widths(8, 8, 8, 8)
+    return Widths(compute, 4, BYTES[spec.precision.reduce], 4)
+
+
+def traffic(spec: RunSpec) -> Traffic:
+    """Everything that a rank sends in one step, forward to update."""
+    found: Counter[tuple[str, str]] = Counter()
+    for part in (_states(spec), _tensor(spec), _shared(spec), _context(spec), _scalars(spec)):
+        found.update(part)
+    return {key: float(sent) for key, sent in found.items() if sent}
+
+
+def _share(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def shards(spec: RunSpec) -> int:
+    """Ranks that each hold a part of the states."""
+    return spec.layout.shard_ranks if spec.layout.zero else 1
+
+
+def pieces(spec: RunSpec) -> dict[str, list[tuple[Parameter, Piece]]]:
+    """What a tensor rank holds of each unit's parameters."""
+    layout = spec.layout
+    return {
+        unit: [(p, piece_of(p, spec.model, layout.tp, 0, layout.sequence_parallel)) for p in listed]
+        for unit, listed in parameters(spec.model).items()
+    }
+
+
+def part_elements(piece: Piece, ranks: int) -> int:
+    """Elements that one of `ranks` stores of a piece, padding included."""
+    rows, *others = piece.shape
+    return ceil(rows / ranks) * prod(others)
+
+
+def _states(spec: RunSpec) -> Traffic:
+    """Parameters and gradients between the data ranks (`parallel/data.py`)."""
+    layout, width = spec.layout, widths(spec)
+    ranks, microbatches, zero = shards(spec), spec.microbatches, spec.layout.zero
+    units = {
+        name: ranks * sum(part_elements(piece, ranks) for _, piece in listed)
+        for name, listed in pieces(spec).items()
+    }
+    whole = sum(units.values())
+    once = units["embed"] + list(units.values())[-1]  # gathered for the forward, and kept to the backward
+    if ranks == 1:
+        axis, size = (
+            ("shard", layout.shard_ranks) if layout.replicate == 1 else ("replicate", layout.replicate)
+        )
+        return {(axis, "all_reduce"): 2 * whole * width.reduce * _share(size)}
+    gathered = microbatches * (2 * whole - once) if zero == 3 else whole
+    reduced = whole if zero == 1 else microbatches * whole
+    return {
+        ("shard", "all_gather"): gathered * width.compute * _share(ranks),
+        ("shard", "reduce_scatter"): reduced * width.reduce * _share(ranks),
+        ("replicate", "all_reduce"): 2 * whole / ranks * width.master * _share(layout.replicate),
+    }
+
+
+def _tensor(spec: RunSpec) -> Traffic:
+    """Activations between the tensor ranks (`parallel/tensor.py`)."""
+    layout, width, layers = spec.layout, widths(spec), spec.model.layers
+    tokens = spec.micro_batch * spec.data.seq_len // layout.cp
+    once = spec.microbatches * tokens * spec.model.hidden * width.compute * _share(layout.tp)
+    again = 0 if spec.recompute.policy == "none" else layers
+    loss = spec.microbatches * 2 * tokens * width.exact * (layout.tp - 1)
+    if layout.tp == 1:
+        return {}
+    if not layout.sequence_parallel:
+        sums = 2 + 4 * layers + again
+        return {("tensor", "all_reduce"): 2 * sums * once, ("tensor", "all_gather"): loss}
+    return {
+        ("tensor", "all_gather"): (2 + 6 * layers + 2 * again) * once + loss,
+        ("tensor", "reduce_scatter"): (2 + 4 * layers + again) * once,
+    }
+
+
+def _context(spec: RunSpec) -> Traffic:
+    """Queries, keys and values between the context ranks (`parallel/context.py`)."""
+    layout, model, width = spec.layout, spec.model, widths(spec)
+    heads, kv_heads = model.heads // layout.tp, max(1, model.kv_heads // layout.tp)
+    channels = spec.micro_batch * spec.data.seq_len // layout.cp * model.head_dim
+    times = spec.microbatches * model.layers
+    whole = spec.recompute.policy == "full"
+    attention_again = whole or (
+        isinstance(spec.recompute, SelectiveRecompute) and "attention" not in spec.recompute.save
+    )
+    keys = times * 2 * channels * kv_heads  # elements of one rank's keys and values
+    forwards, n, u = 1 + attention_again, layout.cp, layout.ulysses(model.kv_heads)
+    if layout.context_mode == "gather":
+        return {
+            ("context", "all_gather"): forwards * keys * n * width.compute * _share(n),
+            ("context", "reduce_scatter"): keys * n * width.exact * _share(n),
+        }
+    ring = n // u
+    passed = (forwards + 1) * (ring - 1) * width.compute + (ring * width.exact if ring > 1 else 0)
+    exchanges = 2 if spec.recompute.policy == "none" else 3
+    exchanged = times * 2 * channels * (heads + kv_heads) * width.compute * _share(u)
+    return {("context", "shift"): keys * passed, ("context", "all_to_all"): exchanges * exchanged}
+
+
+def _shared(spec: RunSpec) -> Traffic:
+    """Gradients of what several tensor ranks hold alike, each with a part of the sum; once a step."""
+    sent = 0.0
+    for listed in pieces(spec).values():
+        for _, piece in listed:
+            if piece.summed:
+                size = part_elements(piece, shards(spec)) * widths(spec).master
+                sent += 2 * size * _share(piece.copies)
+    return {("tensor", "all_reduce"): sent}
+
+
+def _scalars(spec: RunSpec) -> Traffic:
+    """The number of targets and the loss over all data ranks, the gradient norm over all its parts."""
+    layout = spec.layout
+    return {
+        ("data", "scalars"): 2 * 2 * SCALAR * _share(layout.data_ranks * layout.cp),
+        ("shard", "scalars"): 2 * SCALAR * _share(shards(spec)),
+        ("tensor", "scalars"): 2 * SCALAR * _share(layout.tp),
+    }

@@ -1,0 +1,105 @@
+"""The table of layouts: tensor, context, data and ZeRO together equal one device, whatever else is chosen.
+
+Each layout is checked with another choice of everything that does not belong to it (heads, recomputation,
+accumulation, packing, ...), drawn by its name, so that the table as a whole covers their combinations.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+from typing import Any
+
+import pytest
+
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec import RunSpec
+from meshwright.train.verify import verify
+from ranks import RANKS, Ranks
+from small import spec_of
+
+BASE = {
+    "model.heads": 8,
+    "model.hidden": 32,
+    "model.head_dim": 4,
+    "model.vocab_size": 61,  # prime: no axis divides it
+    "data.seq_len": 32,
+    "train.batch_tokens": 6 * 32,
+    "train.steps": 3,
+    "train.warmup_steps": 1,
+}
+AXES = [
+    (tp, cp, dp)
+    for tp, cp, dp in product((1, 2, 4), (1, 2, 4), (1, 2))
+    if tp * cp > 1 and tp * cp * dp <= RANKS
+]
+
+
+def body(mesh: Mesh, spec: RunSpec) -> dict[str, Any] | None:
+    return verify(spec, mesh, 2)
+
+
+def worst(ranks: Ranks, **flags: object) -> float:
+    spec = spec_of(BASE, **flags)
+    found = ranks.run(spec.layout, body, spec)[0]
+    assert found is not None and found["compared"] > 20
+    return float(found["worst_relative"])
+
+
+def drawn(name: str, tp: int, cp: int) -> dict[str, object]:
+    """A choice of the rest that goes with `tp` and `cp`."""
+    choose = random.Random(name).choice
+    flags: dict[str, object] = {
+        "model__kv_heads": choose([1, 2, 8]),
+        "model__tied": choose(["true", "false"]),
+        "model__qk_norm": choose(["true", "false"]),
+        "model__sliding_window": choose(["none", "none", 7]),
+        "layout__sequence_parallel": choose(["true", "false"]),
+        "layout__micro_batch": choose([1, 3]),
+        "recompute__policy": choose(["none", "full", "selective"]),
+        "data__pack": choose(["true", "true", "false"]),
+        "data__document_mask": choose(["true", "true", "false"]),
+    }
+    modes = ["ring", "gather", "ring+ulysses"]
+    if max(1, int(str(flags["model__kv_heads"])) // tp) % cp == 0:
+        modes.append("ulysses")
+    return {**flags, "layout__context_mode": choose(modes)}
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(("tp", "cp", "dp"), AXES)
+def test_every_layout_equals_one_device(ranks: Ranks, tp: int, cp: int, dp: int, zero: int) -> None:
+    rest = drawn(f"{tp}-{cp}-{dp}-{zero}", tp, cp)
+    axes = {"layout__tp": tp, "layout__cp": cp, "layout__dp": dp, "layout__zero": zero}
+    assert worst(ranks, **axes, **rest) <= 1e-9
+
+
+@pytest.mark.parametrize("mode", ["ring", "gather", "ulysses", "ring+ulysses"])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_every_context_mode_with_every_recomputation(ranks: Ranks, mode: str, recompute: str) -> None:
+    flags = {"layout__cp": 4, "layout__context_mode": mode, "recompute__policy": recompute}
+    assert worst(ranks, **flags, model__kv_heads=8, layout__zero=3, layout__micro_batch=3) <= 1e-9
+
+
+GPT2 = {
+    "model__family": "gpt2", "model__norm": "layernorm", "model__activation": "gelu_tanh",
+    "model__position": "learned", "model__max_seq_len": 32, "model__qkv_bias": "true",
+    "model__out_bias": "true", "model__mlp_bias": "true", "model__tied": "true", "model__kv_heads": 8,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sequence", ["true", "false"])
+@pytest.mark.parametrize(("tp", "cp", "replicate"), [(4, 1, 2), (2, 2, 2)])
+def test_biases_and_learned_positions(ranks: Ranks, tp: int, cp: int, replicate: int, sequence: str) -> None:
+    flags = {"layout__tp": tp, "layout__cp": cp, "layout__sequence_parallel": sequence}
+    rest = {"layout__replicate": replicate, "layout__zero": 2 if cp > 1 else 0}
+    if cp == 1:
+        rest = {"layout__dp": replicate, "layout__zero": 3}
+    assert worst(ranks, **GPT2, **flags, **rest) <= 1e-9
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_vocabulary_of_8191(ranks: Ranks, tp: int) -> None:
+    """Padded and masked where the tensor axis does not divide it; three data ranks do not divide a part."""
+    flags = {"model__vocab_size": 8191, "model__layers": 1, "layout__tp": tp, "layout__zero": 3}
+    assert worst(ranks, **flags, layout__dp=3 if tp == 2 else 2) <= 1e-9
