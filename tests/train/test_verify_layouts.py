@@ -14,6 +14,7 @@ import pytest
 
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
+from meshwright.train.narrow import narrowed
 from meshwright.train.verify import verify
 from ranks import RANKS, Ranks
 from small import spec_of
@@ -103,3 +104,22 @@ def test_a_vocabulary_of_8191(ranks: Ranks, tp: int) -> None:
     """Padded and masked where the tensor axis does not divide it; three data ranks do not divide a part."""
     flags = {"model__vocab_size": 8191, "model__layers": 1, "layout__tp": tp, "layout__zero": 3}
     assert worst(ranks, **flags, layout__dp=3 if tp == 2 else 2) <= 1e-9
+
+
+def test_a_narrowed_copy_still_goes_with_its_layout() -> None:
+    spec = spec_of(
+        BASE,
+        model__heads=64,
+        model__kv_heads=32,
+        model__hidden=4096,
+        model__ffn=4096,
+        model__head_dim=64,
+        data__seq_len=4096,
+        train__batch_tokens=4096,
+        layout__tp=4,
+        layout__cp=8,
+        layout__context_mode="ulysses",
+    )
+    small, note = narrowed(spec)
+    assert note is not None and small.layout.describe() == spec.layout.describe()
+    assert small.model.parameters < spec.model.parameters / 10

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.spec import ModelSpec, RunSpec
+from meshwright.spec import Layout, ModelSpec, RunSpec
 
 MOST_WORK = 3e10
 """Parameters x tokens of a step that are checked as they are; about ten seconds a step in float64."""
@@ -18,7 +18,7 @@ def narrowed(spec: RunSpec) -> tuple[RunSpec, str | None]:
     if spec.model.parameters * spec.train.batch_tokens <= MOST_WORK:
         return spec, None
     layout = spec.layout
-    model = _narrow_model(spec.model, layout.tp)
+    model = _narrow_model(spec.model, layout)
     unit = 2 * layout.cp * layout.tp
     seq_len = min(spec.data.seq_len, -(-64 // unit) * unit)
     micro, count = min(spec.micro_batch, 2), min(spec.microbatches, 4)
@@ -36,13 +36,14 @@ def narrowed(spec: RunSpec) -> tuple[RunSpec, str | None]:
     return small, note
 
 
-def _narrow_model(model: ModelSpec, tp: int) -> dict[str, object]:
+def _narrow_model(model: ModelSpec, layout: Layout) -> dict[str, object]:
     group = model.heads // model.kv_heads
     kv_heads = min(model.kv_heads, 8)
     while kv_heads > 1 and kv_heads * group > 16:
         kv_heads = max(1, kv_heads // 2)
     heads = kv_heads * group
-    if heads % tp or (kv_heads % tp and tp % kv_heads):
+    tp, dealt = layout.tp, layout.cp if layout.context_mode == "ulysses" else 1
+    if heads % tp or (kv_heads % tp and tp % kv_heads) or max(1, kv_heads // tp) % dealt:
         heads, kv_heads = model.heads, model.kv_heads
     head_dim = min(model.head_dim, 8)
     hidden = max(16, min(model.hidden, heads * head_dim))
