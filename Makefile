@@ -42,6 +42,8 @@ format: .venv/dev.done
 bench: .venv/dev.done
 	$(PY) bench/throughput.py
 	$(PY) bench/memory.py
+	$(PY) bench/ring.py
+	$(PY) bench/tensor.py
 
 ## gpu: the GPU tests and benchmarks, from the source tree, with the system's Python (which has a CUDA torch)
 gpu:

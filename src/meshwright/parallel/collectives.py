@@ -118,11 +118,3 @@ def gather_rows(rows: Tensor, axis: Axis) -> Tensor:
     whole = torch.empty((axis.size, *rows.shape), dtype=rows.dtype, device=rows.device)
     start_all_gather(whole.view(-1), rows.contiguous().view(-1), axis).wait()
     return whole
-
-
-def broadcast_from_first(tensor: Tensor, axis: Axis) -> None:
-    """Give every rank the tensor of the axis's first rank, in place."""
-    if axis.size == 1:
-        return
-    axis.wire.record(axis.name, "broadcast", float(_bytes(tensor)))
-    dist.broadcast(tensor, group=axis.group, group_src=0)

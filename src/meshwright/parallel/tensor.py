@@ -42,7 +42,6 @@ from meshwright.parallel.collectives import (
     start_reduce_scatter,
 )
 from meshwright.parallel.mesh import Axis
-from meshwright.spec import ModelSpec
 from meshwright.spec.parameters import Piece, parameters, piece_of
 
 # Whole tokens and shards of them ------------------------------------------------------------------------
@@ -234,8 +233,3 @@ def _cut(decoder: Decoder, pieces: dict[str, Piece]) -> None:
             if whole not in made:
                 made[whole] = nn.Parameter(whole.new_empty(pieces[names[whole]].shape))
             setattr(module, attribute, made[whole])
-
-
-def local_heads(model: ModelSpec, tp: int) -> tuple[int, int]:
-    """(query heads, key-value heads) that one of `tp` ranks computes."""
-    return model.heads // tp, max(1, model.kv_heads // tp)

@@ -117,7 +117,7 @@ def _tensor(spec: RunSpec) -> Traffic:
 def _context(spec: RunSpec) -> Traffic:
     """Queries, keys and values between the context ranks (`parallel/context.py`)."""
     layout, model, width = spec.layout, spec.model, widths(spec)
-    heads, kv_heads = model.heads // layout.tp, max(1, model.kv_heads // layout.tp)
+    heads, kv_heads = model.heads // layout.tp, layout.local_kv_heads(model.kv_heads)
     channels = spec.micro_batch * spec.data.seq_len // layout.cp * model.head_dim
     times = spec.microbatches * model.layers
     whole = spec.recompute.policy == "full"

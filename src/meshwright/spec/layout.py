@@ -56,7 +56,11 @@ class Layout(Part):
 
     def ulysses(self, kv_heads: int) -> int:
         """Context ranks that exchange tokens for heads, for a model with `kv_heads`."""
-        return ulysses_ranks(self.cp, max(1, kv_heads // self.tp), self.context_mode)
+        return ulysses_ranks(self.cp, self.local_kv_heads(kv_heads), self.context_mode)
+
+    def local_kv_heads(self, kv_heads: int) -> int:
+        """Key-value heads that one tensor rank computes."""
+        return max(1, kv_heads // self.tp)
 
     @property
     def data_ranks(self) -> int:

@@ -92,7 +92,9 @@ class ModelSpec(Part):
     @property
     def parameters(self) -> int:
         """Number of parameters, tied ones once."""
-        return sum(size for _, size in self.parameter_sizes())
+        from meshwright.spec.parameters import parameters
+
+        return sum(parameter.size for unit in parameters(self).values() for parameter in unit)
 
     def flops_per_token(self, seq_len: int) -> float:
         """Model FLOPs of training on one token, forward and backward, in sequences of `seq_len` tokens.
@@ -107,24 +109,6 @@ class ModelSpec(Part):
         mlp = (3 if self.activation == "swiglu" else 2) * self.hidden * self.ffn
         weights = self.layers * (attention + mlp) + self.vocab_size * self.hidden
         return 6.0 * weights + 12.0 * self.layers * q * seq_len
-
-    def parameter_sizes(self) -> list[tuple[str, int]]:
-        """(component, number of parameters) of the whole model: embedding, attention, mlp, norms, head."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        norm = self.hidden * (2 if self.norm == "layernorm" else 1)
-        attention = self.hidden * (q + 2 * kv) + q * self.hidden
-        attention += (q + 2 * kv if self.qkv_bias else 0) + (self.hidden if self.out_bias else 0)
-        attention += 2 * self.head_dim if self.qk_norm else 0
-        up = 2 if self.activation == "swiglu" else 1
-        mlp = (up + 1) * self.hidden * self.ffn + (up * self.ffn + self.hidden if self.mlp_bias else 0)
-        learned = self.max_seq_len * self.hidden if self.position == "learned" else 0
-        return [
-            ("embedding", self.vocab_size * self.hidden + learned),
-            ("attention", self.layers * attention),
-            ("mlp", self.layers * mlp),
-            ("norms", (2 * self.layers + 1) * norm),
-            ("head", 0 if self.tied else self.vocab_size * self.hidden),
-        ]
 
 
 _REQUIRED = frozenset(name for name, field in ModelSpec.model_fields.items() if field.is_required())

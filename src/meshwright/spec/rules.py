@@ -111,7 +111,7 @@ def sequence_is_cut_evenly(spec: RunSpec) -> None:
 
 def ulysses_has_heads(spec: RunSpec) -> None:
     """Ulysses deals the key-value heads of a tensor rank over the context axis."""
-    layout, heads = spec.layout, max(1, spec.model.kv_heads // spec.layout.tp)
+    layout, heads = spec.layout, spec.layout.local_kv_heads(spec.model.kv_heads)
     if layout.context_mode == "ulysses" and heads % layout.cp:
         raise UserError(
             f"layout.context_mode: 'ulysses' deals {heads} key-value heads of a tensor rank over layout.cp = "

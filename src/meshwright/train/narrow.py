@@ -43,7 +43,7 @@ def _narrow_model(model: ModelSpec, layout: Layout) -> dict[str, object]:
         kv_heads = max(1, kv_heads // 2)
     heads = kv_heads * group
     tp, dealt = layout.tp, layout.cp if layout.context_mode == "ulysses" else 1
-    if heads % tp or (kv_heads % tp and tp % kv_heads) or max(1, kv_heads // tp) % dealt:
+    if heads % tp or (kv_heads % tp and tp % kv_heads) or layout.local_kv_heads(kv_heads) % dealt:
         heads, kv_heads = model.heads, model.kv_heads
     head_dim = min(model.head_dim, 8)
     hidden = max(16, min(model.hidden, heads * head_dim))
