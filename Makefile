@@ -42,6 +42,7 @@ format: .venv/dev.done
 bench: .venv/dev.done
 	$(PY) bench/throughput.py
 	$(PY) bench/memory.py
+	$(PY) bench/activations.py
 	$(PY) bench/ring.py
 	$(PY) bench/tensor.py
 

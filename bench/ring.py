@@ -30,6 +30,7 @@ from meshwright.model.sight import sight
 from meshwright.parallel.context import zigzag
 from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.parallel.precision import DTYPES
+from meshwright.parallel.recompute import Kept
 from meshwright.parallel.ring import ring_attention
 from meshwright.spec import Layout
 
@@ -60,7 +61,7 @@ def make_side(mesh: Mesh, side: str, whole: list[Tensor]) -> Callable[[], None]:
 
     def run() -> None:
         if side != "one" or rank == 0:
-            out = ring_attention(*leaves, seen, places, axis)
+            out = ring_attention(*leaves, seen, places, axis, Kept())
             torch.autograd.grad(out, leaves, grad)
 
     return run

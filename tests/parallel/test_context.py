@@ -16,6 +16,7 @@ from meshwright.model.attention_parts import make_part
 from meshwright.model.sight import sight
 from meshwright.parallel.context import ContextAttention, share, zigzag
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.recompute import Kept
 from meshwright.spec import Layout
 from meshwright.spec.layout import ContextMode, ulysses_ranks
 from ranks import Ranks
@@ -101,7 +102,7 @@ def worst(found: list[Tensor], exact: list[Tensor], whole: list[Tensor]) -> floa
 def difference(mesh: Mesh, case: Case) -> float:
     whole = one_device(case, torch.float64)
     exact = [share(x, mesh.context) for x in whole]
-    return worst(sharded(mesh, ContextAttention(mesh, mesh.layout.context_mode), case), exact, whole)
+    return worst(sharded(mesh, ContextAttention(mesh, mesh.layout.context_mode, Kept()), case), exact, whole)
 
 
 def allowed(mode: ContextMode, ranks: int, kv_heads: int) -> bool:
@@ -156,7 +157,7 @@ def test_bf16_is_as_close_as_one_device(ranks: Ranks, mode: ContextMode) -> None
 def sent_bytes(mesh: Mesh, case: Case) -> tuple[dict[Any, float], dict[Any, float]]:
     """What one layer sends in its forward, and in its backward."""
     axis = mesh.context
-    attention = ContextAttention(mesh, mesh.layout.context_mode)
+    attention = ContextAttention(mesh, mesh.layout.context_mode, Kept())
     *inputs, grad = (share(x, axis).clone() for x in case.tensors())
     inputs = [x.requires_grad_() for x in inputs]
     at = zigzag(case.length, axis.size, axis.rank)
@@ -237,7 +238,7 @@ def test_work_is_balanced_and_documents_reduce_it() -> None:
 def kept(mesh: Mesh, case: Case) -> tuple[int, int]:
     """Bytes that are kept for the backward, and the number of local tokens."""
     axis = mesh.context
-    attention = ContextAttention(mesh, mesh.layout.context_mode)
+    attention = ContextAttention(mesh, mesh.layout.context_mode, Kept())
     *inputs, _ = (share(x, axis).clone() for x in case.tensors())
     inputs = [x.requires_grad_() for x in inputs]
     at = zigzag(case.length, axis.size, axis.rank)
@@ -261,7 +262,7 @@ def test_the_ring_keeps_no_probabilities_and_no_received_block(ranks: Ranks) -> 
 
 def in_evaluation(mesh: Mesh, case: Case) -> float:
     axis = mesh.context
-    attention = ContextAttention(mesh, mesh.layout.context_mode)
+    attention = ContextAttention(mesh, mesh.layout.context_mode, Kept())
     *inputs, _ = (share(x, axis) for x in case.tensors())
     at = zigzag(case.length, axis.size, axis.rank)
     with torch.no_grad():

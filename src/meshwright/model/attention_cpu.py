@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-_SCORE_BYTES = 4 * 2**20
-"""Bytes of one block's scores, so that they stay in the cache between its matmuls."""
-_LEAST_ROWS, _MOST_ROWS = 32, 256
+from meshwright.spec.tiles import query_rows
 
 
 @torch.library.custom_op("meshwright::blocked_attention", mutates_args=())
@@ -63,8 +61,10 @@ def _backward(
         grad_v[:, :seen] += torch.bmm(probabilities.transpose(1, 2), block_grad)
         grad_probabilities = torch.bmm(block_grad, values[:, :seen].transpose(1, 2))
         grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, q.dtype)
+        del probabilities, grad_probabilities
         grad_k[:, :seen] += torch.bmm(grad_scores.transpose(1, 2), block)
         _write_queries(grad_q, k, first, last, torch.bmm(grad_scores, keys[:, :seen]).mul_(scale))
+        del grad_scores
     return grad_q, _from_key_head(grad_k.mul_(scale), k), _from_key_head(grad_v, v)
 
 
@@ -99,8 +99,7 @@ def _blocks(q: Tensor, k: Tensor) -> Iterator[tuple[int, int, int]]:
     """(first query, one past the last, number of keys that the last one sees) of each block."""
     batch, length, heads, _ = q.shape
     before = k.shape[1] - length
-    row = batch * heads * k.shape[1] * q.element_size()
-    rows = max(_LEAST_ROWS, min(_MOST_ROWS, 2 ** max(0, (_SCORE_BYTES // row).bit_length() - 1)))
+    rows = query_rows(batch, heads, k.shape[1], q.element_size())
     for first in range(0, length, rows):
         last = min(first + rows, length)
         yield first, last, before + last

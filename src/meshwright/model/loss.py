@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.spec.tiles import loss_rows
+
 IGNORE = -100
 """The target of a token that is not predicted."""
-
-_CHUNK_ELEMENTS, _CHUNK_ELEMENTS_CPU = 2**26, 2**21
-"""Logits of one chunk: on a CPU what its cache holds (4 MiB in bf16), elsewhere what fills the device."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +59,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad is not None and grad_x is not None and grad_weight is not None:
                 torch.mm(grad, weight, out=grad_x[rows])
                 _accumulate(grad_weight, grad, x[rows])
-        ctx.save_for_backward(grad_x, grad_weight)
-        ctx.weight_dtype = weight.dtype
+            del grad  # two chunks' logits are never there together
+        ctx.grads, ctx.weight_dtype = (grad_x, grad_weight), weight.dtype
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_x, grad_weight = ctx.saved_tensors
-        return (
-            grad_x * grad.to(grad_x.dtype),
-            (grad_weight * grad).to(ctx.weight_dtype),
-            *[None] * 5,
-        )
+        if ctx.grads is None:
+            raise RuntimeError("the loss was differentiated before, and its gradients were used up")
+        (grad_x, grad_weight), ctx.grads = ctx.grads, None  # scaled in place: the largest tensors of a step
+        found = grad_weight.mul_(grad).to(ctx.weight_dtype)
+        return grad_x.mul_(grad.to(grad_x.dtype)), found, *[None] * 5
 
 
 def _chunk(
@@ -135,8 +133,7 @@ def linear_cross_entropy(
     part's share, to be summed.
     """
     if chunk is None:
-        elements = _CHUNK_ELEMENTS_CPU if x_ND.device.type == "cpu" else _CHUNK_ELEMENTS
-        chunk = max(64, elements // weight_VD.shape[0])
+        chunk = loss_rows(weight_VD.shape[0], x_ND.device.type == "cpu")
     with_grad = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
     loss: Tensor = _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, ignore, chunk, with_grad, part)
     return loss

@@ -23,10 +23,11 @@ def parallelise(spec: RunSpec, mesh: Mesh) -> tuple[Decoder, DataParallel]:
     """
     with torch.device("meta"):
         decoder = Decoder(spec.model)
-    pieces = split_tensors(decoder, mesh.tensor, spec.layout.sequence_parallel)
     kept = Kept()
+    pieces = split_tensors(decoder, mesh.tensor, spec.layout.sequence_parallel, kept)
     split_sequences(decoder, mesh, spec.layout.context_mode, kept)
-    apply_recompute(decoder.blocks, spec.recompute, kept)
+    messages = mesh.tensor.size * mesh.context.size > 1
+    apply_recompute(decoder.blocks, spec.recompute, kept if messages else None)
     if spec.train.compile:
         for block in decoder.blocks:
             block.forward = torch.compile(block.forward)

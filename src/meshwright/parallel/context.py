@@ -67,9 +67,10 @@ class ContextAttention:
     Built once for a decoder. `kept` remembers results for a second forward.
     """
 
-    def __init__(self, mesh: Mesh, mode: ContextMode, kept: Kept | None = None) -> None:
-        self.axis, self.mode, self._kept = mesh.context, mode, kept or Kept()
+    def __init__(self, mesh: Mesh, mode: ContextMode, kept: Kept) -> None:
+        self.axis, self.mode, self._kept = mesh.context, mode, kept
         self._ring, self._heads = mesh.ring, mesh.ulysses
+        self._united: tuple[Sight, Sight] | None = None
 
     def __call__(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, sight: Sight) -> Tensor:
         """(B, T, H, d) for the queries at the places of `sight`, which are `zigzag`'s; differentiable."""
@@ -87,7 +88,9 @@ class ContextAttention:
         exchange = Exchange(self._heads, own)
         unions = [torch.cat(group).sort().values for group in groups]
         q, k, v = exchange.to_heads(q_BTHd, k_BTKd, v_BTKd)
-        out = self._attend(q, k, v, sight.of(unions[self.axis.rank // u]), unions)
+        if self._united is None or self._united[0] is not sight:  # one for all layers of a microbatch
+            self._united = sight, sight.of(unions[self.axis.rank // u])
+        out = self._attend(q, k, v, self._united[1], unions)
         return exchange.to_tokens(out)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight, places: list[Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,71 +35,87 @@ OPERATORS: dict[SavedOp, tuple[Any, ...]] = {
 
 
 Results = tuple[torch.Tensor, ...]
+Context = AbstractContextManager[Any]
 
 
 class Kept:
-    """Lets a computation of many operators count as one for the policy: what runs in `run` is kept whole in
-    the first forward and taken from there in the second, or computed again, by whether `attention` is saved.
+    """Lets a computation of many operators and messages count as one for the policy.
+
+    What runs in `run` is kept whole in a block's first forward and taken from there in the second where its
+    kind is saved; else it is computed again. What nothing in the second forward reads is not even then: its
+    shape is enough.
     """
 
     def __init__(self) -> None:
-        self._results: deque[Results] | None = None
+        self._saved: frozenset[SavedOp] = frozenset()
+        self._results: deque[Results | None] | None = None
         self._second = False
 
-    def run(self, compute: Callable[[], Results]) -> Results:
-        """What `compute` returns, now or the first time."""
-        if self._results is not None and self._second:
-            return self._results.popleft()
-        with _disable_current_modes():  # the policy must not save what is inside
+    def run(self, kind: SavedOp, compute: Callable[[], Results], read_again: bool = True) -> Results:
+        """What `compute` returns, now or the first time; shapes only where it is not `read_again`."""
+        results = self._results
+        if results is None:
+            return compute()
+        before = results.popleft() if self._second else None
+        if before is not None:
+            return before
+        with _disable_current_modes():  # operators of what is one for the policy are none of its own
             found = compute()
-        if self._results is not None:
-            self._results.append(found)
+        if not self._second:
+            shapes = tuple(x.new_empty(()).expand(x.shape) for x in found)
+            results.append(shapes if not read_again else found if kind in self._saved else None)
         return found
 
     @contextmanager
     def during(
-        self, results: deque[Results], second: bool, inner: AbstractContextManager[Any]
+        self,
+        saved: frozenset[SavedOp],
+        results: deque[Results | None],
+        second: bool,
+        inner: Context,
     ) -> Iterator[None]:
         """A block's first or second forward, which shares `results` with the other."""
-        before = self._results, self._second
-        self._results, self._second = results, second
+        before = self._saved, self._results, self._second
+        self._saved, self._results, self._second = saved, results, second
         try:
             with inner:
                 yield
         finally:
-            self._results, self._second = before
+            self._saved, self._results, self._second = before
 
 
 def apply_recompute(blocks: nn.ModuleList, recompute: RecomputeSpec, kept: Kept | None = None) -> None:
-    """Replace each block's `forward` by one that recomputes by the policy; `kept` is its attention's."""
+    """Replace each block's `forward` by one that recomputes by the policy; its parts run in `kept`."""
     if isinstance(recompute, NoRecompute):
         return
-    context: dict[str, Any] = {}
-    if isinstance(recompute, SelectiveRecompute):
-        saved = frozenset(op for name in recompute.save for op in OPERATORS[name])
-        context = {"context_fn": partial(_contexts, saved, kept if "attention" in recompute.save else None)}
+    saved = frozenset(recompute.save) if isinstance(recompute, SelectiveRecompute) else frozenset()
+    given = {"context_fn": partial(_contexts, saved, kept)} if saved or kept else {}
     for block in blocks:
-        block.forward = _recomputing(block.forward, context)
+        block.forward = _recomputing(block.forward, given)
 
 
-def _recomputing(forward: Callable[..., Any], context: dict[str, Any]) -> Callable[..., Any]:
+def _recomputing(forward: Callable[..., Any], given: dict[str, Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         # The decoder draws no random numbers, so there is no generator state to keep.
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **context, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **given, **kwargs)
 
     return run
 
 
-def _contexts(
-    saved: frozenset[Any], kept: Kept | None
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    first, second = create_selective_checkpoint_contexts(partial(_policy, saved))
+def _contexts(saved: frozenset[SavedOp], kept: Kept | None) -> tuple[Context, Context]:
+    """What a block's first and second forward run in."""
+    operators = frozenset(op for kind in saved for op in OPERATORS[kind])
+    first, second = (
+        create_selective_checkpoint_contexts(partial(_policy, operators))
+        if operators
+        else (nullcontext(), nullcontext())
+    )
     if kept is None:
         return first, second
-    results: deque[Results] = deque()
-    return kept.during(results, False, first), kept.during(results, True, second)
+    results: deque[Results | None] = deque()
+    return kept.during(saved, results, False, first), kept.during(saved, results, True, second)
 
 
 def _policy(

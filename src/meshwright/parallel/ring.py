@@ -43,13 +43,13 @@ def ring_attention(
     sight: Sight,
     places: Sequence[Tensor],
     axis: Axis | None,
-    kept: Kept | None = None,
+    kept: Kept,
 ) -> Tensor:
     """(B, T, H, d); keys and values go round the ring `axis`, whose rank r holds `places[r]`.
 
     Without an axis the one block is here. `kept` remembers the result for a second forward.
     """
-    result: Tensor = _Ring.apply(q_BTHd, k_BTKd, v_BTKd, sight, places, axis, kept or Kept())
+    result: Tensor = _Ring.apply(q_BTHd, k_BTKd, v_BTKd, sight, places, axis, kept)
     return result
 
 
@@ -60,10 +60,10 @@ def gather_attention(
     sight: Sight,
     places: Sequence[Tensor],
     axis: Axis,
-    kept: Kept | None = None,
+    kept: Kept,
 ) -> Tensor:
     """(B, T, H, d); keys and values of all ranks are gathered, and kept for the backward."""
-    result: Tensor = _Gather.apply(q_BTHd, k_BTKd, v_BTKd, sight, places, axis, kept or Kept())
+    result: Tensor = _Gather.apply(q_BTHd, k_BTKd, v_BTKd, sight, places, axis, kept)
     return result
 
 
@@ -95,7 +95,7 @@ class _Ring(torch.autograd.Function):
         ranks, rank = (axis.size, axis.rank) if axis else (1, 0)
         ctx.axis, ctx.sight = axis, sight
         ctx.places = [places[(rank - step) % ranks] for step in range(ranks)]  # in the order of arrival
-        result, lse = kept.run(lambda: _around(q, k, v, sight, ctx.places, axis))
+        result, lse = kept.run("attention", lambda: _around(q, k, v, sight, ctx.places, axis))
         ctx.save_for_backward(q, k, v, result, lse)
         return result
 
@@ -147,7 +147,7 @@ class _Gather(torch.autograd.Function):
         kept: Kept,
     ) -> Tensor:
         ctx.axis, ctx.sight, ctx.places = axis, sight, places
-        result, lse, blocks = kept.run(lambda: _all_at_once(q, k, v, sight, places, axis))
+        result, lse, blocks = kept.run("attention", lambda: _all_at_once(q, k, v, sight, places, axis))
         ctx.save_for_backward(q, k, blocks, result, lse)
         return result
 

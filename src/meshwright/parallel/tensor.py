@@ -42,6 +42,7 @@ from meshwright.parallel.collectives import (
     start_reduce_scatter,
 )
 from meshwright.parallel.mesh import Axis
+from meshwright.parallel.recompute import Kept
 from meshwright.spec.parameters import Piece, parameters, piece_of
 
 # Whole tokens and shards of them ------------------------------------------------------------------------
@@ -113,15 +114,21 @@ class _Columns(torch.autograd.Function):
     """Several linear maps of one input, each with its outputs split; keeps the rank's tokens of the input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, sequence: bool, *maps: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, axis: Axis, sequence: bool, kept: Kept, *maps: Tensor | None
+    ) -> tuple[Tensor, ...]:
         weights, biases = maps[::2], maps[1::2]
         ctx.axis, ctx.sequence, ctx.biased = axis, sequence, [bias is not None for bias in biases]
         ctx.save_for_backward(x, *weights)
-        whole = _whole(x, axis, sequence)
-        return tuple(
-            F.linear(whole, weight, bias)  # type: ignore[arg-type]
-            for weight, bias in zip(weights, biases, strict=True)
-        )
+
+        def compute() -> tuple[Tensor, ...]:
+            whole = _whole(x, axis, sequence)
+            return tuple(
+                F.linear(whole, weight, bias)  # type: ignore[arg-type]
+                for weight, bias in zip(weights, biases, strict=True)
+            )
+
+        return kept.run("matmul", compute)
 
     @staticmethod
     @once_differentiable
@@ -140,7 +147,27 @@ class _Columns(torch.autograd.Function):
         for grad, biased in zip(flat, ctx.biased, strict=True):
             of_maps += [grad.T @ inputs, grad.sum(0) if biased else None]
         leaving.wait()
-        return found, None, None, *of_maps
+        return found, None, None, None, *of_maps
+
+
+class _Rows(torch.autograd.Function):
+    """A linear map whose inputs are split: its products are added over the ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, axis: Axis, sequence: bool, kept: Kept, read_again: bool
+    ) -> Tensor:
+        ctx.axis, ctx.sequence = axis, sequence
+        ctx.save_for_backward(x, weight)
+        (found,) = kept.run("matmul", lambda: (_add_up(F.linear(x, weight), axis, sequence),), read_again)
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        whole = _whole(grad, ctx.axis, ctx.sequence).flatten(0, -2)
+        return (whole @ weight).view(x.shape), whole.T @ x.flatten(0, -2), *[None] * 4
 
 
 # The decoder's maps on one rank -------------------------------------------------------------------------
@@ -149,18 +176,21 @@ class _Columns(torch.autograd.Function):
 class TensorParallel:
     """The parts of a decoder that one rank of the tensor axis computes. With one rank nothing is changed."""
 
-    def __init__(self, axis: Axis, sequence: bool) -> None:
-        self.axis, self.sequence = axis, sequence and axis.size > 1
+    def __init__(self, axis: Axis, sequence: bool, kept: Kept) -> None:
+        self.axis, self.sequence, self._kept = axis, sequence and axis.size > 1, kept
 
     def project(self, x_BTD: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
         """Column-parallel maps of one input: (B, T/n or T, D) -> (B, T, F/n) each."""
         maps = [tensor for linear in linears for tensor in (linear.weight, linear.bias)]
-        found: tuple[Tensor, ...] = _Columns.apply(x_BTD, self.axis, self.sequence, *maps)
+        found: tuple[Tensor, ...] = _Columns.apply(x_BTD, self.axis, self.sequence, self._kept, *maps)
         return found
 
-    def leave(self, linear: Linear, x_BTF: Tensor) -> Tensor:
-        """A row-parallel map: (B, T, F/n) -> (B, T/n or T, D); the bias is added once, to the sum."""
-        x_BTD: Tensor = _Leave.apply(F.linear(x_BTF, linear.weight), self.axis, self.sequence)
+    def leave(self, linear: Linear, last: bool, x_BTF: Tensor) -> Tensor:
+        """A row-parallel map: (B, T, F/n) -> (B, T/n or T, D); the bias is added once, to the sum.
+
+        What the `last` map of a block gives is read by no second forward of that block.
+        """
+        x_BTD: Tensor = _Rows.apply(x_BTF, linear.weight, self.axis, self.sequence, self._kept, not last)
         return x_BTD if linear.bias is None else x_BTD + linear.bias
 
     def embed(self, embed: Embed, piece: Piece, tokens_BT: Tensor, positions: Tensor) -> Tensor:
@@ -194,10 +224,10 @@ class TensorParallel:
         return torch.stack([everyone[:, 0].logsumexp(0), everyone[:, 1].sum(0)])
 
 
-def split_tensors(decoder: Decoder, axis: Axis, sequence_parallel: bool) -> dict[str, Piece]:
+def split_tensors(decoder: Decoder, axis: Axis, sequence_parallel: bool, kept: Kept) -> dict[str, Piece]:
     """Cut the decoder's parameters (on `meta`) to this rank's pieces, and let its modules compute on those.
 
-    Returns every parameter's piece, by name.
+    `kept` is what a policy of recomputation decides over. Returns every parameter's piece, by name.
     """
     model = decoder.spec
     pieces = {
@@ -208,14 +238,14 @@ def split_tensors(decoder: Decoder, axis: Axis, sequence_parallel: bool) -> dict
     if axis.size == 1:
         return pieces
     _cut(decoder, pieces)
-    tensor = TensorParallel(axis, sequence_parallel)
+    tensor = TensorParallel(axis, sequence_parallel, kept)
     embed, head = decoder.embed, decoder.head
     _replace(embed, tensor.embed, embed, pieces["embed.weight"])
     _replace(head, tensor.head, head, pieces["embed.weight" if model.tied else "head.weight"])
     for block in decoder.each_block():
         block.attn.project = block.mlp.project = tensor.project
-        for linear in (block.attn.o, block.mlp.down):
-            _replace(linear, tensor.leave, linear)
+        _replace(block.attn.o, tensor.leave, block.attn.o, False)
+        _replace(block.mlp.down, tensor.leave, block.mlp.down, True)
     return pieces
 
 

@@ -12,7 +12,7 @@ from math import ceil, prod
 
 from meshwright.spec import RunSpec
 from meshwright.spec.parameters import Parameter, Piece, parameters, piece_of
-from meshwright.spec.parts import SelectiveRecompute
+from meshwright.spec.parts import SavedOp, SelectiveRecompute
 
 Traffic = dict[tuple[str, str], float]
 """(axis, operation) -> bytes."""
@@ -72,6 +72,13 @@ def part_elements(piece: Piece, ranks: int) -> int:
     return ceil(rows / ranks) * prod(others)
 
 
+def recomputed(spec: RunSpec, kind: SavedOp) -> bool:
+    """Whether a block's backward first does again what is of this kind."""
+    if isinstance(spec.recompute, SelectiveRecompute):
+        return kind not in spec.recompute.save
+    return spec.recompute.policy == "full"
+
+
 def _states(spec: RunSpec) -> Traffic:
     """Parameters and gradients between the data ranks (`parallel/data.py`)."""
     layout, width = spec.layout, widths(spec)
@@ -101,7 +108,7 @@ def _tensor(spec: RunSpec) -> Traffic:
     layout, width, layers = spec.layout, widths(spec), spec.model.layers
     tokens = spec.micro_batch * spec.data.seq_len // layout.cp
     once = spec.microbatches * tokens * spec.model.hidden * width.compute * _share(layout.tp)
-    again = 0 if spec.recompute.policy == "none" else layers
+    again = layers if recomputed(spec, "matmul") else 0
     loss = spec.microbatches * 2 * tokens * width.exact * (layout.tp - 1)
     if layout.tp == 1:
         return {}
@@ -120,12 +127,8 @@ def _context(spec: RunSpec) -> Traffic:
     heads, kv_heads = model.heads // layout.tp, layout.local_kv_heads(model.kv_heads)
     channels = spec.micro_batch * spec.data.seq_len // layout.cp * model.head_dim
     times = spec.microbatches * model.layers
-    whole = spec.recompute.policy == "full"
-    attention_again = whole or (
-        isinstance(spec.recompute, SelectiveRecompute) and "attention" not in spec.recompute.save
-    )
     keys = times * 2 * channels * kv_heads  # elements of one rank's keys and values
-    forwards, n, u = 1 + attention_again, layout.cp, layout.ulysses(model.kv_heads)
+    forwards, n, u = 1 + recomputed(spec, "attention"), layout.cp, layout.ulysses(model.kv_heads)
     if layout.context_mode == "gather":
         return {
             ("context", "all_gather"): forwards * keys * n * width.compute * _share(n),

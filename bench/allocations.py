@@ -1,0 +1,68 @@
+"""What one microbatch allocates on one rank, read from the profiler's record of the CPU's allocator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from meshwright.data.corpus import open_corpus
+from meshwright.data.loader import Loader
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec import RunSpec
+from meshwright.train.step import Trainer, microbatches, own_tokens
+
+_FORWARD = "the forward of a microbatch"
+
+
+def measure(mesh: Mesh, spec: RunSpec) -> tuple[int, int]:
+    """(bytes held between forward and backward, the most at any time), beyond what was there before."""
+    assert spec.microbatches > 1
+    trainer = Trainer(spec, mesh)
+    trainer.initialise()
+    loader = Loader(open_corpus(spec), spec, mesh.data_rank, spec.layout.data_ranks)
+    batch = own_tokens(loader.step(0), mesh)
+    loader.close()
+    micros = [micro for _, micro in microbatches(batch, spec.micro_batch, mesh.device)]
+
+    def forward_backward(number: int) -> None:
+        micro = micros[number]
+        with record_function(_FORWARD):
+            trainer.states.begin_microbatch(False)
+            loss = trainer.decoder.loss(micro.tokens, micro.targets, micro.positions, micro.documents)
+        loss.backward()
+
+    forward_backward(0)  # makes the buffers of gradients, which are no activations
+    with _unhurried(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        forward_backward(1)
+    return _history(seen)
+
+
+@contextmanager
+def _unhurried() -> Iterator[None]:
+    """Wait for gloo's threads to let go of what they sent: the profiler does not see what is freed there."""
+    wait = dist.Work.wait
+
+    def slow(work: dist.Work, *args: object) -> bool:
+        done = wait(work, *args)
+        time.sleep(0.003)
+        return done
+
+    with patch.object(dist.Work, "wait", slow):
+        yield
+
+
+def _history(seen: profile) -> tuple[int, int]:
+    assert seen.profiler is not None and seen.profiler.kineto_results is not None
+    events = seen.profiler.kineto_results.events()
+    (end,) = [event.end_ns() for event in events if event.name() == _FORWARD]
+    held = kept = peak = 0
+    for when, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
+        held += size
+        kept = held if when <= end else kept
+        peak = max(peak, held)
+    return kept, peak

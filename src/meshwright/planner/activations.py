@@ -1,0 +1,180 @@
+"""Bytes of activations on one rank: what a microbatch keeps for its backward, and the most that is there.
+
+The terms of a block follow Korthikanti et al. 2022 (§4, table 2), tensor by tensor, for this decoder: it has
+no dropout, so no masks of it; its attention keeps no scores (Dao et al. 2022), which is what that paper's
+selective recomputation achieves; and its norms keep the residual stream and one or two numbers a token. For N
+tokens of D channels of b bytes, Q and K channels of queries and of keys, F of the feed-forward layer, t
+tensor ranks, s = t where tokens are shared between the layers (sequence parallelism) and 1 elsewhere:
+
+    none        N b (4 D / s + (2 Q + 2 K + 3 F) / t)     2 F where the layer is not gated
+    selective   N b (2 D / s + (2 Q + 2 K + 2 F) / t)     1 F where the layer is not gated; one device: 3 D
+    full        N b D / s
+
+Temporaries of single operators count where they make the peak: in the head's forward, whose logits are in
+chunks, at the head's backward, and at the last block's feed-forward backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from meshwright.planner.wire import widths
+from meshwright.spec import RunSpec
+from meshwright.spec.parts import SelectiveRecompute
+from meshwright.spec.tiles import loss_rows, query_rows
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes on one rank for one microbatch in flight."""
+
+    block: int
+    """What one block keeps."""
+    blocks: int
+    """What all blocks keep."""
+    shared: int
+    """Kept once for all blocks: rotary tables, which keys are seen, which tokens' rows are here."""
+    head: int
+    """What the head keeps: its input, and the gradients that its forward computed."""
+    peak: int
+    """The most at any time of forward and backward, temporaries included."""
+
+    @property
+    def kept(self) -> int:
+        """Between forward and backward."""
+        return self.blocks + self.shared + self.head
+
+
+class _Sizes:
+    """Elements on one rank of what activations are made of."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        layout, model = spec.layout, spec.model
+        self.spec, self.width = spec, widths(spec)
+        self.tokens = spec.micro_batch * spec.data.seq_len // layout.cp
+        shared = layout.tp if layout.sequence_parallel else 1
+        self.own = self.tokens // shared
+        self.stream = self.own * model.hidden
+        self.whole = self.tokens * model.hidden
+        self.heads = model.heads // layout.tp
+        self.queries = self.tokens * self.heads * model.head_dim
+        self.keys = self.tokens * layout.local_kv_heads(model.kv_heads) * model.head_dim
+        self.inner = self.tokens * model.ffn // layout.tp
+        self.gates = 2 if model.activation == "swiglu" else 1
+        self.rows = ceil(model.vocab_size / layout.tp)
+
+    def numbers(self, norms: int, tokens: int) -> int:
+        """Bytes of what norms keep beside their input: a scale, or a mean and a scale."""
+        model, width = self.spec.model, self.width
+        return norms * tokens * (width.exact if model.norm == "rmsnorm" else 2 * width.compute)
+
+
+def activations(spec: RunSpec) -> Activations:
+    """What one rank of a run without a pipeline needs."""
+    sizes = _Sizes(spec)
+    every, kept = _everything(sizes), _block(sizes)
+    blocks, shared, head = spec.model.layers * kept, _shared(sizes), _head(sizes)
+    in_block = every - kept + max(_at_feed_forward(sizes), _at_attention(sizes))
+    peak = blocks + shared + max(head + _at_head(sizes), in_block)
+    return Activations(kept, blocks, shared, head, peak)
+
+
+def _everything(s: _Sizes) -> int:
+    """What a block keeps without recomputation."""
+    spec, b = s.spec, s.width.compute
+    found = 4 * s.stream + 2 * s.queries + 2 * s.keys + (1 + s.gates) * s.inner
+    numbers = s.numbers(2, s.own)
+    if spec.model.qk_norm:
+        found += s.queries + s.keys
+        numbers += s.tokens * (s.heads + s.keys // s.tokens // spec.model.head_dim) * s.width.exact
+    return b * found + numbers + _attention_extra(s)
+
+
+def _attention_extra(s: _Sizes) -> int:
+    """What attention over context ranks keeps beside its inputs and its output."""
+    layout, b = s.spec.layout, s.width.compute
+    if layout.cp == 1:
+        return 0
+    found = s.tokens * s.heads * s.width.exact  # the log-sum-exp
+    if layout.context_mode == "gather":
+        found += b * (2 * layout.cp - 1) * s.keys
+    if layout.ulysses(s.spec.model.kv_heads) > 1:
+        found += b * s.queries  # the output on both sides of the exchange
+    return found
+
+
+def _block(s: _Sizes) -> int:
+    """What a block keeps under the run's policy."""
+    recompute, layout, b = s.spec.recompute, s.spec.layout, s.width.compute
+    if recompute.policy == "none":
+        return _everything(s)
+    found = b * s.stream
+    if not isinstance(recompute, SelectiveRecompute):
+        return found
+    messages = layout.tp * layout.cp > 1
+    if "matmul" in recompute.save:
+        outputs = 1 if layout.tp > 1 else 2  # one rank's operators are saved whether they are read or not
+        found += b * (s.queries + 2 * s.keys + outputs * s.stream + s.gates * s.inner)
+    if "attention" in recompute.save:
+        found += b * s.queries
+        if messages and layout.cp > 1:
+            found += s.tokens * s.heads * s.width.exact
+            if layout.context_mode == "gather":
+                found += b * 2 * layout.cp * s.keys
+    return found
+
+
+def _shared(s: _Sizes) -> int:
+    spec = s.spec
+    tables = s.tokens * spec.model.head_dim * 3 // 2 if spec.model.position == "rope" else 0
+    dense = spec.layout.cp == 1 and spec.data.document_mask
+    length = spec.data.seq_len
+    mask = spec.micro_batch * length**2 if dense else 0
+    crossing = 8 * spec.micro_batch * (length + length // spec.layout.cp) if spec.layout.cp > 1 else 0
+    rows = 9 * s.tokens if spec.layout.tp > 1 else 0  # which rows of the embedding are here
+    return s.width.compute * (tables + mask) + crossing + rows
+
+
+def _head(s: _Sizes) -> int:
+    b, exact = s.width.compute, s.width.exact
+    return b * (s.stream + s.whole) + s.numbers(1, s.own) + exact * s.rows * s.spec.model.hidden
+
+
+def _at_head(s: _Sizes) -> int:
+    """The most beyond what is kept, while the loss and its gradients are computed and used."""
+    b, exact, model = s.width.compute, s.width.exact, s.spec.model
+    logits = min(s.tokens, loss_rows(s.rows, cpu=True)) * s.rows
+    weight, mixed = s.rows * model.hidden, b != exact
+    inputs = b * (s.stream + (s.whole if s.own < s.tokens else 0))
+    softmax = logits * (b + (2 * exact if mixed else exact))
+    added = b * logits + (weight * (b + exact) if mixed else 0)
+    backward = weight * b if mixed else 0
+    norm = 0
+    if model.norm == "rmsnorm":  # in wider numbers; the weight's gradient is gone by then
+        norm = s.stream * (3 * exact + b if mixed else 2 * exact) - exact * weight
+    return max(inputs + max(softmax, added), backward, norm)
+
+
+def _at_feed_forward(s: _Sizes) -> int:
+    """The most beyond what the last block keeps, in the backward of its feed-forward layer."""
+    model, layout = s.spec.model, s.spec.layout
+    gathered = s.whole if s.own < s.tokens else 0
+    at_down = gathered + s.inner + model.hidden * model.ffn // layout.tp  # of its input, of its weight
+    return s.width.compute * (s.stream + max(s.gates * s.inner, at_down))
+
+
+def _at_attention(s: _Sizes) -> int:
+    """The most beyond that in the backward of its attention, when the feed-forward layer's are gone.
+
+    Not known, and never the peak in what was measured, where attention crosses context ranks: then 0.
+    """
+    spec, b = s.spec, s.width.compute
+    if spec.layout.cp > 1:
+        return 0
+    gone = b * (2 * s.stream + (1 + s.gates) * s.inner) + s.numbers(1, s.own)
+    there = b * (s.stream + 4 * s.queries + 2 * s.keys) + 2 * s.width.exact * s.keys
+    keys, sequences = spec.data.seq_len, spec.micro_batch
+    rows = min(keys, query_rows(sequences, s.heads, keys, b))
+    tile = b * sequences * s.heads * rows * keys
+    return there - gone + 3 * tile + 2 * b * s.queries * rows // keys

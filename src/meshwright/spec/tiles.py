@@ -1,0 +1,21 @@
+"""Sizes of the pieces that large results are computed in: the model takes them, the planner counts them."""
+
+from __future__ import annotations
+
+LOGITS, LOGITS_CPU = 2**26, 2**21
+"""Logits of one chunk of the loss: on a CPU what its cache holds (4 MiB in bf16), elsewhere what fills it."""
+
+_SCORE_BYTES = 4 * 2**20
+"""Bytes of one block's attention scores on a CPU, so that they stay in the cache between its matmuls."""
+_LEAST_ROWS, _MOST_ROWS = 32, 256
+
+
+def loss_rows(vocabulary: int, cpu: bool) -> int:
+    """Tokens whose logits over `vocabulary` columns are there at one time."""
+    return max(64, (LOGITS_CPU if cpu else LOGITS) // vocabulary)
+
+
+def query_rows(batch: int, heads: int, keys: int, element_bytes: int) -> int:
+    """Queries of a sequence whose scores on `keys` keys are there at one time on a CPU: a power of two."""
+    row = batch * heads * keys * element_bytes
+    return max(_LEAST_ROWS, min(_MOST_ROWS, 2 ** max(0, (_SCORE_BYTES // row).bit_length() - 1)))
