@@ -20,6 +20,11 @@ def same(one: Batch, other: Batch) -> bool:
     return all(torch.equal(getattr(one, f.name), getattr(other, f.name)) for f in fields(Batch))
 
 
+def test_documents_stay_where_attention_is_planned(make_spec: MakeSpec) -> None:
+    batch = steps(open_corpus(make_spec({})), make_spec({}), 0, 1, range(1))[0].to(torch.device("meta"))
+    assert {f.name for f in fields(Batch) if getattr(batch, f.name).device.type == "cpu"} == {"documents"}
+
+
 def joined(batches: list[Batch]) -> Batch:
     columns = {f.name: torch.cat([getattr(batch, f.name) for batch in batches]) for f in fields(Batch)}
     return Batch(**columns)

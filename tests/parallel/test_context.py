@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,14 +13,17 @@ from torch import Tensor
 
 from meshwright.model.attention import attention_mask
 from meshwright.model.attention_cpu import blocked_attention
+from meshwright.model.attention_flash import FLASH
 from meshwright.model.attention_parts import make_part
 from meshwright.model.sight import sight
+from meshwright.parallel import ring
 from meshwright.parallel.context import ContextAttention, share, zigzag
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.recompute import Kept
 from meshwright.spec import Layout
 from meshwright.spec.layout import ContextMode, ulysses_ranks
 from ranks import Ranks
+from varlen import exact_kernel
 
 HEADS, DIM = 8, 4
 CASES: list[tuple[ContextMode, int]] = [
@@ -141,6 +145,22 @@ def test_equals_one_device(ranks: Ranks, mode: ContextMode, n: int) -> None:
     assert len(cases) >= 20
     for case in cases:
         assert max(ranks.run(Layout(cp=n, context_mode=mode), difference, case)) <= 1e-12 * case.loud, case
+
+
+def difference_in_runs(mesh: Mesh, case: Case) -> float:
+    """The same with the sequences that flash attention takes on CUDA, and an exact kernel for them."""
+    with patch.object(ring, "part_operators", lambda _q, _sight: FLASH), exact_kernel() as calls:
+        found = difference(mesh, case)
+    assert calls["forward"] and calls["backward"]
+    return found
+
+
+@pytest.mark.parametrize(("mode", "n"), [(mode, n) for mode, n in CASES if n in (2, 4)])
+def test_runs_of_sequences_equal_one_device(ranks: Ranks, mode: ContextMode, n: int) -> None:
+    documents = ("none", "random", "tokens", "crossing")
+    for seed, (kv_heads, kind) in enumerate(product((4, 8), documents)):
+        case = Case(seed, kv_heads, kind, length=48)
+        assert max(ranks.run(Layout(cp=n, context_mode=mode), difference_in_runs, case)) <= 1e-12, case
 
 
 @pytest.mark.parametrize("mode", ["ring", "gather", "ulysses", "ring+ulysses"])

@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.model.attention_flash import Packed, pack
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
 from meshwright.parallel.recompute import apply_recompute
 from meshwright.spec import load
 from meshwright.spec.parts import FullRecompute, NoRecompute, RecomputeSpec, SelectiveRecompute
+from varlen import exact_kernel
 
 LAYERS, LINEARS = 3, 7
 
@@ -30,11 +33,24 @@ class Count(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def run(recompute: RecomputeSpec) -> tuple[dict[str, int], int, list[torch.Tensor]]:
-    """Operators called in forward and backward, bytes kept between them, and the gradients."""
+def as_on_cuda(
+    queries: int, _keys: int, window: int | None, documents_BT: torch.Tensor | None, like: torch.Tensor
+) -> Packed:
+    """What attention sees where flash attention takes it."""
+    return pack(documents_BT, like.shape[0], queries, window, like.device)
+
+
+def make(recompute: RecomputeSpec, packed: bool) -> Decoder:
     spec = load(None, [("model.layers", str(LAYERS)), ("model.vocab_size", "64")]).model
     decoder = init_whole_(Decoder(spec), 0)
+    decoder.visible = as_on_cuda if packed else decoder.visible
     apply_recompute(decoder.blocks, recompute)
+    return decoder
+
+
+def run(recompute: RecomputeSpec, packed: bool = False) -> tuple[dict[str, int], int, list[torch.Tensor]]:
+    """Operators called in forward and backward, bytes kept between them, and the gradients."""
+    decoder = make(recompute, packed)
     generator = torch.Generator().manual_seed(0)
     tokens, targets = torch.randint(0, 64, (2, 2, 32), generator=generator)
     kept: dict[int, int] = {}
@@ -44,7 +60,7 @@ def run(recompute: RecomputeSpec) -> tuple[dict[str, int], int, list[torch.Tenso
         kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    with Count() as count:
+    with Count() as count, exact_kernel():
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             loss = decoder.loss(tokens, targets)
         loss.backward()
@@ -52,9 +68,10 @@ def run(recompute: RecomputeSpec) -> tuple[dict[str, int], int, list[torch.Tenso
     return count.calls, sum(kept.values()), gradients
 
 
-ATTENTION = "meshwright::blocked_attention"
+ATTENTION = {False: "meshwright::blocked_attention", True: "meshwright::varlen_attention"}
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["blocked", "packed"])
 @pytest.mark.parametrize(
     ("recompute", "matmuls", "attentions"),
     [
@@ -66,16 +83,43 @@ ATTENTION = "meshwright::blocked_attention"
     ],
     ids=["none", "full", "selective", "attention", "matmul"],
 )
-def test_what_runs_again(recompute: RecomputeSpec, matmuls: int, attentions: int) -> None:
-    calls, _, gradients = run(recompute)
-    plain, _, expected = run(NoRecompute())
+def test_what_runs_again(recompute: RecomputeSpec, matmuls: int, attentions: int, packed: bool) -> None:
+    calls, _, gradients = run(recompute, packed)
+    plain, _, expected = run(NoRecompute(), packed)
     again = calls["aten::mm"] - plain["aten::mm"]
     # The last linear of a block need not run again: nothing after it needs its output.
     assert again in range((matmuls - 1) * LAYERS * (LINEARS - 1), (matmuls - 1) * LAYERS * LINEARS + 1)
     assert (again > 0) == (matmuls == 2)
-    assert calls[ATTENTION] == attentions * LAYERS
+    assert calls[ATTENTION[packed]] == attentions * LAYERS
     for found, wanted in zip(gradients, expected, strict=True):
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "attentions"),
+    [(NoRecompute(), 1), (FullRecompute(), 2), (SelectiveRecompute(), 1)],
+    ids=["none", "full", "selective"],
+)
+def test_compiled_blocks_take_packed_documents(recompute: RecomputeSpec, attentions: int) -> None:
+    """Each block is one graph, other documents make no new ones after the second, and the policy holds."""
+    torch.compiler.reset()
+    counters.clear()
+    decoders = [make(recompute, packed=True) for _ in range(2)]
+    for block in decoders[1].blocks:
+        block.forward = torch.compile(block.forward, backend="aot_eager", fullgraph=True)
+    draw = torch.Generator().manual_seed(0)
+    for chance in (0.05, 0.2, 0.4, 0.7):
+        tokens, targets = torch.randint(0, 64, (2, 2, 32), generator=draw)
+        documents = (torch.rand(2, 32, generator=draw) < chance).cumsum(1)
+        found = []
+        for decoder in decoders:
+            with exact_kernel() as calls:
+                loss = decoder.loss(tokens, targets, None, documents)
+                found.append(torch.autograd.grad(loss, list(decoder.parameters())))
+            assert calls == {"forward": attentions * LAYERS, "backward": LAYERS}
+        for eager, compiled in zip(*found, strict=True):
+            torch.testing.assert_close(eager, compiled, rtol=1e-4, atol=1e-4)
+    assert counters["stats"]["unique_graphs"] <= 2
 
 
 def test_full_keeps_least() -> None:

@@ -37,8 +37,9 @@ class Batch:
         return Batch(*(getattr(self, field.name)[start:stop] for field in fields(self)))
 
     def to(self, device: torch.device) -> Batch:
-        """A copy on `device`; itself where it is there."""
-        return Batch(*(getattr(self, field.name).to(device) for field in fields(self)))
+        """A copy on `device`, but for the documents: attention is planned on the CPU."""
+        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "documents"}
+        return Batch(documents=self.documents, **moved)
 
 
 class Loader:

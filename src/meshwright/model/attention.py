@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.model.attention_cpu import blocked_attention
+from meshwright.model.attention_flash import Packed, flash_takes, pack, packed_attention
 from meshwright.model.linear import Linear, Project, project
 from meshwright.model.norm import RmsNorm
 from meshwright.model.rope import Rope, rotate
@@ -71,15 +72,17 @@ class Attention(nn.Module):
         return self.o(self.attend(q, k, v, mask).flatten(2))
 
 
-def attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, mask: Tensor | None) -> Tensor:
+def attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, mask: Tensor | Packed | None) -> Tensor:
     """Causal attention of the last T of S positions: (B, T, H, d). `mask` is `attention_mask`'s."""
+    if isinstance(mask, Packed):
+        return packed_attention(q_BTHd, k_BSKd, v_BSKd, mask)
     if q_BTHd.device.type == "cpu":
         return blocked_attention(q_BTHd, k_BSKd, v_BSKd, mask)
     return sdpa(q_BTHd, k_BSKd, v_BSKd, mask)
 
 
 def sdpa(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, mask: Tensor | None) -> Tensor:
-    """The same through torch's kernels, for devices other than the CPU."""
+    """The same through torch's kernels, for devices other than the CPU: flash or cuDNN without a mask."""
     q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BSKd, v_BSKd))
     queries, keys = q.shape[2], k.shape[2]
     if mask is not None:
@@ -95,13 +98,20 @@ def sdpa(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, mask: Tensor | None) ->
 
 
 def attention_mask(
-    queries: int, keys: int, window: int | None, documents_BT: Tensor | None, like: Tensor
-) -> Tensor | None:
-    """What is added to the scores, (1 or B, 1, T, S) of 0 and -inf, built once and shared by all blocks.
+    queries: int,
+    keys: int,
+    window: int | None,
+    documents_BT: Tensor | None,
+    like: Tensor,
+    head_dim: int | None = None,
+) -> Tensor | Packed | None:
+    """What the queries see, built once and shared by all blocks; they are the last of the keys' positions.
 
-    The queries are the last of the keys' positions. A position sees itself and those before it: within
-    `window` positions (its own included) and, of `documents_BT` (B, T), those with an equal id. None
-    stands for the plain causal mask, which needs no memory; `like` gives dtype and device.
+    A position sees itself and those before it: within `window` positions (its own included) and, of
+    `documents_BT` (B, T), those of its document, a run of equal ids. None stands for the plain causal mask,
+    which needs no memory. Else it is what is added to the scores, (1 or B, 1, T, S) of 0 and -inf in the
+    dtype and on the device of `like` (B, ...), or, where flash attention takes that and heads of `head_dim`,
+    where documents end. `documents_BT` are best on the CPU, where nothing waits for them.
     """
     if window is not None and window >= keys:
         window = None
@@ -110,6 +120,8 @@ def attention_mask(
     offset = keys - queries
     if window is None and documents_BT is None and (offset == 0 or queries == 1):
         return None
+    if offset == 0 and head_dim is not None and flash_takes(like, head_dim):
+        return pack(documents_BT, like.shape[0], keys, window, like.device)
     at = torch.arange(offset, keys, device=like.device).unsqueeze(1)
     other = torch.arange(keys, device=like.device)
     visible = other <= at
@@ -117,6 +129,7 @@ def attention_mask(
         visible = visible & (other > at - window)
     visible = visible[None]
     if documents_BT is not None:
+        documents_BT = documents_BT.to(like.device)
         visible = visible & (documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1))
     mask = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
     return mask.masked_fill_(~visible, float("-inf")).unsqueeze(1)

@@ -3,7 +3,8 @@
 softmax over all keys is a mean of softmaxes over parts of them, weighted by exp(log-sum-exp) (Milakov and
 Gimelshein 2018; Dao et al. 2022). `part_forward` merges one part into a running result, `part_backward` gives
 one part's share of the gradients from the whole's log-sum-exp; both compute tile by tile with batched
-matmuls, like `attention_cpu`, and keep no probabilities. Sums and merges are in fp32 (fp64 for fp64); a
+matmuls, like `attention_cpu`, and keep no probabilities. `PartOperators` is what they and their like on CUDA
+(`attention_flash`) have in common. Sums and merges are in fp32 (fp64 for fp64); a
 tile's scores are rounded to the input's format, in which its matmuls run.
 
 Since what a query sees is an interval of places, and the keys of a part lie in the order of their places,
@@ -17,8 +18,9 @@ d channels; a tile has n of the N, Q queries and W keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -171,7 +173,7 @@ def part_forward(q: Tensor, k: Tensor, v: Tensor, part: Part, out: Tensor, lse: 
         weights.exp_()
         mixed = torch.bmm(weights, v[tile.groups, tile.columns]).view(q[at].shape)
         total = _row_sums(weights, lse.dtype).view(lse[at].shape)
-        _merge(out[at], lse[at], mixed, total, None if peak is None else peak.view(total.shape))
+        merge(out[at], lse[at], mixed, total, None if peak is None else peak.view(total.shape))
 
 
 def part_backward(
@@ -212,8 +214,8 @@ def _row_sums(weights: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.cat([some.sum(-1, dtype=dtype) for some in weights.split(rows, 1)], 1)
 
 
-def _merge(out: Tensor, lse: Tensor, mixed: Tensor, total: Tensor, peak: Tensor | None) -> None:
-    """Add a tile: `mixed` = sum of exp(score - peak) v, `total` = that of exp(score - peak); in place."""
+def merge(out: Tensor, lse: Tensor, mixed: Tensor, total: Tensor, peak: Tensor | None) -> None:
+    """Add some keys: `mixed` = sum of exp(score - peak) v, `total` = that of exp(score - peak); in place."""
     added = total.log() if peak is None else total.log().add_(peak)
     merged = torch.logaddexp(lse, added)
     safe = merged.masked_fill(merged == -math.inf, 0)  # a query that has seen nothing keeps out = 0
@@ -284,6 +286,27 @@ def _scores(q: Tensor, k: Tensor, tile: Tile, part: Part, scratch: Tensor) -> Te
         first = tile.columns.start
         by_row[..., border.start - first : border.stop - first].masked_fill_(hidden, -math.inf)
     return scores
+
+
+def row_products(grad: Tensor, out: Tensor) -> Tensor:
+    """`part_backward`'s delta (N, G, T) of the output (N, G, T, d) and its gradient."""
+    return (grad.to(torch.promote_types(grad.dtype, torch.float32)) * out).sum(-1)
+
+
+class PartOperators(NamedTuple):
+    """One way to attend to keys part by part: what plans a part, and what computes by such a plan."""
+
+    plan: Callable[[Sight, Tensor, int, int], Any]
+    """`make_part`'s parameters -> the plan of a part."""
+    forward: Callable[[Tensor, Tensor, Tensor, Any, Tensor, Tensor], None]
+    """`part_forward`'s."""
+    remember: Callable[[Tensor, Tensor], Tensor]
+    """(the gradient of the whole's output, that output) -> what `backward` takes second."""
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Any, Tensor], Tensor]
+    """`part_backward`'s."""
+
+
+TILES = PartOperators(make_part, part_forward, row_products, part_backward)
 
 
 # Layouts --------------------------------------------------------------------------------------------

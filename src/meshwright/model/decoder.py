@@ -8,6 +8,7 @@ Everything computes in the dtype of the parameters; norms, softmax and the loss 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ class Decoder(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.spec = spec
-        self.visible = attention_mask
+        self.visible = partial(attention_mask, head_dim=spec.head_dim)
         self.embed = Embed(spec)
         self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
         self.head = Head(spec, self.embed.weight if spec.tied else None)

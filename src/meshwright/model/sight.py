@@ -28,12 +28,14 @@ class Sight:
     """S."""
     whole: Tensor
     """(B, S) int64: `first` of every place of the sequence."""
+    windowed: bool
+    """Whether a window, and not documents alone, ends what is seen."""
     device: torch.device
     """Where the queries and keys are."""
 
     def of(self, at: Tensor) -> Sight:
         """The sight of the queries at other places (T',), rising."""
-        return Sight(at, self.whole[:, at], self.length, self.whole, self.device)
+        return Sight(at, self.whole[:, at], self.length, self.whole, self.windowed, self.device)
 
 
 def sight(
@@ -50,18 +52,23 @@ def sight(
     the number of positions that it sees at most, its own included. Waits for `documents_BS` where they are
     on another device: make one for a microbatch, not for a layer. ValueError where their shape is another.
     """
-    places = torch.arange(length)
-    if documents_BS is None:
-        whole = places.new_zeros(1, length)
-    else:
-        if documents_BS.shape != (batch, length):
-            raise ValueError(f"documents are {tuple(documents_BS.shape)}, not {(batch, length)}")
-        ids = documents_BS.cpu()
-        begins = torch.zeros(ids.shape, dtype=torch.bool)
-        begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
-        whole = torch.where(begins, places, 0).cummax(1).values
+    if documents_BS is not None and documents_BS.shape != (batch, length):
+        raise ValueError(f"documents are {tuple(documents_BS.shape)}, not {(batch, length)}")
+    windowed = window is not None and window < length
+    whole = document_starts(documents_BS, length)
     if window is not None:
-        whole = torch.maximum(whole, places - (window - 1))
+        whole = torch.maximum(whole, torch.arange(length) - (window - 1))
     whole = whole.expand(batch, length)
     at = at.cpu()
-    return Sight(at, whole[:, at], length, whole, torch.device(device))
+    return Sight(at, whole[:, at], length, whole, windowed, torch.device(device))
+
+
+def document_starts(documents_BS: Tensor | None, length: int) -> Tensor:
+    """(B, S) int64 on the CPU: where the run of equal ids begins that a place is in; (1, S) of 0 without."""
+    places = torch.arange(length)
+    if documents_BS is None:
+        return places.new_zeros(1, length)
+    ids = documents_BS.cpu()
+    begins = torch.zeros(ids.shape, dtype=torch.bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    return torch.where(begins, places, 0).cummax(1).values

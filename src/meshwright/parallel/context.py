@@ -22,7 +22,8 @@ Wire          bytes that a rank sends, each layer and microbatch, for N = B T lo
 Keeps         for the backward: q, k, v, out, the log-sum-exp (N H a bytes); gather also all keys and values.
 
 A ring's next block is under way while the present one is computed on, in the backward also the sums that come
-home; all partial sums are in fp32 at least. On an axis of one rank the same code sends nothing.
+home; sums over blocks are in fp32 at least (on CUDA flash attention first rounds each block's share to the
+input's format). On an axis of one rank the same code sends nothing.
 """
 
 from __future__ import annotations

@@ -18,13 +18,14 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from meshwright.model import attention_cpu  # noqa: F401 - registers torch.ops.meshwright.blocked_attention
+from meshwright.model import attention_cpu, attention_flash  # noqa: F401 - they register torch.ops.meshwright's
 from meshwright.spec.parts import NoRecompute, RecomputeSpec, SavedOp, SelectiveRecompute
 
 _aten = torch.ops.aten
 OPERATORS: dict[SavedOp, tuple[Any, ...]] = {
     "attention": (
         torch.ops.meshwright.blocked_attention.default,
+        torch.ops.meshwright.varlen_attention.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
         _aten._scaled_dot_product_flash_attention.default,
         _aten._scaled_dot_product_efficient_attention.default,

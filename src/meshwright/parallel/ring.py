@@ -7,22 +7,21 @@ d channels, N = B K, G = H / K, n ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.model.attention_flash import part_operators
 from meshwright.model.attention_parts import (
-    Part,
+    PartOperators,
     by_key_head,
     by_query_head,
     empty_result,
     from_key_head,
     from_query_head,
-    make_part,
-    part_backward,
-    part_forward,
 )
 from meshwright.model.sight import Sight
 from meshwright.parallel.collectives import (
@@ -67,9 +66,11 @@ def gather_attention(
     return result
 
 
-def _parts(q: Tensor, k: Tensor, sight: Sight, places: Sequence[Tensor]) -> list[Part]:
+def _plans(
+    operators: PartOperators, q: Tensor, k: Tensor, sight: Sight, places: Sequence[Tensor]
+) -> list[Any]:
     heads, kv_heads = q.shape[2], k.shape[2]
-    return [make_part(sight, keys_at, kv_heads, heads // kv_heads) for keys_at in places]
+    return [operators.plan(sight, keys_at, kv_heads, heads // kv_heads) for keys_at in places]
 
 
 def _start_shift(sent: Tensor, axis: Axis | None) -> tuple[Tensor, Pending]:
@@ -103,11 +104,11 @@ class _Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        own = _Queries(q, k, grad, out, lse)
+        own = _Queries(q, k, grad, out, lse, ctx.sight)
         kv = by_key_head(k, v)
         home: Tensor | None = None
         arriving: Pending = DONE
-        for step, part in enumerate(_parts(q, k, ctx.sight, ctx.places)):
+        for step, part in enumerate(own.plans(ctx.places)):
             last = step + 1 == len(ctx.places)
             following, pending = (kv, DONE) if last else _start_shift(kv, ctx.axis)
             grad_kv = own.backward(kv, part)
@@ -126,9 +127,10 @@ def _around(
     """Output and log-sum-exp of the own queries on every block, in the order of arrival."""
     queries, kv = by_query_head(q, k.shape[2]), by_key_head(k, v)
     out, lse = empty_result(queries)
-    for step, part in enumerate(_parts(q, k, sight, places)):
+    operators = part_operators(q, sight)
+    for step, part in enumerate(_plans(operators, q, k, sight, places)):
         following, pending = _start_shift(kv, axis) if step + 1 < len(places) else (kv, DONE)
-        part_forward(queries, kv[0], kv[1], part, out, lse)
+        operators.forward(queries, kv[0], kv[1], part, out, lse)
         pending.wait()
         kv = following
     return from_query_head(out, q), lse
@@ -155,9 +157,9 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, blocks, out, lse = ctx.saved_tensors
-        own = _Queries(q, k, grad, out, lse)
-        parts = _parts(q, k, ctx.sight, ctx.places)
-        grads = torch.stack([own.backward(kv, part) for kv, part in zip(blocks, parts, strict=True)])
+        own = _Queries(q, k, grad, out, lse, ctx.sight)
+        parts = zip(blocks, own.plans(ctx.places), strict=True)
+        grads = torch.stack([own.backward(kv, part) for kv, part in parts])
         home = torch.empty_like(grads[0])
         start_reduce_scatter(home.view(-1), grads.view(-1), ctx.axis).wait()
         return from_query_head(own.grad, q), *from_key_head(home, k), *[None] * 4
@@ -171,21 +173,24 @@ def _all_at_once(
     blocks = kv.new_empty(axis.size, *kv.shape)
     start_all_gather(blocks.view(-1), kv.view(-1), axis).wait()
     out, lse = empty_result(queries)
-    for block, part in zip(blocks, _parts(q, k, sight, places), strict=True):
-        part_forward(queries, block[0], block[1], part, out, lse)
+    operators = part_operators(q, sight)
+    for block, part in zip(blocks, _plans(operators, q, k, sight, places), strict=True):
+        operators.forward(queries, block[0], block[1], part, out, lse)
     return from_query_head(out, q), lse, blocks
 
 
 class _Queries:
     """A rank's own queries in the backward, with the sum of their gradients."""
 
-    def __init__(self, q: Tensor, k: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> None:
+    def __init__(self, q: Tensor, k: Tensor, grad: Tensor, out: Tensor, lse: Tensor, sight: Sight) -> None:
         kv_heads = k.shape[2]
+        self._operators = part_operators(q, sight)
+        self.plans = partial(_plans, self._operators, q, k, sight)
         self._q, self._grad_out, self._lse = by_query_head(q, kv_heads), by_query_head(grad, kv_heads), lse
-        self._delta = (self._grad_out.to(lse.dtype) * by_query_head(out, kv_heads)).sum(-1)
+        self._remembered = self._operators.remember(self._grad_out, by_query_head(out, kv_heads))
         self.grad = torch.zeros_like(self._q, dtype=lse.dtype)
 
-    def backward(self, kv: Tensor, part: Part) -> Tensor:
+    def backward(self, kv: Tensor, part: Any) -> Tensor:
         """The gradients of one block of keys and values (2, N, S, d) that these queries see."""
-        k, v = kv
-        return part_backward(self._grad_out, self._delta, self._lse, self._q, k, v, part, self.grad)
+        whole = (self._grad_out, self._remembered, self._lse)
+        return self._operators.backward(*whole, self._q, kv[0], kv[1], part, self.grad)
