@@ -7,10 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from ranks import Ranks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples on each run, so that a change is judged by what it did: `--hypothesis-profile=explore` looks wider.
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None)
+settings.load_profile("same")
 
 
 @pytest.fixture(scope="session")

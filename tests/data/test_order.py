@@ -18,7 +18,7 @@ def test_each_epoch_holds_every_sample_once(n: int) -> None:
         assert np.array_equal(np.sort(seen), np.arange(n))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(n=st.integers(1, 5000), seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 2**40))
 def test_any_size_seed_and_epoch_is_a_bijection(n: int, seed: int, epoch: int) -> None:
     seen = SampleOrder(n, seed).at(epoch * n + np.arange(n))

@@ -43,7 +43,7 @@ def expected_targets(source: Memory, documents: list[int]) -> list[int]:
 lengths_ = st.lists(st.integers(0, 40), min_size=1, max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(lengths=lengths_, seq_len=st.integers(1, 30), pack=st.booleans(), mask=st.booleans(), data=st.data())
 def test_every_token_is_predicted_once_from_the_token_before(lengths, seq_len, pack, mask, data) -> None:  # type: ignore[no-untyped-def]
     source = Memory(lengths)
@@ -65,7 +65,7 @@ def test_every_token_is_predicted_once_from_the_token_before(lengths, seq_len, p
     assert split.targets_before(np.arange(split.count + 1)).tolist() == [0, *np.cumsum(real.sum(axis=1))]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lengths=lengths_, seq_len=st.integers(1, 30))
 def test_positions_and_documents_restart_at_each_end(lengths: list[int], seq_len: int) -> None:
     source = Memory(lengths)

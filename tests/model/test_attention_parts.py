@@ -74,7 +74,7 @@ def visible(seen: Sight, keys_at: Tensor) -> Tensor:
 
 
 @given(problems)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_sight_equals_the_mask(problem: dict[str, int]) -> None:
     length, batch, window = problem["length"], problem["batch"], problem["window"]
     documents = documents_of(length, batch, problem["chance"], problem["seed"])
@@ -96,7 +96,7 @@ def test_sight_refuses_another_shape() -> None:
 @pytest.mark.usefixtures("small_tiles")
 def test_tiles_hold_each_visible_pair_once() -> None:
     @given(problems)
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=80)
     def check(problem: dict[str, int]) -> None:
         length, batch = problem["length"], problem["batch"]
         documents = documents_of(length, batch, problem["chance"], problem["seed"])
@@ -168,7 +168,7 @@ def draw(batch: int, length: int, seed: int, loud: float = 1.0) -> list[Tensor]:
 )  # scores that exp can take as they are, and some that it cannot
 def test_parts_add_up_to_the_whole(loud: float) -> None:
     @given(problems)
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     def check(problem: dict[str, int]) -> None:
         length, batch = problem["length"], problem["batch"]
         documents = documents_of(length, batch, problem["chance"], problem["seed"])
@@ -182,7 +182,8 @@ def test_parts_add_up_to_the_whole(loud: float) -> None:
         torch.testing.assert_close(found_lse, lse, rtol=1e-12, atol=1e-12)
         for a, b in zip(found, [out, *(x.grad for x in leaves)], strict=True):
             assert b is not None
-            torch.testing.assert_close(a, b, rtol=1e-12 * loud, atol=1e-13 + 1e-15 * loud**2)
+            # A score is rounded by 1e-16 of itself, and a gradient of keys is those times loud queries.
+            torch.testing.assert_close(a, b, rtol=1e-12 * loud, atol=1e-13 + 2e-14 * loud**2)
 
     check()
 
