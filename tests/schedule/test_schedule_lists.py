@@ -154,6 +154,11 @@ def test_only_all_forward_then_all_backward_runs_without_buffers() -> None:
     assert not check(make("1f1b", 4, 1, 8)).unbuffered
 
 
+@given(st.sampled_from(NAMES), st.integers(1, 12), st.integers(1, 30))
+def test_activations_and_gradients_each_keep_their_order(name: str, ranks: int, microbatches: int) -> None:
+    assert check(make(name, ranks, VIRTUAL[name][-1], microbatches)).in_order_by_kind
+
+
 def test_messages_of_single_stage_ranks_keep_their_order() -> None:
     for name in ("gpipe", "1f1b", "zb-h1", "zb-h2"):
         assert check(make(name, 4, 1, 9)).in_order

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from meshwright.schedule.actions import Action, Kind, Schedule, ScheduleError, source_of
 from meshwright.schedule.flow import Flow, flow_of
@@ -25,6 +25,8 @@ class Report:
     """Activations and gradients that cross from rank to rank in a step."""
     in_order: bool
     """Whether each rank receives what another sends it in the order of sending; else messages need tags."""
+    in_order_by_kind: bool
+    """The same of activations and of gradients, each by themselves: then two channels do without tags."""
     unbuffered: bool
     """Whether it runs even where a send waits for its receive, each in its place in the lists.
 
@@ -47,7 +49,8 @@ def check(schedule: Schedule) -> Report:
     return Report(
         peak=tuple(int(peak(listed)) for listed in schedule.actions),
         messages=sum(flow.crosses),
-        in_order=_in_order(flow),
+        in_order=_in_order(flow, [0] * flow.actions),
+        in_order_by_kind=_in_order(flow, [kind is Kind.F for kind, _, _ in chain(*schedule.actions)]),
         unbuffered=_runs_unbuffered(flow),
     )
 
@@ -148,13 +151,14 @@ def _awaited(schedule: Schedule, action: Action) -> str:
     return f"{kind} of stage {stage} on rank {schedule.rank_of[stage]}"
 
 
-def _in_order(flow: Flow) -> bool:
-    latest: dict[tuple[int, int], int] = {}
+def _in_order(flow: Flow, channels: Sequence[int]) -> bool:
+    """Whether messages of one channel (by action) from one rank to another come in the order of sending."""
+    latest: dict[tuple[int, int, int], int] = {}
     for rank in range(flow.ranks):
         for at in range(flow.starts[rank], flow.starts[rank + 1]):
             if flow.crosses[at]:
                 target = flow.target[at]
-                link = (rank, flow.rank_of[target])
+                link = (rank, flow.rank_of[target], channels[at])
                 if latest.get(link, -1) > target:
                     return False
                 latest[link] = target
