@@ -13,7 +13,7 @@
 
   const LEFT = 56, RIGHT = 64, PAD = 2;
   const rowHeight = Math.max(14, Math.min(30, Math.floor(560 / ranks)));
-  const rows = $("rows"), axis = $("axis"), tip = $("tip");
+  const rows = $("rows"), frame = $("frame"), axis = $("axis"), tip = $("tip");
   let width = 0, from = 0, to = TICKS, hovered = -1, colours = null, asked = false;
 
   // Colours: a kind has one, which later chunks of a rank mix with that of the ink.
@@ -195,9 +195,10 @@
     const used = new Set(codes), items = [];
     data.kinds.forEach(([letter, words], kind) => {
       for (let chunk = 0; chunk < data.virtual; chunk++) {
-        const code = KINDS * chunk + kind;
-        if (!used.has(code)) continue;
-        items.push([colours.css[code], words + " (" + letter + ")" + (data.virtual > 1 ? ", chunk " + chunk : "")]);
+        // Of more than two chunks the first and the last: the others are between.
+        if (!used.has(KINDS * chunk + kind) || (chunk > 0 && chunk < data.virtual - 1)) continue;
+        const which = data.virtual > 1 ? ", chunk " + chunk : "";
+        items.push([colours.css[KINDS * chunk + kind], words + " (" + letter + ")" + which]);
       }
     });
     if (finals.some(([a, b]) => b > a)) items.push([colours.final, "final step"]);
@@ -245,7 +246,7 @@
 
   let held = null;
   rows.addEventListener("pointerdown", (event) => {
-    held = { x: event.clientX, from, to };
+    held = { x: event.clientX, y: event.clientY, top: frame.scrollTop, from, to };
     rows.setPointerCapture(event.pointerId);
     rows.classList.add("held");
   });
@@ -253,6 +254,7 @@
     if (held) {
       const moved = ((held.x - event.clientX) / plot()) * (held.to - held.from);
       show(held.from + moved, held.to + moved);
+      frame.scrollTop = held.top + held.y - event.clientY;
     }
     point(event);
   });
@@ -269,10 +271,21 @@
     }
     point(event);
   }, { passive: false });
-  const KEYS = { ArrowLeft: () => pan(-0.1), ArrowRight: () => pan(0.1), "+": () => zoom(0.7), "=": () => zoom(0.7), "-": () => zoom(1 / 0.7), 0: fit, Home: fit };
+  const KEYS = {
+    ArrowLeft: () => pan(-0.1),
+    ArrowRight: () => pan(0.1),
+    ArrowUp: () => frame.scrollBy(0, -4 * rowHeight),
+    ArrowDown: () => frame.scrollBy(0, 4 * rowHeight),
+    "+": () => zoom(0.7),
+    "=": () => zoom(0.7),
+    "-": () => zoom(1 / 0.7),
+    0: fit,
+    Home: fit,
+  };
   document.addEventListener("keydown", (event) => {
-    const act = KEYS[event.key];
+    const act = KEYS[event.key], upright = event.key === "ArrowUp" || event.key === "ArrowDown";
     if (!act || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (upright && frame.scrollHeight <= frame.clientHeight) return; // all ranks are in sight: the page scrolls
     event.preventDefault();
     act();
   });

@@ -10,8 +10,8 @@ from meshwright.schedule.actions import Action, Kind, Schedule, ScheduleError, s
 from meshwright.schedule.flow import Flow, flow_of
 
 # The kinds that a (stage, microbatch) has seen, as bits: those that each kind needs, and those that bar it.
-_NEEDS = {Kind.F: 0b0000, Kind.I: 0b0001, Kind.W: 0b0011, Kind.B: 0b0001}
-_BARS = {Kind.F: 0b1111, Kind.I: 0b1010, Kind.W: 0b1100, Kind.B: 0b1110}
+_NEEDS = (0b0000, 0b0001, 0b0011, 0b0001)  # by kind: F, I, W, B
+_BARS = (0b1111, 0b1010, 0b1100, 0b1110)
 _WHOLE = (0b0111, 0b1001)  # F I W, or F B
 
 

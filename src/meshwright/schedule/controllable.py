@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from meshwright.schedule.actions import Action, Kind, Lists, Schedule, v_shape
 from meshwright.schedule.flow import flow_of
@@ -24,8 +24,8 @@ Block = tuple[int, int, int, int]
 """When a rank computes F of chunk 0, F of chunk 1, I of chunk 1 and I of chunk 0 of microbatch 0."""
 
 _F, _I, _W = Kind.F, Kind.I, Kind.W
-_CHANGE = {_F: 1, _I: 0, _W: -1}
-"""What an action adds to the activations that its rank holds."""
+_CHANGE = (1, 0, -1)
+"""What F, I and W add to the activations that their rank holds."""
 
 _NEVER = sys.maxsize
 
@@ -81,7 +81,7 @@ class _Line:
 
     def __init__(self, listed: list[Action], needs: list[int], cap: int) -> None:
         self.listed = listed
-        self.needs = needs  # position -> the action, over all ranks, that it waits for; -1 for none
+        self.needs = needs  # position -> the action, over all ranks, that it waits for
         self.cap = cap
         self.result: list[Action] = []
         self.level = 0  # activations held now
@@ -91,34 +91,34 @@ class _Line:
         streams: dict[tuple[Kind, int], list[int]] = {}
         for at, action in enumerate(listed):
             streams.setdefault((action.kind, 0 if action.kind is _W else action.stage), []).append(at)
-        owed = streams.pop((_W, 0))
-        self.weights = owed[::-1]
-        self.others = [places[::-1] for places in streams.values()]
+        self.weights = streams.pop((_W, 0))[::-1]
+        self.streams = [places[::-1] for places in streams.values()]
 
     def take(self, now: int, done: list[int]) -> int:
         """The position of what the rank computes in unit `now`, or -1: the next that can be, W last."""
-        best = len(self.listed)
-        for places in self.others:
-            while places and self.taken[places[-1]]:
-                places.pop()
-            if places and places[-1] < best and self._can(places[-1], now, done):
-                best = places[-1]
-                if best == self.head:
-                    break
+        best = self.head
         if best == len(self.listed):
-            while self.weights and self.taken[self.weights[-1]]:
-                self.weights.pop()
-            if not self.weights or not self._can(self.weights[-1], now, done):
+            return -1
+        if self.listed[best].kind is _W or done[self.needs[best]] >= now:
+            nexts = [places[-1] for stream in self.streams if (places := self._left(stream))]
+            ready = [at for at in nexts if done[self.needs[at]] < now and self._fits(at)]
+            if not ready and (left := self._left(self.weights)) and done[self.needs[left[-1]]] < now:
+                ready = left[-1:]
+            if not ready:
                 return -1
-            best = self.weights[-1]
+            best = min(ready)
         self._pull(best)
         return best
 
-    def _can(self, at: int, now: int, done: list[int]) -> bool:
-        needed = self.needs[at]
-        if needed >= 0 and done[needed] >= now:
-            return False
-        if at == self.head or self.listed[at].kind is not _F:
+    def _left(self, places: list[int]) -> list[int]:
+        """The positions of a kind and stage, or of every W, that are still to come; the next is the last."""
+        while places and self.taken[places[-1]]:
+            places.pop()
+        return places
+
+    def _fits(self, at: int) -> bool:
+        """Whether the rank never holds too much if it computes position `at` before those that come first."""
+        if self.listed[at].kind is not _F or at == self.head:
             return True
         return max(self.level, *self.held[self.head : at]) < self.cap
 
@@ -143,13 +143,14 @@ def _backfill(lists: list[list[Action]], ranks: int, microbatches: int) -> Lists
     others keep their order, the result runs to its end.
     """
     flow = flow_of(Schedule("", ranks, 2, microbatches, v_shape(ranks), tuple(map(tuple, lists))))
-    needs = _needs(lists, flow.source)
+    needs = _needs(lists, flow.source, microbatches)
     cap = max(max(accumulate(_CHANGE[action.kind] for action in listed)) for listed in lists)
     lines = [
         _Line(listed, needs[start : start + len(listed)], cap)
         for listed, start in zip(lists, flow.starts, strict=False)
     ]
-    done = [_NEVER] * flow.actions  # the unit in which each action is computed
+    # The unit in which each action is computed; behind them, at -1, what those need that need nothing.
+    done = [*[_NEVER] * flow.actions, -1]
     now, left = 0, flow.actions
     while left:
         for line, start in zip(lines, flow.starts, strict=False):
@@ -161,18 +162,14 @@ def _backfill(lists: list[list[Action]], ranks: int, microbatches: int) -> Lists
     return [line.result for line in lines]
 
 
-def _needs(lists: list[list[Action]], source: list[int]) -> list[int]:
-    """What each action waits for, its own stage included: W its I, and the last stage's I its F."""
+def _needs(lists: list[list[Action]], source: list[int], microbatches: int) -> list[int]:
+    """What each action waits for, its own stage included: W for I, and the last stage's I for F; else -1."""
     needs = source.copy()
     last = 2 * len(lists) - 1
-    at = 0
-    for listed in lists:
-        own: dict[Action, int] = {}
-        for action in listed:
-            own[action] = at
-            if action.kind is _W:
-                needs[at] = own[action._replace(kind=_I)]
-            elif action.kind is _I and action.stage == last:
-                needs[at] = own[action._replace(kind=_F)]
-            at += 1
+    own = [-1] * (2 * len(lists) * microbatches)  # the latest of each stage and microbatch
+    for at, (kind, stage, microbatch) in enumerate(chain.from_iterable(lists)):
+        place = stage * microbatches + microbatch
+        if kind is _W or (kind is _I and stage == last):
+            needs[at] = own[place]
+        own[place] = at
     return needs

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from meshwright.schedule.actions import Kind, Schedule, ScheduleError
+from meshwright.schedule.actions import Schedule, ScheduleError
 from meshwright.schedule.check import peak
 from meshwright.schedule.flow import Flow, flow_of
 
@@ -168,7 +168,7 @@ def _lanes(schedule: Schedule, costs: Sequence[StageCost], links: Links) -> list
     nowhere: list[Lane | None] = [None] * stages
     down = [lane(stage, stage + 1, costs[stage].output) for stage in range(stages)]
     up = [lane(stage, stage - 1, costs[stage - 1].output) for stage in range(stages)]
-    table = {Kind.F: down, Kind.I: up, Kind.W: nowhere, Kind.B: up}
+    table = (down, up, nowhere, up)  # by kind: F, I, W, B
     return [table[kind][stage] for listed in schedule.actions for kind, stage, _ in listed]
 
 
