@@ -265,6 +265,21 @@ def test_costs_that_do_not_fit_are_refused() -> None:
         simulate(two_ranks(), UNIT, final=[1.0])
 
 
+def test_costs_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ScheduleError, match=r"StageCost\.weight is -1"):
+        StageCost(1, 1, -1)
+    with pytest.raises(ScheduleError, match=r"freed_by_input is 1\.5"):
+        StageCost(1, 1, 1, freed_by_input=1.5)
+    with pytest.raises(ScheduleError, match=r"Link\.bandwidth is 0"):
+        Link(bandwidth=0)
+    with pytest.raises(ScheduleError, match=r"Link\.latency is nan"):
+        Link(latency=float("nan"))
+    with pytest.raises(ScheduleError, match="a stage that takes time"):
+        simulate(two_ranks(), StageCost(0, 0, 0))
+    with pytest.raises(ScheduleError, match="at least 0 s"):
+        simulate(two_ranks(), UNIT, final=-1)
+
+
 def test_lists_that_wait_for_each_other_are_refused() -> None:
     f, b = Kind.F, Kind.B
     lists = (

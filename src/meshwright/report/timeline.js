@@ -9,7 +9,7 @@
   const TICKS = 2 ** 32 - 1, ranks = data.counts.length, KINDS = data.kinds.length;
   const first = [0];
   for (const count of data.counts) first.push(first[first.length - 1] + count);
-  const finals = data.final.map((times) => times.map((t) => (t / (data.makespan || 1)) * TICKS));
+  const finals = data.final.map((times) => times.map((t) => (t / data.makespan) * TICKS));
 
   const LEFT = 56, RIGHT = 64, PAD = 2;
   const rowHeight = Math.max(14, Math.min(30, Math.floor(560 / ranks)));
@@ -133,8 +133,8 @@
   const drawAxis = () => {
     const context = prepare(axis, 22), span = ((to - from) / TICKS) * data.makespan;
     const rough = span / Math.max(2, plot() / 110), power = 10 ** Math.floor(Math.log10(rough || 1));
-    const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough), scale = TICKS / (data.makespan || 1);
-    const [unit, name] = unitOf((to / TICKS) * data.makespan || 1);
+    const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough), scale = TICKS / data.makespan;
+    const [unit, name] = unitOf((to / TICKS) * data.makespan);
     const digits = Math.max(0, -Math.floor(Math.log10(step / unit) + 1e-9));
     for (let n = Math.ceil(from / scale / step); n * step * scale <= to; n++) {
       const at = x(n * step * scale);

@@ -147,7 +147,7 @@ def _data(simulated: Simulation) -> str:
     stages = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
     chunk_of = {stage: chunk for own in stages for chunk, stage in enumerate(own)}
     actions = list(chain.from_iterable(schedule.actions))
-    ticks = TICKS / (simulated.makespan or 1.0)
+    ticks = TICKS / simulated.makespan
     data = {
         "makespan": simulated.makespan,
         "virtual": schedule.virtual,

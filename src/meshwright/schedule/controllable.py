@@ -42,7 +42,7 @@ def v_half(ranks: int, microbatches: int) -> Lists:
 
 
 def v_min(ranks: int, microbatches: int) -> Lists:
-    """At most 2 (p + 4) / 3 activations of a chunk: the fewest that keep all ranks computing in between."""
+    """At most 2 (p + 4) / 3 activations of a chunk: the fewest of the paper's blocks."""
     gap = 2 if ranks % 3 == 0 else 0  # else two actions of a rank would fall on one time
 
     def block(rank: int) -> Block:

@@ -13,7 +13,7 @@ from meshwright.schedule.flow import Flow, flow_of
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one microbatch costs in one stage."""
+    """What one microbatch costs in one stage. Raises `ScheduleError` for what is below 0."""
 
     forward: float
     """Seconds of F."""
@@ -28,18 +28,32 @@ class StageCost:
     freed_by_input: float = 0.0
     """Share of the activations, 0 to 1, that are freed by the end of I rather than of W."""
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 <= value < math.inf:
+                raise ScheduleError(f"StageCost.{name} is {value}; it should be at least 0, and finite")
+        if self.freed_by_input > 1:
+            raise ScheduleError(f"StageCost.freed_by_input is {self.freed_by_input}; a share is at most 1")
+
 
 @dataclass(frozen=True)
 class Link:
     """From one rank to another, one way: a message of S bytes arrives latency + S / bandwidth seconds later.
 
     Messages of a link follow each other: the next leaves when the last byte of the one before has left.
+    Raises `ScheduleError` for a latency below 0, and for a bandwidth that is not above it.
     """
 
     latency: float = 0.0
     """Seconds."""
     bandwidth: float = math.inf
     """Bytes per second."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.latency < math.inf:
+            raise ScheduleError(f"Link.latency is {self.latency}; it should be at least 0 s, and finite")
+        if not self.bandwidth > 0:
+            raise ScheduleError(f"Link.bandwidth is {self.bandwidth}; it should be above 0 bytes per second")
 
 
 Links = Link | Callable[[int, int], Link]
@@ -128,7 +142,7 @@ def simulate(
     end (the optimiser's), one for all or one a rank. An action begins when the rank's action before has ended
     and what it needs has arrived. A message leaves when its action has ended, beside whatever the rank
     computes next. Raises `ScheduleError` where there are not as many costs or final steps as stages or ranks,
-    and where the lists do not come to their end.
+    where nothing takes time, and where the lists do not come to their end.
     """
     by_stage = [costs] * schedule.stages if isinstance(costs, StageCost) else list(costs)
     finals = [float(final)] * schedule.ranks if isinstance(final, int | float) else list(final)
@@ -136,6 +150,8 @@ def simulate(
         raise ScheduleError(f"there are costs for {len(by_stage)} stages, but {schedule.stages} stages")
     if len(finals) != schedule.ranks:
         raise ScheduleError(f"there are {len(finals)} final steps, but {schedule.ranks} ranks")
+    if min(finals) < 0 or not any(cost.forward + cost.input + cost.weight for cost in by_stage):
+        raise ScheduleError("a step needs final steps of at least 0 s, and a stage that takes time")
     flow = flow_of(schedule)
     start, end, arrival = _run(flow, _durations(schedule, by_stage), _lanes(schedule, by_stage, links))
     return _result(schedule, flow, by_stage, finals, (start, end, arrival))
