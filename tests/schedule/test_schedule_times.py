@@ -94,8 +94,8 @@ def test_no_bubble(name: str, ranks: int) -> None:
 def test_bubbles_of_less_memory(ranks: int) -> None:
     """Idle units of a chunk for V-Half and V-Min; 1F1B has 6 (p - 1) such.
 
-    Qi et al. state about p / 2m and 2p / 3m of the work for these, which is 3p and 4p units; the exact forms
-    below are this generator's.
+    The authors state about p / 2m and 2p / 3m of the work for these, which is 3p and 4p units; the exact
+    forms below are this generator's.
     """
     for microbatches in (2 * ranks, 3 * ranks + 1, 4 * ranks):
         half, least = (idle_units(name, ranks, microbatches)[1] for name in ("v-half", "v-min"))

@@ -5,8 +5,8 @@ each takes 1. How long the block holds its activations decides how many there ar
 of a rank holds long where chunk 1 holds briefly, so that all ranks hold alike; the closer the block, the
 fewer.
 
-The blocks are the paper's. Repeated as they are they leave gaps while the pipeline fills and drains; those
-are closed by `_backfill`, where the paper says "squeeze" and "reorder" and leaves the way to the reader.
+The blocks are those of the code that the authors published. Repeated as they are they leave gaps while the
+pipeline fills and drains. The authors close these by squeezing and reordering; here `_backfill` does both.
 """
 
 from __future__ import annotations
