@@ -38,13 +38,14 @@ format: .venv/dev.done
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
-## bench: tokens per second side by side with plain PyTorch loops, and memory by ZeRO stage
+## bench: tokens per second side by side with plain PyTorch loops, memory by ZeRO stage, pipeline schedules
 bench: .venv/dev.done
 	$(PY) bench/throughput.py
 	$(PY) bench/memory.py
 	$(PY) bench/activations.py
 	$(PY) bench/ring.py
 	$(PY) bench/tensor.py
+	$(PY) bench/schedules.py
 
 ## gpu: the GPU tests and benchmarks, from the source tree, with the system's Python (which has a CUDA torch)
 gpu:

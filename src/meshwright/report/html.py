@@ -38,9 +38,6 @@ def write_report(out: Path) -> Path:
 
 def render(run: Run) -> str:
     """The page of a run, as HTML."""
-    script, style = _asset("page.js"), _asset("page.css")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     title = text(run.out.resolve().name)
     body = "".join(
         [
@@ -53,6 +50,13 @@ def render(run: Run) -> str:
             _tables(run),
         ]
     )
+    return document(title, body, asset("page.css"), asset("page.js"))
+
+
+def document(title: str, body: str, style: str, script: str) -> str:
+    """A page in one file, of safe HTML for `title` and `body`; no script but `script` runs in it."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -62,7 +66,8 @@ def render(run: Run) -> str:
     )
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A file of this package, as text."""
     return resources.files("meshwright.report").joinpath(name).read_text(encoding="utf-8")
 
 

@@ -1,0 +1,24 @@
+"""Pipeline schedules as data: lists of actions, by rank; made, checked and timed without torch."""
+
+from meshwright.schedule.actions import Action, Kind, Schedule, ScheduleError, Step, steps
+from meshwright.schedule.catalogue import NAMES, make
+from meshwright.schedule.check import Report, check
+from meshwright.schedule.simulate import Idle, Link, Simulation, StageCost, simulate
+
+__all__ = [
+    "NAMES",
+    "Action",
+    "Idle",
+    "Kind",
+    "Link",
+    "Report",
+    "Schedule",
+    "ScheduleError",
+    "Simulation",
+    "StageCost",
+    "Step",
+    "check",
+    "make",
+    "simulate",
+    "steps",
+]
