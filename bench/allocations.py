@@ -27,7 +27,7 @@ def measure(mesh: Mesh, spec: RunSpec) -> tuple[int, int]:
     loader = Loader(open_corpus(spec), spec, mesh.data_rank, spec.layout.data_ranks)
     batch = own_tokens(loader.step(0), mesh)
     loader.close()
-    micros = [micro for _, micro in microbatches(batch, spec.micro_batch, mesh.device)]
+    micros = list(microbatches(batch, spec.micro_batch, mesh.device))
 
     def forward_backward(number: int) -> None:
         micro = micros[number]

@@ -40,7 +40,7 @@ def _serve(rank: int, store: str, inbox: Any, outbox: Any) -> None:
         try:
             heads = _kv_heads(arguments)
             split = layout.kv_copies(heads), layout.ulysses(heads)
-            key = (layout.replicate, layout.dp, layout.cp, layout.tp, *split)
+            key = (layout.pp, layout.replicate, layout.dp, layout.cp, layout.tp, *split)
             if key not in meshes:
                 meshes[key] = build_mesh(layout, torch.device("cpu"), heads, groups)
             mesh = meshes[key]

@@ -17,6 +17,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.planner.pipeline import Durations, Machine
+from meshwright.planner.pipeline import step as pipeline_step
 from meshwright.spec import RunSpec, UserError, load
 from meshwright.spec.rules import ranks_match
 
@@ -182,6 +184,45 @@ def write_verdict(found: Result, out: Path) -> None:
 
     _make_folder(out)
     write_atomically(out / "verify.json", json.dumps(found))
+
+
+def simulate(
+    spec: RunSpec,
+    *,
+    durations: tuple[float, float, float] | None = None,
+    flops: float = Machine.flops,
+    latency: float = Machine.latency,
+    bandwidth: float = Machine.bandwidth,
+    out: Path | None = None,
+    trace: Path | None = None,
+) -> Result:
+    """Time one step of the run's pipeline, without torch and without its ranks.
+
+    `durations` are the seconds of one microbatch's F, I and W in every stage; without them the stages' FLOPs
+    are counted, and a device does `flops` of them a second. A message between stages takes `latency` seconds
+    and its bytes / `bandwidth`. `out` is where the timeline's page goes, `trace` the trace for Perfetto.
+    Returns `step_seconds`, `bubble`, `bubbles`, `peak_activations` (in microbatches through all of a rank's
+    stages) and `peak_activation_bytes` (of one device) by rank, `closed_form_bubble` (or None) and more.
+    Raises `UserError`.
+    """
+    from meshwright.report.timeline import write_timeline, write_trace
+    from meshwright.schedule import ScheduleError
+
+    try:
+        machine = Machine(flops, latency, bandwidth)
+        found = pipeline_step(spec, machine, Durations(*durations) if durations else None)
+    except ScheduleError as error:
+        raise UserError(str(error)) from None
+    if out is not None:
+        write_timeline(found.simulation, Path(out))
+    if trace is not None:
+        write_trace(found.simulation, Path(trace))
+    return {
+        **found.to_json(),
+        "flops": None if durations else flops,
+        "latency": latency,
+        "bandwidth": bandwidth,
+    }
 
 
 def generate(

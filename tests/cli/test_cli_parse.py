@@ -80,6 +80,15 @@ MISTAKES = [
     (["generate", "x", "--prompt", "x", "--train.lr", "1"], ["--train.lr", "takes no keys"]),
     (["export", "x", "y", "--dtype", "float23"], ["--dtype", "'float23'", "did you mean 'float32'"]),
     (["checkpoint", "verify", "x", "--step", "-1"], ["--step", "'-1'", "at least 0"]),
+    (["simulate", "--weight", "3"], ["--weight", "without --forward", "give --forward MS"]),
+    (["simulate", "--forward", "3", "--tflops", "100"], ["--tflops: 100", "--forward", "one of them"]),
+    (["simulate", "--forward", "0"], ["--forward", "'0'", "above 0"]),
+    (["simulate", "--bandwidth", "inf"], ["--bandwidth", "'inf'", "above 0"]),
+    (["simulate", "--latency", "-1"], ["--latency", "'-1'", "from 0"]),
+    (["simulate", "--out", ""], ["--out", "file"]),
+    (["simulate", "--out", "/no/such/folder/step.html"], ["/no/such/folder/step.html"]),
+    (["simulate", "--layout.pp", "9"], ["layout.pp", "9 stages", "model.layers = 4", "try layout.pp = 6"]),
+    (["simulate", "--layout.pp", "2", "--layout.schedule", "zb"], ["--layout.schedule", '"zb"', "'zb-v'"]),
     (["verify", "--steps", "two"], ["--steps", "'two'", "whole number"]),
 ]
 

@@ -33,6 +33,8 @@ def python(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         ["spec", "show", "--layout.dp", "2"],
         ["spec", "schema"],
         ["spec", "check"],
+        ["simulate", "--layout.pp", "2", "--out", "/dev/null/step.html"],
+        ["simulate", "--layout.pp", "2"],
         ["train", "--train.stpes", "3"],
         ["verify", "--nproc", "3"],
     ],

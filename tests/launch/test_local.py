@@ -59,7 +59,12 @@ if mode == "collective":
         if rank == 1:
             raise UserError(f"the sum is {value.item():g}")
         dist.barrier()
-if mode not in ("print", "mistake"):
+if mode == "executor":
+    import torch.distributed
+    from concurrent.futures import ThreadPoolExecutor
+    sys.pool = ThreadPoolExecutor(1)
+    sys.pool.submit(print, "worked").result()
+if mode not in ("print", "mistake", "executor"):
     time.sleep(60)
 """
 
@@ -131,6 +136,16 @@ def test_ranks_meet_on_loopback_and_a_mistake_beside_a_broken_collective_is_told
     assert "Traceback" not in capfd.readouterr().err
     for rank in (0, 1):
         assert set((tmp_path / f"listening{rank}").read_text().split()) == {"0100007F"}  # 127.0.0.1
+
+
+def test_an_executor_that_was_left_open_does_not_hold_a_rank(module: str, tmp_path: Path) -> None:
+    """As torch.compile's, whose threads wait for work until the process ends."""
+    arguments = ["executor", str(tmp_path)]
+    program = (
+        f"from meshwright.launch import launch; raise SystemExit(launch({arguments}, 2, module={module!r}))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "worked\n")
 
 
 def test_signal_handlers_are_put_back(module: str, tmp_path: Path) -> None:

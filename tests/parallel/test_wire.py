@@ -26,8 +26,9 @@ def one_step(mesh: Mesh, spec: RunSpec) -> dict[tuple[str, str], float]:
 
 def equal_bytes(ranks: Ranks, spec: RunSpec) -> None:
     assert spec.microbatches > 1
-    for sent in ranks.run(spec.layout, one_step, spec):
-        assert sent == pytest.approx(traffic(spec), rel=1e-14)
+    for rank, sent in enumerate(ranks.run(spec.layout, one_step, spec)):
+        stage = rank * spec.layout.pp // spec.layout.world_size
+        assert sent == pytest.approx(traffic(spec, stage), rel=1e-14)
 
 
 DATA = [(4, 0, 1), (4, 1, 1), (4, 2, 1), (4, 3, 1), (2, 2, 2), (2, 3, 2), (1, 1, 1), (1, 2, 3), (3, 3, 1)]
@@ -79,6 +80,28 @@ def test_bytes_of_all_axes_together(ranks: Ranks, mode: str, save: str) -> None:
         "layout__context_mode": mode, "model__kv_heads": 4, "recompute__save": save,
     }  # fmt: skip
     equal_bytes(ranks, spec_of(BASE, **flags))
+
+
+@pytest.mark.parametrize(
+    ("pp", "zero", "tied"), [(2, 0, "true"), (2, 3, "false"), (4, 1, "false"), (4, 2, "true")]
+)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
+def test_bytes_of_the_pipeline_axis(ranks: Ranks, schedule: str, pp: int, zero: int, tied: str) -> None:
+    flags = {
+        "layout__pp": pp, "layout__dp": 2, "layout__zero": zero, "layout__micro_batch": 8,
+        "layout__schedule": schedule, "model__layers": 6, "model__tied": tied,
+    }  # fmt: skip
+    equal_bytes(ranks, spec_of(BASE, **flags))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("axes", [{"layout__tp": 4}, {"layout__tp": 2, "layout__cp": 2}], ids=str)
+def test_bytes_of_the_pipeline_and_others(ranks: Ranks, axes: dict[str, object], schedule: str) -> None:
+    flags = {
+        "layout__pp": 2, "layout__micro_batch": 8, "layout__schedule": schedule, "model__tied": "true",
+        "recompute__policy": "selective", "precision__compute": "bf16", "model__layers": 5,
+    }  # fmt: skip
+    equal_bytes(ranks, spec_of(BASE, **flags, **axes))
 
 
 def test_an_axis_of_one_rank_sends_nothing() -> None:

@@ -70,6 +70,10 @@ WRONG = [
     ({"data": {"mixture": {"stdlib": -1}}}, ["data.mixture.stdlib", "-1", "greater than 0"]),
     ({"data": {"corpus": 7}}, ["data.corpus", "7", "text"]),
     ({"train": {"steps": 5, "tokens": 5}}, ["train.tokens", "train.steps", "'none'"]),
+    ({"layout": {"schedule": "1f1"}}, ["layout.schedule", '"1f1"', "'gpipe'", "did you mean '1f1b'"]),
+    ({"layout": {"stages": "evn"}}, ["run.toml: layout.stages: 'evn'", "'even', 'balanced'", "[3, 5]"]),
+    ({"layout": {"stages": [1, -1]}}, ["run.toml: layout.stages: [1, -1]", "'even', 'balanced'"]),
+    ({"layout": {"stages": 4}}, ["layout.stages: 4", "list"]),
     ({"layout": {"dp": "2"}}, ["run.toml: layout.dp", '"2"', "integer"]),
     ({"train": {"lr": "1e-3"}}, ["train.lr", '"1e-3"', "number"]),
     ({"train": {"compile": 1}}, ["train.compile", "1", "true or false"]),
@@ -93,15 +97,44 @@ RULES = [
     ({"model": {"heads": 7}}, ["model.heads", "7", "256"]),
     ({"model": {"head_dim": 33}}, ["model.head_dim", "33", "even"]),
     ({"model": {"position": "learned", "max_seq_len": 64}}, ["data.seq_len", "512", "64"]),
-    ({"layout": {"pp": 2}}, ["layout.pp", "2", "not supported"]),
+    ({"layout": {"ep": 2}}, ["layout.ep", "2", "not supported"]),
+    (
+        {"layout": {"pp": 2, "schedule": "zb-h1"}, "train": {"compile": True}},
+        ["train.compile: true", "'zb-h1'", "try layout.schedule = '1f1b'"],
+    ),
+    ({"layout": {"pp": 7}}, ["layout.pp = 7 x 1", "7 stages", "model.layers = 4", "try layout.pp = 6"]),
+    (
+        {"layout": {"pp": 2, "virtual": 2}},
+        ["layout.virtual", "2", "'1f1b'", "layout.virtual = 1", "interleaved, bfs, zb-v"],
+    ),
+    (
+        {"layout": {"pp": 2, "schedule": "v-min", "virtual": 3}},
+        ["layout.virtual", "3", "'v-min'", "layout.virtual = 2", "interleaved, bfs"],
+    ),
+    (
+        {"layout": {"stages": [1, 3]}},
+        ["layout.stages: [1, 3]", "layout.pp is 1", "give layout.pp"],
+    ),
+    (
+        {"layout": {"pp": 2, "schedule": "interleaved", "virtual": 4}},
+        ["layout.virtual", "8 stages", "model.layers = 4", "try layout.virtual = 3"],
+    ),
+    (
+        {"layout": {"pp": 2, "stages": [4]}},
+        ["layout.stages", "[4]", "length 1", "layout.pp = 2 x 1 stages a rank need 2", "try 2,2"],
+    ),
+    (
+        {"layout": {"pp": 2, "stages": [2, 1]}},
+        ["layout.stages", "[2, 1]", "3 blocks", "model.layers = 4", "try 2,2"],
+    ),
     ({"layout": {"tp": 3}}, ["layout.tp", "3", "model.heads = 8", "try 4"]),
     ({"layout": {"tp": 2}, "model": {"ffn": 689}}, ["layout.tp", "2", "model.ffn = 689", "try 1"]),
     (
         {"layout": {"tp": 6}, "model": {"heads": 12, "kv_heads": 4, "hidden": 96, "ffn": 96}},
         ["layout.tp", "6", "model.kv_heads = 4", "try 4"],
     ),
-    ({"layout": {"tp": 4}, "model": {"vocab_size": 9}}, ["layout.tp", "4", "model.vocab_size = 9"]),
-    ({"layout": {"cp": 3}}, ["data.seq_len", "512", "2 x layout.cp = 6", "try 510"]),
+    ({"layout": {"tp": 4}, "model": {"vocab_size": 9}}, ["layout.tp", "4", "model.vocab_size = 9", "try 2"]),
+    ({"layout": {"cp": 3}}, ["data.seq_len", "512", "2 x layout.cp = 6", "try layout.cp = 4", "510"]),
     (
         {"layout": {"tp": 4}, "data": {"seq_len": 510}, "train": {"batch_tokens": 5100}},
         ["data.seq_len", "510", "layout.tp = 4", "try 512", "sequence_parallel"],
@@ -129,6 +162,9 @@ def test_what_a_rule_proposes_is_accepted() -> None:
     assert from_tree({"model": {"kv_heads": 4}}).model.kv_heads == 4
     assert from_tree({"layout": {"dp": 3}, "train": {"batch_tokens": 7680}}).rank_sequences == 5
     assert from_tree({"layout": {"micro_batch": 4}}).microbatches == 4
+    assert from_tree({"layout": {"pp": 6}}).layout.world_size == 6
+    assert from_tree({"layout": {"pp": 2}}, [("layout.stages", "2,2")]).layout.stages == (2, 2)
+    assert from_tree({"layout": {"pp": 2, "virtual": 2, "schedule": "zb-v"}}).layout.chunks == 2
     assert from_tree({"layout": {"tp": 4}}).layout.world_size == 4
     assert from_tree({"layout": {"cp": 2, "context_mode": "ulysses"}}).layout.world_size == 2
 
@@ -237,6 +273,8 @@ SPECS = [
     {"recompute": {"policy": "selective", "save": ["matmul"]}, "layout": {"dp": 2, "zero": 3}},
     {"data": {"mixture": {'a/b "q".txt': 1.0, "c\\d": 2.5, "é\x7f": 1.0}}},
     {"data": {"corpus": 'tab\t"quote"'}},
+    {"layout": {"pp": 2, "stages": [4, 0]}},
+    {"layout": {"pp": 2, "stages": "balanced", "schedule": "v-half"}},
     {"train": {"lr": 1e-30, "eps": 1.5e300, "seed": 2**63 - 1}},
 ]
 

@@ -89,8 +89,10 @@ def _key(key: Key) -> list[str]:
     table, name = key.name.split(".", 1)
     of_preset = table == "model" and "." not in name
     default = f"= {key.default}" if key.default else ("from the preset" if of_preset else "")
-    lines = [f"  {name:<22}  {key.text:<32}  {default}".rstrip()]
     indent = " " * 26
+    lines = [f"  {name:<22}  {key.text:<32}  {default}".rstrip()]
+    if len(lines[0]) > WIDTH:
+        lines = [f"  {name:<22}  {key.text}", indent + default]
     return lines + textwrap.wrap(key.description, WIDTH, initial_indent=indent, subsequent_indent=indent)
 
 

@@ -45,3 +45,9 @@ def text(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things: 1 step, 1,234 microbatches."""
+    plural = noun + ("es" if noun.endswith("ch") else "s")
+    return f"{number:,} {noun if number == 1 else plural}"

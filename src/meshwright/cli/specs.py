@@ -45,19 +45,17 @@ def check(call: Call) -> int:
     if call.flags["json"]:
         show.as_json(facts)
         return 0
-    microbatches, sequences = _count(spec.microbatches, "microbatch"), _count(spec.micro_batch, "sequence")
+    microbatches, sequences = (
+        show.count(spec.microbatches, "microbatch"),
+        show.count(spec.micro_batch, "sequence"),
+    )
     print(
         f"{call.path() or 'spec'}: OK: {spec.model.parameters:,} parameters; "
         f"world size {spec.layout.world_size} ({spec.layout.describe()}); "
         f"{microbatches} of {sequences} on each rank; "
-        f"{_count(spec.train.total_steps, 'step')} of {spec.train.batch_tokens:,} tokens"
+        f"{show.count(spec.train.total_steps, 'step')} of {spec.train.batch_tokens:,} tokens"
     )
     return 0
-
-
-def _count(number: int, noun: str) -> str:
-    plural = noun + ("es" if noun.endswith("ch") else "s")
-    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def presets(call: Call) -> int:

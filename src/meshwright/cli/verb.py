@@ -102,6 +102,24 @@ def number(least: float, most: float) -> Callable[[str], float]:
     return read
 
 
+def above_zero(text: str) -> float:
+    """A reader of finite numbers above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not 0 < value < float("inf"):
+        raise ValueError("a number above 0 is needed")
+    return value
+
+
+def file_name(text: str) -> str:
+    """A reader of a file's name."""
+    if not text:
+        raise ValueError("the name of a file is needed")
+    return text
+
+
 def folder_name(text: str) -> str:
     """A reader of a folder's name; an empty one would be the folder that we are in."""
     if not text:

@@ -8,6 +8,7 @@ from meshwright.data.corpus import Corpus
 from meshwright.infer.generate import generate
 from meshwright.model.decoder import Decoder
 from meshwright.train.step import Trainer
+from meshwright.train.wholes import wholes
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 96
 
@@ -25,7 +26,8 @@ def held_out_sample(trainer: Trainer, corpus: Corpus) -> dict[str, str] | None:
     """
     if not corpus.validation.target_tokens or not corpus.has_text:
         return None
-    decoder = trainer.decoder if trainer.mesh.layout.tp * trainer.mesh.layout.cp == 1 else _whole(trainer)
+    layout = trainer.mesh.layout
+    decoder = trainer.decoder if layout.tp * layout.cp * layout.pp == 1 else _whole(trainer)
     return None if decoder is None else _write(decoder, corpus)
 
 
@@ -37,10 +39,8 @@ def _whole(trainer: Trainer) -> Decoder | None:
     if trainer.mesh.world.rank == 0:
         decoder = Decoder(trainer.spec.model).to(trainer.mesh.device, trainer.states.formats.master)
     mine = dict(decoder.named_parameters()) if decoder is not None else {}
-    for name, parameter in trainer.states.parameters():
-        whole = parameter.full_tensor()
-        if name in mine:
-            mine[name].data.copy_(whole)
+    for name, whole in wholes(trainer.states.parameters(), trainer.mesh):
+        mine[name].data.copy_(whole)
     return decoder
 
 

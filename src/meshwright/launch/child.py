@@ -66,13 +66,12 @@ def leave(code: int) -> NoReturn:
 
     Threads of a process group can outlive it, and one that drops its last tensor while the interpreter goes
     down ends the process by SIGABRT. So what must still happen happens here: other threads' work, exit
-    functions, output. Without torch.distributed it is a plain exit.
+    functions, output. Threads are waited for as the interpreter does it, which first ends those of executors:
+    torch.compile leaves some that wait for work for ever. Without torch.distributed it is a plain exit.
     """
     if "torch.distributed" not in sys.modules:
         sys.exit(code)
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and not thread.daemon:
-            thread.join()
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from meshwright.model.attention_cpu import blocked_attention
 from meshwright.model.attention_flash import Packed, flash_takes, pack, packed_attention
-from meshwright.model.linear import Linear, Project, project
+from meshwright.model.linear import Leave, Linear, Project, leave, project
 from meshwright.model.norm import RmsNorm
 from meshwright.model.rope import Rope, rotate
 from meshwright.spec import ModelSpec
@@ -43,13 +43,15 @@ class KeyValueCache:
 class Attention(nn.Module):
     """x (B, T, D) -> (B, T, D), each position looking at itself and at those before it.
 
-    `project` applies q, k and v, and `attend` lets positions look; a parallel layout puts its own there.
+    `project` applies q, k and v, `attend` lets positions look, and `leave` applies o; a parallel layout puts
+    its own there.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.project: Project = project
         self.attend: Attend = attend
+        self.leave: Leave = leave
         self.head_dim = spec.head_dim
         self.q = Linear(spec.hidden, spec.heads * spec.head_dim, spec.qkv_bias)
         self.k = Linear(spec.hidden, spec.kv_heads * spec.head_dim, spec.qkv_bias)
@@ -69,7 +71,7 @@ class Attention(nn.Module):
             q, k = rotate(q, rope), rotate(k, rope)
         if cache is not None:
             k, v = cache.append(k, v)
-        return self.o(self.attend(q, k, v, mask).flatten(2))
+        return self.leave(self.attend(q, k, v, mask).flatten(2), self.o)
 
 
 def attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, mask: Tensor | Packed | None) -> Tensor:

@@ -336,6 +336,6 @@ def by_key_head(k_BSKd: Tensor, v_BSKd: Tensor) -> Tensor:
 
 def from_key_head(grad_2NSd: Tensor, like_BSKd: Tensor) -> tuple[Tensor, Tensor]:
     """(2, N, S, d) -> two of (B, S, K, d), contiguous, in the dtype of `like_BSKd`."""
-    both = torch.empty((2, *like_BSKd.shape), dtype=like_BSKd.dtype, device=like_BSKd.device)
-    both.copy_(grad_2NSd.unflatten(1, (like_BSKd.shape[0], -1)).transpose(2, 3))
-    return both[0], both[1]
+    k, v = grad_2NSd.unflatten(1, (like_BSKd.shape[0], -1)).transpose(2, 3)
+    made = [torch.empty(like_BSKd.shape, dtype=like_BSKd.dtype, device=like_BSKd.device) for _ in range(2)]
+    return made[0].copy_(k), made[1].copy_(v)

@@ -125,14 +125,19 @@ class Decoder(nn.Module):
         documents_BT: Tensor | None,
         caches: Sequence[KeyValueCache] | None,
     ) -> Tensor:
-        seen = caches[0].filled if caches else 0
-        length = tokens_BT.shape[1]
         positions = positions_BT
+        seen = caches[0].filled if caches else 0
         if positions is None:
-            positions = torch.arange(seen, seen + length, device=tokens_BT.device)
+            positions = torch.arange(seen, seen + tokens_BT.shape[1], device=tokens_BT.device)
         x_BTD = self.embed(tokens_BT, positions)
-        rope = rope_table(self.spec, positions, x_BTD.dtype) if self.spec.position == "rope" else None
-        mask = self.visible(length, seen + length, self.spec.sliding_window, documents_BT, x_BTD)
+        look = self.look(tokens_BT.shape[1], positions, documents_BT, x_BTD, seen)
         for index, block in enumerate(self.blocks):
-            x_BTD = block(x_BTD, rope, mask, caches[index] if caches else None)
+            x_BTD = block(x_BTD, *look, caches[index] if caches else None)
         return x_BTD
+
+    def look(
+        self, length: int, positions: Tensor, documents_BT: Tensor | None, like: Tensor, seen: int = 0
+    ) -> tuple[Rope | None, Any]:
+        """What blocks share for `length` tokens after `seen` others: rotary tables, and what is visible."""
+        rope = rope_table(self.spec, positions, like.dtype) if self.spec.position == "rope" else None
+        return rope, self.visible(length, seen + length, self.spec.sliding_window, documents_BT, like)

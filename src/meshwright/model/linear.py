@@ -11,10 +11,19 @@ from torch import Tensor, nn
 Project = Callable[[Tensor, Sequence["Linear"]], tuple[Tensor, ...]]
 """How several linear maps are applied to one input."""
 
+Leave = Callable[[Tensor, "Linear"], Tensor]
+"""How a linear map is applied that ends an attention or feed-forward layer."""
+
 
 def project(x: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
     """Each map's output."""
     return tuple(linear(x) for linear in linears)
+
+
+def leave(x: Tensor, linear: Linear) -> Tensor:
+    """The map's output."""
+    output: Tensor = linear(x)
+    return output
 
 
 class Linear(nn.Module):

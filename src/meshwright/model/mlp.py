@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshwright.model.linear import Linear, Project, project
+from meshwright.model.linear import Leave, Linear, Project, leave, project
 from meshwright.spec import ModelSpec
 
 
@@ -31,12 +31,13 @@ class _SiluProduct(torch.autograd.Function):
 class Mlp(nn.Module):
     """x (B, T, D) -> (B, T, D) through F channels: down(act(gate x) * up x), or down(act(up x)) for GELU.
 
-    `project` applies gate and up; a parallel layout puts its own there.
+    `project` applies gate and up, `leave` applies down; a parallel layout puts its own there.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.project: Project = project
+        self.leave: Leave = leave
         self.activation = spec.activation
         gated = spec.activation == "swiglu"
         self.gate = Linear(spec.hidden, spec.ffn, spec.mlp_bias) if gated else None
@@ -46,6 +47,7 @@ class Mlp(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         if self.gate is not None:
             gate, up = self.project(x_BTD, (self.gate, self.up))
-            return self.down(_SiluProduct.apply(gate, up))
+            return self.leave(_SiluProduct.apply(gate, up), self.down)
         (up,) = self.project(x_BTD, (self.up,))
-        return self.down(F.gelu(up, approximate="tanh" if self.activation == "gelu_tanh" else "none"))
+        approximate = "tanh" if self.activation == "gelu_tanh" else "none"
+        return self.leave(F.gelu(up, approximate=approximate), self.down)

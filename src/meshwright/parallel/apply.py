@@ -2,45 +2,104 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
 import torch
+from torch import Tensor, nn
 
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import fill_, init_value
 from meshwright.parallel.context import split_sequences
 from meshwright.parallel.data import DataParallel, UnitModules
+from meshwright.parallel.later import Later
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.precision import formats
 from meshwright.parallel.recompute import Kept, apply_recompute
 from meshwright.parallel.tensor import split_tensors
+from meshwright.schedule import make
 from meshwright.spec import ModelSpec, RunSpec
+from meshwright.spec.stages import Stage, stages
 
 
-def parallelise(spec: RunSpec, mesh: Mesh) -> tuple[Decoder, DataParallel]:
+def parallelise(spec: RunSpec, mesh: Mesh) -> tuple[Decoder, DataParallel, Pipeline]:
     """Describe the decoder without memory, split its tensors and sequences, decide what it keeps, compile it,
-    and give its states a home.
+    cut it into stages, and give the states of this rank's stages a home.
 
     The parameters' values are zeros until `initialise` or a checkpoint fills them.
     """
     with torch.device("meta"):
         decoder = Decoder(spec.model)
-    kept = Kept()
-    pieces = split_tensors(decoder, mesh.tensor, spec.layout.sequence_parallel, kept)
+    scheduled = partial(make, spec.layout.schedule if mesh.pipeline.size > 1 else "1f1b", mesh.pipeline.size)
+    schedule = scheduled(spec.layout.chunks, spec.microbatches)
+    # In compiled blocks what sends is an operator, which a policy knows by name.
+    kept, later = None if spec.train.compile else Kept(), Later()
+    put_off = later if schedule.splits_backward else None
+    pieces = split_tensors(decoder, mesh.tensor, spec.layout.sequence_parallel, kept, put_off)
     split_sequences(decoder, mesh, spec.layout.context_mode, kept)
-    messages = mesh.tensor.size * mesh.context.size > 1
+    messages = mesh.tensor.size * mesh.context.size > 1 or schedule.splits_backward
     apply_recompute(decoder.blocks, spec.recompute, kept if messages else None)
     if spec.train.compile:
         for block in decoder.blocks:
             block.forward = torch.compile(block.forward)
-    return decoder, DataParallel(units(decoder), mesh, formats(spec.precision), pieces)
+    every = stages(spec.model, spec.layout, spec.data.seq_len)
+    own = [every[index] for index in schedule.stages_of(mesh.pipeline.rank)]
+    names = {parameter: name for name, parameter in decoder.named_parameters()}
+    apart = "embed.weight" if spec.model.tied and schedule.rank_of[0] != schedule.rank_of[-1] else None
+    states = DataParallel(units(decoder, own), mesh, formats(spec.precision), pieces, names, apart)
+    modules = {stage.index: DecoderStage(decoder, stage, spec, mesh) for stage in own}
+    pipeline = Pipeline(
+        modules, mesh, partial(scheduled, spec.layout.chunks), later, states.begin_microbatch, states.take
+    )
+    return decoder, states, pipeline
 
 
-def units(decoder: Decoder) -> list[UnitModules]:
+class Microbatch(Protocol):
+    """What a stage reads of a microbatch: (B, T) each, documents of whole sequences."""
+
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor
+    documents: Tensor
+
+
+class DecoderStage:
+    """One stage of a decoder on one rank: what it computes, and the form of what it takes."""
+
+    def __init__(self, decoder: Decoder, stage: Stage, spec: RunSpec, mesh: Mesh) -> None:
+        self.decoder, self.stage, self.mesh = decoder, stage, mesh
+        self._dtype = formats(spec.precision).compute
+        self._share = mesh.tensor.size if spec.layout.sequence_parallel else 1
+
+    def __call__(self, microbatch: Microbatch, x_BTD: Tensor | None) -> Tensor:
+        """(B, T, D) for the stage after, or the head's summed loss."""
+        decoder, stage = self.decoder, self.stage
+        if x_BTD is None:
+            x_BTD = decoder.embed(microbatch.tokens, microbatch.positions)
+        if stage.blocks:
+            length = microbatch.tokens.shape[1]
+            look = decoder.look(length, microbatch.positions, microbatch.documents, x_BTD)
+            for block in decoder.blocks[stage.first : stage.last]:
+                x_BTD = block(x_BTD, *look)
+        return decoder.head(x_BTD, microbatch.targets) if stage.head else x_BTD
+
+    def empty(self, microbatch: Microbatch) -> Tensor:
+        """Room for (B, T, D), or with sequence sharding for this rank's tokens of it."""
+        batch, length = microbatch.tokens.shape
+        shape = (batch, length // self._share, self.decoder.spec.hidden)
+        return torch.empty(shape, dtype=self._dtype, device=self.mesh.device)
+
+
+def units(decoder: Decoder, own: Sequence[Stage]) -> list[UnitModules]:
     """What is gathered and reduced together: the embedding, each block, the head; tied ends are one unit."""
-    blocks: list[UnitModules] = [[(f"blocks.{i}", block)] for i, block in enumerate(decoder.blocks)]
-    embed, head = ("embed", decoder.embed), ("head", decoder.head)
-    if decoder.spec.tied:
-        return [[embed, head], *blocks]
-    return [[embed], *blocks, [head]]
+    embed: list[nn.Module] = [decoder.embed for stage in own if stage.embed]
+    head: list[nn.Module] = [decoder.head for stage in own if stage.head]
+    blocks = [[decoder.blocks[index]] for stage in own for index in stage.blocks]
+    if decoder.spec.tied and embed and head:
+        return [[*embed, *head], *blocks]
+    return [*([embed] if embed else []), *blocks, *([head] if head else [])]
 
 
 def initialise(states: DataParallel, model: ModelSpec, seed: int) -> None:

@@ -5,8 +5,10 @@ Every reduction is a SUM; the one division is in `loss.py`. On an axis of one ra
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
-from typing import Protocol
+from itertools import permutations
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -101,6 +103,70 @@ def start_shift(received: Tensor, sent: Tensor, axis: Axis) -> Pending:
         dist.P2POp(dist.irecv, received, group=axis.group, group_peer=before),
     ]
     return _All(dist.batch_isend_irecv(operations))
+
+
+def start_send(sent: Tensor, target: int, axis: Axis, tag: int = 0) -> Pending:
+    """Give `sent` to rank `target` of the axis; it must live until the end."""
+    axis.wire.record(axis.name, "send", float(_bytes(sent)))
+    work: Pending | None = dist.isend(sent, group=axis.group, group_dst=target, tag=tag)
+    assert work is not None
+    return work
+
+
+def start_receive(received: Tensor, source: int, axis: Axis, tag: int = 0) -> Pending:
+    """Take into `received` what rank `source` of the axis sends with this tag, in its order."""
+    work: Pending | None = dist.irecv(received, group=axis.group, group_src=source, tag=tag)
+    assert work is not None
+    return work
+
+
+# Products that overlap with their own message -----------------------------------------------------------
+#
+# Operators of torch's symmetric memory, in which a rank reads the others' parts straight from their memory
+# and multiplies each as it comes (asynchronous tensor parallelism; cf. Wang et al. 2023, ASPLOS). CUDA only.
+
+
+def reach_each_other(axis: Axis) -> bool:
+    """Whether every rank of the axis can read the others' memory; all of them ask at once, and agree."""
+    if axis.size == 1 or axis.device.type != "cuda":
+        return False
+    import torch.distributed._symmetric_memory  # it registers torch.ops.symm_mem's
+
+    def everyone(mine: object) -> list[Any]:
+        found: list[Any] = [None] * axis.size
+        dist.all_gather_object(found, mine, group=axis.group)
+        return found
+
+    places = everyone((socket.gethostname(), axis.device.index or 0))
+    devices = {index for _, index in places}
+    near = len({host for host, _ in places}) == 1 and len(devices) == axis.size
+    near = near and max(devices) < torch.cuda.device_count()
+    peers = near and all(torch.cuda.can_device_access_peer(*pair) for pair in permutations(devices, 2))
+    return all(everyone(peers))
+
+
+def gather_matmul(
+    part_ND: Tensor, maps_DF: list[Tensor], axis: Axis, keep: bool = False
+) -> tuple[Tensor | None, list[Tensor]]:
+    """(every rank's rows (n N, D) if `keep`, their products (n N, F) with each map)."""
+    axis.wire.record(axis.name, "all_gather", _bytes(part_ND) * float(axis.size - 1))
+    found: tuple[Tensor | None, list[Tensor]] = torch.ops.symm_mem.fused_all_gather_matmul(
+        part_ND.contiguous(), maps_DF, 0, axis.group.group_name, return_A=keep
+    )
+    return found
+
+
+def matmul_scatter(x_NF: Tensor, map_FD: Tensor, axis: Axis) -> Tensor:
+    """The product, summed over the axis, and of that this rank's rows (N / n, D)."""
+    sent = x_NF.shape[0] * map_FD.shape[1] * x_NF.element_size()
+    axis.wire.record(axis.name, "reduce_scatter", sent * (axis.size - 1) / axis.size)
+    part: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
+        x_NF.contiguous(), map_FD, "sum", 0, axis.group.group_name
+    )
+    return part
+
+
+# Small and host messages --------------------------------------------------------------------------------
 
 
 def sum_scalars(values: Sequence[float], axis: Axis) -> list[float]:

@@ -28,15 +28,19 @@ input's format). On an axis of one rank the same code sends nothing.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from meshwright.model.decoder import Decoder
 from meshwright.model.sight import Sight, sight
+from meshwright.parallel.joint import Tensors
 from meshwright.parallel.mesh import Axis, Mesh
 from meshwright.parallel.recompute import Kept
-from meshwright.parallel.ring import gather_attention, ring_attention
-from meshwright.parallel.ulysses import Exchange
+from meshwright.parallel.ring import JointGather, JointRing, gather_attention, ring_attention
+from meshwright.parallel.ulysses import Exchange, JointToHeads, JointToTokens
 from meshwright.spec.layout import ContextMode
 
 
@@ -75,7 +79,7 @@ class ContextAttention:
 
     def __call__(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, sight: Sight) -> Tensor:
         """(B, T, H, d) for the queries at the places of `sight`, which are `zigzag`'s; differentiable."""
-        return self.at_places(q_BTHd, k_BTKd, v_BTKd, sight, self._places(sight.length))
+        return self.at_places(q_BTHd, k_BTKd, v_BTKd, sight, _places(sight.length, self.axis))
 
     def at_places(
         self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, sight: Sight, places: list[Tensor]
@@ -84,7 +88,7 @@ class ContextAttention:
         if self._heads.size == 1:
             return self._attend(q_BTHd, k_BTKd, v_BTKd, sight, places)
         u = self._heads.size
-        groups = [places[first : first + u] for first in range(0, len(places), u)]
+        groups = groups_of(places, u)
         own = groups[self.axis.rank // u]
         exchange = Exchange(self._heads, own)
         unions = [torch.cat(group).sort().values for group in groups]
@@ -99,26 +103,82 @@ class ContextAttention:
             return gather_attention(q, k, v, sight, places, self.axis, self._kept)
         return ring_attention(q, k, v, sight, places, self._ring, self._kept)
 
-    def _places(self, length: int) -> list[Tensor]:
-        return [zigzag(length, self.axis.size, rank) for rank in range(self.axis.size)]
+
+def _places(length: int, axis: Axis) -> list[Tensor]:
+    """The places that each rank of the axis holds."""
+    return [zigzag(length, axis.size, rank) for rank in range(axis.size)]
 
 
-def split_sequences(decoder: Decoder, mesh: Mesh, mode: ContextMode, kept: Kept) -> None:
+def groups_of(places: list[Tensor], u: int) -> list[list[Tensor]]:
+    """The places of each u neighbours, who exchange heads."""
+    return [places[first : first + u] for first in range(0, len(places), u)]
+
+
+class Seen(NamedTuple):
+    """A `Sight` as the tensors that a compiled block is given."""
+
+    at: Tensor
+    first: Tensor
+    whole: Tensor
+    windowed: bool
+
+
+class JointContextAttention:
+    """`ContextAttention` as operators of a compiled block (`joint.py`); it keeps nothing itself."""
+
+    def __init__(self, mesh: Mesh, mode: ContextMode) -> None:
+        self.axis, self._heads = mesh.context, mesh.ulysses
+        made = JointGather if mode == "gather" else JointRing
+        over = mesh.context if mode == "gather" else mesh.ring
+        self._attend = [made(over, partial(self._seen, windowed)) for windowed in (False, True)]
+        self._to_heads = JointToHeads(mesh.ulysses, self._exchange)
+        self._to_tokens = JointToTokens(mesh.ulysses, self._exchange)
+
+    def __call__(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, seen: Seen) -> Tensor:
+        """(B, T, H, d), as `ContextAttention`."""
+        at, first, whole, windowed = seen
+        attend = self._attend[windowed]
+        if self._heads.size == 1:
+            return attend(q_BTHd, k_BTKd, v_BTKd, at, first, whole)[0]
+        q, k, v = self._to_heads(q_BTHd, k_BTKd, v_BTKd)
+        return self._to_tokens(attend(q, k, v, at, first, whole)[0])[0]
+
+    def _seen(self, windowed: bool, tensors: Tensors) -> tuple[Sight, list[Tensor]]:
+        """What the queries see that attention is computed for here, and the places that each rank holds."""
+        at, first, whole = tensors
+        length = whole.shape[1]
+        sight = Sight(at, first, length, whole, windowed, self.axis.device)
+        if self._heads.size == 1:
+            return sight, _places(length, self.axis)
+        unions = [torch.cat(group).sort().values for group in self._groups(length)]
+        return sight.of(unions[self.axis.rank // self._heads.size]), unions
+
+    def _exchange(self, local: int) -> Exchange:
+        groups = self._groups(local * self.axis.size)
+        return Exchange(self._heads, groups[self.axis.rank // self._heads.size])
+
+    def _groups(self, length: int) -> list[list[Tensor]]:
+        return groups_of(_places(length, self.axis), self._heads.size)
+
+
+def split_sequences(decoder: Decoder, mesh: Mesh, mode: ContextMode, kept: Kept | None) -> None:
     """Let the decoder work on this rank's tokens of each sequence. With one context rank nothing is changed.
 
     It is then given the tokens that `share` cuts out, with their positions, and whole sequences' documents.
+    `kept` remembers results for a second forward; without it attention is operators of a compiled block.
     """
     axis = mesh.context
     if axis.size == 1:
         return
-    attention = ContextAttention(mesh, mode, kept)
+    attention = JointContextAttention(mesh, mode) if kept is None else ContextAttention(mesh, mode, kept)
 
     def visible(
         queries: int, _keys: int, window: int | None, documents_BS: Tensor | None, like: Tensor
-    ) -> Sight:
+    ) -> Sight | Seen:
         length = queries * axis.size
         at = zigzag(length, axis.size, axis.rank)
-        return sight(documents_BS, length, window, at, like.shape[0], like.device)
+        found = sight(documents_BS, length, window, at, like.shape[0], like.device)
+        return found if kept is not None else Seen(found.at, found.first, found.whole, found.windowed)
 
     decoder.visible = visible
     for block in decoder.each_block():

@@ -34,12 +34,15 @@ class Groups:
         return self._make(tuple(grid.flatten().tolist()), purpose, host)
 
     def device_mesh(self, grid: Tensor, names: tuple[str, ...]) -> DeviceMesh | None:
-        """torch's mesh over the groups along every dim; None for a rank that is not in the grid."""
-        groups = [self.along(grid, dim) for dim in range(grid.ndim)]
+        """torch's mesh over the groups along the last dims, as many as names, with this rank's place in the
+        others; None for a rank that is not in the grid."""
+        groups = [self.along(grid, dim) for dim in range(grid.ndim - len(names), grid.ndim)]
         mine = [group for group in groups if group is not None]
         if len(mine) < len(groups):
             return None
-        return DeviceMesh.from_group(mine, self.device_type, mesh=grid, mesh_dim_names=names)
+        parts = grid.reshape(-1, *grid.shape[grid.ndim - len(names) :])
+        (own,) = [part for part in parts if bool((part == dist.get_rank()).any())]
+        return DeviceMesh.from_group(mine, self.device_type, mesh=own, mesh_dim_names=names)
 
     def _make(self, ranks: tuple[int, ...], purpose: str, host: bool) -> dist.ProcessGroup | None:
         backend = "gloo" if host or self.device_type == "cpu" else None

@@ -7,6 +7,7 @@ Ranks are laid out (pp, replicate, dp, cp, tp), the last fastest: what talks mos
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,10 +62,11 @@ class Mesh:
     The context axis is `ring` x `ulysses`, the latter neighbours (Fang & Zhao 2024).
     Where there are more tensor ranks than key-value heads, `copies` neighbours hold the same head:
     `split_storage` is the (replicate, shard, parts, copies) mesh of those.
-    `control` is a gloo group over all ranks for what the host exchanges (never device tensors); `data` is one
-    over the ranks that hold different tokens: all with the same place on the tensor axis. `background` is one
-    more over all, for checkpoints that are written beside training: on one group they would wait for each
-    other.
+    `pipeline` carries activations between stages and `gradients` theirs, so that none waits for the other.
+    `ends` joins the first and the last rank of the pipeline, where the others have none. `control` is a
+    gloo group over all ranks for what the host exchanges (never device tensors); `data` is one over the
+    ranks that have the same place on the tensor axis. `background` is one more over all, for checkpoints
+    that are written beside training: on one group they would wait for each other.
     """
 
     layout: Layout
@@ -79,6 +81,9 @@ class Mesh:
     ulysses: Axis
     tensor: Axis
     copies: Axis
+    pipeline: Axis
+    gradients: Axis
+    ends: Axis | None
     data: Axis
     control: Axis
     background: Axis
@@ -103,7 +108,7 @@ def build_mesh(
     those that other meshes of this process have made.
 
     Every rank of the default group calls this, since making a group is collective; a rank that is not part of
-    the mesh gets None. The layout's pp is 1 here (`spec.rules`).
+    the mesh gets None.
     """
     size = layout.world_size
     if dist.get_world_size() < size:
@@ -111,7 +116,7 @@ def build_mesh(
     heads = kv_heads if kv_heads is not None else layout.tp * layout.cp
     copies, ulysses = layout.kv_copies(heads), layout.ulysses(heads)
     groups, wire, host = groups or Groups(device.type), Wire(), torch.device("cpu")
-    grid = torch.arange(size).view(layout.replicate, layout.shard_ranks, layout.tp)
+    grid = torch.arange(size).view(layout.pp, layout.replicate, layout.shard_ranks, layout.tp)
     tokens = grid.view(-1, layout.cp, layout.tp)
     rings = grid.view(-1, layout.cp // ulysses, ulysses, layout.tp)
     heads_grid = grid.unflatten(-1, (-1, copies))
@@ -119,14 +124,19 @@ def build_mesh(
     split = storage
     if copies > 1:
         split = groups.device_mesh(heads_grid, ("replicate", "shard", "parts", "copies"))
+    # gloo tells messages apart by tags; elsewhere each kind needs a group of its own.
+    apart = ("pipeline", "gradients") if layout.pp > 1 and device != host else ("", "")
     of_axes = {
-        "replicate": ("replicate", groups.along(grid, 0)),
-        "shard": ("shard", groups.along(grid, 1)),
+        "replicate": ("replicate", groups.along(grid, 1)),
+        "shard": ("shard", groups.along(grid, 2)),
         "context": ("context", groups.along(tokens, 1, "context")),
         "ring": ("context", groups.along(rings, 1, "context")),
         "ulysses": ("context", groups.along(rings, 2, "context")),
-        "tensor": ("tensor", groups.along(grid, 2)),
-        "copies": ("tensor", groups.along(heads_grid, 3)),
+        "tensor": ("tensor", groups.along(grid, 3)),
+        "copies": ("tensor", groups.along(heads_grid, 4)),
+        "pipeline": ("pipeline", groups.along(grid, 0, apart[0])),
+        "gradients": ("pipeline", groups.along(grid, 0, apart[1])),
+        "ends": ("pipeline", groups.along(grid[[0, -1]], 0) if layout.pp > 1 else None),
         "data": ("data", groups.along(grid.view(-1, layout.tp), 0, host=True)),
         "control": ("control", groups.apart(grid, "control")),
         "background": ("background", groups.apart(grid, "background")),
@@ -136,12 +146,14 @@ def build_mesh(
         of_axes["control"][1] if device == host else groups.apart(grid, "world", host=False),
     )
 
-    def axis(key: str) -> Axis:
+    def axis(key: str) -> Axis | None:
         name, group = of_axes[key]
-        assert group is not None  # this rank is in the grid
+        if group is None:
+            return None
         on = host if key in ("data", "control", "background") else device
         return Axis(name, group.size(), group.rank(), group, on, wire)
 
     if storage is None or split is None:
         return None
-    return Mesh(layout, device, storage, split, wire, **{key: axis(key) for key in of_axes})
+    axes: dict[str, Any] = {key: axis(key) for key in of_axes}
+    return Mesh(layout, device, storage, split, wire, **axes)

@@ -19,11 +19,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.model import attention_cpu, attention_flash  # noqa: F401 - they register torch.ops.meshwright's
+from meshwright.parallel import joint  # noqa: F401 - so does this
 from meshwright.spec.parts import NoRecompute, RecomputeSpec, SavedOp, SelectiveRecompute
 
 _aten = torch.ops.aten
 OPERATORS: dict[SavedOp, tuple[Any, ...]] = {
     "attention": (
+        torch.ops.meshwright.joint_attention.default,
         torch.ops.meshwright.blocked_attention.default,
         torch.ops.meshwright.varlen_attention.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -31,7 +33,13 @@ OPERATORS: dict[SavedOp, tuple[Any, ...]] = {
         _aten._scaled_dot_product_efficient_attention.default,
         _aten._scaled_dot_product_cudnn_attention.default,
     ),
-    "matmul": (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.linear.default),
+    "matmul": (
+        torch.ops.meshwright.joint_matmul.default,
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.linear.default,
+    ),
 }
 
 

@@ -6,7 +6,7 @@ d channels, N = B K, G = H / K, n ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from meshwright.parallel.collectives import (
     start_reduce_scatter,
     start_shift,
 )
+from meshwright.parallel.joint import Joint, Tensors, empty
 from meshwright.parallel.mesh import Axis
 from meshwright.parallel.recompute import Kept
 
@@ -93,9 +94,7 @@ class _Ring(torch.autograd.Function):
         axis: Axis | None,
         kept: Kept,
     ) -> Tensor:
-        ranks, rank = (axis.size, axis.rank) if axis else (1, 0)
-        ctx.axis, ctx.sight = axis, sight
-        ctx.places = [places[(rank - step) % ranks] for step in range(ranks)]  # in the order of arrival
+        ctx.axis, ctx.sight, ctx.places = axis, sight, in_order_of_arrival(places, axis)
         result, lse = kept.run("attention", lambda: _around(q, k, v, sight, ctx.places, axis))
         ctx.save_for_backward(q, k, v, result, lse)
         return result
@@ -103,22 +102,13 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        own = _Queries(q, k, grad, out, lse, ctx.sight)
-        kv = by_key_head(k, v)
-        home: Tensor | None = None
-        arriving: Pending = DONE
-        for step, part in enumerate(own.plans(ctx.places)):
-            last = step + 1 == len(ctx.places)
-            following, pending = (kv, DONE) if last else _start_shift(kv, ctx.axis)
-            grad_kv = own.backward(kv, part)
-            arriving.wait()
-            home, arriving = _start_shift(grad_kv if home is None else home.add_(grad_kv), ctx.axis)
-            pending.wait()
-            kv = following
-        arriving.wait()
-        assert home is not None
-        return from_query_head(own.grad, q), *from_key_head(home, k), *[None] * 4
+        return *_around_backward(grad, ctx.saved_tensors, ctx.sight, ctx.places, ctx.axis), *[None] * 4
+
+
+def in_order_of_arrival(places: Sequence[Tensor], axis: Axis | None) -> list[Tensor]:
+    """The ranks' places as their keys come to this rank: its own, then those of the rank before, ..."""
+    ranks, rank = (axis.size, axis.rank) if axis else (1, 0)
+    return [places[(rank - step) % ranks] for step in range(ranks)]
 
 
 def _around(
@@ -134,6 +124,28 @@ def _around(
         pending.wait()
         kv = following
     return from_query_head(out, q), lse
+
+
+def _around_backward(
+    grad: Tensor, kept: Sequence[Tensor], sight: Sight, places: Sequence[Tensor], axis: Axis | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v of `kept` = (q, k, v, out, log-sum-exp)."""
+    q, k, v, out, lse = kept
+    own = _Queries(q, k, grad, out, lse, sight)
+    kv = by_key_head(k, v)
+    home: Tensor | None = None
+    arriving: Pending = DONE
+    for step, part in enumerate(own.plans(places)):
+        last = step + 1 == len(places)
+        following, pending = (kv, DONE) if last else _start_shift(kv, axis)
+        grad_kv = own.backward(kv, part)
+        arriving.wait()
+        home, arriving = _start_shift(grad_kv if home is None else home.add_(grad_kv), axis)
+        pending.wait()
+        kv = following
+    arriving.wait()
+    assert home is not None
+    return from_query_head(own.grad, q), *from_key_head(home, k)
 
 
 class _Gather(torch.autograd.Function):
@@ -156,13 +168,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, blocks, out, lse = ctx.saved_tensors
-        own = _Queries(q, k, grad, out, lse, ctx.sight)
-        parts = zip(blocks, own.plans(ctx.places), strict=True)
-        grads = torch.stack([own.backward(kv, part) for kv, part in parts])
-        home = torch.empty_like(grads[0])
-        start_reduce_scatter(home.view(-1), grads.view(-1), ctx.axis).wait()
-        return from_query_head(own.grad, q), *from_key_head(home, k), *[None] * 4
+        return *_gathered_backward(grad, ctx.saved_tensors, ctx.sight, ctx.places, ctx.axis), *[None] * 4
 
 
 def _all_at_once(
@@ -177,6 +183,19 @@ def _all_at_once(
     for block, part in zip(blocks, _plans(operators, q, k, sight, places), strict=True):
         operators.forward(queries, block[0], block[1], part, out, lse)
     return from_query_head(out, q), lse, blocks
+
+
+def _gathered_backward(
+    grad: Tensor, kept: Sequence[Tensor], sight: Sight, places: Sequence[Tensor], axis: Axis
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, of `kept` = (q, k, keys and values of all ranks, out, log-sum-exp)."""
+    q, k, blocks, out, lse = kept
+    own = _Queries(q, k, grad, out, lse, sight)
+    parts = zip(blocks, own.plans(places), strict=True)
+    grads = torch.stack([own.backward(kv, part) for kv, part in parts])
+    home = torch.empty_like(grads[0])
+    start_reduce_scatter(home.view(-1), grads.view(-1), axis).wait()
+    return from_query_head(own.grad, q), *from_key_head(home, k)
 
 
 class _Queries:
@@ -194,3 +213,68 @@ class _Queries:
         """The gradients of one block of keys and values (2, N, S, d) that these queries see."""
         whole = (self._grad_out, self._remembered, self._lse)
         return self._operators.backward(*whole, self._q, kv[0], kv[1], part, self.grad)
+
+
+# The same as operators of a compiled block --------------------------------------------------------------
+
+
+class _JointAttention(Joint):
+    """Attention of (q, k, v, *sight): out, and what the backward needs besides."""
+
+    kind = "attention"
+
+    def __init__(self, axis: Axis, seen: Callable[[Tensors], tuple[Sight, Sequence[Tensor]]]) -> None:
+        """`seen` makes of the sight's tensors what the queries see, and the places that each rank holds."""
+        super().__init__()
+        self._axis, self._seen = axis, seen
+
+    def gradients_like(self, kept: Tensors, grads: Tensors, inputs: int) -> Tensors:
+        return [empty(kept[0]), empty(kept[1]), empty(kept[1])]
+
+
+class JointRing(_JointAttention):
+    """`ring_attention`."""
+
+    def forward(self, inputs: Tensors) -> Tensors:
+        q, k, v, *seen = inputs
+        sight, places = self._seen(seen)
+        return _around(q, k, v, sight, in_order_of_arrival(places, self._axis), self._axis)
+
+    def keep(self, inputs: Tensors, results: Tensors) -> Tensors:
+        return [*inputs[:3], *results, *inputs[3:]]
+
+    def backward(self, kept: Tensors, grads: Tensors, inputs: int) -> Tensors:
+        sight, places = self._seen(kept[5:])
+        order = in_order_of_arrival(places, self._axis)
+        return _around_backward(grads[0], kept[:5], sight, order, self._axis)
+
+    def results_like(self, inputs: Tensors) -> Tensors:
+        return [empty(inputs[0]), _lse_like(*inputs[:2])]
+
+
+class JointGather(_JointAttention):
+    """`gather_attention`."""
+
+    def forward(self, inputs: Tensors) -> Tensors:
+        q, k, v, *seen = inputs
+        return _all_at_once(q, k, v, *self._seen(seen), self._axis)
+
+    def keep(self, inputs: Tensors, results: Tensors) -> Tensors:
+        result, lse, blocks = results
+        return [*inputs[:2], blocks, result, lse, *inputs[3:]]
+
+    def backward(self, kept: Tensors, grads: Tensors, inputs: int) -> Tensors:
+        return _gathered_backward(grads[0], kept[:5], *self._seen(kept[5:]), self._axis)
+
+    def results_like(self, inputs: Tensors) -> Tensors:
+        q, k, *_ = inputs
+        batch, length, heads, dim = k.shape
+        blocks = empty(k, self._axis.size, 2, batch * heads, length, dim)
+        return [empty(q), _lse_like(q, k), blocks]
+
+
+def _lse_like(q: Tensor, k: Tensor) -> Tensor:
+    """(N, G, T) of the log-sum-exp."""
+    batch, length, heads, _ = q.shape
+    shape = batch * k.shape[2], heads // k.shape[2], length
+    return q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))

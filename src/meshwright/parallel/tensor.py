@@ -36,11 +36,16 @@ from meshwright.model.loss import VocabularyPart, linear_cross_entropy
 from meshwright.parallel.collectives import (
     DONE,
     Pending,
+    gather_matmul,
     gather_rows,
+    matmul_scatter,
+    reach_each_other,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
 )
+from meshwright.parallel.joint import Joint, Tensors, empty
+from meshwright.parallel.later import Later
 from meshwright.parallel.mesh import Axis
 from meshwright.parallel.recompute import Kept
 from meshwright.spec.parameters import Piece, parameters, piece_of
@@ -115,39 +120,79 @@ class _Columns(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, axis: Axis, sequence: bool, kept: Kept, *maps: Tensor | None
+        ctx: Any, x: Tensor, axis: Axis, sequence: bool, kept: Kept, later: Later, *maps: nn.Parameter | None
     ) -> tuple[Tensor, ...]:
         weights, biases = maps[::2], maps[1::2]
         ctx.axis, ctx.sequence, ctx.biased = axis, sequence, [bias is not None for bias in biases]
+        ctx.later, ctx.maps = later, maps
         ctx.save_for_backward(x, *weights)
-
-        def compute() -> tuple[Tensor, ...]:
-            whole = _whole(x, axis, sequence)
-            return tuple(
-                F.linear(whole, weight, bias)  # type: ignore[arg-type]
-                for weight, bias in zip(weights, biases, strict=True)
-            )
-
-        return kept.run("matmul", compute)
+        return kept.run("matmul", lambda: _columns(x, weights, biases, axis, sequence))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        whole, arriving = _start_gather(x, ctx.axis) if ctx.sequence else (x, DONE)
-        flat = [grad.flatten(0, -2) for grad in grads]
-        grad_x = flat[0] @ weights[0]
-        for grad, weight in zip(flat[1:], weights[1:], strict=True):
-            grad_x.addmm_(grad, weight)
-        arriving.wait()
-        whole_grad = grad_x.view(whole.shape)
-        found, leaving = _start_sum(whole_grad, ctx.axis, ctx.sequence)
-        inputs = whole.flatten(0, -2)
-        of_maps: list[Tensor | None] = []
-        for grad, biased in zip(flat, ctx.biased, strict=True):
-            of_maps += [grad.T @ inputs, grad.sum(0) if biased else None]
-        leaving.wait()
-        return found, None, None, None, *of_maps
+        if ctx.later.open:
+            flat = [grad.flatten(0, -2) for grad in grads]
+            found = _add_up(_input_gradient(flat, weights, grads[0]), ctx.axis, ctx.sequence)
+            ctx.later.put(
+                ctx.maps, lambda: _in_turn(_of_maps(flat, _whole(x, ctx.axis, ctx.sequence), ctx.biased))
+            )
+            return found, *[None] * (4 + len(ctx.maps))
+        grad_x, of_maps = _columns_backward(x, weights, ctx.biased, grads, ctx.axis, ctx.sequence)
+        return grad_x, *[None] * 4, *_in_turn(of_maps)
+
+
+OfMaps = tuple[list[Tensor], list[Tensor | None]]
+"""The gradient of each map's weight, and of its bias if it has one."""
+
+
+def _in_turn(of_maps: OfMaps) -> list[Tensor | None]:
+    """Each map's weight and bias, one after the other."""
+    return [grad for pair in zip(*of_maps, strict=True) for grad in pair]
+
+
+def _columns(
+    x: Tensor, weights: Sequence[Tensor | None], biases: Sequence[Tensor | None], axis: Axis, sequence: bool
+) -> tuple[Tensor, ...]:
+    whole = _whole(x, axis, sequence)
+    return tuple(
+        F.linear(whole, weight, bias)  # type: ignore[arg-type]
+        for weight, bias in zip(weights, biases, strict=True)
+    )
+
+
+def _columns_backward(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biased: Sequence[bool],
+    grads: Sequence[Tensor],
+    axis: Axis,
+    sequence: bool,
+) -> tuple[Tensor, OfMaps]:
+    """The gradients of the input, and of the maps."""
+    whole, arriving = _start_gather(x, axis) if sequence else (x, DONE)
+    flat = [grad.flatten(0, -2) for grad in grads]
+    grad_x = _input_gradient(flat, weights, grads[0])
+    arriving.wait()
+    found, leaving = _start_sum(grad_x, axis, sequence)
+    of_maps = _of_maps(flat, whole, biased)
+    leaving.wait()
+    return found, of_maps
+
+
+def _input_gradient(flat: Sequence[Tensor], weights: Sequence[Tensor], like_BTF: Tensor) -> Tensor:
+    """(B, T, D): the sum of the maps' gradients (N, F) times their weights (F, D)."""
+    found = flat[0] @ weights[0]
+    for grad, weight in zip(flat[1:], weights[1:], strict=True):
+        found.addmm_(grad, weight)
+    return found.view(*like_BTF.shape[:-1], -1)
+
+
+def _of_maps(flat: Sequence[Tensor], whole: Tensor, biased: Sequence[bool]) -> OfMaps:
+    inputs = whole.flatten(0, -2)
+    of_biases = [grad.sum(0) if has_bias else None for grad, has_bias in zip(flat, biased, strict=True)]
+    return [grad.T @ inputs for grad in flat], of_biases
 
 
 class _Rows(torch.autograd.Function):
@@ -155,43 +200,161 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, axis: Axis, sequence: bool, kept: Kept, read_again: bool
+        ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        axis: Axis,
+        sequence: bool,
+        kept: Kept,
+        read_again: bool,
+        later: Later,
     ) -> Tensor:
-        ctx.axis, ctx.sequence = axis, sequence
+        ctx.axis, ctx.sequence, ctx.later, ctx.weight = axis, sequence, later, weight
         ctx.save_for_backward(x, weight)
-        (found,) = kept.run("matmul", lambda: (_add_up(F.linear(x, weight), axis, sequence),), read_again)
+        (found,) = kept.run("matmul", lambda: (_rows(x, weight, axis, sequence),), read_again)
         return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        whole = _whole(grad, ctx.axis, ctx.sequence).flatten(0, -2)
-        return (whole @ weight).view(x.shape), whole.T @ x.flatten(0, -2), *[None] * 4
+        if ctx.later.open:
+            whole = _whole(grad, ctx.axis, ctx.sequence).flatten(0, -2)
+            ctx.later.put((ctx.weight,), lambda: [whole.T @ x.flatten(0, -2)])
+            return (whole @ weight).view(x.shape), *[None] * 6
+        return *_rows_backward(x, weight, grad, ctx.axis, ctx.sequence), *[None] * 5
+
+
+def _rows(x: Tensor, weight: Tensor, axis: Axis, sequence: bool) -> Tensor:
+    return _add_up(F.linear(x, weight), axis, sequence)
+
+
+def _rows_backward(
+    x: Tensor, weight: Tensor, grad: Tensor, axis: Axis, sequence: bool
+) -> tuple[Tensor, Tensor]:
+    whole = _whole(grad, axis, sequence).flatten(0, -2)
+    return (whole @ weight).view(x.shape), whole.T @ x.flatten(0, -2)
+
+
+# The same maps as operators of a compiled block ---------------------------------------------------------
+
+
+class _JointMap(Joint):
+    kind = "matmul"
+
+    def __init__(self, axis: Axis, sequence: bool, fused: bool) -> None:
+        """`fused`: products overlap with their own messages where they can; else with each other's."""
+        super().__init__()
+        self._axis, self._sequence, self._fused = axis, sequence, fused
+
+
+class JointColumns(_JointMap):
+    """`_Columns` of (x, weight of each map, bias of each map or none)."""
+
+    def forward(self, inputs: Tensors) -> Tensors:
+        weights, biases = self._maps(inputs)
+        if self._fused:
+            x = inputs[0]
+            _, products = gather_matmul(x.flatten(0, 1), [weight.T for weight in weights], self._axis)
+            wholes = [product.view(x.shape[0], -1, product.shape[1]) for product in products]
+            return [whole + bias for whole, bias in zip(wholes, biases, strict=True)] if biases else wholes
+        return _columns(inputs[0], weights, biases or [None] * len(weights), self._axis, self._sequence)
+
+    def keep(self, inputs: Tensors, results: Tensors) -> Tensors:
+        return inputs[: 1 + len(results)]
+
+    def backward(self, kept: Tensors, grads: Tensors, inputs: int) -> Tensors:
+        x, *weights = kept
+        biased = [inputs > len(kept)] * len(weights)
+        grad_x, (of_weights, of_biases) = _columns_backward(
+            x, weights, biased, grads, self._axis, self._sequence
+        )
+        return [grad_x, *of_weights, *(grad for grad in of_biases if grad is not None)]
+
+    def results_like(self, inputs: Tensors) -> Tensors:
+        batch, length, _ = inputs[0].shape
+        length = length * self._axis.size if self._sequence else length
+        return [empty(inputs[0], batch, length, weight.shape[0]) for weight in self._maps(inputs)[0]]
+
+    def gradients_like(self, kept: Tensors, grads: Tensors, inputs: int) -> Tensors:
+        biases = [empty(weight, weight.shape[0]) for weight in kept[1:]] if inputs > len(kept) else []
+        return [*map(empty, kept), *biases]
+
+    def _maps(self, inputs: Tensors) -> tuple[list[Tensor], list[Tensor]]:
+        """Weights, and biases if there are any."""
+        return [x for x in inputs[1:] if x.ndim == 2], [x for x in inputs[1:] if x.ndim == 1]
+
+
+class JointRows(_JointMap):
+    """`_Rows` of (x, weight)."""
+
+    def forward(self, inputs: Tensors) -> Tensors:
+        x, weight = inputs
+        if self._fused:
+            part = matmul_scatter(x.flatten(0, 1), weight.T, self._axis)
+            return [part.view(x.shape[0], -1, part.shape[1])]
+        return [_rows(x, weight, self._axis, self._sequence)]
+
+    def keep(self, inputs: Tensors, results: Tensors) -> Tensors:
+        return inputs
+
+    def backward(self, kept: Tensors, grads: Tensors, inputs: int) -> Tensors:
+        x, weight = kept
+        if self._fused:
+            whole, (grad_x,) = gather_matmul(grads[0].flatten(0, 1), [weight], self._axis, keep=True)
+            assert whole is not None
+            return grad_x.view(x.shape), whole.T @ x.flatten(0, 1)
+        return _rows_backward(x, weight, grads[0], self._axis, self._sequence)
+
+    def results_like(self, inputs: Tensors) -> Tensors:
+        batch, length, _ = inputs[0].shape
+        length = length // self._axis.size if self._sequence else length
+        return [empty(inputs[0], batch, length, inputs[1].shape[0])]
+
+    def gradients_like(self, kept: Tensors, grads: Tensors, inputs: int) -> Tensors:
+        return [*map(empty, kept)]
 
 
 # The decoder's maps on one rank -------------------------------------------------------------------------
 
 
 class TensorParallel:
-    """The parts of a decoder that one rank of the tensor axis computes. With one rank nothing is changed."""
+    """The parts of a decoder that one rank of the tensor axis computes; of an axis of one rank, all."""
 
-    def __init__(self, axis: Axis, sequence: bool, kept: Kept) -> None:
-        self.axis, self.sequence, self._kept = axis, sequence and axis.size > 1, kept
+    def __init__(self, axis: Axis, sequence: bool, kept: Kept | None, later: Later) -> None:
+        self.axis, self.sequence = axis, sequence and axis.size > 1
+        self._kept, self._later = kept, later
+        fused = kept is None and self.sequence and reach_each_other(axis)
+        self._columns = JointColumns(axis, self.sequence, fused)
+        self._rows = JointRows(axis, self.sequence, fused)
 
     def project(self, x_BTD: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
         """Column-parallel maps of one input: (B, T/n or T, D) -> (B, T, F/n) each."""
+        if self._kept is None:
+            biases = [linear.bias for linear in linears if linear.bias is not None]
+            return tuple(self._columns(x_BTD, *(linear.weight for linear in linears), *biases))
         maps = [tensor for linear in linears for tensor in (linear.weight, linear.bias)]
-        found: tuple[Tensor, ...] = _Columns.apply(x_BTD, self.axis, self.sequence, self._kept, *maps)
+        found: tuple[Tensor, ...] = _Columns.apply(
+            x_BTD, self.axis, self.sequence, self._kept, self._later, *maps
+        )
         return found
 
-    def leave(self, linear: Linear, last: bool, x_BTF: Tensor) -> Tensor:
+    def leave(self, x_BTF: Tensor, linear: Linear, last: bool = False) -> Tensor:
         """A row-parallel map: (B, T, F/n) -> (B, T/n or T, D); the bias is added once, to the sum.
 
         What the `last` map of a block gives is read by no second forward of that block.
         """
-        x_BTD: Tensor = _Rows.apply(x_BTF, linear.weight, self.axis, self.sequence, self._kept, not last)
+        if self._kept is None:
+            (x_BTD,) = self._rows(x_BTF, linear.weight)
+        else:
+            x_BTD = _Rows.apply(
+                x_BTF, linear.weight, self.axis, self.sequence, self._kept, not last, self._later
+            )
         return x_BTD if linear.bias is None else x_BTD + linear.bias
+
+    def leave_last(self, x_BTF: Tensor, linear: Linear) -> Tensor:
+        """`leave` for the last map of a block."""
+        return self.leave(x_BTF, linear, last=True)
 
     def embed(self, embed: Embed, piece: Piece, tokens_BT: Tensor, positions: Tensor) -> Tensor:
         """Vocabulary-parallel rows: those of other ranks are zeros here, and added."""
@@ -224,10 +387,14 @@ class TensorParallel:
         return torch.stack([everyone[:, 0].logsumexp(0), everyone[:, 1].sum(0)])
 
 
-def split_tensors(decoder: Decoder, axis: Axis, sequence_parallel: bool, kept: Kept) -> dict[str, Piece]:
+def split_tensors(
+    decoder: Decoder, axis: Axis, sequence_parallel: bool, kept: Kept | None, later: Later | None
+) -> dict[str, Piece]:
     """Cut the decoder's parameters (on `meta`) to this rank's pieces, and let its modules compute on those.
 
-    `kept` is what a policy of recomputation decides over. Returns every parameter's piece, by name.
+    `kept` is what a policy of recomputation decides over; without it the blocks' maps are operators
+    (`joint.py`), as a compiler needs them. `later` takes gradients of the blocks' weights where a schedule
+    puts them off. Returns every parameter's piece, by name.
     """
     model = decoder.spec
     pieces = {
@@ -235,17 +402,16 @@ def split_tensors(decoder: Decoder, axis: Axis, sequence_parallel: bool, kept: K
         for unit in parameters(model).values()
         for parameter in unit
     }
-    if axis.size == 1:
-        return pieces
-    _cut(decoder, pieces)
-    tensor = TensorParallel(axis, sequence_parallel, kept)
-    embed, head = decoder.embed, decoder.head
-    _replace(embed, tensor.embed, embed, pieces["embed.weight"])
-    _replace(head, tensor.head, head, pieces["embed.weight" if model.tied else "head.weight"])
-    for block in decoder.each_block():
-        block.attn.project = block.mlp.project = tensor.project
-        _replace(block.attn.o, tensor.leave, block.attn.o, False)
-        _replace(block.mlp.down, tensor.leave, block.mlp.down, True)
+    tensor = TensorParallel(axis, sequence_parallel, kept, later or Later())
+    if axis.size > 1:
+        _cut(decoder, pieces)
+        embed, head = decoder.embed, decoder.head
+        _replace(embed, tensor.embed, embed, pieces["embed.weight"])
+        _replace(head, tensor.head, head, pieces["embed.weight" if model.tied else "head.weight"])
+    if axis.size > 1 or later is not None:
+        for block in decoder.each_block():
+            block.attn.project = block.mlp.project = tensor.project
+            block.attn.leave, block.mlp.leave = tensor.leave, tensor.leave_last
     return pieces
 
 

@@ -6,13 +6,14 @@ u ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshwright.parallel.collectives import start_all_to_all
+from meshwright.parallel.joint import Joint, Tensors, empty
 from meshwright.parallel.mesh import Axis
 
 
@@ -82,6 +83,66 @@ class _ToTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *ctx.exchange.send_heads(grads))
+
+
+# The same as operators of a compiled block --------------------------------------------------------------
+
+
+class _JointExchange(Joint):
+    kind = "exchange"
+
+    def __init__(self, axis: Axis, exchange: Callable[[int], Exchange]) -> None:
+        """`exchange` makes one for so many tokens of this rank."""
+        super().__init__()
+        self._axis, self._exchange = axis, exchange
+
+    def keep(self, inputs: Tensors, results: Tensors) -> Tensors:
+        return []
+
+    def _send_tokens(self, heads: Tensors) -> Tensors:
+        """Of one head a rank they come as views of one message."""
+        found = self._exchange(heads[0].shape[1] // self._axis.size).send_tokens(heads)
+        return [x.contiguous() for x in found]
+
+    def _heads_like(self, tokens: Tensors) -> Tensors:
+        u = self._axis.size
+        return [empty(x, x.shape[0], x.shape[1] * u, x.shape[2] // u, x.shape[3]) for x in tokens]
+
+    def _tokens_like(self, heads: Tensors) -> Tensors:
+        u = self._axis.size
+        return [empty(x, x.shape[0], x.shape[1] // u, x.shape[2] * u, x.shape[3]) for x in heads]
+
+
+class JointToHeads(_JointExchange):
+    """`Exchange.to_heads`."""
+
+    def forward(self, inputs: Tensors) -> Tensors:
+        return self._exchange(inputs[0].shape[1]).send_heads(inputs)
+
+    def backward(self, kept: Tensors, grads: Tensors, inputs: int) -> Tensors:
+        return self._send_tokens(grads)
+
+    def results_like(self, inputs: Tensors) -> Tensors:
+        return self._heads_like(inputs)
+
+    def gradients_like(self, kept: Tensors, grads: Tensors, inputs: int) -> Tensors:
+        return self._tokens_like(grads)
+
+
+class JointToTokens(_JointExchange):
+    """`Exchange.to_tokens`."""
+
+    def forward(self, inputs: Tensors) -> Tensors:
+        return self._send_tokens(inputs)
+
+    def backward(self, kept: Tensors, grads: Tensors, inputs: int) -> Tensors:
+        return self._exchange(grads[0].shape[1]).send_heads(grads)
+
+    def results_like(self, inputs: Tensors) -> Tensors:
+        return self._tokens_like(inputs)
+
+    def gradients_like(self, kept: Tensors, grads: Tensors, inputs: int) -> Tensors:
+        return self._heads_like(grads)
 
 
 def _runs(places: Sequence[Tensor]) -> list[tuple[int, slice]]:

@@ -54,7 +54,7 @@ class Unit:
         self.packed: Tensor | None = None
         self.gradient: Tensor | None = None
         self.arrived: set[str] = set()
-        self.waiting: set[str] = set()
+        self.waiting: dict[str, int] = {}
 
     def _compute_parameter(self, slot: Slot) -> nn.Parameter:
         begin = slot.start * self.ranks
@@ -173,20 +173,22 @@ class Unit:
         for count in sorted(copies):
             axis = self.mesh.tensor if count == self.mesh.tensor.size else self.mesh.copies
             slots = [slot for slot in self.slots if slot.piece.summed and slot.piece.copies == count]
-            yield axis, [self._gradient_of(slot) for slot in slots]
+            yield axis, [self.gradient_of(slot) for slot in slots]
 
-    def counted_gradients(self) -> Iterator[Tensor]:
-        """The parts of `gradient` that count in a norm: of equal pieces only the first tensor rank's."""
+    def counted_gradients(self, elsewhere: str | None = None) -> Iterator[Tensor]:
+        """The parts of `gradient` that count in a norm: of equal pieces only the first tensor rank's, and
+        not the parameter that another rank of the pipeline counts."""
         assert self.gradient is not None
         rank = self.mesh.tensor.rank
-        if all(rank % slot.piece.copies == 0 for slot in self.slots):
+        counted = [s for s in self.slots if rank % s.piece.copies == 0 and s.name != elsewhere]
+        if len(counted) == len(self.slots):
             yield self.gradient
             return
-        for slot in self.slots:
-            if rank % slot.piece.copies == 0:
-                yield self._gradient_of(slot)
+        for slot in counted:
+            yield self.gradient_of(slot)
 
-    def _gradient_of(self, slot: Slot) -> Tensor:
+    def gradient_of(self, slot: Slot) -> Tensor:
+        """A parameter's part of `gradient`, padding included."""
         assert self.gradient is not None
         return self.gradient[slot.start : slot.start + slot.padded]
 

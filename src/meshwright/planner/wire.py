@@ -1,7 +1,8 @@
 """Bytes that one rank sends in one optimiser step, by axis and operation: what the program records, exactly.
 
 Bytes are those of a bandwidth-optimal algorithm over n ranks and a whole of S bytes: all-gather and
-reduce-scatter S (n-1)/n, all-reduce twice that (Thakur et al. 2005). Every rank sends the same.
+reduce-scatter S (n-1)/n, all-reduce twice that (Thakur et al. 2005). Every rank of one place in the pipeline
+sends the same.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from collections import Counter
 from dataclasses import dataclass
 from math import ceil, prod
 
+from meshwright.schedule import Schedule, make, steps
 from meshwright.spec import RunSpec
-from meshwright.spec.parameters import Parameter, Piece, parameters, piece_of
+from meshwright.spec.parameters import Parameter, Piece, parameters_of, piece_of
 from meshwright.spec.parts import SavedOp, SelectiveRecompute
+from meshwright.spec.stages import Stage, stages
 
 Traffic = dict[tuple[str, str], float]
 """(axis, operation) -> bytes."""
@@ -40,10 +43,48 @@ def widths(spec: RunSpec) -> Widths:
     return Widths(compute, 4, BYTES[spec.precision.reduce], 4)
 
 
-def traffic(spec: RunSpec) -> Traffic:
+@dataclass(frozen=True)
+class _Place:
+    """A rank's place in the pipeline: its stages, and what of the model they hold."""
+
+    spec: RunSpec
+    schedule: Schedule
+    own: tuple[Stage, ...]
+
+    @property
+    def layers(self) -> int:
+        return sum(len(stage.blocks) for stage in self.own)
+
+    @property
+    def embed(self) -> bool:
+        return any(stage.embed for stage in self.own)
+
+    @property
+    def head(self) -> bool:
+        return any(stage.head for stage in self.own)
+
+    def pieces(self) -> dict[str, list[tuple[Parameter, Piece]]]:
+        """What a tensor rank holds of each unit's parameters."""
+        spec, layout = self.spec, self.spec.layout
+        return {
+            unit: [(p, piece_of(p, spec.model, layout.tp, 0, layout.sequence_parallel)) for p in listed]
+            for unit, listed in parameters_of(spec.model, self.own).items()
+        }
+
+
+def _place(spec: RunSpec, rank: int) -> _Place:
+    layout = spec.layout
+    name = layout.schedule if layout.pp > 1 else "1f1b"
+    schedule = make(name, layout.pp, layout.chunks, spec.microbatches)
+    every = stages(spec.model, layout, spec.data.seq_len)
+    return _Place(spec, schedule, tuple(every[index] for index in schedule.stages_of(rank)))
+
+
+def traffic(spec: RunSpec, pipeline_rank: int = 0) -> Traffic:
     """Everything that a rank sends in one step, forward to update."""
     found: Counter[tuple[str, str]] = Counter()
-    for part in (_states(spec), _tensor(spec), _shared(spec), _context(spec), _scalars(spec)):
+    at = _place(spec, pipeline_rank)
+    for part in (_states(at), _tensor(at), _shared(at), _context(at), _pipeline(at), _scalars(spec)):
         found.update(part)
     return {key: float(sent) for key, sent in found.items() if sent}
 
@@ -55,15 +96,6 @@ def _share(ranks: int) -> float:
 def shards(spec: RunSpec) -> int:
     """Ranks that each hold a part of the states."""
     return spec.layout.shard_ranks if spec.layout.zero else 1
-
-
-def pieces(spec: RunSpec) -> dict[str, list[tuple[Parameter, Piece]]]:
-    """What a tensor rank holds of each unit's parameters."""
-    layout = spec.layout
-    return {
-        unit: [(p, piece_of(p, spec.model, layout.tp, 0, layout.sequence_parallel)) for p in listed]
-        for unit, listed in parameters(spec.model).items()
-    }
 
 
 def part_elements(piece: Piece, ranks: int) -> int:
@@ -79,23 +111,24 @@ def recomputed(spec: RunSpec, kind: SavedOp) -> bool:
     return spec.recompute.policy == "full"
 
 
-def _states(spec: RunSpec) -> Traffic:
+def _states(at: _Place) -> Traffic:
     """Parameters and gradients between the data ranks (`parallel/data.py`)."""
-    layout, width = spec.layout, widths(spec)
-    ranks, microbatches, zero = shards(spec), spec.microbatches, spec.layout.zero
-    units = {
-        name: ranks * sum(part_elements(piece, ranks) for _, piece in listed)
-        for name, listed in pieces(spec).items()
-    }
-    whole = sum(units.values())
-    once = units["embed"] + list(units.values())[-1]  # gathered for the forward, and kept to the backward
+    spec, layout, width = at.spec, at.spec.layout, widths(at.spec)
+    ranks, zero = shards(spec), layout.zero
+    units = [
+        ranks * sum(part_elements(piece, ranks) for _, piece in listed) for listed in at.pieces().values()
+    ]
+    whole = sum(units)
     if ranks == 1:
         axis, size = (
             ("shard", layout.shard_ranks) if layout.replicate == 1 else ("replicate", layout.replicate)
         )
         return {(axis, "all_reduce"): 2 * whole * width.reduce * _share(size)}
-    gathered = microbatches * (2 * whole - once) if zero == 3 else whole
-    reduced = whole if zero == 1 else microbatches * whole
+    gathered = reduced = whole  # once a step in a pipeline
+    if layout.pp == 1 and zero >= 2:
+        reduced = spec.microbatches * whole
+    if layout.pp == 1 and zero == 3:  # the first unit and the last are kept from forward to backward
+        gathered = spec.microbatches * (2 * whole - units[0] - units[-1])
     return {
         ("shard", "all_gather"): gathered * width.compute * _share(ranks),
         ("shard", "reduce_scatter"): reduced * width.reduce * _share(ranks),
@@ -103,30 +136,31 @@ def _states(spec: RunSpec) -> Traffic:
     }
 
 
-def _tensor(spec: RunSpec) -> Traffic:
+def _tensor(at: _Place) -> Traffic:
     """Activations between the tensor ranks (`parallel/tensor.py`)."""
-    layout, width, layers = spec.layout, widths(spec), spec.model.layers
+    spec, layout, width, layers = at.spec, at.spec.layout, widths(at.spec), at.layers
+    ends = at.embed + at.head
     tokens = spec.micro_batch * spec.data.seq_len // layout.cp
     once = spec.microbatches * tokens * spec.model.hidden * width.compute * _share(layout.tp)
     again = layers if recomputed(spec, "matmul") else 0
-    loss = spec.microbatches * 2 * tokens * width.exact * (layout.tp - 1)
+    loss = spec.microbatches * 2 * tokens * width.exact * (layout.tp - 1) * at.head
     if layout.tp == 1:
         return {}
     if not layout.sequence_parallel:
-        sums = 2 + 4 * layers + again
+        sums = ends + 4 * layers + again
         return {("tensor", "all_reduce"): 2 * sums * once, ("tensor", "all_gather"): loss}
     return {
-        ("tensor", "all_gather"): (2 + 6 * layers + 2 * again) * once + loss,
-        ("tensor", "reduce_scatter"): (2 + 4 * layers + again) * once,
+        ("tensor", "all_gather"): (ends + 6 * layers + 2 * again) * once + loss,
+        ("tensor", "reduce_scatter"): (ends + 4 * layers + again) * once,
     }
 
 
-def _context(spec: RunSpec) -> Traffic:
+def _context(at: _Place) -> Traffic:
     """Queries, keys and values between the context ranks (`parallel/context.py`)."""
-    layout, model, width = spec.layout, spec.model, widths(spec)
+    spec, layout, model, width = at.spec, at.spec.layout, at.spec.model, widths(at.spec)
     heads, kv_heads = model.heads // layout.tp, layout.local_kv_heads(model.kv_heads)
     channels = spec.micro_batch * spec.data.seq_len // layout.cp * model.head_dim
-    times = spec.microbatches * model.layers
+    times = spec.microbatches * at.layers
     keys = times * 2 * channels * kv_heads  # elements of one rank's keys and values
     forwards, n, u = 1 + recomputed(spec, "attention"), layout.cp, layout.ulysses(model.kv_heads)
     if layout.context_mode == "gather":
@@ -141,10 +175,26 @@ def _context(spec: RunSpec) -> Traffic:
     return {("context", "shift"): keys * passed, ("context", "all_to_all"): exchanges * exchanged}
 
 
-def _shared(spec: RunSpec) -> Traffic:
+def _pipeline(at: _Place) -> Traffic:
+    """Activations and their gradients from stage to stage, and the gradient of tied ends that lie apart."""
+    spec, layout, width = at.spec, at.spec.layout, widths(at.spec)
+    shared = layout.tp if layout.sequence_parallel else 1
+    message = spec.micro_batch * spec.data.seq_len // layout.cp // shared * spec.model.hidden * width.compute
+    listed = steps(at.schedule)[at.schedule.rank_of[at.own[0].index]]
+    tied = 0.0
+    if spec.model.tied and at.embed != at.head:
+        (embed,) = [x for unit in at.pieces().values() for p, x in unit if p.name == "embed.weight"]
+        tied = 2 * part_elements(embed, shards(spec)) * width.master * _share(2)
+    return {
+        ("pipeline", "send"): message * sum(step.target is not None for step in listed),
+        ("pipeline", "all_reduce"): tied,
+    }
+
+
+def _shared(at: _Place) -> Traffic:
     """Gradients of what several tensor ranks hold alike, each with a part of the sum; once a step."""
-    sent = 0.0
-    for listed in pieces(spec).values():
+    spec, sent = at.spec, 0.0
+    for listed in at.pieces().values():
         for _, piece in listed:
             if piece.summed:
                 size = part_elements(piece, shards(spec)) * widths(spec).master
@@ -156,7 +206,8 @@ def _scalars(spec: RunSpec) -> Traffic:
     """The number of targets and the loss over all data ranks, the gradient norm over all its parts."""
     layout = spec.layout
     return {
-        ("data", "scalars"): 2 * 2 * SCALAR * _share(layout.data_ranks * layout.cp),
+        ("data", "scalars"): 2 * 2 * SCALAR * _share(layout.data_ranks * layout.cp * layout.pp),
         ("shard", "scalars"): 2 * SCALAR * _share(shards(spec)),
         ("tensor", "scalars"): 2 * SCALAR * _share(layout.tp),
+        ("pipeline", "scalars"): 2 * SCALAR * _share(layout.pp),
     }

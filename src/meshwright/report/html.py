@@ -209,7 +209,7 @@ def _memory(run: Run) -> str:
     )
     tail = f'<p class="aside">Peak of one rank: {fmt.size(peak)}.</p>' if fmt.is_number(peak) else ""
     return (
-        f'<h2>Memory by component</h2><div class="card"><div class="stack">{bar}</div>'
+        f'<h2>Memory by component, of the fullest rank</h2><div class="card"><div class="stack">{bar}</div>'
         f'<dl class="parts">{legend}</dl>{tail}</div>'
     )
 
@@ -238,15 +238,33 @@ def _layout(run: Run) -> str:
         for axis, axis_size in sizes.items()
     )
     zero = {
-        0: "ZeRO 0: every rank keeps parameters, gradients and optimiser states",
+        0: "ZeRO 0: every data rank keeps parameters, gradients and optimiser states",
         1: "ZeRO 1: optimiser states sharded",
         2: "ZeRO 2: optimiser states and gradients sharded",
         3: "ZeRO 3: optimiser states, gradients and parameters sharded",
     }.get(layout.get("zero", 0), f"ZeRO {layout.get('zero')}")
     return (
         f'<h2>Layout</h2><div class="card"><p class="axes">{chips} = '
-        f'<b>{ranks:,} rank{"s" * (ranks > 1)}</b></p><p class="aside">{text(zero)}.</p></div>'
+        f"<b>{ranks:,} rank{'s' * (ranks > 1)}</b></p>"
+        f'<p class="aside">{text(". ".join([zero, *_ways(layout)]))}.</p></div>'
     )
+
+
+def _ways(layout: dict[str, Any]) -> list[str]:
+    """How the axes that are used split the work."""
+    found = []
+    if layout.get("pp", 1) > 1:
+        cut = layout.get("stages", "even")
+        blocks = cut if isinstance(cut, str) else ", ".join(map(str, cut)) + " blocks"
+        virtual = layout.get("virtual")
+        each = f", {virtual} on a rank" if virtual else ""
+        found.append(f"Pipeline {layout.get('schedule')}: stages cut {blocks}{each}")
+    if layout.get("tp", 1) > 1:
+        shared = "shared" if layout.get("sequence_parallel", True) else "whole"
+        found.append(f"Tensor ranks: tokens {shared} between the layers' insides")
+    if layout.get("cp", 1) > 1:
+        found.append(f"Context ranks: attention crosses by {layout.get('context_mode')}")
+    return found
 
 
 def _sample(run: Run) -> str:

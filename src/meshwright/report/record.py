@@ -8,6 +8,7 @@ are written as null, since JSON has no NaN.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -42,9 +43,9 @@ def strict(value: Any) -> Any:
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:
-    return UserError(
-        f"{path}: cannot be written ({error.strerror}); give the folder space and write permission"
-    )
+    advice = {errno.EISDIR: "give the name of a file in it", errno.ENOENT: "make its folder first"}
+    help_ = advice.get(error.errno or 0, "give the folder space and write permission")
+    return UserError(f"{path}: cannot be written ({error.strerror}); {help_}")
 
 
 def write_atomically(path: Path, text: str) -> None:

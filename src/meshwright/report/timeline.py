@@ -89,7 +89,7 @@ def _header(simulated: Simulation, title: str) -> str:
         ("time of a step", seconds(simulated.makespan), "until all ranks are done"),
         ("idle", fmt.percent(simulated.bubble, 2), "of all ranks' time"),
         ("idle without synchronisation", fmt.percent(simulated.bubble_without_sync, 2), "between steps"),
-        ("activations at the peak", fmt.count(max(simulated.peak)), _peak_bytes(simulated)),
+        ("stage activations at the peak", fmt.count(max(simulated.peak)), _peak_bytes(simulated)),
     ]
     cells = "".join(
         f'<div><dt>{text(name)}</dt><dd class="value">{text(value)}</dd>'

@@ -154,7 +154,8 @@ def _describe(kind: Any) -> str:
     if origin is Literal:
         return "|".join(str(value) for value in arguments)
     if origin is tuple:
-        return "list of " + _describe(next(_kinds(arguments[0])))
+        item = next(_kinds(arguments[0]))
+        return f"list of {_describe(item)}" + ("s" if item in _PLAIN else "")
     if origin is dict:
         return "table of " + "|".join(_describe(inner) for inner in _kinds(arguments[1])) + "s"
     return _PLAIN[kind]

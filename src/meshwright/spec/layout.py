@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt, field_validator
 
 from meshwright.spec.base import Part
+from meshwright.spec.errors import UserError
 
 ContextMode = Literal["ring", "ulysses", "gather", "ring+ulysses"]
+
+ScheduleName = Literal[
+    "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "bfs", "zb-v", "v-half", "v-min", "dualpipe-v"
+]
+"""What `meshwright.schedule` makes; the names stand here as the spec is the floor below."""
+ONE_STAGE = ("gpipe", "1f1b", "zb-h1", "zb-h2")
+"""Schedules with one stage a rank."""
+TWO_STAGES = ("zb-v", "v-half", "v-min", "dualpipe-v")
+"""Schedules with two, in a V; the others take any number."""
+
+Cut = Literal["even", "balanced"]
 
 
 def ulysses_ranks(ranks: int, kv_heads: int, mode: ContextMode) -> int:
@@ -37,13 +49,50 @@ class Layout(Part):
     sequence_parallel: bool = Field(True, description="shard the residual stream over tp between its regions")
     cp: int = Field(1, ge=1, description="context-parallel ranks")
     context_mode: ContextMode = Field("ring", description="how attention crosses the context axis")
-    pp: int = Field(1, ge=1, description="pipeline stages' ranks")
-    virtual: int = Field(1, ge=1, description="virtual stages per pipeline rank")
-    schedule: str = Field("1f1b", description="pipeline schedule")
+    pp: int = Field(1, ge=1, description="pipeline ranks, each with some of the layers")
+    virtual: int | None = Field(
+        None,
+        ge=1,
+        description="stages of each pipeline rank; by default what the schedule needs: 1, or 2 for "
+        "interleaved, bfs and those in a V",
+    )
+    schedule: ScheduleName = Field("1f1b", description="pipeline schedule")
+    stages: Cut | tuple[NonNegativeInt, ...] = Field(
+        "even",
+        description="blocks of the stages: as equal as can be, balanced by FLOPs with the head's, or a "
+        "number for each of the pp x virtual stages: 3,5",
+    )
     ep: int = Field(1, ge=1, description="expert-parallel ranks, folded out of dp x cp")
     micro_batch: int | None = Field(
-        None, ge=1, description="sequences in one microbatch of one rank; by default, all that fit"
+        None,
+        ge=1,
+        description="sequences in one microbatch of one rank; by default the most that share the rank's "
+        "evenly, within 8,192 tokens, and in a pipeline leave 2 x pp microbatches",
     )
+
+    @field_validator("stages", mode="before")
+    @classmethod
+    def _cut(cls, given: Any) -> Any:
+        """One sentence for what is neither of the two words nor a list; a flag's numbers are text."""
+        if given in ("even", "balanced"):
+            return given
+        items = [_whole(item) for item in given] if isinstance(given, (list, tuple)) else [None]
+        if None not in items:
+            return tuple(items)
+        text = repr(given)
+        raise UserError(
+            f"layout.stages: {text if len(text) <= 60 else text[:57] + '...'} is not valid: it should be "
+            f"'even', 'balanced', or a list of the blocks in each stage, such as [3, 5] or, as a flag, 3,5"
+        )
+
+    @property
+    def chunks(self) -> int:
+        """Stages of each pipeline rank: `virtual`, or what the schedule needs; 1 where there is one rank."""
+        if self.pp == 1:
+            return 1
+        if self.virtual is not None:
+            return self.virtual
+        return 1 if self.schedule in ONE_STAGE else 2
 
     @property
     def world_size(self) -> int:
@@ -76,4 +125,13 @@ class Layout(Part):
         """One line: the axes larger than one, for messages and tables."""
         sizes = {name: getattr(self, name) for name in ("replicate", "dp", "cp", "tp", "pp", "ep")}
         shown = [f"{name}={size}" for name, size in sizes.items() if size > 1 or name == "dp"]
-        return " x ".join(shown) + f", zero={self.zero}"
+        pipeline = f", schedule={self.schedule}" if self.pp > 1 else ""
+        pipeline += f", virtual={self.chunks}" if self.chunks > 1 else ""
+        return " x ".join(shown) + f", zero={self.zero}{pipeline}"
+
+
+def _whole(item: Any) -> int | None:
+    """A whole number of at least 0, or the text of one; else None."""
+    if isinstance(item, str) and item.isascii() and item.isdecimal() and len(item) < 10:
+        return int(item)
+    return item if isinstance(item, int) and not isinstance(item, bool) and item >= 0 else None

@@ -153,7 +153,7 @@ def _value(key: Key | None, text: str) -> Any:
     """A flag's value as its key takes it: text as it is, a list at its commas, the rest as TOML reads it."""
     if key is not None and key.optional and text.lower() == "none":
         return None
-    if key is not None and key.is_text:
+    if key is not None and (key.is_text or text in key.choices):
         return text
     if key is not None and key.is_list and not text.lstrip().startswith("["):
         return [item.strip() for item in text.split(",") if item.strip()]

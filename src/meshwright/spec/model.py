@@ -104,11 +104,24 @@ class ModelSpec(Part):
         12 * layers * heads * head_dim * seq_len, the causal half counted whole (Chowdhery et al. 2022, PaLM,
         appendix B). Recomputation is not counted: it is the hardware's work, not the model's.
         """
+        return 3.0 * (self.layers * self.block_flops(seq_len) + self.head_flops)
+
+    def block_flops(self, seq_len: int) -> int:
+        """Forward FLOPs of one block on one token: its weights' and, as above, attention's."""
+        return self.block_weight_flops + 4 * self.heads * self.head_dim * seq_len
+
+    @property
+    def block_weight_flops(self) -> int:
+        """Forward FLOPs of one block's weights on one token."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.hidden * (q + 2 * kv) + q * self.hidden
         mlp = (3 if self.activation == "swiglu" else 2) * self.hidden * self.ffn
-        weights = self.layers * (attention + mlp) + self.vocab_size * self.hidden
-        return 6.0 * weights + 12.0 * self.layers * q * seq_len
+        return 2 * (attention + mlp)
+
+    @property
+    def head_flops(self) -> int:
+        """Forward FLOPs of the output head on one token."""
+        return 2 * self.vocab_size * self.hidden
 
 
 _REQUIRED = frozenset(name for name, field in ModelSpec.model_fields.items() if field.is_required())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 from typing import Literal
 
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.stages import Stage
 
 Split = Literal["vocabulary", "heads", "kv_heads", "ffn"]
 
@@ -43,6 +44,21 @@ def parameters(model: ModelSpec) -> dict[str, list[Parameter]]:
         return found
     weight = Parameter("head.weight", (model.vocab_size, model.hidden), "vocabulary")
     return found | {"head": [weight, *head]}
+
+
+def parameters_of(model: ModelSpec, own: Sequence[Stage]) -> dict[str, list[Parameter]]:
+    """The same of the units in the stages of one rank; tied ends on different ranks are a unit each."""
+    ends = {"embed": any(stage.embed for stage in own), "head": any(stage.head for stage in own)}
+    blocks = {f"blocks.{i}" for stage in own for i in stage.blocks}
+    every = parameters(model)
+    found = {name: listed for name, listed in every.items() if name in blocks}
+    if not model.tied or all(ends.values()):
+        return {name: listed for name, listed in every.items() if name in found or ends.get(name, False)}
+    norm = list(_norm(model, "head.norm"))
+    embed = [parameter for parameter in every["embed"] if parameter not in norm]
+    if ends["embed"]:
+        return {"embed": embed, **found}
+    return {**found, "head": [embed[0], *norm]} if ends["head"] else found
 
 
 def _embed(model: ModelSpec) -> Iterator[Parameter]:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from meshwright.spec.errors import UserError
+from meshwright.spec.layout import ONE_STAGE, TWO_STAGES
+from meshwright.spec.stages import even
 
 if TYPE_CHECKING:
     from meshwright.spec.run import RunSpec
@@ -50,15 +52,56 @@ def sequence_fits_positions(spec: RunSpec) -> None:
         )
 
 
-def axes_not_built_yet(spec: RunSpec) -> None:
-    """Axes that this version does not run."""
-    for axis in ("pp", "ep", "virtual"):
-        size = getattr(spec.layout, axis)
-        if size > 1:
-            raise UserError(
-                f"layout.{axis}: {size} is not supported by this version, which runs dp, replicate, tp "
-                f"and cp; set layout.{axis} = 1"
-            )
+def experts_not_built_yet(spec: RunSpec) -> None:
+    """The axis that this version does not run."""
+    if spec.layout.ep > 1:
+        raise UserError(
+            f"layout.ep: {spec.layout.ep} is not supported by this version, which has no experts; "
+            f"set layout.ep = 1"
+        )
+
+
+def schedule_takes_its_stages(spec: RunSpec) -> None:
+    """A schedule is made for one stage a rank, for two, or for any number."""
+    layout = spec.layout
+    name, given = layout.schedule, layout.virtual
+    needed = 1 if name in ONE_STAGE else 2 if name in TWO_STAGES else given
+    if layout.pp == 1 or given is None or given == needed:
+        return
+    others = ["interleaved", "bfs", *{1: ONE_STAGE, 2: TWO_STAGES}.get(given, ())]
+    raise UserError(
+        f"layout.virtual: {given} stages a rank do not go with layout.schedule = '{name}', which has "
+        f"{needed}; give layout.virtual = {needed}, or one of the schedules {', '.join(others)}"
+    )
+
+
+def stages_hold_every_layer(spec: RunSpec) -> None:
+    """Stages are at most the layers, the embedding and the head; a list gives each of them its blocks."""
+    layout, layers = spec.layout, spec.model.layers
+    count = layout.pp * layout.chunks
+    made = f"layout.pp = {layout.pp} x {layout.chunks} stages a rank"
+    if count > layers + 2:
+        key, fits = "pp", (layers + 2) // layout.chunks
+        if layout.schedule not in TWO_STAGES and layout.chunks > 1 and layers + 2 >= layout.pp:
+            key, fits = "virtual", (layers + 2) // layout.pp
+        raise UserError(
+            f"layout.{key}: {made} are {count} stages, more than model.layers = {layers} with the embedding "
+            f"and the head; try layout.{key} = {max(1, fits)}"
+        )
+    cut = layout.stages
+    if isinstance(cut, str):
+        return
+    if layout.pp == 1:
+        raise UserError(
+            f"layout.stages: {list(cut)} cuts a pipeline, but layout.pp is 1; give layout.pp, or 'even'"
+        )
+    if len(cut) != count or sum(cut) != layers:
+        wrong = f"has length {len(cut)}, but {made} need {count} numbers"
+        if len(cut) == count:
+            wrong = f"is {sum(cut)} blocks, but model.layers = {layers}"
+        raise UserError(
+            f"layout.stages: {list(cut)} {wrong}; try {','.join(map(str, even(layers, count)))}, or 'even'"
+        )
 
 
 def tensor_axis_divides(spec: RunSpec) -> None:
@@ -75,11 +118,15 @@ def tensor_axis_divides(spec: RunSpec) -> None:
             f"layout.tp: {tp} tensor ranks neither divide model.kv_heads = {model.kv_heads} nor are a "
             f"multiple of it; try {_nearest_tp(spec, tp)}"
         )
-    if (tp - 1) * -(-model.vocab_size // tp) >= model.vocab_size:
+    if not _every_rank_has_rows(model.vocab_size, tp):
         raise UserError(
             f"layout.tp: of {tp} tensor ranks the last would have no row of model.vocab_size = "
-            f"{model.vocab_size}; try fewer"
+            f"{model.vocab_size}; try {_nearest_tp(spec, tp)}"
         )
+
+
+def _every_rank_has_rows(vocabulary: int, tp: int) -> bool:
+    return (tp - 1) * -(-vocabulary // tp) < vocabulary
 
 
 def _nearest_tp(spec: RunSpec, tp: int) -> int:
@@ -87,7 +134,9 @@ def _nearest_tp(spec: RunSpec, tp: int) -> int:
     fits = [
         size
         for size in divisors(model.heads)
-        if model.ffn % size == 0 and (size % model.kv_heads == 0 or model.kv_heads % size == 0)
+        if model.ffn % size == 0
+        and (size % model.kv_heads == 0 or model.kv_heads % size == 0)
+        and _every_rank_has_rows(model.vocab_size, size)
     ]
     return nearest(tp, fits)
 
@@ -99,7 +148,8 @@ def sequence_is_cut_evenly(spec: RunSpec) -> None:
     if length % pieces:
         raise UserError(
             f"data.seq_len: {length} is not cut into 2 x layout.cp = {pieces} equal pieces; "
-            f"try {max(pieces, round(length / pieces) * pieces)}"
+            f"try layout.cp = {_nearest_cp(spec)}, or data.seq_len = "
+            f"{max(pieces, round(length / pieces) * pieces)} and train.batch_tokens a multiple of it"
         )
     if spec.layout.sequence_parallel and length // cp % tp:
         unit = pieces * tp
@@ -107,6 +157,12 @@ def sequence_is_cut_evenly(spec: RunSpec) -> None:
             f"data.seq_len: the {length // cp} tokens of a context rank are not shared evenly by layout.tp = "
             f"{tp} ranks; try {max(unit, round(length / unit) * unit)}, or layout.sequence_parallel = false"
         )
+
+
+def _nearest_cp(spec: RunSpec) -> int:
+    length, tp = spec.data.seq_len, spec.layout.tp if spec.layout.sequence_parallel else 1
+    fits = [cp for cp in divisors(length) if cp == 1 or length % (2 * cp) == 0]
+    return nearest(spec.layout.cp, [cp for cp in fits if length // cp % tp == 0] or [1])
 
 
 def ulysses_has_heads(spec: RunSpec) -> None:
@@ -174,16 +230,29 @@ def one_corpus_or_a_mixture(spec: RunSpec) -> None:
         )
 
 
+def compiled_backwards_are_whole(spec: RunSpec) -> None:
+    """A compiled block's backward is one program, which finds the gradients of its weights too."""
+    whole = ("1f1b", "interleaved", "gpipe", "bfs")
+    if spec.train.compile and spec.layout.pp > 1 and spec.layout.schedule not in whole:
+        raise UserError(
+            f"train.compile: true does not go with layout.schedule = {spec.layout.schedule!r}, which finds "
+            f"the gradients of weights apart; try layout.schedule = '1f1b', or train.compile = false"
+        )
+
+
 RULES: tuple[Callable[[RunSpec], None], ...] = (
     heads_share_keys,
     rope_turns_pairs,
     sequence_fits_positions,
-    axes_not_built_yet,
+    experts_not_built_yet,
+    schedule_takes_its_stages,
+    stages_hold_every_layer,
     tensor_axis_divides,
     sequence_is_cut_evenly,
     ulysses_has_heads,
     sharding_has_ranks,
     batch_is_whole,
+    compiled_backwards_are_whole,
     stop_is_within,
     warmup_is_within,
     one_corpus_or_a_mixture,

@@ -71,10 +71,15 @@ class RunSpec(Part):
 
     @property
     def micro_batch(self) -> int:
-        """Samples of one microbatch: `layout.micro_batch`, or what stays within 8,192 tokens."""
+        """Samples of one microbatch: `layout.micro_batch`, or what stays within 8,192 tokens.
+
+        Where a pipeline has samples enough, it is left 2 x pp microbatches to be filled with.
+        """
         if self.layout.micro_batch is not None:
             return self.layout.micro_batch
         most = max(1, 8192 // self.data.seq_len)
+        if self.layout.pp > 1:
+            most = min(most, max(1, self.rank_sequences // (2 * self.layout.pp)))
         sizes = range(1, min(most, self.rank_sequences) + 1)
         return max(size for size in sizes if not self.rank_sequences % size)
 

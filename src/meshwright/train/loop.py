@@ -260,7 +260,7 @@ class Run:
         speeds = sorted(self.speeds)
         speed = speeds[len(speeds) // 2] if speeds else None
         per_token = self.spec.model.flops_per_token(self.spec.data.seq_len)
-        memory = {**self.trainer.states.memory(), "optimiser": self.trainer.optimiser.memory()}
+        memory, peak = self._memory()
         result: dict[str, Any] = {
             "final_loss": self.loss,
             "val_loss": self.validation.get("val_loss"),
@@ -268,7 +268,7 @@ class Run:
             "tokens_per_second": speed,
             "mfu": speed * per_token / self.peak_flops if speed else None,
             "matmul_flops_per_second": self.peak_flops,
-            "peak_memory_bytes": peak_memory_bytes(self.mesh.device),
+            "peak_memory_bytes": peak,
             "memory": memory,
             "parameters": self.spec.model.parameters,
             "parameters_sha256": state.parameters_sha256(self.trainer),
@@ -280,6 +280,14 @@ class Run:
         if self.mesh.world.rank == 0 and (text := self.corpus.validation_text_bytes()):
             result["xz_bits_per_byte"] = xz_bits_per_byte(text)
         return result
+
+    def _memory(self) -> tuple[dict[str, int], int]:
+        """(bytes by component of the rank that holds most, the most that a rank has held); on every rank."""
+        own = {**self.trainer.states.memory(), "optimiser": self.trainer.optimiser.memory()}
+        every = self.ranks.gather([own, peak_memory_bytes(self.mesh.device)])
+        fullest = max((held for held, _ in every), key=lambda held: sum(held.values()), default=own)
+        memory, peak = self.ranks.broadcast([fullest, max((peak for _, peak in every), default=0)])
+        return memory, peak
 
 
 def peak_memory_bytes(device: torch.device) -> int:

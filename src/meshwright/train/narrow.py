@@ -11,9 +11,10 @@ MOST_WORK = 3e10
 def narrowed(spec: RunSpec) -> tuple[RunSpec, str | None]:
     """Return `spec`, or its narrowed copy with a sentence that says so.
 
-    Kept: every switch of the model, the layout, the number of microbatches up to 4, the ratio of query to
-    key-value heads, the vocabulary's remainder by 64 (so one that an axis does not divide stays so). Made
-    smaller: layers, widths, the vocabulary, the sequence, the microbatch.
+    Kept: every switch of the model, the layout, the number of microbatches up to 4 (or twice the pipeline's
+    ranks), a layer for each stage, the ratio of query to key-value heads, the vocabulary's remainder by 64
+    (so one that an axis does not divide stays so). Made smaller: layers, widths, the vocabulary, the
+    sequence, the microbatch.
     """
     if spec.model.parameters * spec.train.batch_tokens <= MOST_WORK:
         return spec, None
@@ -21,7 +22,7 @@ def narrowed(spec: RunSpec) -> tuple[RunSpec, str | None]:
     model = _narrow_model(spec.model, layout)
     unit = 2 * layout.cp * layout.tp
     seq_len = min(spec.data.seq_len, -(-64 // unit) * unit)
-    micro, count = min(spec.micro_batch, 2), min(spec.microbatches, 4)
+    micro, count = min(spec.micro_batch, 2), min(spec.microbatches, max(4, 2 * layout.pp))
     tree = spec.to_json()
     tree["model"] = model
     tree["data"]["seq_len"] = seq_len
@@ -49,8 +50,11 @@ def _narrow_model(model: ModelSpec, layout: Layout) -> dict[str, object]:
     hidden = max(16, min(model.hidden, heads * head_dim))
     share = 8 * tp
     ffn = max(share, round(hidden * model.ffn / model.hidden / share) * share)
+    layers = min(model.layers, max(4, layout.pp * layout.chunks))
+    if not isinstance(layout.stages, str):
+        layers = model.layers  # a cut by hand counts them
     sizes = {
-        "layers": min(model.layers, 4),
+        "layers": layers,
         "hidden": hidden,
         "ffn": ffn,
         "heads": heads,

@@ -41,6 +41,8 @@ class Optimiser:
                 self._pairs.append((flat, unit, part))
                 held[flat] = {name: buffers[index][part] for name, buffers in self.moments.items()}
         betas = (train.beta1, train.beta2)
+        if not self._pairs:  # a stage may hold nothing
+            groups[0]["params"] = [torch.zeros(0, device=device)]
         self.adam = torch.optim.AdamW(
             [group for group in groups if group["params"]],
             lr=train.lr,
@@ -65,7 +67,7 @@ class Optimiser:
     @property
     def updates(self) -> int:
         """Number of updates made: Adam's t."""
-        return int(self.adam.state[self._pairs[0][0]]["step"])
+        return int(self.adam.state[self._pairs[0][0]]["step"]) if self._pairs else 0
 
     @updates.setter
     def updates(self, count: int) -> None:

@@ -30,7 +30,8 @@ class SampleRecord:
         """The chain up to the last noted step; every rank calls this and gets the same."""
         if self._noted:
             noted = gather_rows(torch.stack(self._noted), self.mesh.data)  # (ranks, steps, 2, samples)
-            noted = noted[:: self.mesh.context.size]  # a sequence's ranks read the same samples
+            # The stages of a pipeline read the same samples, and so do a sequence's ranks.
+            noted = noted[: noted.shape[0] // self.mesh.pipeline.size : self.mesh.context.size]
             for step in range(noted.shape[1]):
                 slots, ids = noted[:, step, 0].reshape(-1), noted[:, step, 1].reshape(-1)
                 order = torch.argsort(slots)

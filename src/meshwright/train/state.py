@@ -6,10 +6,14 @@ import hashlib
 import math
 from typing import Any
 
+import torch
+
+from meshwright.checkpoint.ranks import Ranks
 from meshwright.parallel.precision import LossScale
 from meshwright.parallel.slots import Stored
 from meshwright.spec import RunSpec, UserError
 from meshwright.train.step import Trainer
+from meshwright.train.wholes import wholes
 
 FREE = {
     "model": {"preset", "hf", "family"},
@@ -88,13 +92,14 @@ def check_same_run(spec: RunSpec, state: dict[str, Any], data_digest: str, where
 
 
 def parameters_sha256(trainer: Trainer) -> str:
-    """SHA-256 over every whole parameter in the order of names; equal for equal parameters in any layout.
+    """SHA-256 over the names, forms and SHA-256 of all whole parameters; equal for equal ones in any layout.
 
-    Every rank calls this; one parameter at a time is gathered.
+    Every rank calls this, and all get it; one parameter at a time is gathered.
     """
-    digest = hashlib.sha256()
-    for name, tensor in sorted(trainer.states.parameters()):
-        whole = tensor.full_tensor().detach().cpu().contiguous()
-        digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}\n".encode())
-        digest.update(whole.view(-1).numpy().tobytes())
-    return digest.hexdigest()
+    rows = []
+    for name, whole in wholes(trainer.states.parameters(), trainer.mesh):
+        bytes_of_it = whole.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        content = hashlib.sha256(bytes_of_it).hexdigest()
+        rows.append(f"{name} {whole.dtype} {tuple(whole.shape)} {content}\n")
+    digest = hashlib.sha256("".join(sorted(rows)).encode()).hexdigest()
+    return Ranks(trainer.mesh.control.group).broadcast(digest)

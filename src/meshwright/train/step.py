@@ -36,7 +36,7 @@ class Trainer:
 
     def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
         self.spec, self.mesh = spec, mesh
-        self.decoder, self.states = parallelise(spec, mesh)
+        self.decoder, self.states, self.pipeline = parallelise(spec, mesh)
         self.optimiser = Optimiser(self.states, spec.train)
         self.loss_scale = LossScale(spec.precision)
 
@@ -47,16 +47,19 @@ class Trainer:
     def gradients(self, batch: Batch) -> float:
         """Forward and backward of the step; leaves the summed gradients, returns the global mean loss."""
         batch = own_tokens(batch, self.mesh)
-        (targets,) = sum_scalars([count_targets(batch.targets)], self.mesh.data)
-        losses = []
-        for last, micro in microbatches(batch, self.spec.micro_batch, self.mesh.device):
-            self.states.begin_microbatch(last)
-            total = self.decoder.loss(micro.tokens, micro.targets, micro.positions, micro.documents)
+        (targets,) = sum_scalars([self._targets(batch)], self.mesh.data)
+        losses: list[torch.Tensor] = []
+
+        def objective(total: torch.Tensor) -> torch.Tensor:
             loss = mean_over_targets(total, int(targets))
-            (loss * self.loss_scale.value).backward()
             losses.append(loss.detach())
+            return loss * self.loss_scale.value
+
+        micros = list(microbatches(batch, self.spec.micro_batch, self.mesh.device))
+        self.states.begin_step(len(micros))
+        self.pipeline.run(micros, objective)
         self.states.finish_step()
-        (loss_sum,) = sum_scalars([float(torch.stack(losses).double().sum())], self.mesh.data)
+        (loss_sum,) = sum_scalars([math.fsum(map(float, losses))], self.mesh.data)
         return loss_sum
 
     def step(self, batch: Batch, number: int) -> Step:
@@ -81,10 +84,13 @@ class Trainer:
     @torch.no_grad()
     def nll(self, batch: Batch) -> tuple[float, int]:
         """(sum over this rank's targets of the negative log-likelihood in nats, number of those targets)."""
-        total, batch = 0.0, own_tokens(batch, self.mesh)
-        for _, micro in microbatches(batch, self.spec.micro_batch, self.mesh.device):
-            total += float(self.decoder.loss(micro.tokens, micro.targets, micro.positions, micro.documents))
-        return total, count_targets(batch.targets)
+        batch = own_tokens(batch, self.mesh)
+        micros = list(microbatches(batch, self.spec.micro_batch, self.mesh.device))
+        return math.fsum(map(float, self.pipeline.forward(micros))), self._targets(batch)
+
+    def _targets(self, batch: Batch) -> int:
+        """Targets whose loss this rank computes."""
+        return count_targets(batch.targets) if self.pipeline.has_end else 0
 
 
 def own_tokens(batch: Batch, mesh: Mesh) -> Batch:
@@ -94,8 +100,8 @@ def own_tokens(batch: Batch, mesh: Mesh) -> Batch:
     return replace(batch, tokens=tokens, targets=targets, positions=positions)
 
 
-def microbatches(batch: Batch, size: int, device: torch.device) -> Iterator[tuple[bool, Batch]]:
-    """(is it the last, microbatch) in order, on the device."""
+def microbatches(batch: Batch, size: int, device: torch.device) -> Iterator[Batch]:
+    """Each microbatch in order, on the device."""
     count = batch.tokens.shape[0]
     for start in range(0, count, size):
-        yield start + size >= count, batch.rows(start, min(start + size, count)).to(device)
+        yield batch.rows(start, min(start + size, count)).to(device)

@@ -25,6 +25,7 @@ from meshwright.spec.parts import TrainSpec
 from meshwright.train.narrow import narrowed
 from meshwright.train.schedule import learning_rate
 from meshwright.train.step import Trainer
+from meshwright.train.wholes import wholes
 
 TOLERANCE = 1e-10
 FLOOR = 1e-4
@@ -85,9 +86,9 @@ def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
     loader = Loader(corpus, spec, mesh.data_rank, spec.layout.data_ranks)
     for number in range(1, steps + 1):
         loss = trainer.gradients(loader.step(number - 1))
-        gradients = {name: grad.full_tensor().clone() for name, grad in trainer.states.gradients()}
+        gradients = {name: grad.clone() for name, grad in wholes(trainer.states.gradients(), mesh)}
         done = trainer.apply(loss, number)
-        parameters = {name: tensor.full_tensor() for name, tensor in trainer.states.parameters()}
+        parameters = dict(wholes(trainer.states.parameters(), mesh))
         if reference is not None:
             theirs = next(reference)
             at = f"step {number} "

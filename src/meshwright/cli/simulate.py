@@ -1,0 +1,140 @@
+"""The verb that times a pipeline's step: simulate. It imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli import show
+from meshwright.cli.runs import RUN, spec_of
+from meshwright.cli.verb import JSON, Call, Flag, Verb, above_zero, file_name, number
+from meshwright.spec import UserError
+
+MOST_RANKS = 16
+"""Pipelines of more ranks are told by their extremes."""
+
+
+def simulate(call: Call) -> int:
+    """Time one step of the run's pipeline."""
+    spec = spec_of(call)
+    flags, times = call.flags, _durations(call.flags)
+    from meshwright import api
+    from meshwright.planner.pipeline import Machine
+
+    out, trace = (Path(flags[name]) if flags[name] else None for name in ("out", "trace"))
+    result = api.simulate(
+        spec,
+        durations=times,
+        flops=1e12 * flags["tflops"] if flags["tflops"] else Machine.flops,
+        latency=flags["latency"] / 1e6,
+        bandwidth=1e9 * flags["bandwidth"],
+        out=out,
+        trace=trace,
+    )
+    if flags["json"]:
+        show.as_json(result)
+        return 0
+    _show(result)
+    for path in filter(None, (out, trace)):
+        print(f"wrote {path}")
+    return 0
+
+
+def _durations(flags: dict[str, Any]) -> tuple[float, float, float] | None:
+    """Seconds of F, I and W from the flags' milliseconds; None where FLOPs are counted."""
+    forward, others = flags["forward"], [name for name in ("input", "weight") if flags[name] is not None]
+    if forward is None:
+        if others:
+            raise UserError(f"--{others[0]}: is given without --forward; give --forward MS too")
+        return None
+    if flags["tflops"] is not None:
+        raise UserError(
+            f"--tflops: {flags['tflops']:g} is given beside --forward, with which no FLOPs are counted; give "
+            f"one of them"
+        )
+    given = (forward if flags[name] is None else flags[name] for name in ("forward", "input", "weight"))
+    forward, input, weight = (value / 1e3 for value in given)
+    return forward, input, weight
+
+
+def _show(result: dict[str, Any]) -> None:
+    from meshwright.report.format import percent, size
+    from meshwright.report.timeline import seconds
+
+    bubbles, ideal, flops = result["bubbles"], result["closed_form_bubble"], result["flops"]
+    peak, held = max(result["peak_activations"]), max(result["peak_activation_bytes"])
+    counted = (
+        f"FLOPs at {result['flops'] / 1e12:g} TFLOP/s a device" if flops else "as given, alike in every stage"
+    )
+    apart = f"; by rank from {percent(min(bubbles), 2)} to {percent(max(bubbles), 2)}"
+    facts = {
+        "schedule": f"{result['schedule']}: {show.count(result['ranks'], 'rank')}, "
+        f"{show.count(result['virtual'], 'stage')} each, {show.count(result['microbatches'], 'microbatch')}",
+        "durations": counted,
+        "links": f"{seconds(result['latency'])} a message, and {size(result['message_bytes'])} of it at "
+        f"{result['bandwidth'] / 1e9:g} GB/s",
+        "step": seconds(result["step_seconds"]),
+        "bubble": f"{percent(result['bubble'], 2)} of all ranks' time" + apart * (len(bubbles) > 1),
+        "bubble_by_formula": "none holds for these durations and microbatches"
+        if ideal is None
+        else f"{percent(ideal, 2)} if ranks were equal and links free",
+        "bubble_without_sync": percent(result["bubble_without_sync"], 2)
+        + " if no rank waited for the others at a step's end",
+        "peak_activations": f"{peak:g} of a rank's microbatches, {size(held)} on one device",
+    }
+    show.pairs(facts)
+    if result["ranks"] <= MOST_RANKS:
+        print()
+        show.table(_rows(result))
+
+
+def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row a rank."""
+    from meshwright.report.format import percent, size
+    from meshwright.report.timeline import seconds
+
+    lists = (result["blocks"], result["bubbles"], result["peak_activations"], result["peak_activation_bytes"])
+    return [
+        {
+            "rank": rank,
+            "blocks": blocks,
+            "busy": seconds(result["step_seconds"] * (1 - bubble)),
+            "idle": seconds(result["step_seconds"] * bubble),
+            "bubble": percent(bubble, 2),
+            "peak microbatches": peak,
+            "peak activations": size(held),
+        }
+        for rank, (blocks, bubble, peak, held) in enumerate(zip(*lists, strict=True))
+    ]
+
+
+VERBS = (
+    Verb(
+        "simulate",
+        "time one step of the run's pipeline: bubble, activations, a timeline of every rank",
+        simulate,
+        (RUN,),
+        (
+            Flag("out", "timeline to write, a page that opens offline", "FILE.html", file_name),
+            Flag("trace", "trace to write, for Perfetto or chrome://tracing", "FILE.json", file_name),
+            Flag(
+                "tflops",
+                "TFLOP/s that a device attains, to turn the stages' FLOPs into time; default 400",
+                "RATE",
+                above_zero,
+            ),
+            Flag(
+                "forward",
+                "milliseconds of one microbatch's forward in every stage, instead of counted FLOPs",
+                "MS",
+                above_zero,
+            ),
+            Flag("input", "of its backward for the input; default as --forward", "MS", above_zero),
+            Flag("weight", "of its backward for the weights; default as --forward", "MS", above_zero),
+            Flag("latency", "microseconds of a message between stages", "US", number(0, 1e9), default=5.0),
+            Flag("bandwidth", "GB/s of a link between stages, one way", "RATE", above_zero, default=50.0),
+            JSON,
+        ),
+        keys=True,
+    ),
+)

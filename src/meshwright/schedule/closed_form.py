@@ -1,0 +1,42 @@
+"""The idle time of schedules in a formula, where there is one: the table of docs/schedules.md."""
+
+from __future__ import annotations
+
+from math import isclose
+
+
+def idle(
+    name: str, ranks: int, virtual: int, microbatches: int, forward: float, input: float, weight: float
+) -> float | None:
+    """Seconds that every rank is idle in a step where all ranks begin and end together; None: no formula.
+
+    For p equal ranks with links that cost nothing, and a rank's seconds F, I and W of one microbatch, over
+    all of its stages. Sources: Huang et al. 2019 (gpipe), Narayanan et al. 2021 (1f1b, interleaved),
+    Lamy-Poirier 2023 (bfs), Qi et al. 2023 (zb-h1, zb-h2, zb-v); those of v-half, v-min and dualpipe-v are
+    of these generators' lists. None also where a formula does not hold: for too few microbatches, W above F
+    or I in zb-h1 and zb-h2, and F, I and W that are not equal in a V.
+    """
+    p, m, whole = ranks, microbatches, forward + input + weight
+    if p == 1:
+        return 0.0
+    if name in ("gpipe", "1f1b"):
+        return (p - 1) * whole
+    if name in ("interleaved", "bfs"):
+        holds = m % p == 0 or (name == "bfs" and m >= p)
+        return (p - 1) * whole / virtual if holds else None
+    if name in ("zb-h1", "zb-h2"):
+        if weight > min(forward, input) or m < (p if name == "zb-h1" else 2 * p - 1):
+            return None
+        whole = forward + input - weight  # zb-h2: or its slant, as rank r begins r forwards after rank 0
+        return (p - 1) * (whole if name == "zb-h1" else max(forward, whole - weight))
+    equal = isclose(forward, input) and isclose(forward, weight)
+    return forward / 2 * _chunks(name, p) if equal and m >= 2 * p else None
+
+
+def _chunks(name: str, p: int) -> int:
+    """Idle time in a V, in units of F of one chunk."""
+    if name == "v-half":
+        return 3 * p - 5 + p % 2
+    if name == "v-min":
+        return 4 * p - (4 if p % 3 == 1 else 7)
+    return p - 1

@@ -1,0 +1,88 @@
+"""The stages of a pipeline: which of the model's units each holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.spec.layout import Layout
+from meshwright.spec.model import ModelSpec
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Stage `index` in the order in which a forward visits them: blocks `first` to `last` - 1, and the ends.
+
+    The embedding is on the first stage and the head on the last; a stage may hold no block.
+    """
+
+    index: int
+    first: int
+    last: int
+    embed: bool
+    head: bool
+
+    @property
+    def blocks(self) -> range:
+        """The numbers of its blocks."""
+        return range(self.first, self.last)
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The names of its units in order: embed, blocks.0, ..., head; tied ends have both their names."""
+        blocks = (f"blocks.{block}" for block in self.blocks)
+        return (*(["embed"] if self.embed else []), *blocks, *(["head"] if self.head else []))
+
+
+def stages(model: ModelSpec, layout: Layout, seq_len: int) -> tuple[Stage, ...]:
+    """The pp x chunks stages of a layout that the rules accept, cut as `layout.stages` says.
+
+    Sequences are of `seq_len` tokens, which a balanced cut's FLOPs depend on. Without a pipeline there is one
+    stage, which holds all.
+    """
+    count = layout.pp * layout.chunks
+    if count == 1:
+        blocks: Sequence[int] = [model.layers]
+    elif layout.stages == "even":
+        blocks = even(model.layers, count)
+    elif layout.stages == "balanced":
+        blocks = balanced(model, count, seq_len)
+    else:
+        blocks = layout.stages
+    firsts = [sum(blocks[:index]) for index in range(count)]
+    return tuple(
+        Stage(index, first, first + blocks[index], index == 0, index == count - 1)
+        for index, first in enumerate(firsts)
+    )
+
+
+def even(layers: int, count: int) -> list[int]:
+    """Blocks of each of `count` stages, no two further apart than 1.
+
+    The first and the last stage, which hold the embedding and the head, are the last to get one more.
+    """
+    return _dealt(layers, count, [*range(1, count - 1), 0, count - 1])
+
+
+def balanced(model: ModelSpec, count: int, seq_len: int) -> list[int]:
+    """Blocks of each of `count` > 1 stages, so that the stage with most FLOPs has as few as can be.
+
+    Blocks count by their forward FLOPs and so does the head; the embedding is a lookup, and counts nothing.
+    Of cuts that are as good, the one with most blocks beside the head is taken: what is there is held for
+    the shortest time.
+    """
+    block, head = model.block_flops(seq_len), model.head_flops
+
+    def largest(beside_head: int) -> float:
+        most = -(-(model.layers - beside_head) // (count - 1))
+        return max(most * block, beside_head * block + head)
+
+    beside_head = min(range(model.layers + 1), key=lambda number: (largest(number), -number))
+    return [*_dealt(model.layers - beside_head, count - 1, [*range(1, count - 1), 0]), beside_head]
+
+
+def _dealt(layers: int, count: int, order: Sequence[int]) -> list[int]:
+    """Equal shares; what remains goes one by one to the stages in `order`."""
+    share, rest = divmod(layers, count)
+    more = set(order[:rest]) if count > 1 else set()
+    return [share + (index in more) for index in range(count)]

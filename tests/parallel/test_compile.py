@@ -1,0 +1,118 @@
+"""Compiled blocks on every axis: one graph for all blocks, one device's results, and the same bytes."""
+
+from __future__ import annotations
+
+import shutil
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from meshwright.parallel import tensor
+from meshwright.parallel.mesh import Mesh
+from meshwright.planner.wire import traffic
+from meshwright.spec import RunSpec
+from meshwright.train.step import Trainer
+from ranks import Ranks
+from small import first_batches, spec_of
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU"
+)
+
+STEPS = 2
+BASE = {
+    "model.vocab_size": 61,
+    "model.kv_heads": 4,
+    "data.corpus": "synthetic",
+    "data.seq_len": 16,
+    "train.batch_tokens": 16 * 8,
+    "train.steps": STEPS,
+    "train.warmup_steps": 0,
+    "layout.micro_batch": 2,
+    "precision.compute": "fp64",
+}
+
+
+def trained(mesh: Mesh, spec: RunSpec) -> dict[str, Any]:
+    """What the steps gave, what the last one sent, and what the compiler made of the blocks."""
+    torch.compiler.reset()
+    counters.clear()
+    trainer = Trainer(spec, mesh)
+    trainer.initialise()
+    steps = []
+    for number, batch in enumerate(first_batches(spec, mesh, STEPS), 1):
+        mesh.wire.clear()
+        steps.append(trainer.step(batch, number))
+    return {
+        "numbers": torch.tensor([[step.loss, step.grad_norm] for step in steps], dtype=torch.float64),
+        "sent": {key: sent for key, sent in mesh.wire.bytes.items() if key[0] != "control"},
+        "parameters": {name: stored.full_tensor() for name, stored in trainer.states.parameters()},
+        "graphs": counters["stats"]["unique_graphs"],
+        "breaks": dict(counters["graph_break"]),
+    }
+
+
+CASES: dict[str, dict[str, object]] = {
+    "tp2": {"tp": 2},
+    "tp2-full": {"tp": 2, "sequence_parallel": "false", "recompute__policy": "full"},
+    "cp2-ring": {"cp": 2, "zero": 1, "recompute__policy": "selective"},
+    "cp2-gather": {"cp": 2, "context_mode": "gather", "recompute__save": "matmul"},
+    "all": {
+        "tp": 2, "cp": 2, "zero": 3, "context_mode": "ulysses", "recompute__policy": "selective",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_blocks_equal_one_device(ranks: Ranks, case: str) -> None:
+    flags = {key if "__" in key else f"layout__{key}": value for key, value in CASES[case].items()}
+    spec = spec_of(BASE, **flags, train__compile="true")
+    alone = spec_of(BASE)
+    wanted = ranks.run(alone.layout, trained, alone)[0]
+    for found in ranks.run(spec.layout, trained, spec):
+        # The first microbatch whose rows hold several documents brings a mask, where there is no `cp`.
+        assert found["graphs"] in (1, 2) and found["breaks"] == {}
+        assert found["sent"] == pytest.approx(traffic(spec), rel=1e-14)
+        torch.testing.assert_close(found["numbers"], wanted["numbers"], rtol=1e-10, atol=0)
+        for name, parameter in wanted["parameters"].items():
+            torch.testing.assert_close(found["parameters"][name], parameter, rtol=1e-9, atol=1e-9)
+
+
+def test_maps_with_biases(ranks: Ranks) -> None:
+    """Three maps of one input, and, under GELU, one."""
+    model = {
+        "model__family": "gpt2", "model__norm": "layernorm", "model__activation": "gelu_tanh",
+        "model__position": "learned", "model__max_seq_len": 16, "model__qkv_bias": "true",
+        "model__out_bias": "true", "model__mlp_bias": "true", "model__layers": 1,
+    }  # fmt: skip
+    alone, spec = spec_of(BASE, **model), spec_of(BASE, **model, layout__tp=2, train__compile="true")
+    wanted = ranks.run(alone.layout, trained, alone)[0]
+    for found in ranks.run(spec.layout, trained, spec):
+        torch.testing.assert_close(found["numbers"], wanted["numbers"], rtol=1e-10, atol=0)
+
+
+def fused(mesh: Mesh, spec: RunSpec) -> dict[str, Any]:
+    """As on CUDA devices that reach each other, with what torch puts in place of the operators elsewhere."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    gather = Mock(side_effect=symmetric._fused_all_gather_matmul_fallback)
+    scatter = Mock(side_effect=symmetric._fused_matmul_reduce_scatter_fallback)
+    operators = SimpleNamespace(fused_all_gather_matmul=gather, fused_matmul_reduce_scatter=scatter)
+    reach = patch.object(tensor, "reach_each_other", lambda axis: True)
+    with reach, patch.object(torch.ops, "symm_mem", operators):
+        found = trained(mesh, spec)
+    assert gather.call_count == 2 * scatter.call_count > 0  # columns forward and rows backward; rows forward
+    return found
+
+
+def test_products_that_overlap_with_their_own_messages(ranks: Ranks) -> None:
+    alone = spec_of(BASE, model__qkv_bias="true", model__layers=1)
+    spec = spec_of(BASE, model__qkv_bias="true", model__layers=1, layout__tp=2, train__compile="true")
+    wanted = ranks.run(alone.layout, trained, alone)[0]
+    for found in ranks.run(spec.layout, fused, spec):
+        assert found["sent"] == pytest.approx(traffic(spec), rel=1e-14)
+        torch.testing.assert_close(found["numbers"], wanted["numbers"], rtol=1e-10, atol=0)

@@ -1,0 +1,117 @@
+"""Every schedule equals one device, on every number of stages and microbatches, alone and with other axes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from meshwright.parallel.mesh import Mesh
+from meshwright.schedule import NAMES
+from meshwright.spec import RunSpec
+from meshwright.train.narrow import narrowed
+from meshwright.train.verify import verify
+from ranks import Ranks
+from small import spec_of
+
+V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipe-v")
+LOOPED = ("interleaved", "bfs")
+BASE = {
+    "model.layers": 7, "model.vocab_size": 61, "model.kv_heads": 2, "data.seq_len": 16, "train.steps": 3,
+    "train.warmup_steps": 1, "layout.micro_batch": 1,
+}  # fmt: skip
+
+
+def body(mesh: Mesh, spec: RunSpec) -> dict[str, Any] | None:
+    return verify(spec, mesh, 2)
+
+
+def worst(ranks: Ranks, sequences: int, **flags: object) -> float:
+    spec = spec_of(BASE, **flags, train__batch_tokens=16 * sequences)
+    found = ranks.run(spec.layout, body, spec)[0]
+    assert found is not None and found["compared"] > 20
+    return float(found["worst_relative"])
+
+
+def virtuals(schedule: str) -> tuple[int, ...]:
+    return (2,) if schedule in V_SHAPED else (1, 2) if schedule in LOOPED else (1,)
+
+
+CASES = [
+    (schedule, pp, virtual, microbatches)
+    for schedule in NAMES
+    for pp in (2, 4)
+    for virtual in virtuals(schedule)
+    for microbatches in ((2, 5, 8) if pp == 2 else (4, 16))
+]
+
+
+@pytest.mark.parametrize(("schedule", "pp", "virtual", "microbatches"), CASES)
+def test_every_schedule_equals_one_device(
+    ranks: Ranks, schedule: str, pp: int, virtual: int, microbatches: int
+) -> None:
+    flags = {"layout__pp": pp, "layout__schedule": schedule, "layout__virtual": virtual}
+    assert worst(ranks, microbatches, **flags) <= 1e-9
+
+
+AXES: list[dict[str, object]] = [
+    *({"layout__dp": 2, "layout__zero": zero} for zero in range(4)),
+    {"layout__tp": 2},
+    {"layout__cp": 2},
+    {"layout__tp": 2, "layout__cp": 2},
+    {"layout__dp": 2, "layout__tp": 2, "layout__zero": 2},
+    {"layout__dp": 2, "layout__cp": 2, "layout__zero": 3},
+    {"layout__replicate": 2, "layout__dp": 2, "layout__zero": 1},
+    {"layout__pp": 4, "layout__dp": 2, "layout__zero": 3},
+    {"layout__pp": 4, "layout__tp": 2},
+    {"layout__pp": 4, "layout__cp": 2},
+]
+
+
+PAIRS = [
+    (axes, schedule)
+    for number, axes in enumerate(AXES)
+    for schedule in (("1f1b", "zb-v") if number % 2 else ("interleaved", "zb-h1"))
+]
+
+
+@pytest.mark.parametrize(("axes", "schedule"), PAIRS, ids=str)
+def test_pipelines_go_with_every_other_axis(ranks: Ranks, axes: dict[str, object], schedule: str) -> None:
+    choose = random.Random(f"{axes} {schedule}").choice
+    flags = {
+        "layout__pp": 2,
+        "model__tied": choose(["true", "false"]),
+        "model__qk_norm": choose(["true", "false"]),
+        "layout__sequence_parallel": choose(["true", "false"]),
+        "recompute__policy": choose(["none", "full", "selective"]),
+        "data__pack": choose(["true", "false"]),
+        "layout__stages": choose(["even", "balanced"]),
+    }
+    assert worst(ranks, 16, layout__schedule=schedule, **(flags | axes)) <= 1e-9
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2"])
+@pytest.mark.parametrize("stages", ["0,4,3,0", "3,0,2,2", "7,0,0,0"])
+def test_cuts_by_hand_and_stages_that_hold_nothing(ranks: Ranks, stages: str, schedule: str) -> None:
+    flags = {"layout__pp": 4, "layout__schedule": schedule, "layout__stages": stages}
+    assert worst(ranks, 6, **flags, model__tied="true") <= 1e-9
+
+
+def test_a_pipeline_of_gpt2(ranks: Ranks) -> None:
+    flags = {
+        "layout__pp": 2, "layout__tp": 2, "layout__schedule": "zb-h1", "model__family": "gpt2",
+        "model__norm": "layernorm", "model__activation": "gelu_tanh", "model__position": "learned",
+        "model__kv_heads": 4, "model__qkv_bias": "true", "model__out_bias": "true", "model__mlp_bias": "true",
+        "model__tied": "true",
+    }  # fmt: skip
+    assert worst(ranks, 8, **flags) <= 1e-9
+
+
+def test_a_narrowed_copy_keeps_a_layer_for_each_stage() -> None:
+    spec = spec_of(
+        {"model.preset": "llama3-8b", "layout.pp": 8, "layout.schedule": "zb-v", "data.seq_len": 4096},
+        train__batch_tokens=4096 * 64, layout__micro_batch=1, model__layers=32,
+    )  # fmt: skip
+    small, note = narrowed(spec)
+    assert note is not None and small.model.layers == 16 and small.microbatches == 16
