@@ -89,7 +89,7 @@ def test_no_cut_has_a_smaller_largest_stage_than_the_balanced_one(
     cut = model(layers, vocab_size)
 
     def largest(blocks: list[int] | tuple[int, ...]) -> float:
-        costs = [number * cut.block_flops(512) for number in blocks]
+        costs = [number * cut.block_flops(512, 0) for number in blocks]
         return max([*costs[:-1], costs[-1] + cut.head_flops])
 
     others = [blocks for blocks in product(range(layers + 1), repeat=count) if sum(blocks) == layers]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from meshwright.model.attention import Attention, KeyValueCache, attention_mask
 from meshwright.model.loss import linear_cross_entropy
 from meshwright.model.mlp import Mlp
+from meshwright.model.moe import Moe
 from meshwright.model.norm import make_norm
 from meshwright.model.rope import Rope, rope_table
 from meshwright.spec import ModelSpec
@@ -40,12 +41,12 @@ class Embed(nn.Module):
 class Block(nn.Module):
     """x (B, T, D) -> (B, T, D): attention, then the feed-forward layer, both on the normed stream."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self.attn_norm = make_norm(spec)
         self.attn = Attention(spec)
         self.mlp_norm = make_norm(spec)
-        self.mlp = Mlp(spec)
+        self.mlp = Moe(spec) if spec.has_experts(layer) else Mlp(spec, spec.ffn)
 
     def forward(
         self, x_BTD: Tensor, rope: Rope | None, mask: Any, cache: KeyValueCache | None = None
@@ -83,7 +84,7 @@ class Decoder(nn.Module):
         self.spec = spec
         self.visible = partial(attention_mask, head_dim=spec.head_dim)
         self.embed = Embed(spec)
-        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.layers))
+        self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
         self.head = Head(spec, self.embed.weight if spec.tied else None)
 
     def each_block(self) -> Iterator[Block]:
@@ -91,6 +92,20 @@ class Decoder(nn.Module):
         for block in self.blocks:
             assert isinstance(block, Block)
             yield block
+
+    def each_mixture(self) -> Iterator[tuple[int, Moe]]:
+        """(layer, its mixture of experts) of the layers that have one."""
+        for layer, block in enumerate(self.each_block()):
+            if isinstance(block.mlp, Moe):
+                yield layer, block.mlp
+
+    def balance_biases(self) -> dict[str, Tensor]:
+        """The routers' biases by name; no parameters, but part of the model."""
+        return {
+            f"blocks.{layer}.mlp.router.bias": mixture.router.bias
+            for layer, mixture in self.each_mixture()
+            if mixture.router.bias is not None
+        }
 
     def forward(
         self,

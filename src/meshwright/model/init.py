@@ -37,7 +37,7 @@ def init_value(spec: ModelSpec, name: str) -> InitValue:
     """The initial value of the parameter `name` (as in `Decoder.named_parameters`).
 
     Norm weights are one, biases zero, the rest N(0, init_std). The projections that write to the residual
-    stream (attn.o, mlp.down) are divided by sqrt(2 * layers), so that its variance does not grow with depth
+    stream (attn.o, every down) are divided by sqrt(2 * layers), so that its variance does not grow with depth
     (Radford et al. 2019, GPT-2, §2.3).
     """
     *path, leaf = name.split(".")
@@ -45,7 +45,7 @@ def init_value(spec: ModelSpec, name: str) -> InitValue:
         return InitValue("zeros")
     if path[-1].endswith("norm"):
         return InitValue("ones")
-    if path[-2:] in (["attn", "o"], ["mlp", "down"]):
+    if path[-2:] == ["attn", "o"] or "down" in (path[-1], leaf):
         return InitValue("normal", spec.init_std / math.sqrt(2 * spec.layers))
     return InitValue("normal", spec.init_std)
 

@@ -34,20 +34,25 @@ class Mlp(nn.Module):
     `project` applies gate and up, `leave` applies down; a parallel layout puts its own there.
     """
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, channels: int) -> None:
         super().__init__()
         self.project: Project = project
         self.leave: Leave = leave
         self.activation = spec.activation
         gated = spec.activation == "swiglu"
-        self.gate = Linear(spec.hidden, spec.ffn, spec.mlp_bias) if gated else None
-        self.up = Linear(spec.hidden, spec.ffn, spec.mlp_bias)
-        self.down = Linear(spec.ffn, spec.hidden, spec.mlp_bias)
+        self.gate = Linear(spec.hidden, channels, spec.mlp_bias) if gated else None
+        self.up = Linear(spec.hidden, channels, spec.mlp_bias)
+        self.down = Linear(channels, spec.hidden, spec.mlp_bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.leave(self.inner(x_BTD), self.down)
+
+    def inner(self, x_BTD: Tensor) -> Tensor:
+        """(B, T, F): what `down` is applied to."""
         if self.gate is not None:
             gate, up = self.project(x_BTD, (self.gate, self.up))
-            return self.leave(_SiluProduct.apply(gate, up), self.down)
+            product: Tensor = _SiluProduct.apply(gate, up)
+            return product
         (up,) = self.project(x_BTD, (self.up,))
         approximate = "tanh" if self.activation == "gelu_tanh" else "none"
-        return self.leave(F.gelu(up, approximate=approximate), self.down)
+        return F.gelu(up, approximate=approximate)

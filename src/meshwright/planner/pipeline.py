@@ -72,16 +72,16 @@ def stage_costs(spec: RunSpec, cut: Sequence[Stage], costs: Machine | Durations)
 
 def _counted(spec: RunSpec, stage: Stage, flops: float) -> Durations:
     """Seconds of one microbatch in a stage, whose tensor and context ranks share its FLOPs evenly."""
-    model, layout = spec.model, spec.layout
-    matmul = model.block_weight_flops
-    attention = model.block_flops(spec.data.seq_len) - matmul
+    model, layout, length = spec.model, spec.layout, spec.data.seq_len
+    matmul = sum(map(model.block_weight_flops, stage.blocks))
+    attention = sum(model.block_flops(length, layer) for layer in stage.blocks) - matmul
     again = recomputed(spec, "matmul") * matmul + recomputed(spec, "attention") * attention
-    blocks, head = len(stage.blocks), model.head_flops if stage.head else 0
+    head = model.head_flops if stage.head else 0
     second = flops * layout.tp * layout.cp / (spec.micro_batch * spec.data.seq_len)  # FLOPs of one token
     return Durations(
-        forward=(blocks * (matmul + attention) + 3 * head) / second,
-        input=blocks * (matmul + 2 * attention + again) / second,
-        weight=blocks * matmul / second,
+        forward=(matmul + attention + 3 * head) / second,
+        input=(matmul + 2 * attention + again) / second,
+        weight=matmul / second,
     )
 
 

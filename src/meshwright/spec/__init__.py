@@ -5,5 +5,6 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.load import load
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.run import RunSpec
+from meshwright.spec.sparse import MlaSpec, MoeSpec
 
-__all__ = ["Layout", "ModelSpec", "RunSpec", "UserError", "load"]
+__all__ = ["Layout", "MlaSpec", "ModelSpec", "MoeSpec", "RunSpec", "UserError", "load"]

@@ -37,7 +37,7 @@ def ulysses_ranks(ranks: int, kv_heads: int, mode: ContextMode) -> int:
 
 
 class Layout(Part):
-    """Sizes of the mesh's axes. World size = replicate x dp x cp x tp x pp; experts fold into dp x cp."""
+    """Sizes of the mesh's axes. World size = replicate x dp x cp x tp x pp; experts fold into dp x cp x tp."""
 
     dp: int = Field(1, ge=1, description="data-parallel ranks; ZeRO shards over dp x cp")
     replicate: int = Field(1, ge=1, description="copies of the ZeRO-sharded group (hybrid sharding)")
@@ -62,7 +62,11 @@ class Layout(Part):
         description="blocks of the stages: as equal as can be, balanced by FLOPs with the head's, or a "
         "number for each of the pp x virtual stages: 3,5",
     )
-    ep: int = Field(1, ge=1, description="expert-parallel ranks, folded out of dp x cp")
+    ep: int = Field(1, ge=1, description="expert-parallel ranks, folded out of dp x cp x tp")
+    etp: int = Field(1, ge=1, description="ranks that share each expert's channels, folded likewise")
+    expert_parts: int = Field(
+        1, ge=1, description="parts of a microbatch of which one is sent to the experts as another computes"
+    )
     micro_batch: int | None = Field(
         None,
         ge=1,
@@ -121,9 +125,19 @@ class Layout(Part):
         """Number of ranks that ZeRO shards states over."""
         return self.dp * self.cp
 
+    @property
+    def expert_ranks(self) -> int:
+        """Number of ranks that the expert axis is folded out of: one stage's, of one replica."""
+        return self.dp * self.cp * self.tp
+
+    @property
+    def expert_data_ranks(self) -> int:
+        """Number of ranks that hold the same experts, and that ZeRO shards their states over."""
+        return self.expert_ranks // (self.ep * self.etp)
+
     def describe(self) -> str:
         """One line: the axes larger than one, for messages and tables."""
-        sizes = {name: getattr(self, name) for name in ("replicate", "dp", "cp", "tp", "pp", "ep")}
+        sizes = {name: getattr(self, name) for name in ("replicate", "dp", "cp", "tp", "pp", "ep", "etp")}
         shown = [f"{name}={size}" for name, size in sizes.items() if size > 1 or name == "dp"]
         pipeline = f", schedule={self.schedule}" if self.pp > 1 else ""
         pipeline += f", virtual={self.chunks}" if self.chunks > 1 else ""

@@ -10,6 +10,7 @@ from meshwright.spec.base import Part
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.hf import read_hf_config
 from meshwright.spec.presets import PRESETS
+from meshwright.spec.sparse import MlaSpec, MoeSpec
 
 
 class LinearRope(Part):
@@ -37,7 +38,7 @@ class ModelSpec(Part):
 
     preset: str | None = Field("tiny", description="one of the named models (`meshwright spec presets`)")
     hf: str | None = Field(None, description="a folder with an HF config.json, or the file itself")
-    family: Literal["llama", "qwen3", "mistral", "gpt2"] = Field(
+    family: Literal["llama", "qwen3", "mistral", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3"] = Field(
         "llama", description="names used by HF export"
     )
     layers: int = Field(ge=1)
@@ -63,6 +64,8 @@ class ModelSpec(Part):
     mlp_bias: bool = False
     tied: bool = Field(False, description="the embedding is also the output head")
     init_std: float = Field(0.02, gt=0)
+    moe: MoeSpec | None = Field(None, description="experts in place of the feed-forward layer")
+    mla: MlaSpec | None = Field(None, description="attention over latents in place of grouped queries")
 
     @model_validator(mode="before")
     @classmethod
@@ -86,6 +89,9 @@ class ModelSpec(Part):
                 hint = did_you_mean(str(preset), PRESETS) or f"; known: {', '.join(PRESETS)}"
                 raise UserError(f"model.preset: there is no preset '{preset}'{hint}")
             base = {"preset": preset, **PRESETS[preset]}
+        for table in ("moe", "mla"):  # keys given for a preset's table win one by one
+            if isinstance(given.get(table), dict) and isinstance(base.get(table), dict):
+                given = {**given, table: {**base[table], **given[table]}}
         full = {**base, **given}
         return {**full, **_derived(full, given)}
 
@@ -96,27 +102,62 @@ class ModelSpec(Part):
 
         return sum(parameter.size for unit in parameters(self).values() for parameter in unit)
 
+    @property
+    def active_parameters(self) -> int:
+        """Number of parameters that one token is computed with: of the routed experts only its own."""
+        if self.moe is None:
+            return self.parameters
+        from meshwright.spec.parameters import parameters
+
+        every = [parameter for unit in parameters(self).values() for parameter in unit]
+        routed = sum(parameter.size for parameter in every if parameter.expert)
+        return self.parameters - routed + routed // self.moe.experts * self.moe.top_k
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer `layer` (from 0) has experts."""
+        return self.moe is not None and self.moe.has_experts(layer)
+
     def flops_per_token(self, seq_len: int) -> float:
         """Model FLOPs of training on one token, forward and backward, in sequences of `seq_len` tokens.
 
         Two FLOPs for each multiply-add, and twice the forward for the backward: 6 for each weight that is
-        multiplied (the head's included, the embedding's lookup not), and for attention's two products
-        12 * layers * heads * head_dim * seq_len, the causal half counted whole (Chowdhery et al. 2022, PaLM,
-        appendix B). Recomputation is not counted: it is the hardware's work, not the model's.
+        multiplied (the head's included, the embedding's lookup not; of experts those that the token takes),
+        and for attention's two products 12 * layers * heads * head_dim * seq_len, the causal half counted
+        whole (Chowdhery et al. 2022, PaLM, appendix B). Recomputation is not counted: it is the hardware's
+        work, not the model's.
         """
-        return 3.0 * (self.layers * self.block_flops(seq_len) + self.head_flops)
+        blocks = sum(self.block_flops(seq_len, layer) for layer in range(self.layers))
+        return 3.0 * (blocks + self.head_flops)
 
-    def block_flops(self, seq_len: int) -> int:
-        """Forward FLOPs of one block on one token: its weights' and, as above, attention's."""
-        return self.block_weight_flops + 4 * self.heads * self.head_dim * seq_len
+    def block_flops(self, seq_len: int, layer: int) -> int:
+        """Forward FLOPs of block `layer` on one token: its weights' and, as above, attention's."""
+        channels = self.head_dim + (self.head_dim if self.mla is None else self.mla.v_dim)
+        return self.block_weight_flops(layer) + 2 * self.heads * channels * seq_len
+
+    def block_weight_flops(self, layer: int) -> int:
+        """Forward FLOPs of block `layer`'s weights on one token."""
+        return 2 * (self._attention_weights + self._feed_forward_weights(layer))
 
     @property
-    def block_weight_flops(self) -> int:
-        """Forward FLOPs of one block's weights on one token."""
+    def _attention_weights(self) -> int:
+        """Weights of one attention layer that a token is multiplied with."""
+        if (mla := self.mla) is not None:
+            heads, ranks = self.heads, mla.kv_rank
+            q = self.heads * self.head_dim
+            queries = self.hidden * q if mla.q_rank is None else (self.hidden + q) * mla.q_rank
+            latents = self.hidden * (ranks + mla.rope_dim)
+            expanded = ranks * heads * (self.head_dim - mla.rope_dim + mla.v_dim)
+            return queries + latents + expanded + heads * mla.v_dim * self.hidden
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = self.hidden * (q + 2 * kv) + q * self.hidden
-        mlp = (3 if self.activation == "swiglu" else 2) * self.hidden * self.ffn
-        return 2 * (attention + mlp)
+        return self.hidden * (q + 2 * kv) + q * self.hidden
+
+    def _feed_forward_weights(self, layer: int) -> int:
+        """Weights of one feed-forward layer that a token is multiplied with."""
+        maps = 3 if self.activation == "swiglu" else 2
+        if self.moe is None or not self.has_experts(layer):
+            return maps * self.hidden * self.ffn
+        channels = self.moe.top_k * self.moe.ffn + self.moe.shared_ffn
+        return maps * self.hidden * channels + self.moe.experts * self.hidden
 
     @property
     def head_flops(self) -> int:

@@ -19,7 +19,9 @@ class Parameter:
 
     `split` says what dim `dim` counts; None for one that every tensor rank holds whole. `after_reduce` tells
     of those that act on the residual stream, which sequence parallelism cuts, so that each rank's gradient
-    is then a part of the sum; a whole one that is not acts on the rank's own heads.
+    is then a part of the sum; a whole one that is not acts on the rank's own heads, or tokens. `expert` tells
+    of the weights of routed experts, which dim 0 counts: the expert axis splits that, and the axis of expert
+    slices dim `dim`.
     """
 
     name: str
@@ -27,6 +29,7 @@ class Parameter:
     split: Split | None = None
     dim: int = 0
     after_reduce: bool = True
+    expert: bool = False
 
     @property
     def size(self) -> int:
@@ -37,7 +40,7 @@ class Parameter:
 def parameters(model: ModelSpec) -> dict[str, list[Parameter]]:
     """The parameters of each unit, by the unit's name: embed, blocks.0, ..., head; tied ends are one unit."""
     found = {"embed": list(_embed(model))}
-    found |= {f"blocks.{i}": list(_block(model, f"blocks.{i}")) for i in range(model.layers)}
+    found |= {f"blocks.{i}": list(_block(model, i)) for i in range(model.layers)}
     head = list(_norm(model, "head.norm"))
     if model.tied:
         found["embed"] += head
@@ -67,21 +70,60 @@ def _embed(model: ModelSpec) -> Iterator[Parameter]:
         yield Parameter("embed.positions", (model.max_seq_len, model.hidden))
 
 
-def _block(model: ModelSpec, name: str) -> Iterator[Parameter]:
+def _block(model: ModelSpec, layer: int) -> Iterator[Parameter]:
+    name = f"blocks.{layer}"
     yield from _norm(model, f"{name}.attn_norm")
+    yield from _attention(model, f"{name}.attn") if model.mla is None else _latent(model, f"{name}.attn")
+    yield from _norm(model, f"{name}.mlp_norm")
+    if model.has_experts(layer):
+        yield from _mixture(model, f"{name}.mlp")
+    else:
+        yield from _mlp(model, f"{name}.mlp", model.ffn)
+
+
+def _attention(model: ModelSpec, name: str) -> Iterator[Parameter]:
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    yield from _columns(f"{name}.attn.q", q, model.hidden, model.qkv_bias, "heads")
-    yield from _columns(f"{name}.attn.k", kv, model.hidden, model.qkv_bias, "kv_heads")
-    yield from _columns(f"{name}.attn.v", kv, model.hidden, model.qkv_bias, "kv_heads")
-    yield from _rows(f"{name}.attn.o", model.hidden, q, model.out_bias, "heads")
+    yield from _columns(f"{name}.q", q, model.hidden, model.qkv_bias, "heads")
+    yield from _columns(f"{name}.k", kv, model.hidden, model.qkv_bias, "kv_heads")
+    yield from _columns(f"{name}.v", kv, model.hidden, model.qkv_bias, "kv_heads")
+    yield from _rows(f"{name}.o", model.hidden, q, model.out_bias, "heads")
     if model.qk_norm:
         for which in ("q_norm", "k_norm"):
-            yield Parameter(f"{name}.attn.{which}.weight", (model.head_dim,), after_reduce=False)
-    yield from _norm(model, f"{name}.mlp_norm")
+            yield Parameter(f"{name}.{which}.weight", (model.head_dim,), after_reduce=False)
+
+
+def _latent(model: ModelSpec, name: str) -> Iterator[Parameter]:
+    """Latents are made of whole tokens on each rank; what they are expanded to is split by heads."""
+    assert model.mla is not None
+    mla, hidden, q = model.mla, model.hidden, model.heads * model.head_dim
+    if mla.q_rank is not None:
+        yield Parameter(f"{name}.q_a.weight", (mla.q_rank, hidden))
+        yield Parameter(f"{name}.q_a_norm.weight", (mla.q_rank,))
+    yield from _columns(f"{name}.q", q, mla.q_rank or hidden, False, "heads")
+    yield Parameter(f"{name}.kv_a.weight", (mla.kv_rank + mla.rope_dim, hidden))
+    yield Parameter(f"{name}.kv_a_norm.weight", (mla.kv_rank,))
+    expanded = model.heads * (model.head_dim - mla.rope_dim + mla.v_dim)
+    yield from _columns(f"{name}.kv", expanded, mla.kv_rank, False, "heads")
+    yield from _rows(f"{name}.o", hidden, model.heads * mla.v_dim, False, "heads")
+
+
+def _mlp(model: ModelSpec, name: str, channels: int) -> Iterator[Parameter]:
     if model.activation == "swiglu":
-        yield from _columns(f"{name}.mlp.gate", model.ffn, model.hidden, model.mlp_bias, "ffn")
-    yield from _columns(f"{name}.mlp.up", model.ffn, model.hidden, model.mlp_bias, "ffn")
-    yield from _rows(f"{name}.mlp.down", model.hidden, model.ffn, model.mlp_bias, "ffn")
+        yield from _columns(f"{name}.gate", channels, model.hidden, model.mlp_bias, "ffn")
+    yield from _columns(f"{name}.up", channels, model.hidden, model.mlp_bias, "ffn")
+    yield from _rows(f"{name}.down", model.hidden, channels, model.mlp_bias, "ffn")
+
+
+def _mixture(model: ModelSpec, name: str) -> Iterator[Parameter]:
+    """Each rank routes its own tokens, so that gradients of the router are always parts of a sum."""
+    assert model.moe is not None
+    moe, hidden = model.moe, model.hidden
+    yield Parameter(f"{name}.router.weight", (moe.experts, hidden), after_reduce=False)
+    for which in ("gate", "up"):
+        yield Parameter(f"{name}.experts.{which}", (moe.experts, moe.ffn, hidden), dim=1, expert=True)
+    yield Parameter(f"{name}.experts.down", (moe.experts, hidden, moe.ffn), dim=2, expert=True)
+    if moe.shared_ffn:
+        yield from _mlp(model, f"{name}.shared", moe.shared_ffn)
 
 
 def _norm(model: ModelSpec, name: str) -> Iterator[Parameter]:

@@ -25,6 +25,8 @@ _GPT = {
     "mlp_bias": True,
     "tied": True,
 }
+_MIXTRAL = {"family": "mixtral", "norm_eps": 1e-5, "rope_theta": 1e6, "head_dim": 128}
+_QWEN3_MOE = {**_QWEN3, "family": "qwen3_moe"}
 
 
 def _sizes(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int) -> dict[str, Any]:
@@ -35,6 +37,19 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Ours: `tiny` for tests (3M parameters), `small` (32M) and `base` (125M) for a laptop.
     "tiny": {**_LLAMA, **_sizes(4, 256, 384, 8, 4), "vocab_size": 2048},
     "small": {**_LLAMA, **_sizes(8, 512, 1408, 8, 4), "vocab_size": 8192},
+    # `moe-tiny` has as many active channels as tiny, `moe-small` as small.
+    "moe-tiny": {
+        **_LLAMA,
+        **_sizes(4, 256, 384, 8, 4),
+        "vocab_size": 2048,
+        "moe": {"experts": 8, "top_k": 2, "ffn": 128, "shared_ffn": 128, "aux_loss": 0.01, "dense_first": 1},
+    },
+    "moe-small": {
+        **_LLAMA,
+        **_sizes(8, 512, 1408, 8, 4),
+        "vocab_size": 8192,
+        "moe": {"experts": 16, "top_k": 2, "ffn": 512, "shared_ffn": 384, "aux_loss": 0.01, "z_loss": 1e-3},
+    },
     "base": {**_LLAMA, **_sizes(12, 768, 2048, 12, 4), "vocab_size": 32000},
     # Brown et al. 2020, Table 2.1.
     "gpt3-175b": {**_GPT, **_sizes(96, 12288, 49152, 96, 96), "vocab_size": 50257, "max_seq_len": 2048},
@@ -49,4 +64,53 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Yang et al. 2025 (Qwen3 technical report), Table 1 and model cards.
     "qwen3-8b": {**_QWEN3, **_sizes(36, 4096, 12288, 32, 8)},
     "qwen3-32b": {**_QWEN3, **_sizes(64, 5120, 25600, 64, 8)},
+    "qwen3-30b-a3b": {
+        **_QWEN3_MOE,
+        **_sizes(48, 2048, 6144, 32, 4),
+        "moe": {"experts": 128, "top_k": 8, "ffn": 768, "aux_loss": 0.001},
+    },
+    "qwen3-235b-a22b": {
+        **_QWEN3_MOE,
+        **_sizes(94, 4096, 12288, 64, 4),
+        "moe": {"experts": 128, "top_k": 8, "ffn": 1536, "aux_loss": 0.001},
+    },
+    # Jiang et al. 2024 (Mixtral of Experts), Table 1; the 8x22B's model card.
+    "mixtral-8x7b": {
+        **_MIXTRAL,
+        **_sizes(32, 4096, 14336, 32, 8),
+        "vocab_size": 32000,
+        "max_seq_len": 32768,
+        "moe": {"experts": 8, "top_k": 2, "ffn": 14336, "aux_loss": 0.02},
+    },
+    "mixtral-8x22b": {
+        **_MIXTRAL,
+        **_sizes(56, 6144, 16384, 48, 8),
+        "vocab_size": 32768,
+        "max_seq_len": 65536,
+        "moe": {"experts": 8, "top_k": 2, "ffn": 16384, "aux_loss": 0.001},
+    },
+    # DeepSeek-AI 2024 (DeepSeek-V3), §4.2.
+    "deepseek-v3": {
+        "family": "deepseek_v3",
+        **_sizes(61, 7168, 18432, 128, 128),
+        "head_dim": 192,
+        "vocab_size": 129280,
+        "norm_eps": 1e-6,
+        "max_seq_len": 4096,
+        "init_std": 0.006,
+        "mla": {"q_rank": 1536, "kv_rank": 512, "rope_dim": 64, "v_dim": 128},
+        "moe": {
+            "experts": 256,
+            "top_k": 8,
+            "ffn": 2048,
+            "shared_ffn": 2048,
+            "router": "sigmoid",
+            "scale": 2.5,
+            "groups": 8,
+            "top_groups": 4,
+            "bias": True,
+            "aux_loss": 0.0001,
+            "dense_first": 3,
+        },
+    },
 }

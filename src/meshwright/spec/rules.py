@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import ONE_STAGE, TWO_STAGES
+from meshwright.spec.numbers import divisors, nearest
+from meshwright.spec.sparse_rules import SPARSE_RULES
 from meshwright.spec.stages import even
 
 if TYPE_CHECKING:
+    from meshwright.spec.model import ModelSpec
     from meshwright.spec.run import RunSpec
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors of a positive number, ascending."""
-    small = [i for i in range(1, int(number**0.5) + 1) if number % i == 0]
-    return sorted({*small, *(number // i for i in small)})
-
-
-def nearest(wanted: int, choices: Iterable[int]) -> int:
-    """The choice nearest to `wanted`; of two at the same distance, the larger."""
-    return min(choices, key=lambda choice: (abs(choice - wanted), -choice))
 
 
 def heads_share_keys(spec: RunSpec) -> None:
@@ -49,15 +41,6 @@ def sequence_fits_positions(spec: RunSpec) -> None:
         raise UserError(
             f"data.seq_len: {spec.data.seq_len} is more than the model's {longest} learned positions; "
             f"give at most {longest}"
-        )
-
-
-def experts_not_built_yet(spec: RunSpec) -> None:
-    """The axis that this version does not run."""
-    if spec.layout.ep > 1:
-        raise UserError(
-            f"layout.ep: {spec.layout.ep} is not supported by this version, which has no experts; "
-            f"set layout.ep = 1"
         )
 
 
@@ -108,7 +91,7 @@ def tensor_axis_divides(spec: RunSpec) -> None:
     """Tensor ranks have whole heads, equal shares of the feed-forward layer, and rows of the vocabulary."""
     model, tp = spec.model, spec.layout.tp
     for name, count in (("heads", model.heads), ("ffn", model.ffn)):
-        if count % tp:
+        if count % tp and (name != "ffn" or has_dense_layers(model)):
             raise UserError(
                 f"layout.tp: {tp} tensor ranks do not divide model.{name} = {count}; "
                 f"try {_nearest_tp(spec, tp)}"
@@ -125,6 +108,11 @@ def tensor_axis_divides(spec: RunSpec) -> None:
         )
 
 
+def has_dense_layers(model: ModelSpec) -> bool:
+    """Whether a layer has a feed-forward layer of `ffn` channels."""
+    return not all(map(model.has_experts, range(model.layers)))
+
+
 def _every_rank_has_rows(vocabulary: int, tp: int) -> bool:
     return (tp - 1) * -(-vocabulary // tp) < vocabulary
 
@@ -134,7 +122,7 @@ def _nearest_tp(spec: RunSpec, tp: int) -> int:
     fits = [
         size
         for size in divisors(model.heads)
-        if model.ffn % size == 0
+        if (model.ffn % size == 0 or not has_dense_layers(model))
         and (size % model.kv_heads == 0 or model.kv_heads % size == 0)
         and _every_rank_has_rows(model.vocab_size, size)
     ]
@@ -244,7 +232,7 @@ RULES: tuple[Callable[[RunSpec], None], ...] = (
     heads_share_keys,
     rope_turns_pairs,
     sequence_fits_positions,
-    experts_not_built_yet,
+    *SPARSE_RULES,
     schedule_takes_its_stages,
     stages_hold_every_layer,
     tensor_axis_divides,

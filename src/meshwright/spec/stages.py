@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
@@ -69,16 +70,47 @@ def balanced(model: ModelSpec, count: int, seq_len: int) -> list[int]:
 
     Blocks count by their forward FLOPs and so does the head; the embedding is a lookup, and counts nothing.
     Of cuts that are as good, the one with most blocks beside the head is taken: what is there is held for
-    the shortest time.
+    the shortest time. Blocks that are alike are shared evenly by the other stages.
     """
-    block, head = model.block_flops(seq_len), model.head_flops
+    costs, head = [model.block_flops(seq_len, layer) for layer in range(model.layers)], model.head_flops
+
+    def rest(beside_head: int) -> list[int]:
+        return _shared(costs[: model.layers - beside_head], count - 1)
 
     def largest(beside_head: int) -> float:
-        most = -(-(model.layers - beside_head) // (count - 1))
-        return max(most * block, beside_head * block + head)
+        ends = list(accumulate(rest(beside_head), initial=0))
+        others = [sum(costs[first:last]) for first, last in pairwise(ends)]
+        return max(*others, sum(costs[ends[-1] :]) + head)
 
     beside_head = min(range(model.layers + 1), key=lambda number: (largest(number), -number))
-    return [*_dealt(model.layers - beside_head, count - 1, [*range(1, count - 1), 0]), beside_head]
+    return [*rest(beside_head), beside_head]
+
+
+def _shared(costs: Sequence[int], count: int) -> list[int]:
+    """Costs in order over `count` stages, so that the largest sum is as small as can be."""
+    if len(set(costs)) <= 1:
+        return _dealt(len(costs), count, [*range(1, count), 0])
+    low, high = max(costs), sum(costs)
+    while low < high:
+        most = (low + high) // 2
+        if len(_filled(costs, most)) <= count:
+            high = most
+        else:
+            low = most + 1
+    filled = _filled(costs, low)
+    return [*filled, *[0] * (count - len(filled))]
+
+
+def _filled(costs: Sequence[int], most: int) -> list[int]:
+    """How many costs each stage takes, when each takes all that fit within `most`."""
+    found, held = [0], 0
+    for cost in costs:
+        if held + cost > most:
+            found.append(0)
+            held = 0
+        found[-1] += 1
+        held += cost
+    return found
 
 
 def _dealt(layers: int, count: int, order: Sequence[int]) -> list[int]:
