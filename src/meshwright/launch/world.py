@@ -29,6 +29,6 @@ def mesh_of(spec: RunSpec) -> Iterator[Mesh]:
         device = (
             torch.device(kind, place.local_rank if place else 0) if kind == "cuda" else torch.device("cpu")
         )
-        mesh = build_mesh(spec.layout, device, spec.model.kv_heads)
+        mesh = build_mesh(spec.layout, device, spec.model.kv_heads, experts=spec.model.moe is not None)
         assert mesh is not None  # the layout has as many ranks as the world
         yield mesh

@@ -21,7 +21,7 @@ from meshwright.spec import ModelSpec, MoeSpec
 
 
 class Routing(NamedTuple):
-    """Where tokens go. In fp32 at least, logits and scores (N, E) and the weights (N, k) of the experts (N, k).
+    """Where tokens go: logits and scores (N, E), weights and experts (N, k), in fp32 at least.
 
     Scores are what the router gives before anything is chosen. All but the experts are differentiable.
     """

@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import fill_, init_value
+from meshwright.model.moe import Moe
+from meshwright.parallel.balance import Balance
 from meshwright.parallel.context import split_sequences
 from meshwright.parallel.data import DataParallel, UnitModules
+from meshwright.parallel.expert import split_experts
 from meshwright.parallel.later import Later
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline import Pipeline
@@ -24,9 +27,9 @@ from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.stages import Stage, stages
 
 
-def parallelise(spec: RunSpec, mesh: Mesh) -> tuple[Decoder, DataParallel, Pipeline]:
-    """Describe the decoder without memory, split its tensors and sequences, decide what it keeps, compile it,
-    cut it into stages, and give the states of this rank's stages a home.
+def parallelise(spec: RunSpec, mesh: Mesh) -> tuple[Decoder, DataParallel, Balance, Pipeline]:
+    """Describe the decoder without memory, split its tensors, experts and sequences, decide what it keeps,
+    compile it, cut it into stages, and give the states of this rank's stages a home.
 
     The parameters' values are zeros until `initialise` or a checkpoint fills them.
     """
@@ -37,13 +40,14 @@ def parallelise(spec: RunSpec, mesh: Mesh) -> tuple[Decoder, DataParallel, Pipel
     # In compiled blocks what sends is an operator, which a policy knows by name.
     kept, later = None if spec.train.compile else Kept(), Later()
     put_off = later if schedule.splits_backward else None
-    pieces = split_tensors(decoder, mesh.tensor, spec.layout.sequence_parallel, kept, put_off)
+    pieces = split_tensors(decoder, mesh, spec.layout.sequence_parallel, kept, put_off)
     split_sequences(decoder, mesh, spec.layout.context_mode, kept)
-    messages = mesh.tensor.size * mesh.context.size > 1 or schedule.splits_backward
+    routed = kept or Kept()
+    split_experts(decoder, mesh, routed, put_off)
+    messages = mesh.tensor.size * mesh.context.size > 1 or schedule.splits_backward or spec.model.moe
     apply_recompute(decoder.blocks, spec.recompute, kept if messages else None)
     if spec.train.compile:
-        for block in decoder.blocks:
-            block.forward = torch.compile(block.forward)
+        compile_blocks(decoder)
     every = stages(spec.model, spec.layout, spec.data.seq_len)
     own = [every[index] for index in schedule.stages_of(mesh.pipeline.rank)]
     names = {parameter: name for name, parameter in decoder.named_parameters()}
@@ -53,7 +57,15 @@ def parallelise(spec: RunSpec, mesh: Mesh) -> tuple[Decoder, DataParallel, Pipel
     pipeline = Pipeline(
         modules, mesh, partial(scheduled, spec.layout.chunks), later, states.begin_microbatch, states.take
     )
-    return decoder, states, pipeline
+    balance = Balance(decoder, [index for stage in own for index in stage.blocks], mesh, routed)
+    return decoder, states, balance, pipeline
+
+
+def compile_blocks(decoder: Decoder) -> None:
+    """Compile each block; of one with routed experts, whose sizes only the data know, its attention."""
+    for block in decoder.each_block():
+        module: nn.Module = block.attn if isinstance(block.mlp, Moe) else block
+        module.forward = torch.compile(module.forward)
 
 
 class Microbatch(Protocol):

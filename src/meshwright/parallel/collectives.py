@@ -82,6 +82,22 @@ def start_all_to_all(received: Tensor, sent: Tensor, axis: Axis) -> Pending:
     return work
 
 
+def start_all_to_all_rows(
+    received: Tensor, sent: Tensor, received_rows: list[int], sent_rows: list[int], axis: Axis
+) -> Pending:
+    """Give the first `sent_rows[0]` rows of `sent` to rank 0, and so on; `received` has them by sender."""
+    if axis.size == 1:
+        received.copy_(sent)
+        return DONE
+    others = sum(sent_rows) - sent_rows[axis.rank]
+    axis.wire.record(axis.name, "all_to_all", float(others * sent[:1].numel() * sent.element_size()))
+    work: Pending | None = dist.all_to_all_single(
+        received, sent, received_rows, sent_rows, group=axis.group, async_op=True
+    )
+    assert work is not None
+    return work
+
+
 class _All:
     def __init__(self, works: Sequence[Pending]) -> None:
         self._works = works

@@ -10,6 +10,7 @@ Wire          for P parameters over n ranks, each rank and step, with b bytes to
                 ZeRO-3  two all-gathers and a reduce-scatter each microbatch   2 a P b f + a P r f
                         (less what is still whole at the backward: the first unit and the last)
               replicate adds one all-reduce of P/n.
+              Routed experts likewise, over the n ranks that hold the same ones.
               In a pipeline microbatches are under way together, so a unit is gathered once a step and reduced
               once a step, in every stage: a rank's stages are whole while it runs, and P is theirs.
 Saves         optimiser states (1), and gradients (2), and parameters (3), to 1/n of their size.
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parallel.collectives import Pending, start_all_reduce, start_reduce_scatter, sum_scalars
-from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.mesh import Axis, Mesh
 from meshwright.parallel.precision import Formats
 from meshwright.parallel.slots import Owners, Slot, Stored, make_slots
 from meshwright.parallel.unit import Unit
@@ -56,21 +57,23 @@ class DataParallel:
         apart: str | None = None,
     ) -> None:
         self.mesh, self.formats, self._pieces, self._names, self._apart = mesh, formats, pieces, names, apart
-        self.zero = mesh.layout.zero if mesh.shard.size > 1 else 0
-        self.shards = mesh.shard if self.zero else None
+        self.zero = mesh.layout.zero if max(mesh.shard.size, mesh.expert_data.size) > 1 else 0
         self.each_microbatch = mesh.pipeline.size == 1
         """Whether units are gathered and reduced for each microbatch, where the stage of ZeRO says so."""
-        self.units = [self._make_unit(modules) for modules in units]
+        self._modules = units
+        self._groups = [list(self._make_units(modules)) for modules in units]
+        self.units = [unit for group in self._groups for unit in group]
         self._places = {
             unit.parameters[slot.name]: (unit, slot) for unit in self.units for slot in unit.slots
         }
         self._pending: deque[tuple[Pending, Callable[[], None]]] = deque()
         self._last_microbatch = True
         self._gradient_bytes = 0
-        for index, unit in enumerate(self.units):
-            self._hook(index, unit)
+        for index in range(len(units)):
+            self._hook(index)
 
-    def _make_unit(self, modules: UnitModules) -> Unit:
+    def _make_units(self, modules: UnitModules) -> Iterator[Unit]:
+        """What moves together with these modules: their parameters, and apart from them routed experts."""
         owners: dict[str, list[tuple[nn.Module, str]]] = {}
         for root in modules:
             for module in root.modules():
@@ -79,48 +82,67 @@ class DataParallel:
         listed: list[tuple[str, Piece, Owners]] = [
             (name, self._pieces[name], tuple(places)) for name, places in owners.items()
         ]
-        ranks, rank = (self.shards.size, self.shards.rank) if self.shards else (1, 0)
-        slots = make_slots(listed, ranks, rank)
-        return Unit(list(modules), slots, self.mesh, self.shards, self.formats)
+        mesh = self.mesh
+        for routed, shards in ((False, mesh.shard), (True, mesh.expert_data)):
+            own = [parameter for parameter in listed if (parameter[1].experts is not None) == routed]
+            if own:
+                yield self._make_unit(own, shards)
+
+    def _make_unit(self, listed: list[tuple[str, Piece, Owners]], ranks: Axis) -> Unit:
+        mesh = self.mesh
+        if self.zero and ranks.size > 1:
+            slots = make_slots(listed, ranks.size, ranks.rank)
+            return Unit(slots, mesh, ranks, mesh.replicate, self.formats)
+        replicas = mesh.replicate if mesh.replicate.size > 1 else ranks
+        return Unit(make_slots(listed, 1, 0), mesh, None, replicas, self.formats)
 
     # When things move -------------------------------------------------------------------------------
 
-    def _hook(self, index: int, unit: Unit) -> None:
-        for module in unit.modules:
+    def _hook(self, index: int) -> None:
+        for module in self._modules[index]:
             module.register_forward_pre_hook(lambda _module, _args, index=index: self._before_forward(index))
             module.register_forward_hook(
                 lambda module, _args, output, index=index: self._after_forward(index, module, output)
             )
-        for slot in unit.slots:
-            unit.parameters[slot.name].register_post_accumulate_grad_hook(
-                lambda parameter, unit=unit, slot=slot: self._on_gradient(unit, slot, parameter)
-            )
+        for unit in self._groups[index]:
+            for slot in unit.slots:
+                unit.parameters[slot.name].register_post_accumulate_grad_hook(
+                    lambda parameter, unit=unit, slot=slot: self._on_gradient(unit, slot, parameter)
+                )
+
+    def _gather(self, index: int, ahead: int) -> None:
+        """Wait for what modules `index` need, and begin to gather for modules `ahead`, if there are any."""
+        for unit in self._groups[index]:
+            unit.finish_gather()
+        if 0 <= ahead < len(self._groups):
+            for unit in self._groups[ahead]:
+                unit.start_gather()
 
     def _before_forward(self, index: int) -> None:
-        self.units[index].finish_gather()
-        if index + 1 < len(self.units):
-            self.units[index + 1].start_gather()
+        self._gather(index, index + 1)
 
     def _after_forward(self, index: int, module: nn.Module, output: Tensor) -> None:
-        unit = self.units[index]
-        if self.zero < 3 or module is not unit.modules[-1]:
+        modules = self._modules[index]
+        if self.zero < 3 or module is not modules[-1]:
             return
         if not (torch.is_grad_enabled() and output.requires_grad):
-            unit.release()
+            self._release(index)
             return
         if not self.each_microbatch:
             return
         # The head's backward comes next, and tied ends are one unit: they stay whole until their gradients.
-        if index == len(self.units) - 1 or len(unit.modules) > 1:
+        if index == len(self._groups) - 1 or len(modules) > 1:
             return
-        unit.release()
+        self._release(index)
         if index > 0:  # the backward of an embedding reads no weights
             output.register_hook(lambda _grad: self._before_backward(index))
 
+    def _release(self, index: int) -> None:
+        for unit in self._groups[index]:
+            unit.release()
+
     def _before_backward(self, index: int) -> None:
-        self.units[index].finish_gather()
-        if index > 1:
-            self.units[index - 1].start_gather()
+        self._gather(index, index - 1 if index > 1 else -1)
 
     def _on_gradient(self, unit: Unit, slot: Slot, parameter: nn.Parameter) -> None:
         grad, parameter.grad = parameter.grad, None
@@ -191,15 +213,14 @@ class DataParallel:
         if self.zero == 3:
             unit.release()
         due = self._last_microbatch
-        if not due and self.zero < 2:
+        if not due and (self.zero < 2 or unit.shards is None):
             return
-        packed = unit.take_packed(keep=self.shards is None)
-        if self.shards is None:
-            axis = self.mesh.shard if self.mesh.replicate.size == 1 else self.mesh.replicate
-            self._start(start_all_reduce(packed, axis), lambda: self._reduced(unit, packed))
+        packed = unit.take_packed(keep=unit.shards is None)
+        if unit.shards is None:
+            self._start(start_all_reduce(packed, unit.replicas), lambda: self._reduced(unit, packed))
             return
         part = torch.empty(unit.part, dtype=packed.dtype, device=packed.device)
-        work = start_reduce_scatter(part, packed, self.shards)
+        work = start_reduce_scatter(part, packed, unit.shards)
         self._start(work, lambda: self._scattered(unit, part, packed, due))
 
     def _reduced(self, unit: Unit, packed: Tensor) -> None:
@@ -211,8 +232,8 @@ class DataParallel:
             unit.gradient = part.to(self.formats.master)
         else:
             unit.gradient.add_(part)
-        if due and self.mesh.replicate.size > 1:
-            self._start(start_all_reduce(unit.gradient, self.mesh.replicate), lambda: None)
+        if due and unit.replicas.size > 1:
+            self._start(start_all_reduce(unit.gradient, unit.replicas), lambda: None)
 
     def _start(self, work: Pending, done: Callable[[], None]) -> None:
         self._pending.append((work, done))
@@ -241,14 +262,19 @@ class DataParallel:
         """Norm of the whole gradient: every element of every parameter once, over all ranks."""
         ends = self.mesh.ends
         elsewhere = self._apart if ends is not None and ends.rank > 0 else None
-        flats = [flat for unit in self.units for flat in unit.counted_gradients(elsewhere)]
-        squares = [_square(flat) for flat in flats]
-        square = float(torch.stack(squares).sum()) if squares else 0.0
-        if self.shards is not None:
-            (square,) = sum_scalars([square], self.shards)
-        (square,) = sum_scalars([square], self.mesh.tensor)
-        (square,) = sum_scalars([square], self.mesh.pipeline)
-        return float(square**0.5)
+        mesh, total = self.mesh, 0.0
+        for routed, shards, others in (
+            (False, mesh.shard, mesh.tensor),
+            (True, mesh.expert_data, mesh.expert),
+        ):
+            units = [unit for unit in self.units if unit.routed == routed]
+            squares = [_square(flat) for unit in units for flat in unit.counted_gradients(elsewhere)]
+            square = float(torch.stack(squares).sum()) if squares else 0.0
+            if self.zero:
+                (square,) = sum_scalars([square], shards)
+            total += sum_scalars([square], others)[0]
+        (total,) = sum_scalars([total], mesh.pipeline)
+        return float(total**0.5)
 
     def _flat_gradients(self) -> list[Tensor]:
         return [unit.gradient for unit in self.units if unit.gradient is not None]

@@ -24,3 +24,8 @@ def mean_over_targets(loss_sum: Tensor, global_targets: int) -> Tensor:
     A batch without any target has loss 0 and gradients 0, rather than NaN.
     """
     return loss_sum / max(global_targets, 1)
+
+
+def share_of_a_sequence(global_sequences: int) -> float:
+    """What one sequence counts in the mean over the global batch, where a loss is defined for each."""
+    return 1.0 / global_sequences

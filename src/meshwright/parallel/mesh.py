@@ -60,6 +60,10 @@ class Mesh:
 
     `storage` is the (replicate, shard, tp) mesh that stored parameters are DTensors on; `shard` is dp x cp.
     The context axis is `ring` x `ulysses`, the latter neighbours (Fang & Zhao 2024).
+    Routed experts lie on `expert`, ep x etp neighbours of one stage and replica (Liu et al. 2025, parallel
+    folding); ranks that hold the same ones are `expert_data`, and `expert_storage` is the (replicate,
+    expert_data, ep, etp) mesh of their DTensors. `sequence` joins the ranks that share sequences, cp x tp,
+    and `stage` all of one place in the pipeline. Without experts these four are of one rank.
     Where there are more tensor ranks than key-value heads, `copies` neighbours hold the same head:
     `split_storage` is the (replicate, shard, parts, copies) mesh of those.
     `pipeline` carries activations between stages and `gradients` theirs, so that none waits for the other.
@@ -73,6 +77,7 @@ class Mesh:
     device: torch.device
     storage: DeviceMesh
     split_storage: DeviceMesh
+    expert_storage: DeviceMesh
     wire: Wire
     replicate: Axis
     shard: Axis
@@ -81,6 +86,10 @@ class Mesh:
     ulysses: Axis
     tensor: Axis
     copies: Axis
+    expert: Axis
+    expert_data: Axis
+    sequence: Axis
+    stage: Axis
     pipeline: Axis
     gradients: Axis
     ends: Axis | None
@@ -100,12 +109,16 @@ class Mesh:
 
 
 def build_mesh(
-    layout: Layout, device: torch.device, kv_heads: int | None = None, groups: Groups | None = None
+    layout: Layout,
+    device: torch.device,
+    kv_heads: int | None = None,
+    groups: Groups | None = None,
+    experts: bool = True,
 ) -> Mesh | None:
     """Build the mesh of `layout` over the first `layout.world_size` ranks of the default group.
 
-    `kv_heads` are those of the model, by default as many as any layout can deal out. `groups` are
-    those that other meshes of this process have made.
+    `kv_heads` are those of the model, by default as many as any layout can deal out, and `experts` tells
+    whether it has any. `groups` are those that other meshes of this process have made.
 
     Every rank of the default group calls this, since making a group is collective; a rank that is not part of
     the mesh gets None.
@@ -120,7 +133,13 @@ def build_mesh(
     tokens = grid.view(-1, layout.cp, layout.tp)
     rings = grid.view(-1, layout.cp // ulysses, ulysses, layout.tp)
     heads_grid = grid.unflatten(-1, (-1, copies))
+    expert_grid = grid.view(-1, layout.expert_data_ranks, layout.ep, layout.etp)
+    alone = grid.view(-1, 1)
     storage = groups.device_mesh(grid, ("replicate", "shard", "tp"))
+    expert_storage = storage
+    if experts:
+        parts = expert_grid.unflatten(0, (layout.pp, layout.replicate))
+        expert_storage = groups.device_mesh(parts, ("replicate", "expert_data", "ep", "etp"))
     split = storage
     if copies > 1:
         split = groups.device_mesh(heads_grid, ("replicate", "shard", "parts", "copies"))
@@ -134,6 +153,10 @@ def build_mesh(
         "ulysses": ("context", groups.along(rings, 2, "context")),
         "tensor": ("tensor", groups.along(grid, 3)),
         "copies": ("tensor", groups.along(heads_grid, 4)),
+        "expert": ("expert", groups.along(expert_grid.flatten(2) if experts else alone, -1)),
+        "expert_data": ("expert_data", groups.along(expert_grid if experts else alone, 1)),
+        "sequence": ("sequence", groups.along(grid.view(-1, layout.cp * layout.tp) if experts else alone, 1)),
+        "stage": ("stage", groups.along(grid.view(layout.pp, -1) if experts else alone, 1)),
         "pipeline": ("pipeline", groups.along(grid, 0, apart[0])),
         "gradients": ("pipeline", groups.along(grid, 0, apart[1])),
         "ends": ("pipeline", groups.along(grid[[0, -1]], 0) if layout.pp > 1 else None),
@@ -153,7 +176,7 @@ def build_mesh(
         on = host if key in ("data", "control", "background") else device
         return Axis(name, group.size(), group.rank(), group, on, wire)
 
-    if storage is None or split is None:
+    if storage is None or split is None or expert_storage is None:
         return None
     axes: dict[str, Any] = {key: axis(key) for key in of_axes}
-    return Mesh(layout, device, storage, split, wire, **axes)
+    return Mesh(layout, device, storage, split, expert_storage, wire, **axes)

@@ -60,8 +60,20 @@ class Kept:
         self._results: deque[Results | None] | None = None
         self._second = False
 
-    def run(self, kind: SavedOp, compute: Callable[[], Results], read_again: bool = True) -> Results:
-        """What `compute` returns, now or the first time; shapes only where it is not `read_again`."""
+    @property
+    def second(self) -> bool:
+        """Whether a block's second forward runs."""
+        return self._second
+
+    def serves(self, kind: SavedOp) -> bool:
+        """Whether what is of this kind is there already, as a second forward runs."""
+        return self._second and kind in self._saved
+
+    def run(self, kind: SavedOp | None, compute: Callable[[], Results], read_again: bool = True) -> Results:
+        """What `compute` returns, now or the first time; shapes only where it is not `read_again`.
+
+        What is of kind None is kept by every policy.
+        """
         results = self._results
         if results is None:
             return compute()
@@ -72,7 +84,9 @@ class Kept:
             found = compute()
         if not self._second:
             shapes = tuple(x.new_empty(()).expand(x.shape) for x in found)
-            results.append(shapes if not read_again else found if kind in self._saved else None)
+            results.append(
+                shapes if not read_again else found if kind in self._saved or kind is None else None
+            )
         return found
 
     @contextmanager

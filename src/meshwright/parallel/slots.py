@@ -29,13 +29,26 @@ class Slot:
     """Elements of one rank's part, padding included."""
     first_row: int
     rows: int
-    """Rows of this rank, of those of the piece: `first_row` to `first_row + rows`."""
+    """Rows of this rank, of those of the piece: `first_row` to `first_row + rows`. Rows are indices of dim 0,
+    or of dim 1 for experts, where each of the rank's experts has some of its rows on every rank."""
     owners: Owners
 
     @property
     def shape(self) -> torch.Size:
         """What computes on this tensor rank."""
         return torch.Size(self.piece.shape)
+
+    @property
+    def dim(self) -> int:
+        """The dim of the rows."""
+        return self.piece.rows_dim
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """The shape of one rank's part, padding included."""
+        shape, dim = self.shape, self.dim
+        per_rank = self.padded // (shape.numel() // shape[dim])
+        return (*shape[:dim], per_rank, *shape[dim + 1 :])
 
     @property
     def decay(self) -> bool:
@@ -46,21 +59,24 @@ class Slot:
         """For each dim of the local rows, the place of each index in the whole parameter."""
         found = [torch.arange(size) for size in self.shape]
         found[self.piece.dim] += self.piece.first
-        found[0] = found[0][self.first_row : self.first_row + self.rows]
+        if self.piece.experts is not None:
+            found[0] += self.piece.experts.start
+        found[self.dim] = found[self.dim][self.first_row : self.first_row + self.rows]
         return found
 
 
 def make_slots(parameters: list[tuple[str, Piece, Owners]], ranks: int, rank: int) -> list[Slot]:
     """Deal the rows of each piece over `ranks`, as DTensor's `Shard(0)` deals them.
 
-    Decayed parameters come first; within each half those whose gradients the tensor axis must sum.
+    Those of experts as `Shard(1)` does. Decayed parameters come first; within each half those whose gradients
+    the tensor axis must sum.
     """
     slots, start = [], 0
     for name, piece, owners in sorted(parameters, key=lambda item: (len(item[1].whole) < 2, item[1].summed)):
-        rows_of_piece, *others = piece.shape
+        rows_of_piece = piece.shape[piece.rows_dim]
         per_rank = math.ceil(rows_of_piece / ranks)
         first = min(rank * per_rank, rows_of_piece)
-        padded = per_rank * math.prod(others)
+        padded = per_rank * (math.prod(piece.shape) // rows_of_piece)
         slots.append(Slot(name, piece, start, padded, first, min(per_rank, rows_of_piece - first), owners))
         start += padded
     return slots
@@ -99,6 +115,8 @@ Stored = DTensor | Trimmed
 def stored(slot: Slot, local: Tensor, mesh: Mesh, sharded: bool) -> Stored:
     """A parameter's, gradient's or moment's local rows as a part of the whole; they share its memory."""
     piece = slot.piece
+    if piece.experts is not None:
+        return _stored_experts(slot, local, mesh, sharded)
     split = piece.parts > 1
     rows: Placement = Replicate()
     if sharded:
@@ -118,3 +136,22 @@ def stored(slot: Slot, local: Tensor, mesh: Mesh, sharded: bool) -> Stored:
         stride=torch.empty(shape, device="meta").stride(),
     )
     return Trimmed(found, piece.whole[0]) if shape[0] > piece.whole[0] else found
+
+
+def _stored_experts(slot: Slot, local: Tensor, mesh: Mesh, sharded: bool) -> DTensor:
+    """Of routed experts: dim 0 over the expert ranks, and the channels over those that share an expert."""
+    piece, shape = slot.piece, torch.Size(slot.piece.whole)
+    split = piece.parts > 1
+    rows: Placement = Replicate()
+    if sharded:
+        both = split and piece.dim == 1
+        rows = _StridedShard(1, split_factor=piece.parts) if both else Shard(1)
+    channels: Placement = Shard(piece.dim) if split else Replicate()
+    return DTensor.from_local(
+        local,
+        mesh.expert_storage,
+        (Replicate(), rows, Shard(0), channels),
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )

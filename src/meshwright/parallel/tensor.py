@@ -33,6 +33,7 @@ from torch.autograd.function import once_differentiable
 from meshwright.model.decoder import Decoder, Embed, Head
 from meshwright.model.linear import Linear
 from meshwright.model.loss import VocabularyPart, linear_cross_entropy
+from meshwright.model.moe import Moe
 from meshwright.parallel.collectives import (
     DONE,
     Pending,
@@ -46,9 +47,9 @@ from meshwright.parallel.collectives import (
 )
 from meshwright.parallel.joint import Joint, Tensors, empty
 from meshwright.parallel.later import Later
-from meshwright.parallel.mesh import Axis
+from meshwright.parallel.mesh import Axis, Mesh
 from meshwright.parallel.recompute import Kept
-from meshwright.spec.parameters import Piece, parameters, piece_of
+from meshwright.spec.parameters import Piece, expert_piece, parameters, piece_of
 
 # Whole tokens and shards of them ------------------------------------------------------------------------
 
@@ -388,7 +389,7 @@ class TensorParallel:
 
 
 def split_tensors(
-    decoder: Decoder, axis: Axis, sequence_parallel: bool, kept: Kept | None, later: Later | None
+    decoder: Decoder, mesh: Mesh, sequence_parallel: bool, kept: Kept | None, later: Later | None
 ) -> dict[str, Piece]:
     """Cut the decoder's parameters (on `meta`) to this rank's pieces, and let its modules compute on those.
 
@@ -397,21 +398,27 @@ def split_tensors(
     puts them off. Returns every parameter's piece, by name.
     """
     model = decoder.spec
+    axis, layout = mesh.tensor, mesh.layout
     pieces = {
-        parameter.name: piece_of(parameter, model, axis.size, axis.rank, sequence_parallel)
+        parameter.name: expert_piece(parameter, layout.ep, layout.etp, mesh.expert.rank)
+        if parameter.expert
+        else piece_of(parameter, model, axis.size, axis.rank, sequence_parallel)
         for unit in parameters(model).values()
         for parameter in unit
     }
     tensor = TensorParallel(axis, sequence_parallel, kept, later or Later())
-    if axis.size > 1:
+    if max(axis.size, mesh.expert.size) > 1:
         _cut(decoder, pieces)
+    if axis.size > 1:
         embed, head = decoder.embed, decoder.head
         _replace(embed, tensor.embed, embed, pieces["embed.weight"])
         _replace(head, tensor.head, head, pieces["embed.weight" if model.tied else "head.weight"])
     if axis.size > 1 or later is not None:
         for block in decoder.each_block():
-            block.attn.project = block.mlp.project = tensor.project
-            block.attn.leave, block.mlp.leave = tensor.leave, tensor.leave_last
+            block.attn.project, block.attn.leave = tensor.project, tensor.leave
+            dense = block.mlp.shared if isinstance(block.mlp, Moe) else block.mlp
+            if dense is not None:
+                dense.project, dense.leave = tensor.project, tensor.leave_last
     return pieces
 
 

@@ -1,4 +1,5 @@
-"""A unit: the parameters that are gathered and reduced together (the embedding, one block, or the head).
+"""A unit: parameters that are gathered and reduced together (the embedding, one block but for its routed
+experts, these, or the head).
 
 Each rank stores rows of every parameter in one flat buffer, so that a unit crosses the wire as one message:
 
@@ -14,7 +15,6 @@ with zeros to equal parts. With n = 1 and equal formats `full` is `stored`: noth
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -31,11 +31,19 @@ class Unit:
     """Storage and buffers of one unit on one rank; when they are filled is decided by `data.DataParallel`."""
 
     def __init__(
-        self, modules: list[nn.Module], slots: list[Slot], mesh: Mesh, shards: Axis | None, formats: Formats
+        self,
+        slots: list[Slot],
+        mesh: Mesh,
+        shards: Axis | None,
+        replicas: Axis,
+        formats: Formats,
     ) -> None:
-        self.modules, self.slots = modules, slots
-        self.shards, self.formats, self.mesh = shards, formats, mesh
+        """Parts lie on `shards`, or the whole on each rank; `replicas` have the same and add up gradients."""
+        self.slots, self.shards, self.replicas = slots, shards, replicas
+        self.formats, self.mesh = formats, mesh
         self.ranks = shards.size if shards else 1
+        self.routed = slots[0].piece.experts is not None
+        """Whether it is of routed experts, which never share a unit with others."""
         self.part = sum(slot.padded for slot in slots)
         self.decayed = sum(slot.padded for slot in slots if slot.decay)
         self.stored = torch.zeros(self.part, dtype=formats.master, device=mesh.device)
@@ -56,10 +64,15 @@ class Unit:
         self.arrived: set[str] = set()
         self.waiting: dict[str, int] = {}
 
+    def _whole(self, slot: Slot) -> Tensor:
+        """One parameter's part of `full`, with a dim of `ranks` before that of their rows."""
+        begin, dim = slot.start * self.ranks, slot.dim
+        shape = (*slot.part[:dim], self.ranks, *slot.part[dim:])
+        return self.full[begin : begin + slot.padded * self.ranks].view(shape)
+
     def _compute_parameter(self, slot: Slot) -> nn.Parameter:
-        begin = slot.start * self.ranks
-        view = self.full[begin : begin + slot.shape.numel()].view(slot.shape)
-        parameter = nn.Parameter(view)
+        rows = self._whole(slot).flatten(slot.dim, slot.dim + 1)
+        parameter = nn.Parameter(rows.narrow(slot.dim, 0, slot.shape[slot.dim]))
         for module, attribute in slot.owners:
             setattr(module, attribute, parameter)
         return parameter
@@ -68,8 +81,8 @@ class Unit:
 
     def local(self, flat: Tensor, slot: Slot) -> Tensor:
         """This rank's rows of one parameter, as a view of `flat` (`stored`, `gradient`, or a moment)."""
-        numel = slot.rows * math.prod(slot.shape[1:])
-        return flat[slot.start : slot.start + numel].view(slot.rows, *slot.shape[1:])
+        part = flat[slot.start : slot.start + slot.padded].view(slot.part)
+        return part.narrow(slot.dim, 0, slot.rows)
 
     def tensors(self, flat: Tensor) -> Iterator[tuple[str, Stored]]:
         """(name, part of the whole) for each parameter of a flat buffer in stored form, in its memory."""
@@ -108,9 +121,8 @@ class Unit:
                 self.full.copy_(whole)
             else:
                 for slot in self.slots:
-                    begin = slot.start * self.ranks
-                    target = self.full[begin : begin + slot.padded * self.ranks].view(self.ranks, slot.padded)
-                    target.copy_(parts[:, slot.start : slot.start + slot.padded])
+                    target = self._whole(slot).movedim(slot.dim, 0)
+                    target.copy_(parts[:, slot.start : slot.start + slot.padded].view(target.shape))
         self.ready = True
 
     def release(self) -> None:
@@ -133,20 +145,22 @@ class Unit:
         """Take a parameter's gradient over into `packed`: copied the first time, added after that."""
         if self.packed is None:
             self.packed = torch.empty(self.ranks * self.part, dtype=self.formats.reduce, device=grad.device)
-        rows, flat = self._packed_rows(slot), grad.reshape(-1)
-        whole, rest = divmod(flat.numel(), slot.padded)
-        pieces = [(rows[:whole], flat[: whole * slot.padded].view(whole, slot.padded))]
+        dim, per_rank = slot.dim, slot.part[slot.dim]
+        rows = self._packed_rows(slot).unflatten(1, slot.part)
+        whole, rest = divmod(grad.shape[dim], per_rank)
+        evenly = grad.narrow(dim, 0, whole * per_rank).unflatten(dim, (whole, per_rank))
+        pieces = [(rows[:whole], evenly.movedim(dim, 0))]
         if rest:
-            pieces.append((rows[whole, :rest], flat[whole * slot.padded :]))
+            pieces.append((rows[whole].narrow(dim, 0, rest), grad.narrow(dim, whole * per_rank, rest)))
         if slot.name in self.arrived:
             for target, source in pieces:
                 target.add_(source)
             return
         for target, source in pieces:
             target.copy_(source)
-        if flat.numel() < rows.numel():  # the padding
-            rows[whole, rest:].zero_()
-            rows[whole + 1 :].zero_()
+        if rest:  # the padding
+            rows[whole].narrow(dim, rest, per_rank - rest).zero_()
+        rows[whole + (1 if rest else 0) :].zero_()
         self.arrived.add(slot.name)
 
     def take_packed(self, keep: bool) -> Tensor:

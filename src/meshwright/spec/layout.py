@@ -37,7 +37,7 @@ def ulysses_ranks(ranks: int, kv_heads: int, mode: ContextMode) -> int:
 
 
 class Layout(Part):
-    """Sizes of the mesh's axes. World size = replicate x dp x cp x tp x pp; experts fold into dp x cp x tp."""
+    """Sizes of the mesh's axes. World size = replicate x dp x cp x tp x pp; ep x etp folds into it."""
 
     dp: int = Field(1, ge=1, description="data-parallel ranks; ZeRO shards over dp x cp")
     replicate: int = Field(1, ge=1, description="copies of the ZeRO-sharded group (hybrid sharding)")

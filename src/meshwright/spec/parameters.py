@@ -153,6 +153,9 @@ class Piece:
     `parts` different pieces exist, each on tp / parts ranks (`copies`). A piece may reach beyond the whole,
     by `padding` rows of zeros, where a vocabulary is not divided evenly. `summed` tells that the ranks
     that hold the same piece have parts of its gradient, which must be summed.
+
+    Of routed experts it is what one of ep x etp expert ranks holds: `experts` are their numbers along dim 0,
+    and `parts` counts those that share an expert.
     """
 
     whole: tuple[int, ...]
@@ -162,11 +165,18 @@ class Piece:
     parts: int
     copies: int
     summed: bool
+    experts: range | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape that the rank holds, padding included."""
-        return (*self.whole[: self.dim], self.size, *self.whole[self.dim + 1 :])
+        shape = (*self.whole[: self.dim], self.size, *self.whole[self.dim + 1 :])
+        return shape if self.experts is None else (len(self.experts), *shape[1:])
+
+    @property
+    def rows_dim(self) -> int:
+        """The dim whose indices are dealt over the ranks that share its storage; experts may be too few."""
+        return 0 if self.experts is None else 1
 
     @property
     def padding(self) -> int:
@@ -185,3 +195,11 @@ def piece_of(parameter: Parameter, model: ModelSpec, tp: int, rank: int, sequenc
     size = ceil(length / parts)
     first = rank // copies * size
     return Piece(parameter.shape, parameter.dim, first, size, parts, copies, copies > 1)
+
+
+def expert_piece(parameter: Parameter, ep: int, etp: int, rank: int) -> Piece:
+    """The piece of routed experts that one of ep x etp ranks holds; etp neighbours share the same."""
+    count, channels = parameter.shape[0] // ep, parameter.shape[parameter.dim] // etp
+    mine, part = divmod(rank, etp)
+    experts = range(mine * count, (mine + 1) * count)
+    return Piece(parameter.shape, parameter.dim, part * channels, channels, etp, 1, False, experts)

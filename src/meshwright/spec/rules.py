@@ -139,7 +139,8 @@ def sequence_is_cut_evenly(spec: RunSpec) -> None:
             f"try layout.cp = {_nearest_cp(spec)}, or data.seq_len = "
             f"{max(pieces, round(length / pieces) * pieces)} and train.batch_tokens a multiple of it"
         )
-    if spec.layout.sequence_parallel and length // cp % tp:
+    shared = spec.layout.sequence_parallel or spec.model.moe is not None
+    if shared and length // cp % tp:
         unit = pieces * tp
         raise UserError(
             f"data.seq_len: the {length // cp} tokens of a context rank are not shared evenly by layout.tp = "

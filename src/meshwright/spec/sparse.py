@@ -35,7 +35,7 @@ class MoeSpec(Part):
     capacity_factor: float | None = Field(
         None,
         gt=0,
-        description="most tokens of a sequence in one expert, times an even share; by default none is dropped",
+        description="most tokens of a sequence in one expert, in even shares; by default none is dropped",
     )
     dense_first: int = Field(0, ge=0, description="first layers that are dense, of `model.ffn` channels")
     every: int = Field(1, ge=1, description="of the layers after those, each n-th has experts")

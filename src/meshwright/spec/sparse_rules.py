@@ -17,8 +17,8 @@ def experts_are_gated(spec: RunSpec) -> None:
     if model.moe is not None and (model.activation != "swiglu" or model.mlp_bias):
         key = "activation" if model.activation != "swiglu" else "mlp_bias"
         raise UserError(
-            f"model.{key}: {getattr(model, key)!r} does not go with model.moe, whose experts are SwiGLU without "
-            f"biases; give model.activation = 'swiglu' and model.mlp_bias = false"
+            f"model.{key}: {getattr(model, key)!r} does not go with model.moe, whose experts are SwiGLU "
+            f"without biases; give model.activation = 'swiglu' and model.mlp_bias = false"
         )
 
 
@@ -56,9 +56,9 @@ def some_layer_has_experts(spec: RunSpec) -> None:
     model, moe = spec.model, spec.model.moe
     if moe is not None and not any(map(moe.has_experts, range(model.layers))):
         raise UserError(
-            f"model.moe.dense_first: with {moe.dense_first} dense layers and each {moe.every}th of the others "
-            f"none of model.layers = {model.layers} has experts; give dense_first = 0 and every = 1, or more "
-            f"layers"
+            f"model.moe.dense_first: with {moe.dense_first} dense layers and each {moe.every}th of the "
+            f"others none of model.layers = {model.layers} has experts; give dense_first = 0 and "
+            f"every = 1, or more layers"
         )
 
 
@@ -68,8 +68,8 @@ def expert_axis_divides(spec: RunSpec) -> None:
     for key in ("ep", "etp"):
         if moe is None and getattr(layout, key) > 1:
             raise UserError(
-                f"layout.{key}: {getattr(layout, key)} expert ranks have nothing to share, as the model has no "
-                f"experts; set layout.{key} = 1, or give model.moe"
+                f"layout.{key}: {getattr(layout, key)} expert ranks have nothing to share, as the model has "
+                f"no experts; set layout.{key} = 1, or give model.moe"
             )
     if moe is None:
         return
@@ -80,8 +80,8 @@ def expert_axis_divides(spec: RunSpec) -> None:
         )
     if moe.ffn % layout.etp:
         raise UserError(
-            f"layout.etp: {layout.etp} ranks do not divide the model.moe.ffn = {moe.ffn} channels of an expert; "
-            f"try {nearest(layout.etp, divisors(moe.ffn))}"
+            f"layout.etp: {layout.etp} ranks do not divide the model.moe.ffn = {moe.ffn} channels of an "
+            f"expert; try {nearest(layout.etp, divisors(moe.ffn))}"
         )
     ranks = layout.expert_ranks
     if ranks % (layout.ep * layout.etp):
@@ -99,8 +99,8 @@ def shared_experts_divide(spec: RunSpec) -> None:
     moe, tp = spec.model.moe, spec.layout.tp
     if moe is not None and moe.shared_ffn % tp:
         raise UserError(
-            f"layout.tp: {tp} tensor ranks do not divide the model.moe.shared_ffn = {moe.shared_ffn} channels of "
-            f"the shared experts; try {nearest(tp, divisors(moe.shared_ffn))}"
+            f"layout.tp: {tp} tensor ranks do not divide the model.moe.shared_ffn = {moe.shared_ffn} "
+            f"channels of the shared experts; try {nearest(tp, divisors(moe.shared_ffn))}"
         )
 
 

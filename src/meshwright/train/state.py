@@ -28,6 +28,7 @@ FREE = {
 def tensors(trainer: Trainer) -> dict[str, Stored]:
     """Every tensor that a resume needs, by name, sharing the run's memory."""
     found = {f"model/{name}": tensor for name, tensor in trainer.states.parameters()}
+    found.update({f"model/{name}": tensor for name, tensor in trainer.balance.biases().items()})
     found.update({f"optim/{name}": tensor for name, tensor in trainer.optimiser.tensors()})
     return found
 

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from meshwright.checkpoint.ranks import Ranks
 from meshwright.data.loader import Batch
 from meshwright.parallel.apply import initialise, parallelise
+from meshwright.parallel.balance import LayerBalance
 from meshwright.parallel.collectives import sum_scalars
 from meshwright.parallel.context import share
-from meshwright.parallel.loss import count_targets, mean_over_targets
+from meshwright.parallel.loss import count_targets, mean_over_targets, share_of_a_sequence
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import LossScale
 from meshwright.spec import RunSpec
@@ -36,7 +38,7 @@ class Trainer:
 
     def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
         self.spec, self.mesh = spec, mesh
-        self.decoder, self.states, self.pipeline = parallelise(spec, mesh)
+        self.decoder, self.states, self.balance, self.pipeline = parallelise(spec, mesh)
         self.optimiser = Optimiser(self.states, spec.train)
         self.loss_scale = LossScale(spec.precision)
 
@@ -57,8 +59,11 @@ class Trainer:
 
         micros = list(microbatches(batch, self.spec.micro_batch, self.mesh.device))
         self.states.begin_step(len(micros))
+        sequences = self.spec.batch_sequences
+        self.balance.begin_step(self.loss_scale.value * share_of_a_sequence(sequences))
         self.pipeline.run(micros, objective)
         self.states.finish_step()
+        self.balance.finish_step(sequences, self.spec.data.seq_len)
         (loss_sum,) = sum_scalars([math.fsum(map(float, losses))], self.mesh.data)
         return loss_sum
 
@@ -77,9 +82,17 @@ class Trainer:
             shrink = min(1.0, clip / (norm + 1e-6)) if clip is not None else 1.0
             self.states.scale_gradients(shrink / scale)
             self.optimiser.step(rate)
+            self.balance.update()
         self.loss_scale.update(finite)
         self.states.end_step()
         return Step(loss, norm, rate, finite)
+
+    def layers_balance(self) -> dict[int, LayerBalance]:
+        """What the last step did in each layer with experts, of every stage: on the first rank, in order."""
+        own = {layer: list(found) for layer, found in self.balance.found.items()}
+        gathered = Ranks(self.mesh.control.group).gather(own if self.mesh.stage.rank == 0 else {})
+        every = {int(layer): LayerBalance(*found) for part in gathered for layer, found in part.items()}
+        return dict(sorted(every.items()))
 
     @torch.no_grad()
     def nll(self, batch: Batch) -> tuple[float, int]:

@@ -19,10 +19,12 @@ from meshwright.data.corpus import Corpus, open_corpus
 from meshwright.data.loader import Batch, Loader
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
+from meshwright.parallel.balance import LayerBalance
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.spec.parts import TrainSpec
 from meshwright.train.narrow import narrowed
+from meshwright.train.router_reference import RouterReference
 from meshwright.train.schedule import learning_rate
 from meshwright.train.step import Trainer
 from meshwright.train.wholes import wholes
@@ -89,6 +91,8 @@ def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
         gradients = {name: grad.clone() for name, grad in wholes(trainer.states.gradients(), mesh)}
         done = trainer.apply(loss, number)
         parameters = dict(wholes(trainer.states.parameters(), mesh))
+        balance = trainer.layers_balance()
+        biases = dict(wholes(trainer.balance.biases().items(), mesh))
         if reference is not None:
             theirs = next(reference)
             at = f"step {number} "
@@ -98,10 +102,23 @@ def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
                 at + "grad norm", {"grad norm": _scalar(done.grad_norm)}, {"grad norm": theirs.norm}
             )
             comparison.add(at + "parameter", parameters, theirs.parameters)
+            if balance:
+                comparison.add(at + "balance", _tensors(balance), theirs.balance)
+            if biases:
+                comparison.add(at + "router bias", biases, theirs.biases)
     loader.close()
     if not first:
         return None
     return {**comparison.result(), "narrowed": note, "layout": spec.layout.describe(), "steps": steps}
+
+
+def _tensors(balance: dict[int, LayerBalance]) -> dict[str, Tensor]:
+    """What `RouterReference.found` has, by the same names."""
+    return {
+        f"blocks.{layer} {name}": torch.tensor(value, dtype=torch.float64).reshape(-1)
+        for layer, found in balance.items()
+        for name, value in found._asdict().items()
+    }
 
 
 def _scalar(value: float) -> Tensor:
@@ -130,6 +147,8 @@ class ReferenceStep:
     norm: Tensor
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
+    balance: dict[str, Tensor]
+    biases: dict[str, Tensor]
 
 
 def _reference(spec: RunSpec, corpus: Corpus, device: torch.device) -> Iterator[ReferenceStep]:
@@ -140,15 +159,21 @@ def _reference(spec: RunSpec, corpus: Corpus, device: torch.device) -> Iterator[
     loader = Loader(corpus, spec, 0, 1)
     for number in range(1, spec.train.total_steps + 1):
         decoder.zero_grad()
-        loss = _mean_loss(decoder, loader.step(number - 1).to(device))
-        loss.backward()
+        batch = loader.step(number - 1).to(device)
+        routers = [RouterReference(layer, mixture) for layer, mixture in decoder.each_mixture()]
+        loss = _mean_loss(decoder, batch)
+        (loss + sum(router.loss(len(batch.tokens)) for router in routers)).backward()
         gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
         norm = torch.sqrt(torch.stack([grad.square().sum() for grad in gradients.values()]).sum())
         shrink = 1.0 if spec.train.clip is None else min(1.0, spec.train.clip / (float(norm) + 1e-6))
         for name, parameter in parameters.items():
             _adamw(parameter, gradients[name] * shrink, moments[name], spec.train, number)
         found = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        yield ReferenceStep(loss.detach().cpu(), norm.cpu(), gradients, found)
+        balance = {name: value for router in routers for name, value in router.found.items()}
+        for router in routers:
+            router.move_bias()
+        biases = {name: bias.clone() for name, bias in decoder.balance_biases().items()}
+        yield ReferenceStep(loss.detach().cpu(), norm.cpu(), gradients, found, balance, biases)
 
 
 def _mean_loss(decoder: Decoder, batch: Batch) -> Tensor:
