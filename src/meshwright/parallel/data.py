@@ -20,6 +20,7 @@ beside the computation, on gloo as on NCCL. All sums; the one division is in `lo
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -242,8 +243,7 @@ class DataParallel:
         ends = self.mesh.ends
         elsewhere = self._apart if ends is not None and ends.rank > 0 else None
         flats = [flat for unit in self.units for flat in unit.counted_gradients(elsewhere)]
-        squares = [_square(flat) for flat in flats]
-        square = float(torch.stack(squares).sum()) if squares else 0.0
+        square = _sum_of_squares(flats)
         if self.shards is not None:
             (square,) = sum_scalars([square], self.shards)
         (square,) = sum_scalars([square], self.mesh.tensor)
@@ -288,8 +288,21 @@ class DataParallel:
 _ROW = 1024
 
 
+def _sum_of_squares(flats: Sequence[Tensor]) -> float:
+    """In float64. A row whose norm is beyond float32 does not make it infinite, only an element does."""
+    for square_of in (_square, _exact_square):
+        square = float(torch.stack([square_of(flat) for flat in flats]).sum()) if flats else 0.0
+        if math.isfinite(square):
+            break
+    return square
+
+
 def _square(flat: Tensor) -> Tensor:
     """The sum of squares in float64, of norms of rows: a tenth of the time of converting every element."""
     rows, rest = flat.split([len(flat) // _ROW * _ROW, len(flat) % _ROW])
     norms = torch.linalg.vector_norm(rows.view(-1, _ROW), dim=1).double()
-    return norms.square().sum() + torch.linalg.vector_norm(rest, dtype=torch.float64).square()
+    return norms.square().sum() + _exact_square(rest)
+
+
+def _exact_square(flat: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(flat, dtype=torch.float64).square()
