@@ -53,11 +53,11 @@ from meshwright.model.decoder import Decoder
 from meshwright.parallel.apply import DecoderStage
 from meshwright.parallel.mesh import build_mesh
 from meshwright.schedule import Link, StageCost, make, simulate
-from meshwright.spec import Layout, RunSpec, load
+from meshwright.spec import Layout, RunSpec
 from meshwright.spec.stages import stages
 from meshwright.train.peak import matmul_flops_per_second
 from meshwright.train.step import Trainer
-from throughput import SEQ_LEN, SEQUENCES, Step, llama, timed
+from throughput import SEQ_LEN, SEQUENCES, Step, llama, small_run, timed
 from waiting import run_waiting
 
 RANKS = 2
@@ -75,20 +75,13 @@ DELAYED = {"1f1b": StageCost(0.06, 0.06, 0.06), "zb-v": StageCost(0.03, 0.03, 0.
 
 
 def our_spec(reduce: str) -> RunSpec:
-    flags = {
-        "model.preset": "small",
-        "data.corpus": "synthetic",
-        "data.seq_len": SEQ_LEN,
-        "data.document_mask": "false",  # the baselines' attention is plain causal
-        "train.batch_tokens": SEQ_LEN * SEQUENCES,
-        "train.steps": 10**6,
-        "layout.pp": RANKS,
-        "layout.schedule": "1f1b",
-        "layout.micro_batch": 1,
-        "precision.compute": "bf16",
-        "precision.reduce": reduce,
-    }
-    return load(None, [(key, str(value)) for key, value in flags.items()])
+    return small_run(
+        layout__pp=RANKS,
+        layout__schedule="1f1b",
+        layout__micro_batch=1,
+        precision__compute="bf16",
+        precision__reduce=reduce,
+    )
 
 
 class LlamaHalf(nn.Module):

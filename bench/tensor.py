@@ -53,10 +53,10 @@ from torch.distributed.tensor.parallel import (
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Batch, Loader
 from meshwright.parallel.mesh import Mesh, build_mesh
-from meshwright.spec import RunSpec, load
+from meshwright.spec import RunSpec
 from meshwright.train.peak import matmul_flops_per_second
 from meshwright.train.step import Trainer
-from throughput import SEQ_LEN, SEQUENCES, Step, llama, timed
+from throughput import SEQ_LEN, SEQUENCES, Step, llama, small_run, timed
 
 RANKS = 2
 CPU = torch.device("cpu")
@@ -66,18 +66,7 @@ Turn = Callable[[], float]
 
 
 def our_spec() -> RunSpec:
-    flags = {
-        "model.preset": "small",
-        "data.corpus": "synthetic",
-        "data.seq_len": SEQ_LEN,
-        "data.document_mask": "false",  # the baselines' attention is plain causal
-        "train.batch_tokens": SEQ_LEN * SEQUENCES,
-        "train.steps": 10**6,
-        "layout.tp": RANKS,
-        "layout.micro_batch": SEQUENCES,
-        "precision.compute": "bf16",
-    }
-    return load(None, [(key, str(value)) for key, value in flags.items()])
+    return small_run(layout__tp=RANKS, layout__micro_batch=SEQUENCES, precision__compute="bf16")
 
 
 def our_step(spec: RunSpec, mesh: Mesh) -> Step:

@@ -49,21 +49,28 @@ CASES = {"one": (1, 0), "replicate": (2, 0), "zero3": (2, 3)}
 Step = Callable[[Batch], None]
 
 
-def our_spec(case: str, precision: str) -> RunSpec:
-    processes, zero = CASES[case]
-    flags = {
+def small_run(**flags: object) -> RunSpec:
+    """`small` as every side trains it, with `flags` laid over: keys with dots as double underscores."""
+    given = {
         "model.preset": "small",
         "data.corpus": "synthetic",
         "data.seq_len": SEQ_LEN,
         "data.document_mask": "false",  # the baselines' attention is plain causal
         "train.batch_tokens": SEQ_LEN * SEQUENCES,
         "train.steps": 10**6,
-        "layout.dp": processes,
-        "layout.zero": zero,
-        "layout.micro_batch": SEQUENCES // processes,
-        "precision.compute": precision,
     }
-    return load(None, [(key, str(value)) for key, value in flags.items()])
+    given |= {key.replace("__", "."): value for key, value in flags.items()}
+    return load(None, [(key, str(value)) for key, value in given.items()])
+
+
+def our_spec(case: str, precision: str) -> RunSpec:
+    processes, zero = CASES[case]
+    return small_run(
+        layout__dp=processes,
+        layout__zero=zero,
+        layout__micro_batch=SEQUENCES // processes,
+        precision__compute=precision,
+    )
 
 
 def baselines(case: str, precision: str) -> list[str]:

@@ -7,6 +7,7 @@ are pickled to the ranks, so it stands at the top of a test module.
 from __future__ import annotations
 
 import dataclasses
+import os
 import queue
 import tempfile
 import time
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from meshwright.launch.child import tie_to_parent
 from meshwright.parallel.groups import Groups
 from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.spec import Layout
@@ -28,7 +30,8 @@ RANKS = 8
 PATIENCE_SECONDS = 240.0
 
 
-def _serve(rank: int, store: str, inbox: Any, outbox: Any) -> None:
+def _serve(rank: int, parent: int, store: str, inbox: Any, outbox: Any) -> None:
+    tie_to_parent(parent)  # a session that is killed closes no pool
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=90)
@@ -78,8 +81,8 @@ class Ranks:
         self._outbox = context.Queue()
         self._inboxes = [context.Queue() for _ in range(RANKS)]
         self._processes = [
-            context.Process(target=_serve, args=(rank, store, self._inboxes[rank], self._outbox), daemon=True)
-            for rank in range(RANKS)
+            context.Process(target=_serve, args=(rank, os.getpid(), store, inbox, self._outbox), daemon=True)
+            for rank, inbox in enumerate(self._inboxes)
         ]
         for process in self._processes:
             process.start()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from meshwright.parallel.mesh import Mesh
@@ -106,3 +108,29 @@ def test_states_take_the_bytes_of_their_stage(ranks: Ranks, zero: int) -> None:
         assert held["gradients"] == 4 * count / shards
         assert held["compute copies"] == (0 if zero == 3 else 2 * count)
         assert after <= (4 * count if zero == 0 else 0)
+
+
+def norms_of_large_gradients(mesh: Mesh, spec: RunSpec) -> tuple[float, float, float, float]:
+    """Norms: as it is, times 1e25, with an infinity on one rank, and with one that is no number."""
+    trainer = Trainer(spec, mesh)
+    trainer.initialise()
+    trainer.gradients(first_batches(spec, mesh, 1)[0])
+    states = trainer.states
+    norms = [states.gradient_norm()]
+    states.scale_gradients(1e25)
+    norms.append(states.gradient_norm())
+    for value in (math.inf, math.nan):
+        if mesh.world.rank == mesh.world.size - 1:
+            states.units[1].gradient[0] = value  # type: ignore[index]
+        norms.append(states.gradient_norm())
+    small, large, infinite, none = norms
+    return small, large, infinite, none
+
+
+@pytest.mark.parametrize("flags", [{"zero": 2}, {"dp": 1, "tp": 2}, {"dp": 1, "pp": 2}], ids=str)
+def test_only_a_gradient_that_is_not_finite_has_no_finite_norm(ranks: Ranks, flags: dict[str, int]) -> None:
+    """Squares of 1e25 are beyond float32, whose rows are summed first."""
+    spec = spec_of(BASE, **{f"layout__{key}": value for key, value in flags.items()})
+    for small, large, infinite, none in ranks.run(spec.layout, norms_of_large_gradients, spec):
+        assert large == pytest.approx(1e25 * small, rel=1e-6)
+        assert infinite == math.inf and math.isnan(none)

@@ -115,8 +115,10 @@ VERBS = (
         simulate,
         (RUN,),
         (
-            Flag("out", "timeline to write, a page that opens offline", "FILE.html", file_name),
-            Flag("trace", "trace to write, for Perfetto or chrome://tracing", "FILE.json", file_name),
+            Flag("out", "timeline to write, a page that opens offline", "FILE.html", file_name(".html")),
+            Flag(
+                "trace", "trace to write, for Perfetto or chrome://tracing", "FILE.json", file_name(".json")
+            ),
             Flag(
                 "tflops",
                 "TFLOP/s that a device attains, to turn the stages' FLOPs into time; default 400",

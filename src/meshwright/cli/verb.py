@@ -113,11 +113,15 @@ def above_zero(text: str) -> float:
     return value
 
 
-def file_name(text: str) -> str:
-    """A reader of a file's name."""
-    if not text:
-        raise ValueError("the name of a file is needed")
-    return text
+def file_name(suffix: str) -> Callable[[str], str]:
+    """A reader of names of files that end in `suffix`."""
+
+    def read(text: str) -> str:
+        if Path(text).suffix.lower() != suffix:
+            raise ValueError(f"the name of a file that ends in {suffix} is needed, such as step{suffix}")
+        return text
+
+    return read
 
 
 def folder_name(text: str) -> str:

@@ -22,7 +22,7 @@ from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.precision import formats
 from meshwright.parallel.recompute import Kept, apply_recompute
 from meshwright.parallel.tensor import split_tensors
-from meshwright.schedule import make
+from meshwright.schedule import schedule_of
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.stages import Stage, stages
 
@@ -35,8 +35,7 @@ def parallelise(spec: RunSpec, mesh: Mesh) -> tuple[Decoder, DataParallel, Balan
     """
     with torch.device("meta"):
         decoder = Decoder(spec.model)
-    scheduled = partial(make, spec.layout.schedule if mesh.pipeline.size > 1 else "1f1b", mesh.pipeline.size)
-    schedule = scheduled(spec.layout.chunks, spec.microbatches)
+    schedule = schedule_of(spec.layout, spec.microbatches)
     # In compiled blocks what sends is an operator, which a policy knows by name.
     kept, later = None if spec.train.compile else Kept(), Later()
     put_off = later if schedule.splits_backward else None
@@ -54,9 +53,8 @@ def parallelise(spec: RunSpec, mesh: Mesh) -> tuple[Decoder, DataParallel, Balan
     apart = "embed.weight" if spec.model.tied and schedule.rank_of[0] != schedule.rank_of[-1] else None
     states = DataParallel(units(decoder, own), mesh, formats(spec.precision), pieces, names, apart)
     modules = {stage.index: DecoderStage(decoder, stage, spec, mesh) for stage in own}
-    pipeline = Pipeline(
-        modules, mesh, partial(scheduled, spec.layout.chunks), later, states.begin_microbatch, states.take
-    )
+    scheduled = partial(schedule_of, spec.layout)
+    pipeline = Pipeline(modules, mesh, scheduled, later, states.begin_microbatch, states.take)
     balance = Balance(decoder, [index for stage in own for index in stage.blocks], mesh, routed)
     return decoder, states, balance, pipeline
 

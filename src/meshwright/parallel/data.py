@@ -21,6 +21,7 @@ beside the computation, on gloo as on NCCL. All sums; the one division is in `lo
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -268,8 +269,7 @@ class DataParallel:
             (True, mesh.expert_data, mesh.expert),
         ):
             units = [unit for unit in self.units if unit.routed == routed]
-            squares = [_square(flat) for unit in units for flat in unit.counted_gradients(elsewhere)]
-            square = float(torch.stack(squares).sum()) if squares else 0.0
+            square = _sum_of_squares([flat for unit in units for flat in unit.counted_gradients(elsewhere)])
             if self.zero:
                 (square,) = sum_scalars([square], shards)
             total += sum_scalars([square], others)[0]
@@ -314,8 +314,21 @@ class DataParallel:
 _ROW = 1024
 
 
+def _sum_of_squares(flats: Sequence[Tensor]) -> float:
+    """In float64. A row whose norm is beyond float32 does not make it infinite, only an element does."""
+    for square_of in (_square, _exact_square):
+        square = float(torch.stack([square_of(flat) for flat in flats]).sum()) if flats else 0.0
+        if math.isfinite(square):
+            break
+    return square
+
+
 def _square(flat: Tensor) -> Tensor:
     """The sum of squares in float64, of norms of rows: a tenth of the time of converting every element."""
     rows, rest = flat.split([len(flat) // _ROW * _ROW, len(flat) % _ROW])
     norms = torch.linalg.vector_norm(rows.view(-1, _ROW), dim=1).double()
-    return norms.square().sum() + torch.linalg.vector_norm(rest, dtype=torch.float64).square()
+    return norms.square().sum() + _exact_square(rest)
+
+
+def _exact_square(flat: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(flat, dtype=torch.float64).square()

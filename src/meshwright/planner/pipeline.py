@@ -19,7 +19,7 @@ from typing import Any
 
 from meshwright.planner.activations import activations
 from meshwright.planner.wire import recomputed, widths
-from meshwright.schedule import Link, ScheduleError, Simulation, StageCost, make, simulate
+from meshwright.schedule import Link, ScheduleError, Simulation, StageCost, schedule_of, simulate
 from meshwright.schedule.closed_form import idle
 from meshwright.spec import RunSpec
 from meshwright.spec.stages import Stage, stages
@@ -134,10 +134,8 @@ def step(spec: RunSpec, machine: Machine, durations: Durations | None = None) ->
     A run without a pipeline is one rank with one stage, whatever its schedule. Raises `ScheduleError` for a
     machine or durations that cannot be.
     """
-    layout = spec.layout
-    name = layout.schedule if layout.pp > 1 else "1f1b"
-    schedule = make(name, layout.pp, layout.chunks, spec.microbatches)
-    cut = stages(spec.model, layout, spec.data.seq_len)
+    schedule = schedule_of(spec.layout, spec.microbatches)
+    cut = stages(spec.model, spec.layout, spec.data.seq_len)
     costs = stage_costs(spec, cut, durations or machine)
     timed = simulate(schedule, costs, Link(machine.latency, machine.bandwidth))
     return PipelineStep(timed, cut, costs)

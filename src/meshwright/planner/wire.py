@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from math import ceil, prod
 
-from meshwright.schedule import Schedule, make, steps
+from meshwright.schedule import Schedule, schedule_of, steps
 from meshwright.spec import RunSpec
 from meshwright.spec.parameters import Parameter, Piece, parameters_of, piece_of
 from meshwright.spec.parts import SavedOp, SelectiveRecompute
@@ -73,10 +73,8 @@ class _Place:
 
 
 def _place(spec: RunSpec, rank: int) -> _Place:
-    layout = spec.layout
-    name = layout.schedule if layout.pp > 1 else "1f1b"
-    schedule = make(name, layout.pp, layout.chunks, spec.microbatches)
-    every = stages(spec.model, layout, spec.data.seq_len)
+    schedule = schedule_of(spec.layout, spec.microbatches)
+    every = stages(spec.model, spec.layout, spec.data.seq_len)
     return _Place(spec, schedule, tuple(every[index] for index in schedule.stages_of(rank)))
 
 

@@ -1,7 +1,7 @@
 """Pipeline schedules as data: lists of actions, by rank; made, checked and timed without torch."""
 
 from meshwright.schedule.actions import Action, Kind, Schedule, ScheduleError, Step, steps
-from meshwright.schedule.catalogue import NAMES, make
+from meshwright.schedule.catalogue import NAMES, make, schedule_of
 from meshwright.schedule.check import Report, check
 from meshwright.schedule.simulate import Idle, Link, Simulation, StageCost, simulate
 
@@ -19,6 +19,7 @@ __all__ = [
     "Step",
     "check",
     "make",
+    "schedule_of",
     "simulate",
     "steps",
 ]

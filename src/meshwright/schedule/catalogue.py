@@ -12,6 +12,7 @@ from meshwright.schedule.depth import interleaved, one_f_one_b
 from meshwright.schedule.dualpipe_v import dualpipe_v
 from meshwright.schedule.zb_v import zb_v
 from meshwright.schedule.zero_bubble import zb_h1, zb_h2
+from meshwright.spec import Layout
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,11 @@ def make(name: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
     lists = family.lists[name](ranks, virtual, microbatches)
     placed = family.place(ranks, virtual)
     return Schedule(name, ranks, virtual, microbatches, placed, tuple(tuple(listed) for listed in lists))
+
+
+def schedule_of(layout: Layout, microbatches: int) -> Schedule:
+    """What a run runs: its schedule, or without a pipeline one rank with one stage, whatever is named."""
+    return make(layout.schedule if layout.pp > 1 else "1f1b", layout.pp, layout.chunks, microbatches)
 
 
 def _other_virtual(name: str, family: _Family, virtual: int) -> str:
