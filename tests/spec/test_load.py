@@ -92,12 +92,36 @@ def test_wrong_value_says_key_value_and_reason(tree: dict, parts: list[str]) -> 
         assert part in text
 
 
+MOE: dict[str, object] = {"preset": "moe-tiny"}
+
+
 RULES = [
     ({"model": {"heads": 8, "kv_heads": 3}}, ["model.kv_heads", "3", "8", "try 4"]),
     ({"model": {"heads": 7}}, ["model.heads", "7", "256"]),
     ({"model": {"head_dim": 33}}, ["model.head_dim", "33", "even"]),
     ({"model": {"position": "learned", "max_seq_len": 64}}, ["data.seq_len", "512", "64"]),
-    ({"layout": {"ep": 2}}, ["layout.ep", "2", "not supported"]),
+    ({"layout": {"ep": 2}}, ["layout.ep: 2", "no experts", "set layout.ep = 1, or give model.moe"]),
+    ({"layout": {"etp": 2}}, ["layout.etp: 2", "no experts"]),
+    ({"model": MOE, "layout": {"dp": 3, "ep": 3}}, ["layout.ep: 3", "model.moe.experts = 8", "try 4"]),
+    (
+        {"model": MOE, "layout": {"dp": 2, "ep": 8}},
+        ["layout.ep: 8", "dp 2 x cp 1 x tp 1 = 2 ranks", "try layout.ep = 2"],
+    ),
+    ({"model": MOE, "layout": {"tp": 2, "etp": 5}}, ["layout.etp: 5", "model.moe.ffn = 128", "try 4"]),
+    ({"model": MOE, "layout": {"dp": 2, "etp": 4}}, ["layout.ep: 1 x etp 4", "2 ranks", "layout.etp = 1"]),
+    ({"model": MOE | {"moe": {"top_k": 9}}}, ["model.moe.top_k: 9", "model.moe.experts = 8", "at most 8"]),
+    ({"model": MOE | {"moe": {"groups": 3}}}, ["model.moe.groups: 3", "model.moe.experts = 8", "try 4"]),
+    ({"model": MOE | {"moe": {"groups": 4, "top_groups": 5}}}, ["model.moe.top_groups: 5", "at most 4"]),
+    (
+        {"model": MOE | {"moe": {"groups": 4, "top_k": 3}}},
+        ["model.moe.top_k: 3", "the 2 experts", "at most 2, or top_groups = 2"],
+    ),
+    ({"model": MOE | {"moe": {"dense_first": 4}}}, ["model.moe.dense_first", "none of model.layers = 4"]),
+    ({"model": MOE | {"activation": "gelu"}}, ["model.activation: 'gelu'", "model.moe", "'swiglu'"]),
+    (
+        {"model": MOE | {"moe": {"shared_ffn": 9}}, "layout": {"tp": 2}},
+        ["layout.tp: 2", "model.moe.shared_ffn = 9", "try 1"],
+    ),
     (
         {"layout": {"pp": 2, "schedule": "zb-h1"}, "train": {"compile": True}},
         ["train.compile: true", "'zb-h1'", "try layout.schedule = '1f1b'"],

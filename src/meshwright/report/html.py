@@ -16,6 +16,7 @@ from typing import Any
 
 from meshwright.report import format as fmt
 from meshwright.report.chart import Chart, Series, moving_mean
+from meshwright.report.experts import experts_section
 from meshwright.report.record import Row, Run, read_run, write_atomically
 
 REPORT = "report.html"
@@ -44,6 +45,7 @@ def render(run: Run) -> str:
             _header(run, title),
             _figures(run),
             _charts(run),
+            experts_section(_rows(run, "loss")),
             _memory(run),
             _layout(run),
             _sample(run),
@@ -264,6 +266,10 @@ def _ways(layout: dict[str, Any]) -> list[str]:
         found.append(f"Tensor ranks: tokens {shared} between the layers' insides")
     if layout.get("cp", 1) > 1:
         found.append(f"Context ranks: attention crosses by {layout.get('context_mode')}")
+    ep, etp = layout.get("ep", 1), layout.get("etp", 1)
+    if ep * etp > 1:
+        slices = f", each in {etp} slices" if etp > 1 else ""
+        found.append(f"Experts: over {ep} ranks folded out of dp x cp x tp{slices}")
     return found
 
 

@@ -142,9 +142,10 @@ def sequence_is_cut_evenly(spec: RunSpec) -> None:
     shared = spec.layout.sequence_parallel or spec.model.moe is not None
     if shared and length // cp % tp:
         unit = pieces * tp
+        other = "" if spec.model.moe else ", or layout.sequence_parallel = false"
         raise UserError(
             f"data.seq_len: the {length // cp} tokens of a context rank are not shared evenly by layout.tp = "
-            f"{tp} ranks; try {max(unit, round(length / unit) * unit)}, or layout.sequence_parallel = false"
+            f"{tp} ranks; try {max(unit, round(length / unit) * unit)}{other}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import TYPE_CHECKING
 
 from meshwright.spec.errors import UserError
@@ -98,9 +99,10 @@ def shared_experts_divide(spec: RunSpec) -> None:
     """Tensor ranks have equal shares of the shared experts' channels."""
     moe, tp = spec.model.moe, spec.layout.tp
     if moe is not None and moe.shared_ffn % tp:
+        fits = divisors(gcd(moe.shared_ffn, spec.model.heads))
         raise UserError(
             f"layout.tp: {tp} tensor ranks do not divide the model.moe.shared_ffn = {moe.shared_ffn} "
-            f"channels of the shared experts; try {nearest(tp, divisors(moe.shared_ffn))}"
+            f"channels of the shared experts; try {nearest(tp, fits)}"
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import resource
 import signal
+import statistics
 import sys
 import time
 import warnings
@@ -18,6 +19,7 @@ from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.corpus import Corpus, open_corpus, xz_bits_per_byte
 from meshwright.data.loader import Batch, Loader
+from meshwright.parallel.balance import LayerBalance
 from meshwright.parallel.collectives import sum_scalars
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import DTYPES
@@ -31,6 +33,8 @@ from meshwright.train.step import Step, Trainer
 from meshwright.train.stop import StopSignals
 
 Row = dict[str, Any]
+MOST_LOADS = 4096
+"""Loads of single experts that one row of metrics holds at most."""
 
 
 class Run:
@@ -188,6 +192,7 @@ class Run:
         if self.done % self.spec.train.log_every and self.done != self.spec.train.last_step:
             return
         flops = self.spec.model.flops_per_token(self.spec.data.seq_len) * tokens / seconds
+        balance = balance_row(self.trainer.layers_balance()) if self.spec.model.moe else {}
         self.observers.on_step(
             {
                 "step": self.done,
@@ -199,6 +204,7 @@ class Run:
                 "mfu": flops / self.peak_flops,
                 "memory_bytes": peak_memory_bytes(self.mesh.device),
                 "seconds": seconds,
+                **balance,
                 **({} if result.applied else {"skipped": True}),
             }
         )
@@ -288,6 +294,29 @@ class Run:
         fullest = max((held for held, _ in every), key=lambda held: sum(held.values()), default=own)
         memory, peak = self.ranks.broadcast([fullest, max((peak for _, peak in every), default=0)])
         return memory, peak
+
+
+def balance_row(layers: dict[int, LayerBalance]) -> Row:
+    """What a metrics row tells of experts; loads are in even shares, of all layers or of each.
+
+    Every expert's load is there unless that would be more than 4,096 numbers a row.
+    """
+    found = layers.values()
+    if not found:
+        return {}  # told by the first rank
+    row: Row = {
+        "load_max": max(max(layer.load) for layer in found),
+        "load_min": min(min(layer.load) for layer in found),
+        "dropped": statistics.mean(layer.dropped for layer in found),
+        "router_entropy": statistics.mean(layer.entropy for layer in found),
+        "aux_loss": statistics.mean(layer.aux_loss for layer in found),
+        "z_loss": statistics.mean(layer.z_loss for layer in found),
+    }
+    if sum(len(layer.load) for layer in found) <= MOST_LOADS:
+        row["expert_load"] = {
+            str(number): [round(load, 4) for load in layer.load] for number, layer in layers.items()
+        }
+    return row
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from meshwright.spec import Layout, ModelSpec, RunSpec
+from math import lcm
+
+from meshwright.spec import Layout, ModelSpec, MoeSpec, RunSpec
 
 MOST_WORK = 3e10
 """Parameters x tokens of a step that are checked as they are; about ten seconds a step in float64."""
@@ -12,9 +14,9 @@ def narrowed(spec: RunSpec) -> tuple[RunSpec, str | None]:
     """Return `spec`, or its narrowed copy with a sentence that says so.
 
     Kept: every switch of the model, the layout, the number of microbatches up to 4 (or twice the pipeline's
-    ranks), a layer for each stage, the ratio of query to key-value heads, the vocabulary's remainder by 64
-    (so one that an axis does not divide stays so). Made smaller: layers, widths, the vocabulary, the
-    sequence, the microbatch.
+    ranks), a layer for each stage, how tokens choose their experts, the ratio of query to key-value heads,
+    the vocabulary's remainder by 64 (so one that an axis does not divide stays so). Made smaller: layers,
+    widths, the number of experts, the vocabulary, the sequence, the microbatch.
     """
     if spec.model.parameters * spec.train.batch_tokens <= MOST_WORK:
         return spec, None
@@ -68,4 +70,21 @@ def _narrow_model(model: ModelSpec, layout: Layout) -> dict[str, object]:
         "vocab_size": vocab,
         "preset": None,
     }
+    if model.moe is not None:
+        fields["moe"] = _narrow_experts(model.moe, layout, layers)
     return {**fields, "hf": None}
+
+
+def _narrow_experts(moe: MoeSpec, layout: Layout, layers: int) -> dict[str, object]:
+    """As few experts as their groups, the expert ranks and each token's choice leave, with few channels."""
+    unit = lcm(moe.groups, layout.ep)
+    needed = max(2 * moe.top_k, moe.groups * -(-moe.top_k // moe.top_groups))
+    fewest = -(-needed // unit) * unit
+    return {
+        **moe.model_dump(mode="json"),
+        "experts": fewest if fewest <= moe.experts else moe.experts,
+        "ffn": 8 * layout.etp,
+        "shared_ffn": 8 * layout.tp if moe.shared_ffn else 0,
+        "dense_first": min(moe.dense_first, layers // 2),
+        "every": min(moe.every, layers // 2),
+    }

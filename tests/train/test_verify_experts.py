@@ -1,0 +1,138 @@
+"""Experts over any axes equal one device: every router, uneven, empty and dropped, with all other axes."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.model.moe import Router
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec import RunSpec
+from meshwright.train.narrow import narrowed
+from meshwright.train.verify import verify
+from ranks import Ranks
+from small import spec_of
+
+BASE = {
+    "model.layers": 3, "model.vocab_size": 61, "model.kv_heads": 2, "data.seq_len": 16, "train.steps": 3,
+    "train.warmup_steps": 1, "train.batch_tokens": 16 * 16, "layout.micro_batch": 1,
+    "model.moe.experts": 8, "model.moe.top_k": 2, "model.moe.ffn": 12, "model.moe.aux_loss": 0.1,
+}  # fmt: skip
+
+ROUTERS: dict[str, dict[str, object]] = {
+    "mixtral": {"model__moe__z_loss": 0.01},
+    "qwen3": {"model__moe__renormalise": "false", "model__moe__top_k": 3, "model__moe__every": 2},
+    # A step of the bias so large that in the next step some experts get all tokens and others none.
+    "deepseek": {
+        "model__moe__router": "sigmoid", "model__moe__groups": 4, "model__moe__top_groups": 2,
+        "model__moe__scale": 2.5, "model__moe__bias": "true", "model__moe__bias_rate": 2,
+        "model__moe__shared_ffn": 8, "model__moe__dense_first": 1,
+    },
+    "capacity": {"model__moe__capacity_factor": 1.25, "model__moe__shared_ffn": 8},
+    "switch": {"model__moe__top_k": 1, "model__moe__renormalise": "false", "model__moe__aux_loss": 0},
+}  # fmt: skip
+
+
+def body(mesh: Mesh, spec: RunSpec) -> dict[str, Any] | None:
+    return verify(spec, mesh, 3)
+
+
+def worst(ranks: Ranks, run: Any = body, **flags: object) -> float:
+    spec = spec_of(BASE, **flags)
+    found = ranks.run(spec.layout, run, spec)[0]
+    kinds = {row["kind"] for row in found["rows"]}
+    assert "step 3 balance" in kinds
+    assert ("step 3 router bias" in kinds) == spec.model.moe.bias
+    return float(found["worst_relative"])
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4, 8])
+@pytest.mark.parametrize("router", ROUTERS)
+def test_every_router_equals_one_device(ranks: Ranks, router: str, ep: int) -> None:
+    flags = {"layout__dp": max(ep, 2), "layout__ep": ep, "layout__zero": ep % 3}
+    assert worst(ranks, **flags, **ROUTERS[router]) <= 1e-9
+
+
+def to_one(_router: Router, scores: Tensor) -> Tensor:
+    return torch.full((len(scores), 1), 5)
+
+
+def with_one_expert(mesh: Mesh, spec: RunSpec) -> dict[str, Any] | None:
+    with patch.object(Router, "_choose", to_one):
+        return verify(spec, mesh, 3)
+
+
+@pytest.mark.parametrize("capacity", ["none", 1.25])
+@pytest.mark.parametrize(
+    "axes", [{"dp": 4, "ep": 4}, {"dp": 2, "cp": 2, "ep": 2}, {"tp": 2, "dp": 2, "ep": 4}]
+)
+def test_all_tokens_may_go_to_one_expert(ranks: Ranks, axes: dict[str, int], capacity: object) -> None:
+    flags = {f"layout__{key}": size for key, size in axes.items()}
+    flags |= {"model__moe__top_k": 1, "model__moe__capacity_factor": capacity}
+    assert worst(ranks, with_one_expert, **flags) <= 1e-9
+
+
+AXES: list[dict[str, object]] = [
+    *({"dp": 8, "ep": 4, "zero": zero} for zero in range(4)),
+    *({"dp": 4, "tp": 2, "ep": 2, "zero": zero} for zero in range(4)),
+    {"dp": 2, "replicate": 2, "tp": 2, "ep": 2, "zero": 1},
+    {"dp": 4, "replicate": 2, "ep": 2, "zero": 3},
+    {"dp": 2, "tp": 2, "cp": 2, "ep": 8},
+    {"dp": 2, "tp": 2, "cp": 2, "ep": 4, "etp": 2, "zero": 2},
+    {"dp": 2, "tp": 4, "ep": 2, "etp": 2, "zero": 3},
+    {"dp": 2, "tp": 4, "ep": 2, "etp": 4, "zero": 1},
+    {"tp": 4, "cp": 2, "ep": 4, "zero": 2},
+    {"cp": 4, "dp": 2, "ep": 4, "zero": 3},
+    {"cp": 8, "ep": 8},
+    {"dp": 2, "cp": 2, "pp": 2, "ep": 4, "zero": 1, "schedule": "1f1b"},
+    {"cp": 2, "pp": 4, "ep": 2, "schedule": "zb-h1"},
+    {"dp": 2, "tp": 2, "pp": 2, "ep": 2, "schedule": "zb-v", "zero": 1},
+    {"dp": 2, "tp": 2, "pp": 2, "ep": 4, "schedule": "interleaved", "zero": 2},
+    {"dp": 2, "tp": 2, "pp": 2, "ep": 2, "etp": 2, "schedule": "dualpipe-v", "zero": 3},
+    {"tp": 2, "cp": 2, "pp": 2, "ep": 4, "schedule": "zb-h2"},
+    {"tp": 2, "cp": 2, "pp": 2, "ep": 2, "etp": 2, "schedule": "gpipe"},
+    {"dp": 4, "pp": 2, "ep": 4, "zero": 3, "schedule": "v-half"},
+    {"dp": 2, "pp": 4, "ep": 2, "zero": 2, "schedule": "zb-h1"},
+    {"replicate": 2, "dp": 2, "pp": 2, "ep": 2, "zero": 1, "schedule": "bfs"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "axes", AXES, ids=lambda axes: "-".join(f"{key}{size}" for key, size in axes.items())
+)
+def test_experts_go_with_every_other_axis(ranks: Ranks, axes: dict[str, object]) -> None:
+    choose = random.Random(str(axes)).choice
+    flags = {
+        "layout__sequence_parallel": choose(["true", "false"]),
+        "layout__expert_parts": choose([1, 2]),
+        "layout__context_mode": choose(["ring", "gather", "ring+ulysses"]),
+        "recompute__policy": choose(["none", "full", "selective"]),
+        "data__pack": choose(["true", "false"]),
+        "model__layers": 6,
+        "model__kv_heads": 4,
+        "layout__micro_batch": choose([1, 2]),
+        "train__batch_tokens": 16 * 32,
+        **ROUTERS[choose(list(ROUTERS))],
+        "model__moe__shared_ffn": choose([0, 8]),
+    }
+    axes_given = {f"layout__{key}": size for key, size in axes.items()}
+    assert worst(ranks, **(flags | axes_given)) <= 1e-9
+
+
+def test_a_narrowed_copy_chooses_experts_the_same_way() -> None:
+    spec = spec_of(
+        {"model.preset": "deepseek-v3", "layout.dp": 8, "layout.ep": 8, "layout.tp": 2, "layout.etp": 2},
+        model__layers=61, model__hidden=7168, model__ffn=18432, model__heads=128, model__kv_heads=128,
+        model__head_dim=192,
+        data__seq_len=512, train__batch_tokens=512 * 64,
+    )  # fmt: skip
+    small, note = narrowed(spec)
+    assert note is not None and small.model.moe is not None and spec.model.moe is not None
+    kept = {"top_k", "groups", "top_groups", "router", "bias", "scale", "renormalise", "aux_loss"}
+    assert small.model.moe.model_dump(include=kept) == spec.model.moe.model_dump(include=kept)
+    assert small.model.moe.experts < 64 and any(map(small.model.has_experts, range(small.model.layers)))
