@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from throughput import SEQ_LEN, SEQUENCES, Step, small_run, timed
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -43,6 +42,7 @@ from meshwright.parallel.precision import DTYPES, use_fast_fp32_matmul
 from meshwright.spec import RunSpec
 from meshwright.train.peak import matmul_flops_per_second
 from meshwright.train.step import Trainer
+from throughput import SEQ_LEN, SEQUENCES, Step, small_run, timed
 
 BASELINES = ("loop", "transformers eager", "transformers grouped_mm")
 
