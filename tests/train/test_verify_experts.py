@@ -58,6 +58,18 @@ def test_every_router_equals_one_device(ranks: Ranks, router: str, ep: int) -> N
     assert worst(ranks, **flags, **ROUTERS[router]) <= 1e-9
 
 
+@pytest.mark.parametrize(
+    "recompute", [{"policy": "full"}, {"policy": "selective"}, {"save": "attention"}], ids=str
+)
+@pytest.mark.parametrize("ranks_of", [{"dp": 1}, {"dp": 2, "ep": 2}, {"tp": 2, "ep": 2}], ids=str)
+def test_recomputed_experts_equal_one_device(
+    ranks: Ranks, ranks_of: dict[str, int], recompute: dict[str, str]
+) -> None:
+    flags: dict[str, object] = {f"layout__{key}": size for key, size in ranks_of.items()}
+    flags |= {f"recompute__{key}": value for key, value in recompute.items()}
+    assert worst(ranks, **flags, **ROUTERS["capacity"], layout__expert_parts=2) <= 1e-9
+
+
 def to_one(_router: Router, scores: Tensor) -> Tensor:
     return torch.full((len(scores), 1), 5)
 

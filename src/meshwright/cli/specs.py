@@ -34,6 +34,7 @@ def check(call: Call) -> int:
     facts = {
         "ok": True,
         "parameters": spec.model.parameters,
+        "active_parameters": spec.model.active_parameters,
         "world_size": spec.layout.world_size,
         "layout": spec.layout.describe(),
         "micro_batch": spec.micro_batch,
@@ -49,8 +50,9 @@ def check(call: Call) -> int:
         show.count(spec.microbatches, "microbatch"),
         show.count(spec.micro_batch, "sequence"),
     )
+    active = f", {spec.model.active_parameters:,} of a token" if spec.model.moe else ""
     print(
-        f"{call.path() or 'spec'}: OK: {spec.model.parameters:,} parameters; "
+        f"{call.path() or 'spec'}: OK: {spec.model.parameters:,} parameters{active}; "
         f"world size {spec.layout.world_size} ({spec.layout.describe()}); "
         f"{microbatches} of {sequences} on each rank; "
         f"{show.count(spec.train.total_steps, 'step')} of {spec.train.batch_tokens:,} tokens"
@@ -65,7 +67,12 @@ def presets(call: Call) -> int:
         model = ModelSpec(preset=name)  # type: ignore[call-arg]
         sizes = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab_size", "max_seq_len")
         rows.append(
-            {"preset": name, "parameters": model.parameters, **{size: getattr(model, size) for size in sizes}}
+            {
+                "preset": name,
+                "parameters": model.parameters,
+                "active": model.active_parameters,
+                **{size: getattr(model, size) for size in sizes},
+            }
         )
     show.as_json({"presets": rows}) if call.flags["json"] else show.table(rows)
     return 0

@@ -146,8 +146,8 @@ def outer(grad_RO: Tensor, x_RI: Tensor, sizes: Sizes) -> Tensor:
 
 
 def _grouped(x: Tensor) -> bool:
-    """Whether one kernel takes all groups: CUDA's does in bf16."""
-    return x.device.type == "cuda" and x.dtype == torch.bfloat16
+    """Whether one kernel takes all groups: CUDA's does in bf16, of one row or more."""
+    return x.device.type == "cuda" and x.dtype == torch.bfloat16 and len(x) > 0
 
 
 def _ends(sizes: Sizes, like: Tensor) -> Tensor:
