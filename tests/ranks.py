@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed import distributed_c10d
 
 from meshwright.launch.child import tie_to_parent
 from meshwright.parallel.groups import Groups
@@ -33,6 +34,7 @@ PATIENCE_SECONDS = 240.0
 def _serve(rank: int, parent: int, store: str, inbox: Any, outbox: Any) -> None:
     tie_to_parent(parent)  # a session that is killed closes no pool
     torch.set_num_threads(1)
+    _share_one_device()
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=90)
     )
@@ -57,6 +59,32 @@ def _serve(rank: int, parent: int, store: str, inbox: Any, outbox: Any) -> None:
         except Exception:
             outbox.put((number, rank, traceback.format_exc(), None))
     dist.destroy_process_group()
+
+
+def _share_one_device() -> None:
+    """Let all gloo groups of this process share a thread that listens.
+
+    By default each has its own, which wakes a hundred times a second; a session makes a hundred groups.
+    """
+    gloo = distributed_c10d.ProcessGroupGloo
+    device = gloo.create_default_device()
+
+    class Kind(type):
+        def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+            options = gloo._Options()
+            options._devices, options._timeout, options._threads = [device], timeout, 2
+            return gloo(store, rank, size, options)
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, gloo)
+
+        def __getattr__(cls, name: str) -> Any:
+            return getattr(gloo, name)
+
+    class Shared(metaclass=Kind):
+        pass
+
+    distributed_c10d.ProcessGroupGloo = Shared  # type: ignore[misc, assignment]
 
 
 def _kv_heads(arguments: tuple[Any, ...]) -> int:
