@@ -127,7 +127,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest
     [
         (LLAMA | {"model_type": "mamba"}, "mamba"),
         (LLAMA | {"hidden_act": "relu"}, "relu"),
-        (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        (LLAMA | {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (LLAMA | {"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window"),
         ({key: LLAMA[key] for key in LLAMA if key != "hidden_size"}, "hidden_size"),

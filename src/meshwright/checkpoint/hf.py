@@ -23,7 +23,8 @@ from torch import Tensor
 
 from meshwright.model.decoder import Decoder
 from meshwright.spec import ModelSpec, UserError
-from meshwright.spec.hf import read_json_object, write_hf_config
+from meshwright.spec.hf_json import read_json_object
+from meshwright.spec.hf_write import write_hf_config
 from meshwright.spec.tokens import KNOWN_ENDS, copy_side_files, find_bos, token_name
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.spec import ModelSpec
-from meshwright.spec.model import Llama3Rope
+from meshwright.spec.model import Llama3Rope, YarnRope
 
 Rope = tuple[Tensor, Tensor]
 """(cosines (..., T, 1, d), sines (..., T, 1, d/2)): the angle's cosine stands twice, its sine once."""
@@ -24,7 +24,8 @@ def rope_table(spec: ModelSpec, positions: Tensor, dtype: torch.dtype) -> Rope:
     """Cosines and sines for `positions` (T,) or (B, T), from fp32 angles (fp64 for fp64), in `dtype`."""
     exact = torch.promote_types(dtype, torch.float32)
     angles = positions.to(exact).unsqueeze(-1) * frequencies(spec, positions.device, exact)
-    cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
+    factor = attention_factor(spec)
+    cosine, sine = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
     return torch.cat([cosine, cosine], -1).unsqueeze(-2), sine.unsqueeze(-2)
 
 
@@ -37,6 +38,8 @@ def frequencies(spec: ModelSpec, device: torch.device, dtype: torch.dtype = torc
         return base
     if isinstance(scaling, Llama3Rope):
         return _llama3(base, scaling)
+    if isinstance(scaling, YarnRope):
+        return _yarn(base, scaling, spec.rope_theta)
     return base / scaling.factor
 
 
@@ -50,6 +53,47 @@ def _llama3(base: Tensor, scaling: Llama3Rope) -> Tensor:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return kept * base + (1 - kept) * (base / scaling.factor)
+
+
+def _yarn(base: Tensor, scaling: YarnRope, theta: float) -> Tensor:
+    """YaRN's ramp over channels: those of `beta_fast` turns and more stay, of `beta_slow` are divided."""
+    dims = 2 * len(base)
+
+    def channel(turns: float) -> float:
+        """The channel pair, as a number between two, that turns so often in the original context."""
+        return dims * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dims - 1)
+    steps = torch.arange(len(base), dtype=base.dtype, device=base.device)
+    divided = ((steps - first) / (last - first or 0.001)).clamp(0.0, 1.0)
+    return divided * (base / scaling.factor) + (1 - divided) * base
+
+
+def attention_factor(spec: ModelSpec) -> float:
+    """What YaRN multiplies cosines and sines by; 1 without it."""
+    scaling = spec.rope_scaling
+    if not isinstance(scaling, YarnRope):
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
+    return _mscale(scaling.factor, 1.0)
+
+
+def score_factor(spec: ModelSpec) -> float:
+    """What latent attention's scores are multiplied by beside 1 / sqrt(head_dim), with YaRN; 1 without it."""
+    scaling = spec.rope_scaling
+    if not isinstance(scaling, YarnRope) or not scaling.mscale_all_dim:
+        return 1.0
+    return _mscale(scaling.factor, scaling.mscale_all_dim) ** 2
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 class _Rotate(torch.autograd.Function):
