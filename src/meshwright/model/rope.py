@@ -31,7 +31,7 @@ def rope_table(spec: ModelSpec, positions: Tensor, dtype: torch.dtype) -> Rope:
 
 def frequencies(spec: ModelSpec, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Radians per position of each channel pair (d/2,), after the spec's scaling for long contexts."""
-    steps = torch.arange(0, spec.head_dim, 2, dtype=dtype, device=device) / spec.head_dim
+    steps = torch.arange(0, spec.rope_dim, 2, dtype=dtype, device=device) / spec.rope_dim
     base = 1.0 / (spec.rope_theta**steps)
     scaling = spec.rope_scaling
     if scaling is None:
@@ -97,7 +97,8 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation's gradient is the opposite rotation, so nothing of x is kept."""
+    """A rotation's gradient is the opposite rotation, so nothing of x is kept. Of more channels than the
+    tables have, the last turn, and the others are copied."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -112,7 +113,9 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cosine: Tensor, sine: Tensor, sign: int) -> Tensor:
-    half = x.shape[-1] // 2
+    still, half = x.shape[-1] - cosine.shape[-1], sine.shape[-1]
+    if still:
+        return torch.cat([x[..., :still], _turn(x[..., still:], cosine, sine, sign)], -1)
     turned = x * cosine
     turned[..., :half].addcmul_(x[..., half:], sine, value=-sign)
     turned[..., half:].addcmul_(x[..., :half], sine, value=sign)
@@ -120,6 +123,7 @@ def _turn(x: Tensor, cosine: Tensor, sine: Tensor, sign: int) -> Tensor:
 
 
 def rotate(x_BTHd: Tensor, rope: Rope) -> Tensor:
-    """Turn each head's channel pairs by their position's angle; same shape and dtype out."""
+    """Turn each head's channel pairs by their position's angle, or those of its last channels, as many as the
+    tables have; same shape and dtype out."""
     turned: Tensor = _Rotate.apply(x_BTHd, *rope)
     return turned

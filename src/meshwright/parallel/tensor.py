@@ -9,7 +9,9 @@ Wire          for N tokens of D channels in a microbatch, b bytes to compute in,
                                    backward  4 all-gathers (2 of them instead of keeping what the forward
                                              gathered) and 2 reduce-scatters
                 else               2 all-reduces of 2 N D b f, forward and backward each
-              once more around embedding and head; and in the loss 2 numbers a token from each rank.
+              once more around embedding and head; and in the loss 2 numbers a token from each rank. Attention
+              over latents has their channels for D where its maps begin, and of the keys' turning part, which
+              nothing keeps a rank's tokens of, no second gather.
 Saves         1/n of the weights, their gradients and states, of what the layers keep inside; with sequence
               sharding of what they keep between, too.
 
@@ -22,6 +24,7 @@ transposed copy: a rank's (B, T/n, D) is a name for N/n rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,8 +33,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from meshwright.model.attention_mla import LatentAttention
 from meshwright.model.decoder import Decoder, Embed, Head
-from meshwright.model.linear import Linear
+from meshwright.model.linear import Linear, project
 from meshwright.model.loss import VocabularyPart, linear_cross_entropy
 from meshwright.parallel.collectives import (
     DONE,
@@ -89,16 +93,24 @@ class _Enter(torch.autograd.Function):
     """Into a region where each rank has all tokens and computes a part; its gradients are added."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, sequence: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, sequence: bool, kept: Kept | None = None) -> Tensor:
         ctx.axis, ctx.sequence = axis, sequence
-        return _whole(x, axis, sequence) if sequence else x.view_as(x)
+        if not sequence:
+            return x.view_as(x)
+        if kept is None:
+            return _whole(x, axis, True)
+        (found,) = kept.run("matmul", lambda: (_whole(x, axis, True),))
+        return found
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # The incoming gradient may be shared, so a sum in place works on a copy.
-        mine = grad if ctx.sequence else grad.clone()
-        return _add_up(mine, ctx.axis, ctx.sequence), None, None
+        return _enter_backward(grad, ctx.axis, ctx.sequence), None, None, None
+
+
+def _enter_backward(grad: Tensor, axis: Axis, sequence: bool) -> Tensor:
+    # The incoming gradient may be shared, so a sum in place works on a copy.
+    return _add_up(grad if sequence else grad.clone(), axis, sequence)
 
 
 class _Leave(torch.autograd.Function):
@@ -315,6 +327,28 @@ class JointRows(_JointMap):
         return [*map(empty, kept)]
 
 
+class JointEnter(_JointMap):
+    """`_Enter` of (x,)."""
+
+    def forward(self, inputs: Tensors) -> Tensors:
+        (x,) = inputs
+        return [_whole(x, self._axis, True) if self._sequence else x.clone()]
+
+    def keep(self, inputs: Tensors, results: Tensors) -> Tensors:
+        return []
+
+    def backward(self, kept: Tensors, grads: Tensors, inputs: int) -> Tensors:
+        return [_enter_backward(grads[0], self._axis, self._sequence)]
+
+    def results_like(self, inputs: Tensors) -> Tensors:
+        batch, length, channels = inputs[0].shape
+        return [empty(inputs[0], batch, length * self._axis.size if self._sequence else length, channels)]
+
+    def gradients_like(self, kept: Tensors, grads: Tensors, inputs: int) -> Tensors:
+        batch, length, channels = grads[0].shape
+        return [empty(grads[0], batch, length // self._axis.size if self._sequence else length, channels)]
+
+
 # The decoder's maps on one rank -------------------------------------------------------------------------
 
 
@@ -327,6 +361,7 @@ class TensorParallel:
         fused = kept is None and self.sequence and reach_each_other(axis)
         self._columns = JointColumns(axis, self.sequence, fused)
         self._rows = JointRows(axis, self.sequence, fused)
+        self._enter = JointEnter(axis, self.sequence, fused)
 
     def project(self, x_BTD: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
         """Column-parallel maps of one input: (B, T/n or T, D) -> (B, T, F/n) each."""
@@ -338,6 +373,13 @@ class TensorParallel:
             x_BTD, self.axis, self.sequence, self._kept, self._later, *maps
         )
         return found
+
+    def share(self, x_BTD: Tensor) -> Tensor:
+        """What every rank needs of all tokens, unchanged: (B, T/n or T, D) -> (B, T, D)."""
+        if self._kept is None:
+            return self._enter(x_BTD)[0]
+        whole: Tensor = _Enter.apply(x_BTD, self.axis, self.sequence, self._kept)
+        return whole
 
     def leave(self, x_BTF: Tensor, linear: Linear, last: bool = False) -> Tensor:
         """A row-parallel map: (B, T, F/n) -> (B, T/n or T, D); the bias is added once, to the sum.
@@ -403,6 +445,7 @@ def split_tensors(
         for parameter in unit
     }
     tensor = TensorParallel(axis, sequence_parallel, kept, later or Later())
+    alone = TensorParallel(replace(axis, size=1, rank=0), False, kept, later or Later())
     if axis.size > 1:
         _cut(decoder, pieces)
         embed, head = decoder.embed, decoder.head
@@ -412,6 +455,9 @@ def split_tensors(
         for block in decoder.each_block():
             block.attn.project = block.mlp.project = tensor.project
             block.attn.leave, block.mlp.leave = tensor.leave, tensor.leave_last
+            if isinstance(block.attn, LatentAttention):
+                block.attn.share = tensor.share
+                block.attn.narrow = alone.project if kept is not None else project
     return pieces
 
 

@@ -133,6 +133,16 @@ class ModelSpec(Part):
         routed = sum(parameter.size for parameter in every if parameter.expert)
         return self.parameters - routed + routed // self.moe.experts * self.moe.top_k
 
+    @property
+    def rope_dim(self) -> int:
+        """Channels of a head that turn with its position, where positions are rotary."""
+        return self.head_dim if self.mla is None else self.mla.rope_dim
+
+    @property
+    def v_dim(self) -> int:
+        """Channels of a head's values."""
+        return self.head_dim if self.mla is None else self.mla.v_dim
+
     def has_experts(self, layer: int) -> bool:
         """Whether layer `layer` (from 0) has experts."""
         return self.moe is not None and self.moe.has_experts(layer)
@@ -151,7 +161,7 @@ class ModelSpec(Part):
 
     def block_flops(self, seq_len: int, layer: int) -> int:
         """Forward FLOPs of block `layer` on one token: its weights' and, as above, attention's."""
-        channels = self.head_dim + (self.head_dim if self.mla is None else self.mla.v_dim)
+        channels = self.head_dim + self.v_dim
         return self.block_weight_flops(layer) + 2 * self.heads * channels * seq_len
 
     def block_weight_flops(self, layer: int) -> int:
