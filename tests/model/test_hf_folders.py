@@ -33,6 +33,17 @@ GPT2 = {
     "n_positions": 96,
     "initializer_range": 0.1,
 }
+MIXTRAL = LLAMA | {"num_local_experts": 4}
+QWEN3_MOE = LLAMA | {
+    "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}  # fmt: skip
+DEEPSEEK = LLAMA | {
+    "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "kv_lora_rank": 20,
+    "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", LLAMA),
     "llama tied": ("Llama", LLAMA | {"tie_word_embeddings": True}),
@@ -45,6 +56,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3", LLAMA | {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
     "mistral window": ("Mistral", LLAMA | {"sliding_window": 7}),
     "mistral": ("Mistral", LLAMA | {"sliding_window": None}),
+    "llama yarn": ("Llama", LLAMA | {"rope_parameters": YARN}),
+    "llama yarn, not truncated": (
+        "Llama", LLAMA | {"rope_parameters": YARN | {"truncate": False, "attention_factor": 1.5,
+                                                     "beta_fast": 16, "beta_slow": 2}}),
+    "mixtral": ("Mixtral", MIXTRAL),
+    "mixtral window, tied": ("Mixtral", MIXTRAL | {"sliding_window": 7, "tie_word_embeddings": True}),
+    "qwen3_moe": ("Qwen3Moe", QWEN3_MOE),
+    "qwen3_moe biases, dense first": (
+        "Qwen3Moe", QWEN3_MOE | {"attention_bias": True, "mlp_only_layers": [0], "norm_topk_prob": False}),
+    "qwen3_moe every second": ("Qwen3Moe", QWEN3_MOE | {"decoder_sparse_step": 2}),
+    "deepseek_v3": ("DeepseekV3", DEEPSEEK),
+    "deepseek_v3 yarn": (
+        "DeepseekV3", DEEPSEEK | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}}),
+    "deepseek_v3 without a latent of queries": (
+        "DeepseekV3", DEEPSEEK | {"q_lora_rank": None, "norm_topk_prob": False, "rms_norm_eps": 1e-3}),
     "gpt2": ("GPT2", GPT2),
     "gpt2 erf, narrow": ("GPT2", GPT2 | {"activation_function": "gelu", "n_inner": 80}),
     "gpt2 untied": ("GPT2", GPT2 | {"tie_word_embeddings": False}),
@@ -61,6 +87,9 @@ def save_theirs(folder: Path, family: str, fields: dict[str, Any], **how: Any) -
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.2, 0.2)
     model.save_pretrained(folder, **how)
     return model
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from meshwright.model.attention import Attend, KeyValueCache, attend
 from meshwright.model.linear import Leave, Linear, Project, leave, project
 from meshwright.model.norm import RmsNorm
-from meshwright.model.rope import Rope, rotate
+from meshwright.model.rope import Rope, rotate, score_factor
 from meshwright.spec import ModelSpec
 
 _EPS = 1e-6
@@ -42,7 +42,7 @@ class LatentAttention(nn.Module):
         self.share: Callable[[Tensor], Tensor] = _same
         self.attend: Attend = attend
         self.leave: Leave = leave
-        self.score_scale = 1.0
+        self.score_scale = score_factor(spec)
         self.head_dim, self.plain = spec.head_dim, spec.head_dim - mla.rope_dim
         self.q_a = Linear(spec.hidden, mla.q_rank, False) if mla.q_rank is not None else None
         self.q_a_norm = RmsNorm(mla.q_rank, _EPS) if mla.q_rank is not None else None

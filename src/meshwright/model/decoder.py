@@ -108,6 +108,10 @@ class Decoder(nn.Module):
             if mixture.router.bias is not None
         }
 
+    def tensors(self) -> dict[str, Tensor]:
+        """All that a saved model holds, by name: the parameters, and the routers' biases."""
+        return {**dict(self.named_parameters()), **self.balance_biases()}
+
     def forward(
         self,
         tokens_BT: Tensor,

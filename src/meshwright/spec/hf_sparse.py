@@ -41,7 +41,7 @@ def _sparse_layers(config: Config, layers: int) -> dict[str, int]:
     key = "mlp_only_layers" if dense else "decoder_sparse_step"
     if not sparse:
         raise config.wrong(key, f"with it none of the {layers} layers has experts")
-    every = sparse[1] - sparse[0] if len(sparse) > 1 else step
+    every = sparse[1] - sparse[0] if len(sparse) > 1 else layers - sparse[0]
     first = sparse[0] - every + 1
     if first < 0 or sparse != list(range(sparse[0], layers, every)):
         raise config.wrong(key, "computed are dense layers first, and then experts in each n-th layer")
