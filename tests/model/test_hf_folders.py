@@ -59,7 +59,7 @@ OURS: dict[str, dict[str, Any]] = {
     "qwen3": {"preset": "qwen3-8b", "kv_heads": 2},
     "mistral": {"preset": "small", "kv_heads": 2},
     "gpt2": {"preset": "gpt3-175b"},
-    "mixtral": {"preset": "mixtral-8x7b", "kv_heads": 2, "moe": {"ffn": 32}},
+    "mixtral": {"preset": "mixtral-8x7b", "kv_heads": 2, "moe": {"ffn": 64}},
     "qwen3_moe": {"preset": "qwen3-30b-a3b", "kv_heads": 2, "moe": {"experts": 8, "ffn": 32}},
     "deepseek_v3": {
         "preset": "deepseek-v3",
