@@ -21,11 +21,10 @@ PLAIN = DIM - TURNING
 
 
 def spec_of(q_rank: int | None) -> ModelSpec:
-    mla = {"q_rank": q_rank, "kv_rank": RANK, "rope_dim": TURNING, "v_dim": V}
-    return ModelSpec.model_validate(
-        {"preset": None, "layers": 1, "hidden": 24, "ffn": 8, "heads": HEADS, "head_dim": DIM, "vocab_size": 9}
-        | {"mla": mla}
-    )
+    return ModelSpec.model_validate({
+        "preset": None, "layers": 1, "hidden": 24, "ffn": 8, "heads": HEADS, "head_dim": DIM, "vocab_size": 9,
+        "mla": {"q_rank": q_rank, "kv_rank": RANK, "rope_dim": TURNING, "v_dim": V},
+    })  # fmt: skip
 
 
 def make(q_rank: int | None) -> LatentAttention:
