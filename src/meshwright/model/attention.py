@@ -114,7 +114,8 @@ def sdpa(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKv: Tensor, mask: Tensor | None) ->
     elif queries not in (1, keys):
         raise ValueError(f"{queries} queries on {keys} keys need a mask")
     else:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=queries == keys, enable_gqa=True)
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=queries == keys, enable_gqa=grouped)
     return out.transpose(1, 2)
 
 

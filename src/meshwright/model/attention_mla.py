@@ -29,8 +29,8 @@ class LatentAttention(nn.Module):
     """x (B, T, D) -> (B, T, D), each position looking at itself and at those before it.
 
     `narrow` makes the latents, of the tokens that are here; `project` makes heads of them, and `share` gives
-    all heads the keys' turning part; `attend` and `leave` are those of `Attention`. A parallel layout puts its
-    own there. `score_scale` is a factor on the scores beside d^-0.5.
+    all heads the keys' turning part; `attend` and `leave` are those of `Attention`. A parallel layout puts
+    its own there. `score_scale` is a factor on the scores beside d^-0.5.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
