@@ -52,7 +52,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama yarn": ("Llama", LLAMA | {"rope_parameters": YARN}),
     "llama yarn, not truncated": (
         "Llama", LLAMA | {"rope_parameters": YARN | {"truncate": False, "attention_factor": 1.5,
-                                                     "beta_fast": 16, "beta_slow": 2}}),
+                                                     "beta_fast": 4, "beta_slow": 0.5, "rope_theta": 1e3}}),
     "mixtral": ("Mixtral", MIXTRAL),
     "mixtral window, tied": ("Mixtral", MIXTRAL | {"sliding_window": 7, "tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3Moe", QWEN3_MOE),
