@@ -300,12 +300,11 @@ def export(run: Path, folder: Path, dtype: str | None = None) -> None:
 
     run = Path(run)
     decoder = load_run(run)
-    tensors = {name: parameter.detach() for name, parameter in decoder.named_parameters()}
     tokenizer = run / "tokenizer.json"
     export_hf(
         folder,
         decoder.spec,
-        tensors,
+        decoder.tensors(),
         tokenizer if tokenizer.is_file() else None,
         known[dtype] if dtype else None,
         side_files=run,

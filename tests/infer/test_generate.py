@@ -18,6 +18,7 @@ SHAPES = {
     "llama": {},
     "qwen": {"qk_norm": True, "tied": True},
     "window": {"sliding_window": 5},
+    "latents": {"kv_heads": 4, "mla": {"q_rank": 12, "kv_rank": 8, "rope_dim": 6, "v_dim": 10}},
     "gpt": {"norm": "layernorm", "activation": "gelu", "position": "learned", "qkv_bias": True},
 }
 PROMPT = [5, 17, 3, 96, 41, 5, 0]

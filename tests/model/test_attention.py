@@ -13,9 +13,11 @@ from meshwright.model.attention import attend, attention_mask, sdpa
 from meshwright.model.attention_cpu import blocked_attention
 
 
-def draw(batch: int, queries: int, keys: int, heads: int, kv_heads: int, dtype: torch.dtype) -> list[Tensor]:
+def draw(
+    batch: int, queries: int, keys: int, heads: int, kv_heads: int, dtype: torch.dtype, v_dim: int = 16
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(queries * 1000 + keys)
-    shapes = [(batch, queries, heads, 16), (batch, keys, kv_heads, 16), (batch, keys, kv_heads, 16)]
+    shapes = [(batch, queries, heads, 16), (batch, keys, kv_heads, 16), (batch, keys, kv_heads, v_dim)]
     return [
         torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes
     ]
@@ -58,11 +60,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("kernel", [blocked_attention, sdpa], ids=["blocked", "sdpa"])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(("kv_heads", "v_dim"), [(1, 16), (2, 16), (4, 16), (1, 12), (4, 8)])
 @pytest.mark.parametrize("case", CASES)
-def test_kernels_equal_the_definition(kernel, kv_heads: int, case: str) -> None:
+def test_kernels_equal_the_definition(kernel, kv_heads: int, v_dim: int, case: str) -> None:
     queries, keys, window, documents = CASES[case]
-    inputs = draw(2, queries, keys, 4, kv_heads, torch.float64)
+    inputs = draw(2, queries, keys, 4, kv_heads, torch.float64, v_dim)
     mask = attention_mask(queries, keys, window, documents, like=inputs[0])
     expected = by_definition(*inputs, visible(queries, keys, window, documents, 2))
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -103,16 +105,17 @@ def test_plain_causal_needs_no_mask() -> None:
     assert attention_mask(4, 4, 3, one_document_each, like) is not None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_operators_are_as_their_fakes_say(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "v_dim"), [(torch.float32, 16), (torch.bfloat16, 16), (torch.float32, 8)])
+def test_operators_are_as_their_fakes_say(dtype: torch.dtype, v_dim: int) -> None:
     """Shapes, strides and dtypes of both operators, which the dry run and torch.compile rely on."""
-    inputs = draw(2, 8, 8, 4, 2, dtype)
+    inputs = draw(2, 8, 8, 4, 2, dtype, v_dim)
     mask = attention_mask(8, 8, 3, None, like=inputs[0])
     backward = torch.ops.meshwright.blocked_attention_backward.default
     for added in (None, mask):
         torch.library.opcheck(blocked_attention, (*inputs, added))
         plain = [x.detach() for x in inputs]
-        torch.library.opcheck(backward, (torch.ones_like(plain[0]), *plain, added))
+        grad = torch.ones(2, 8, 4, v_dim, dtype=dtype)
+        torch.library.opcheck(backward, (grad, *plain, added))
 
 
 def test_operator_counts_its_flops() -> None:

@@ -31,6 +31,7 @@ SHAPES = {
     "linear rope": {"rope_scaling": {"kind": "linear", "factor": 2.0}},
     "llama3 rope": {"rope_scaling": {"kind": "llama3", "original_max_seq_len": 16}},
     "gpt": GPT,
+    "latents": {"kv_heads": 4, "mla": {"q_rank": 12, "kv_rank": 8, "rope_dim": 6, "v_dim": 10}},
 }
 
 
@@ -109,7 +110,7 @@ def test_parameters_are_those_that_the_spec_counts(preset: str) -> None:
     assert sum(parameter.numel() for parameter in decoder.parameters()) == spec.parameters
 
 
-@pytest.mark.parametrize("shape", ["llama", "gpt"])
+@pytest.mark.parametrize("shape", ["llama", "gpt", "latents"])
 def test_flops_are_those_that_torch_counts(shape: str) -> None:
     decoder, x = make(shape, torch.float32), tokens(2, 32)
     with FlopCounterMode(display=False) as counter:
@@ -119,6 +120,7 @@ def test_flops_are_those_that_torch_counts(shape: str) -> None:
     spec = decoder.spec
     again = 2 * spec.layers * spec.heads * spec.head_dim * 32
     norms = 2 * spec.hidden * (2 * spec.layers + 1) if spec.norm == "rmsnorm" else 0
+    norms += 2 * spec.layers * (12 + 8) if spec.mla is not None else 0
     assert counter.get_total_flops() == (spec.flops_per_token(32) + again + norms) * x.numel()
 
 

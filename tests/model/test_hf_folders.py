@@ -11,72 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from hf_models import CASES, LLAMA, TOKENS, same_files, save_theirs, their_logits
 from meshwright.checkpoint.hf import export_hf, import_hf, load_hf
+from meshwright.infer import generate
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
 from meshwright.spec import ModelSpec, UserError, load
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-
-LLAMA: dict[str, Any] = {
-    "vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
-    "tie_word_embeddings": False, "initializer_range": 0.1,
-}  # fmt: skip
-LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
-               "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
-GPT2 = {
-    "vocab_size": 101,
-    "n_embd": 64,
-    "n_layer": 3,
-    "n_head": 4,
-    "n_positions": 96,
-    "initializer_range": 0.1,
-}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", LLAMA),
-    "llama tied": ("Llama", LLAMA | {"tie_word_embeddings": True}),
-    "llama biases, wide heads": ("Llama", LLAMA | {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
-    "llama linear rope": (
-        "Llama", LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
-    "llama llama3 rope": ("Llama", LLAMA | {"rope_parameters": LLAMA3_ROPE}),
-    "qwen3": ("Qwen3", LLAMA | {"head_dim": 16}),
-    "qwen3 tied, biases": (
-        "Qwen3", LLAMA | {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
-    "mistral window": ("Mistral", LLAMA | {"sliding_window": 7}),
-    "mistral": ("Mistral", LLAMA | {"sliding_window": None}),
-    "gpt2": ("GPT2", GPT2),
-    "gpt2 erf, narrow": ("GPT2", GPT2 | {"activation_function": "gelu", "n_inner": 80}),
-    "gpt2 untied": ("GPT2", GPT2 | {"tie_word_embeddings": False}),
-}  # fmt: skip
-TOKENS = torch.randint(0, 101, (2, 48), generator=torch.Generator().manual_seed(0))
-
-
-def save_theirs(folder: Path, family: str, fields: dict[str, Any], **how: Any) -> Any:
-    """A model of transformers with random weights (biases and norms too), saved in `folder`."""
-    torch.manual_seed(0)
-    name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
-    model = getattr(transformers, name)(getattr(transformers, f"{family}Config")(**fields)).float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(folder, **how)
-    return model
-
-
-def their_logits(folder: Path) -> torch.Tensor:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    with torch.no_grad():
-        return model(TOKENS).logits
-
-
-def same_files(a: Path, b: Path) -> None:
-    ours, theirs = (
-        {k: v for f in sorted(p.glob("*.safetensors")) for k, v in load_file(f).items()} for p in (a, b)
-    )
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -86,6 +28,14 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     assert not decoder.training
     with torch.no_grad():
         torch.testing.assert_close(decoder(TOKENS), model(TOKENS).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_generation_equals_transformers(case: str, tmp_path: Path) -> None:
+    model = save_theirs(tmp_path, *CASES[case])
+    prompt = TOKENS[:, :8]
+    theirs = model.generate(prompt, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(generate(load_hf(tmp_path), prompt, 16), theirs[:, 8:])
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["one file", "sharded"])
@@ -104,25 +54,44 @@ def test_import_then_export_changes_nothing(case: str, sharded: bool, tmp_path: 
     assert again.model_dump(exclude=ignored) == spec.model_dump(exclude=ignored)
 
 
-@pytest.mark.parametrize("preset", ["llama", "qwen3", "mistral", "gpt2"])
-def test_our_own_models_open_in_transformers(preset: str, tmp_path: Path) -> None:
+OURS: dict[str, dict[str, Any]] = {
+    "llama": {"preset": "small", "kv_heads": 2},
+    "qwen3": {"preset": "qwen3-8b", "kv_heads": 2},
+    "mistral": {"preset": "small", "kv_heads": 2},
+    "gpt2": {"preset": "gpt3-175b"},
+    "mixtral": {"preset": "mixtral-8x7b", "kv_heads": 2, "moe": {"ffn": 64}},
+    "qwen3_moe": {"preset": "qwen3-30b-a3b", "kv_heads": 2, "moe": {"experts": 8, "ffn": 32}},
+    "deepseek_v3": {
+        "preset": "deepseek-v3",
+        "moe": {"experts": 16, "ffn": 32, "shared_ffn": 64, "dense_first": 1},
+        "mla": {"q_rank": 24, "kv_rank": 16, "rope_dim": 4, "v_dim": 10},
+        "rope_scaling": {"kind": "yarn", "factor": 4, "original_max_seq_len": 16, "mscale_all_dim": 0.5},
+    },
+}
+
+
+@pytest.mark.parametrize("family", OURS)
+def test_our_own_models_open_in_transformers(family: str, tmp_path: Path) -> None:
     shape = {
         "layers": 2,
         "hidden": 48,
         "ffn": 64,
         "heads": 4,
+        "kv_heads": 4,
         "head_dim": 12,
         "vocab_size": 101,
         "init_std": 0.1,
     }
-    base = {"llama": "small", "qwen3": "qwen3-8b", "mistral": "small", "gpt2": "gpt3-175b"}[preset]
-    kv_heads = 4 if preset == "gpt2" else 2
-    spec = ModelSpec(preset=base, family=preset, kv_heads=kv_heads, **shape)
+    spec = ModelSpec.model_validate({**shape, "family": family, **OURS[family]})
     decoder = init_whole_(Decoder(spec), seed=0)
-    export_hf(tmp_path / "out", spec, dict(decoder.named_parameters()))
+    for bias in decoder.balance_biases().values():
+        bias.uniform_(-0.2, 0.2)
+    export_hf(tmp_path / "out", spec, decoder.tensors())
     with torch.no_grad():
         torch.testing.assert_close(their_logits(tmp_path / "out"), decoder(TOKENS), rtol=0, atol=1e-5)
         assert torch.equal(load_hf(tmp_path / "out")(TOKENS), decoder(TOKENS))
+    again, _ = import_hf(tmp_path / "out")
+    assert again.model_dump(exclude={"hf", "preset"}) == spec.model_dump(exclude={"hf", "preset"})
 
 
 def train_tokenizer(path: Path) -> Tokenizer:

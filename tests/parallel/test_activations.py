@@ -18,6 +18,10 @@ GPT = {
     "model__family": "gpt2", "model__norm": "layernorm", "model__activation": "gelu_tanh",
     "model__position": "learned", "model__kv_heads": 8, "model__ffn": 512,
 }  # fmt: skip
+LATENTS = {
+    "model__head_dim": 24, "model__kv_heads": 8, "model__mla__q_rank": 64, "model__mla__kv_rank": 32,
+    "model__mla__rope_dim": 8, "model__mla__v_dim": 16,
+}  # fmt: skip
 LAYOUTS: list[dict[str, object]] = [
     {},
     {"precision__compute": "fp32"},
@@ -28,6 +32,13 @@ LAYOUTS: list[dict[str, object]] = [
     {"layout__cp": 4, "layout__context_mode": "gather"},
     {"layout__cp": 2, "layout__context_mode": "ulysses"},
     {"layout__tp": 2, "layout__cp": 2},
+    LATENTS,
+    LATENTS | {"model__mla__q_rank": "none", "precision__compute": "fp32"},
+    LATENTS | {"layout__tp": 2},
+    LATENTS | {"layout__tp": 2, "layout__sequence_parallel": "false", "model__mla__q_rank": "none"},
+    LATENTS | {"layout__cp": 2},
+    LATENTS | {"layout__cp": 2, "layout__context_mode": "gather"},
+    LATENTS | {"layout__cp": 2, "layout__context_mode": "ulysses"},
 ]
 
 

@@ -56,6 +56,33 @@ def test_bytes_of_the_tensor_axis(
     equal_bytes(ranks, spec_of(BASE, **flags))
 
 
+LATENTS = {
+    "model__head_dim": 12, "model__kv_heads": 4, "model__mla__q_rank": 16, "model__mla__kv_rank": 8,
+    "model__mla__rope_dim": 4, "model__mla__v_dim": 6,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("q_rank", [16, "none"])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize("sequence", ["true", "false"])
+def test_bytes_of_latents(ranks: Ranks, sequence: str, recompute: str, q_rank: object) -> None:
+    flags = {
+        "layout__tp": 2, "layout__dp": 2, "layout__zero": 3, "layout__sequence_parallel": sequence,
+        "layout__micro_batch": 8, "recompute__policy": recompute, "precision__compute": "bf16",
+    }  # fmt: skip
+    equal_bytes(ranks, spec_of(BASE, **(LATENTS | flags | {"model__mla__q_rank": q_rank})))
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("mode", ["ring", "gather", "ulysses"])
+def test_bytes_of_latents_over_context_ranks(ranks: Ranks, mode: str, recompute: str) -> None:
+    flags = {
+        "layout__tp": 2, "layout__cp": 2, "layout__context_mode": mode, "layout__micro_batch": 8,
+        "recompute__policy": recompute,
+    }  # fmt: skip
+    equal_bytes(ranks, spec_of(BASE, **LATENTS, **flags))
+
+
 MODES = [("ring", 4), ("gather", 4), ("ulysses", 4), ("ring+ulysses", 4), ("ring", 1), ("gather", 2)]
 
 
@@ -95,7 +122,9 @@ def test_bytes_of_the_pipeline_axis(ranks: Ranks, schedule: str, pp: int, zero: 
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-@pytest.mark.parametrize("axes", [{"layout__tp": 4}, {"layout__tp": 2, "layout__cp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes", [{"layout__tp": 4}, {"layout__tp": 2, "layout__cp": 2}, {"layout__tp": 2, **LATENTS}], ids=str
+)
 def test_bytes_of_the_pipeline_and_others(ranks: Ranks, axes: dict[str, object], schedule: str) -> None:
     flags = {
         "layout__pp": 2, "layout__micro_batch": 8, "layout__schedule": schedule, "model__tied": "true",

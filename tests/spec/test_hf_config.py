@@ -15,6 +15,9 @@ LLAMA = {
     "model_type": "llama", "vocab_size": 101, "hidden_size": 64, "intermediate_size": 96,
     "num_hidden_layers": 3, "num_attention_heads": 4,
 }  # fmt: skip
+MIXTRAL = LLAMA | {"model_type": "mixtral", "num_key_value_heads": 2}
+QWEN3_MOE = LLAMA | {"model_type": "qwen3_moe", "num_key_value_heads": 2}
+DEEPSEEK = LLAMA | {"model_type": "deepseek_v3", "num_key_value_heads": 4, "first_k_dense_replace": 1}
 GPT2 = {"model_type": "gpt2", "vocab_size": 101, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 96}
 
 
@@ -53,6 +56,137 @@ def test_absent_keys_have_the_defaults_of_transformers(family: str, tmp_path: Pa
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_absent_keys_of_mixtures_have_the_defaults_of_transformers(family: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    heads, layers = {"deepseek_v3": 128}.get(family, 32), 5
+    config = LLAMA | {"model_type": family, "num_attention_heads": heads, "num_hidden_layers": layers}
+    if family != "deepseek_v3":
+        config["hidden_size"] = 256
+    theirs, ours = transformers.AutoConfig.for_model(**config), read(tmp_path, config)
+    moe = ours.moe
+    assert moe is not None
+    assert ours.kv_heads == theirs.num_key_value_heads
+    assert (ours.max_seq_len, ours.norm_eps) == (theirs.max_position_embeddings, theirs.rms_norm_eps)
+    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert (ours.sliding_window, ours.tied) == (theirs.sliding_window if family == "mixtral" else None, False)
+    assert (moe.experts, moe.top_k) == (theirs.num_local_experts, theirs.num_experts_per_tok)
+    assert moe.ffn == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+    assert moe.renormalise == getattr(theirs, "norm_topk_prob", True)
+    assert moe.aux_loss == getattr(theirs, "router_aux_loss_coef", 0.0)
+    if family == "deepseek_v3":
+        mla = ours.mla
+        assert mla is not None
+        assert (mla.kv_rank, mla.q_rank) == (theirs.kv_lora_rank, theirs.q_lora_rank)
+        assert (mla.rope_dim, mla.v_dim) == (theirs.qk_rope_head_dim, theirs.v_head_dim)
+        assert ours.head_dim == theirs.qk_head_dim
+        assert (moe.groups, moe.top_groups) == (theirs.n_group, theirs.topk_group)
+        assert (moe.scale, moe.dense_first) == (theirs.routed_scaling_factor, theirs.first_k_dense_replace)
+        assert moe.shared_ffn == theirs.n_shared_experts * theirs.moe_intermediate_size
+
+
+def test_yarn_has_the_defaults_of_transformers(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 32}
+    old = read(tmp_path, DEEPSEEK | {"rope_theta": 5e4, "rope_scaling": yarn | {"type": "yarn"}})
+    new = read(tmp_path, DEEPSEEK | {"rope_parameters": yarn | {"rope_theta": 5e4}})
+    assert old == new and old.rope_theta == 5e4
+    given = {"beta_fast": 32, "beta_slow": 1, "mscale": 0, "mscale_all_dim": 0, "truncate": True}
+    assert read(tmp_path, DEEPSEEK | {"rope_theta": 5e4, "rope_scaling": yarn | given}) == old
+    bare = {"rope_type": "yarn", "factor": 40}
+    for config in ({"max_position_embeddings": 48}, {"original_max_position_embeddings": 48}):
+        scaling = read(tmp_path, LLAMA | config | {"rope_scaling": bare}).rope_scaling
+        assert scaling is not None and scaling.kind == "yarn" and scaling.original_max_seq_len == 48
+
+
+@pytest.mark.parametrize(
+    ("step", "dense", "layers", "sparse"),
+    [
+        (1, [], 4, [0, 1, 2, 3]),
+        (1, None, 4, [0, 1, 2, 3]),
+        (1, [0, 1], 4, [2, 3]),
+        (2, [], 5, [1, 3]),
+        (2, [1], 8, [3, 5, 7]),
+        (1, [0, 2], 4, [1, 3]),
+        (3, [], 3, [2]),
+        (2, [], 3, [1]),
+        (1, [1], 4, None),
+        (1, [2, 3], 4, None),
+        (1, [0, 1, 2, 3], 4, None),
+        (5, [], 4, None),
+    ],
+)
+def test_layers_with_experts_are_those_of_transformers(
+    step: int, dense: list[int] | None, layers: int, sparse: list[int] | None, tmp_path: Path
+) -> None:
+    config = QWEN3_MOE | {
+        "num_hidden_layers": layers,
+        "decoder_sparse_step": step,
+        "mlp_only_layers": dense,
+    }
+    if sparse is None:
+        with pytest.raises(UserError, match="mlp_only_layers" if dense else "decoder_sparse_step"):
+            read(tmp_path, config)
+        return
+    spec = read(tmp_path, config)
+    assert [layer for layer in range(layers) if spec.has_experts(layer)] == sparse
+
+
+def test_experts_are_counted_by_either_name(tmp_path: Path) -> None:
+    for config, names in (
+        (QWEN3_MOE, ("num_experts", "num_local_experts")),
+        (DEEPSEEK, ("n_routed_experts", "num_local_experts")),
+    ):
+        old, new = (read(tmp_path, config | {name: 16}) for name in names)
+        assert old == new and old.moe is not None and old.moe.experts == 16
+
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "mixtral-8x7b": {
+        "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "vocab_size": 32000,
+        "router_aux_loss_coef": 0.02, "sliding_window": None, "initializer_range": 0.02,
+    },
+    "mixtral-8x22b": {
+        "model_type": "mixtral", "hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56,
+        "num_attention_heads": 48, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "max_position_embeddings": 65536, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "vocab_size": 32000,
+        "router_aux_loss_coef": 0.001, "sliding_window": None, "router_jitter_noise": 0.0,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 768,
+        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "router_aux_loss_coef": 0.001,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "vocab_size": 151936,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "use_sliding_window": False, "rope_scaling": None,
+    },
+    "qwen3-235b-a22b": {
+        "model_type": "qwen3_moe", "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94,
+        "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "moe_intermediate_size": 1536,
+        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "router_aux_loss_coef": 0.001,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "vocab_size": 151936,
+    },
+    # The published file has other positions, init and balance loss than the training of the paper's 4.2.
+    "deepseek-v3": {
+        "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
+        "n_shared_experts": 1, "moe_intermediate_size": 2048, "num_experts_per_tok": 8, "n_group": 8,
+        "topk_group": 4, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "moe_layer_freq": 1, "vocab_size": 129280,
+        "rms_norm_eps": 1e-6, "rope_theta": 10000, "max_position_embeddings": 4096,
+        "initializer_range": 0.006, "aux_loss_alpha": 0.0001, "num_nextn_predict_layers": 1,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_presets_of_mixtures_are_the_published_models(preset: str, tmp_path: Path) -> None:
+    ignored = {"hf", "preset"}
+    read_as = read(tmp_path, PUBLISHED[preset]).model_dump(exclude=ignored)
+    assert read_as == ModelSpec(preset=preset).model_dump(exclude=ignored)
+
+
 def test_only_llama_and_qwen3_have_attention_biases(tmp_path: Path) -> None:
     for family, biases in (("llama", True), ("qwen3", True), ("mistral", False)):
         config = LLAMA | {"model_type": family, "num_key_value_heads": 2, "attention_bias": True}
@@ -65,6 +199,12 @@ SIZES = [
     *((LLAMA, key) for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
                                "num_attention_heads", "max_position_embeddings")),
     (LLAMA | {"model_type": "qwen3", "num_key_value_heads": 2}, "head_dim"),
+    *((MIXTRAL, key) for key in ("num_local_experts", "num_experts_per_tok")),
+    *((QWEN3_MOE, key) for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size",
+                                   "decoder_sparse_step")),
+    *((DEEPSEEK, key) for key in ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
+                                  "n_group", "topk_group", "n_shared_experts", "kv_lora_rank",
+                                  "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")),
     *((GPT2, key) for key in ("vocab_size", "n_embd", "n_layer", "n_head", "n_positions")),
 ]  # fmt: skip
 
@@ -127,7 +267,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest
     [
         (LLAMA | {"model_type": "mamba"}, "mamba"),
         (LLAMA | {"hidden_act": "relu"}, "relu"),
-        (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        (LLAMA | {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope"),
         (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (LLAMA | {"model_type": "qwen3", "use_sliding_window": True}, "use_sliding_window"),
         ({key: LLAMA[key] for key in LLAMA if key != "hidden_size"}, "hidden_size"),
@@ -137,6 +277,33 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest
         (GPT2 | {"n_embd": 66}, "n_embd 66; n_head 4"),
         (LLAMA | {"hidden_size": 66}, "hidden_size 66; num_attention_heads 4"),
         (LLAMA | {"num_key_value_heads": 3}, "num_key_value_heads 3"),
+        (MIXTRAL | {"num_local_experts": 1}, "num_experts_per_tok None; a layer has 1 experts"),
+        (
+            MIXTRAL | {"router_aux_loss_coef": -1},
+            "router_aux_loss_coef -1; it must be a number of at least 0",
+        ),
+        (QWEN3_MOE | {"use_sliding_window": True}, "use_sliding_window"),
+        (QWEN3_MOE | {"mlp_only_layers": 3}, "mlp_only_layers 3; it must be a list"),
+        (QWEN3_MOE | {"mlp_only_layers": [True]}, r"mlp_only_layers \[True\]; it must be a list"),
+        (QWEN3_MOE | {"norm_topk_prob": "yes"}, "norm_topk_prob"),
+        (DEEPSEEK | {"scoring_func": "softmax"}, "scoring_func 'softmax'; only 'sigmoid'"),
+        (DEEPSEEK | {"topk_method": "greedy"}, "topk_method"),
+        (DEEPSEEK | {"moe_layer_freq": 2}, "moe_layer_freq"),
+        (DEEPSEEK | {"attention_bias": True}, "attention_bias"),
+        (
+            DEEPSEEK | {"num_key_value_heads": 2},
+            "num_key_value_heads 2; latent attention",
+        ),
+        (DEEPSEEK | {"n_group": 7}, "n_group 7; equal groups"),
+        (DEEPSEEK | {"n_group": 256}, "n_group 256; equal groups of at least 2"),
+        (DEEPSEEK | {"topk_group": 9}, "topk_group 9"),
+        (DEEPSEEK | {"n_group": 128, "topk_group": 1}, "topk_group 1; a token takes 8 experts"),
+        (DEEPSEEK | {"first_k_dense_replace": 3}, "first_k_dense_replace 3; with it none of the 3 layers"),
+        (DEEPSEEK | {"qk_rope_head_dim": 7}, "qk_rope_head_dim 7; it must be even"),
+        (DEEPSEEK | {"v_head_dim": 256}, "v_head_dim 256"),
+        (DEEPSEEK | {"q_lora_rank": 0}, "q_lora_rank 0"),
+        (LLAMA | {"rope_scaling": {"type": "yarn"}}, "rope_scaling of .* lacks the key 'factor'"),
+        (LLAMA | {"rope_scaling": {"type": "yarn", "factor": 2, "mscale": -1}}, "mscale -1"),
         (LLAMA | {"model_type": ["llama"]}, "model_type"),
         (LLAMA | {"model_type": {}}, "model_type"),
         (LLAMA | {"attention_bias": "false"}, "attention_bias"),

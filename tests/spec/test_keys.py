@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from meshwright.spec import RunSpec
+from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.keys import known_keys, optional_tables, parts_of, schema
 from meshwright.spec.load import from_tree
 
@@ -18,9 +18,13 @@ def leaves(tree: dict, prefix: str = "") -> set[str]:
 
 
 def test_every_field_of_a_spec_is_a_known_key() -> None:
-    tree = from_tree(
-        {"model": {"rope_scaling": {"kind": "llama3"}}, "recompute": {"policy": "selective"}}
-    ).to_json()
+    tables = {
+        "rope_scaling": {"kind": "llama3"},
+        "moe": {"experts": 4, "top_k": 2, "ffn": 8},
+        "mla": {"kv_rank": 8, "rope_dim": 8, "v_dim": 8},
+    }
+    preset = {"preset": "tiny", "kv_heads": ModelSpec(preset="tiny").heads}
+    tree = from_tree({"model": preset | tables, "recompute": {"policy": "selective"}}).to_json()
     known = set(known_keys())
     assert leaves(tree) <= known
     assert {key.split(".")[0] for key in known} == set(RunSpec.model_fields)
@@ -39,7 +43,7 @@ def test_defaults_shown_are_the_defaults_used() -> None:
 def test_unions_merge_their_branches() -> None:
     assert known_keys()["recompute.policy"].choices == ("none", "full", "selective")
     assert len(parts_of("recompute")) == 3
-    assert optional_tables() == {"model.rope_scaling"}
+    assert optional_tables() == {"model.rope_scaling", "model.moe", "model.mla"}
 
 
 def test_bounds_are_shown() -> None:

@@ -99,6 +99,15 @@ RULES = [
     ({"model": {"heads": 8, "kv_heads": 3}}, ["model.kv_heads", "3", "8", "try 4"]),
     ({"model": {"heads": 7}}, ["model.heads", "7", "256"]),
     ({"model": {"head_dim": 33}}, ["model.head_dim", "33", "even"]),
+    (
+        {
+            "model": {
+                "rope_theta": 1,
+                "rope_scaling": {"kind": "yarn", "factor": 2, "original_max_seq_len": 64},
+            }
+        },
+        ["model.rope_theta: 1", "'yarn'", "more than 1"],
+    ),
     ({"model": {"position": "learned", "max_seq_len": 64}}, ["data.seq_len", "512", "64"]),
     ({"layout": {"ep": 2}}, ["layout.ep: 2", "no experts", "set layout.ep = 1, or give model.moe"]),
     ({"layout": {"etp": 2}}, ["layout.etp: 2", "no experts"]),
@@ -294,6 +303,7 @@ SPECS = [
     {},
     {"model": {"preset": "none", "layers": 1, "hidden": 8, "ffn": 8, "heads": 2, "vocab_size": 16}},
     {"model": {"rope_scaling": {"kind": "llama3"}}, "train": {"clip": "none", "trackers": ["wandb"]}},
+    {"model": {"rope_scaling": {"kind": "yarn", "factor": 4, "original_max_seq_len": 64, "mscale": 0.5}}},
     {"recompute": {"policy": "selective", "save": ["matmul"]}, "layout": {"dp": 2, "zero": 3}},
     {"data": {"mixture": {'a/b "q".txt': 1.0, "c\\d": 2.5, "é\x7f": 1.0}}},
     {"data": {"corpus": 'tab\t"quote"'}},

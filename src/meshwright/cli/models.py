@@ -137,7 +137,7 @@ VERBS = (
     ),
     Verb(
         "import",
-        "make a run's folder from an HF folder of the Llama, Qwen3, Mistral or GPT-2 family",
+        "make a run's folder from an HF folder of a family that model.family names",
         import_hf,
         (Argument("FOLDER", "an HF folder with config.json and safetensors"),),
         (Flag("out", "folder of the run to make", "DIR", folder_name, required=True), JSON),

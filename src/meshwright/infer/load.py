@@ -33,7 +33,7 @@ def load_run(run: Path, dtype: torch.dtype | None = None) -> Decoder:
     if spec.precision.compute == "fp64":
         decoder = decoder.double()
     with torch.no_grad():
-        tensors = {f"model/{name}": parameter.data for name, parameter in decoder.named_parameters()}
+        tensors = {f"model/{name}": tensor.data for name, tensor in decoder.tensors().items()}
         store = CheckpointStore(folder, keep=1)
         store.load(None, tensors)
     for warning in store.warnings:
@@ -54,6 +54,8 @@ def import_run(folder: Path, out: Path) -> None:
     for name, value in weights:
         value = value.float()
         tensors[f"model/{name}"] = value
+        if name.endswith(".router.bias"):  # no gradient moves it
+            continue
         tensors[f"optim/exp_avg/{name}"] = tensors[f"optim/exp_avg_sq/{name}"] = torch.zeros_like(value)
     try:
         out.mkdir(parents=True, exist_ok=True)

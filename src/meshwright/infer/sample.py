@@ -21,13 +21,14 @@ def held_out_sample(trainer: Trainer, corpus: Corpus) -> dict[str, str] | None:
     """{"prompt", "text"}: the start of the first held-out document and what the decoder writes after it.
 
     None where the corpus has no held-out text. On several ranks all call this, since each may hold a part of
-    the parameters. Where layers or sequences are split the first rank writes on a whole copy, and the others
+    the parameters. Where layers, sequences or experts are split the first rank writes on a whole copy, and the others
     get None; of a model that is too large for that, all do.
     """
     if not corpus.validation.target_tokens or not corpus.has_text:
         return None
     layout = trainer.mesh.layout
-    decoder = trainer.decoder if layout.tp * layout.cp * layout.pp == 1 else _whole(trainer)
+    split = layout.tp * layout.cp * layout.pp * layout.ep * layout.etp > 1
+    decoder = _whole(trainer) if split else trainer.decoder
     return None if decoder is None else _write(decoder, corpus)
 
 
@@ -38,8 +39,9 @@ def _whole(trainer: Trainer) -> Decoder | None:
     decoder = None
     if trainer.mesh.world.rank == 0:
         decoder = Decoder(trainer.spec.model).to(trainer.mesh.device, trainer.states.formats.master)
-    mine = dict(decoder.named_parameters()) if decoder is not None else {}
-    for name, whole in wholes(trainer.states.parameters(), trainer.mesh):
+    mine = decoder.tensors() if decoder is not None else {}
+    stored = [*trainer.states.parameters(), *trainer.balance.biases().items()]
+    for name, whole in wholes(stored, trainer.mesh):
         mine[name].data.copy_(whole)
     return decoder
 

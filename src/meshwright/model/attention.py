@@ -21,23 +21,28 @@ from meshwright.model.rope import Rope, rotate
 from meshwright.spec import ModelSpec
 
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
-"""(q (B, T, H, d), k and v (B, S, K, d), what is visible) -> (B, T, H, d)."""
+"""(q (B, T, H, d), k (B, S, K, d), v (B, S, K, v), what is visible) -> (B, T, H, v)."""
 
 
 class KeyValueCache:
-    """Keys and values of the positions that one block has seen; room for `length` is taken at once."""
+    """What one block keeps of the positions that it has seen; room for `length` is taken at once.
+
+    Keys and values (B, S, K, d), or for attention over latents those, with the keys' turning part (B, S, c).
+    """
 
     def __init__(self, spec: ModelSpec, batch: int, length: int, like: Tensor) -> None:
-        shape = (batch, length, spec.kv_heads, spec.head_dim)
-        self.keys, self.values = like.new_empty(shape), like.new_empty(shape)
+        shapes: list[tuple[int, ...]] = [(spec.kv_heads, spec.head_dim)] * 2
+        if spec.mla is not None:
+            shapes = [(spec.mla.kv_rank + spec.mla.rope_dim,)]
+        self._rooms = [like.new_empty(batch, length, *shape) for shape in shapes]
         self.filled = 0
 
-    def append(self, k_BTKd: Tensor, v_BTKd: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the next T positions; all that are stored come back, (B, S, K, d) each, as views."""
-        first, self.filled = self.filled, self.filled + k_BTKd.shape[1]
-        self.keys[:, first : self.filled] = k_BTKd
-        self.values[:, first : self.filled] = v_BTKd
-        return self.keys[:, : self.filled], self.values[:, : self.filled]
+    def append(self, *new: Tensor) -> list[Tensor]:
+        """Store the next T positions (B, T, ...); all that are stored come back, (B, S, ...), as views."""
+        first, self.filled = self.filled, self.filled + new[0].shape[1]
+        for room, x in zip(self._rooms, new, strict=True):
+            room[:, first : self.filled] = x
+        return [room[:, : self.filled] for room in self._rooms]
 
 
 class Attention(nn.Module):
@@ -74,18 +79,32 @@ class Attention(nn.Module):
         return self.leave(self.attend(q, k, v, mask).flatten(2), self.o)
 
 
-def attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, mask: Tensor | Packed | None) -> Tensor:
-    """Causal attention of the last T of S positions: (B, T, H, d). `mask` is `attention_mask`'s."""
+def attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKv: Tensor, mask: Tensor | Packed | None) -> Tensor:
+    """Causal attention of the last T of S positions: (B, T, H, v). `mask` is `attention_mask`'s."""
     if isinstance(mask, Packed):
-        return packed_attention(q_BTHd, k_BSKd, v_BSKd, mask)
+        return with_wide_values(packed_attention)(q_BTHd, k_BSKd, v_BSKv, mask)
     if q_BTHd.device.type == "cpu":
-        return blocked_attention(q_BTHd, k_BSKd, v_BSKd, mask)
-    return sdpa(q_BTHd, k_BSKd, v_BSKd, mask)
+        return blocked_attention(q_BTHd, k_BSKd, v_BSKv, mask)
+    return sdpa(q_BTHd, k_BSKd, v_BSKv, mask)
 
 
-def sdpa(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, mask: Tensor | None) -> Tensor:
+def with_wide_values(attend: Attend) -> Attend:
+    """Lets what takes values of d channels only take narrower ones: with zeros added, and cut off what comes
+    out, which is exact."""
+
+    def attend_narrow(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKv: Tensor, seen: Any) -> Tensor:
+        channels = v_BSKv.shape[-1]
+        if channels == k_BSKd.shape[-1]:
+            return attend(q_BTHd, k_BSKd, v_BSKv, seen)
+        v_BSKd = F.pad(v_BSKv, (0, k_BSKd.shape[-1] - channels))
+        return attend(q_BTHd, k_BSKd, v_BSKd, seen)[..., :channels]
+
+    return attend_narrow
+
+
+def sdpa(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKv: Tensor, mask: Tensor | None) -> Tensor:
     """The same through torch's kernels, for devices other than the CPU: flash or cuDNN without a mask."""
-    q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BSKd, v_BSKd))
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BSKd, v_BSKv))
     queries, keys = q.shape[2], k.shape[2]
     if mask is not None:
         # The kernels that take a mask do not take fewer key heads than query heads.
@@ -95,7 +114,8 @@ def sdpa(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKd: Tensor, mask: Tensor | None) ->
     elif queries not in (1, keys):
         raise ValueError(f"{queries} queries on {keys} keys need a mask")
     else:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=queries == keys, enable_gqa=True)
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=queries == keys, enable_gqa=grouped)
     return out.transpose(1, 2)
 
 

@@ -7,7 +7,7 @@ the sequence. Scores are rounded to the input's format before the softmax, which
 
 Being one operator (`torch.ops.meshwright.blocked_attention`) it can be saved or recomputed by name, runs on
 fake tensors, and counts its FLOPs. Shapes: B batch, T queries, S keys, H heads, K key-value heads,
-G = H / K queries per key head, d channels, Q a block of queries, N = B * K.
+G = H / K queries per key head, d channels, v those of the values, Q a block of queries, N = B * K.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from meshwright.spec.tiles import query_rows
 
 @torch.library.custom_op("meshwright::blocked_attention", mutates_args=())
 def blocked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(d) + bias) v for q (B, T, H, d), k and v (B, S, K, d), out (B, T, H, d).
+    """softmax(q k^T / sqrt(d) + bias) v for q (B, T, H, d), k (B, S, K, d), v (B, S, K, v), out (B, T, H, v).
 
     The queries are the last T of the S positions, and see keys up to their own. `bias` (1 or B, 1, T, S), in
     q's dtype, is added to the scores; -inf hides more than the causal mask does.
     """
     queries, keys, values = _by_query_head(q, k), _by_key_head(k), _by_key_head(v)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = _empty_output(q, v)
     for first, last, seen in _blocks(q, k):
         added = None if bias is None else bias[:, :, first:last, :seen]
         probabilities = _probabilities(queries[:, :, first:last], keys[:, :seen], added)
@@ -41,7 +41,7 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> T
 
 @blocked_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    return _empty_output(q, v)
 
 
 @torch.library.custom_op("meshwright::blocked_attention_backward", mutates_args=())
@@ -85,14 +85,18 @@ blocked_attention.register_autograd(_differentiate, setup_context=_keep)
 
 
 @register_flop_formula(torch.ops.meshwright.blocked_attention)
-def _flops(q: torch.Size, k: torch.Size, *_args: Any, **_kwargs: Any) -> int:
+def _flops(q: torch.Size, k: torch.Size, v: torch.Size, *_args: Any, **_kwargs: Any) -> int:
     """Two matmuls over the whole square, as torch counts its own attention operators."""
-    return 4 * q.numel() * k[1]
+    return 2 * q[:3].numel() * k[1] * (q[3] + v[3])
 
 
 @register_flop_formula(torch.ops.meshwright.blocked_attention_backward)
 def _backward_flops(grad: torch.Size, q: torch.Size, k: torch.Size, *_args: Any, **_kwargs: Any) -> int:
-    return 10 * q.numel() * k[1]
+    return 2 * q[:3].numel() * k[1] * (3 * q[3] + 2 * grad[3])
+
+
+def _empty_output(q: Tensor, v: Tensor) -> Tensor:
+    return torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
 
 
 def _blocks(q: Tensor, k: Tensor) -> Iterator[tuple[int, int, int]]:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.model.attention import Attention, KeyValueCache, attention_mask
+from meshwright.model.attention_mla import LatentAttention
 from meshwright.model.loss import linear_cross_entropy
 from meshwright.model.mlp import Mlp
 from meshwright.model.moe import Moe
@@ -44,7 +45,7 @@ class Block(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self.attn_norm = make_norm(spec)
-        self.attn = Attention(spec)
+        self.attn = Attention(spec) if spec.mla is None else LatentAttention(spec)
         self.mlp_norm = make_norm(spec)
         self.mlp = Moe(spec) if spec.has_experts(layer) else Mlp(spec, spec.ffn)
 
@@ -106,6 +107,10 @@ class Decoder(nn.Module):
             for layer, mixture in self.each_mixture()
             if mixture.router.bias is not None
         }
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that a saved model holds, by name: the parameters, and the routers' biases."""
+        return {**dict(self.named_parameters()), **self.balance_biases()}
 
     def forward(
         self,

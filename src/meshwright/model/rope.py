@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.spec import ModelSpec
-from meshwright.spec.model import Llama3Rope
+from meshwright.spec.model import Llama3Rope, YarnRope
 
 Rope = tuple[Tensor, Tensor]
 """(cosines (..., T, 1, d), sines (..., T, 1, d/2)): the angle's cosine stands twice, its sine once."""
@@ -24,19 +24,22 @@ def rope_table(spec: ModelSpec, positions: Tensor, dtype: torch.dtype) -> Rope:
     """Cosines and sines for `positions` (T,) or (B, T), from fp32 angles (fp64 for fp64), in `dtype`."""
     exact = torch.promote_types(dtype, torch.float32)
     angles = positions.to(exact).unsqueeze(-1) * frequencies(spec, positions.device, exact)
-    cosine, sine = angles.cos().to(dtype), angles.sin().to(dtype)
+    factor = attention_factor(spec)
+    cosine, sine = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
     return torch.cat([cosine, cosine], -1).unsqueeze(-2), sine.unsqueeze(-2)
 
 
 def frequencies(spec: ModelSpec, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Radians per position of each channel pair (d/2,), after the spec's scaling for long contexts."""
-    steps = torch.arange(0, spec.head_dim, 2, dtype=dtype, device=device) / spec.head_dim
+    steps = torch.arange(0, spec.rope_dim, 2, dtype=dtype, device=device) / spec.rope_dim
     base = 1.0 / (spec.rope_theta**steps)
     scaling = spec.rope_scaling
     if scaling is None:
         return base
     if isinstance(scaling, Llama3Rope):
         return _llama3(base, scaling)
+    if isinstance(scaling, YarnRope):
+        return _yarn(base, scaling, spec.rope_theta)
     return base / scaling.factor
 
 
@@ -52,8 +55,50 @@ def _llama3(base: Tensor, scaling: Llama3Rope) -> Tensor:
     return kept * base + (1 - kept) * (base / scaling.factor)
 
 
+def _yarn(base: Tensor, scaling: YarnRope, theta: float) -> Tensor:
+    """YaRN's ramp over channels: those of `beta_fast` turns and more stay, of `beta_slow` are divided."""
+    dims = 2 * len(base)
+
+    def channel(turns: float) -> float:
+        """The channel pair, as a number between two, that turns so often in the original context."""
+        return dims * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dims - 1)
+    steps = torch.arange(len(base), dtype=base.dtype, device=base.device)
+    divided = ((steps - first) / (last - first or 0.001)).clamp(0.0, 1.0)
+    return divided * (base / scaling.factor) + (1 - divided) * base
+
+
+def attention_factor(spec: ModelSpec) -> float:
+    """What YaRN multiplies cosines and sines by; 1 without it."""
+    scaling = spec.rope_scaling
+    if not isinstance(scaling, YarnRope):
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
+    return _mscale(scaling.factor, 1.0)
+
+
+def score_factor(spec: ModelSpec) -> float:
+    """What latent attention's scores are multiplied by beside 1 / sqrt(head_dim), with YaRN; 1 without it."""
+    scaling = spec.rope_scaling
+    if not isinstance(scaling, YarnRope) or not scaling.mscale_all_dim:
+        return 1.0
+    return _mscale(scaling.factor, scaling.mscale_all_dim) ** 2
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
 class _Rotate(torch.autograd.Function):
-    """A rotation's gradient is the opposite rotation, so nothing of x is kept."""
+    """A rotation's gradient is the opposite rotation, so nothing of x is kept. Of more channels than the
+    tables have, the last turn, and the others are copied."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -68,7 +113,9 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cosine: Tensor, sine: Tensor, sign: int) -> Tensor:
-    half = x.shape[-1] // 2
+    still, half = x.shape[-1] - cosine.shape[-1], sine.shape[-1]
+    if still:
+        return torch.cat([x[..., :still], _turn(x[..., still:], cosine, sine, sign)], -1)
     turned = x * cosine
     turned[..., :half].addcmul_(x[..., half:], sine, value=-sign)
     turned[..., half:].addcmul_(x[..., :half], sine, value=sign)
@@ -76,6 +123,7 @@ def _turn(x: Tensor, cosine: Tensor, sine: Tensor, sign: int) -> Tensor:
 
 
 def rotate(x_BTHd: Tensor, rope: Rope) -> Tensor:
-    """Turn each head's channel pairs by their position's angle; same shape and dtype out."""
+    """Turn each head's channel pairs by their position's angle, or those of its last channels, as many as the
+    tables have; same shape and dtype out."""
     turned: Tensor = _Rotate.apply(x_BTHd, *rope)
     return turned

@@ -19,6 +19,7 @@ Wire          bytes that a rank sends, each layer and microbatch, for N = B T lo
                 ring+ulysses  with u ranks of Ulysses and n/u of the ring: those of ulysses with f(u), and
                               those of the ring with n/u for n
               With one rank, or a ring of one, nothing. Query heads that share keys do not repeat them.
+              Values of fewer channels than the keys (latent attention) travel with zeros for the others.
 Keeps         for the backward: q, k, v, out, the log-sum-exp (N H a bytes); gather also all keys and values.
 
 A ring's next block is under way while the present one is computed on, in the backward also the sums that come
@@ -34,6 +35,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshwright.model.attention import with_wide_values
 from meshwright.model.decoder import Decoder
 from meshwright.model.sight import Sight, sight
 from meshwright.parallel.joint import Tensors
@@ -181,5 +183,6 @@ def split_sequences(decoder: Decoder, mesh: Mesh, mode: ContextMode, kept: Kept 
         return found if kept is not None else Seen(found.at, found.first, found.whole, found.windowed)
 
     decoder.visible = visible
+    attend = attention if decoder.spec.mla is None else with_wide_values(attention)
     for block in decoder.each_block():
-        block.attn.attend = attention
+        block.attn.attend = attend

@@ -10,6 +10,10 @@ tensor ranks, s = t where tokens are shared between the layers (sequence paralle
     selective   N b (2 D / s + (2 Q + 2 K + 2 F) / t)     1 F where the layer is not gated; one device: 3 D
     full        N b D / s
 
+Attention over latents (DeepSeek-AI 2024) of L channels together, of which P more turn with the position and
+are shared by all H heads, with V channels of values: for 2 Q + 2 K none has Q + K + 2 V, and (2 L + P) / s
+more; selective Q + K - H P + 2 V, and (L + P) / s more, and P where s > 1.
+
 Temporaries of single operators count where they make the peak: in the head's forward, whose logits are in
 chunks, at the head's backward, and at the last block's feed-forward backward.
 """
@@ -60,6 +64,9 @@ class _Sizes:
         self.heads = model.heads // layout.tp
         self.queries = self.tokens * self.heads * model.head_dim
         self.keys = self.tokens * layout.local_kv_heads(model.kv_heads) * model.head_dim
+        # Over context ranks values travel, and come out, as wide as keys.
+        v_dim = model.v_dim if layout.cp == 1 else model.head_dim
+        self.values, self.out = self.keys * v_dim // model.head_dim, self.queries * v_dim // model.head_dim
         self.inner = self.tokens * model.ffn // layout.tp
         self.gates = 2 if model.activation == "swiglu" else 1
         self.rows = ceil(model.vocab_size / layout.tp)
@@ -83,8 +90,12 @@ def activations(spec: RunSpec) -> Activations:
 def _everything(s: _Sizes) -> int:
     """What a block keeps without recomputation."""
     spec, b = s.spec, s.width.compute
-    found = 4 * s.stream + 2 * s.queries + 2 * s.keys + (1 + s.gates) * s.inner
+    found = 4 * s.stream + s.queries + s.keys + s.values + s.out + (1 + s.gates) * s.inner
     numbers = s.numbers(2, s.own)
+    if (mla := spec.model.mla) is not None:  # both latents before their norms and after
+        latents = 2 * (mla.q_rank or 0) + 2 * mla.kv_rank + mla.rope_dim
+        found += s.own * latents
+        numbers += s.numbers(2 if mla.q_rank else 1, s.own)
     if spec.model.qk_norm:
         found += s.queries + s.keys
         numbers += s.tokens * (s.heads + s.keys // s.tokens // spec.model.head_dim) * s.width.exact
@@ -93,14 +104,14 @@ def _everything(s: _Sizes) -> int:
 
 def _attention_extra(s: _Sizes) -> int:
     """What attention over context ranks keeps beside its inputs and its output."""
-    layout, b = s.spec.layout, s.width.compute
+    layout, model, b = s.spec.layout, s.spec.model, s.width.compute
     if layout.cp == 1:
         return 0
     found = s.tokens * s.heads * s.width.exact  # the log-sum-exp
     if layout.context_mode == "gather":
         found += b * (2 * layout.cp - 1) * s.keys
-    if layout.ulysses(s.spec.model.kv_heads) > 1:
-        found += b * s.queries  # the output on both sides of the exchange
+    if layout.ulysses(model.kv_heads) > 1 or model.v_dim < model.head_dim:
+        found += b * s.tokens * s.heads * model.v_dim  # the output exchanged, or cut to narrow values, too
     return found
 
 
@@ -115,9 +126,9 @@ def _block(s: _Sizes) -> int:
     messages = layout.tp * layout.cp > 1
     if "matmul" in recompute.save:
         outputs = 1 if layout.tp > 1 else 2  # one rank's operators are saved whether they are read or not
-        found += b * (s.queries + 2 * s.keys + outputs * s.stream + s.gates * s.inner)
+        found += b * (_attention_maps(s) + outputs * s.stream + s.gates * s.inner)
     if "attention" in recompute.save:
-        found += b * s.queries
+        found += b * s.out
         if messages and layout.cp > 1:
             found += s.tokens * s.heads * s.width.exact
             if layout.context_mode == "gather":
@@ -125,9 +136,19 @@ def _block(s: _Sizes) -> int:
     return found
 
 
+def _attention_maps(s: _Sizes) -> int:
+    """Elements of what an attention layer's maps give, without the last."""
+    model = s.spec.model
+    if (mla := model.mla) is None:
+        return s.queries + 2 * s.keys
+    latents = s.own * ((mla.q_rank or 0) + mla.kv_rank + mla.rope_dim)
+    shared = s.tokens * mla.rope_dim if s.own < s.tokens else 0
+    return s.queries + s.tokens * s.heads * (model.head_dim - mla.rope_dim + mla.v_dim) + latents + shared
+
+
 def _shared(s: _Sizes) -> int:
     spec = s.spec
-    tables = s.tokens * spec.model.head_dim * 3 // 2 if spec.model.position == "rope" else 0
+    tables = s.tokens * spec.model.rope_dim * 3 // 2 if spec.model.position == "rope" else 0
     dense = spec.layout.cp == 1 and spec.data.document_mask
     length = spec.data.seq_len
     mask = spec.micro_batch * length**2 if dense else 0
@@ -173,7 +194,8 @@ def _at_attention(s: _Sizes) -> int:
     if spec.layout.cp > 1:
         return 0
     gone = b * (2 * s.stream + (1 + s.gates) * s.inner) + s.numbers(1, s.own)
-    there = b * (s.stream + 4 * s.queries + 2 * s.keys) + 2 * s.width.exact * s.keys
+    heads = 2 * (s.queries + s.out) + s.keys + s.values
+    there = b * (s.stream + heads) + s.width.exact * (s.keys + s.values)
     keys, sequences = spec.data.seq_len, spec.micro_batch
     rows = min(keys, query_rows(sequences, s.heads, keys, b))
     tile = b * sequences * s.heads * rows * keys

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import ceil, prod
 
 from meshwright.schedule import Schedule, schedule_of, steps
-from meshwright.spec import RunSpec
+from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.parameters import Parameter, Piece, parameters_of, piece_of
 from meshwright.spec.parts import SavedOp, SelectiveRecompute
 from meshwright.spec.stages import Stage, stages
@@ -139,18 +139,27 @@ def _tensor(at: _Place) -> Traffic:
     spec, layout, width, layers = at.spec, at.spec.layout, widths(at.spec), at.layers
     ends = at.embed + at.head
     tokens = spec.micro_batch * spec.data.seq_len // layout.cp
-    once = spec.microbatches * tokens * spec.model.hidden * width.compute * _share(layout.tp)
+    channel = spec.microbatches * tokens * width.compute * _share(layout.tp)
+    once = channel * spec.model.hidden
+    mapped, shared = (channel * each for each in _into_attention(spec.model))
     again = layers if recomputed(spec, "matmul") else 0
     loss = spec.microbatches * 2 * tokens * width.exact * (layout.tp - 1) * at.head
     if layout.tp == 1:
         return {}
     if not layout.sequence_parallel:
-        sums = ends + 4 * layers + again
-        return {("tensor", "all_reduce"): 2 * sums * once, ("tensor", "all_gather"): loss}
+        sums = (ends + 3 * layers + again) * once + layers * (mapped + shared)
+        return {("tensor", "all_reduce"): 2 * sums, ("tensor", "all_gather"): loss}
+    gathered = (ends + 4 * layers + again) * once + (2 * layers + again) * mapped + (layers + again) * shared
     return {
-        ("tensor", "all_gather"): (ends + 6 * layers + 2 * again) * once + loss,
-        ("tensor", "reduce_scatter"): (ends + 4 * layers + again) * once,
+        ("tensor", "all_gather"): gathered + loss,
+        ("tensor", "reduce_scatter"): (ends + 3 * layers + again) * once + layers * (mapped + shared),
     }
+
+
+def _into_attention(model: ModelSpec) -> tuple[int, int]:
+    """Channels of a token that enter the maps that make heads, and that all heads share as they are."""
+    mla = model.mla
+    return (model.hidden, 0) if mla is None else ((mla.q_rank or model.hidden) + mla.kv_rank, mla.rope_dim)
 
 
 def _context(at: _Place) -> Traffic:

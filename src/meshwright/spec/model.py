@@ -30,7 +30,27 @@ class Llama3Rope(Part):
     original_max_seq_len: int = Field(8192, ge=1)
 
 
-RopeScaling = Annotated[LinearRope | Llama3Rope, Field(discriminator="kind")]
+class YarnRope(Part):
+    """Wavelengths that turn seldom divided by `factor`, others kept, a ramp between (Peng et al. 2023, YaRN).
+
+    The ramp is between the channels that turn `beta_fast` and `beta_slow` times in the original length.
+    Cosines and sines are multiplied by `attention_factor`; without one it is 0.1 m ln(factor) + 1 with m = 1,
+    or, where both are given, the quotient of that with `mscale` and with `mscale_all_dim`. Latent attention's
+    scores are multiplied by the square of that with `mscale_all_dim` (DeepSeek-AI 2024).
+    """
+
+    kind: Literal["yarn"] = "yarn"
+    factor: float = Field(gt=0)
+    original_max_seq_len: int = Field(ge=1)
+    beta_fast: float = Field(32.0, gt=0)
+    beta_slow: float = Field(1.0, gt=0)
+    attention_factor: float | None = Field(None, gt=0)
+    mscale: float = Field(0.0, ge=0)
+    mscale_all_dim: float = Field(0.0, ge=0)
+    truncate: bool = Field(True, description="the ramp begins and ends at whole channels")
+
+
+RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator="kind")]
 
 
 class ModelSpec(Part):
@@ -113,6 +133,16 @@ class ModelSpec(Part):
         routed = sum(parameter.size for parameter in every if parameter.expert)
         return self.parameters - routed + routed // self.moe.experts * self.moe.top_k
 
+    @property
+    def rope_dim(self) -> int:
+        """Channels of a head that turn with its position, where positions are rotary."""
+        return self.head_dim if self.mla is None else self.mla.rope_dim
+
+    @property
+    def v_dim(self) -> int:
+        """Channels of a head's values."""
+        return self.head_dim if self.mla is None else self.mla.v_dim
+
     def has_experts(self, layer: int) -> bool:
         """Whether layer `layer` (from 0) has experts."""
         return self.moe is not None and self.moe.has_experts(layer)
@@ -131,7 +161,7 @@ class ModelSpec(Part):
 
     def block_flops(self, seq_len: int, layer: int) -> int:
         """Forward FLOPs of block `layer` on one token: its weights' and, as above, attention's."""
-        channels = self.head_dim + (self.head_dim if self.mla is None else self.mla.v_dim)
+        channels = self.head_dim + self.v_dim
         return self.block_weight_flops(layer) + 2 * self.heads * channels * seq_len
 
     def block_weight_flops(self, layer: int) -> int:

@@ -85,7 +85,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "mixtral-8x22b": {
         **_MIXTRAL,
         **_sizes(56, 6144, 16384, 48, 8),
-        "vocab_size": 32768,
+        "vocab_size": 32000,
         "max_seq_len": 65536,
         "moe": {"experts": 8, "top_k": 2, "ffn": 16384, "aux_loss": 0.001},
     },

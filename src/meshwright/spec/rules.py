@@ -34,6 +34,16 @@ def rope_turns_pairs(spec: RunSpec) -> None:
         )
 
 
+def yarn_has_wavelengths(spec: RunSpec) -> None:
+    """YaRN's ramp is over wavelengths that grow with the channel."""
+    model = spec.model
+    if model.rope_scaling is not None and model.rope_scaling.kind == "yarn" and model.rope_theta <= 1:
+        raise UserError(
+            f"model.rope_theta: {model.rope_theta} gives no growing wavelengths, as model.rope_scaling.kind "
+            f"= 'yarn' needs; give more than 1, such as 10000"
+        )
+
+
 def sequence_fits_positions(spec: RunSpec) -> None:
     """Learned positions end at `max_seq_len`."""
     longest = spec.model.max_seq_len
@@ -233,6 +243,7 @@ def compiled_backwards_are_whole(spec: RunSpec) -> None:
 RULES: tuple[Callable[[RunSpec], None], ...] = (
     heads_share_keys,
     rope_turns_pairs,
+    yarn_has_wavelengths,
     sequence_fits_positions,
     *SPARSE_RULES,
     schedule_takes_its_stages,

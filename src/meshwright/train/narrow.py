@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import lcm
 
-from meshwright.spec import Layout, ModelSpec, MoeSpec, RunSpec
+from meshwright.spec import Layout, MlaSpec, ModelSpec, MoeSpec, RunSpec
 
 MOST_WORK = 3e10
 """Parameters x tokens of a step that are checked as they are; about ten seconds a step in float64."""
@@ -49,6 +49,7 @@ def _narrow_model(model: ModelSpec, layout: Layout) -> dict[str, object]:
     if heads % tp or (kv_heads % tp and tp % kv_heads) or layout.local_kv_heads(kv_heads) % dealt:
         heads, kv_heads = model.heads, model.kv_heads
     head_dim = min(model.head_dim, 8)
+    mla = None if model.mla is None else _narrow_latents(model.mla, model.head_dim)
     hidden = max(16, min(model.hidden, heads * head_dim))
     share = 8 * tp
     ffn = max(share, round(hidden * model.ffn / model.hidden / share) * share)
@@ -67,6 +68,7 @@ def _narrow_model(model: ModelSpec, layout: Layout) -> dict[str, object]:
         **model.model_dump(mode="json"),
         **sizes,
         "head_dim": head_dim,
+        "mla": mla,
         "vocab_size": vocab,
         "preset": None,
     }
@@ -87,4 +89,15 @@ def _narrow_experts(moe: MoeSpec, layout: Layout, layers: int) -> dict[str, obje
         "shared_ffn": 8 * layout.tp if moe.shared_ffn else 0,
         "dense_first": min(moe.dense_first, layers // 2),
         "every": min(moe.every, layers // 2),
+    }
+
+
+def _narrow_latents(mla: MlaSpec, head_dim: int) -> dict[str, object]:
+    """For heads of 8 channels, or of `head_dim` where that is less; values stay narrower where they are."""
+    widest = min(head_dim, 8) - (2 if mla.v_dim < head_dim else 0)
+    return {
+        "q_rank": mla.q_rank and min(mla.q_rank, 16),
+        "kv_rank": min(mla.kv_rank, 8),
+        "rope_dim": min(mla.rope_dim, 4),
+        "v_dim": min(mla.v_dim, widest),
     }

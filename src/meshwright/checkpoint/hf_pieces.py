@@ -1,0 +1,182 @@
+"""The tensors of HF files, each as a `Piece`: how it is made of the decoder's parameters, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from meshwright.spec import ModelSpec
+
+Shapes = Mapping[str, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor of an HF file: the parameters that it joins along `dim`.
+
+    It is `transposed` (GPT-2's Conv1D keeps its weights the other way round), or the part of a parameter
+    that is of one `expert`, the index of the parameter's dim 0. `turning` (heads, channels) tells that the
+    last channels of each head's rows are in pairs for rotary positions, not in halves as ours. `exact` is
+    fp32 whatever the others are.
+    """
+
+    hf: str
+    parameters: tuple[str, ...]
+    dim: int = 0
+    transposed: bool = False
+    expert: int | None = None
+    turning: tuple[int, int] | None = None
+    exact: bool = False
+
+    def shape(self, shapes: Shapes) -> tuple[int, ...]:
+        """Its shape in the file, from those of the parameters."""
+        shape = self._part(shapes[self.parameters[0]])
+        shape[self.dim] = sum(self._sizes(shapes))
+        return tuple(shape[::-1] if self.transposed else shape)
+
+    def elements(self, shapes: Shapes) -> int:
+        """Number of elements."""
+        return prod(self.shape(shapes))
+
+    def split(self, tensor: Tensor, shapes: Shapes) -> list[Tensor]:
+        """The parts of `parameters` that the file's tensor holds."""
+        tensor = tensor.T if self.transposed else tensor
+        if self.turning is not None:
+            tensor = _turned(tensor, *self.turning, pairs=False)
+        return [part.contiguous() for part in tensor.split(self._sizes(shapes), self.dim)]
+
+    def join(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """The file's tensor, on the CPU."""
+        dtype = torch.float32 if self.exact else dtype
+        wholes = [tensors[name].detach() for name in self.parameters]
+        parts = wholes if self.expert is None else [whole[self.expert] for whole in wholes]
+        parts = [part.to(device="cpu", dtype=dtype) for part in parts]
+        joined = torch.cat(parts, self.dim) if len(parts) > 1 else parts[0]
+        if self.turning is not None:
+            joined = _turned(joined, *self.turning, pairs=True)
+        return (joined.T if self.transposed else joined).contiguous()
+
+    def _part(self, shape: Sequence[int]) -> list[int]:
+        return list(shape if self.expert is None else shape[1:])
+
+    def _sizes(self, shapes: Shapes) -> list[int]:
+        return [self._part(shapes[name])[self.dim] for name in self.parameters]
+
+
+def _turned(rows: Tensor, heads: int, channels: int, pairs: bool) -> Tensor:
+    """The last `channels` rows of each head, from halves to pairs (0, 1), (2, 3), ..., or the reverse."""
+    per_head = rows.unflatten(0, (heads, -1))
+    still, turning = per_head.split([per_head.shape[1] - channels, channels], 1)
+    turning = turning.unflatten(1, (2, -1) if pairs else (-1, 2)).transpose(1, 2).flatten(1, 2)
+    return torch.cat([still, turning], 1).flatten(0, 1)
+
+
+def pieces(spec: ModelSpec, stacked: bool = False, paired: bool = True) -> list[Piece]:
+    """Every tensor of the family's files, in the order of the model; those of one parameter in a row.
+
+    Published files have a tensor for each expert; with `stacked` they are those of transformers 5, one for
+    all. `paired` tells of DeepSeek's rotary channels.
+    """
+    if spec.family == "gpt2":
+        return list(_gpt2(spec))
+    return list(_llama(spec, stacked, paired))
+
+
+def _llama(spec: ModelSpec, stacked: bool, paired: bool) -> Iterator[Piece]:
+    yield Piece("model.embed_tokens.weight", ("embed.weight",))
+    norms = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    for layer in range(spec.layers):
+        ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
+        if spec.mla is None:
+            yield from _attention(spec, f"{ours}.attn", f"{theirs}.self_attn")
+        else:
+            yield from _latents(spec, f"{ours}.attn", f"{theirs}.self_attn", paired)
+        for name, hf in norms.items():
+            yield from _leaves(f"{theirs}.{hf}", f"{ours}.{name}")
+        if spec.has_experts(layer):
+            yield from _mixture(spec, f"{ours}.mlp", theirs, stacked)
+        else:
+            yield from _mlp(f"{ours}.mlp", f"{theirs}.mlp", spec.mlp_bias)
+    yield Piece("model.norm.weight", ("head.norm.weight",))
+    if not spec.tied:
+        yield Piece("lm_head.weight", ("head.weight",))
+
+
+def _leaves(hf: str, ours: str, bias: bool = False) -> Iterator[Piece]:
+    for leaf in ("weight", "bias") if bias else ("weight",):
+        yield Piece(f"{hf}.{leaf}", (f"{ours}.{leaf}",))
+
+
+def _attention(spec: ModelSpec, ours: str, theirs: str) -> Iterator[Piece]:
+    for x in "qkvo":
+        yield from _leaves(f"{theirs}.{x}_proj", f"{ours}.{x}", spec.out_bias if x == "o" else spec.qkv_bias)
+    for x in "qk" if spec.qk_norm else "":
+        yield from _leaves(f"{theirs}.{x}_norm", f"{ours}.{x}_norm")
+
+
+def _latents(spec: ModelSpec, ours: str, theirs: str, paired: bool) -> Iterator[Piece]:
+    assert spec.mla is not None
+    rope_dim = spec.mla.rope_dim
+    names = {"kv_a_norm": "kv_a_layernorm", "kv": "kv_b_proj", "o": "o_proj"}
+    if spec.mla.q_rank is not None:
+        names |= {"q_a": "q_a_proj", "q_a_norm": "q_a_layernorm"}
+    for name, hf in names.items():
+        yield from _leaves(f"{theirs}.{hf}", f"{ours}.{name}")
+    turning = {"q": ("q_b_proj" if spec.mla.q_rank is not None else "q_proj", spec.heads)}
+    turning |= {"kv_a": ("kv_a_proj_with_mqa", 1)}
+    for name, (hf, heads) in turning.items():
+        pairs = (heads, rope_dim) if paired else None
+        yield Piece(f"{theirs}.{hf}.weight", (f"{ours}.{name}.weight",), turning=pairs)
+
+
+def _mlp(ours: str, theirs: str, bias: bool) -> Iterator[Piece]:
+    for x in ("gate", "up", "down"):
+        yield from _leaves(f"{theirs}.{x}_proj", f"{ours}.{x}", bias)
+
+
+def _mixture(spec: ModelSpec, ours: str, layer: str, stacked: bool) -> Iterator[Piece]:
+    assert spec.moe is not None
+    mixtral = spec.family == "mixtral" and not stacked
+    theirs = f"{layer}.block_sparse_moe" if mixtral else f"{layer}.mlp"
+    yield from _leaves(f"{theirs}.gate", f"{ours}.router")
+    if spec.moe.bias:
+        yield Piece(f"{theirs}.gate.e_score_correction_bias", (f"{ours}.router.bias",), exact=True)
+    if stacked:
+        both = (f"{ours}.experts.gate", f"{ours}.experts.up")
+        yield Piece(f"{theirs}.experts.gate_up_proj", both, dim=1)
+        yield Piece(f"{theirs}.experts.down_proj", (f"{ours}.experts.down",))
+    else:
+        names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        for name, hf in zip(("gate", "up", "down"), names, strict=True):
+            for expert in range(spec.moe.experts):
+                of_one = f"{theirs}.experts.{expert}.{hf}.weight"
+                yield Piece(of_one, (f"{ours}.experts.{name}",), expert=expert)
+    if spec.moe.shared_ffn:
+        yield from _mlp(f"{ours}.shared", f"{theirs}.shared_experts", False)
+
+
+def _gpt2(spec: ModelSpec) -> Iterator[Piece]:
+    yield Piece("transformer.wte.weight", ("embed.weight",))
+    yield Piece("transformer.wpe.weight", ("embed.positions",))
+    norms = {"ln_1": "attn_norm", "ln_2": "mlp_norm"}
+    linears = {
+        "attn.c_attn": ("attn.q", "attn.k", "attn.v"),
+        "attn.c_proj": ("attn.o",),
+        "mlp.c_fc": ("mlp.up",),
+        "mlp.c_proj": ("mlp.down",),
+    }
+    for layer in range(spec.layers):
+        ours, theirs = f"blocks.{layer}", f"transformer.h.{layer}"
+        for hf, name in norms.items():
+            yield from _leaves(f"{theirs}.{hf}", f"{ours}.{name}", bias=True)
+        for leaf in ("weight", "bias"):
+            for hf, names in linears.items():
+                joined = tuple(f"{ours}.{name}.{leaf}" for name in names)
+                yield Piece(f"{theirs}.{hf}.{leaf}", joined, transposed=leaf == "weight")
+    yield from _leaves("transformer.ln_f", "head.norm", bias=True)
+    if not spec.tied:
+        yield Piece("lm_head.weight", ("head.weight",))

@@ -1,0 +1,101 @@
+"""Small models of transformers with random weights, of every family that is read and written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+LLAMA: dict[str, Any] = {
+    "vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "tie_word_embeddings": False, "initializer_range": 0.1,
+}  # fmt: skip
+LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
+GPT2 = {
+    "vocab_size": 101,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 96,
+    "initializer_range": 0.1,
+}
+MIXTRAL = LLAMA | {"num_local_experts": 4}
+QWEN3_MOE = LLAMA | {
+    "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}  # fmt: skip
+DEEPSEEK = LLAMA | {
+    "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+    "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "kv_lora_rank": 20,
+    "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", LLAMA),
+    "llama tied": ("Llama", LLAMA | {"tie_word_embeddings": True}),
+    "llama biases, wide heads": ("Llama", LLAMA | {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
+    "llama linear rope": (
+        "Llama", LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+    "llama llama3 rope": ("Llama", LLAMA | {"rope_parameters": LLAMA3_ROPE}),
+    "qwen3": ("Qwen3", LLAMA | {"head_dim": 16}),
+    "qwen3 tied, biases": (
+        "Qwen3", LLAMA | {"head_dim": 16, "tie_word_embeddings": True, "attention_bias": True}),
+    "mistral window": ("Mistral", LLAMA | {"sliding_window": 7}),
+    "mistral": ("Mistral", LLAMA | {"sliding_window": None}),
+    "llama yarn": ("Llama", LLAMA | {"rope_parameters": YARN}),
+    "llama yarn, not truncated": (
+        "Llama", LLAMA | {"rope_parameters": YARN | {"truncate": False, "attention_factor": 1.5,
+                                                     "beta_fast": 4, "beta_slow": 0.5, "rope_theta": 1e3}}),
+    "mixtral": ("Mixtral", MIXTRAL),
+    "mixtral window, tied": ("Mixtral", MIXTRAL | {"sliding_window": 7, "tie_word_embeddings": True}),
+    "qwen3_moe": ("Qwen3Moe", QWEN3_MOE),
+    "qwen3_moe biases, dense first": (
+        "Qwen3Moe", QWEN3_MOE | {"attention_bias": True, "mlp_only_layers": [0], "norm_topk_prob": False}),
+    "qwen3_moe every second": ("Qwen3Moe", QWEN3_MOE | {"decoder_sparse_step": 2}),
+    "deepseek_v3": ("DeepseekV3", DEEPSEEK),
+    "deepseek_v3 yarn": (
+        "DeepseekV3", DEEPSEEK | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}}),
+    "deepseek_v3 without a latent of queries": (
+        "DeepseekV3", DEEPSEEK | {"q_lora_rank": None, "norm_topk_prob": False, "rms_norm_eps": 1e-3}),
+    "gpt2": ("GPT2", GPT2),
+    "gpt2 erf, narrow": ("GPT2", GPT2 | {"activation_function": "gelu", "n_inner": 80}),
+    "gpt2 untied": ("GPT2", GPT2 | {"tie_word_embeddings": False}),
+}  # fmt: skip
+TOKENS = torch.randint(0, 101, (2, 48), generator=torch.Generator().manual_seed(0))
+
+
+def save_theirs(folder: Path, family: str, fields: dict[str, Any], **how: Any) -> Any:
+    """A model of transformers with random weights (biases and norms too), saved in `folder`."""
+    torch.manual_seed(0)
+    name = "GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"
+    model = getattr(transformers, name)(getattr(transformers, f"{family}Config")(**fields)).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.2, 0.2)
+    model.save_pretrained(folder, **how)
+    return model
+
+
+def their_logits(folder: Path) -> torch.Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def same_files(a: Path, b: Path) -> None:
+    ours, theirs = (
+        {k: v for f in sorted(p.glob("*.safetensors")) for k, v in load_file(f).items()} for p in (a, b)
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
