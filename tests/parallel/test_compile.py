@@ -56,6 +56,10 @@ def trained(mesh: Mesh, spec: RunSpec) -> dict[str, Any]:
     }
 
 
+LATENTS = {
+    "model__head_dim": 12, "model__mla__q_rank": 16, "model__mla__kv_rank": 8, "model__mla__rope_dim": 4,
+    "model__mla__v_dim": 6,
+}  # fmt: skip
 CASES: dict[str, dict[str, object]] = {
     "tp2": {"tp": 2},
     "tp2-full": {"tp": 2, "sequence_parallel": "false", "recompute__policy": "full"},
@@ -64,6 +68,8 @@ CASES: dict[str, dict[str, object]] = {
     "all": {
         "tp": 2, "cp": 2, "zero": 3, "context_mode": "ulysses", "recompute__policy": "selective",
     },
+    "latents": LATENTS | {"tp": 2, "recompute__policy": "full"},
+    "latents-cp2": LATENTS | {"tp": 2, "cp": 2, "sequence_parallel": "false"},
 }  # fmt: skip
 
 
@@ -71,7 +77,7 @@ CASES: dict[str, dict[str, object]] = {
 def test_compiled_blocks_equal_one_device(ranks: Ranks, case: str) -> None:
     flags = {key if "__" in key else f"layout__{key}": value for key, value in CASES[case].items()}
     spec = spec_of(BASE, **flags, train__compile="true")
-    alone = spec_of(BASE)
+    alone = spec_of(BASE, **{key: value for key, value in flags.items() if key.startswith("model__")})
     wanted = ranks.run(alone.layout, trained, alone)[0]
     for found in ranks.run(spec.layout, trained, spec):
         # The first microbatch whose rows hold several documents brings a mask, where there is no `cp`.

@@ -21,8 +21,8 @@ def held_out_sample(trainer: Trainer, corpus: Corpus) -> dict[str, str] | None:
     """{"prompt", "text"}: the start of the first held-out document and what the decoder writes after it.
 
     None where the corpus has no held-out text. On several ranks all call this, since each may hold a part of
-    the parameters. Where layers, sequences or experts are split the first rank writes on a whole copy, and the others
-    get None; of a model that is too large for that, all do.
+    the parameters. Where layers, sequences or experts are split the first rank writes on a whole copy, and
+    the others get None; of a model that is too large for that, all do.
     """
     if not corpus.validation.target_tokens or not corpus.has_text:
         return None
