@@ -43,9 +43,11 @@ def _serve(rank: int, parent: int, store: str, inbox: Any, outbox: Any) -> None:
         try:
             heads = _kv_heads(arguments)
             split = layout.kv_copies(heads), layout.ulysses(heads)
+            experts = any(getattr(model, "moe", None) is not None for model in _models(arguments))
             key = (layout.pp, layout.replicate, layout.dp, layout.cp, layout.tp, *split)
+            key += (layout.ep, layout.etp, experts)
             if key not in meshes:
-                meshes[key] = build_mesh(layout, torch.device("cpu"), heads, groups)
+                meshes[key] = build_mesh(layout, torch.device("cpu"), heads, groups, experts)
             mesh = meshes[key]
             result = None
             if mesh is not None:
@@ -59,8 +61,11 @@ def _serve(rank: int, parent: int, store: str, inbox: Any, outbox: Any) -> None:
 
 def _kv_heads(arguments: tuple[Any, ...]) -> int:
     """Of the spec, or the case, among a function's arguments; else as many as any layout can deal out."""
-    models = (getattr(argument, "model", argument) for argument in arguments)
-    return next((model.kv_heads for model in models if hasattr(model, "kv_heads")), RANKS)
+    return next((model.kv_heads for model in _models(arguments) if hasattr(model, "kv_heads")), RANKS)
+
+
+def _models(arguments: tuple[Any, ...]) -> list[Any]:
+    return [getattr(argument, "model", argument) for argument in arguments]
 
 
 class RanksFailedError(Exception):

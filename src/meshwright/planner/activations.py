@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from meshwright.planner.wire import widths
+from meshwright.planner.place import widths
 from meshwright.spec import RunSpec
 from meshwright.spec.parts import SelectiveRecompute
 from meshwright.spec.tiles import loss_rows, query_rows

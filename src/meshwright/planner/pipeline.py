@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.planner.activations import activations
-from meshwright.planner.wire import recomputed, widths
+from meshwright.planner.place import recomputed, widths
 from meshwright.schedule import Link, ScheduleError, Simulation, StageCost, schedule_of, simulate
 from meshwright.schedule.closed_form import idle
 from meshwright.spec import RunSpec
