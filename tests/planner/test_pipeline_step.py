@@ -63,8 +63,9 @@ def test_a_rank_keeps_its_blocks_of_each_microbatch_in_flight() -> None:
     spec = spec_of(pp=3, stages=[3, 2, 1])
     held, timed = activations(spec), step(spec, Machine()).simulation
     assert timed.peak == (3, 2, 1)
-    expected = (3 * (3 * held.block + held.shared), 2 * (2 * held.block + held.shared))
-    assert timed.peak_bytes == (*expected, held.block + held.shared + held.head)
+    block = held.by_block[0]
+    expected = (3 * (3 * block + held.shared), 2 * (2 * block + held.shared))
+    assert timed.peak_bytes == (*expected, block + held.shared + held.head)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -18,9 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.model.experts import Sizes
-
-ALIGN = 16
-"""Rows that each expert's are a multiple of."""
+from meshwright.spec.tiles import ALIGN
 
 
 class Trip:
