@@ -160,7 +160,7 @@ class _TurnBack(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, trip: Trip) -> Tensor:
         ctx.trip = trip
-        trip.coming = trip.send_back(y)
+        trip.coming = trip.send_back(y.detach())  # with its graph, which holds the trip, it would be a cycle
         return y.new_empty(())
 
     @staticmethod
