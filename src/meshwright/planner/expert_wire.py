@@ -52,11 +52,11 @@ def expert_wire(at: Place, moe: MoeSpec, copies: Copies | None) -> Traffic:
     sent, received = copies or even_copies(at, moe)
     rows, weight = spec.model.hidden * width.compute, width.exact
     trips = spec.microbatches * at.routed * min(layout.expert_parts, routed_tokens(spec))
-    found = trips * (ranks - 1) * (moe.experts // layout.ep) * NUMBER
-    found += sent * (rows + weight) + received * rows  # forward
-    found += sent * rows + received * (rows + weight)  # backward
-    found += sent * (rows + weight) if recomputed(spec, "matmul") else 0
-    return {("expert", "all_to_all"): found if ranks > 1 else 0.0}
+    told = trips * (ranks - 1) * (moe.experts // layout.ep) * NUMBER
+    forward = sent * (rows + weight) + received * rows
+    backward = sent * rows + received * (rows + weight)
+    again = sent * (rows + weight) if recomputed(spec, "matmul") else 0.0
+    return {("expert", "all_to_all"): told + forward + backward + again if ranks > 1 else 0.0}
 
 
 def balance_wire(at: Place, moe: MoeSpec) -> Traffic:

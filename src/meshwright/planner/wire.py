@@ -8,7 +8,7 @@ sends the same, but for tokens to their experts, which the router decides.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from meshwright.planner.expert_wire import Copies, balance_wire, expert_wire
 from meshwright.planner.place import (
@@ -36,7 +36,7 @@ def traffic(spec: RunSpec, pipeline_rank: int = 0, copies: Copies | None = None)
     """
     found: Counter[tuple[str, str]] = Counter()
     at = place_of(spec, pipeline_rank)
-    for part in (_states(at), _tensor(at), _shared(at), _context(at), _pipeline(at), _scalars(spec)):
+    for part in (*_states(at), _tensor(at), _shared(at), _context(at), _pipeline(at), _scalars(spec)):
         found.update(part)
     if spec.model.moe is not None:
         found.update(expert_wire(at, spec.model.moe, copies))
@@ -44,16 +44,14 @@ def traffic(spec: RunSpec, pipeline_rank: int = 0, copies: Copies | None = None)
     return {key: float(sent) for key, sent in found.items() if sent}
 
 
-def _states(at: Place) -> Traffic:
-    """Parameters and gradients between the data ranks (`parallel/data.py`)."""
-    found: Counter[tuple[str, str]] = Counter()
+def _states(at: Place) -> Iterator[Traffic]:
+    """Parameters and gradients between the data ranks (`parallel/data.py`), unit by unit."""
     groups = list(at.pieces().values())
     for index, listed in enumerate(groups):
         at_end = index in (0, len(groups) - 1)
         for routed in (False, True):
             pieces = [piece for _, piece in listed if (piece.experts is not None) == routed]
-            found.update(_unit(at.spec, pieces, routed, at_end))
-    return found
+            yield _unit(at.spec, pieces, routed, at_end)
 
 
 def _unit(spec: RunSpec, pieces: Sequence[Piece], routed: bool, at_end: bool) -> Traffic:
