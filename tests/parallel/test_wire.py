@@ -168,7 +168,7 @@ EXPERTS: list[dict[str, object]] = [
 POLICIES = ["none", "full", "selective"] * len(EXPERTS)
 
 
-@pytest.mark.parametrize(("axes", "recompute"), zip(EXPERTS, POLICIES, strict=False), ids=str)
+@pytest.mark.parametrize(("axes", "recompute"), [*zip(EXPERTS, POLICIES, strict=False)], ids=str)
 def test_bytes_of_experts(ranks: Ranks, axes: dict[str, object], recompute: str) -> None:
     flags = {key if "__" in key else f"layout__{key}": value for key, value in axes.items()}
     equal_bytes(ranks, spec_of(MOE, **flags, recompute__policy=recompute, precision__compute="bf16"))
