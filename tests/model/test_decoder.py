@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
+from meshwright.model.moe import Router
 from meshwright.model.norm import LayerNorm, RmsNorm
 from meshwright.spec import ModelSpec
 from meshwright.spec.presets import PRESETS
@@ -121,6 +122,23 @@ def test_flops_are_those_that_torch_counts(shape: str) -> None:
     again = 2 * spec.layers * spec.heads * spec.head_dim * 32
     norms = 2 * spec.hidden * (2 * spec.layers + 1) if spec.norm == "rmsnorm" else 0
     norms += 2 * spec.layers * (12 + 8) if spec.mla is not None else 0
+    assert counter.get_total_flops() == (spec.flops_per_token(32) + again + norms) * x.numel()
+
+
+def test_flops_of_experts_are_those_that_torch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of experts only those that a token takes; routed evenly, so that no rows are padded."""
+
+    def choose(router: Router, scores_NE: Tensor) -> Tensor:
+        return torch.arange(2 * len(scores_NE)).view(-1, 2) % router.moe.experts
+
+    monkeypatch.setattr(Router, "_choose", choose)
+    moe = {"experts": 4, "top_k": 2, "ffn": 24, "shared_ffn": 40, "dense_first": 1}
+    spec = ModelSpec.model_validate(SMALL | {"moe": moe})
+    decoder, x = init_whole_(Decoder(spec), seed=0), tokens(2, 32)
+    with FlopCounterMode(display=False) as counter:
+        decoder.loss(x, x).backward()
+    again = 2 * spec.layers * spec.heads * spec.head_dim * 32  # as above
+    norms = 2 * spec.hidden * (2 * spec.layers + 1)
     assert counter.get_total_flops() == (spec.flops_per_token(32) + again + norms) * x.numel()
 
 

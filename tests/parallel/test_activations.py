@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
+import torch
+from torch import Tensor
 
 from allocations import measure
+from meshwright.model.moe import Router
+from meshwright.parallel.mesh import Mesh
 from meshwright.planner.activations import activations
+from meshwright.spec import RunSpec
 from ranks import Ranks
 from small import spec_of
 
@@ -58,3 +65,41 @@ def test_formulas_hold_for_each_saved_operator(ranks: Ranks, axis: dict[str, obj
     spec = spec_of(BASE, **axis, recompute__save=save)
     for kept, _ in ranks.run(spec.layout, measure, spec):
         assert kept == pytest.approx(activations(spec).kept, rel=0.01)
+
+
+MOE = BASE | {
+    "model.layers": 3, "layout.micro_batch": 4, "model.moe.experts": 8, "model.moe.top_k": 2,
+    "model.moe.ffn": 96, "model.moe.shared_ffn": 64, "model.moe.aux_loss": 0.01,
+    "train.batch_tokens": 256 * 32,
+}  # fmt: skip
+LARGE = {"model__moe__ffn": 512, "model__moe__top_k": 4, "model__vocab_size": 256}
+EXPERTS: list[dict[str, object]] = [
+    {},
+    LARGE,
+    LARGE | {"layout__dp": 2, "layout__ep": 2, "model__moe__shared_ffn": 0, "model__moe__dense_first": 1},
+    {"layout__tp": 2, "layout__etp": 2, "layout__sequence_parallel": "false"},
+    {
+        "layout__dp": 2, "layout__ep": 2, "layout__expert_parts": 2, "precision__compute": "fp32",
+        "model__moe__z_loss": 0.1, "model__moe__capacity_factor": 1.0, "model__moe__aux_loss": 0.0,
+    },
+]  # fmt: skip
+
+
+def choose_evenly(router: Router, scores_NE: Tensor) -> Tensor:
+    copies = torch.arange(len(scores_NE) * router.moe.top_k)
+    return copies.view(len(scores_NE), -1) % router.moe.experts
+
+
+def measure_evenly(mesh: Mesh, spec: RunSpec) -> tuple[int, int]:
+    with patch.object(Router, "_choose", choose_evenly):
+        return measure(mesh, spec)
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+@pytest.mark.parametrize("layout", EXPERTS, ids=str)
+def test_formulas_hold_for_experts(ranks: Ranks, layout: dict[str, object], policy: str) -> None:
+    spec = spec_of(MOE, **layout, recompute__policy=policy)
+    expected = activations(spec)
+    for kept, peak in ranks.run(spec.layout, measure_evenly, spec):
+        assert kept == pytest.approx(expected.kept, rel=0.01)
+        assert peak == pytest.approx(expected.peak, rel=0.05)

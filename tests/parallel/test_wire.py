@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 
+from meshwright.parallel.expert import Across
 from meshwright.parallel.mesh import Mesh
+from meshwright.planner.expert_wire import Copies
 from meshwright.planner.wire import traffic
 from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer
@@ -15,20 +22,44 @@ BASE = {"model.vocab_size": 61, "data.corpus": "synthetic", "data.seq_len": 16, 
 """Nothing divides 61 rows, so that padding counts."""
 
 
-def one_step(mesh: Mesh, spec: RunSpec) -> dict[tuple[str, str], float]:
+Sent = dict[tuple[str, str], float]
+
+
+@contextmanager
+def counted_copies() -> Iterator[list[tuple[int, int]]]:
+    """What each trip of a first forward sends to experts on other ranks, and gets from others."""
+    found: list[tuple[int, int]] = []
+    settle = Across._settle
+
+    def count(trip: Across, *args: Any) -> None:
+        settle(trip, *args)
+        if not trip._kept.second:
+            here = trip._axis.rank
+            sent, received = (
+                sum(by_rank[:here] + by_rank[here + 1 :]) for by_rank in (trip._leaving, trip._coming)
+            )
+            found.append((sent, received))
+
+    with patch.object(Across, "_settle", count):
+        yield found
+
+
+def one_step(mesh: Mesh, spec: RunSpec) -> tuple[Sent, Copies]:
     trainer = Trainer(spec, mesh)
     trainer.initialise()
     (batch,) = first_batches(spec, mesh, 1)
     mesh.wire.clear()
-    trainer.step(batch, 1)
-    return {key: sent for key, sent in mesh.wire.bytes.items() if key[0] != "control"}
+    with counted_copies() as found:
+        trainer.step(batch, 1)
+    copies = Copies(*(float(sum(each[way] for each in found)) for way in (0, 1)))
+    return {key: sent for key, sent in mesh.wire.bytes.items() if key[0] != "control"}, copies
 
 
 def equal_bytes(ranks: Ranks, spec: RunSpec) -> None:
     assert spec.microbatches > 1
-    for rank, sent in enumerate(ranks.run(spec.layout, one_step, spec)):
+    for rank, (sent, copies) in enumerate(ranks.run(spec.layout, one_step, spec)):
         stage = rank * spec.layout.pp // spec.layout.world_size
-        assert sent == pytest.approx(traffic(spec, stage), rel=1e-14)
+        assert sent == pytest.approx(traffic(spec, stage, copies), rel=1e-14)
 
 
 DATA = [(4, 0, 1), (4, 1, 1), (4, 2, 1), (4, 3, 1), (2, 2, 2), (2, 3, 2), (1, 1, 1), (1, 2, 3), (3, 3, 1)]
@@ -133,5 +164,63 @@ def test_bytes_of_the_pipeline_and_others(ranks: Ranks, axes: dict[str, object],
     equal_bytes(ranks, spec_of(BASE, **flags, **axes))
 
 
+MOE = BASE | {
+    "model.layers": 3, "model.moe.experts": 8, "model.moe.top_k": 3, "model.moe.ffn": 12,
+    "model.moe.shared_ffn": 24, "model.moe.aux_loss": 0.01, "model.moe.dense_first": 1,
+    "layout.micro_batch": 4,
+}  # fmt: skip
+BARE = {"model__moe__shared_ffn": 0, "model__moe__aux_loss": 0.0, "model__moe__dense_first": 0}
+EXPERTS: list[dict[str, object]] = [
+    {"dp": 4, "ep": 4},
+    {"dp": 4, "ep": 2, "zero": 1},
+    {"dp": 4, "ep": 4, "zero": 2} | BARE,
+    {"dp": 4, "ep": 2, "zero": 3},
+    {"dp": 4, "zero": 3, "model__tied": "true"},
+    {"dp": 2, "replicate": 2, "ep": 2, "zero": 3},
+    {"dp": 2, "replicate": 2, "ep": 1, "zero": 2, "tp": 2},
+    {"replicate": 2, "tp": 2, "zero": 3},
+    {"tp": 4, "zero": 2},
+    {"tp": 4, "ep": 2, "zero": 3, "model__kv_heads": 4, "sequence_parallel": "false"},
+    {"tp": 2, "ep": 2, "sequence_parallel": "false"} | BARE,
+    {"dp": 2, "etp": 2, "zero": 1},
+    {"dp": 2, "tp": 2, "ep": 2, "etp": 2, "zero": 2},
+    {"cp": 4, "ep": 4, "model__moe__z_loss": 0.1, "model__moe__bias": "true"},
+    {"cp": 2, "tp": 2, "dp": 2, "ep": 4, "zero": 2, "context_mode": "gather"},
+    {"cp": 2, "dp": 2, "ep": 4, "expert_parts": 2, "model__moe__capacity_factor": 0.75},
+    {"tp": 2, "dp": 2, "ep": 2, "expert_parts": 3, "model__moe__capacity_factor": 1.0} | BARE,
+    {"pp": 2, "dp": 2, "ep": 2, "zero": 2, "model__tied": "true", "stages": "1,2"},
+    {"pp": 2, "tp": 2, "etp": 2, "zero": 3, "schedule": "zb-v"},
+    {"pp": 2, "cp": 2, "dp": 2, "ep": 2, "zero": 1, "schedule": "zb-h1", "model__moe__every": 2},
+]
+
+
+POLICIES = ["none", "full", "selective"] * len(EXPERTS)
+
+
+@pytest.mark.parametrize(("axes", "recompute"), [*zip(EXPERTS, POLICIES, strict=False)], ids=str)
+def test_bytes_of_experts(ranks: Ranks, axes: dict[str, object], recompute: str) -> None:
+    flags = {key if "__" in key else f"layout__{key}": value for key, value in axes.items()}
+    equal_bytes(ranks, spec_of(MOE, **flags, recompute__policy=recompute, precision__compute="bf16"))
+
+
+@pytest.mark.parametrize("compute", ["fp64", "fp32"])
+@pytest.mark.parametrize("save", ["matmul", "attention"])
+def test_bytes_of_experts_by_format_and_saved_operator(ranks: Ranks, save: str, compute: str) -> None:
+    flags = {
+        "layout__dp": 2, "layout__tp": 2, "layout__ep": 4, "layout__zero": 3, "recompute__save": save,
+        "precision__compute": compute, "model__moe__capacity_factor": 1.0,
+    }  # fmt: skip
+    equal_bytes(ranks, spec_of(MOE, **flags))
+
+
+@pytest.mark.parametrize("axes", [{"dp": 4, "ep": 2}, {"tp": 2, "dp": 2, "ep": 2, "etp": 2}], ids=str)
+def test_by_default_routing_is_even(ranks: Ranks, axes: dict[str, int]) -> None:
+    """The mean over all ranks of what each sends is what even routing sends, but for copies that stay."""
+    spec = spec_of(MOE, **{f"layout__{key}": size for key, size in axes.items()})
+    found = [sent["expert", "all_to_all"] for sent, _ in ranks.run(spec.layout, one_step, spec)]
+    assert sum(found) / len(found) == pytest.approx(traffic(spec)["expert", "all_to_all"], rel=0.15)
+
+
 def test_an_axis_of_one_rank_sends_nothing() -> None:
     assert traffic(spec_of(BASE, layout__micro_batch=2)) == {}
+    assert traffic(spec_of(MOE)) == {}

@@ -63,8 +63,26 @@ def test_a_rank_keeps_its_blocks_of_each_microbatch_in_flight() -> None:
     spec = spec_of(pp=3, stages=[3, 2, 1])
     held, timed = activations(spec), step(spec, Machine()).simulation
     assert timed.peak == (3, 2, 1)
-    expected = (3 * (3 * held.block + held.shared), 2 * (2 * held.block + held.shared))
-    assert timed.peak_bytes == (*expected, held.block + held.shared + held.head)
+    block = held.by_block[0]
+    expected = (3 * (3 * block + held.shared), 2 * (2 * block + held.shared))
+    assert timed.peak_bytes == (*expected, block + held.shared + held.head)
+
+
+MOE = {"model.moe.experts": 8, "model.moe.top_k": 2, "model.moe.ffn": 96, "model.moe.dense_first": 2}
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+def test_blocks_with_experts_count_as_what_they_are(policy: str) -> None:
+    flags = [(key, str(value)) for key, value in MOE.items()] + [("recompute.policy", policy)]
+    spec = spec_of(*flags, pp=3, stages=[3, 1, 2])
+    held, timed = activations(spec), step(spec, FREE)
+    dense, routed = held.by_block[1], held.by_block[2]
+    assert held.by_block == (dense, dense, *[routed] * 4) and dense != routed
+    expected = (3 * (2 * dense + routed + held.shared), 2 * (routed + held.shared))
+    assert timed.simulation.peak_bytes == (*expected, 2 * routed + held.shared + held.head)
+    if policy == "none":
+        tokens = spec.train.batch_tokens
+        assert flops(timed, spec) == pytest.approx(spec.model.flops_per_token(spec.data.seq_len) * tokens)
 
 
 @pytest.mark.parametrize("name", NAMES)

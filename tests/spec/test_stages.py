@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import accumulate, pairwise, product
 
 import pytest
 from hypothesis import given
@@ -94,6 +94,25 @@ def test_no_cut_has_a_smaller_largest_stage_than_the_balanced_one(
 
     others = [blocks for blocks in product(range(layers + 1), repeat=count) if sum(blocks) == layers]
     assert largest(balanced(cut, count, 512)) == min(map(largest, others))
+
+
+@given(st.integers(1, 7), st.integers(2, 4), st.integers(0, 4), st.integers(1, 3), st.integers(2, 60_000))
+def test_nor_where_layers_differ(
+    layers: int, count: int, dense_first: int, every: int, vocab_size: int
+) -> None:
+    moe = {"experts": 8, "top_k": 2, "ffn": 1500, "dense_first": dense_first, "every": every}
+    cut = ModelSpec.model_validate({"preset": "tiny", "layers": layers, "vocab_size": vocab_size, "moe": moe})
+    costs = [cut.block_flops(512, layer) for layer in range(layers)]
+
+    def largest(blocks: list[int] | tuple[int, ...]) -> float:
+        ends = list(accumulate(blocks, initial=0))
+        each = [sum(costs[first:last]) for first, last in pairwise(ends)]
+        return max([*each[:-1], each[-1] + cut.head_flops])
+
+    found = balanced(cut, count, 512)
+    others = [blocks for blocks in product(range(layers + 1), repeat=count) if sum(blocks) == layers]
+    assert sum(found) == layers and len(found) == count
+    assert largest(found) == min(map(largest, others))
 
 
 def test_a_large_head_takes_the_place_of_blocks() -> None:

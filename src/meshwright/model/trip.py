@@ -18,9 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.model.experts import Sizes
-
-ALIGN = 16
-"""Rows that each expert's are a multiple of."""
+from meshwright.spec.tiles import ALIGN
 
 
 class Trip:
@@ -162,7 +160,7 @@ class _TurnBack(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, trip: Trip) -> Tensor:
         ctx.trip = trip
-        trip.coming = trip.send_back(y)
+        trip.coming = trip.send_back(y.detach())  # with its graph, which holds the trip, it would be a cycle
         return y.new_empty(())
 
     @staticmethod

@@ -20,11 +20,13 @@ chunks, at the head's backward, and at the last block's feed-forward backward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 
-from meshwright.planner.wire import widths
-from meshwright.spec import RunSpec
+from meshwright.planner.expert_activations import routed_backward, routed_everything, routed_saved
+from meshwright.planner.place import widths
+from meshwright.spec import MoeSpec, RunSpec
 from meshwright.spec.parts import SelectiveRecompute
 from meshwright.spec.tiles import loss_rows, query_rows
 
@@ -33,16 +35,19 @@ from meshwright.spec.tiles import loss_rows, query_rows
 class Activations:
     """Bytes on one rank for one microbatch in flight."""
 
-    block: int
-    """What one block keeps."""
-    blocks: int
-    """What all blocks keep."""
+    by_block: tuple[int, ...]
+    """What each block keeps."""
     shared: int
     """Kept once for all blocks: rotary tables, which keys are seen, which tokens' rows are here."""
     head: int
     """What the head keeps: its input, and the gradients that its forward computed."""
     peak: int
     """The most at any time of forward and backward, temporaries included."""
+
+    @property
+    def blocks(self) -> int:
+        """What all blocks keep."""
+        return sum(self.by_block)
 
     @property
     def kept(self) -> int:
@@ -67,9 +72,17 @@ class _Sizes:
         # Over context ranks values travel, and come out, as wide as keys.
         v_dim = model.v_dim if layout.cp == 1 else model.head_dim
         self.values, self.out = self.keys * v_dim // model.head_dim, self.queries * v_dim // model.head_dim
-        self.inner = self.tokens * model.ffn // layout.tp
         self.gates = 2 if model.activation == "swiglu" else 1
         self.rows = ceil(model.vocab_size / layout.tp)
+
+    def inner(self, layer: int) -> int:
+        """Inside the feed-forward layer that all tokens take, which may be shared experts or none."""
+        return self.tokens * self.channels(layer) // self.spec.layout.tp
+
+    def channels(self, layer: int) -> int:
+        """Channels of that layer, over all tensor ranks."""
+        model = self.spec.model
+        return model.moe.shared_ffn if model.moe and model.has_experts(layer) else model.ffn
 
     def numbers(self, norms: int, tokens: int) -> int:
         """Bytes of what norms keep beside their input: a scale, or a mean and a scale."""
@@ -79,18 +92,19 @@ class _Sizes:
 
 def activations(spec: RunSpec) -> Activations:
     """What one rank of a run without a pipeline needs."""
-    sizes = _Sizes(spec)
-    every, kept = _everything(sizes), _block(sizes)
-    blocks, shared, head = spec.model.layers * kept, _shared(sizes), _head(sizes)
-    in_block = every - kept + max(_at_feed_forward(sizes), _at_attention(sizes))
-    peak = blocks + shared + max(head + _at_head(sizes), in_block)
-    return Activations(kept, blocks, shared, head, peak)
+    sizes, last = _Sizes(spec), spec.model.layers - 1
+    by_block = tuple(_block(sizes, layer) for layer in range(spec.model.layers))
+    shared, head = _shared(sizes), _head(sizes)
+    in_block = max(_at_feed_forward(sizes, last), _at_experts(sizes, last), _at_attention(sizes, last))
+    in_block += _everything(sizes, last) - by_block[last]
+    peak = sum(by_block) + shared + max(head + _at_head(sizes), in_block)
+    return Activations(by_block, shared, head, peak)
 
 
-def _everything(s: _Sizes) -> int:
+def _everything(s: _Sizes, layer: int) -> int:
     """What a block keeps without recomputation."""
     spec, b = s.spec, s.width.compute
-    found = 4 * s.stream + s.queries + s.keys + s.values + s.out + (1 + s.gates) * s.inner
+    found = 4 * s.stream + s.queries + s.keys + s.values + s.out + (1 + s.gates) * s.inner(layer)
     numbers = s.numbers(2, s.own)
     if (mla := spec.model.mla) is not None:  # both latents before their norms and after
         latents = 2 * (mla.q_rank or 0) + 2 * mla.kv_rank + mla.rope_dim
@@ -99,7 +113,13 @@ def _everything(s: _Sizes) -> int:
     if spec.model.qk_norm:
         found += s.queries + s.keys
         numbers += s.tokens * (s.heads + s.keys // s.tokens // spec.model.head_dim) * s.width.exact
-    return b * found + numbers + _attention_extra(s)
+    return b * found + numbers + _attention_extra(s) + _of_experts(s, layer, routed_everything)
+
+
+def _of_experts(s: _Sizes, layer: int, count: Callable[[RunSpec, MoeSpec], int]) -> int:
+    """What `count` finds for a block's routed experts, if it has any."""
+    model = s.spec.model
+    return count(s.spec, model.moe) if model.moe and model.has_experts(layer) else 0
 
 
 def _attention_extra(s: _Sizes) -> int:
@@ -115,18 +135,19 @@ def _attention_extra(s: _Sizes) -> int:
     return found
 
 
-def _block(s: _Sizes) -> int:
+def _block(s: _Sizes, layer: int) -> int:
     """What a block keeps under the run's policy."""
     recompute, layout, b = s.spec.recompute, s.spec.layout, s.width.compute
     if recompute.policy == "none":
-        return _everything(s)
-    found = b * s.stream
+        return _everything(s, layer)
+    found = b * s.stream + _of_experts(s, layer, routed_saved)
     if not isinstance(recompute, SelectiveRecompute):
         return found
     messages = layout.tp * layout.cp > 1
     if "matmul" in recompute.save:
-        outputs = 1 if layout.tp > 1 else 2  # one rank's operators are saved whether they are read or not
-        found += b * (_attention_maps(s) + outputs * s.stream + s.gates * s.inner)
+        # One rank's operators are saved whether they are read or not.
+        outputs = 2 if layout.tp == 1 and s.channels(layer) else 1
+        found += b * (_attention_maps(s) + outputs * s.stream + s.gates * s.inner(layer))
     if "attention" in recompute.save:
         found += b * s.out
         if messages and layout.cp > 1:
@@ -177,15 +198,20 @@ def _at_head(s: _Sizes) -> int:
     return max(inputs + max(softmax, added), backward, norm)
 
 
-def _at_feed_forward(s: _Sizes) -> int:
+def _at_feed_forward(s: _Sizes, layer: int) -> int:
     """The most beyond what the last block keeps, in the backward of its feed-forward layer."""
-    model, layout = s.spec.model, s.spec.layout
+    model, layout, inner = s.spec.model, s.spec.layout, s.inner(layer)
     gathered = s.whole if s.own < s.tokens else 0
-    at_down = gathered + s.inner + model.hidden * model.ffn // layout.tp  # of its input, of its weight
-    return s.width.compute * (s.stream + max(s.gates * s.inner, at_down))
+    at_down = gathered + inner + model.hidden * s.channels(layer) // layout.tp  # of its input, of its weight
+    return s.width.compute * (s.stream + max(s.gates * inner, at_down))
 
 
-def _at_attention(s: _Sizes) -> int:
+def _at_experts(s: _Sizes, layer: int) -> int:
+    """The most beyond that in the backward of its routed experts."""
+    return s.width.compute * s.stream + _of_experts(s, layer, routed_backward)
+
+
+def _at_attention(s: _Sizes, layer: int) -> int:
     """The most beyond that in the backward of its attention, when the feed-forward layer's are gone.
 
     Not known, and never the peak in what was measured, where attention crosses context ranks: then 0.
@@ -193,7 +219,8 @@ def _at_attention(s: _Sizes) -> int:
     spec, b = s.spec, s.width.compute
     if spec.layout.cp > 1:
         return 0
-    gone = b * (2 * s.stream + (1 + s.gates) * s.inner) + s.numbers(1, s.own)
+    gone = b * (2 * s.stream + (1 + s.gates) * s.inner(layer)) + s.numbers(1, s.own)
+    gone += _of_experts(s, layer, routed_everything)
     heads = 2 * (s.queries + s.out) + s.keys + s.values
     there = b * (s.stream + heads) + s.width.exact * (s.keys + s.values)
     keys, sequences = spec.data.seq_len, spec.micro_batch

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.planner.activations import activations
-from meshwright.planner.wire import recomputed, widths
+from meshwright.planner.place import recomputed, widths
 from meshwright.schedule import Link, ScheduleError, Simulation, StageCost, schedule_of, simulate
 from meshwright.schedule.closed_form import idle
 from meshwright.spec import RunSpec
@@ -64,7 +64,7 @@ def stage_costs(spec: RunSpec, cut: Sequence[Stage], costs: Machine | Durations)
     found = []
     for stage in cut:
         times = _counted(spec, stage, costs.flops) if isinstance(costs, Machine) else costs
-        kept = len(stage.blocks) * held.block + (held.shared if stage.blocks else 0)
+        kept = sum(held.by_block[layer] for layer in stage.blocks) + (held.shared if stage.blocks else 0)
         kept += held.head if stage.head else 0
         found.append(StageCost(times.forward, times.input, times.weight, float(kept), float(message)))
     return tuple(found)

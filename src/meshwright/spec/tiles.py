@@ -10,6 +10,10 @@ _SCORE_BYTES = 4 * 2**20
 _LEAST_ROWS, _MOST_ROWS = 32, 256
 
 
+ALIGN = 16
+"""Rows that each expert's are a multiple of."""
+
+
 def loss_rows(vocabulary: int, cpu: bool) -> int:
     """Tokens whose logits over `vocabulary` columns are there at one time."""
     return max(64, (LOGITS_CPU if cpu else LOGITS) // vocabulary)
