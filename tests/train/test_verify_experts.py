@@ -119,6 +119,8 @@ AXES: list[dict[str, object]] = [
 )
 def test_experts_go_with_every_other_axis(ranks: Ranks, axes: dict[str, object]) -> None:
     choose = random.Random(str(axes)).choice
+    micro, data_ranks = choose([1, 2]), int(str(axes.get("dp", 1))) * int(str(axes.get("replicate", 1)))
+    microbatches = 5 if "pp" in axes else 2
     flags = {
         "layout__sequence_parallel": choose(["true", "false"]),
         "layout__expert_parts": choose([1, 2]),
@@ -127,8 +129,8 @@ def test_experts_go_with_every_other_axis(ranks: Ranks, axes: dict[str, object])
         "data__pack": choose(["true", "false"]),
         "model__layers": 4,
         "model__kv_heads": 4,
-        "layout__micro_batch": choose([1, 2]),
-        "train__batch_tokens": 16 * 16,
+        "layout__micro_batch": micro,
+        "train__batch_tokens": 16 * micro * data_ranks * microbatches,
         **ROUTERS[choose(list(ROUTERS))],
         "model__moe__shared_ffn": choose([0, 8]),
     }

@@ -43,10 +43,17 @@ def parallelise(spec: RunSpec, mesh: Mesh) -> tuple[Decoder, DataParallel, Balan
     split_sequences(decoder, mesh, spec.layout.context_mode, kept)
     routed = kept or Kept()
     split_experts(decoder, mesh, routed, put_off)
-    messages = mesh.tensor.size * mesh.context.size > 1 or schedule.splits_backward or spec.model.moe
-    apply_recompute(decoder.blocks, spec.recompute, kept if messages else None)
+    messages = mesh.tensor.size * mesh.context.size > 1 or schedule.splits_backward
+    sparse = [block for block in decoder.each_block() if isinstance(block.mlp, Moe)]
+    apply_recompute(sparse, spec.recompute, routed)
+    dense = [block for block in decoder.each_block() if block not in sparse]
+    apply_recompute(dense, spec.recompute, kept if messages else None)
     if spec.train.compile:
-        compile_blocks(decoder)
+        compiled: list[nn.Module] = [*dense, *(block.attn for block in sparse)]
+        for (
+            module
+        ) in compiled:  # of a sparse block only attention: the data alone know how many take an expert
+            module.forward = torch.compile(module.forward)
     every = stages(spec.model, spec.layout, spec.data.seq_len)
     own = [every[index] for index in schedule.stages_of(mesh.pipeline.rank)]
     names = {parameter: name for name, parameter in decoder.named_parameters()}
@@ -57,13 +64,6 @@ def parallelise(spec: RunSpec, mesh: Mesh) -> tuple[Decoder, DataParallel, Balan
     pipeline = Pipeline(modules, mesh, scheduled, later, states.begin_microbatch, states.take)
     balance = Balance(decoder, [index for stage in own for index in stage.blocks], mesh, routed)
     return decoder, states, balance, pipeline
-
-
-def compile_blocks(decoder: Decoder) -> None:
-    """Compile each block; of one with routed experts, whose sizes only the data know, its attention."""
-    for block in decoder.each_block():
-        module: nn.Module = block.attn if isinstance(block.mlp, Moe) else block
-        module.forward = torch.compile(module.forward)
 
 
 class Microbatch(Protocol):

@@ -42,3 +42,17 @@ class Later:
             yield found
         finally:
             self._open = None
+
+
+def together(works: Sequence[Work]) -> Iterator[tuple[Sequence[nn.Parameter | None], Found]]:
+    """Parameters and their gradients, each set of parameters once; experts are used once for each part."""
+    of_same: dict[tuple[int, ...], list[Work]] = {}
+    for work in works:
+        of_same.setdefault(tuple(map(id, work[0])), []).append(work)
+    for (parameters, compute), *others in of_same.values():
+        found = compute()
+        for _, again in others:
+            found = [
+                a if b is None else b if a is None else a.add_(b) for a, b in zip(found, again(), strict=True)
+            ]
+        yield parameters, found

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parallel.collectives import Pending, start_receive, start_send
-from meshwright.parallel.later import Later, Work
+from meshwright.parallel.later import Later, Work, together
 from meshwright.parallel.mesh import Axis, Mesh
 from meshwright.schedule import Action, Kind, Schedule
 from meshwright.schedule.actions import source_of, target_of
@@ -228,8 +228,8 @@ class _Run:
 
     @torch.no_grad()
     def _weights(self, place: tuple[int, int]) -> None:
-        for parameters, compute in self.put_off.pop(place):
-            for parameter, grad in zip(parameters, compute(), strict=True):
+        for parameters, found in together(self.put_off.pop(place)):
+            for parameter, grad in zip(parameters, found, strict=True):
                 if parameter is not None and grad is not None:
                     self.of.take(parameter, grad)
 

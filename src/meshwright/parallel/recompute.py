@@ -8,7 +8,7 @@ to compute for their size (attention and matmul), and computes norms, activation
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -107,7 +107,7 @@ class Kept:
             self._saved, self._results, self._second = before
 
 
-def apply_recompute(blocks: nn.ModuleList, recompute: RecomputeSpec, kept: Kept | None = None) -> None:
+def apply_recompute(blocks: Iterable[nn.Module], recompute: RecomputeSpec, kept: Kept | None = None) -> None:
     """Replace each block's `forward` by one that recomputes by the policy; its parts run in `kept`."""
     if isinstance(recompute, NoRecompute):
         return
