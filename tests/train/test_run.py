@@ -26,6 +26,11 @@ from meshwright.train.step import Trainer
 from ranks import Ranks, RanksFailedError
 
 VOCABULARY = 300
+EXPERTS: dict[str, object] = {
+    "model__moe__experts": 8, "model__moe__top_k": 2, "model__moe__ffn": 12, "model__moe__router": "sigmoid",
+    "model__moe__bias": "true", "model__moe__bias_rate": 0.01, "model__moe__shared_ffn": 8,
+    "model__moe__dense_first": 1, "model__layers": 3,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -307,8 +312,13 @@ def test_training_lowers_the_loss_and_the_validation_beats_chance(
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
-def test_compiled_blocks_train_alike(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
-    flags = {"train__steps": 4, "layout__dp": 2, "layout__zero": 3, "model__layers": 1}
+@pytest.mark.parametrize(
+    "model", [{}, EXPERTS | {"layout__ep": 2, "recompute__policy": "selective"}], ids=["dense", "experts"]
+)
+def test_compiled_blocks_train_alike(
+    ranks: Ranks, corpus: Path, tmp_path: Path, model: dict[str, object]
+) -> None:
+    flags = {"train__steps": 4, "layout__dp": 2, "layout__zero": 3, "model__layers": 1} | model
     plain, _ = start(ranks, spec_of(corpus, **flags), tmp_path / "plain")
     compiled, _ = start(ranks, spec_of(corpus, **flags, train__compile="true"), tmp_path / "compiled")
     assert compiled["final_loss"] == pytest.approx(plain["final_loss"], abs=1e-4)
@@ -361,13 +371,6 @@ def test_a_checkpoint_of_a_pipeline_loads_anywhere(
         found = {k: v for held in ranks.run(spec.layout, loaded, spec, tmp_path) for k, v in held.items()}
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-EXPERTS = {
-    "model__moe__experts": 8, "model__moe__top_k": 2, "model__moe__ffn": 12, "model__moe__router": "sigmoid",
-    "model__moe__bias": "true", "model__moe__bias_rate": 0.01, "model__moe__shared_ffn": 8,
-    "model__moe__dense_first": 1, "model__layers": 3,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])
