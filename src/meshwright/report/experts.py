@@ -45,7 +45,11 @@ def _loads(rows: list[Row]) -> str:
     last = next((row for row in reversed(rows) if isinstance(row.get("expert_load"), dict)), None)
     if last is None:
         return ""
-    lines = "".join(_line(layer, loads) for layer, loads in last["expert_load"].items())
+    every = last["expert_load"]
+    lines = "".join(_line(layer, loads) for layer, loads in every.items())
+    count = max(map(len, every.values()), default=0)
+    if count <= 64:
+        lines += "<tr><th>expert</th>" + "".join(f"<th>{number}</th>" for number in range(count)) + "</tr>"
     return (
         f'<div class="card"><p class="aside">Load of each expert at step {fmt.count(last["step"])}, in even '
         f"shares: a row for each layer, a cell for each expert; full colour is twice an even share.</p>"

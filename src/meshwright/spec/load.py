@@ -139,6 +139,11 @@ def _flag_key(name: str, text: str) -> Key | None:
         return known[name]
     if _table_of(name) or (name in optional_tables() and _is_none(text)):
         return None
+    if name in optional_tables():
+        first = next(key for key in known if key.startswith(f"{name}."))
+        raise UserError(
+            f"--{name}: is a table of keys, not {text}; give its keys, such as --{first}, or none"
+        )
     if name in known:
         raise UserError(f"--{name}: is a table; give its entries, such as --{name}.NAME 0.5")
     raise UserError(f"--{name}: unknown key{_nearest(name, known)}")

@@ -48,7 +48,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         **_LLAMA,
         **_sizes(8, 512, 1408, 8, 4),
         "vocab_size": 8192,
-        "moe": {"experts": 16, "top_k": 2, "ffn": 512, "shared_ffn": 384, "aux_loss": 0.01, "z_loss": 1e-3},
+        "moe": {
+            "experts": 16,
+            "top_k": 2,
+            "ffn": 512,
+            "shared_ffn": 384,
+            "router": "sigmoid",
+            "bias": True,
+            "bias_rate": 0.01,
+            "aux_loss": 0.001,
+        },
     },
     "base": {**_LLAMA, **_sizes(12, 768, 2048, 12, 4), "vocab_size": 32000},
     # Brown et al. 2020, Table 2.1.

@@ -152,7 +152,9 @@ def sequence_is_cut_evenly(spec: RunSpec) -> None:
     shared = spec.layout.sequence_parallel or spec.model.moe is not None
     if shared and length // cp % tp:
         unit = pieces * tp
-        other = "" if spec.model.moe else ", or layout.sequence_parallel = false"
+        other = ", or layout.sequence_parallel = false"
+        if spec.model.moe is not None:
+            other = " (tensor ranks share the tokens that go to experts)"
         raise UserError(
             f"data.seq_len: the {length // cp} tokens of a context rank are not shared evenly by layout.tp = "
             f"{tp} ranks; try {max(unit, round(length / unit) * unit)}{other}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from math import gcd
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,8 @@ def experts_are_gated(spec: RunSpec) -> None:
     if model.moe is not None and (model.activation != "swiglu" or model.mlp_bias):
         key = "activation" if model.activation != "swiglu" else "mlp_bias"
         raise UserError(
-            f"model.{key}: {getattr(model, key)!r} does not go with model.moe, whose experts are SwiGLU "
-            f"without biases; give model.activation = 'swiglu' and model.mlp_bias = false"
+            f"model.{key}: {json.dumps(getattr(model, key))} does not go with model.moe, whose experts are "
+            f"SwiGLU without biases; give model.activation = 'swiglu' and model.mlp_bias = false"
         )
 
 
@@ -55,43 +56,56 @@ def tokens_find_their_experts(spec: RunSpec) -> None:
 def some_layer_has_experts(spec: RunSpec) -> None:
     """A mixture of experts has a layer to be in."""
     model, moe = spec.model, spec.model.moe
-    if moe is not None and not any(map(moe.has_experts, range(model.layers))):
-        raise UserError(
-            f"model.moe.dense_first: with {moe.dense_first} dense layers and each {moe.every}th of the "
-            f"others none of model.layers = {model.layers} has experts; give dense_first = 0 and "
-            f"every = 1, or more layers"
-        )
+    if moe is None or any(map(moe.has_experts, range(model.layers))):
+        return
+    key, most = ("dense_first", model.layers - moe.every)
+    if most < 0:
+        key, most = "every", max(1, model.layers - moe.dense_first)
+    raise UserError(
+        f"model.moe.{key}: with dense_first = {moe.dense_first} and every = {moe.every} none of "
+        f"model.layers = {model.layers} has experts; give {key} = {most} or less, or more layers"
+    )
+
+
+def only_experts_are_shared(spec: RunSpec) -> None:
+    """Without experts there is nothing that the expert axis could share, or send in parts."""
+    for key in ("ep", "etp", "expert_parts"):
+        given = getattr(spec.layout, key)
+        if spec.model.moe is None and given > 1:
+            raise UserError(
+                f"layout.{key}: {given} has no effect, as the model has no experts; set layout.{key} = 1, or "
+                f"give model.moe"
+            )
 
 
 def expert_axis_divides(spec: RunSpec) -> None:
     """Expert ranks have equal shares, and are folded out of the ranks of one stage."""
     layout, moe = spec.layout, spec.model.moe
-    for key in ("ep", "etp"):
-        if moe is None and getattr(layout, key) > 1:
-            raise UserError(
-                f"layout.{key}: {getattr(layout, key)} expert ranks have nothing to share, as the model has "
-                f"no experts; set layout.{key} = 1, or give model.moe"
-            )
     if moe is None:
         return
-    if moe.experts % layout.ep:
+    ranks, ep, etp = layout.expert_ranks, layout.ep, layout.etp
+    folded = f"dp {layout.dp} x cp {layout.cp} x tp {layout.tp} = {ranks} ranks"
+    fits = [n for n in divisors(gcd(ranks, moe.experts)) if ranks % (n * etp) == 0]
+    slices = [n for n in divisors(gcd(ranks, moe.ffn)) if ranks % (n * ep) == 0]
+    if moe.experts % ep:
+        hint = nearest(ep, fits) if fits else 1
         raise UserError(
-            f"layout.ep: {layout.ep} expert ranks do not divide model.moe.experts = {moe.experts}; "
-            f"try {nearest(layout.ep, divisors(moe.experts))}"
+            f"layout.ep: {ep} expert ranks do not divide model.moe.experts = {moe.experts}; of "
+            f"{folded} try {hint}"
         )
-    if moe.ffn % layout.etp:
+    if moe.ffn % etp:
+        hint = nearest(etp, slices) if slices else 1
         raise UserError(
-            f"layout.etp: {layout.etp} ranks do not divide the model.moe.ffn = {moe.ffn} channels of an "
-            f"expert; try {nearest(layout.etp, divisors(moe.ffn))}"
+            f"layout.etp: {etp} ranks do not divide the model.moe.ffn = {moe.ffn} channels of an expert; "
+            f"of {folded} try {hint}"
         )
-    ranks = layout.expert_ranks
-    if ranks % (layout.ep * layout.etp):
-        fits = [n for n in divisors(ranks) if moe.experts % n == 0 and ranks % (n * layout.etp) == 0]
-        hint = f"layout.ep = {nearest(layout.ep, fits)}" if fits else f"layout.etp = {layout.tp}"
-        times = f" x etp {layout.etp}" if layout.etp > 1 else ""
+    if ranks % (ep * etp):
+        key, hint = ("ep", nearest(ep, fits)) if fits else ("etp", nearest(etp, slices or [1]))
+        other = f" with etp {etp}" if etp > 1 else ""
+        given = f"layout.ep: {ep}{other} is" if ep > 1 or etp == 1 else f"layout.etp: {etp} is"
         raise UserError(
-            f"layout.ep: {layout.ep}{times} expert ranks are folded out of dp {layout.dp} x cp {layout.cp} x "
-            f"tp {layout.tp} = {ranks} ranks, which they do not divide; try {hint}"
+            f"{given} folded out of {folded} of a stage and replica, which it does not divide; "
+            f"try layout.{key} = {hint}"
         )
 
 
@@ -128,7 +142,8 @@ def latents_make_heads(spec: RunSpec) -> None:
     for key, wanted in (("position", "rope"), ("qkv_bias", False), ("out_bias", False), ("qk_norm", False)):
         if getattr(model, key) != wanted:
             raise UserError(
-                f"model.{key}: {getattr(model, key)!r} does not go with model.mla; give {wanted!r}"
+                f"model.{key}: {json.dumps(getattr(model, key))} does not go with model.mla; give "
+                f"{json.dumps(wanted)}"
             )
 
 
@@ -137,6 +152,7 @@ SPARSE_RULES = (
     tokens_find_their_experts,
     some_layer_has_experts,
     latents_make_heads,
+    only_experts_are_shared,
     expert_axis_divides,
     shared_experts_divide,
 )

@@ -23,7 +23,7 @@ from meshwright.parallel.balance import LayerBalance
 from meshwright.parallel.collectives import sum_scalars
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import DTYPES
-from meshwright.spec import RunSpec, UserError
+from meshwright.spec import MoeSpec, RunSpec, UserError
 from meshwright.spec.errors import Stopped
 from meshwright.train import state
 from meshwright.train.observer import Observers
@@ -192,7 +192,8 @@ class Run:
         if self.done % self.spec.train.log_every and self.done != self.spec.train.last_step:
             return
         flops = self.spec.model.flops_per_token(self.spec.data.seq_len) * tokens / seconds
-        balance = balance_row(self.trainer.layers_balance()) if self.spec.model.moe else {}
+        moe = self.spec.model.moe
+        balance = balance_row(moe, self.trainer.layers_balance()) if moe else {}
         self.observers.on_step(
             {
                 "step": self.done,
@@ -296,10 +297,11 @@ class Run:
         return memory, peak
 
 
-def balance_row(layers: dict[int, LayerBalance]) -> Row:
+def balance_row(moe: MoeSpec, layers: dict[int, LayerBalance]) -> Row:
     """What a metrics row tells of experts; loads are in even shares, of all layers or of each.
 
-    Every expert's load is there unless that would be more than 4,096 numbers a row.
+    Losses are there where they have a factor, every expert's load unless that would be more than 4,096
+    numbers a row.
     """
     found = layers.values()
     if not found:
@@ -309,9 +311,11 @@ def balance_row(layers: dict[int, LayerBalance]) -> Row:
         "load_min": min(min(layer.load) for layer in found),
         "dropped": statistics.mean(layer.dropped for layer in found),
         "router_entropy": statistics.mean(layer.entropy for layer in found),
-        "aux_loss": statistics.mean(layer.aux_loss for layer in found),
-        "z_loss": statistics.mean(layer.z_loss for layer in found),
     }
+    if moe.aux_loss:
+        row["aux_loss"] = statistics.mean(layer.aux_loss for layer in found)
+    if moe.z_loss:
+        row["z_loss"] = statistics.mean(layer.z_loss for layer in found)
     if sum(len(layer.load) for layer in found) <= MOST_LOADS:
         row["expert_load"] = {
             str(number): [round(load, 4) for load in layer.load] for number, layer in layers.items()

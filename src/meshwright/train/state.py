@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from typing import Any
 
@@ -23,6 +24,9 @@ FREE = {
     "precision": {"loss_scale", "loss_scale_window"},
 }  # fmt: skip
 """Keys that may differ between a checkpoint and the run that resumes from it."""
+
+TRAINING = {"moe.aux_loss", "moe.z_loss", "moe.bias_rate", "moe.capacity_factor"}
+"""Keys of a model that say how it is trained: an imported one may get other values."""
 
 
 def tensors(trainer: Trainer) -> dict[str, Stored]:
@@ -75,11 +79,12 @@ def check_same_run(spec: RunSpec, state: dict[str, Any], data_digest: str, where
     imported = state["data_digest"] is None
     differ = []
     for part in ("model",) if imported else ("model", "train", "precision"):
-        keys = (set(saved[part]) | set(now[part])) - FREE[part]
+        was, is_now = _flat(saved[part]), _flat(now[part])
+        keys = (set(was) | set(is_now)) - FREE[part] - (TRAINING if imported else set())
         for key in sorted(keys):
-            before, after = saved[part].get(key), now[part].get(key)
+            before, after = was.get(key), is_now.get(key)
             if before != after:
-                differ.append(f"{part}.{key} was {before!r} and is {after!r}")
+                differ.append(f"{part}.{key} was {_shown(before)} and is {_shown(after)}")
     if differ:
         raise UserError(
             f"{where} is of another run: {'; '.join(differ)}; give the same values, or another --out"
@@ -90,6 +95,22 @@ def check_same_run(spec: RunSpec, state: dict[str, Any], data_digest: str, where
             f" give the corpus, tokenizer, data.seq_len, data.pack, data.document_mask and data.val_fraction"
             f" that it had, or another --out"
         )
+
+
+def _flat(table: dict[str, Any]) -> dict[str, Any]:
+    """Keys of tables within a table, dotted."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        inner = (
+            {f"{key}.{name}": item for name, item in _flat(value).items()} if isinstance(value, dict) else {}
+        )
+        found |= inner or {key: value}
+    return found
+
+
+def _shown(value: Any) -> str:
+    """As a run file has it."""
+    return "'none'" if value is None else json.dumps(value)
 
 
 def parameters_sha256(trainer: Trainer) -> str:
