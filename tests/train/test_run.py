@@ -434,7 +434,7 @@ def test_rows_of_a_run_with_experts_tell_their_balance(ranks: Ranks, corpus: Pat
         for loads in row["expert_load"].values():
             assert sum(loads) == pytest.approx(8, abs=1e-3)
         assert row["load_max"] == pytest.approx(max(map(max, row["expert_load"].values())), abs=1e-3)
-        assert 0.4 < row["dropped"] < 0.8 and 0 < row["router_entropy"] <= math.log(8)
+        assert 0.5 <= row["dropped"] < 1 and 0 < row["router_entropy"] <= math.log(8)
         assert row["aux_loss"] > 0 and "z_loss" not in row
 
 
