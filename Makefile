@@ -46,6 +46,7 @@ bench: .venv/dev.done
 	$(PY) bench/ring.py
 	$(PY) bench/tensor.py
 	$(PY) bench/pipeline.py
+	$(PY) bench/experts.py
 	$(PY) bench/schedules.py
 
 ## gpu: the GPU tests and benchmarks, from the source tree, with the system's Python (which has a CUDA torch)

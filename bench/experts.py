@@ -1,6 +1,6 @@
 """Tokens per second of `moe-small` over two expert ranks, side by side with loops and with transformers.
 
-    python bench/experts.py [--device cpu|cuda] [--rounds 6] [--precision bf16]
+    python bench/experts.py [--device cpu|cuda] [--rounds 6] [--precision bf16] [--baseline loop]
 
 Two processes train the same model: 8 layers, hidden 512, 16 experts of 512 channels of which a token takes 2,
 384 shared channels, vocabulary 8192; 8 sequences of 512 random tokens a step, AdamW (fused), gradient norm
@@ -131,16 +131,16 @@ def theirs(implementation: str, spec: RunSpec, mesh: DeviceMesh, device: torch.d
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         adam.step()
         adam.zero_grad()
-        float(loss)
+        float(loss.detach())
 
     return step
 
 
-def measure(precision: str, device: torch.device, rounds: int) -> None:
+def measure(precision: str, device: torch.device, rounds: int, baselines: list[str]) -> None:
     groups, spec = Groups(device.type), our_spec(precision, ep=2)
     use_fast_fp32_matmul(device)
     mine, batches, mesh = ours(spec, device, groups, loop=False)
-    for baseline in BASELINES:
+    for baseline in baselines:
         gflops = matmul_flops_per_second(DTYPES[precision], device) / 1e9 * 2
         other: Callable[[Batch], None]
         if baseline == "loop":
@@ -174,7 +174,7 @@ def rank_main(rank: int, store: str, options: argparse.Namespace) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2)
     for precision in options.precision:
-        measure(precision, device, options.rounds)
+        measure(precision, device, options.rounds, options.baseline)
     dist.destroy_process_group()
 
 
@@ -182,6 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--precision", nargs="+", choices=["bf16", "fp32"], default=["bf16"])
+    parser.add_argument("--baseline", nargs="+", choices=BASELINES, default=list(BASELINES))
     parser.add_argument("--rounds", type=int, default=6)
     options = parser.parse_args()
     if options.device == "cuda" and torch.cuda.device_count() < 2:
