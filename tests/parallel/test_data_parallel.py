@@ -42,7 +42,7 @@ def order_of_events(mesh: Mesh, spec: RunSpec) -> list[tuple[str, int]]:
         unit.start_gather = noted("gather", index, unit.start_gather)  # type: ignore[method-assign]
         unit.take_packed = noted("reduce", index, unit.take_packed)  # type: ignore[method-assign]
         unit.pack = noted("gradient", index, unit.pack)  # type: ignore[method-assign]
-        for module in unit.modules:
+        for module in trainer.states.modules[index]:
             module.forward = noted("compute", index, module.forward)
     trainer.step(batch, 2)
     return events

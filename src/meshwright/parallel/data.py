@@ -61,7 +61,8 @@ class DataParallel:
         self.zero = mesh.layout.zero if max(mesh.shard.size, mesh.expert_data.size) > 1 else 0
         self.each_microbatch = mesh.pipeline.size == 1
         """Whether units are gathered and reduced for each microbatch, where the stage of ZeRO says so."""
-        self._modules = units
+        self.modules = units
+        """What computes with the units of each group, in the order of the forward."""
         self._groups = [list(self._make_units(modules)) for modules in units]
         self.units = [unit for group in self._groups for unit in group]
         self._places = {
@@ -100,7 +101,7 @@ class DataParallel:
     # When things move -------------------------------------------------------------------------------
 
     def _hook(self, index: int) -> None:
-        for module in self._modules[index]:
+        for module in self.modules[index]:
             module.register_forward_pre_hook(lambda _module, _args, index=index: self._before_forward(index))
             module.register_forward_hook(
                 lambda module, _args, output, index=index: self._after_forward(index, module, output)
@@ -123,7 +124,7 @@ class DataParallel:
         self._gather(index, index + 1)
 
     def _after_forward(self, index: int, module: nn.Module, output: Tensor) -> None:
-        modules = self._modules[index]
+        modules = self.modules[index]
         if self.zero < 3 or module is not modules[-1]:
             return
         if not (torch.is_grad_enabled() and output.requires_grad):
