@@ -110,7 +110,9 @@ def _flat(table: dict[str, Any]) -> dict[str, Any]:
 
 def _shown(value: Any) -> str:
     """As a run file has it."""
-    return "'none'" if value is None else json.dumps(value)
+    if value is None or isinstance(value, str):
+        return repr(value or "none")
+    return json.dumps(value)
 
 
 def parameters_sha256(trainer: Trainer) -> str:
