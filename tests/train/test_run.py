@@ -415,9 +415,9 @@ def test_a_checkpoint_of_expert_ranks_loads_anywhere(
 
 
 def test_a_run_with_experts_stops_resumes_and_moves(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
-    flags = EXPERTS | {"layout__dp": 4, "layout__ep": 2, "layout__zero": 2, "train__steps": 20}
+    flags = EXPERTS | {"layout__dp": 4, "layout__ep": 2, "layout__zero": 2, "train__steps": 8}
     whole, _ = start(ranks, spec_of(corpus, **flags), tmp_path / "whole")
-    start(ranks, spec_of(corpus, **flags, train__stop_at=10), tmp_path / "halves")
+    start(ranks, spec_of(corpus, **flags, train__stop_at=4), tmp_path / "halves")
     shutil.copytree(tmp_path / "halves", tmp_path / "moved")
     both, _ = start(ranks, spec_of(corpus, **flags), tmp_path / "halves", "auto")
     assert both["parameters_sha256"] == whole["parameters_sha256"]
