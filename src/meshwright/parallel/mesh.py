@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.groups import Groups
@@ -127,47 +128,21 @@ def build_mesh(
     if dist.get_world_size() < size:
         raise ValueError(f"the layout needs {size} ranks and the process group has {dist.get_world_size()}")
     heads = kv_heads if kv_heads is not None else layout.tp * layout.cp
-    copies, ulysses = layout.kv_copies(heads), layout.ulysses(heads)
+    copies = layout.kv_copies(heads)
     groups, wire, host = groups or Groups(device.type), Wire(), torch.device("cpu")
     grid = torch.arange(size).view(layout.pp, layout.replicate, layout.shard_ranks, layout.tp)
-    tokens = grid.view(-1, layout.cp, layout.tp)
-    rings = grid.view(-1, layout.cp // ulysses, ulysses, layout.tp)
-    heads_grid = grid.unflatten(-1, (-1, copies))
-    expert_grid = grid.view(-1, layout.expert_data_ranks, layout.ep, layout.etp)
-    alone = grid.view(-1, 1)
+    heads_grid, expert_grid = grid.unflatten(-1, (-1, copies)), grid.view(_expert_shape(layout))
     storage = groups.device_mesh(grid, ("replicate", "shard", "tp"))
-    expert_storage = storage
+    split = expert_storage = storage
     if experts:
-        parts = expert_grid.unflatten(0, (layout.pp, layout.replicate))
-        expert_storage = groups.device_mesh(parts, ("replicate", "expert_data", "ep", "etp"))
-    split = storage
+        expert_storage = groups.device_mesh(expert_grid, ("replicate", "expert_data", "ep", "etp"))
     if copies > 1:
         split = groups.device_mesh(heads_grid, ("replicate", "shard", "parts", "copies"))
-    # gloo tells messages apart by tags; elsewhere each kind needs a group of its own.
-    apart = ("pipeline", "gradients") if layout.pp > 1 and device != host else ("", "")
     of_axes = {
-        "replicate": ("replicate", groups.along(grid, 1)),
-        "shard": ("shard", groups.along(grid, 2)),
-        "context": ("context", groups.along(tokens, 1, "context")),
-        "ring": ("context", groups.along(rings, 1, "context")),
-        "ulysses": ("context", groups.along(rings, 2, "context")),
-        "tensor": ("tensor", groups.along(grid, 3)),
-        "copies": ("tensor", groups.along(heads_grid, 4)),
-        "expert": ("expert", groups.along(expert_grid.flatten(2) if experts else alone, -1)),
-        "expert_data": ("expert_data", groups.along(expert_grid if experts else alone, 1)),
-        "sequence": ("sequence", groups.along(grid.view(-1, layout.cp * layout.tp) if experts else alone, 1)),
-        "stage": ("stage", groups.along(grid.view(layout.pp, -1) if experts else alone, 1)),
-        "pipeline": ("pipeline", groups.along(grid, 0, apart[0])),
-        "gradients": ("pipeline", groups.along(grid, 0, apart[1])),
-        "ends": ("pipeline", groups.along(grid[[0, -1]], 0) if layout.pp > 1 else None),
-        "data": ("data", groups.along(grid.view(-1, layout.tp), 0, host=True)),
-        "control": ("control", groups.apart(grid, "control")),
-        "background": ("background", groups.apart(grid, "background")),
+        **_groups_of_layers(layout, grid, heads, groups),
+        **_groups_of_experts(layout, grid, groups, experts),
+        **_groups_of_stages(layout, grid, groups, device != host),
     }
-    of_axes["world"] = (
-        "world",
-        of_axes["control"][1] if device == host else groups.apart(grid, "world", host=False),
-    )
 
     def axis(key: str) -> Axis | None:
         name, group = of_axes[key]
@@ -180,3 +155,58 @@ def build_mesh(
         return None
     axes: dict[str, Any] = {key: axis(key) for key in of_axes}
     return Mesh(layout, device, storage, split, expert_storage, wire, **axes)
+
+
+Named = dict[str, tuple[str, dist.ProcessGroup | None]]
+"""A field of `Mesh` -> the axis that the wire records, and the group of this rank."""
+
+
+def _groups_of_layers(layout: Layout, grid: Tensor, heads: int, groups: Groups) -> Named:
+    """The axes that share samples, states, tokens and layers' insides."""
+    ulysses = layout.ulysses(heads)
+    tokens = grid.view(-1, layout.cp, layout.tp)
+    rings = grid.view(-1, layout.cp // ulysses, ulysses, layout.tp)
+    heads_grid = grid.unflatten(-1, (-1, layout.kv_copies(heads)))
+    return {
+        "replicate": ("replicate", groups.along(grid, 1)),
+        "shard": ("shard", groups.along(grid, 2)),
+        "context": ("context", groups.along(tokens, 1, "context")),
+        "ring": ("context", groups.along(rings, 1, "context")),
+        "ulysses": ("context", groups.along(rings, 2, "context")),
+        "tensor": ("tensor", groups.along(grid, 3)),
+        "copies": ("tensor", groups.along(heads_grid, 4)),
+    }
+
+
+def _expert_shape(layout: Layout) -> tuple[int, ...]:
+    return (layout.pp, layout.replicate, layout.expert_data_ranks, layout.ep, layout.etp)
+
+
+def _groups_of_experts(layout: Layout, grid: Tensor, groups: Groups, experts: bool) -> Named:
+    """The axes of routed experts and of their balance; without experts each rank alone."""
+    if not experts:
+        alone = groups.along(grid.view(-1, 1), 1)
+        return {name: (name, alone) for name in ("expert", "expert_data", "sequence", "stage")}
+    expert_grid = grid.view(_expert_shape(layout))
+    return {
+        "expert": ("expert", groups.along(expert_grid.flatten(3), 3)),
+        "expert_data": ("expert_data", groups.along(expert_grid, 2)),
+        "sequence": ("sequence", groups.along(grid.view(-1, layout.cp * layout.tp), 1)),
+        "stage": ("stage", groups.along(grid.view(layout.pp, -1), 1)),
+    }
+
+
+def _groups_of_stages(layout: Layout, grid: Tensor, groups: Groups, on_device: bool) -> Named:
+    """The pipeline's axes, and the groups over all ranks."""
+    # gloo tells messages apart by tags; elsewhere each kind needs a group of its own.
+    apart = ("pipeline", "gradients") if layout.pp > 1 and on_device else ("", "")
+    control = groups.apart(grid, "control")
+    return {
+        "pipeline": ("pipeline", groups.along(grid, 0, apart[0])),
+        "gradients": ("pipeline", groups.along(grid, 0, apart[1])),
+        "ends": ("pipeline", groups.along(grid[[0, -1]], 0) if layout.pp > 1 else None),
+        "data": ("data", groups.along(grid.view(-1, layout.tp), 0, host=True)),
+        "control": ("control", control),
+        "background": ("background", groups.apart(grid, "background")),
+        "world": ("world", groups.apart(grid, "world", host=False) if on_device else control),
+    }
