@@ -1,0 +1,61 @@
+"""Whole runs with experts: checkpoints under any layout, stop and resume, what rows tell of the balance."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from test_run import EXPERTS, loaded, run_and_watch, spec_of, start, trained
+
+from meshwright.spec import RunSpec
+from ranks import Ranks
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_checkpoint_of_expert_ranks_loads_anywhere(
+    ranks: Ranks, corpus: Path, tmp_path: Path, zero: int
+) -> None:
+    def at(**layout: object) -> RunSpec:
+        flags = {f"layout__{key}": value for key, value in layout.items()}
+        return spec_of(corpus, **flags, **EXPERTS, train__steps=3, layout__micro_batch=1)
+
+    spec = at(dp=8, ep=4, zero=zero)
+    wanted = ranks.run(spec.layout, trained, spec, tmp_path)[0]
+    biases = [name for name in wanted if name.endswith("router.bias")]
+    assert len(biases) == 2 and all(wanted[name].abs().max() > 0 for name in biases)
+    for spec in (
+        at(dp=2, tp=2, ep=2, zero=zero),
+        at(),
+        at(dp=2, tp=2, ep=2, etp=2, zero=3),
+        at(dp=8, zero=2),
+    ):
+        for found in ranks.run(spec.layout, loaded, spec, tmp_path):
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_run_with_experts_stops_resumes_and_moves(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
+    flags = EXPERTS | {"layout__dp": 4, "layout__ep": 2, "layout__zero": 2, "train__steps": 8}
+    whole, _ = start(ranks, spec_of(corpus, **flags), tmp_path / "whole")
+    start(ranks, spec_of(corpus, **flags, train__stop_at=4), tmp_path / "halves")
+    shutil.copytree(tmp_path / "halves", tmp_path / "moved")
+    both, _ = start(ranks, spec_of(corpus, **flags), tmp_path / "halves", "auto")
+    assert both["parameters_sha256"] == whole["parameters_sha256"]
+    flags |= {"layout__dp": 1, "layout__ep": 2, "layout__tp": 2, "layout__pp": 2, "layout__zero": 0}
+    start(ranks, spec_of(corpus, **flags), tmp_path / "moved", "auto")
+
+
+def test_rows_of_a_run_with_experts_tell_their_balance(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
+    flags = EXPERTS | {"layout__dp": 2, "layout__pp": 2, "layout__ep": 2, "train__steps": 2}
+    flags |= {"model__moe__capacity_factor": 0.5, "model__moe__aux_loss": 0.01, "layout__micro_batch": 1}
+    spec = spec_of(corpus, **flags)
+    for row in ranks.run(spec.layout, run_and_watch, spec, tmp_path)[0][0]:
+        assert list(row["expert_load"]) == ["1", "2"]
+        for loads in row["expert_load"].values():
+            assert sum(loads) == pytest.approx(8, abs=1e-3)
+        assert row["load_max"] == pytest.approx(max(map(max, row["expert_load"].values())), abs=1e-3)
+        assert 0.5 <= row["dropped"] < 1 and 0 < row["router_entropy"] <= math.log(8)
+        assert row["aux_loss"] > 0 and "z_loss" not in row
