@@ -1,0 +1,49 @@
+"""Hardware files: a `Cluster` as JSON on the disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.planner.hardware import Cluster, from_json, to_json
+from meshwright.spec.errors import UserError, did_you_mean
+
+
+def read(path: Path) -> Cluster:
+    """The cluster of a hardware file. Raises `UserError`."""
+    if not path.is_file():
+        near = did_you_mean(path.name, [beside.name for beside in path.parent.glob("*.json")])
+        raise UserError(f"there is no hardware file {path}{near or '; meshwright profile --out writes one'}")
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as JSON ({error})") from None
+    return from_json(tree, str(path))
+
+
+def write(cluster: Cluster, path: Path) -> None:
+    """Write it for people too: one line for each measured point. Raises `UserError`."""
+    tree = to_json(cluster)
+    measured = tree.pop("measured", None)
+    text = json.dumps(tree, indent=2)
+    if measured is not None:
+        text = f'{text[:-2]},\n  "measured": {_with_rows(measured)}\n}}'
+    try:
+        path.write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out: {path} cannot be written ({error.strerror})") from None
+
+
+def _with_rows(tree: Mapping[str, Any]) -> str:
+    lines = []
+    for name, value in tree.items():
+        rows = isinstance(value, (list, tuple)) and value
+        shown = (
+            "[\n" + ",\n".join(f"      {json.dumps(row)}" for row in value) + "\n    ]"
+            if rows
+            else json.dumps(value)
+        )
+        lines.append(f"    {json.dumps(name)}: {shown}")
+    return "{\n" + ",\n".join(lines) + "\n  }"
