@@ -1,15 +1,18 @@
 """What a plan runs on: devices, the links between them, and what was measured of both.
 
-A cluster is `count` equal devices in groups that nest: a node of 8 behind one switch, a leaf of some nodes, all.
-Each level has the link that a device uses to reach another one of its group that is in no smaller group with it.
-Peaks are those of datasheets, dense (no structured sparsity); `Rates` says what share of them is attained; and
-where `meshwright profile` has measured a machine, its times stand in `Measured`. No torch, no numpy.
+A cluster is `count` equal devices in groups that nest: a node of 8 behind one switch, a leaf of some nodes,
+all. Each level has the link by which a device reaches those that are in no smaller group with it.
+Peaks are those of datasheets, dense (no structured sparsity); `Rates` says what share of them is attained;
+and where `meshwright profile` has measured a machine, its times stand in `Measured`.
+
+On a machine without accelerators `Device` is the whole host, and `Cluster.sharing` ranks share what it has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -58,8 +61,8 @@ class Level:
             raise UserError(f"levels: '{self.name}' has {self.devices} devices; a level has 1 or more")
         if not 1 <= self.oversubscription < float("inf"):
             raise UserError(
-                f"levels: '{self.name}' has an oversubscription of {self.oversubscription}; it is 1 where all "
-                f"devices can send at once, and more where they share"
+                f"levels: '{self.name}' has an oversubscription of {self.oversubscription}; it is 1 where "
+                f"all devices can send at once, and more where they share"
             )
 
     @property
@@ -203,7 +206,7 @@ class Cluster:
     source: str
     measured: Measured | None = None
     sharing: int = 1
-    """Ranks that share one set of cores, on machines without accelerators."""
+    """Ranks that share one host's cores and memory, on machines without accelerators; each gets its share."""
     network: Network | None = None
     beyond: tuple[Level, ...] = ()
     """Levels that a larger cluster of this kind has, from the full size of the last of `levels` on."""
@@ -238,9 +241,13 @@ class Cluster:
             raise UserError(f"count: {count} is not a number of devices; give 1 or more")
         full = self.hierarchy
         inner = tuple(level for level in full[:-1] if level.devices < count)
-        last = full[len(inner)]
+        beyond = full[len(inner) :]
         return replace(
-            self, count=count, levels=(*inner, replace(last, devices=count)), beyond=full[len(inner) :]
+            self,
+            count=count,
+            levels=(*inner, replace(beyond[0], devices=count)),
+            beyond=beyond,
+            sharing=min(count, full[0].devices) if self.device.kind == "cpu" else self.sharing,
         )
 
 
@@ -253,11 +260,11 @@ def _nest(levels: tuple[Level, ...]) -> None:
     names = [level.name for level in levels]
     if len(set(names)) < len(names):
         raise UserError(f"levels: two of {', '.join(names)} have the same name")
-    for inner, outer in zip(levels, levels[1:-1], strict=False):
+    for inner, outer in pairwise(levels[:-1]):
         if outer.devices % inner.devices or outer.devices == inner.devices:
             raise UserError(
-                f"levels: groups of {inner.devices} ('{inner.name}') do not nest in groups of {outer.devices} "
-                f"('{outer.name}'); give a multiple"
+                f"levels: groups of {inner.devices} ('{inner.name}') do not nest in groups of "
+                f"{outer.devices} ('{outer.name}'); give a multiple"
             )
 
 
@@ -319,8 +326,9 @@ def with_network(
 ) -> Cluster:
     """The cluster with another node, network or price; what is None stays.
 
-    `per_node` devices a node, `nodes` of them, `nics` a node of `nic_bandwidth` bytes a second each, `latency`
-    seconds of a message that leaves a node, `oversubscription` of the outermost level. Raises `UserError`.
+    `per_node` devices a node, `nodes` of them, `nics` a node of `nic_bandwidth` bytes a second each,
+    `latency` seconds of a message that leaves a node, `oversubscription` of the outermost level. Raises
+    `UserError`.
     """
     full = given.hierarchy
     outer = tuple(level for level in full if level.kind in NETWORKS)

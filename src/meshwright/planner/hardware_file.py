@@ -39,11 +39,8 @@ def write(cluster: Cluster, path: Path) -> None:
 def _with_rows(tree: Mapping[str, Any]) -> str:
     lines = []
     for name, value in tree.items():
-        rows = isinstance(value, (list, tuple)) and value
-        shown = (
-            "[\n" + ",\n".join(f"      {json.dumps(row)}" for row in value) + "\n    ]"
-            if rows
-            else json.dumps(value)
-        )
+        shown = json.dumps(value)
+        if isinstance(value, (list, tuple)) and value:
+            shown = "[\n" + ",\n".join(f"      {json.dumps(row)}" for row in value) + "\n    ]"
         lines.append(f"    {json.dumps(name)}: {shown}")
     return "{\n" + ",\n".join(lines) + "\n  }"

@@ -59,10 +59,8 @@ def _read_row(kind: type, value: Any, where: str) -> Any:
     hints = _hints(kind)
     right = isinstance(value, (list, tuple)) and len(value) == len(hints)
     _check(right, where, value, f"a list of {', '.join(hints)}")
-    row = [
-        read_tree(hint, item, f"{where}.{name}")
-        for (name, hint), item in zip(hints.items(), value, strict=True)
-    ]
+    pairs = zip(hints.items(), value, strict=True)
+    row = [read_tree(hint, item, f"{where}.{name}") for (name, hint), item in pairs]
     numbers = [item for item in row if not isinstance(item, str)]
     _check(all(0 < item < float("inf") for item in numbers), where, value, "sizes and seconds above 0")
     return kind(*row)
