@@ -77,14 +77,22 @@ class Rates:
 
     matmul: float = 0.8
     """Of the peak FLOP/s of its format, in large matrix products."""
+    fp8: float = 0.85
+    """Of that again, in fp8."""
     attention: float = 0.5
-    """Of the same, in fused attention's forward and backward over long sequences."""
+    """Of the peak, in fused attention's forward over long sequences."""
+    attention_backward: float = 0.4
+    """The same in its backward."""
+    attention_ported: float = 1.0
+    """Of those two again, in kernels that were written for the generation before."""
     memory: float = 0.85
     """Of the memory's bytes a second, in elementwise operators."""
     launch: float = 4e-6
     """Seconds that an operator takes at least."""
-    link: float = 0.85
-    """Of a link's bytes a second, in large collectives."""
+    link: float = 0.8
+    """Of the innermost link's bytes a second, in large collectives."""
+    network: float = 0.8
+    """Of the other levels' bytes a second."""
 
 
 @dataclass(frozen=True)

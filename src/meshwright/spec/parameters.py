@@ -40,7 +40,7 @@ class Parameter:
 def parameters(model: ModelSpec) -> dict[str, list[Parameter]]:
     """The parameters of each unit, by the unit's name: embed, blocks.0, ..., head; tied ends are one unit."""
     found = {"embed": list(_embed(model))}
-    found |= {f"blocks.{i}": list(_block(model, i)) for i in range(model.layers)}
+    found |= {f"blocks.{i}": list(block_parameters(model, i)) for i in range(model.layers)}
     head = list(_norm(model, "head.norm"))
     if model.tied:
         found["embed"] += head
@@ -70,7 +70,8 @@ def _embed(model: ModelSpec) -> Iterator[Parameter]:
         yield Parameter("embed.positions", (model.max_seq_len, model.hidden))
 
 
-def _block(model: ModelSpec, layer: int) -> Iterator[Parameter]:
+def block_parameters(model: ModelSpec, layer: int) -> Iterator[Parameter]:
+    """Those of block `layer`."""
     name = f"blocks.{layer}"
     yield from _norm(model, f"{name}.attn_norm")
     yield from _attention(model, f"{name}.attn") if model.mla is None else _latent(model, f"{name}.attn")

@@ -1,0 +1,42 @@
+"""Where the ranks of each axis of a layout are: how many, and how far apart."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meshwright.spec.layout import Layout
+
+
+class Group(NamedTuple):
+    """`ranks` ranks, each `stride` from the next."""
+
+    ranks: int
+    stride: int
+
+
+class Axes(NamedTuple):
+    """The groups of a layout, as `parallel/mesh.py` makes them: tensor ranks are neighbours."""
+
+    tensor: Group
+    context: Group
+    shard: Group
+    """dp x cp: what ZeRO shards over."""
+    replicate: Group
+    pipeline: Group
+    expert: Group
+    expert_data: Group
+
+
+def axes(layout: Layout) -> Axes:
+    """The groups of `layout`."""
+    tp, shard = layout.tp, layout.shard_ranks
+    folded = layout.ep * layout.etp
+    return Axes(
+        tensor=Group(tp, 1),
+        context=Group(layout.cp, tp),
+        shard=Group(shard, tp),
+        replicate=Group(layout.replicate, tp * shard),
+        pipeline=Group(layout.pp, tp * shard * layout.replicate),
+        expert=Group(folded, 1),
+        expert_data=Group(layout.expert_data_ranks, folded),
+    )

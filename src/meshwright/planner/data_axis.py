@@ -1,0 +1,105 @@
+"""Seconds that a step spends on parameters and gradients between data ranks, and on the optimiser.
+
+What a stack sends beside its compute costs what is left of it: the parameters of ZeRO-3 are gathered unit
+by unit under the forward and the backward, gradients are reduced under the backward that completes them.
+The first unit of the forward and the last of the backward have nothing to run beside. Compute slows down
+while it shares the device and its memory with a collective.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from meshwright.planner.axes import Group, axes
+from meshwright.planner.links import Links
+from meshwright.planner.stack import Stack
+from meshwright.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a pipeline rank has of the model: parameters, on one tensor rank."""
+
+    dense: float
+    routed: float
+    units: int
+    tensors: int
+
+
+@dataclass(frozen=True)
+class DataSeconds:
+    """Of one rank and step."""
+
+    sent: float
+    """All messages, hidden or not."""
+    exposed: float
+    """What of them is not hidden."""
+    slowed: float
+    """What compute loses beside them."""
+    optimiser: float
+    each_microbatch: float = 0.0
+    """Of `exposed` and `slowed`, what every microbatch waits for by itself."""
+
+    @property
+    def final(self) -> float:
+        """After the last backward."""
+        return self.optimiser + (0.0 if self.each_microbatch else self.exposed + self.slowed)
+
+
+def data_seconds(
+    spec: RunSpec, stack: Stack, links: Links, held: Held, forward: float, backward: float, update: float
+) -> DataSeconds:
+    """What a rank with `held` spends, where a microbatch's forward and backward take it so many seconds.
+
+    `update` is the optimiser's seconds for each parameter of a rank.
+    """
+    layout, at = spec.layout, axes(spec.layout)
+    gather = reduce = whole = 0.0
+    for elements, group in ((held.dense, at.shard), (held.routed, at.expert_data)):
+        if not elements:
+            continue
+        count = held.tensors if stack.by_tensor and layout.zero else held.units
+        operation = "reduce_scatter" if layout.zero else "all_reduce"
+        reduce += _messages(links, operation, elements * stack.gradient_bytes, group, count)
+        if layout.zero:
+            gather += _messages(links, "all_gather", elements * stack.gather_bytes, group, count)
+        mine = elements / (group.ranks if layout.zero else 1)
+        reduce += links.collective("all_reduce", mine * stack.gradient_bytes, at.replicate)
+        whole += mine
+    optimiser = whole * update
+    often = spec.microbatches if layout.pp == 1 else 0
+    if layout.zero == 3:
+        return _everywhere(stack, gather, reduce, forward, backward, optimiser, often, held.units)
+    reduces = max(1, often) if layout.zero == 2 else 1
+    hidden = min(reduce, backward) * stack.overlap_data * (1 - 1 / max(1, held.units))
+    hidden_gather = min(gather, forward) * stack.overlap_gather_parameters
+    exposed = reduces * (reduce - hidden) + gather - hidden_gather
+    slowed = stack.contention * (reduces * hidden + hidden_gather)
+    return DataSeconds(reduces * reduce + gather, exposed, slowed, optimiser)
+
+
+def _everywhere(
+    stack: Stack,
+    gather: float,
+    reduce: float,
+    forward: float,
+    backward: float,
+    optimiser: float,
+    often: int,
+    units: int,
+) -> DataSeconds:
+    """ZeRO-3: gathered for the forward and again for the backward, `often` times a step."""
+    first = gather / max(1, units)
+    hidden = min(gather, forward) * stack.overlap_data
+    hidden_back = min(gather + reduce, backward) * stack.overlap_data
+    exposed = (gather - hidden) + (gather + reduce - hidden_back)
+    exposed = max(exposed, first + reduce / max(1, units))
+    slowed = stack.contention * (hidden + hidden_back)
+    each = exposed + slowed if often else 0.0  # in a pipeline once a step, and not for each microbatch
+    often = often or 1
+    return DataSeconds(often * (2 * gather + reduce), often * exposed, often * slowed, optimiser, each)
+
+
+def _messages(links: Links, operation: str, size: float, group: Group, count: int) -> float:
+    """Seconds of `size` bytes in `count` messages, one after the other."""
+    return count * links.collective(operation, size / count, group)

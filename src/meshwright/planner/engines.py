@@ -1,0 +1,48 @@
+"""A cluster's devices and links under a software stack, which remember what they were asked."""
+
+from __future__ import annotations
+
+from meshwright.planner.block import Blocks
+from meshwright.planner.hardware import Cluster
+from meshwright.planner.kernels import Kernels
+from meshwright.planner.links import Links
+from meshwright.planner.stack import MESHWRIGHT, Stack
+from meshwright.spec import RunSpec
+
+
+class Engines:
+    """For estimates of many layouts of one run: what layouts share is computed once.
+
+    `format` is the number format of matrix products where it is not the run's own: 'fp8'.
+    """
+
+    def __init__(self, cluster: Cluster, stack: Stack = MESHWRIGHT, format: str | None = None) -> None:
+        self.cluster, self.stack, self.format = cluster, stack, format
+        self.kernels = Kernels(cluster.device, stack.matmul, stack.native_attention)
+        self.links = Links(cluster, stack.network, stack.flat_rings)
+        self._blocks: dict[tuple[object, ...], Blocks] = {}
+
+    def blocks(self, spec: RunSpec) -> Blocks:
+        """What a block of the run costs, which its data and pipeline ranks do not change."""
+        layout = spec.layout
+        key = (
+            id(spec.model),
+            spec.data.seq_len,
+            spec.micro_batch,
+            spec.recompute,
+            layout.tp,
+            layout.sequence_parallel,
+            layout.cp,
+            layout.context_mode,
+            layout.ep,
+            layout.etp,
+            layout.expert_parts,
+            layout.dp if layout.ep > 1 else 1,
+            layout.pp > 1,
+        )
+        found = self._blocks.get(key)
+        if found is None or found.spec.model is not spec.model:
+            found = self._blocks[key] = Blocks(
+                spec, self.format or spec.precision.compute, self.stack, self.kernels, self.links
+            )
+        return found

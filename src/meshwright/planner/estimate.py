@@ -1,0 +1,184 @@
+"""One step of a layout on a cluster: how long, and where the time goes.
+
+What a microbatch costs in each stage comes from its operators and messages (`planner/block.py`); the
+actions of the schedule that the program runs are then timed one by one (`schedule/simulate.py`); the data
+axis and the optimiser follow each rank's last backward. Of very many microbatches the middle ones, which
+all cost the same, are not simulated one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from meshwright.planner.block import Blocks, Passes, Seconds
+from meshwright.planner.data_axis import DataSeconds, Held, data_seconds
+from meshwright.planner.engines import Engines
+from meshwright.schedule import Link, Simulation, StageCost, schedule_of, simulate
+from meshwright.spec import RunSpec
+from meshwright.spec.stages import Stage, stages
+
+_UPDATE_BYTES = 38.0
+"""AdamW reads the gradient, the master and both moments, and writes three of them and the copy that computes;
+the norm reads gradients once more, and they are cleared."""
+_SIMULATED = 6
+"""Microbatches that are simulated, in multiples of the pipeline's ranks."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step's seconds, and what they are made of on the rank that is busiest."""
+
+    seconds: float
+    simulation: Simulation
+    rank: int
+    work: Passes
+    """All microbatches of that rank."""
+    data: DataSeconds
+    fixed: float
+    """What belongs to no operator."""
+    sent: float
+    """Messages between stages that the rank waits for itself."""
+    repeated: float = 0.0
+    """Of microbatches that were not simulated one by one."""
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """Seconds of the busiest rank by what they go to; their sum is `seconds`."""
+        every, again = Seconds(), self.work.again
+        for each in self.work:
+            every = every.plus(each)
+        first = every.plus(again, -1)
+        parts = {
+            "matrix products": first.matmul,
+            "attention": first.attention,
+            "memory-bound": first.moved,
+            "host": first.host,
+            "recomputation": again.total,
+            "tensor axis": first.tensor,
+            "context axis": first.context,
+            "expert axis": first.expert,
+            "pipeline axis": self.sent,
+            "data axis": self.data.exposed + self.data.slowed,
+            "optimiser": self.data.optimiser,
+            "fixed": self.fixed,
+        }
+        parts["bubble"] = max(0.0, self.seconds - sum(parts.values()))
+        return parts
+
+
+def step_time(spec: RunSpec, on: Engines) -> StepTime:
+    """Seconds of one optimiser step."""
+    blocks = on.blocks(spec)
+    cut = stages(spec.model, spec.layout, spec.data.seq_len)
+    passes = [stage_passes(blocks, stage) for stage in cut]
+    count = spec.microbatches
+    schedule = schedule_of(spec.layout, simulated(spec))
+    own = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
+    data = [_data(spec, on, blocks, [cut[i] for i in mine], [passes[i] for i in mine]) for mine in own]
+    each, link = _message(spec, on, blocks)
+    costs = []
+    for index, work in enumerate(passes):
+        waits = data[schedule.rank_of[index]].each_microbatch / len(own[schedule.rank_of[index]])
+        costs.append(_cost(work, waits, each, (index > 0, index + 1 < len(passes)), link is None, blocks))
+    finals = [seconds.final for seconds in data]
+    timed = simulate(schedule, costs, link or Link(), finals)
+    busiest = max(range(len(own)), key=lambda rank: sum(passes[i].total for i in own[rank]))
+    whole = Passes()
+    for index in own[busiest]:
+        whole = _added(whole, passes[index], count)
+    period = max(sum(costs[i].forward + costs[i].input + costs[i].weight for i in mine) for mine in own)
+    repeated = (count - schedule.microbatches) * period
+    crossings = sum((index > 0) + (index + 1 < len(passes)) for index in own[busiest])
+    sent = count * crossings * each if link is None else 0.0
+    seconds = timed.makespan + repeated + on.stack.step
+    return StepTime(seconds, timed, busiest, whole, data[busiest], on.stack.step, sent, repeated)
+
+
+def simulated(spec: RunSpec) -> int:
+    """Microbatches that are simulated one by one: all, or as many as fill the pipeline some times."""
+    layout, count = spec.layout, spec.microbatches
+    if layout.pp == 1:
+        return count if count < 2 else 1
+    most = max(_SIMULATED, 2 * layout.chunks) * layout.pp
+    return count if count <= most + layout.pp else most + count % layout.pp
+
+
+def stage_passes(blocks: Blocks, stage: Stage) -> Passes:
+    """Seconds of a microbatch in a stage."""
+    model = blocks.spec.model
+    routed = sum(map(model.has_experts, stage.blocks))
+    found = Passes()
+    for count, wanted in ((len(stage.blocks) - routed, False), (routed, True)):
+        if count:
+            found = _added(found, blocks.passes(wanted), count)
+    if stage.embed:
+        found = _added(found, blocks.embedding(), 1)
+    if stage.head:
+        found = _added(found, blocks.head(), 1)
+    return found
+
+
+def held_by(blocks: Blocks, own: Sequence[Stage]) -> Held:
+    """Parameters of these stages on one tensor rank."""
+    model = blocks.spec.model
+    layers = [layer for stage in own for layer in stage.blocks]
+    routed = sum(map(model.has_experts, layers))
+    embed, head = (any(getattr(stage, end) for stage in own) for end in ("embed", "head"))
+    ends = 1 if model.tied and embed and head else embed + head
+    dense, experts = float(ends * blocks.rows * model.hidden), 0.0
+    for count, wanted in ((len(layers) - routed, False), (routed, True)):
+        if count:
+            mine = blocks.held(wanted)
+            dense, experts = dense + count * mine[0], experts + count * mine[1]
+    return Held(dense, experts, len(layers) + ends, _TENSORS * len(layers) + ends)
+
+
+_TENSORS = 7
+"""Large parameters of a block."""
+
+
+def _added(one: Passes, other: Passes, times: float) -> Passes:
+    return Passes(*(a.plus(b, times) for a, b in zip(one, other, strict=True)))
+
+
+def _data(
+    spec: RunSpec, on: Engines, blocks: Blocks, own: Sequence[Stage], work: Sequence[Passes]
+) -> DataSeconds:
+    forward = sum(each.forward.total for each in work)
+    backward = sum(each.total for each in work) - forward
+    update = on.kernels.moved(_UPDATE_BYTES)
+    return data_seconds(spec, on.stack, on.links, held_by(blocks, own), forward, backward, update)
+
+
+def _message(spec: RunSpec, on: Engines, blocks: Blocks) -> tuple[float, Link | None]:
+    """Seconds of a message between stages, and the link that carries it beside compute, if one does."""
+    layout, stack = spec.layout, on.stack
+    if layout.pp == 1:
+        return 0.0, Link()
+    size = message_bytes(blocks)
+    stride = blocks.axes.pipeline.stride
+    level = on.links.between(stride)
+    each = on.links.message(size, stride)
+    return each, Link(level.link.latency, on.links.rate(level)) if stack.overlap_pipeline else None
+
+
+def message_bytes(blocks: Blocks) -> float:
+    """Bytes of a microbatch from one stage to the next, on one rank."""
+    layout = blocks.spec.layout
+    size = blocks.own * blocks.spec.model.hidden * blocks.width
+    return size / layout.tp if blocks.stack.scatter_pipeline and not layout.sequence_parallel else size
+
+
+def _cost(
+    work: Passes, waits: float, message: float, ends: tuple[bool, bool], on_path: bool, blocks: Blocks
+) -> StageCost:
+    """A stage's cost: a third of what a microbatch waits for on the data axis is in its forward."""
+    before, after = (end * message if on_path else 0.0 for end in ends)
+    return StageCost(
+        forward=work.forward.total + waits / 3 + after,
+        input=work.input.total + work.again.total + waits * 2 / 3 + before,
+        weight=work.weight.total,
+        output=0.0 if on_path else message_bytes(blocks),
+    )

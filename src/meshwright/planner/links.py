@@ -1,0 +1,111 @@
+"""Seconds of a collective, from where its ranks are: which share a node, and what else uses the links.
+
+A group of n ranks that are `stride` apart has, in a node of d devices, n_local = min(n, d / stride)
+members, and as many groups as there are ranks between two of its members work beside it. Its ring enters a
+node and leaves it by the interfaces of all its members there (NCCL's channels), so that a message of the
+whole crosses nodes at n_local times an interface's rate, and within a node at the link's. Rings take a
+latency for each of their ranks; an all-reduce of few bytes goes through a tree (Thakur et al. 2005; Sanders
+et al. 2009; NVIDIA 2019, NCCL 2.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil, log2
+
+from meshwright.planner.axes import Group
+from meshwright.planner.hardware import Cluster, Level
+
+_MOST_STEPS = 64
+"""Ring steps that are waited for one by one; longer rings are cut into levels, or go through trees."""
+
+
+@dataclass(frozen=True)
+class Path:
+    """What a group's ring runs over."""
+
+    bandwidth: float
+    """Bytes a second of the whole ring."""
+    once: float
+    """Seconds of latency all around it."""
+    tree: float
+    """Seconds of latency up a tree."""
+    level: str
+    """The slowest level's name."""
+
+
+class Links:
+    """Collectives of one cluster, for groups whose neighbours' groups talk at the same time."""
+
+    def __init__(self, cluster: Cluster, network: float = 1.0, flat_rings: bool = False) -> None:
+        self.cluster = cluster
+        self._network, self._flat = network, flat_rings
+        self._paths: dict[Group, Path] = {}
+        self._rate = cluster.device.rates.link
+
+    def rate(self, level: Level) -> float:
+        """Bytes a second that a device's collectives send over a level, while all of its group do."""
+        share = self._rate if level is self.cluster.levels[0] else self.cluster.device.rates.network
+        return level.link.bandwidth / level.oversubscription * share
+
+    def path(self, group: Group) -> Path:
+        """The ring of a group."""
+        found = self._paths.get(group)
+        if found is None:
+            found = self._paths[group] = self._ring(group)
+        return found
+
+    def _members(self, group: Group) -> Iterator[tuple[Level, int, int]]:
+        """(level, members of a group in one of its groups, the same one level further in) where it grows."""
+        inner = 1
+        for level in self.cluster.levels:
+            last = level is self.cluster.levels[-1]
+            here = group.ranks if last else min(group.ranks, max(1, level.devices // group.stride))
+            if here > inner:
+                yield level, here, inner
+                inner = here
+
+    def _ring(self, group: Group) -> Path:
+        bandwidth, once, tree, slowest = float("inf"), 0.0, 0.0, self.cluster.levels[0].name
+        for level, here, inner in self._members(group):
+            rate = self.rate(level)
+            if level is not self.cluster.levels[0]:
+                rate *= self._network * (1 if self._flat else inner)
+            if rate < bandwidth:
+                bandwidth, slowest = rate, level.name
+            once += (ceil(group.ranks / inner) - ceil(group.ranks / here)) * level.link.latency
+            tree += ceil(log2(ceil(here / inner))) * level.link.latency
+        return Path(bandwidth, once, tree, slowest)
+
+    def collective(self, operation: str, size: float, group: Group) -> float:
+        """Seconds of one collective of a whole of `size` bytes; of an all-to-all, of one rank's bytes."""
+        n = group.ranks
+        if n == 1 or size <= 0:
+            return 0.0
+        if operation == "all_to_all":
+            return self._all_to_all(size, group)
+        over = self.path(group)
+        sent = size * (n - 1) / n / over.bandwidth
+        if operation == "all_reduce":
+            return 2 * sent + 2 * min(over.once, over.tree)
+        return sent + min(over.once, _MOST_STEPS * over.once / (n - 1))
+
+    def _all_to_all(self, size: float, group: Group) -> float:
+        """Each rank sends each other the same; what leaves a node goes through the rank's own interface."""
+        slowest = latency = 0.0
+        for level, here, inner in self._members(group):
+            slowest = max(slowest, size * (here - inner) / group.ranks / self.rate(level))
+            latency += level.link.latency * ceil(log2(1 + here / inner))
+        return slowest + latency
+
+    def message(self, size: float, stride: int) -> float:
+        """Seconds of `size` bytes from a rank to the one `stride` further on."""
+        level = self.between(stride)
+        return level.link.latency + size / self.rate(level)
+
+    def between(self, stride: int) -> Level:
+        """The innermost level whose groups hold neighbours that are `stride` apart."""
+        return next(
+            (level for level in self.cluster.levels if stride < level.devices), self.cluster.levels[-1]
+        )

@@ -1,0 +1,195 @@
+"""Bytes of a step on the fullest rank of a pipeline, term by term.
+
+States by ZeRO's stage (Rajbhandari et al. 2020); activations of each block by recompute policy, tensor by
+tensor (Korthikanti et al. 2022, §4, generalised to gated layers, grouped keys, latents and experts), times
+those that the schedule has in flight; the head's logits; and what is there for a moment: gathered units,
+packed gradients, the operator of the last backward. On top of what is allocated stand the allocator's
+rounding and fragmentation (reserved), and the device's context and its communicators' buffers (what nvidia-
+smi shows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from meshwright.planner.block import Blocks
+from meshwright.planner.data_axis import Held
+from meshwright.planner.engines import Engines
+from meshwright.planner.estimate import held_by
+from meshwright.schedule import schedule_of
+from meshwright.schedule.check import peak
+from meshwright.spec import RunSpec
+from meshwright.spec.stages import Stage, stages
+
+_CONTEXT = 0.6e9
+"""Bytes of a CUDA context with its kernels."""
+_CHANNEL = 0.25e9
+"""Bytes of buffers of each of a rank's NCCL communicators."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank."""
+
+    parameters: float
+    """The copy that computes, and master weights."""
+    gradients: float
+    optimiser: float
+    activations: float
+    logits: float
+    buffers: float
+    """Gathered parameters, packed gradients."""
+    fragmentation: float
+    context: float
+    communicators: float
+    rank: int
+    """The pipeline rank that this is."""
+
+    @property
+    def allocated(self) -> float:
+        """At the step's peak, by tensors."""
+        return (
+            self.parameters + self.gradients + self.optimiser + self.activations + self.logits + self.buffers
+        )
+
+    @property
+    def reserved(self) -> float:
+        """With what the caching allocator holds beyond."""
+        return self.allocated + self.fragmentation
+
+    @property
+    def device(self) -> float:
+        """What the driver counts (nvidia-smi)."""
+        return self.reserved + self.context + self.communicators
+
+
+def memory(spec: RunSpec, on: Engines) -> Memory:
+    """What the fullest rank of the pipeline needs."""
+    blocks = on.blocks(spec)
+    cut = stages(spec.model, spec.layout, spec.data.seq_len)
+    layout = spec.layout
+    count = min(spec.microbatches, 4 * layout.pp * layout.chunks)
+    if layout.schedule == "interleaved" and count % layout.pp:
+        count = spec.microbatches
+    schedule = schedule_of(layout, count)
+    kept = [stage_activations(blocks, stage) for stage in cut]
+    found = []
+    for rank in range(schedule.ranks):
+        own = [cut[index] for index in schedule.stages_of(rank)]
+        flight = peak(schedule.actions[rank], kept)
+        found.append(_rank(blocks, on, held_by(blocks, own), own, flight, rank))
+    return max(found, key=lambda each: each.allocated)
+
+
+def _rank(blocks: Blocks, on: Engines, held: Held, own: Sequence[Stage], flight: float, rank: int) -> Memory:
+    spec, stack = blocks.spec, on.stack
+    layout, recipe = spec.layout, stack.recipe
+    dense, routed = (layout.shard_ranks, layout.expert_data_ranks) if layout.zero else (1, 1)
+    sharded = held.dense / dense + held.routed / routed
+    whole = held.dense + held.routed
+    copy = recipe.copy * (whole if layout.zero < 3 else 0)
+    width = recipe.gradient + (recipe.wide if blocks.format == "bf16" else 0)
+    gradients = width * (whole if layout.zero < 2 else sharded)
+    master = 4 * sharded if recipe.optimiser > 8 else 0
+    optimiser = (recipe.optimiser - 4) * sharded if master else recipe.optimiser * sharded
+    buffers = 0.0
+    unit = max(blocks.largest_unit, whole / max(1, held.units))
+    if layout.zero == 3:
+        buffers = unit * (2 * stack.gather_bytes + stack.gradient_bytes)
+        if layout.pp > 1:  # units stay whole through a step of the pipeline
+            buffers = whole * (stack.gather_bytes + stack.gradient_bytes)
+    elif layout.zero:
+        buffers = unit * stack.gradient_bytes
+    head = blocks.rows * blocks.tokens * stack.logits if any(stage.head for stage in own) else 0.0
+    again = working(blocks, own)
+    activations = flight + again
+    allocated = copy + master + gradients + optimiser + activations + head + buffers
+    axes = sum(size > 1 for size in (layout.tp, layout.cp, layout.shard_ranks, layout.pp, layout.ep))
+    cuda = on.cluster.device.kind != "cpu"
+    return Memory(
+        copy + master,
+        gradients,
+        optimiser,
+        activations,
+        head,
+        buffers,
+        stack.fragmentation * allocated if cuda else 0.0,
+        _CONTEXT if cuda else 0.0,
+        _CHANNEL * axes if cuda else 0.0,
+        rank,
+    )
+
+
+def stage_activations(blocks: Blocks, stage: Stage) -> float:
+    """What a stage keeps of one microbatch."""
+    model = blocks.spec.model
+    found = sum(block_activations(blocks, model.has_experts(layer)) for layer in stage.blocks)
+    if stage.embed and blocks.stack.dropout:
+        found += blocks.own * model.hidden
+    if stage.head:
+        found += 2 * blocks.own * model.hidden * blocks.width
+    return found
+
+
+def block_activations(blocks: Blocks, routed: bool) -> float:
+    """What a block keeps of one microbatch under the run's policy."""
+    stack, policy = blocks.stack, blocks.spec.recompute.policy
+    entry = blocks.own * blocks.spec.model.hidden * blocks.width
+    if policy == "full":
+        return entry
+    every = everything(blocks, routed)
+    if policy == "none":
+        return every
+    if stack.selective == "attention":
+        return every - scores(blocks)
+    outputs = _outputs(blocks, routed)
+    core = blocks.tokens * blocks.q * blocks.width
+    return entry + core + outputs * (0.5 if stack.selective == "half" else 1.0)
+
+
+def working(blocks: Blocks, own: Sequence[Stage]) -> float:
+    """What the backward of one block holds beyond what was kept: what it computed again, and gradients."""
+    if not any(stage.blocks for stage in own):
+        return 0.0
+    model = blocks.spec.model
+    routed = any(model.has_experts(layer) for stage in own for layer in stage.blocks)
+    gradient = 2 * blocks.tokens * model.hidden * blocks.width
+    if blocks.spec.recompute.policy == "none":
+        return gradient
+    return everything(blocks, routed) - block_activations(blocks, routed) + gradient
+
+
+def everything(blocks: Blocks, routed: bool) -> float:
+    """What a block keeps where nothing is computed again."""
+    model, b, d, own, n = blocks.spec.model, blocks.width, blocks.spec.model.hidden, blocks.own, blocks.tokens
+    found = own * d * b * 2 + own * d * b * 2  # inputs of both norms, and of what follows them
+    if blocks.stack.dropout:
+        found += own * d * 2
+    found += n * b * (blocks.q + 2 * blocks.kv) + n * b * blocks.q
+    if model.mla is not None:
+        found += own * b * 2 * ((model.mla.q_rank or 0) + model.mla.kv_rank + model.mla.rope_dim)
+    gates, t = blocks.gates, blocks.spec.layout.tp
+    channels = model.ffn
+    if routed:
+        assert model.moe is not None
+        channels = model.moe.shared_ffn
+        rows = blocks.routed_rows
+        found += rows * b * (2 * d + (1 + gates) * model.moe.ffn / blocks.spec.layout.etp)
+    found += n * b * (1 + gates) * channels / t
+    return found * blocks.stack.kept + scores(blocks)
+
+
+def scores(blocks: Blocks) -> float:
+    """Attention's scores: of the softmax, of its dropout with the mask."""
+    stack = blocks.stack
+    if stack.fused_attention:
+        return blocks.tokens * blocks.q / blocks.spec.model.head_dim * 4
+    heads = blocks.q // blocks.spec.model.head_dim
+    return blocks.tokens * blocks.length * heads * (5 if stack.dropout else 4)
+
+
+def _outputs(blocks: Blocks, routed: bool) -> float:
+    """What a block's matrix products give."""
+    products = blocks.products(routed)
+    return blocks.width * sum(each.m * each.n * each.batch for each in products)

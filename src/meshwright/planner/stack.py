@@ -1,0 +1,185 @@
+"""Software stacks: what a program does with the same layout, as far as it changes time or memory.
+
+One entry a stack that really differs, none a model, a paper or a run. Shares and seconds are calibrated on
+the rows that `planner/calibration.py` lists; flags are what the programs do, read in their papers and
+sources.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Bytes of a parameter's states in mixed precision, and which of them ZeRO shards at which stage."""
+
+    copy: int = 2
+    """The copy that computes, whole below ZeRO-3; 0 where shards are cast as they are gathered."""
+    gradient: int = 4
+    """A gradient; whole below ZeRO-2."""
+    optimiser: int = 12
+    """The master copy and both moments; whole at ZeRO-0."""
+    wide: int = 0
+    """Of a gradient more where it computes in bf16, whose sums need an accumulator of their own."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A training program."""
+
+    name: str
+    describes: str
+    fused_attention: bool = True
+    """Attention keeps no scores (Dao et al. 2022, FlashAttention)."""
+    elementwise: float = 1.0
+    """Bytes that norms, activations, residuals and copies move, over what one fused pass each would."""
+    dropout: bool = False
+    """Hidden states and scores are dropped out, and masks kept."""
+    launch: float = 0.0
+    """Seconds of the host for each operator of a block, below which the device waits for it."""
+    blocking: bool = False
+    """The host waits for each operator before it launches the next, so that launches add up."""
+    native_attention: bool = True
+    """Attention's kernels are written for the device's generation."""
+    by_tensor: bool = False
+    """Gradients and parameters cross the data axis tensor by tensor, and not in buckets."""
+    step: float = 0.0
+    """Seconds of a step that belong to no operator: the loader, the loss's scale, the host's agreement."""
+    overlap_data: float = 1.0
+    """Share of the data axis's messages that may run beside the backward (and, at ZeRO-3, the forward)."""
+    overlap_gather_parameters: float = 0.0
+    """Share of parameters' gathers at ZeRO-1 and 2 that may run beside the forward."""
+    contention: float = 0.1
+    """Seconds that compute loses for each second of a collective beside it."""
+    overlap_gather: float = 0.0
+    """Share of the tensor axis's gathers in the backward that run beside the products for inputs."""
+    overlap_expert: float = 0.0
+    """Share of the expert axis's messages that run beside other compute."""
+    selective: str = "attention"
+    """What selective recomputation does again: 'attention', 'half' the products, or 'elementwise'."""
+    cast_bytes: float = 3.0
+    """Bytes moved to cast an element to fp8, with scales."""
+    overlap_tensor: float = 0.0
+    """Share of the tensor axis's messages that run beside matrix products."""
+    overlap_pipeline: bool = True
+    """Whether messages between stages run beside compute."""
+    scatter_pipeline: bool = False
+    """Tensor ranks share a message between stages and gather it there (Narayanan et al. 2021, §4.1)."""
+    gradient_bytes: int = 4
+    """Bytes of a gradient as it is reduced over the data axis."""
+    gather_bytes: int = 2
+    """Bytes of a parameter as ZeRO gathers it."""
+    network: float = 1.0
+    """Share of what a node's network interfaces carry that its collectives over the data axis reach."""
+    flat_rings: bool = False
+    """A group's ring crosses each node through one interface, though more of its members are there."""
+    recipe: Recipe = field(default_factory=lambda: Recipe())
+    """Bytes of its states."""
+    kept: float = 1.0
+    """What a block keeps for its backward, over what its operators' inputs are."""
+    logits: float = 6.0
+    """Bytes of a logit at the loss's peak, copies in wider numbers and gradients included."""
+    fragmentation: float = 0.06
+    """Share of the allocated bytes that the allocator reserves beyond."""
+    matmul: float = 1.0
+    """Rate of its matrix products over the device's calibrated one."""
+
+
+MESHWRIGHT = Stack(
+    "meshwright",
+    "this program",
+    elementwise=2.0,
+    launch=6e-6,
+    step=5e-3,
+)
+"""Never timed on a GPU: there its constants are those of eager FSDP."""
+
+STACKS = {
+    stack.name: stack
+    for stack in (
+        MESHWRIGHT,
+        Stack(
+            "megatron-2021",
+            "Megatron-LM before fused attention (2021-2023)",
+            fused_attention=False,
+            dropout=True,
+            elementwise=1.1,
+            launch=40e-6,
+            step=0.03,
+            overlap_data=0.0,
+            overlap_pipeline=False,
+            scatter_pipeline=True,
+        ),
+        Stack(
+            "megatron-deepspeed",
+            "Megatron-LM under DeepSpeed's pipeline engine (2021-2022)",
+            fused_attention=False,
+            dropout=True,
+            elementwise=1.1,
+            launch=150e-6,
+            blocking=True,
+            step=0.03,
+            overlap_data=0.0,
+            overlap_pipeline=False,
+            gradient_bytes=2,
+            recipe=Recipe(2, 4, 12, wide=4),
+        ),
+        Stack(
+            "deepspeed-zero3",
+            "DeepSpeed's ZeRO-3 of 2021",
+            fused_attention=False,
+            dropout=True,
+            elementwise=1.1,
+            launch=40e-6,
+            step=0.03,
+            flat_rings=True,
+            gradient_bytes=2,
+        ),
+        Stack(
+            "megatron-core",
+            "Megatron-Core and NeMo (2024 on)",
+            elementwise=1.2,
+            launch=8e-6,
+            step=0.02,
+            overlap_tensor=0.6,
+            overlap_gather_parameters=1.0,
+        ),
+        Stack(
+            "fsdp",
+            "PyTorch FSDP, eager: torchtitan, llm-foundry",
+            elementwise=1.8,
+            launch=10e-6,
+            step=0.02,
+            contention=0.3,
+            native_attention=False,
+            selective="half",
+            recipe=Recipe(0, 4, 12),
+            logits=16.0,
+        ),
+        Stack(
+            "fsdp-compiled",
+            "PyTorch FSDP with compiled blocks: torchtitan",
+            elementwise=0.8,
+            launch=5e-6,
+            step=0.02,
+            contention=0.3,
+            native_attention=False,
+            selective="half",
+            recipe=Recipe(0, 4, 12),
+            logits=13.0,
+        ),
+        Stack(
+            "nanotron",
+            "nanotron",
+            elementwise=1.5,
+            launch=10e-6,
+            step=0.02,
+            overlap_data=0.0,
+            overlap_pipeline=False,
+            by_tensor=True,
+            kept=1.4,
+            logits=8.0,
+        ),
+    )
+}
