@@ -189,7 +189,8 @@ def test_spec_presets_and_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["properties"].keys() == RunSpec.model_fields.keys()
 
 
-LOST = "goodput --step-seconds 5 --save-seconds 5 --restart-seconds 600 --device-mtbf-hours 50000".split()
+SYSTEM = ["--save-seconds", "5", "--restart-seconds", "600", "--device-mtbf-hours", "50000"]
+LOST = ["goodput", "--step-seconds", "5", *SYSTEM]
 
 
 def test_goodput_prints_what_is_left_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -90,7 +90,7 @@ def test_intervals_that_daly_published(hours: float, minutes: float) -> None:
     ("save", "first_order", "exact"), [(60, 0.114, 0.110), (5, 0.041, 0.040), (0.5, 0.020, 0.020)]
 )
 def test_what_is_wasted_at_the_best_interval(save: float, first_order: float, exact: float) -> None:
-    """3.1 h between failures, restarts of 120 s: to first order C/tau + tau/2M + R/M, which is a bound."""
+    """3.1 h between failures, restarts of 120 s: to first order C/tau + tau/2M + R/M, which overstates it."""
     faults = Faults(3.1 * HOUR, save, 120)
     tau = young(save, faults.mtbf_seconds)
     waste = save / tau + tau / (2 * faults.mtbf_seconds) + 120 / faults.mtbf_seconds
@@ -100,10 +100,7 @@ def test_what_is_wasted_at_the_best_interval(save: float, first_order: float, ex
 
 
 def test_llama_3s_failures_leave_what_was_reported() -> None:
-    """More than 90% of the time was effective (Llama Team, 2024); stops of 5 s and restarts of 10 min give that.
-
-    The two are assumed here: they were not published.
-    """
+    """More than 90% of the time was effective (Llama Team, 2024). Saves and restarts are assumed here."""
     mtbf = system_mtbf(device_mtbf_hours=LLAMA_3, devices=16384)
     assert mtbf == pytest.approx(54 * DAY / 419)
     found = goodput(5, Faults(mtbf, 5, 600, 120))
