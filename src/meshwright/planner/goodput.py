@@ -224,9 +224,8 @@ def goodput(
 ) -> Goodput:
     """What is left of a run of `tokens` in steps of `batch_tokens`, and what it costs.
 
-    `price` is that of a device for an hour, `every` the steps between saves (default: the best). A run of
-    many failures is taken as the long run: what its first start and last save differ in is left out. Raises
-    `UserError`.
+    `price` is that of a device for an hour, `every` the steps between saves (default: the best). The
+    wait for the last save in the background is left out. Raises `UserError`.
     """
     check_seconds("step_seconds", step_seconds)
     for name, value in (("batch_tokens", batch_tokens), ("tokens", tokens), ("devices", devices)):
