@@ -225,6 +225,50 @@ def simulate(
     }
 
 
+def goodput(
+    *,
+    step_seconds: float,
+    save_seconds: float,
+    restart_seconds: float,
+    mtbf_hours: float | None = None,
+    device_mtbf_hours: float | None = None,
+    devices: int | None = None,
+    background_seconds: float = 0.0,
+    batch_tokens: int | None = None,
+    tokens: float | None = None,
+    price: float | None = None,
+    every: int | None = None,
+    runs: int | None = None,
+    seed: int = 0,
+) -> Result:
+    """What failures leave of a run's time, without torch: the best checkpoint interval and what follows.
+
+    The system fails every `mtbf_hours` on average, or each of its `devices` every `device_mtbf_hours`; a save
+    stops training for `save_seconds` and is complete `background_seconds` later; a restart takes
+    `restart_seconds`. Returns `interval_steps`, the time's shares `effective`, `saving`, `lost_work` and
+    `restarting`, `tokens_per_day`, `days`, `cost` (of `tokens`, at `price` a device-hour) and more. `every`
+    is a number of steps between saves to take instead; `runs` simulates so many runs too. Raises `UserError`.
+    """
+    from meshwright.planner import goodput as planner
+    from meshwright.planner.fault_simulation import simulate as play
+
+    mtbf = planner.system_mtbf(mtbf_hours, device_mtbf_hours, devices)
+    faults = planner.Faults(mtbf, save_seconds, restart_seconds, background_seconds)
+    found = planner.goodput(
+        step_seconds,
+        faults,
+        batch_tokens=batch_tokens,
+        tokens=tokens,
+        devices=devices,
+        price=price,
+        every=every,
+    )
+    if runs is None:
+        return {**found.to_json(), "simulated": None}
+    played = play(faults, found.interval_seconds, found.saves or 1000, runs, seed)
+    return {**found.to_json(), "simulated": played.to_json()}
+
+
 def generate(
     run: Path,
     prompt: str,

@@ -53,6 +53,8 @@ def test_own_values_are_read_by_type() -> None:
     assert (flags["temperature"], flags["top-k"], flags["top-p"], flags["seed"]) == (0.5, 3, None, 0)
 
 
+GOODPUT = ["goodput", "--step-seconds", "5", "--save-seconds", "9", "--restart-seconds", "60", "--mtbf-hours"]
+
 MISTAKES = [
     (["trian"], ["'trian'", "did you mean 'train'"]),
     (["spec", "sho"], ["'spec sho'", "did you mean 'spec show'"]),
@@ -92,6 +94,16 @@ MISTAKES = [
     (["simulate", "--out", "/no/such/folder/step.html"], ["/no/such/folder/step.html"]),
     (["simulate", "--layout.pp", "9"], ["layout.pp", "9 stages", "model.layers = 4", "try layout.pp = 6"]),
     (["simulate", "--layout.pp", "2", "--layout.schedule", "zb"], ["--layout.schedule", '"zb"', "'zb-v'"]),
+    (["goodput", "--step-seconds", "0"], ["--step-seconds", "'0'", "from 1e-06"]),
+    (["goodput", "--save-seconds=-1"], ["--save-seconds", "'-1'", "from 0"]),
+    (["goodput", "--step-seconds", "5"], ["--save-seconds", "is missing", "give --save-seconds S"]),
+    ([*GOODPUT, "nan"], ["--mtbf-hours", "'nan'", "from 1e-06"]),
+    (GOODPUT[:-1], ["mtbf_hours", "is missing", "device_mtbf_hours and devices"]),
+    ([*GOODPUT, "3", "--device-mtbf-hours", "5"], ["device_mtbf_hours: 5", "beside mtbf_hours"]),
+    ([*GOODPUT, "0.0001"], ["restart_seconds: 60 ", "50 times the 0.36 s"]),
+    ([*GOODPUT, "3", "--tokens", "1e12"], ["tokens: 1e+12", "give batch_tokens too"]),
+    ([*GOODPUT, "3", "--tokens", "inf"], ["--tokens", "'inf'", "above 0"]),
+    ([*GOODPUT, "3", "--runs", "1"], ["--runs", "'1'", "at least 2"]),
     (["verify", "--steps", "two"], ["--steps", "'two'", "whole number"]),
 ]
 

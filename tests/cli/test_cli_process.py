@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+GOODPUT = ["goodput", "--save-seconds", "9", "--restart-seconds", "60", "--mtbf-hours", "3", "--runs", "2"]
 HEAVY = ("torch", "transformers", "numpy", "tokenizers")
 
 
@@ -35,6 +36,7 @@ def python(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         ["spec", "check"],
         ["simulate", "--layout.pp", "2", "--out", "/dev/null/step.html"],
         ["simulate", "--layout.pp", "2"],
+        [*GOODPUT, "--step-seconds", "5"],
         ["train", "--train.stpes", "3"],
         ["verify", "--nproc", "3"],
     ],

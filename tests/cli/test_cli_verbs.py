@@ -189,6 +189,30 @@ def test_spec_presets_and_schema(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["properties"].keys() == RunSpec.model_fields.keys()
 
 
+SYSTEM = ["--save-seconds", "5", "--restart-seconds", "600", "--device-mtbf-hours", "50000"]
+LOST = ["goodput", "--step-seconds", "5", *SYSTEM]
+
+
+def test_goodput_prints_what_is_left_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["--devices", "10000", "--batch-tokens", "1000000", "--tokens", "1e12", "--price", "2"]
+    assert main([*LOST, *run, "--background-seconds", "60", "--runs", "20", "--json"]) == 0
+    found = last_json(capsys)
+    assert found["mtbf_seconds"] == 5 * 3600 and found["steps"] == 10**6
+    assert found["effective"] + found["saving"] + found["lost_work"] + found["restarting"] == pytest.approx(1)
+    assert found["cost"] == pytest.approx(2 * 10000 * 24 * found["days"])
+    played = found["simulated"]
+    assert abs(played["effective"] - found["effective"]) < 4 * played["standard_error"]
+    assert played["low"] < played["effective"] < played["high"]
+
+
+def test_goodput_tells_people_only_what_can_be_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*LOST, "--devices", "1", "--every", "100"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = ["failures", "save every", "effective", "saving", "lost work", "restarting"]
+    assert [line[:10].strip() for line in lines] == names
+    assert "100 steps, 8:20 of training" in lines[1]
+
+
 PIPELINE = ["simulate", "--layout.pp", "4", "--layout.micro_batch", "1"]
 
 

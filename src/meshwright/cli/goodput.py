@@ -1,0 +1,93 @@
+"""The verb that says what failures leave of a run's time: goodput. It imports no torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.cli import show
+from meshwright.cli.verb import JSON, Call, Flag, Verb, above_zero, number, whole
+
+
+def goodput(call: Call) -> int:
+    """Find the best checkpoint interval, and what is left of the time with it."""
+    from meshwright import api
+
+    flags = {name.replace("-", "_"): value for name, value in call.flags.items() if name != "json"}
+    result = api.goodput(**flags)
+    show.as_json(result) if call.flags["json"] else _show(result)
+    return 0
+
+
+def _show(result: dict[str, Any]) -> None:
+    from meshwright.report.format import duration, percent, short
+
+    hours, days, played = result["mtbf_seconds"] / 3600, result["days"], result["simulated"]
+    best, *known = (duration(result[f"{name}_seconds"]) for name in ("interval", "young", "daly"))
+    facts = {
+        "failures": f"every {hours:.4g} h, {result['failures_per_day']:.4g} a day"
+        + ("" if days is None else f", {result['failures']:,.0f} in the run"),
+        "save_every": f"{show.count(result['interval_steps'], 'step')}, {best} of training (by Young's "
+        f"formula {known[0]}, by Daly's {known[1]})",
+        "effective": percent(result["effective"], 2) + " of the time",
+        "saving": percent(result["saving"], 2),
+        "lost_work": percent(result["lost_work"], 2),
+        "restarting": percent(result["restarting"], 2),
+    }
+    if result["tokens_per_day"] is not None:
+        facts["tokens_a_day"] = short(result["tokens_per_day"])
+    if days is not None:
+        facts["run"] = f"{show.count(result['steps'], 'step')} in {days:,.4g} days"
+    if result["device_hours"] is not None:
+        facts["device_hours"] = short(result["device_hours"])
+    if result["cost"] is not None:
+        facts["cost"] = f"{result['cost']:,.0f} in the price's currency"
+    if played is not None:
+        share, error, low, high = (
+            percent(played[name], 2) for name in ("effective", "standard_error", "low", "high")
+        )
+        facts["simulated"] = (
+            f"{share} effective in {show.count(played['runs'], 'run')}, with a standard error of {error}; 9 "
+            f"of 10 runs from {low} to {high}"
+        )
+    show.pairs(facts)
+
+
+_seconds, _hours = number(0, 1e12), number(1e-6, 1e8)
+
+VERBS = (
+    Verb(
+        "goodput",
+        "what failures leave of a run's time: the best checkpoint interval, tokens a day, cost",
+        goodput,
+        (),
+        (
+            Flag("step-seconds", "seconds of a training step", "S", number(1e-6, 1e12), required=True),
+            Flag("save-seconds", "seconds that a save stops training", "S", _seconds, required=True),
+            Flag(
+                "restart-seconds", "seconds from a failure until training goes on", "S", _seconds, None, True
+            ),
+            Flag(
+                "background-seconds",
+                "seconds after the stop until the checkpoint is complete, beside training",
+                "S",
+                _seconds,
+                default=0.0,
+            ),
+            Flag("mtbf-hours", "mean hours between failures of the whole system", "H", _hours),
+            Flag("device-mtbf-hours", "of one device, with --devices instead", "H", _hours),
+            Flag("devices", "their number", "N", whole(1)),
+            Flag("batch-tokens", "tokens of a step, for tokens a day", "N", whole(1)),
+            Flag("tokens", "tokens of the whole run, for its days; needs --batch-tokens", "N", above_zero),
+            Flag(
+                "price",
+                "of a device for an hour, for the cost; needs --tokens and --devices",
+                "AMOUNT",
+                above_zero,
+            ),
+            Flag("every", "steps between saves, instead of the best number", "STEPS", whole(1)),
+            Flag("runs", "simulate so many runs too, event by event", "N", whole(2)),
+            Flag("seed", "of the simulation", "N", whole(0), default=0),
+            JSON,
+        ),
+    ),
+)
