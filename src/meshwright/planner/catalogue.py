@@ -46,7 +46,8 @@ def _node(
         Level("leaf", leaf, Link(_AT_LEAF, out), kind=network),
         Level("spine", _MOST, Link(_AT_SPINE, out), kind=network),
     )
-    source = f"{source or device.source}; price: typical list price of clouds, 2025, rounded"
+    paid = "typical list price of clouds, 2025, rounded" if price else "none known"
+    source = f"{source or device.source}; price: {paid}"
     made = Cluster(
         name, device, _MOST, (inside, *outside), price, source, network=Network(nics, gigabits * _GIGABIT)
     )
@@ -98,12 +99,12 @@ def _hoppers() -> tuple[Cluster, ...]:
     """Nodes of 8 behind NVLink, up to 2024, and superchips."""
     little = {**_HOPPER, "fp64": 1 * _T}
     h800 = (
-        "H100 datasheet, 2023, with NVLink of 400 GB/s both ways and little fp64, as widely reported; 2 USD an "
-        "hour as in DeepSeek-AI 2024 (V3, table 1)"
+        "H100 datasheet, 2023, with NVLink of 400 GB/s both ways and little fp64, as widely reported; 2 USD "
+        "an hour as in DeepSeek-AI 2024 (V3, table 1)"
     )
     hbm2e = (
-        "torchtitan's benchmarks of December 2024 (96 GB HBM2e, 2.4 TB/s, limited to 500 W); peaks of the H100 "
-        "SXM at 700 W, which that limit keeps it from"
+        "torchtitan's benchmarks of December 2024 (96 GB HBM2e, 2.4 TB/s, limited to 500 W); peaks of the "
+        "H100 SXM at 700 W, which that limit keeps it from"
     )
     h200 = _hopper("H200 SXM 141 GB", 141, 4800, "NVIDIA H200 Tensor Core GPU datasheet, 2024")
     gh200 = _hopper("GH200 96 GB", 96, 4000, "NVIDIA GH200 Grace Hopper Superchip datasheet, 2023")
@@ -247,10 +248,9 @@ def _host() -> Cluster:
     return made.resized(2)
 
 
-CLUSTERS: dict[str, Cluster] = {
-    cluster.name: cluster
-    for cluster in (*_hoppers(), *_blackwells(), *_instincts(), *_cards(), *_tpus(), _host())
-}
+_ALL = (*_hoppers(), *_blackwells(), *_instincts(), *_cards(), *_tpus(), _host())
+
+CLUSTERS: dict[str, Cluster] = {cluster.name: cluster for cluster in _ALL}
 
 ALIASES: dict[str, str] = {
     "a100": "a100-80-sxm",
@@ -271,3 +271,24 @@ ALIASES: dict[str, str] = {
     "localhost": "cpu",
 }
 """Other names of the same."""
+
+CUDA_NAMES: dict[str, str] = {
+    "A100-SXM4-40GB": "a100-40-sxm",
+    "A100-SXM4-80GB": "a100-80-sxm",
+    "A100-PCIE-40GB": "a100-40-pcie",
+    "A100 80GB PCIe": "a100-80-pcie",
+    "H100 80GB HBM3": "h100-sxm",
+    "H100 PCIe": "h100-pcie",
+    "H800": "h800",
+    "GH200": "gh200",
+    "H200": "h200",
+    "GB300": "gb300-nvl72",
+    "GB200": "gb200-nvl72",
+    "B300": "b300",
+    "B200": "b200",
+    "MI300X": "mi300x",
+    "NVIDIA L4": "l4",
+    "RTX 3090": "rtx-3090",
+    "RTX 4090": "rtx-4090",
+}
+"""What a driver's name of a device contains -> the cluster of such devices; the first that fits."""
