@@ -10,6 +10,7 @@ import pytest
 from hypothesis import settings
 
 from ranks import Ranks
+from small import measure_peak_quickly
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -26,6 +27,12 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_peak() -> None:
+    """Runs in this process do not dwell on the matmul rate."""
+    measure_peak_quickly()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from unittest.mock import patch
+
+import torch
 
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Batch, Loader
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec, load
+from meshwright.train import loop, peak
 
 MODEL = {"layers": 2, "hidden": 32, "ffn": 40, "heads": 4, "kv_heads": 2}
 
@@ -25,3 +29,17 @@ def first_batches(spec: RunSpec, mesh: Mesh, steps: int) -> list[Batch]:
     batches = [loader.step(step) for step in range(steps)]
     loader.close()
     return batches
+
+
+def measure_peak_quickly() -> None:
+    """From here on the runs of this process take one small product for the matmul rate.
+
+    A run measures for 0.4 s, twice: on eight ranks of two cores, that takes longer than a test trains. Runs
+    in processes of their own (`test_api.py`) still do.
+    """
+    loop.matmul_flops_per_second = _rate_of_a_small_product
+
+
+def _rate_of_a_small_product(dtype: torch.dtype, device: torch.device) -> float:
+    with patch.object(peak, "CPU_SIZES", (64,)):
+        return peak.matmul_flops_per_second(dtype, device, seconds=0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import prod
 from typing import Any
 from unittest.mock import patch
 
@@ -18,8 +19,9 @@ from meshwright.train.step import Trainer
 from ranks import Ranks
 from small import first_batches, spec_of
 
-BASE = {"model.vocab_size": 61, "data.corpus": "synthetic", "data.seq_len": 16, "train.batch_tokens": 16 * 48}
+BASE = {"model.vocab_size": 61, "data.corpus": "synthetic", "data.seq_len": 16, "layout.micro_batch": 2}
 """Nothing divides 61 rows, so that padding counts."""
+MICROBATCHES = 3  # the first, one within, the last: all that may differ in what they send
 
 
 Sent = dict[tuple[str, str], float]
@@ -55,8 +57,15 @@ def one_step(mesh: Mesh, spec: RunSpec) -> tuple[Sent, Copies]:
     return {key: sent for key, sent in mesh.wire.bytes.items() if key[0] != "control"}, copies
 
 
-def equal_bytes(ranks: Ranks, spec: RunSpec) -> None:
-    assert spec.microbatches > 1
+def spec_for(base: dict[str, object], **flags: object) -> RunSpec:
+    """A run of as many sequences a step as give each rank its microbatches."""
+    data_ranks = prod(int(str(flags.get(f"layout__{axis}", 1))) for axis in ("dp", "replicate"))
+    return spec_of(base, **flags, train__batch_tokens=16 * 2 * MICROBATCHES * data_ranks)
+
+
+def equal_bytes(ranks: Ranks, base: dict[str, object], **flags: object) -> None:
+    spec = spec_for(base, **flags)
+    assert spec.microbatches == MICROBATCHES
     for rank, (sent, copies) in enumerate(ranks.run(spec.layout, one_step, spec)):
         stage = rank * spec.layout.pp // spec.layout.world_size
         assert sent == pytest.approx(traffic(spec, stage, copies), rel=1e-14)
@@ -69,7 +78,7 @@ DATA = [(4, 0, 1), (4, 1, 1), (4, 2, 1), (4, 3, 1), (2, 2, 2), (2, 3, 2), (1, 1,
 @pytest.mark.parametrize(("dp", "zero", "replicate"), DATA)
 def test_bytes_of_the_data_axes(ranks: Ranks, dp: int, zero: int, replicate: int, compute: str) -> None:
     axes = {"layout__dp": dp, "layout__zero": zero, "layout__replicate": replicate}
-    equal_bytes(ranks, spec_of(BASE, **axes, layout__micro_batch=2, precision__compute=compute))
+    equal_bytes(ranks, BASE, **axes, precision__compute=compute)
 
 
 @pytest.mark.parametrize("tied", ["true", "false"])
@@ -81,10 +90,10 @@ def test_bytes_of_the_tensor_axis(
 ) -> None:
     flags = {
         "layout__tp": tp, "layout__dp": dp, "layout__zero": zero, "layout__sequence_parallel": sequence,
-        "model__kv_heads": kv_heads, "model__tied": tied, "model__qk_norm": tied, "layout__micro_batch": 8,
+        "model__kv_heads": kv_heads, "model__tied": tied, "model__qk_norm": tied,
         "recompute__policy": recompute, "precision__compute": "bf16",
     }  # fmt: skip
-    equal_bytes(ranks, spec_of(BASE, **flags))
+    equal_bytes(ranks, BASE, **flags)
 
 
 LATENTS = {
@@ -99,19 +108,19 @@ LATENTS = {
 def test_bytes_of_latents(ranks: Ranks, sequence: str, recompute: str, q_rank: object) -> None:
     flags = {
         "layout__tp": 2, "layout__dp": 2, "layout__zero": 3, "layout__sequence_parallel": sequence,
-        "layout__micro_batch": 8, "recompute__policy": recompute, "precision__compute": "bf16",
+        "recompute__policy": recompute, "precision__compute": "bf16",
     }  # fmt: skip
-    equal_bytes(ranks, spec_of(BASE, **(LATENTS | flags | {"model__mla__q_rank": q_rank})))
+    equal_bytes(ranks, BASE, **(LATENTS | flags | {"model__mla__q_rank": q_rank}))
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 @pytest.mark.parametrize("mode", ["ring", "gather", "ulysses"])
 def test_bytes_of_latents_over_context_ranks(ranks: Ranks, mode: str, recompute: str) -> None:
     flags = {
-        "layout__tp": 2, "layout__cp": 2, "layout__context_mode": mode, "layout__micro_batch": 8,
+        "layout__tp": 2, "layout__cp": 2, "layout__context_mode": mode,
         "recompute__policy": recompute,
     }  # fmt: skip
-    equal_bytes(ranks, spec_of(BASE, **LATENTS, **flags))
+    equal_bytes(ranks, BASE, **LATENTS, **flags)
 
 
 MODES = [("ring", 4), ("gather", 4), ("ulysses", 4), ("ring+ulysses", 4), ("ring", 1), ("gather", 2)]
@@ -124,20 +133,20 @@ def test_bytes_of_the_context_axis(
     ranks: Ranks, mode: str, kv_heads: int, compute: str, recompute: str
 ) -> None:
     flags = {
-        "layout__cp": 4, "layout__zero": 3, "layout__context_mode": mode, "layout__micro_batch": 8,
+        "layout__cp": 4, "layout__zero": 3, "layout__context_mode": mode,
         "model__kv_heads": kv_heads, "precision__compute": compute, "recompute__policy": recompute,
     }  # fmt: skip
-    equal_bytes(ranks, spec_of(BASE, **flags))
+    equal_bytes(ranks, BASE, **flags)
 
 
 @pytest.mark.parametrize("save", ["matmul", "attention"])
 @pytest.mark.parametrize("mode", ["ring", "ulysses"])
 def test_bytes_of_all_axes_together(ranks: Ranks, mode: str, save: str) -> None:
     flags = {
-        "layout__tp": 2, "layout__cp": 2, "layout__dp": 2, "layout__zero": 2, "layout__micro_batch": 8,
+        "layout__tp": 2, "layout__cp": 2, "layout__dp": 2, "layout__zero": 2,
         "layout__context_mode": mode, "model__kv_heads": 4, "recompute__save": save,
     }  # fmt: skip
-    equal_bytes(ranks, spec_of(BASE, **flags))
+    equal_bytes(ranks, BASE, **flags)
 
 
 @pytest.mark.parametrize(
@@ -146,10 +155,10 @@ def test_bytes_of_all_axes_together(ranks: Ranks, mode: str, save: str) -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
 def test_bytes_of_the_pipeline_axis(ranks: Ranks, schedule: str, pp: int, zero: int, tied: str) -> None:
     flags = {
-        "layout__pp": pp, "layout__dp": 2, "layout__zero": zero, "layout__micro_batch": 8,
+        "layout__pp": pp, "layout__dp": 2, "layout__zero": zero,
         "layout__schedule": schedule, "model__layers": 6, "model__tied": tied,
     }  # fmt: skip
-    equal_bytes(ranks, spec_of(BASE, **flags))
+    equal_bytes(ranks, BASE, **flags)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
@@ -158,16 +167,15 @@ def test_bytes_of_the_pipeline_axis(ranks: Ranks, schedule: str, pp: int, zero: 
 )
 def test_bytes_of_the_pipeline_and_others(ranks: Ranks, axes: dict[str, object], schedule: str) -> None:
     flags = {
-        "layout__pp": 2, "layout__micro_batch": 8, "layout__schedule": schedule, "model__tied": "true",
+        "layout__pp": 2, "layout__schedule": schedule, "model__tied": "true",
         "recompute__policy": "selective", "precision__compute": "bf16", "model__layers": 5,
     }  # fmt: skip
-    equal_bytes(ranks, spec_of(BASE, **flags, **axes))
+    equal_bytes(ranks, BASE, **flags, **axes)
 
 
 MOE = BASE | {
     "model.layers": 3, "model.moe.experts": 8, "model.moe.top_k": 3, "model.moe.ffn": 12,
     "model.moe.shared_ffn": 24, "model.moe.aux_loss": 0.01, "model.moe.dense_first": 1,
-    "layout.micro_batch": 4,
 }  # fmt: skip
 BARE = {"model__moe__shared_ffn": 0, "model__moe__aux_loss": 0.0, "model__moe__dense_first": 0}
 EXPERTS: list[dict[str, object]] = [
@@ -200,7 +208,7 @@ POLICIES = ["none", "full", "selective"] * len(EXPERTS)
 @pytest.mark.parametrize(("axes", "recompute"), [*zip(EXPERTS, POLICIES, strict=False)], ids=str)
 def test_bytes_of_experts(ranks: Ranks, axes: dict[str, object], recompute: str) -> None:
     flags = {key if "__" in key else f"layout__{key}": value for key, value in axes.items()}
-    equal_bytes(ranks, spec_of(MOE, **flags, recompute__policy=recompute, precision__compute="bf16"))
+    equal_bytes(ranks, MOE, **flags, recompute__policy=recompute, precision__compute="bf16")
 
 
 @pytest.mark.parametrize("compute", ["fp64", "fp32"])
@@ -210,17 +218,20 @@ def test_bytes_of_experts_by_format_and_saved_operator(ranks: Ranks, save: str, 
         "layout__dp": 2, "layout__tp": 2, "layout__ep": 4, "layout__zero": 3, "recompute__save": save,
         "precision__compute": compute, "model__moe__capacity_factor": 1.0,
     }  # fmt: skip
-    equal_bytes(ranks, spec_of(MOE, **flags))
+    equal_bytes(ranks, MOE, **flags)
 
 
 @pytest.mark.parametrize("axes", [{"dp": 4, "ep": 2}, {"tp": 2, "dp": 2, "ep": 2, "etp": 2}], ids=str)
 def test_by_default_routing_is_even(ranks: Ranks, axes: dict[str, int]) -> None:
     """The mean over all ranks of what each sends is what even routing sends, but for copies that stay."""
-    spec = spec_of(MOE, **{f"layout__{key}": size for key, size in axes.items()})
+    flags = {f"layout__{key}": size for key, size in axes.items()}
+    spec = spec_of(
+        MOE, **flags, layout__micro_batch=4, train__batch_tokens=16 * 48
+    )  # enough tokens for a mean
     found = [sent["expert", "all_to_all"] for sent, _ in ranks.run(spec.layout, one_step, spec)]
     assert sum(found) / len(found) == pytest.approx(traffic(spec)["expert", "all_to_all"], rel=0.15)
 
 
 def test_an_axis_of_one_rank_sends_nothing() -> None:
-    assert traffic(spec_of(BASE, layout__micro_batch=2)) == {}
-    assert traffic(spec_of(MOE)) == {}
+    assert traffic(spec_for(BASE)) == {}
+    assert traffic(spec_for(MOE)) == {}
