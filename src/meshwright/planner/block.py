@@ -62,6 +62,10 @@ class Passes(NamedTuple):
         return sum(each.total for each in self)
 
 
+_AGAIN = 8
+"""Operators that selective recomputation launches again."""
+
+
 class Product(NamedTuple):
     """(m, k) x (k, n), `batch` of them: of tokens, or of tokens of one expert."""
 
@@ -183,8 +187,9 @@ class Blocks:
         """With the time that the device waits for the host, which launches so many operators."""
         each = 30 if not self.stack.fused_attention else 22
         each += 25 if routed else 0
+        again = each if self.spec.recompute.policy == "full" else _AGAIN
         found = []
-        for seconds, count in zip(passes, (each, each * 1.2, each * 0.4, each), strict=True):
+        for seconds, count in zip(passes, (each, each * 1.2, each * 0.4, again), strict=True):
             launches = count * self.stack.launch if seconds.total else 0.0
             waits = launches if self.stack.blocking else max(0.0, launches - seconds.total)
             found.append(seconds._replace(host=waits))

@@ -1,4 +1,4 @@
-"""Clusters that are known by name, with figures of datasheets: dense peaks, decimal GB and GB/s.
+"""Clusters that are known by name, with figures of datasheets: dense peaks, GiB of memory, GB/s.
 
 What no datasheet says is a round assumption, named here once. Latencies: 3 us through NVLink's switches, 5 us
 over PCIe, and of a network 8 us within a leaf and 3 us more through a spine. A leaf switch, or a set of
@@ -10,10 +10,12 @@ clouds in 2025, rounded; None where there was no public one.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from meshwright.planner.hardware import Cluster, Device, Kind, Level, Link, Network, Rates
+from meshwright.planner.rates import rates_of
 
-_GB, _MB, _T, _G = 10**9, 2**20, 1e12, 1e9
+_GB, _MB, _T, _G = 2**30, 2**20, 1e12, 1e9
 _GIGABIT = 1e9 / 8
 _LEAF, _MOST = 256, 2**20
 _LATENCY: dict[str, float] = {"nvlink": 3e-6, "infinity": 3e-6, "pcie": 5e-6}
@@ -48,6 +50,7 @@ def _node(
     )
     paid = "typical list price of clouds, 2025, rounded" if price else "none known"
     source = f"{source or device.source}; price: {paid}"
+    device = replace(device, rates=rates_of(device.name))
     made = Cluster(
         name, device, _MOST, (inside, *outside), price, source, network=Network(nics, gigabits * _GIGABIT)
     )

@@ -17,9 +17,6 @@ from math import ceil, log2
 from meshwright.planner.axes import Group
 from meshwright.planner.hardware import Cluster, Level
 
-_MOST_STEPS = 64
-"""Ring steps that are waited for one by one; longer rings are cut into levels, or go through trees."""
-
 
 @dataclass(frozen=True)
 class Path:
@@ -89,7 +86,7 @@ class Links:
         sent = size * (n - 1) / n / over.bandwidth
         if operation == "all_reduce":
             return 2 * sent + 2 * min(over.once, over.tree)
-        return sent + min(over.once, _MOST_STEPS * over.once / (n - 1))
+        return sent + over.once
 
     def _all_to_all(self, size: float, group: Group) -> float:
         """Each rank sends each other the same; what leaves a node goes through the rank's own interface."""

@@ -96,7 +96,7 @@ def _rank(blocks: Blocks, on: Engines, held: Held, own: Sequence[Stage], flight:
     buffers = 0.0
     unit = max(blocks.largest_unit, whole / max(1, held.units))
     if layout.zero == 3:
-        buffers = unit * (2 * stack.gather_bytes + stack.gradient_bytes)
+        buffers = stack.unit * unit * (2 * stack.gather_bytes + stack.gradient_bytes)
         if layout.pp > 1:  # units stay whole through a step of the pipeline
             buffers = whole * (stack.gather_bytes + stack.gradient_bytes)
     elif layout.zero:

@@ -78,10 +78,21 @@ class Stack:
     """Bytes of its states."""
     kept: float = 1.0
     """What a block keeps for its backward, over what its operators' inputs are."""
+    unit: float = 1.0
+    """Share of a block's parameters that ZeRO-3 gathers at a time."""
     logits: float = 6.0
     """Bytes of a logit at the loss's peak, copies in wider numbers and gradients included."""
     fragmentation: float = 0.06
     """Share of the allocated bytes that the allocator reserves beyond."""
+    habitual_zero: int = 0
+    """ZeRO's stage where a published run does not say."""
+    habitual_sequence_parallel: bool = True
+    """Whether its tensor ranks share tokens between layers, where a published run does not say."""
+    microbatches_are_stages: bool = False
+    """A pipeline has as many microbatches as ranks, unless told otherwise."""
+    tuned: str = "no"
+    """Whether published runs that do not tell their virtual stages chose them well: 'no', 'always', or
+    'untold', where they do not tell their microbatch either."""
     matmul: float = 1.0
     """Rate of its matrix products over the device's calibrated one."""
 
@@ -105,25 +116,29 @@ STACKS = {
             fused_attention=False,
             dropout=True,
             elementwise=1.1,
-            launch=40e-6,
+            launch=60e-6,
             step=0.03,
             overlap_data=0.0,
             overlap_pipeline=False,
             scatter_pipeline=True,
+            habitual_sequence_parallel=False,
+            tuned="untold",
         ),
         Stack(
             "megatron-deepspeed",
             "Megatron-LM under DeepSpeed's pipeline engine (2021-2022)",
             fused_attention=False,
             dropout=True,
-            elementwise=1.1,
-            launch=150e-6,
+            elementwise=1.0,
+            launch=110e-6,
             blocking=True,
             step=0.03,
             overlap_data=0.0,
             overlap_pipeline=False,
             gradient_bytes=2,
             recipe=Recipe(2, 4, 12, wide=4),
+            habitual_sequence_parallel=False,
+            habitual_zero=1,
         ),
         Stack(
             "deepspeed-zero3",
@@ -135,20 +150,41 @@ STACKS = {
             step=0.03,
             flat_rings=True,
             gradient_bytes=2,
+            habitual_sequence_parallel=False,
+            habitual_zero=3,
+            unit=0.25,
+            matmul=0.9,
+            network=1.0,
+            overlap_data=0.8,
         ),
         Stack(
             "megatron-core",
             "Megatron-Core and NeMo (2024 on)",
-            elementwise=1.2,
+            elementwise=1.1,
             launch=8e-6,
             step=0.02,
             overlap_tensor=0.6,
             overlap_gather_parameters=1.0,
+            habitual_zero=1,
+            tuned="always",
+            overlap_data=0.7,
+        ),
+        Stack(
+            "hai-llm",
+            "DeepSeek's own program, whose messages to experts run beside compute (2024)",
+            elementwise=1.1,
+            launch=8e-6,
+            step=0.02,
+            overlap_expert=0.95,
+            overlap_gather_parameters=1.0,
+            recipe=Recipe(2, 4, 8),
+            selective="elementwise",
+            habitual_zero=1,
         ),
         Stack(
             "fsdp",
-            "PyTorch FSDP, eager: torchtitan, llm-foundry",
-            elementwise=1.8,
+            "PyTorch FSDP, eager: torchtitan",
+            elementwise=1.6,
             launch=10e-6,
             step=0.02,
             contention=0.3,
@@ -156,11 +192,28 @@ STACKS = {
             selective="half",
             recipe=Recipe(0, 4, 12),
             logits=16.0,
+            habitual_zero=3,
+            microbatches_are_stages=True,
+        ),
+        Stack(
+            "llm-foundry",
+            "PyTorch FSDP under Composer, with a fused loss: llm-foundry",
+            elementwise=1.5,
+            launch=10e-6,
+            step=0.02,
+            contention=0.45,
+            native_attention=False,
+            selective="half",
+            recipe=Recipe(0, 4, 12),
+            logits=4.0,
+            habitual_zero=3,
+            microbatches_are_stages=True,
+            overlap_data=0.85,
         ),
         Stack(
             "fsdp-compiled",
             "PyTorch FSDP with compiled blocks: torchtitan",
-            elementwise=0.8,
+            elementwise=0.7,
             launch=5e-6,
             step=0.02,
             contention=0.3,
@@ -168,13 +221,15 @@ STACKS = {
             selective="half",
             recipe=Recipe(0, 4, 12),
             logits=13.0,
+            habitual_zero=3,
+            microbatches_are_stages=True,
         ),
         Stack(
             "nanotron",
             "nanotron",
-            elementwise=1.5,
+            elementwise=1.3,
             launch=10e-6,
-            step=0.02,
+            step=0.06,
             overlap_data=0.0,
             overlap_pipeline=False,
             by_tensor=True,

@@ -1,0 +1,61 @@
+"""The verb that sets predictions beside measured runs: validate. It imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli import show
+from meshwright.cli.verb import JSON, Argument, Call, Flag, Verb, choice, file_name
+from meshwright.spec import UserError
+
+
+def validate(call: Call) -> int:
+    """Predict every run of a table."""
+    from meshwright import api
+    from meshwright.planner import validation_page
+
+    result = api.validate(call.path(), rows=bool(call.flags["rows"]))
+    if path := call.flags["markdown"]:
+        _write(Path(path), validation_page.page(result))
+    if call.flags["json"]:
+        show.as_json(result)
+        return 0
+    show.table(validation_page.table(result, by_source=True))
+    _tell(result)
+    if path:
+        print(f"wrote {path}")
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--markdown: {path} cannot be written: {error.strerror}") from None
+
+
+def _tell(result: dict[str, Any]) -> None:
+    print()
+    for reason, count in result["skipped"].items():
+        print(f"{show.count(count, 'row')} not predicted: {reason}")
+    for each in result.get("each", ()):
+        error = each["time_error_pct"]
+        told = "" if error is None else f"{each['seconds']:.4g} s measured, {each['predicted']:.4g} predicted"
+        print(f"{each['row']:4d} {each['model'][:18]:18s} {each['layout'][:44]:44s} {told}")
+
+
+VERBS = (
+    Verb(
+        "validate",
+        "set the planner's predictions beside measured runs: published ones, or a table of yours",
+        validate,
+        (Argument("RUNS.csv", "a table of measured runs; by default the published ones", required=False),),
+        (
+            Flag("by", "a line for each source (as it is by default)", "source", choice("source")),
+            Flag("rows", "every row with what was measured and predicted"),
+            Flag("markdown", "page to write", "FILE.md", file_name(".md")),
+            JSON,
+        ),
+    ),
+)

@@ -1,0 +1,175 @@
+"""Operators, messages and steps: what the cost model must not break, whatever its constants are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.planner import estimate
+from meshwright.planner.axes import Group, axes
+from meshwright.planner.engines import Engines
+from meshwright.planner.estimate import step_time
+from meshwright.planner.hardware import Rates, cluster, with_network
+from meshwright.planner.kernels import Kernels, peak
+from meshwright.planner.links import Links
+from meshwright.planner.memory import memory
+from meshwright.planner.stack import STACKS
+from meshwright.spec import RunSpec
+
+A100 = cluster("a100", 64)
+MB = 2**20
+
+
+def run(layout: dict, model: str = "llama2-7b", sequences: int = 64, length: int = 4096, **more) -> RunSpec:
+    return RunSpec.model_validate(
+        {
+            "model": {"preset": model},
+            "data": {"seq_len": length},
+            "train": {"batch_tokens": sequences * length},
+            "precision": {"compute": "bf16"},
+            "layout": layout,
+            **more,
+        }
+    )
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp32"])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (128, 4096, 4096), (8192, 11008, 4096), (333, 777, 555)])
+def test_no_product_is_faster_than_the_device(format: str, shape: tuple[int, int, int]) -> None:
+    device = A100.device
+    m, n, k = shape
+    seconds = Kernels(device).matmul(format, m, n, k)
+    width = 2 if format == "bf16" else 4
+    assert seconds >= 2 * m * n * k / peak(device, format)
+    assert seconds >= width * (m * k + k * n + m * n) / device.bandwidth
+
+
+def test_a_wave_that_is_not_full_costs_a_full_one() -> None:
+    kernels, units = Kernels(A100.device), A100.device.units
+    full = kernels.matmul("bf16", 256 * units, 128, 8192)
+    more = kernels.matmul("bf16", 256 * units + 256, 128, 8192)
+    assert full < more < 2.01 * full
+    assert kernels.matmul("bf16", 256 * units - 256, 128, 8192) == pytest.approx(full, rel=0.05)
+
+
+def test_sizes_that_words_do_not_divide_are_slow() -> None:
+    kernels = Kernels(A100.device)
+    assert kernels.matmul("bf16", 8192, 4096, 4097) > 1.5 * kernels.matmul("bf16", 8192, 4096, 4096)
+    batched = kernels.matmul("bf16", 2048, 2048, 108, batch=32)
+    assert batched > 5 * kernels.matmul("bf16", 2048, 2048, 112, batch=32)
+
+
+def test_an_all_reduce_is_a_scatter_and_a_gather() -> None:
+    links, group = Links(A100), Group(8, 1)
+    both = sum(links.collective(each, 512 * MB, group) for each in ("reduce_scatter", "all_gather"))
+    assert links.collective("all_reduce", 512 * MB, group) == pytest.approx(both, rel=0.01)
+
+
+def test_neighbours_share_a_node_and_others_the_network() -> None:
+    links = Links(A100)
+    near, far = Group(8, 1), Group(8, 8)
+    assert links.path(near).level == "node"
+    assert links.path(far).level != "node"
+    slower = links.collective("all_gather", 512 * MB, far) / links.collective("all_gather", 512 * MB, near)
+    ratio = links.rate(A100.levels[0]) / links.rate(A100.levels[1])
+    assert slower == pytest.approx(ratio, rel=0.05)
+
+
+def test_a_ring_uses_the_interfaces_of_all_its_members() -> None:
+    links, flat = Links(A100), Links(A100, flat_rings=True)
+    whole = Group(64, 1)
+    assert flat.collective("all_gather", 4096 * MB, whole) > 5 * links.collective(
+        "all_gather", 4096 * MB, whole
+    )
+
+
+def test_an_oversubscribed_network_is_slower() -> None:
+    thin = with_network(A100, oversubscription=4.0).resized(64)
+    size, group = 1024 * MB, Group(8, 8)
+    assert Links(thin).collective("all_reduce", size, group) > 3 * Links(A100).collective(
+        "all_reduce", size, group
+    )
+
+
+def test_one_rank_sends_nothing() -> None:
+    for operation in ("all_reduce", "all_gather", "all_to_all"):
+        assert Links(A100).collective(operation, MB, Group(1, 1)) == 0
+
+
+def test_strides_follow_the_mesh() -> None:
+    layout = run({"dp": 2, "cp": 2, "tp": 2, "pp": 4, "replicate": 2}).layout
+    at = axes(layout)
+    assert (at.tensor, at.context, at.shard) == (Group(2, 1), Group(2, 2), Group(4, 2))
+    assert (at.replicate, at.pipeline) == (Group(2, 8), Group(4, 16))
+
+
+@pytest.mark.parametrize("stack", list(STACKS))
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp": 8, "zero": 3},
+        {"dp": 2, "tp": 4, "zero": 1},
+        {"dp": 2, "tp": 2, "pp": 2, "micro_batch": 1},
+        {"dp": 2, "cp": 4},
+    ],
+)
+def test_parts_add_up_to_the_step(stack: str, layout: dict) -> None:
+    spec = run(layout)
+    found = step_time(spec, Engines(cluster("a100", spec.layout.world_size), STACKS[stack]))
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+    assert min(found.parts.values()) >= 0
+    flops = spec.model.flops_per_token(4096) * spec.train.batch_tokens / spec.layout.world_size
+    assert found.seconds > 0.8 * flops / peak(A100.device, "bf16")  # attention's half is not done
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", "gpipe", "zb-h1", "zb-h2", "interleaved", "bfs", "zb-v", "dualpipe-v"]
+)
+def test_microbatches_that_are_not_simulated_cost_the_same(
+    monkeypatch: pytest.MonkeyPatch, schedule: str
+) -> None:
+    layout = {"pp": 4, "schedule": schedule, "micro_batch": 1}
+    spec = run(layout, sequences=128, length=512)
+    short = step_time(spec, Engines(cluster("a100", 4)))
+    monkeypatch.setattr(estimate, "_SIMULATED", 10**6)
+    long = step_time(spec, Engines(cluster("a100", 4)))
+    assert long.repeated == 0 < short.repeated
+    assert short.seconds == pytest.approx(long.seconds, rel=0.01)
+
+
+def test_sharding_more_holds_less() -> None:
+    held = [memory(run({"dp": 8, "zero": zero}), Engines(A100)) for zero in (0, 1, 2, 3)]
+    assert held[0].optimiser == pytest.approx(8 * held[1].optimiser)
+    assert held[1].gradients == pytest.approx(8 * held[2].gradients)
+    sizes = [each.parameters + each.gradients + each.optimiser for each in held]
+    assert sizes == sorted(sizes, reverse=True)
+    assert held[0].allocated < held[0].reserved < held[0].device
+
+
+def test_recomputing_more_keeps_less_and_takes_longer() -> None:
+    specs = [run({"dp": 8}, recompute={"policy": policy}) for policy in ("none", "selective", "full")]
+    on = Engines(A100)
+    assert [memory(spec, on).activations for spec in specs] == sorted(
+        (memory(spec, on).activations for spec in specs), reverse=True
+    )
+    times = [step_time(spec, on).seconds for spec in specs]
+    assert times == sorted(times)
+
+
+def test_a_faster_device_is_faster() -> None:
+    spec = run({"dp": 8, "zero": 1})
+    slow = replace(A100, device=replace(A100.device, rates=Rates(matmul=0.4, memory=0.4)))
+    assert step_time(spec, Engines(slow)).seconds > step_time(spec, Engines(A100)).seconds
+
+
+def test_experts_cost_what_they_compute_and_send() -> None:
+    layout = {"dp": 8, "ep": 8, "zero": 1}
+    spec = run(layout, model="mixtral-8x7b", sequences=32)
+    found = step_time(spec, Engines(cluster("h100", 8)))
+    assert found.parts["expert axis"] > 0
+    alone = step_time(
+        spec.model_copy(update={"layout": spec.layout.model_copy(update={"ep": 1})}),
+        Engines(cluster("h100", 8)),
+    )
+    assert alone.parts["expert axis"] == 0

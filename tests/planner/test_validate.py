@@ -1,0 +1,156 @@
+"""Predictions beside published measurements: the errors that the documentation claims, and how rows are read."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from meshwright.planner import validation_page
+from meshwright.planner.calibration import is_used
+from meshwright.planner.published import PUBLISHED, PredictionError, case_of, read
+from meshwright.planner.validate import kendall, report, validate
+from meshwright.spec import UserError
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def found() -> dict:
+    return report(validate())
+
+
+def source(found: dict, words: str) -> dict:
+    (part,) = [part for name, part in found["by_source"].items() if words in name]
+    return part
+
+
+def test_every_row_is_counted(found: dict) -> None:
+    assert found["rows"] == 303
+    assert found["predicted"] + sum(found["skipped"].values()) == 303
+    assert sum(part["rows"] for part in found["by_source"].values()) == 303
+    assert sum(map(is_used, range(303))) <= 30
+
+
+def test_step_time_over_all_rows(found: dict) -> None:
+    assert found["time"]["mean_abs_pct"] <= 12
+    assert found["time"]["median_abs_pct"] <= 7
+    assert found["time"]["rows"] > 280
+
+
+@pytest.mark.parametrize(("words", "most"), [("SC21", 8), ("Korthikanti", 6), ("vTrain", 10), ("dgxc", 8)])
+def test_step_time_by_source(found: dict, words: str, most: float) -> None:
+    assert source(found, words)["time"]["mean_abs_pct"] <= most
+
+
+@pytest.mark.parametrize(("words", "most"), [("torchtitan", 8), ("Zero Bubble", 8)])
+def test_memory_by_source(found: dict, words: str, most: float) -> None:
+    assert source(found, words)["memory"]["mean_abs_pct"] <= most
+
+
+def test_memory_over_all_rows(found: dict) -> None:
+    assert found["memory"]["mean_abs_pct"] <= 12
+
+
+def test_what_did_not_fit_is_not_predicted_to() -> None:
+    whole = validate()
+    for each in whole.predictions:
+        if each.case.ran is False:
+            assert not each.fits
+        if each.case.ran:
+            assert each.memory.device <= 1.1 * each.case.cluster.device.memory
+
+
+def test_intervals_of_90_percent_hold_about_as_many(found: dict) -> None:
+    assert 0.85 <= found["covered"] <= 0.97
+
+
+def test_the_page_is_what_the_command_makes(found: dict) -> None:
+    assert (DOCS / "validation.md").read_text() == validation_page.page(found)
+
+
+def rows(tmp_path: Path, **changed: str) -> list:
+    """The table with the first row changed."""
+    with PUBLISHED.open(newline="") as file:
+        reader = csv.DictReader(file)
+        listed = list(reader)
+        names = list(reader.fieldnames or [])
+    path = tmp_path / "runs.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerow({**listed[0], **changed})
+    return read(path)
+
+
+EMPTY = {"step_seconds": "", "tokens_per_sec_per_gpu": "", "tflops_per_gpu": "", "mfu_pct": ""}
+
+
+def test_any_kind_of_speed_is_a_time(tmp_path: Path) -> None:
+    (plain,) = rows(tmp_path)
+    expected = case_of(plain, [plain]).seconds
+    assert expected == 3.528
+    tokens = 512 * 2048
+    (rate,) = rows(tmp_path, **EMPTY | {"tokens_per_sec_per_gpu": str(tokens / 3.528 / 32)})
+    assert case_of(rate, [rate]).seconds == pytest.approx(expected)
+    (flops,) = rows(tmp_path, **EMPTY | {"tflops_per_gpu": "137"})
+    assert case_of(flops, [flops]).seconds == pytest.approx(expected, rel=0.02)  # of the hardware
+    (share,) = rows(tmp_path, **EMPTY | {"mfu_pct": str(100 * 137 / 312 * 3 / 4)})
+    assert case_of(share, [share]).seconds == pytest.approx(expected, rel=0.05)  # of the model
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"gpu": "Abacus-1"}, "'Abacus-1' is not in the catalogue"),
+        ({"gpus": ""}, "no gpus"),
+        ({"seq_len": ""}, "no seq_len"),
+        ({"tp": "3"}, "does not divide its 32 GPUs"),
+        ({"hidden": ""}, "which model"),
+        ({"global_batch_seqs": ""}, "batch is not known"),
+        ({"global_batch_seqs": "33"}, "not shared evenly"),
+        (EMPTY, "no measurement"),
+        ({"layers": "many"}, "'layers' is no number"),
+    ],
+)
+def test_rows_that_cannot_be_predicted_say_why(tmp_path: Path, changed: dict, why: str) -> None:
+    (row,) = rows(tmp_path, **changed)
+    with pytest.raises(PredictionError, match=why):
+        case_of(row, [row])
+
+
+def test_what_is_not_said_is_inferred_and_told(tmp_path: Path) -> None:
+    (row,) = rows(tmp_path, vocab="", layers="", micro_batch="", precision="", zero="")
+    case = case_of(row, [row])
+    assert {told.split(" = ")[0] for told in case.inferred} == {
+        "vocab",
+        "layers",
+        "micro_batch",
+        "precision",
+        "zero",
+    }
+    assert case.specs[0].model.layers == 24
+    assert len(case.specs) > 1
+
+
+def test_a_file_that_is_no_table_is_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(UserError, match="has no column 'source'"):
+        read(path)
+    with pytest.raises(UserError, match="cannot be read"):
+        read(tmp_path / "none.csv")
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [
+        ([(1, 1), (2, 2), (3, 3)], 1.0),
+        ([(1, 3), (2, 2), (3, 1)], -1.0),
+        ([(1, 2), (2, 1), (3, 3)], 1 / 3),
+        ([(1, 1), (1, 2)], None),
+    ],
+)
+def test_kendall(pairs: list, expected: float | None) -> None:
+    assert kendall(pairs) == (expected if expected is None else pytest.approx(expected))
