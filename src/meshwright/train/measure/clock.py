@@ -1,0 +1,74 @@
+"""Times of calls: medians of repeats, by the host's clock, or by CUDA's events where work is queued."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+LEAST, MOST = 3, 1000
+"""Repeats of a call."""
+
+
+class Clock:
+    """Times what runs on `device`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+
+    def settle(self) -> None:
+        """Wait for what this thread has queued; what a collective has queued beside it goes on."""
+        if self.cuda:
+            torch.cuda.current_stream().synchronize()
+
+    def once(self, call: Callable[[], object]) -> float:
+        """Seconds of one call, until what it queued is done."""
+        self.settle()
+        start = time.perf_counter()
+        call()
+        self.settle()
+        return time.perf_counter() - start
+
+    def during(self, call: Callable[[], object], seconds: float) -> float:
+        """The median of calls that go on for `seconds`; the first is not counted, and at least 3 are."""
+        self.once(call)
+        if self.cuda:
+            return self.times(call, how_many(seconds, self.once(call)))
+        found: list[float] = []
+        end = time.perf_counter() + seconds
+        while len(found) < LEAST or (time.perf_counter() < end and len(found) < MOST):
+            found.append(self.once(call))
+        return statistics.median(found)
+
+    def times(self, call: Callable[[], object], repeats: int) -> float:
+        """The median of so many calls: what takes several ranks must be called by each as often."""
+        if not self.cuda:
+            return statistics.median(self.once(call) for _ in range(repeats))
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            call()
+            mark.record()
+        self.settle()
+        spans = [before.elapsed_time(after) for before, after in pairwise(marks)]
+        return statistics.median(spans) / 1e3
+
+
+class Budget:
+    """Seconds for a number of things to measure: what one leaves over, or takes too much, the next ones feel."""
+
+    def __init__(self, seconds: float, things: int) -> None:
+        self._end, self._left = time.perf_counter() + seconds, things
+
+    def share(self) -> float:
+        """Seconds for the next thing, at least 0."""
+        self._left -= 1
+        return max(0.0, self._end - time.perf_counter()) / (self._left + 1)
+
+
+def how_many(seconds: float, each: float) -> int:
+    """Calls of `each` seconds that fill `seconds`, within bounds."""
+    return max(LEAST, min(MOST, int(seconds / max(each, 1e-9))))

@@ -1,0 +1,142 @@
+"""Products, attention, memory and the optimiser, over shapes like those of a decoder's training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import ceil, prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.model.attention import attend
+from meshwright.parallel.precision import DTYPES
+from meshwright.planner.hardware import Attention, Matmul
+from meshwright.train.measure.clock import Budget, Clock
+
+FORMATS = ("fp32", "bf16")
+
+Meet = Callable[[], object]
+"""Lets all ranks start at once."""
+
+_ROWS = (32, 256, 2048, 8192)
+_SMALL = (
+    *((64, 64), (128, 128), (256, 256), (512, 512), (1024, 1024), (2048, 2048)),  # square
+    *((64, 512), (512, 64), (128, 512), (512, 128), (384, 1024), (1024, 384)),  # up and down
+    *((4096, 256), (256, 4096), (512, 2048), (2048, 512), (1024, 4096), (4096, 1024)),
+)
+_LARGE = (
+    *((512, 512), (1024, 1024), (2048, 2048), (4096, 4096), (8192, 8192)),
+    *((1024, 4096), (4096, 1024), (14336, 4096), (4096, 14336), (128256, 4096), (128, 4096), (4096, 128)),
+)
+_SEQUENCES = ((1, 128), (8, 128), (1, 512), (4, 512), (1, 1024), (1, 2048), (1, 4096), (1, 8192))
+_HEADS = ((4, 4, 32), (8, 8, 64), (8, 2, 64), (8, 8, 128), (32, 8, 128))
+
+
+def product_shapes(most: float, cuda: bool) -> list[tuple[int, int, int]]:
+    """(m, n, k) of at most `most` FLOPs, small and skinny ones among them; the largest first."""
+    rows = (*_ROWS, 32768) if cuda else _ROWS
+    found = [(m, n, k) for n, k in (_LARGE if cuda else _SMALL) for m in rows]
+    found += [(n, k, m) for n, k in ((256, 256), (256, 1024), (1024, 256)) for m in rows[1:]]  # of a weight
+    return sorted({each for each in found if 2 * prod(each) <= most}, key=prod, reverse=True)
+
+
+def products(
+    device: torch.device, name: str, shapes: list[tuple[int, int, int]], seconds: float, meet: Meet
+) -> Iterator[Matmul]:
+    """Times of x (m, k) with weights (n, k), as a linear map has them; `seconds` for all shapes."""
+    clock, budget = Clock(device), Budget(seconds, len(shapes))
+    for m, n, k in shapes:
+        x, weight = (_random(device, name, *shape) for shape in ((m, k), (n, k)))
+        meet()
+        yield Matmul(name, m, n, k, clock.during(_call(F.linear, x, weight), budget.share()))
+
+
+def _call(function: Callable[..., object], *arguments: object) -> Callable[[], object]:
+    return lambda: function(*arguments)
+
+
+def probe(device: torch.device, name: str) -> float:
+    """FLOP/s of one product of middle size."""
+    x, weight = (_random(device, name, 512, 512) for _ in range(2))
+    return 2 * 512**3 / Clock(device).during(lambda: F.linear(x, weight), 0.02)
+
+
+def attention_shapes(most: float, cuda: bool) -> list[tuple[int, int, int, int, int]]:
+    """(sequences, heads, key-value heads, channels of a head, length) of at most `most` FLOPs forward."""
+    heads = _HEADS if cuda else _HEADS[:4]
+    found = [(batch, *shape, length) for batch, length in _SEQUENCES for shape in heads]
+    found = [(b, h, kv, d, t) for b, h, kv, d, t in found if 2 * b * h * t * t * d <= most]
+    return sorted(found, key=lambda each: prod(each) * each[-1], reverse=True)
+
+
+def attentions(
+    device: torch.device,
+    name: str,
+    shapes: list[tuple[int, int, int, int, int]],
+    seconds: float,
+    meet: Meet,
+) -> Iterator[Attention]:
+    """Times of the model's own causal attention, forward and backward."""
+    clock, budget = Clock(device), Budget(seconds, len(shapes))
+    for batch, heads, kv_heads, dim, length in shapes:
+        q, k, v = (_random(device, name, batch, length, n, dim) for n in (heads, kv_heads, kv_heads))
+        for x in (q, k, v):
+            x.requires_grad_()
+        meet()
+        share = budget.share()
+        forward = clock.during(_call(attend, q, k, v, None), share / 3)
+        out = attend(q, k, v, None)
+        grad = torch.ones_like(out)
+        backward = clock.during(_backward(out, (q, k, v), grad), share * 2 / 3)
+        yield Attention(name, batch, heads, kv_heads, dim, length, forward, backward)
+
+
+def _backward(out: Tensor, inputs: tuple[Tensor, ...], grad: Tensor) -> Callable[[], object]:
+    return lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True)
+
+
+def copy_rate(device: torch.device, seconds: float) -> float:
+    """Bytes a second that a large copy reads and writes."""
+    a, b = (torch.ones(_elements(device), device=device) for _ in range(2))
+    return 2 * _bytes(a) / Clock(device).during(lambda: a.copy_(b), seconds)
+
+
+def elementwise_rate(device: torch.device, seconds: float) -> float:
+    """Bytes a second that a large sum of two tensors reads and writes."""
+    a, b, c = (torch.ones(_elements(device), device=device) for _ in range(3))
+    return 3 * _bytes(a) / Clock(device).during(lambda: torch.add(a, b, out=c), seconds)
+
+
+def optimiser_rate(device: torch.device, seconds: float) -> float:
+    """Bytes a second of fused AdamW on fp32, which reads 16 of each parameter and writes 12."""
+    weight = torch.ones(_elements(device) // 4, device=device, requires_grad=True)
+    weight.grad = torch.ones_like(weight)
+    adam = torch.optim.AdamW([weight], lr=1e-3, fused=True)
+    return 7 * _bytes(weight) / Clock(device).during(adam.step, seconds)
+
+
+def launch_time(device: torch.device) -> float:
+    """Seconds of an operator on one number, many in a row."""
+    count, one = 1000, torch.ones(1, device=device)
+
+    def row() -> None:
+        for _ in range(count):
+            one.mul_(1.0)
+
+    return Clock(device).during(row, 0.05) / count
+
+
+def _elements(device: torch.device) -> int:
+    """Of a tensor of fp32 that no cache holds."""
+    return 2**28 if device.type == "cuda" else 2**24
+
+
+def _random(device: torch.device, name: str, *shape: int) -> Tensor:
+    """Normal numbers; large tensors repeat them, as drawing takes longer than using them."""
+    drawn = torch.randn(min(prod(shape), 2**16), device=device).to(DTYPES[name])
+    return drawn.repeat(ceil(prod(shape) / drawn.numel()))[: prod(shape)].view(shape)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
