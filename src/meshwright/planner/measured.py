@@ -1,7 +1,7 @@
 """Times between the points that `profile` measured: the rate is fitted near what is asked for.
 
-Products and attention: log FLOP/s is fitted as a plane over the logs of the sizes, through the points nearest to
-the query, nearer ones counting more (locally weighted regression, Cleveland 1979). Beyond the measured
+Products and attention: log FLOP/s is fitted as a plane over the logs of the sizes, through the points nearest
+to the query, nearer ones counting more (locally weighted regression, Cleveland 1979). Beyond the measured
 sizes the rate is that at the edge. Collectives: log seconds over log bytes, point to point.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 from math import exp, log
 
 from meshwright.planner.hardware import Attention, Collective, Matmul, Measured
@@ -58,9 +59,9 @@ def collective_seconds(
 ) -> float | None:
     """Seconds of a collective; None where the operation was not measured at that level.
 
-    `bytes` are those of the whole tensor, as in `Collective`. For a number of ranks that was not measured, the
-    nearest one's time is taken at the size for which each rank sends as many bytes, and one least message is
-    added for each rank more.
+    `bytes` are those of the whole tensor, as in `Collective`. For a number of ranks that was not measured,
+    the nearest one's time is taken at the size for which each rank sends as many bytes, and one least
+    message is added for each rank more.
     """
     if ranks == 1:
         return 0.0
@@ -96,7 +97,7 @@ def _on_line(points: Sequence[tuple[int, float]], bytes: float) -> float:
     """Below the least size its time, above the largest its rate."""
     if bytes <= points[0][0]:
         return points[0][1]
-    for (low, before), (high, after) in zip(points, points[1:], strict=False):
+    for (low, before), (high, after) in pairwise(points):
         if bytes <= high:
             part = log(bytes / low) / log(high / low)
             return exp((1 - part) * log(before) + part * log(after))
@@ -115,17 +116,14 @@ def _products(points: tuple[Matmul, ...], format: str) -> Known:
 
 @lru_cache(maxsize=64)
 def _attentions(points: tuple[Attention, ...], format: str, backward: bool) -> Known:
-    return tuple(
-        (
-            _attention_logs(p.sequences, p.heads, p.kv_heads, p.head_dim, p.length),
-            log(
-                _attention_work(p.sequences, p.heads, p.head_dim, p.length)
-                / (p.backward if backward else p.forward)
-            ),
-        )
-        for p in points
-        if p.format == format
-    )
+    found = []
+    for p in points:
+        if p.format == format:
+            work = _attention_work(p.sequences, p.heads, p.head_dim, p.length)
+            rate = work / (p.backward if backward else p.forward)
+            at = _attention_logs(p.sequences, p.heads, p.kv_heads, p.head_dim, p.length)
+            found.append((at, log(rate)))
+    return tuple(found)
 
 
 def _attention_logs(

@@ -1,8 +1,10 @@
-"""Times of calls: medians of repeats, by the host's clock, or by CUDA's events where work is queued."""
+"""Times of calls, by the host's clock, or by CUDA's events where work is queued.
+
+Of repeats the lower quartile counts: other work on a machine only ever adds to a time.
+"""
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -33,20 +35,20 @@ class Clock:
         return time.perf_counter() - start
 
     def during(self, call: Callable[[], object], seconds: float) -> float:
-        """The median of calls that go on for `seconds`; the first is not counted, and at least 3 are."""
+        """The time of a call, by calls that go on for `seconds`, but at least one; the first is not counted."""
         self.once(call)
         if self.cuda:
             return self.times(call, how_many(seconds, self.once(call)))
         found: list[float] = []
         end = time.perf_counter() + seconds
-        while len(found) < LEAST or (time.perf_counter() < end and len(found) < MOST):
+        while not found or (time.perf_counter() < end and len(found) < MOST):
             found.append(self.once(call))
-        return statistics.median(found)
+        return lower_quartile(found)
 
     def times(self, call: Callable[[], object], repeats: int) -> float:
-        """The median of so many calls: what takes several ranks must be called by each as often."""
+        """The time of a call, by so many of them: what takes several ranks is called by each as often."""
         if not self.cuda:
-            return statistics.median(self.once(call) for _ in range(repeats))
+            return lower_quartile([self.once(call) for _ in range(repeats)])
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
         marks[0].record()
         for mark in marks[1:]:
@@ -54,11 +56,11 @@ class Clock:
             mark.record()
         self.settle()
         spans = [before.elapsed_time(after) for before, after in pairwise(marks)]
-        return statistics.median(spans) / 1e3
+        return lower_quartile(spans) / 1e3
 
 
 class Budget:
-    """Seconds for a number of things to measure: what one leaves over, or takes too much, the next ones feel."""
+    """Seconds for a number of things to measure; what one leaves over or overdraws, the others share."""
 
     def __init__(self, seconds: float, things: int) -> None:
         self._end, self._left = time.perf_counter() + seconds, things
@@ -67,6 +69,11 @@ class Budget:
         """Seconds for the next thing, at least 0."""
         self._left -= 1
         return max(0.0, self._end - time.perf_counter()) / (self._left + 1)
+
+
+def lower_quartile(times: list[float]) -> float:
+    """The time that a quarter of them do not exceed."""
+    return sorted(times)[(len(times) - 1) // 4]
 
 
 def how_many(seconds: float, each: float) -> int:

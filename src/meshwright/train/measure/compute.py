@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 from math import ceil, prod
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,8 @@ from meshwright.planner.hardware import Attention, Matmul
 from meshwright.train.measure.clock import Budget, Clock
 
 FORMATS = ("fp32", "bf16")
+
+Shape = TypeVar("Shape", bound=tuple[int, ...])
 
 Meet = Callable[[], object]
 """Lets all ranks start at once."""
@@ -33,12 +37,19 @@ _SEQUENCES = ((1, 128), (8, 128), (1, 512), (4, 512), (1, 1024), (1, 2048), (1, 
 _HEADS = ((4, 4, 32), (8, 8, 64), (8, 2, 64), (8, 8, 128), (32, 8, 128))
 
 
-def product_shapes(most: float, cuda: bool) -> list[tuple[int, int, int]]:
-    """(m, n, k) of at most `most` FLOPs, small and skinny ones among them; the largest first."""
+def product_shapes(flops: float, cuda: bool) -> list[tuple[int, int, int]]:
+    """(m, n, k), small and skinny ones among them, the largest first; as many as `flops` are enough for."""
     rows = (*_ROWS, 32768) if cuda else _ROWS
-    found = [(m, n, k) for n, k in (_LARGE if cuda else _SMALL) for m in rows]
-    found += [(n, k, m) for n, k in ((256, 256), (256, 1024), (1024, 256)) for m in rows[1:]]  # of a weight
-    return sorted({each for each in found if 2 * prod(each) <= most}, key=prod, reverse=True)
+    found = {(m, n, k) for n, k in (_LARGE if cuda else _SMALL) for m in rows}
+    found |= {(n, k, m) for n, k in ((256, 256), (256, 1024), (1024, 256)) for m in rows[1:]}  # of a weight
+    return _afforded(found, lambda each: 2 * prod(each), flops)
+
+
+def _afforded(shapes: Iterable[Shape], work: Callable[[Shape], int], flops: float) -> list[Shape]:
+    """The smallest shapes of which `flops` allow three calls at half the rate; the largest first."""
+    ranked = sorted(shapes, key=lambda each: (work(each), each))
+    spent = accumulate(2 * 3 * work(each) for each in ranked)
+    return [each for each, total in zip(ranked, spent, strict=True) if total <= flops][::-1]
 
 
 def products(
@@ -58,16 +69,19 @@ def _call(function: Callable[..., object], *arguments: object) -> Callable[[], o
 
 def probe(device: torch.device, name: str) -> float:
     """FLOP/s of one product of middle size."""
-    x, weight = (_random(device, name, 512, 512) for _ in range(2))
-    return 2 * 512**3 / Clock(device).during(lambda: F.linear(x, weight), 0.02)
+    size = 4096 if device.type == "cuda" else 512
+    x, weight = (_random(device, name, size, size) for _ in range(2))
+    return 2 * size**3 / Clock(device).during(lambda: F.linear(x, weight), 0.02)
 
 
-def attention_shapes(most: float, cuda: bool) -> list[tuple[int, int, int, int, int]]:
-    """(sequences, heads, key-value heads, channels of a head, length) of at most `most` FLOPs forward."""
+def attention_shapes(flops: float, cuda: bool) -> list[tuple[int, int, int, int, int]]:
+    """(sequences, heads, key-value heads, channels of a head, length), the largest first.
+
+    `flops` are those of products; attention is taken to be slower by a factor of 4.
+    """
     heads = _HEADS if cuda else _HEADS[:4]
     found = [(batch, *shape, length) for batch, length in _SEQUENCES for shape in heads]
-    found = [(b, h, kv, d, t) for b, h, kv, d, t in found if 2 * b * h * t * t * d <= most]
-    return sorted(found, key=lambda each: prod(each) * each[-1], reverse=True)
+    return _afforded(found, lambda each: 4 * 7 * each[0] * each[1] * each[3] * each[4] ** 2, flops)
 
 
 def attentions(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from meshwright.train.measure import compute, links, machine
 # Of all seconds: products, products alone, attention, collectives, overlap; the rest is quick.
 _PRODUCTS, _ALONE, _ATTENTION, _LINKS, _OVERLAP = 0.35, 0.15, 0.15, 0.25, 0.03
 _QUICK = 0.02
+PASSES = 2
+"""Over everything that has shapes: other work comes in bursts, and the better time counts."""
 
 Point = TypeVar("Point", Matmul, Attention, Collective)
 
@@ -41,11 +43,6 @@ class _World:
         """Wait for all ranks."""
         sum_scalars([0.0], self.axis)
 
-    @property
-    def first(self) -> bool:
-        """Whether this rank is the first of its host."""
-        return self.ranks.rank % self.local == 0
-
 
 def profile(device: torch.device, seconds: float) -> Cluster | None:
     """Measure for some `seconds`. Every rank of the default group calls this; the first gets the cluster.
@@ -56,8 +53,9 @@ def profile(device: torch.device, seconds: float) -> Cluster | None:
     world = _world(device)
     matmul, attention, alone = _computed(world, seconds)
     rates = _rates(world, seconds)
-    between = links.collectives(world.places, world.axis, device, seconds * _LINKS)
-    collectives = _merge(world, list(between), max)
+    share = seconds * _LINKS / PASSES
+    passes = [list(links.collectives(world.places, world.axis, device, share)) for _ in range(PASSES)]
+    collectives = _merge(world, _combine(passes, min), max)
     measured = Measured(
         matmul, attention, collectives, alone, *rates, ranks=world.local, taken=machine.taken(device)
     )
@@ -87,26 +85,39 @@ def _computed(
     world: _World, seconds: float
 ) -> tuple[tuple[Matmul, ...], tuple[Attention, ...], tuple[Matmul, ...]]:
     """Products with all ranks at work, attention likewise, and products of one rank of each host."""
-    matmul: list[Matmul] = []
-    attention: list[Attention] = []
-    alone: list[Matmul] = []
     device, cuda, names = world.device, world.device.type == "cuda", compute.FORMATS
-    by_itself = world.local > 1 and not cuda  # a GPU does not wait for its neighbours
     with torch.no_grad():
         rates = _mean(world, [compute.probe(device, name) for name in names])
-    for name, rate in zip(names, rates, strict=True):
-        share = seconds / len(names)
-        shapes = compute.product_shapes(rate * share * _PRODUCTS / 100, cuda)
-        with torch.no_grad():
-            matmul += compute.products(device, name, shapes, share * _PRODUCTS, world.meet)
-            if by_itself:
-                world.meet()
-                if world.first:
-                    alone += compute.products(device, name, shapes[::2], share * _ALONE, lambda: None)
-                world.meet()
-        sizes = compute.attention_shapes(rate * share * _ATTENTION / 300, cuda)
-        attention += compute.attentions(device, name, sizes, share * _ATTENTION, world.meet)
-    return _merge(world, matmul, fmean), _merge(world, attention, fmean), _merge(world, alone, fmean)
+    share = seconds / len(names) / PASSES
+    matmul: list[list[Matmul]] = []
+    attention: list[list[Attention]] = []
+    alone: list[list[Matmul]] = []
+    for _ in range(PASSES):
+        for found in (matmul, attention, alone):
+            found.append([])
+        for name, rate in zip(names, rates, strict=True):
+            shapes = compute.product_shapes(rate * share * _PRODUCTS, cuda)
+            with torch.no_grad():
+                matmul[-1] += compute.products(device, name, shapes, share * _PRODUCTS, world.meet)
+                if not cuda:  # a GPU does not wait for its neighbours
+                    alone[-1] += _alone(world, name, shapes[::2], share * _ALONE)
+            sizes = compute.attention_shapes(rate * share * _ATTENTION, cuda)
+            attention[-1] += compute.attentions(device, name, sizes, share * _ATTENTION, world.meet)
+    return (
+        _merge(world, _combine(matmul, min), fmean),
+        _merge(world, _combine(attention, min), fmean),
+        _merge(world, _combine(alone, min), fmean),
+    )
+
+
+def _alone(world: _World, name: str, shapes: list[tuple[int, int, int]], seconds: float) -> Iterable[Matmul]:
+    """Products on the first rank of each host, while the others wait."""
+    if world.local == 1:
+        return
+    world.meet()
+    if world.ranks.rank % world.local == 0:
+        yield from compute.products(world.device, name, shapes, seconds, lambda: None)
+    world.meet()
 
 
 def _rates(world: _World, seconds: float) -> tuple[float, float, float, float]:
@@ -125,22 +136,21 @@ def _mean(world: _World, values: Sequence[float]) -> list[float]:
     return [total / world.axis.size for total in sum_scalars(values, world.axis)]
 
 
-def _merge(
-    world: _World, mine: list[Point], combine: Callable[[Iterable[float]], float]
-) -> tuple[Point, ...]:
+def _merge(world: _World, mine: list[Point], by: Callable[[Iterable[float]], float]) -> tuple[Point, ...]:
     """The points of all ranks that have any, their times combined, on the first rank; () on the others."""
-    rows: list[list[list[Any]]] = [each for each in world.ranks.gather(mine) if each]
-    if not rows:
-        return ()
-    kind = type(mine[0])
-    times = 2 if kind is Attention else 1
-    merged = []
+    rows = [[type(mine[0])(*point) for point in each] for each in world.ranks.gather(mine) if each]
+    return tuple(_combine(rows, by))
+
+
+def _combine(rows: list[list[Point]], by: Callable[[Iterable[float]], float]) -> list[Point]:
+    """Points of the same shapes, their times combined."""
+    found: list[Point] = []
     for points in zip(*rows, strict=True):
-        shape = points[0][:-times]
-        merged.append(
-            kind(*shape, *(combine(each) for each in zip(*(p[-times:] for p in points), strict=True)))
-        )
-    return tuple(merged)
+        kind = type(points[0])
+        times = 2 if kind is Attention else 1
+        combined = [by(each) for each in zip(*(point[-times:] for point in points), strict=True)]
+        found.append(kind(*points[0][:-times], *combined))
+    return found
 
 
 def _cluster(world: _World, measured: Measured) -> Cluster:
