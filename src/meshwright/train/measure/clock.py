@@ -35,7 +35,7 @@ class Clock:
         return time.perf_counter() - start
 
     def during(self, call: Callable[[], object], seconds: float) -> float:
-        """The time of a call, by calls that go on for `seconds`, but at least one; the first is not counted."""
+        """The time of a call, by calls for `seconds`, but at least one; the first is not counted."""
         self.once(call)
         if self.cuda:
             return self.times(call, how_many(seconds, self.once(call)))

@@ -42,7 +42,13 @@ def product_shapes(flops: float, cuda: bool) -> list[tuple[int, int, int]]:
     rows = (*_ROWS, 32768) if cuda else _ROWS
     found = {(m, n, k) for n, k in (_LARGE if cuda else _SMALL) for m in rows}
     found |= {(n, k, m) for n, k in ((256, 256), (256, 1024), (1024, 256)) for m in rows[1:]}  # of a weight
-    return _afforded(found, lambda each: 2 * prod(each), flops)
+    return _afforded(found, _product_work, flops)
+
+
+def _product_work(shape: tuple[int, int, int]) -> int:
+    """FLOPs, and for each number that is made and moved as much time as for 100 of them."""
+    m, n, k = shape
+    return 2 * m * n * k + 100 * (m * k + n * k + m * n)
 
 
 def _afforded(shapes: Iterable[Shape], work: Callable[[Shape], int], flops: float) -> list[Shape]:
