@@ -109,7 +109,7 @@ def _level_row(level: Any) -> dict[str, Any]:
 
 
 def _rate(bandwidth: float) -> str:
-    return f"{bandwidth / 1e9:,.3g} GB/s"
+    return f"{bandwidth / 1e9:,.4g} GB/s"
 
 
 def _show_measured(measured: Measured) -> None:

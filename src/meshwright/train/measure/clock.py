@@ -1,6 +1,7 @@
 """Times of calls, by the host's clock, or by CUDA's events where work is queued.
 
-Of repeats the lower quartile counts: other work on a machine only ever adds to a time.
+Of repeats the lower quartile counts, as other work on a machine only ever adds to a time. Where more ranks
+than cores share a host, their waiting for each other is what training has too, and the mean counts.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from itertools import pairwise
+from statistics import fmean
 
 import torch
 
@@ -16,10 +18,14 @@ LEAST, MOST = 3, 1000
 
 
 class Clock:
-    """Times what runs on `device`."""
+    """Times what runs on `device`, of which there are fewer than ranks where it is `crowded`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
+    def __init__(self, device: torch.device, crowded: bool = False) -> None:
+        self.device, self.cuda, self.crowded = device, device.type == "cuda", crowded
+
+    def typical(self, times: list[float]) -> float:
+        """What a list of times comes to."""
+        return fmean(times) if self.crowded else sorted(times)[(len(times) - 1) // 4]
 
     def settle(self) -> None:
         """Wait for what this thread has queued; what a collective has queued beside it goes on."""
@@ -43,12 +49,12 @@ class Clock:
         end = time.perf_counter() + seconds
         while not found or (time.perf_counter() < end and len(found) < MOST):
             found.append(self.once(call))
-        return lower_quartile(found)
+        return self.typical(found)
 
     def times(self, call: Callable[[], object], repeats: int) -> float:
         """The time of a call, by so many of them: what takes several ranks is called by each as often."""
         if not self.cuda:
-            return lower_quartile([self.once(call) for _ in range(repeats)])
+            return self.typical([self.once(call) for _ in range(repeats)])
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
         marks[0].record()
         for mark in marks[1:]:
@@ -56,7 +62,7 @@ class Clock:
             mark.record()
         self.settle()
         spans = [before.elapsed_time(after) for before, after in pairwise(marks)]
-        return lower_quartile(spans) / 1e3
+        return self.typical(spans) / 1e3
 
 
 class Budget:
@@ -69,11 +75,6 @@ class Budget:
         """Seconds for the next thing, at least 0."""
         self._left -= 1
         return max(0.0, self._end - time.perf_counter()) / (self._left + 1)
-
-
-def lower_quartile(times: list[float]) -> float:
-    """The time that a quarter of them do not exceed."""
-    return sorted(times)[(len(times) - 1) // 4]
 
 
 def how_many(seconds: float, each: float) -> int:

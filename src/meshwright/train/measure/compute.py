@@ -59,12 +59,12 @@ def _afforded(shapes: Iterable[Shape], work: Callable[[Shape], int], flops: floa
 
 
 def products(
-    device: torch.device, name: str, shapes: list[tuple[int, int, int]], seconds: float, meet: Meet
+    clock: Clock, name: str, shapes: list[tuple[int, int, int]], seconds: float, meet: Meet
 ) -> Iterator[Matmul]:
     """Times of x (m, k) with weights (n, k), as a linear map has them; `seconds` for all shapes."""
-    clock, budget = Clock(device), Budget(seconds, len(shapes))
+    budget = Budget(seconds, len(shapes))
     for m, n, k in shapes:
-        x, weight = (_random(device, name, *shape) for shape in ((m, k), (n, k)))
+        x, weight = (_random(clock.device, name, *shape) for shape in ((m, k), (n, k)))
         meet()
         yield Matmul(name, m, n, k, clock.during(_call(F.linear, x, weight), budget.share()))
 
@@ -73,11 +73,11 @@ def _call(function: Callable[..., object], *arguments: object) -> Callable[[], o
     return lambda: function(*arguments)
 
 
-def probe(device: torch.device, name: str) -> float:
+def probe(clock: Clock, name: str) -> float:
     """FLOP/s of one product of middle size."""
-    size = 4096 if device.type == "cuda" else 512
-    x, weight = (_random(device, name, size, size) for _ in range(2))
-    return 2 * size**3 / Clock(device).during(lambda: F.linear(x, weight), 0.02)
+    size = 4096 if clock.cuda else 512
+    x, weight = (_random(clock.device, name, size, size) for _ in range(2))
+    return 2 * size**3 / clock.during(lambda: F.linear(x, weight), 0.02)
 
 
 def attention_shapes(flops: float, cuda: bool) -> list[tuple[int, int, int, int, int]]:
@@ -91,16 +91,16 @@ def attention_shapes(flops: float, cuda: bool) -> list[tuple[int, int, int, int,
 
 
 def attentions(
-    device: torch.device,
+    clock: Clock,
     name: str,
     shapes: list[tuple[int, int, int, int, int]],
     seconds: float,
     meet: Meet,
 ) -> Iterator[Attention]:
     """Times of the model's own causal attention, forward and backward."""
-    clock, budget = Clock(device), Budget(seconds, len(shapes))
+    budget = Budget(seconds, len(shapes))
     for batch, heads, kv_heads, dim, length in shapes:
-        q, k, v = (_random(device, name, batch, length, n, dim) for n in (heads, kv_heads, kv_heads))
+        q, k, v = (_random(clock.device, name, batch, length, n, dim) for n in (heads, kv_heads, kv_heads))
         for x in (q, k, v):
             x.requires_grad_()
         meet()
@@ -116,35 +116,35 @@ def _backward(out: Tensor, inputs: tuple[Tensor, ...], grad: Tensor) -> Callable
     return lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True)
 
 
-def copy_rate(device: torch.device, seconds: float) -> float:
+def copy_rate(clock: Clock, seconds: float) -> float:
     """Bytes a second that a large copy reads and writes."""
-    a, b = (torch.ones(_elements(device), device=device) for _ in range(2))
-    return 2 * _bytes(a) / Clock(device).during(lambda: a.copy_(b), seconds)
+    a, b = (torch.ones(_elements(clock.device), device=clock.device) for _ in range(2))
+    return 2 * _bytes(a) / clock.during(lambda: a.copy_(b), seconds)
 
 
-def elementwise_rate(device: torch.device, seconds: float) -> float:
+def elementwise_rate(clock: Clock, seconds: float) -> float:
     """Bytes a second that a large sum of two tensors reads and writes."""
-    a, b, c = (torch.ones(_elements(device), device=device) for _ in range(3))
-    return 3 * _bytes(a) / Clock(device).during(lambda: torch.add(a, b, out=c), seconds)
+    a, b, c = (torch.ones(_elements(clock.device), device=clock.device) for _ in range(3))
+    return 3 * _bytes(a) / clock.during(lambda: torch.add(a, b, out=c), seconds)
 
 
-def optimiser_rate(device: torch.device, seconds: float) -> float:
+def optimiser_rate(clock: Clock, seconds: float) -> float:
     """Bytes a second of fused AdamW on fp32, which reads 16 of each parameter and writes 12."""
-    weight = torch.ones(_elements(device) // 4, device=device, requires_grad=True)
+    weight = torch.ones(_elements(clock.device) // 4, device=clock.device, requires_grad=True)
     weight.grad = torch.ones_like(weight)
     adam = torch.optim.AdamW([weight], lr=1e-3, fused=True)
-    return 7 * _bytes(weight) / Clock(device).during(adam.step, seconds)
+    return 7 * _bytes(weight) / clock.during(adam.step, seconds)
 
 
-def launch_time(device: torch.device) -> float:
+def launch_time(clock: Clock) -> float:
     """Seconds of an operator on one number, many in a row."""
-    count, one = 1000, torch.ones(1, device=device)
+    count, one = 1000, torch.ones(1, device=clock.device)
 
     def row() -> None:
         for _ in range(count):
             one.mul_(1.0)
 
-    return Clock(device).during(row, 0.05) / count
+    return clock.during(row, 0.05) / count
 
 
 def _elements(device: torch.device) -> int:

@@ -65,17 +65,14 @@ def placements(hosts: int, local: int, device: torch.device) -> tuple[Axis, list
     return world, found
 
 
-def collectives(
-    places: list[Placement], world: Axis, device: torch.device, seconds: float
-) -> Iterator[Collective]:
+def collectives(places: list[Placement], world: Axis, clock: Clock, seconds: float) -> Iterator[Collective]:
     """Times of every operation at every place and size, alike on all ranks; `seconds` for all of them."""
-    sizes = _SIZES_CUDA if device.type == "cuda" else _SIZES
-    clock = Clock(device)
+    sizes = _SIZES_CUDA if clock.cuda else _SIZES
     budget = Budget(seconds, len(places) * len(_OPERATIONS) * len(sizes))
     for place in places:
         for name, make in _OPERATIONS.items():
             for size in sizes:
-                call, whole, times = make(place.axis, size, device)
+                call, whole, times = make(place.axis, size, clock.device)
                 clock.once(call)  # the first is not counted
                 _agreed(0.0, world)
                 each, share = _agreed(clock.once(call), world), _agreed(budget.share(), world)
@@ -151,12 +148,12 @@ _OPERATIONS: dict[str, Callable[[Axis, int, torch.device], Made]] = {
 }
 
 
-def overlap(axis: Axis, device: torch.device, seconds: float) -> tuple[float, float]:
+def overlap(axis: Axis, clock: Clock, seconds: float) -> tuple[float, float]:
     """How many times as long products take beside an all-reduce of 16 MiB, and it beside them; at least 1.
 
     The all-reduce is started, and products are computed until it has ended.
     """
-    clock, rows = Clock(device), 8192 if device.type == "cuda" else 256
+    device, rows = clock.device, 8192 if clock.cuda else 256
     x, weight = (torch.ones(rows, rows, device=device) for _ in range(2))
     message = torch.zeros(2**22, device=device)
 

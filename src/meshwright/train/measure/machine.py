@@ -58,12 +58,14 @@ def device_of(device: torch.device, measured: Measured) -> Device:
     """The device: of the catalogue where its name is known, else with the best that was measured as peaks.
 
     `Rates` are those of the measurement: products and attention by the geometric mean of the larger half of
-    the shapes. On the CPU the whole host is the device, which as many ranks shared as `measured` says.
+    the shapes. On the CPU the whole host is the device, which as many ranks shared as `measured` says; what
+    one of them did at best, as many do at once as there are cores.
     """
     ranks = measured.ranks if device.type == "cpu" else 1
-    peak = {name: ranks * rate for name, rate in _best(measured.matmul).items()}
+    at_once = min(ranks, cores())
+    peak = {name: at_once * rate for name, rate in _best(measured.matmul).items()}
     source = f"meshwright profile, {measured.taken['date']}"
-    memory_rate = ranks * (measured.memory_bandwidth or 0.0)
+    memory_rate = at_once * (measured.memory_bandwidth or 0.0)
     if device.type == "cpu":
         found = Device(processor(), peak, _host_memory(), memory_rate, _cache(), cores(), source, kind="cpu")
     else:

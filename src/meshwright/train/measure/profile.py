@@ -18,12 +18,13 @@ from meshwright.parallel.mesh import Axis
 from meshwright.planner.hardware import Attention, Cluster, Collective, Kind, Level, Link, Matmul, Measured
 from meshwright.spec.errors import UserError
 from meshwright.train.measure import compute, links, machine
+from meshwright.train.measure.clock import Clock
 
 # Of all seconds: products, products alone, attention, collectives, overlap; the rest is quick.
 _PRODUCTS, _ALONE, _ATTENTION, _LINKS, _OVERLAP = 0.35, 0.15, 0.15, 0.25, 0.03
 _QUICK = 0.02
 PASSES = 2
-"""Over everything that has shapes: other work comes in bursts, and the better time counts."""
+"""Over everything that has shapes: other work comes in bursts."""
 
 Point = TypeVar("Point", Matmul, Attention, Collective)
 
@@ -32,7 +33,7 @@ Point = TypeVar("Point", Matmul, Attention, Collective)
 class _World:
     """This rank among all."""
 
-    device: torch.device
+    clock: Clock
     ranks: Ranks
     hosts: int
     local: int
@@ -54,13 +55,13 @@ def profile(device: torch.device, seconds: float) -> Cluster | None:
     matmul, attention, alone = _computed(world, seconds)
     rates = _rates(world, seconds)
     share = seconds * _LINKS / PASSES
-    passes = [list(links.collectives(world.places, world.axis, device, share)) for _ in range(PASSES)]
-    collectives = _merge(world, _combine(passes, min), max)
+    passes = [list(links.collectives(world.places, world.axis, world.clock, share)) for _ in range(PASSES)]
+    collectives = _merge(world, _combine(passes, _best(world)), max)
     measured = Measured(
         matmul, attention, collectives, alone, *rates, ranks=world.local, taken=machine.taken(device)
     )
     if world.places:
-        slower = links.overlap(world.places[-1].axis, device, seconds * _OVERLAP)
+        slower = links.overlap(world.places[-1].axis, world.clock, seconds * _OVERLAP)
         compute_by, collective_by = _mean(world, slower)
         measured = replace(measured, overlap_compute=compute_by, overlap_collective=collective_by)
     return _cluster(world, measured) if world.ranks.rank == 0 else None
@@ -77,17 +78,18 @@ def _world(device: torch.device) -> _World:
             f"start equally many on each, host by host, as torchrun does"
         )
     local = sizes.pop()
+    clock = Clock(device, crowded=device.type == "cpu" and local > machine.cores())
     axis, places = links.placements(len(set(hosts)), local, device)
-    return _World(device, ranks, len(set(hosts)), local, axis, places)
+    return _World(clock, ranks, len(set(hosts)), local, axis, places)
 
 
 def _computed(
     world: _World, seconds: float
 ) -> tuple[tuple[Matmul, ...], tuple[Attention, ...], tuple[Matmul, ...]]:
     """Products with all ranks at work, attention likewise, and products of one rank of each host."""
-    device, cuda, names = world.device, world.device.type == "cuda", compute.FORMATS
+    clock, cuda, names, best = world.clock, world.clock.cuda, compute.FORMATS, _best(world)
     with torch.no_grad():
-        rates = _mean(world, [compute.probe(device, name) for name in names])
+        rates = _mean(world, [compute.probe(clock, name) for name in names])
     share = seconds / len(names) / PASSES
     matmul: list[list[Matmul]] = []
     attention: list[list[Attention]] = []
@@ -98,16 +100,21 @@ def _computed(
         for name, rate in zip(names, rates, strict=True):
             shapes = compute.product_shapes(rate * share * _PRODUCTS, cuda)
             with torch.no_grad():
-                matmul[-1] += compute.products(device, name, shapes, share * _PRODUCTS, world.meet)
+                matmul[-1] += compute.products(clock, name, shapes, share * _PRODUCTS, world.meet)
                 if not cuda:  # a GPU does not wait for its neighbours
                     alone[-1] += _alone(world, name, shapes[::2], share * _ALONE)
             sizes = compute.attention_shapes(rate * share * _ATTENTION, cuda)
-            attention[-1] += compute.attentions(device, name, sizes, share * _ATTENTION, world.meet)
+            attention[-1] += compute.attentions(clock, name, sizes, share * _ATTENTION, world.meet)
     return (
-        _merge(world, _combine(matmul, min), fmean),
-        _merge(world, _combine(attention, min), fmean),
-        _merge(world, _combine(alone, min), fmean),
+        _merge(world, _combine(matmul, best), fmean),
+        _merge(world, _combine(attention, best), fmean),
+        _merge(world, _combine(alone, best), fmean),
     )
+
+
+def _best(world: _World) -> Callable[[Iterable[float]], float]:
+    """How passes are combined: by the better one, or where ranks wait for cores by their mean."""
+    return fmean if world.clock.crowded else min
 
 
 def _alone(world: _World, name: str, shapes: list[tuple[int, int, int]], seconds: float) -> Iterable[Matmul]:
@@ -116,7 +123,7 @@ def _alone(world: _World, name: str, shapes: list[tuple[int, int, int]], seconds
         return
     world.meet()
     if world.ranks.rank % world.local == 0:
-        yield from compute.products(world.device, name, shapes, seconds, lambda: None)
+        yield from compute.products(world.clock, name, shapes, seconds, lambda: None)
     world.meet()
 
 
@@ -125,9 +132,9 @@ def _rates(world: _World, seconds: float) -> tuple[float, float, float, float]:
     found = []
     for measure in (compute.elementwise_rate, compute.copy_rate, compute.optimiser_rate):
         world.meet()
-        found.append(measure(world.device, seconds * _QUICK))
+        found.append(measure(world.clock, seconds * _QUICK))
     world.meet()
-    elementwise, copy, optimiser, launch = _mean(world, [*found, compute.launch_time(world.device)])
+    elementwise, copy, optimiser, launch = _mean(world, [*found, compute.launch_time(world.clock)])
     return elementwise, copy, optimiser, launch
 
 
@@ -154,12 +161,12 @@ def _combine(rows: list[list[Point]], by: Callable[[Iterable[float]], float]) ->
 
 
 def _cluster(world: _World, measured: Measured) -> Cluster:
-    cuda, total = world.device.type == "cuda", world.hosts * world.local
+    cuda, total = world.clock.cuda, world.hosts * world.local
     levels = [Level("host", world.local, _link(measured, "host"), kind=_inside(world, measured))]
     if world.hosts > 1:
         kind: Kind = "infiniband" if cuda and machine.has_infiniband() else "ethernet"
         levels.append(Level("network", total, _link(measured, "network"), kind=kind))
-    device = machine.device_of(world.device, measured)
+    device = machine.device_of(world.clock.device, measured)
     return Cluster(
         machine.host_name(),
         device,
@@ -174,7 +181,7 @@ def _cluster(world: _World, measured: Measured) -> Cluster:
 
 def _inside(world: _World, measured: Measured) -> Kind:
     """What joins the devices of a host: on GPUs, what is faster than PCIe's 5th generation is NVLink."""
-    if world.device.type == "cpu":
+    if not world.clock.cuda:
         return "memory"
     return "nvlink" if _link(measured, "host").bandwidth > 64e9 else "pcie"
 
