@@ -68,16 +68,21 @@ def placements(hosts: int, local: int, device: torch.device) -> tuple[Axis, list
 def collectives(places: list[Placement], world: Axis, clock: Clock, seconds: float) -> Iterator[Collective]:
     """Times of every operation at every place and size, alike on all ranks; `seconds` for all of them."""
     sizes = _SIZES_CUDA if clock.cuda else _SIZES
-    budget = Budget(seconds, len(places) * len(_OPERATIONS) * len(sizes))
-    for place in places:
-        for name, make in _OPERATIONS.items():
-            for size in sizes:
-                call, whole, times = make(place.axis, size, clock.device)
-                clock.once(call)  # the first is not counted
-                _agreed(0.0, world)
-                each, share = _agreed(clock.once(call), world), _agreed(budget.share(), world)
-                repeats = how_many(share, each)
-                yield Collective(name, place.ranks, place.level, whole, clock.times(call, repeats) / times)
+    todo = [(place, name) for place in places for name in _OPERATIONS if _is_of_level(place, name, world)]
+    budget = Budget(seconds, len(todo) * len(sizes))
+    for place, name in todo:
+        for size in sizes:
+            call, whole, times = _OPERATIONS[name](place.axis, size, clock.device)
+            clock.once(call)  # the first is not counted
+            _agreed(0.0, world)
+            each, share = _agreed(clock.once(call), world), _agreed(budget.share(), world)
+            repeats = how_many(share, each)
+            yield Collective(name, place.ranks, place.level, whole, clock.times(call, repeats) / times)
+
+
+def _is_of_level(place: Placement, name: str, world: Axis) -> bool:
+    """Whether it crosses the level: neighbours among all ranks are of one host."""
+    return name != "send" or place.axis is not world
 
 
 def _agreed(seconds: float, world: Axis) -> float:
