@@ -17,6 +17,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.planner.hardware import Cluster, cluster
+from meshwright.planner.hardware_file import check_writable
+from meshwright.planner.hardware_file import write as write_hardware
 from meshwright.planner.pipeline import Durations, Machine
 from meshwright.planner.pipeline import step as pipeline_step
 from meshwright.spec import RunSpec, UserError, load
@@ -282,6 +285,44 @@ def validate(table: Path | None = None, *, rows: bool = False) -> Result:
     found = planner.validate(Path(table) if table else PUBLISHED)
     result = planner.report(found)
     return {**result, "each": planner.each_row(found)} if rows else result
+
+
+def profile(*, nproc: int | None = None, seconds: float = 120.0, out: Path | None = None) -> Cluster:
+    """Measure this machine with `nproc` processes (default: one for each GPU, or core) for some `seconds`.
+
+    The cluster has what was measured in `measured`; `out` is the hardware file that it is written to. Raises
+    `UserError`.
+    """
+    from meshwright.launch import run_ranks
+    from meshwright.launch.env import count_devices
+
+    check_writable(out)
+    ranks = count_devices() if nproc is None else nproc
+    if ranks == 1:
+        found = profile_worker(seconds=seconds, out=out)
+        assert found is not None  # this process is the first rank
+        return found
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        file = Path(folder) / "hardware.json"
+        argv = ["profile", "--seconds", str(seconds), "--out", str(file)]
+        run_ranks(argv, ranks, log_dir=Path(folder) / "logs").raise_for_failure()
+        found = cluster(str(file))
+    if out is not None:
+        write_hardware(found, out)
+    return found
+
+
+def profile_worker(*, seconds: float = 120.0, out: Path | None = None) -> Cluster | None:
+    """`profile` as one rank: the first returns the cluster and writes the file, others return None."""
+    from meshwright.launch.world import device_of
+    from meshwright.train.measure.profile import profile as profile_rank
+
+    check_writable(out)
+    with device_of() as device:
+        found = profile_rank(device, seconds)
+    if found is not None and out is not None:
+        write_hardware(found, out)
+    return found
 
 
 def generate(

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import NoReturn
 
 from meshwright import __version__
-from meshwright.cli import goodput, models, runs, simulate, specs, validate
+from meshwright.cli import goodput, hardware, models, runs, simulate, specs, validate
 from meshwright.cli import help as helps
 from meshwright.cli.verb import Verb, parse
 from meshwright.launch.child import leave
@@ -26,6 +26,7 @@ VERBS: tuple[Verb, ...] = (
     *simulate.VERBS,
     *goodput.VERBS,
     *validate.VERBS,
+    *hardware.VERBS,
     *models.VERBS,
     *specs.VERBS,
 )

@@ -116,6 +116,11 @@ def resolve(
     return from_tree(tree, fit_layout(tree, overrides, ranks), source, ranks)
 
 
+def nproc_of(given: str | int) -> int:
+    """A number of processes, or 'auto' for one a device of this machine. Raises `UserError`."""
+    return count_devices() if given == "auto" else _nproc(given)
+
+
 def _nproc(given: str | int) -> int:
     text = str(given)
     if not text.isdecimal() or int(text) < 1:

@@ -16,19 +16,24 @@ from meshwright.spec.rules import ranks_match
 
 
 @contextmanager
+def device_of() -> Iterator[torch.device]:
+    """This process's device, in the world that torchrun describes, or alone; its group lasts as long."""
+    place = worker()
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    limit_threads(place.local_world_size if place else 1)
+    with process_group(place, kind):
+        use_fast_fp32_matmul(torch.device(kind))
+        yield torch.device(kind, place.local_rank if place else 0) if kind == "cuda" else torch.device("cpu")
+
+
+@contextmanager
 def mesh_of(spec: RunSpec) -> Iterator[Mesh]:
     """The mesh of the layout over the world that torchrun describes, or over this process alone."""
     place = worker()
     ranks_match(spec, place.world_size if place else 1)
     # It warns that a tensor which two axes cut takes two gathers to put together: that is how it is cut.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    limit_threads(place.local_world_size if place else 1)
-    with process_group(place, kind):
-        use_fast_fp32_matmul(torch.device(kind))
-        device = (
-            torch.device(kind, place.local_rank if place else 0) if kind == "cuda" else torch.device("cpu")
-        )
+    with device_of() as device:
         mesh = build_mesh(spec.layout, device, spec.model.kv_heads, experts=spec.model.moe is not None)
         assert mesh is not None  # the layout has as many ranks as the world
         yield mesh

@@ -28,10 +28,17 @@ class Pending(Protocol):
         """Return when the result may be read (on CUDA: by what is enqueued after this)."""
         ...
 
+    def is_completed(self) -> bool:
+        """Whether it has ended, without waiting for it."""
+        ...
+
 
 class _Done:
     def wait(self) -> None:
         return None
+
+    def is_completed(self) -> bool:
+        return True
 
 
 DONE: Pending = _Done()
@@ -105,6 +112,9 @@ class _All:
     def wait(self) -> None:
         for work in self._works:
             work.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
 
 def start_shift(received: Tensor, sent: Tensor, axis: Axis) -> Pending:

@@ -163,7 +163,7 @@ class Collective(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """Times that `meshwright profile` took, by a host's clock or by CUDA's events; medians of repeats."""
+    """Times that `meshwright profile` took, by a host's clock or by CUDA's events."""
 
     matmul: tuple[Matmul, ...] = ()
     """While all `ranks` of a host compute, as in training."""

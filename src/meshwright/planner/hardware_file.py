@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,16 @@ def read(path: Path) -> Cluster:
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as JSON ({error})") from None
     return from_json(tree, str(path))
+
+
+def check_writable(path: Path | None) -> None:
+    """Refuse a name that no file can be written under, before anything is measured. Raises `UserError`."""
+    if path is None:
+        return
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        why = "is a folder" if path.is_dir() else f"cannot be written in the folder {folder.absolute()}"
+        raise UserError(f"--out: {path} {why}; give the name of a file in a folder that is there")
 
 
 def write(cluster: Cluster, path: Path) -> None:

@@ -81,7 +81,7 @@ def predict(case: Case) -> Prediction:
     fitting = [each for each in alike if each[1].device <= capacity]
     timed = (
         Prediction(case, spec, _seconds(spec, on, case.block_only), needed)
-        for spec, needed in fitting or [min(alike, key=lambda each: each[1].device)]
+        for spec, needed in fitting or alike
     )
     return min(timed, key=lambda each: each.seconds)
 

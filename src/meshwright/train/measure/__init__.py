@@ -1,0 +1,1 @@
+"""What the present machine attains, measured: products, attention, memory, collectives."""

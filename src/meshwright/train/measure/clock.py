@@ -1,0 +1,82 @@
+"""Times of calls, by the host's clock, or by CUDA's events where work is queued.
+
+Of repeats the lower quartile counts, as other work on a machine only ever adds to a time. Where more ranks
+than cores share a host, their waiting for each other is what training has too, and the mean counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from statistics import fmean
+
+import torch
+
+LEAST, MOST = 3, 1000
+"""Repeats of a call."""
+
+
+class Clock:
+    """Times what runs on `device`, of which there are fewer than ranks where it is `crowded`."""
+
+    def __init__(self, device: torch.device, crowded: bool = False) -> None:
+        self.device, self.cuda, self.crowded = device, device.type == "cuda", crowded
+
+    def typical(self, times: list[float]) -> float:
+        """What a list of times comes to."""
+        return fmean(times) if self.crowded else sorted(times)[(len(times) - 1) // 4]
+
+    def settle(self) -> None:
+        """Wait for what this thread has queued; what a collective has queued beside it goes on."""
+        if self.cuda:
+            torch.cuda.current_stream().synchronize()
+
+    def once(self, call: Callable[[], object]) -> float:
+        """Seconds of one call, until what it queued is done."""
+        self.settle()
+        start = time.perf_counter()
+        call()
+        self.settle()
+        return time.perf_counter() - start
+
+    def during(self, call: Callable[[], object], seconds: float) -> float:
+        """The time of a call, by calls for `seconds`, but at least one; the first is not counted."""
+        self.once(call)
+        if self.cuda:
+            return self.times(call, how_many(seconds, self.once(call)))
+        found: list[float] = []
+        end = time.perf_counter() + seconds
+        while not found or (time.perf_counter() < end and len(found) < MOST):
+            found.append(self.once(call))
+        return self.typical(found)
+
+    def times(self, call: Callable[[], object], repeats: int) -> float:
+        """The time of a call, by so many of them: what takes several ranks is called by each as often."""
+        if not self.cuda:
+            return self.typical([self.once(call) for _ in range(repeats)])
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            call()
+            mark.record()
+        self.settle()
+        spans = [before.elapsed_time(after) for before, after in pairwise(marks)]
+        return self.typical(spans) / 1e3
+
+
+class Budget:
+    """Seconds for a number of things to measure; what one leaves over or overdraws, the others share."""
+
+    def __init__(self, seconds: float, things: int) -> None:
+        self._end, self._left = time.perf_counter() + seconds, things
+
+    def share(self) -> float:
+        """Seconds for the next thing, at least 0."""
+        self._left -= 1
+        return max(0.0, self._end - time.perf_counter()) / (self._left + 1)
+
+
+def how_many(seconds: float, each: float) -> int:
+    """Calls of `each` seconds that fill `seconds`, within bounds."""
+    return max(LEAST, min(MOST, int(seconds / max(each, 1e-9))))

@@ -1,0 +1,176 @@
+"""The catalogue is sane, clusters nest and grow, hardware files come back as they were or are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright.planner.catalogue import ALIASES, CUDA_NAMES
+from meshwright.planner.hardware import (
+    FORMATS,
+    Attention,
+    Cluster,
+    Collective,
+    Level,
+    Link,
+    Matmul,
+    Measured,
+    catalogue,
+    cluster,
+    from_json,
+    to_json,
+    with_network,
+)
+from meshwright.planner.hardware_file import write
+from meshwright.spec.errors import UserError
+
+KNOWN = catalogue()
+every_cluster = pytest.mark.parametrize("known", KNOWN.values(), ids=KNOWN)
+
+
+@every_cluster
+def test_peaks_are_dense_and_in_proportion(known: Cluster) -> None:
+    peak = known.device.peak
+    assert set(peak) <= set(FORMATS) and "bf16" in peak
+    if "fp8" in peak:
+        assert peak["fp8"] == pytest.approx(2 * peak["bf16"], rel=0.002)
+    if "fp4" in peak:
+        assert peak["fp4"] >= 2 * peak["fp8"]
+    if "tf32" in peak:
+        assert peak["fp32"] <= peak["tf32"] == pytest.approx(peak["bf16"] / 2, rel=0.002)
+    # More FLOPs than bytes, and memory that is read in some seconds at most.
+    assert max(peak.values()) / known.device.bandwidth > 1
+    assert 0.005 < known.device.memory / known.device.bandwidth < 1
+
+
+@every_cluster
+def test_every_cluster_names_its_source_and_its_levels_get_slower(known: Cluster) -> None:
+    assert len(known.device.source) > 20 and known.device.source.split(",")[0] in known.source
+    big = known.resized(4096)
+    assert big.levels[-1].devices == big.count == 4096
+    for inner, outer in zip(big.levels, big.levels[1:], strict=False):
+        assert inner.devices < outer.devices
+        assert outer.link.bandwidth <= inner.link.bandwidth
+        assert outer.link.latency > inner.link.latency
+
+
+@every_cluster
+def test_a_cluster_shrinks_and_grows_back(known: Cluster) -> None:
+    for count in (1, 3, 8, 12, 1000):
+        there = known.resized(count)
+        assert there.count == count and sum(level.devices >= count for level in there.levels) == 1
+        assert there.resized(known.count) == known
+
+
+@every_cluster
+def test_json_brings_a_cluster_back(known: Cluster, tmp_path: Path) -> None:
+    assert from_json(json.loads(json.dumps(to_json(known)))) == known
+    write(known, tmp_path / "it.json")
+    assert cluster(str(tmp_path / "it.json")) == known
+
+
+def test_names_of_devices_lead_to_the_catalogue() -> None:
+    assert {*ALIASES.values(), *CUDA_NAMES.values()} <= set(KNOWN)
+    assert cluster("DGX-H100", 64) == KNOWN["h100-sxm"].resized(64)
+    assert cluster("cpu", 3).sharing == 3 and cluster("h100", 64).sharing == 1
+
+
+def test_level_of_is_the_innermost_that_holds_all() -> None:
+    found = cluster("h100-sxm", 1024)
+    assert [found.level_of(ranks).name for ranks in ((5,), (0, 7), (7, 8), (0, 255), (255, 256))] == [
+        "node",
+        "node",
+        "leaf",
+        "leaf",
+        "spine",
+    ]
+    with pytest.raises(ValueError, match="within 1024"):
+        found.level_of([0, 1024])
+
+
+def test_a_network_is_changed() -> None:
+    found = with_network(
+        cluster("h100-sxm"), nodes=64, nics=4, nic_bandwidth=25e9, oversubscription=2, price=2
+    )
+    assert found.count == 512 and found.price == 2
+    assert [level.link.bandwidth for level in found.levels] == [450e9, 12.5e9, 12.5e9]
+    assert [level.loaded for level in found.levels] == [450e9, 12.5e9, 6.25e9]
+    four = with_network(cluster("h100-sxm"), per_node=4, nodes=64)  # the same NICs for half as many
+    assert four.level_of((0, 4)).link.bandwidth == 100e9 and four.levels[0].devices == 4
+
+
+MEASURED = Measured(
+    matmul=(Matmul("bf16", 8, 8, 8, 1e-6),),
+    attention=(Attention("bf16", 1, 8, 2, 64, 128, 1e-4, 3e-4),),
+    collectives=(Collective("all_reduce", 2, "host", 1024, 1e-4),),
+    overlap_compute=1.5,
+    taken={"date": "2026-11-22"},
+)
+HOST = Level("host", 2, Link(1e-5, 1e9), kind="memory")
+
+
+def tree() -> dict:  # type: ignore[type-arg]
+    device = KNOWN["cpu"].device
+    return to_json(Cluster("mine", device, 2, (HOST,), None, "here", MEASURED))
+
+
+def test_a_measured_file_comes_back(tmp_path: Path) -> None:
+    mine = from_json(tree())
+    assert mine.measured == MEASURED
+    write(mine, tmp_path / "mine.json")
+    assert cluster(str(tmp_path / "mine.json")) == mine
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (["cuont"], 3, ["cuont: unknown key", "'count'"]),
+        (["device", "peak", "fp7"], 1, ["fp7", "fp8"]),
+        (["device", "memory"], "80G", ["device.memory", '"80G"', "whole number"]),
+        (["device", "memory"], 0, ["device.memory", "above 0"]),
+        (["count"], 3, ["levels", "3 devices"]),
+        (["levels"], [], ["levels"]),
+        (["levels"], 7, ["levels", "a list"]),
+        (["price"], -1, ["price", "-1"]),
+        (["price"], float("nan"), ["price", "nan"]),
+        (["levels", 0, "kind"], "nvlnk", ["levels[0].kind", "nvlink"]),
+        (["levels", 0, "link", "bandwidth"], 0, ["bandwidth", "above 0"]),
+        (["levels", 0, "oversubscription"], 0.5, ["'host'", "oversubscription", "0.5"]),
+        (["measured", "matmul"], [["bf16", 8, 8, 8]], ["measured.matmul[0]", "format, m, n, k, seconds"]),
+        (["measured", "matmul"], [["bf16", 8, 8, 8, 0]], ["measured.matmul[0]", "above 0"]),
+        (["measured", "taken"], 3, ["measured.taken", "a table"]),
+    ],
+)
+def test_a_broken_file_gets_a_sentence(path: list, value: object, said: list[str], tmp_path: Path) -> None:  # type: ignore[type-arg]
+    file, whole = tmp_path / "hw.json", json.loads(json.dumps(tree()))
+    node = whole
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+    file.write_text(json.dumps(whole))
+    with pytest.raises(UserError) as caught:
+        cluster(str(file))
+    assert str(caught.value).startswith(f"{file}: ") and "\n" not in str(caught.value)
+    assert all(word in str(caught.value) for word in said), caught.value
+
+
+def test_what_is_no_cluster_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "half.json").write_text('{"name": ')
+    (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "less.json").write_text(json.dumps({"name": "x"}))
+    for name, said in (
+        ("h100-smx", "did you mean 'h100-sxm'"),
+        ("nothing-like-it", "the names are a100-40-sxm"),
+        (str(tmp_path / "lost.json"), "there is no hardware file"),
+        (str(tmp_path / "half.json"), "cannot be read as JSON"),
+        (str(tmp_path / "list.json"), "a table"),
+        (str(tmp_path / "less.json"), "device: is missing"),
+    ):
+        with pytest.raises(UserError, match=said):
+            cluster(name)
+    with pytest.raises(UserError, match="count: 0"):
+        cluster("h100", 0)
+    with pytest.raises(UserError, match="cpu: has no nodes"):
+        with_network(cluster("cpu"), nics=2)

@@ -1,0 +1,84 @@
+"""A quick profile of this machine on two real processes: what it measures is whole, and can be so."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from meshwright import api
+from meshwright.planner.hardware import Cluster, cluster
+from meshwright.planner.measured import attention_seconds, collective_seconds, matmul_seconds
+from meshwright.spec import UserError
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    file = tmp_path_factory.mktemp("profile") / "hardware.json"
+    found = api.profile(nproc=2, seconds=1, out=file)
+    assert cluster(str(file)) == found
+    return found
+
+
+def test_two_ranks_of_a_host_are_a_cluster(profiled: Cluster) -> None:
+    assert profiled.count == profiled.sharing == 2 and [each.name for each in profiled.levels] == ["host"]
+    assert profiled.levels[0].kind == "memory"
+    device, measured = profiled.device, profiled.measured
+    assert device.kind == "cpu" and device.peak.keys() == {"fp32", "bf16"}
+    assert all(1e9 < rate < 1e15 for rate in device.peak.values())
+    assert 1e8 < device.bandwidth < 1e13 and device.memory > 2**28
+    assert measured is not None and measured.ranks == 2
+    assert measured.taken.keys() >= {"date", "torch", "processor", "cores"}
+    assert 0 < device.rates.matmul <= 1 and 0 < device.rates.attention <= 1
+    assert measured.launch is not None and 1e-8 < measured.launch < 1e-2
+    assert measured.overlap_compute is not None and measured.overlap_compute >= 1
+
+
+def test_every_kind_of_thing_is_measured(profiled: Cluster) -> None:
+    measured = profiled.measured
+    assert measured is not None
+    for points in (measured.matmul, measured.matmul_alone, measured.attention):
+        assert {point.format for point in points} == {"fp32", "bf16"}
+    assert {(p.operation, p.ranks, p.level) for p in measured.collectives} == {
+        (name, 2, "host")
+        for name in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift", "send")
+    }
+    # No product is faster than the peak, which both ranks share.
+    for point in measured.matmul:
+        assert 2 * prod(point[1:4]) / point.seconds <= profiled.device.peak[point.format] / 2 * 1.0001
+
+
+def test_more_work_takes_longer(profiled: Cluster) -> None:
+    measured = profiled.measured
+    assert measured is not None
+    for name in ("fp32", "bf16"):
+        ranked = sorted((p for p in measured.matmul if p.format == name), key=lambda p: prod(p[1:4]))
+        least, most = ranked[0], ranked[-1]
+        assert prod(most[1:4]) > 50 * prod(least[1:4]) and most.seconds > least.seconds
+    sends = sorted((p.bytes, p.seconds) for p in measured.collectives if p.operation == "all_gather")
+    assert sends[-1][0] > 1000 * sends[0][0] and sends[-1][1] > 2 * sends[0][1]
+
+
+def test_the_planner_reads_the_tables(profiled: Cluster) -> None:
+    measured = profiled.measured
+    assert measured is not None
+    small, large = (matmul_seconds(measured, "fp32", m, 256, 256) for m in (64, 65536))
+    assert small is not None and large is not None and 0 < small < large
+    short, long = (attention_seconds(measured, "bf16", 1, 8, 8, 64, t) for t in (128, 8192))
+    assert short is not None and long is not None and 0 < short[0] < long[0] and short[1] < long[1]
+    assert (collective_seconds(measured, "all_reduce", 2, "host", 2**26) or 0) > 1e-4
+
+
+def test_one_process_alone_is_profiled_too() -> None:
+    found = api.profile(nproc=1, seconds=1)
+    assert found.count == 1 and found.measured is not None
+    assert found.measured.matmul and not found.measured.collectives and not found.measured.matmul_alone
+    assert found.level_of([0]).link.bandwidth > 1e6
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--out: .*no/hw\.json cannot be written"):
+        api.profile(nproc=2, out=tmp_path / "no" / "hw.json")
+    with pytest.raises(UserError, match="is a folder"):
+        api.profile(nproc=2, out=tmp_path)
