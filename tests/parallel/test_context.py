@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -71,6 +72,7 @@ class Case:
         return (torch.rand(shape, generator=make) < chance).cumsum(1)
 
 
+@cache  # the modes and sizes have their cases in common
 def one_device(case: Case, compute: torch.dtype) -> list[Tensor]:
     """out and the gradients of q, k, v, of the whole sequence, for inputs rounded to the case's format."""
     *inputs, grad = (x.to(compute) for x in case.tensors())

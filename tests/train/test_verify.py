@@ -17,6 +17,7 @@ from meshwright.train.narrow import MOST_WORK, narrowed
 from ranks import Ranks
 from small import spec_of
 
+STEPS = 2  # the second takes up the first's moments
 BASE = {
     "model.vocab_size": 61,  # prime: no axis divides it
     "data.seq_len": 16,
@@ -31,8 +32,8 @@ def body(mesh: Mesh, spec: RunSpec, steps: int) -> dict[str, object] | None:
 
 
 def worst(ranks: Ranks, spec: RunSpec) -> float:
-    found = ranks.run(spec.layout, body, spec, 3)[0]
-    assert found["compared"] == 3 * (2 + 2 * len(list(found_names(spec))))
+    found = ranks.run(spec.layout, body, spec, STEPS)[0]
+    assert found["compared"] == STEPS * (2 + 2 * len(list(found_names(spec))))
     assert found["equal"] == (found["worst_relative"] <= subject.TOLERANCE)
     return float(found["worst_relative"])
 
@@ -54,13 +55,17 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+RECOMPUTE = ["none", "full", "selective"]
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items()))
 def test_every_layout_equals_one_device(ranks: Ranks, layout: dict[str, int], recompute: str) -> None:
+    """Over 8 / ranks / micro_batch microbatches, of one size and of two with each layout and each policy."""
     flags = {f"layout__{key}": value for key, value in layout.items()}
-    for micro_batch in (1, 2):  # accumulation over 8 / ranks / micro_batch microbatches
-        spec = spec_of(BASE, **flags, layout__micro_batch=micro_batch, recompute__policy=recompute)
-        assert worst(ranks, spec) <= 1e-10
+    micro_batch = 1 + (LAYOUTS.index(layout) + RECOMPUTE.index(recompute)) % 2
+    spec = spec_of(BASE, **flags, layout__micro_batch=micro_batch, recompute__policy=recompute)
+    assert worst(ranks, spec) <= 1e-10
 
 
 GPT2 = {
