@@ -26,6 +26,7 @@ from math import ceil
 
 from meshwright.planner.expert_activations import routed_backward, routed_everything, routed_saved
 from meshwright.planner.place import widths
+from meshwright.schedule import schedule_of
 from meshwright.spec import MoeSpec, RunSpec
 from meshwright.spec.parts import SelectiveRecompute
 from meshwright.spec.stages import Stage
@@ -84,6 +85,7 @@ class Sizes:
         self.values, self.out = self.keys * v_dim // model.head_dim, self.queries * v_dim // model.head_dim
         self.gates = 2 if model.activation == "swiglu" else 1
         self.rows = ceil(model.vocab_size / layout.tp)
+        self.splits_backward = schedule_of(layout, spec.microbatches).splits_backward
 
     def inner(self, layer: int) -> int:
         """Inside the feed-forward layer that all tokens take, which may be shared experts or none."""
@@ -156,7 +158,7 @@ def _block(s: Sizes, layer: int) -> int:
     messages = layout.tp * layout.cp > 1
     if "matmul" in recompute.save:
         # One rank's operators are saved whether they are read or not.
-        outputs = 2 if layout.tp == 1 and s.channels(layer) else 1
+        outputs = 2 if layout.tp == 1 and s.channels(layer) and not s.splits_backward else 1
         found += b * (_attention_maps(s) + outputs * s.stream + s.gates * s.inner(layer))
     if "attention" in recompute.save:
         found += b * s.out

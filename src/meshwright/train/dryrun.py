@@ -7,8 +7,9 @@ deals to all its experts alike, since what data would decide is not known.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.data.loader import Batch
@@ -181,7 +182,7 @@ class _CountedUnit(Unit):
         if packed is not None:
             self._memory.mark(packed, GRADIENTS if self._waits else BUFFERS, self.name)
         elif before is not None:  # it is taken for the wire
-            self._memory.becomes(before, BUFFERS)
+            self._memory.becomes(before.untyped_storage(), BUFFERS)
 
     @property
     def gradient(self) -> Tensor | None:
@@ -191,7 +192,7 @@ class _CountedUnit(Unit):
     def gradient(self, gradient: Tensor | None) -> None:
         self._buffers["gradient"] = gradient
         if gradient is not None:
-            self._memory.becomes(gradient, GRADIENTS, self.name)
+            self._memory.becomes(gradient.untyped_storage(), GRADIENTS, self.name)
 
 
 def _unit_of(slots: list[Slot]) -> str:
@@ -207,10 +208,14 @@ class _Watch(Watch):
     def __init__(self, memory: FakeMemory) -> None:
         self._memory = memory
         self._start: int | None = None
+        self._given: Callable[[], UntypedStorage | None] = _nothing
 
     def before(self, action: Action) -> None:
         if self._start is None:
             self._memory.settle(0, BATCH)
+        if (given := self._given()) is not None:  # a backward may wait for what came, too
+            self._memory.becomes(given, ACTIVATIONS)
+            self._given = _nothing
         self._start = self._memory.now
 
     def after(self, action: Action, given: Tensor | None, result: Tensor | None) -> None:
@@ -218,10 +223,14 @@ class _Watch(Watch):
         assert self._start is not None
         if result is not None:
             memory.mark(result, MESSAGES)
-        if action.kind is Kind.F and given is not None:
-            memory.becomes(given, ACTIVATIONS)
+        if given is not None and action.kind in (Kind.F, Kind.I):
+            self._given = weakref.ref(given.untyped_storage())
         if action.kind in (Kind.F, Kind.I):
             memory.settle(self._start, ACTIVATIONS)
+
+
+def _nothing() -> None:
+    return None
 
 
 def _tell(memory: FakeMemory, trainer: Trainer) -> None:

@@ -20,7 +20,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -165,10 +165,9 @@ class FakeMemory(TorchDispatchMode):
 
     def resized(self, tensor: Tensor) -> None:
         """The storage of `tensor` has another size than before."""
-        self._again(tensor)
+        self._again(tensor.untyped_storage())
 
-    def _again(self, tensor: Tensor, kind: str | None = None, module: str | None = None) -> None:
-        storage = tensor.untyped_storage()
+    def _again(self, storage: UntypedStorage, kind: str | None = None, module: str | None = None) -> None:
         before = self._held.pop(storage._cdata)
         self.now += 1
         self._remove(before)
@@ -179,9 +178,9 @@ class FakeMemory(TorchDispatchMode):
             before.module if module is None else module,
         )
 
-    def becomes(self, tensor: Tensor, kind: str, module: str | None = None) -> None:
-        """From now on the storage of `tensor` is for something else than before."""
-        self._again(tensor, kind, module)
+    def becomes(self, storage: UntypedStorage, kind: str, module: str | None = None) -> None:
+        """From now on a storage is for something else than before."""
+        self._again(storage, kind, module)
 
     def mark(
         self, tensor: Tensor, kind: str, module: str | None = None, only: str | None = None
