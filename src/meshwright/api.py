@@ -225,6 +225,27 @@ def simulate(
     }
 
 
+def dryrun(
+    spec: RunSpec,
+    *,
+    world: int | None = None,
+    rank: int = 0,
+    all_stages: bool = False,
+    device: str = "cpu",
+) -> Result:
+    """Run one step of one rank of the layout's world on fake tensors; no rank is started, nothing allocated.
+
+    `world` is checked against the layout. `all_stages` runs a rank of each place in the pipeline, with the
+    place of `rank` otherwise. `device` is what the step would run on: 'cpu', or 'cuda' where there is one.
+    Returns `world_size`, `layout`, `microbatches`, `assumed` (sentences) and `ranks`: of each `rank`, its
+    `pipeline_rank` and `units`, and in bytes `peak`, `components` and `modules` at the peak, `most` of each
+    component at any time, `states`, and `wire` (rows of axis, operation, bytes, calls). Raises `UserError`.
+    """
+    from meshwright.train.rehearsals import rehearsals
+
+    return rehearsals(spec, world=world, rank=rank, all_stages=all_stages, device=device)
+
+
 def generate(
     run: Path,
     prompt: str,

@@ -11,8 +11,8 @@ from types import FrameType
 from typing import NoReturn
 
 from meshwright import __version__
+from meshwright.cli import dryrun, models, runs, simulate, specs
 from meshwright.cli import help as helps
-from meshwright.cli import models, runs, simulate, specs
 from meshwright.cli.verb import Verb, parse
 from meshwright.launch.child import leave
 from meshwright.launch.env import LAUNCHER
@@ -21,7 +21,7 @@ from meshwright.spec import UserError
 from meshwright.spec.errors import Stopped, did_you_mean
 from meshwright.spec.load import one_line
 
-VERBS: tuple[Verb, ...] = (*runs.VERBS, *simulate.VERBS, *models.VERBS, *specs.VERBS)
+VERBS: tuple[Verb, ...] = (*runs.VERBS, *simulate.VERBS, *dryrun.VERBS, *models.VERBS, *specs.VERBS)
 _HELP = ("-h", "--help")
 
 

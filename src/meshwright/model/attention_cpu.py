@@ -12,7 +12,7 @@ G = H / K queries per key head, d channels, v those of the values, Q a block of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -91,7 +91,7 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 blocked_attention.register_autograd(_differentiate, setup_context=_keep)
 
-BODIES = {
+BODIES: dict[Any, Callable[..., Any]] = {
     torch.ops.meshwright.blocked_attention.default: attend_in_blocks,
     torch.ops.meshwright.blocked_attention_backward.default: _differentiate_in_blocks,
 }

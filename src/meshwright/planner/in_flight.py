@@ -2,12 +2,12 @@
 
 A microbatch's count from the end of its forward in a stage to the end of its backward there. Where a schedule
 splits the backward, the first half frees them and leaves what the gradients of the weights need: for each
-linear map its input and the gradient of its output (Qi et al. 2023). For N tokens of D channels, s tokens of them
-where sequences are sharded, Q, K and V channels of queries, keys and values, A of what attention gives, F of the
-feed-forward layer on this rank:
+linear map its input and the gradient of its output (Qi et al. 2023). For N tokens of D channels, of which the
+rank has n between the layers (N/tp where sequences are sharded), Q, K and V channels of queries, keys and
+values, A of what attention gives, F of the feed-forward layer on this rank:
 
-    attention       s D + N (Q + K + V) + N (A + D)
-    feed-forward    s D + 2 N F + N (F + D)             N F where the layer is not gated
+    attention       n D + N (Q + K + V) + N (A + D)
+    feed-forward    n D + 2 N F + N (F + D)             N F for 2 N F where the layer is not gated
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Bytes of parameters, gradients and optimiser states that one rank holds, as the program holds them: exactly.
+"""Bytes of parameters, gradients and optimiser states that one rank holds, exactly as the program holds them.
 
-A unit (the embedding, a block without its routed experts, these, the head) has its parameters in one buffer, of
-which each of n ranks stores a part; rows that n does not divide are padded. Its P numbers (padding included)
-take, with b bytes to compute in, r on the wire and m of masters (Rajbhandari et al. 2020, §3, for whole ones):
+A unit (the embedding, a block but for routed experts, these, the head) has its parameters in one buffer, of
+which each of n ranks stores a part; rows that n does not divide are padded. Its P numbers, padding included,
+take, with b bytes to compute in, r on the wire and m of masters (cf. Rajbhandari et al. 2020, §3):
 
                     compute copy    stored      gradients               Adam's moments
     n = 1           P b, or none    P m         P r, and P m or none    2 P m

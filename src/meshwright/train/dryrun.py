@@ -1,8 +1,8 @@
 """The real training step of one rank of a world of any size, without the world and without memory.
 
-The step is the program's own: `parallelise`, the pipeline's list, the optimiser. Three things are other ones: the
-device is faked (`fake_memory.py`), the process groups send nothing, and tokens are even, zeros that a router
-deals to all its experts alike, since what data would decide is not known.
+The step is the program's own: `parallelise`, the pipeline's list, the optimiser. Three things are others: the
+device is faked (`fake_memory.py`), the process groups send nothing, and a router deals its tokens to all its
+experts alike, since what data would decide is not known.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Tensors without memory on one device, and a count of the bytes that they would take.
 
-On the device that is faked every tensor is one of torch's FakeTensors: it has a shape, a format and a storage of
-so many bytes, and no values. Tensors of the host stay real, so what is planned there is planned as ever: the
-program tells the two apart everywhere, since a GPU would ask it to. To fake the CPU itself its device has an
-index, `cpu:0`, which the host's tensors have not.
+On the device that is faked every tensor is one of torch's FakeTensors: it has a shape, a format and a storage
+of so many bytes, and no values. Tensors of the host stay real, so what is planned there is planned as ever:
+the program tells the two apart everywhere, since a GPU would ask it to. To fake the CPU itself its device has
+an index, `cpu:0`, which the host's tensors have not.
 
 A storage counts from the operator that makes it until nothing holds it, wherever that is: autograd's graph, a
 message under way, a view. What is inside an operator is not seen, but for those whose bodies are given.
@@ -182,9 +182,7 @@ class FakeMemory(TorchDispatchMode):
         """From now on a storage is for something else than before."""
         self._again(storage, kind, module)
 
-    def mark(
-        self, tensor: Tensor, kind: str, module: str | None = None, only: str | None = None
-    ) -> None:
+    def mark(self, tensor: Tensor, kind: str, module: str | None = None, only: str | None = None) -> None:
         """Say what the storage of `tensor` is for, whatever was said before, or where that was `only`."""
         held = self._held.get(tensor.untyped_storage()._cdata)
         if held is None or held.kind == kind or (only is not None and held.kind != only):
@@ -220,4 +218,3 @@ class FakeMemory(TorchDispatchMode):
         self.peak, self._peak_at = self.total, self.now
         self._gone.clear()
         self.most = Counter(self.kinds)
-
