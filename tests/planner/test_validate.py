@@ -1,4 +1,4 @@
-"""Predictions beside published measurements: the errors that the documentation claims, and how rows are read."""
+"""Predictions beside published measurements: the errors that are claimed, and how rows are read."""
 
 from __future__ import annotations
 

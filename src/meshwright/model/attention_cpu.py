@@ -12,7 +12,7 @@ G = H / K queries per key head, d channels, v those of the values, Q a block of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,8 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 from meshwright.spec.tiles import query_rows
 
 
-@torch.library.custom_op("meshwright::blocked_attention", mutates_args=())
-def blocked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """softmax(q k^T / sqrt(d) + bias) v for q (B, T, H, d), k (B, S, K, d), v (B, S, K, v), out (B, T, H, v).
 
     The queries are the last T of the S positions, and see keys up to their own. `bias` (1 or B, 1, T, S), in
@@ -39,13 +38,17 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> T
     return out
 
 
+blocked_attention = torch.library.custom_op(
+    "meshwright::blocked_attention", attend_in_blocks, mutates_args=()
+)
+
+
 @blocked_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     return _empty_output(q, v)
 
 
-@torch.library.custom_op("meshwright::blocked_attention_backward", mutates_args=())
-def _backward(
+def _differentiate_in_blocks(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     queries, keys, values = _by_query_head(q, k), _by_key_head(k), _by_key_head(v)
@@ -68,6 +71,11 @@ def _backward(
     return grad_q, _from_key_head(grad_k.mul_(scale), k), _from_key_head(grad_v, v)
 
 
+_backward = torch.library.custom_op(
+    "meshwright::blocked_attention_backward", _differentiate_in_blocks, mutates_args=()
+)
+
+
 @_backward.register_fake
 def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))  # type: ignore[return-value]
@@ -82,6 +90,12 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 blocked_attention.register_autograd(_differentiate, setup_context=_keep)
+
+BODIES: dict[Any, Callable[..., Any]] = {
+    torch.ops.meshwright.blocked_attention.default: attend_in_blocks,
+    torch.ops.meshwright.blocked_attention_backward.default: _differentiate_in_blocks,
+}
+"""Of each operator what it computes: for whom it is no whole, such as a count of its temporaries."""
 
 
 @register_flop_formula(torch.ops.meshwright.blocked_attention)

@@ -81,7 +81,8 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, opened, raised, gate, up, down = ctx.saved_tensors
+        # Without the graph behind them, which would wait where gradients are put off.
+        x, weight, opened, raised, gate, up, down = (kept.detach() for kept in ctx.saved_tensors)
         sizes, scale = ctx.sizes, weight.to(x.dtype).unsqueeze(1)
         of_inner = times_transposed(grad, down, sizes)
         silu = F.silu(opened)

@@ -39,7 +39,7 @@ class Trip:
 
     def _settle(self, order: Tensor, position_Nk: Tensor) -> None:
         """Lay out the rows, given the copies in the order of experts and the position of each in that."""
-        counts = self.counts.tolist()
+        (counts,) = self._read(self.counts.view(1, -1))
         copies = sum(counts)
         place, self.sizes = row_places(self.counts.view(1, -1), [counts])
         rows = sum(self.sizes)
@@ -50,6 +50,11 @@ class Trip:
         if copies < len(order):
             position_Nk = position_Nk.clamp(max=max(copies - 1, 0))
         self.home = place[position_Nk] if copies else torch.zeros_like(position_Nk)
+
+    def _read(self, counts_SE: Tensor) -> list[list[int]]:
+        """Counts of copies for each expert, from or to S places, on the host; it waits for the device."""
+        found: list[list[int]] = counts_SE.tolist()
+        return found
 
     # What moves -------------------------------------------------------------------------------------
 

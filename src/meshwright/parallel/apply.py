@@ -14,7 +14,7 @@ from meshwright.model.init import fill_, init_value
 from meshwright.model.moe import Moe
 from meshwright.parallel.balance import Balance
 from meshwright.parallel.context import split_sequences
-from meshwright.parallel.data import DataParallel, UnitModules
+from meshwright.parallel.data import DataParallel, MakeUnit, UnitModules
 from meshwright.parallel.expert import split_experts
 from meshwright.parallel.later import Later
 from meshwright.parallel.mesh import Mesh
@@ -22,12 +22,15 @@ from meshwright.parallel.pipeline import Pipeline
 from meshwright.parallel.precision import formats
 from meshwright.parallel.recompute import Kept, apply_recompute
 from meshwright.parallel.tensor import split_tensors
+from meshwright.parallel.unit import Unit
 from meshwright.schedule import schedule_of
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.stages import Stage, stages
 
 
-def parallelise(spec: RunSpec, mesh: Mesh) -> tuple[Decoder, DataParallel, Balance, Pipeline]:
+def parallelise(
+    spec: RunSpec, mesh: Mesh, make_unit: MakeUnit = Unit
+) -> tuple[Decoder, DataParallel, Balance, Pipeline]:
     """Describe the decoder without memory, split its tensors, experts and sequences, decide what it keeps,
     compile it, cut it into stages, and give the states of this rank's stages a home.
 
@@ -58,7 +61,8 @@ def parallelise(spec: RunSpec, mesh: Mesh) -> tuple[Decoder, DataParallel, Balan
     own = [every[index] for index in schedule.stages_of(mesh.pipeline.rank)]
     names = {parameter: name for name, parameter in decoder.named_parameters()}
     apart = "embed.weight" if spec.model.tied and schedule.rank_of[0] != schedule.rank_of[-1] else None
-    states = DataParallel(units(decoder, own), mesh, formats(spec.precision), pieces, names, apart)
+    own_units, recipe = units(decoder, own), formats(spec.precision)
+    states = DataParallel(own_units, mesh, recipe, pieces, names, apart, make_unit)
     modules = {stage.index: DecoderStage(decoder, stage, spec, mesh) for stage in own}
     scheduled = partial(schedule_of, spec.layout)
     pipeline = Pipeline(modules, mesh, scheduled, later, states.begin_microbatch, states.take)

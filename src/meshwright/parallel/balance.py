@@ -183,6 +183,13 @@ class Balance:
                 load = self._sums[row, : self.moe.experts]
                 bias += (self.moe.bias_rate * torch.sign(load.mean() - load)).to(bias.dtype)
 
+    def held(self) -> list[Tensor]:
+        """What it holds between steps: what a step counts, and the biases."""
+        if not self._routed:
+            return []
+        biases = [mixture.router.bias for mixture in self._routed.values()]
+        return [self._sums, *(bias for bias in biases if bias is not None)]
+
     def biases(self) -> Mapping[str, DTensor]:
         """Of this rank's stages, by name; every rank of a stage has the same."""
         mesh = self.mesh.storage

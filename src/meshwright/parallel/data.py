@@ -39,6 +39,10 @@ UnitModules = Sequence[nn.Module]
 """The modules of one unit, in the order in which the forward runs them."""
 
 
+MakeUnit = Callable[[list[Slot], Mesh, Axis | None, Axis, Formats], Unit]
+"""What makes a unit: `Unit`, or one that tells what it holds."""
+
+
 class DataParallel:
     """Stores the parameters of a decoder for one rank, and moves them and their gradients as it runs.
 
@@ -56,7 +60,9 @@ class DataParallel:
         pieces: Mapping[str, Piece],
         names: Mapping[nn.Parameter, str],
         apart: str | None = None,
+        make_unit: MakeUnit = Unit,
     ) -> None:
+        self._new_unit = make_unit
         self.mesh, self.formats, self._pieces, self._names, self._apart = mesh, formats, pieces, names, apart
         self.zero = mesh.layout.zero if max(mesh.shard.size, mesh.expert_data.size) > 1 else 0
         self.each_microbatch = mesh.pipeline.size == 1
@@ -94,9 +100,9 @@ class DataParallel:
         mesh = self.mesh
         if self.zero and ranks.size > 1:
             slots = make_slots(listed, ranks.size, ranks.rank)
-            return Unit(slots, mesh, ranks, mesh.replicate, self.formats)
+            return self._new_unit(slots, mesh, ranks, mesh.replicate, self.formats)
         replicas = mesh.replicate if mesh.replicate.size > 1 else ranks
-        return Unit(make_slots(listed, 1, 0), mesh, None, replicas, self.formats)
+        return self._new_unit(make_slots(listed, 1, 0), mesh, None, replicas, self.formats)
 
     # When things move -------------------------------------------------------------------------------
 
@@ -221,7 +227,7 @@ class DataParallel:
         if unit.shards is None:
             self._start(start_all_reduce(packed, unit.replicas), lambda: self._reduced(unit, packed))
             return
-        part = torch.empty(unit.part, dtype=packed.dtype, device=packed.device)
+        part = unit.new_part()
         work = start_reduce_scatter(part, packed, unit.shards)
         self._start(work, lambda: self._scattered(unit, part, packed, due))
 
@@ -304,7 +310,7 @@ class DataParallel:
 
     def _bytes_of_gradients(self) -> int:
         storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
             for unit in self.units
             for tensor in (unit.packed, unit.gradient)
             if tensor is not None

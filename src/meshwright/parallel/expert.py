@@ -60,7 +60,7 @@ class Across(Trip):
         by_owner = self.counts.view(ranks // slices, 1, -1)
         leaving = by_owner.expand(-1, slices, -1).reshape(ranks, -1)
         (coming,) = self._kept.run(None, lambda: (self._exchanged(leaving),))
-        listed = torch.cat([leaving, coming]).tolist()
+        listed = self._read(torch.cat([leaving, coming]))
         self._leaving = [sum(row) for row in listed[:ranks]]
         self._coming = [sum(row) for row in listed[ranks:]]
         self.place, self.sizes = row_places(coming, listed[ranks:])

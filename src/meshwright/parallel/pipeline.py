@@ -48,6 +48,16 @@ class StageModule(Protocol):
         ...
 
 
+class Watch:
+    """What is told of each action that a rank computes; this one does nothing with it."""
+
+    def before(self, action: Action) -> None:
+        """An action is about to be computed."""
+
+    def after(self, action: Action, given: Tensor | None, result: Tensor | None) -> None:
+        """It was, of what a stage beside had `given`; a stage beside will have the result."""
+
+
 class Pipeline:
     """Runs the stages of one rank.
 
@@ -68,6 +78,7 @@ class Pipeline:
         self.stages, self.mesh, self.later, self.begin, self.take = stages, mesh, later, begin, take
         self.make = lru_cache(make)
         self._proofs = lru_cache(lambda count: proofs(self.make(count), mesh.pipeline.rank))
+        self.watch = Watch()
         self.peak = 0
 
     @property
@@ -151,7 +162,9 @@ class _Run:
             coming = self._receive(listed[at + 1]) if at + 1 < len(listed) else None
             for number in self.proofs.get(at, ()):
                 self.sent.pop(number)[0].wait()
+            self.of.watch.before(action)
             result = self._compute(action, given)
+            self.of.watch.after(action, given, result)
             if result is not None:
                 self._send(at, action, result)
         for pending, _ in self.sent.values():

@@ -9,14 +9,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from meshwright.model import attention_cpu, attention_flash  # noqa: F401 - they register torch.ops.meshwright's
 from meshwright.parallel import joint  # noqa: F401 - so does this
@@ -80,7 +86,7 @@ class Kept:
         before = results.popleft() if self._second else None
         if before is not None:
             return before
-        with _disable_current_modes():  # operators of what is one for the policy are none of its own
+        with _unseen_by_policy():  # operators of what is one for the policy are none of its own
             found = compute()
         if not self._second:
             shapes = tuple(x.new_empty(()).expand(x.shape) for x in found)
@@ -105,6 +111,16 @@ class Kept:
                 yield
         finally:
             self._saved, self._results, self._second = before
+
+
+@contextmanager
+def _unseen_by_policy() -> Iterator[None]:
+    """Takes away the modes that save operators; others, which count or fake them, go on."""
+    with _disable_current_modes() as modes, ExitStack() as stack:
+        for mode in reversed(modes):
+            if not isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)):
+                stack.enter_context(mode)
+        yield
 
 
 def apply_recompute(blocks: Iterable[nn.Module], recompute: RecomputeSpec, kept: Kept | None = None) -> None:

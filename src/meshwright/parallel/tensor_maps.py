@@ -118,14 +118,14 @@ class Columns(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
+        axis, sequence, biased = ctx.axis, ctx.sequence, ctx.biased
         if ctx.later.open:
             flat = [grad.flatten(0, -2) for grad in grads]
-            found = _add_up(_input_gradient(flat, weights, grads[0]), ctx.axis, ctx.sequence)
-            ctx.later.put(
-                ctx.maps, lambda: _in_turn(_of_maps(flat, _whole(x, ctx.axis, ctx.sequence), ctx.biased))
-            )
+            found = _add_up(_input_gradient(flat, weights, grads[0]), axis, sequence)
+            x = x.detach()  # with the graph behind it, or in `ctx`, the stage's input would wait, too
+            ctx.later.put(ctx.maps, lambda: _in_turn(_of_maps(flat, _whole(x, axis, sequence), biased)))
             return found, *[None] * (4 + len(ctx.maps))
-        grad_x, of_maps = _columns_backward(x, weights, ctx.biased, grads, ctx.axis, ctx.sequence)
+        grad_x, of_maps = _columns_backward(x, weights, biased, grads, axis, sequence)
         return grad_x, *[None] * 4, *_in_turn(of_maps)
 
 
@@ -205,7 +205,7 @@ class Rows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         if ctx.later.open:
-            whole = _whole(grad, ctx.axis, ctx.sequence).flatten(0, -2)
+            whole, x = _whole(grad, ctx.axis, ctx.sequence).flatten(0, -2), x.detach()
             ctx.later.put((ctx.weight,), lambda: [whole.T @ x.flatten(0, -2)])
             return (whole @ weight).view(x.shape), *[None] * 6
         return *_rows_backward(x, weight, grad, ctx.axis, ctx.sequence), *[None] * 5

@@ -58,7 +58,7 @@ class Unit:
         self.ready = self.aliased
         self.parameters = {slot.name: self._compute_parameter(slot) for slot in slots}
         if not self.aliased:
-            self.full.untyped_storage().resize_(0)
+            self._resize(0)
         self.packed: Tensor | None = None
         self.gradient: Tensor | None = None
         self.arrived: set[str] = set()
@@ -111,9 +111,8 @@ class Unit:
         work, whole = self._gathering
         work.wait()
         self._gathering = None
-        storage = self.full.untyped_storage()
-        if storage.nbytes() == 0:
-            storage.resize_(self._storage_bytes)
+        if self.full.untyped_storage().nbytes() == 0:
+            self._resize(self._storage_bytes)
         parts = whole.view(self.ranks, self.part)
         # Autograd saved views of `full`; they hold the same values again, so their version stays.
         with torch.no_grad(), preserve_version(self.full):
@@ -129,8 +128,12 @@ class Unit:
         """Free the memory of `full`; its views stay and are filled again by the next gather."""
         if self.aliased or not self.ready:
             return
-        self.full.untyped_storage().resize_(0)
+        self._resize(0)
         self.ready = False
+
+    def _resize(self, size: int) -> None:
+        """Give `full` memory of so many bytes, or none."""
+        self.full.untyped_storage().resize_(size)
 
     def expire(self) -> None:
         """The stored values changed: the next use gathers again, into the memory that is held."""
@@ -176,6 +179,10 @@ class Unit:
         packed = self.packed
         self.packed = packed if keep else None
         return packed
+
+    def new_part(self) -> Tensor:
+        """Room for this rank's part (P/n,) of the gradients' sum, in the format of the wire."""
+        return torch.empty(self.part, dtype=self.formats.reduce, device=self.stored.device)
 
     def _packed_rows(self, slot: Slot) -> Tensor:
         assert self.packed is not None

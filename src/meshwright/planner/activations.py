@@ -26,8 +26,10 @@ from math import ceil
 
 from meshwright.planner.expert_activations import routed_backward, routed_everything, routed_saved
 from meshwright.planner.place import widths
+from meshwright.schedule import schedule_of
 from meshwright.spec import MoeSpec, RunSpec
 from meshwright.spec.parts import SelectiveRecompute
+from meshwright.spec.stages import Stage
 from meshwright.spec.tiles import loss_rows, query_rows
 
 
@@ -38,7 +40,11 @@ class Activations:
     by_block: tuple[int, ...]
     """What each block keeps."""
     shared: int
-    """Kept once for all blocks: rotary tables, which keys are seen, which tokens' rows are here."""
+    """Kept once for all blocks: rotary tables, which keys are seen."""
+    embed: int
+    """Kept for the embedding: which tokens' rows are here."""
+    host: int
+    """Kept on the host, once for all blocks: which keys are seen, where context ranks plan by it."""
     head: int
     """What the head keeps: its input, and the gradients that its forward computed."""
     peak: int
@@ -49,13 +55,18 @@ class Activations:
         """What all blocks keep."""
         return sum(self.by_block)
 
+    def of(self, stage: Stage) -> int:
+        """What one microbatch keeps on the device for the backward of a stage of a pipeline."""
+        found = sum(self.by_block[layer] for layer in stage.blocks) + (self.shared if stage.blocks else 0)
+        return found + (self.embed if stage.embed else 0) + (self.head if stage.head else 0)
+
     @property
     def kept(self) -> int:
         """Between forward and backward."""
-        return self.blocks + self.shared + self.head
+        return self.blocks + self.shared + self.embed + self.host + self.head
 
 
-class _Sizes:
+class Sizes:
     """Elements on one rank of what activations are made of."""
 
     def __init__(self, spec: RunSpec) -> None:
@@ -74,6 +85,7 @@ class _Sizes:
         self.values, self.out = self.keys * v_dim // model.head_dim, self.queries * v_dim // model.head_dim
         self.gates = 2 if model.activation == "swiglu" else 1
         self.rows = ceil(model.vocab_size / layout.tp)
+        self.splits_backward = schedule_of(layout, spec.microbatches).splits_backward
 
     def inner(self, layer: int) -> int:
         """Inside the feed-forward layer that all tokens take, which may be shared experts or none."""
@@ -92,16 +104,16 @@ class _Sizes:
 
 def activations(spec: RunSpec) -> Activations:
     """What one rank of a run without a pipeline needs."""
-    sizes, last = _Sizes(spec), spec.model.layers - 1
+    sizes, last = Sizes(spec), spec.model.layers - 1
     by_block = tuple(_block(sizes, layer) for layer in range(spec.model.layers))
-    shared, head = _shared(sizes), _head(sizes)
+    shared, embed, host, head = _shared(sizes), _embed(sizes), _host(sizes), _head(sizes)
     in_block = max(_at_feed_forward(sizes, last), _at_experts(sizes, last), _at_attention(sizes, last))
     in_block += _everything(sizes, last) - by_block[last]
-    peak = sum(by_block) + shared + max(head + _at_head(sizes), in_block)
-    return Activations(by_block, shared, head, peak)
+    peak = sum(by_block) + shared + embed + host + max(head + _at_head(sizes), in_block)
+    return Activations(by_block, shared, embed, host, head, peak)
 
 
-def _everything(s: _Sizes, layer: int) -> int:
+def _everything(s: Sizes, layer: int) -> int:
     """What a block keeps without recomputation."""
     spec, b = s.spec, s.width.compute
     found = 4 * s.stream + s.queries + s.keys + s.values + s.out + (1 + s.gates) * s.inner(layer)
@@ -113,16 +125,16 @@ def _everything(s: _Sizes, layer: int) -> int:
     if spec.model.qk_norm:
         found += s.queries + s.keys
         numbers += s.tokens * (s.heads + s.keys // s.tokens // spec.model.head_dim) * s.width.exact
-    return b * found + numbers + _attention_extra(s) + _of_experts(s, layer, routed_everything)
+    return b * found + numbers + _attention_extra(s) + of_experts(s, layer, routed_everything)
 
 
-def _of_experts(s: _Sizes, layer: int, count: Callable[[RunSpec, MoeSpec], int]) -> int:
+def of_experts(s: Sizes, layer: int, count: Callable[[RunSpec, MoeSpec], int]) -> int:
     """What `count` finds for a block's routed experts, if it has any."""
     model = s.spec.model
     return count(s.spec, model.moe) if model.moe and model.has_experts(layer) else 0
 
 
-def _attention_extra(s: _Sizes) -> int:
+def _attention_extra(s: Sizes) -> int:
     """What attention over context ranks keeps beside its inputs and its output."""
     layout, model, b = s.spec.layout, s.spec.model, s.width.compute
     if layout.cp == 1:
@@ -135,18 +147,18 @@ def _attention_extra(s: _Sizes) -> int:
     return found
 
 
-def _block(s: _Sizes, layer: int) -> int:
+def _block(s: Sizes, layer: int) -> int:
     """What a block keeps under the run's policy."""
     recompute, layout, b = s.spec.recompute, s.spec.layout, s.width.compute
     if recompute.policy == "none":
         return _everything(s, layer)
-    found = b * s.stream + _of_experts(s, layer, routed_saved)
+    found = b * s.stream + of_experts(s, layer, routed_saved)
     if not isinstance(recompute, SelectiveRecompute):
         return found
     messages = layout.tp * layout.cp > 1
     if "matmul" in recompute.save:
         # One rank's operators are saved whether they are read or not.
-        outputs = 2 if layout.tp == 1 and s.channels(layer) else 1
+        outputs = 2 if layout.tp == 1 and s.channels(layer) and not s.splits_backward else 1
         found += b * (_attention_maps(s) + outputs * s.stream + s.gates * s.inner(layer))
     if "attention" in recompute.save:
         found += b * s.out
@@ -157,7 +169,7 @@ def _block(s: _Sizes, layer: int) -> int:
     return found
 
 
-def _attention_maps(s: _Sizes) -> int:
+def _attention_maps(s: Sizes) -> int:
     """Elements of what an attention layer's maps give, without the last."""
     model = s.spec.model
     if (mla := model.mla) is None:
@@ -167,23 +179,37 @@ def _attention_maps(s: _Sizes) -> int:
     return s.queries + s.tokens * s.heads * (model.head_dim - mla.rope_dim + mla.v_dim) + latents + shared
 
 
-def _shared(s: _Sizes) -> int:
+def _shared(s: Sizes) -> int:
     spec = s.spec
     tables = s.tokens * spec.model.rope_dim * 3 // 2 if spec.model.position == "rope" else 0
-    dense = spec.layout.cp == 1 and spec.data.document_mask
-    length = spec.data.seq_len
-    mask = spec.micro_batch * length**2 if dense else 0
-    crossing = 8 * spec.micro_batch * (length + length // spec.layout.cp) if spec.layout.cp > 1 else 0
-    rows = 9 * s.tokens if spec.layout.tp > 1 else 0  # which rows of the embedding are here
-    return s.width.compute * (tables + mask) + crossing + rows
+    return s.width.compute * (tables + _mask(spec))
 
 
-def _head(s: _Sizes) -> int:
+def _mask(spec: RunSpec) -> int:
+    """Elements of the mask of scores; several documents in a sample have one each, a window is for all."""
+    if spec.layout.cp > 1:
+        return 0
+    length, window = spec.data.seq_len, spec.model.sliding_window
+    if spec.data.pack and spec.data.document_mask:
+        return spec.micro_batch * length**2
+    return length**2 if window is not None and window < length else 0
+
+
+def _embed(s: Sizes) -> int:
+    return 9 * s.tokens if s.spec.layout.tp > 1 else 0
+
+
+def _host(s: Sizes) -> int:
+    length, ranks = s.spec.data.seq_len, s.spec.layout.cp
+    return 8 * s.spec.micro_batch * (length + length // ranks) if ranks > 1 else 0
+
+
+def _head(s: Sizes) -> int:
     b, exact = s.width.compute, s.width.exact
     return b * (s.stream + s.whole) + s.numbers(1, s.own) + exact * s.rows * s.spec.model.hidden
 
 
-def _at_head(s: _Sizes) -> int:
+def _at_head(s: Sizes) -> int:
     """The most beyond what is kept, while the loss and its gradients are computed and used."""
     b, exact, model = s.width.compute, s.width.exact, s.spec.model
     logits = min(s.tokens, loss_rows(s.rows, cpu=True)) * s.rows
@@ -198,7 +224,7 @@ def _at_head(s: _Sizes) -> int:
     return max(inputs + max(softmax, added), backward, norm)
 
 
-def _at_feed_forward(s: _Sizes, layer: int) -> int:
+def _at_feed_forward(s: Sizes, layer: int) -> int:
     """The most beyond what the last block keeps, in the backward of its feed-forward layer."""
     model, layout, inner = s.spec.model, s.spec.layout, s.inner(layer)
     gathered = s.whole if s.own < s.tokens else 0
@@ -206,12 +232,12 @@ def _at_feed_forward(s: _Sizes, layer: int) -> int:
     return s.width.compute * (s.stream + max(s.gates * inner, at_down))
 
 
-def _at_experts(s: _Sizes, layer: int) -> int:
+def _at_experts(s: Sizes, layer: int) -> int:
     """The most beyond that in the backward of its routed experts."""
-    return s.width.compute * s.stream + _of_experts(s, layer, routed_backward)
+    return s.width.compute * s.stream + of_experts(s, layer, routed_backward)
 
 
-def _at_attention(s: _Sizes, layer: int) -> int:
+def _at_attention(s: Sizes, layer: int) -> int:
     """The most beyond that in the backward of its attention, when the feed-forward layer's are gone.
 
     Not known, and never the peak in what was measured, where attention crosses context ranks: then 0.
@@ -220,7 +246,7 @@ def _at_attention(s: _Sizes, layer: int) -> int:
     if spec.layout.cp > 1:
         return 0
     gone = b * (2 * s.stream + (1 + s.gates) * s.inner(layer)) + s.numbers(1, s.own)
-    gone += _of_experts(s, layer, routed_everything)
+    gone += of_experts(s, layer, routed_everything)
     heads = 2 * (s.queries + s.out) + s.keys + s.values
     there = b * (s.stream + heads) + s.width.exact * (s.keys + s.values)
     keys, sequences = spec.data.seq_len, spec.micro_batch

@@ -94,6 +94,12 @@ def routed_saved(spec: RunSpec, moe: MoeSpec) -> int:
     return found + (rows * (spec.model.hidden * width.compute + width.exact) if ranks > 1 else 0)
 
 
+def routed_put_off(spec: RunSpec, moe: MoeSpec) -> int:
+    """What the gradients of their weights need, where these are put off: rows, and gradients of rows."""
+    width, channels = widths(spec), moe.ffn // spec.layout.etp
+    return _rows(spec, moe) * (width.compute * (2 * spec.model.hidden + 4 * channels) + width.exact)
+
+
 def routed_backward(spec: RunSpec, moe: MoeSpec) -> int:
     """The most beyond what they keep in their backward: gradients of rows, and of all three weights."""
     layout, hidden, channels = spec.layout, spec.model.hidden, moe.ffn // spec.layout.etp

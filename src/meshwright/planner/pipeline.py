@@ -64,9 +64,8 @@ def stage_costs(spec: RunSpec, cut: Sequence[Stage], costs: Machine | Durations)
     found = []
     for stage in cut:
         times = _counted(spec, stage, costs.flops) if isinstance(costs, Machine) else costs
-        kept = sum(held.by_block[layer] for layer in stage.blocks) + (held.shared if stage.blocks else 0)
-        kept += held.head if stage.head else 0
-        found.append(StageCost(times.forward, times.input, times.weight, float(kept), float(message)))
+        kept = float(held.of(stage))
+        found.append(StageCost(times.forward, times.input, times.weight, kept, float(message)))
     return tuple(found)
 
 

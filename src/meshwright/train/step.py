@@ -14,9 +14,11 @@ from meshwright.parallel.apply import initialise, parallelise
 from meshwright.parallel.balance import LayerBalance
 from meshwright.parallel.collectives import sum_scalars
 from meshwright.parallel.context import share
+from meshwright.parallel.data import MakeUnit
 from meshwright.parallel.loss import count_targets, mean_over_targets, share_of_a_sequence
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import LossScale
+from meshwright.parallel.unit import Unit
 from meshwright.spec import RunSpec
 from meshwright.train.optimiser import Optimiser
 from meshwright.train.schedule import learning_rate
@@ -36,9 +38,9 @@ class Step:
 class Trainer:
     """A decoder, its states and its optimiser on one rank of a mesh."""
 
-    def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
+    def __init__(self, spec: RunSpec, mesh: Mesh, make_unit: MakeUnit = Unit) -> None:
         self.spec, self.mesh = spec, mesh
-        self.decoder, self.states, self.balance, self.pipeline = parallelise(spec, mesh)
+        self.decoder, self.states, self.balance, self.pipeline = parallelise(spec, mesh, make_unit)
         self.optimiser = Optimiser(self.states, spec.train)
         self.loss_scale = LossScale(spec.precision)
 

@@ -1,0 +1,48 @@
+"""Meshwright from Python: what the command line calls, and nothing more.
+
+from meshwright import api
+from meshwright.spec import load
+
+result = api.train(load(Path("run.toml")), nproc=2, out=Path("runs/first"))
+print(api.generate(Path("runs/first"), "def "))
+"""
+
+from __future__ import annotations
+
+from meshwright.api.models import (
+    checkpoint_list,
+    checkpoint_verify,
+    checkpoints_of,
+    export,
+    generate,
+    import_hf,
+    load_hf,
+    load_run,
+    tokenize,
+)
+from meshwright.api.planning import dryrun, goodput, profile, profile_worker, simulate, validate
+from meshwright.api.runs import default_out, train, train_worker, verify, verify_worker, write_verdict
+
+__all__ = [
+    "checkpoint_list",
+    "checkpoint_verify",
+    "checkpoints_of",
+    "default_out",
+    "dryrun",
+    "export",
+    "generate",
+    "goodput",
+    "import_hf",
+    "load_hf",
+    "load_run",
+    "profile",
+    "profile_worker",
+    "simulate",
+    "tokenize",
+    "train",
+    "train_worker",
+    "validate",
+    "verify",
+    "verify_worker",
+    "write_verdict",
+]

@@ -1,0 +1,162 @@
+"""What runs read and leave: tokens, checkpoints, models of other programs, generated text."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.spec import UserError, load
+
+if TYPE_CHECKING:
+    import torch
+
+    from meshwright.data.tokenize import Counts
+    from meshwright.model.decoder import Decoder
+
+Result = dict[str, Any]
+
+
+def generate(
+    run: Path,
+    prompt: str,
+    *,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+) -> str:
+    """The continuation of `prompt` by the newest checkpoint of a run's folder, or by an HF folder."""
+    from meshwright.data.tokenizer import Tokenizer
+    from meshwright.infer.generate import generate as continue_tokens
+
+    decoder, tokenizer_file = _load_any(Path(run))
+    if not tokenizer_file.is_file():
+        raise UserError(f"{run}: has no tokenizer.json, so text cannot be turned into tokens")
+    tokenizer = Tokenizer.open(tokenizer_file)
+    given = tokenizer.encode(_encodable(prompt))
+    found = continue_tokens(
+        decoder,
+        tokenizer.prompt(given),
+        max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop_id=tokenizer.end_id,
+        limit=tokenizer.vocab_size,
+    )
+    # Some tokenizers drop the space before the first word that they decode: so decode both, and cut.
+    return tokenizer.decode([*given, *found])[len(tokenizer.decode(given)) :]
+
+
+def _encodable(prompt: str) -> str:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"--prompt: is not valid text ({error.reason} at character {error.start})") from None
+    return prompt
+
+
+def tokenize(
+    corpus: str,
+    tokenizer: str,
+    out: Path,
+    *,
+    vocab_size: int,
+    text_key: str = "text",
+    val_fraction: float = 0.0,
+) -> Counts:
+    """Turn a corpus into a folder of token shards that `data.corpus` can name; returns what it counted.
+
+    `tokenizer` is 'bpe' (trained to `vocab_size`), 'bpe:N', 'byte' or a tokenizer.json; a trained one does
+    not see the share `val_fraction` of the documents, which a run with that fraction holds out.
+    """
+    from meshwright.data.tokenize import tokenize as write
+
+    return write(
+        corpus, tokenizer, Path(out), vocab_size=vocab_size, text_key=text_key, val_fraction=val_fraction
+    )
+
+
+def export(run: Path, folder: Path, dtype: str | None = None) -> None:
+    """Write a run's newest checkpoint as an HF folder, in 'float32', 'bfloat16' or 'float16', or as saved."""
+    import torch
+
+    from meshwright.checkpoint.hf import export_hf
+
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if dtype is not None and dtype not in known:
+        raise UserError(f"dtype: {dtype!r} is not one of {', '.join(known)}")
+
+    run = Path(run)
+    decoder = load_run(run)
+    tokenizer = run / "tokenizer.json"
+    export_hf(
+        folder,
+        decoder.spec,
+        decoder.tensors(),
+        tokenizer if tokenizer.is_file() else None,
+        known[dtype] if dtype else None,
+        side_files=run,
+    )
+
+
+def import_hf(folder: Path, out: Path) -> None:
+    """Make a run's folder out of an HF folder; `train OUT --resume auto` goes on from its step 0."""
+    from meshwright.infer.load import import_run
+
+    import_run(Path(folder), Path(out))
+
+
+def checkpoint_list(directory: Path) -> list[Result]:
+    """The checkpoints of a run's folder, or of a folder of checkpoints: step, bytes, ranks, problem, ..."""
+    from meshwright.checkpoint.inspect import list_checkpoints
+
+    rows = []
+    for info in list_checkpoints(checkpoints_of(Path(directory))):
+        row: Result = {"step": info.step, "bytes": info.bytes, "tensors": info.tensors, "ranks": info.ranks}
+        row |= {"saved_at": info.saved_at, "layout": info.state.get("layout"), "latest": info.latest}
+        rows.append(row | {"problem": info.problem})
+    return rows
+
+
+def checkpoint_verify(directory: Path, step: int | None = None) -> Result:
+    """Check every hash of the checkpoint of `step` (default: the latest); `problems` lists the damage."""
+    from meshwright.checkpoint.inspect import verify_checkpoint
+
+    report = verify_checkpoint(checkpoints_of(Path(directory)), step)
+    return {**asdict(report), "path": str(report.path), "problems": list(report.problems)}
+
+
+def checkpoints_of(folder: Path) -> Path:
+    """Where a run's folder has its checkpoints; any other folder is taken as one of checkpoints."""
+    if not folder.is_dir():
+        raise UserError(f"{folder}: there is no such folder; give the folder of a run, or of its checkpoints")
+    if (folder / "run.json").is_file():
+        return load(folder).checkpoint.folder(folder)
+    inner = folder / "checkpoints"  # of a run whose record is gone
+    return inner if inner.is_dir() else folder
+
+
+def load_hf(folder: Path | str) -> Decoder:
+    """The decoder of an HF folder, in eval mode: tokens (B, T) -> logits (B, T, V)."""
+    from meshwright.checkpoint.hf import load_hf as load_folder
+
+    return load_folder(Path(folder))
+
+
+def load_run(run: Path, dtype: torch.dtype | None = None) -> Decoder:
+    """The decoder of a run's newest checkpoint, on one device, in eval mode."""
+    from meshwright.infer.load import load_run as load_decoder
+
+    return load_decoder(Path(run), dtype)
+
+
+def _load_any(folder: Path) -> tuple[Decoder, Path]:
+    if (folder / "run.json").is_file():
+        return load_run(folder), folder / "tokenizer.json"
+    if (folder / "config.json").is_file():
+        return load_hf(folder), folder / "tokenizer.json"
+    raise UserError(f"{folder}: is neither a run's folder (run.json) nor an HF folder (config.json)")

@@ -1,0 +1,188 @@
+"""Train a run, and check its layout against one device."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from contextlib import ExitStack
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.spec import RunSpec, UserError
+from meshwright.spec.rules import ranks_match
+
+if TYPE_CHECKING:
+    from meshwright.data.corpus import Corpus
+    from meshwright.train.observer import Observers
+
+Result = dict[str, Any]
+
+
+def train(
+    spec: RunSpec,
+    *,
+    nproc: int | None = None,
+    out: Path | None = None,
+    resume: str | int | None = None,
+    quiet: bool = False,
+) -> Result:
+    """Train on `nproc` local ranks (default: the layout's world size) and return the run's result.
+
+    The run's folder is `out` (default `runs/<time>`). `resume` is None, "auto" (from the newest checkpoint of
+    that folder, or from the start where there is none) or a step. The result has `final_loss`,
+    `val_bits_per_byte`, `tokens_per_second`, `mfu`, `peak_memory_bytes`, `parameters_sha256`,
+    `samples_sha256`, `steps` and more. Raises `UserError`.
+    """
+    from meshwright.launch import run_ranks
+
+    ranks = spec.layout.world_size if nproc is None else nproc
+    ranks_match(spec, ranks)
+    out = Path(out) if out else default_out()
+    resume = str(resume) if resume is not None else None
+    if ranks == 1:
+        return train_worker(spec, out=out, resume=resume, quiet=quiet)
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        file = _write_spec(spec, Path(folder))
+        argv = ["train", str(file), "--out", str(out)]
+        argv += ["--resume", resume] if resume is not None else []
+        argv += ["--quiet"] if quiet else []
+        run_ranks(argv, ranks, log_dir=Path(folder) / "logs").raise_for_failure()
+    return _read_result(out / "result.json")
+
+
+def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: bool = False) -> Result:
+    """Train as one rank of the world that torchrun describes, or alone; every rank returns the result."""
+    from meshwright.checkpoint import Lease
+    from meshwright.checkpoint.ranks import Ranks
+    from meshwright.infer.sample import held_out_sample
+    from meshwright.launch.world import mesh_of
+    from meshwright.report import write_report
+    from meshwright.train.loop import Run
+    from meshwright.train.observer import Observers
+
+    with mesh_of(spec) as mesh, ExitStack() as stack:
+        first, ranks = mesh.world.rank == 0, Ranks(mesh.control.group)
+
+        def start() -> Observers:
+            if not first:
+                return Observers([])
+            _check_folder(spec, out, resume)
+            if spec.checkpoint.folder(out).resolve() != out.resolve():  # else the checkpoints' own lease does
+                _make_folder(out)
+                stack.enter_context(Lease(out, "meshwright"))
+            return _observers(spec, out, quiet)
+
+        watching = stack.enter_context(ranks.together(start))
+        run = Run(spec, mesh, out, watching)
+        ranks.together(lambda: _keep_tokenizer(run.corpus, out, spec.model.max_seq_len) if first else None)
+        result = run.execute(resume)
+        result["sample"] = held_out_sample(run.trainer, run.corpus)
+        ranks.together(lambda: watching.on_end(result))
+        if first:
+            write_report(out)
+    return result
+
+
+def _check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
+    """Refuse a start that would bury what the folder `out` holds."""
+    from meshwright.checkpoint.directory import candidates, latest_step
+    from meshwright.report.record import last_checkpoint
+
+    checkpoints = spec.checkpoint.folder(out)
+    if resume is None:
+        if (out / "run.json").exists():
+            raise UserError(
+                f"--out: {out} already holds a run; go on with --resume auto, or give another --out"
+            )
+    elif resume != "auto":
+        if not resume.isdecimal():
+            raise UserError(f"--resume: {resume!r} is neither 'auto' nor a step")
+        candidates(checkpoints, int(resume))
+    elif latest_step(checkpoints) is None and (before := last_checkpoint(out)) is not None:
+        raise UserError(
+            f"--resume: {checkpoints} holds no checkpoint, but {out} has saved one at step {before}; give "
+            f"the checkpoint.dir that it had, put them back, or give another --out"
+        )
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out: {out} cannot be made ({error.strerror}); give another --out") from error
+
+
+def _keep_tokenizer(corpus: Corpus, out: Path, max_seq_len: int) -> None:
+    """Put the tokenizer into the run's folder, where `generate` and `export` look for it."""
+    if not corpus.has_text or (out / "tokenizer.json").exists():
+        return
+    _make_folder(out)
+    corpus.tokenizer.save(out, max_seq_len)
+
+
+def _observers(spec: RunSpec, out: Path, quiet: bool) -> Observers:
+    from meshwright.report import Progress, RunRecord, make_trackers
+    from meshwright.train.observer import Observers
+
+    record = RunRecord(out)
+    shown = [] if quiet else [Progress()]
+    return Observers([record, *shown, *make_trackers(spec.train.trackers, out, out.name, spec.to_json())])
+
+
+def verify(spec: RunSpec, *, nproc: int | None = None, steps: int = 3) -> Result:
+    """Compare the layout with one device in float64 over `steps` optimiser steps.
+
+    Returns `equal`, `worst_relative`, `worst_name`, `compared`, `tolerance`, `narrowed` (a sentence, or None)
+    and `rows`, one for each kind of value. Raises `UserError`.
+    """
+    from meshwright.launch import run_ranks
+
+    ranks = spec.layout.world_size if nproc is None else nproc
+    ranks_match(spec, ranks)
+    if steps < 1:
+        raise UserError(f"steps: {steps} steps compare nothing; give 1 or more")
+    if ranks == 1:
+        return verify_worker(spec, steps=steps)
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        file, out = _write_spec(spec, Path(folder)), Path(folder) / "out"
+        argv = ["verify", str(file), "--steps", str(steps), "--out", str(out)]
+        run_ranks(argv, ranks, log_dir=Path(folder) / "logs").raise_for_failure()
+        return _read_result(out / "verify.json")
+
+
+def verify_worker(spec: RunSpec, *, steps: int = 3, out: Path | None = None) -> Result:
+    """`verify` as one rank: the first returns the result and writes `out`/verify.json, others return {}."""
+    from meshwright.checkpoint.ranks import Ranks
+    from meshwright.launch.world import mesh_of
+    from meshwright.train.verify import verify as verify_rank
+
+    with mesh_of(spec) as mesh:
+        found = verify_rank(spec, mesh, steps) or {}
+        ranks = Ranks(mesh.control.group)
+        ranks.together(lambda: write_verdict(found, out) if found and out is not None else None)
+    return found
+
+
+def write_verdict(found: Result, out: Path) -> None:
+    """Write what `verify` found to `out`/verify.json."""
+    from meshwright.report.record import write_atomically
+
+    _make_folder(out)
+    write_atomically(out / "verify.json", json.dumps(found))
+
+
+def default_out() -> Path:
+    """A new folder under runs/, named by the time."""
+    base = Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
+    return next(path for path in (base, *(Path(f"{base}-{i}") for i in range(2, 10**6))) if not path.exists())
+
+
+def _write_spec(spec: RunSpec, folder: Path) -> Path:
+    file = folder / "run.json"
+    file.write_text(json.dumps({"spec": spec.to_json()}), encoding="utf-8")
+    return file
+
+
+def _read_result(file: Path) -> Result:
+    return dict(json.loads(file.read_text(encoding="utf-8")))

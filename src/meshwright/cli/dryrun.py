@@ -1,0 +1,143 @@
+"""The verb that runs one rank's step of any world on fake tensors: dryrun."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.cli import show
+from meshwright.cli.runs import RUN, spec_of
+from meshwright.cli.verb import JSON, Call, Flag, Verb, choice, whole
+
+
+def dryrun(call: Call) -> int:
+    """Say what a rank holds and sends in one step."""
+    spec = spec_of(call)
+    from meshwright import api
+
+    flags = call.flags
+    result = api.dryrun(
+        spec,
+        world=flags["world"],
+        rank=flags["rank"],
+        all_stages=bool(flags["all-stages"]),
+        device=flags["device"],
+    )
+    if flags["json"]:
+        show.as_json(result)
+        return 0
+    _show(result)
+    return 0
+
+
+def _show(result: dict[str, Any]) -> None:
+    facts = {
+        "world": f"{show.count(result['world_size'], 'rank')}: {result['layout']}",
+        "step": f"{show.count(result['microbatches'], 'microbatch')} of "
+        f"{show.count(result['micro_batch'], 'sequence')} on each rank",
+        "assumed": "; ".join(result["assumed"]),
+    }
+    show.pairs(facts)
+    if len(result["ranks"]) > 1:
+        print()
+        show.table([_stage(row) for row in result["ranks"]])
+        return
+    (row,) = result["ranks"]
+    for title, table in (("", _components(row)), ("at the peak", _modules(row)), ("sent", _wire(row))):
+        print(f"\n{title}" if title else "")
+        show.table(table)
+
+
+def _stage(row: dict[str, Any]) -> dict[str, Any]:
+    from meshwright.report.format import size
+
+    at = row["components"]
+    return {
+        "rank": row["rank"],
+        "units": _span(row["units"]),
+        "peak": size(row["peak"]),
+        "states": size(row["states"]),
+        "activations": size(at["activations"]),
+        "buffers": size(at["buffers"] + at["messages"]),
+        "temporaries": size(at["temporaries"]),
+        "sent": size(sum(sent["bytes"] for sent in row["wire"])),
+    }
+
+
+def _components(row: dict[str, Any]) -> list[dict[str, Any]]:
+    from meshwright.report.format import size
+
+    rows = [
+        {"component": kind, "at the peak": size(row["components"][kind]), "most": size(most)}
+        for kind, most in row["most"].items()
+        if most
+    ]
+    return [{"component": f"rank {row['rank']}", "at the peak": size(row["peak"]), "most": "-"}, *rows]
+
+
+def _modules(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row a unit of the model; units that hold the same are one."""
+    from meshwright.report.format import size
+
+    alike: list[tuple[list[str], dict[str, int]]] = []
+    for unit in ["", *row["units"]]:
+        held = row["modules"].get(unit, {})
+        if alike and alike[-1][1] == held:
+            alike[-1][0].append(unit)
+        else:
+            alike.append(([unit], held))
+    return [
+        {
+            "part": _span(units) or "no unit",
+            "each": size(sum(held.values())),
+            "of which": ", ".join(f"{kind} {size(held[kind])}" for kind in held if held[kind]),
+        }
+        for units, held in alike
+        if held
+    ]
+
+
+def _wire(row: dict[str, Any]) -> list[dict[str, Any]]:
+    from meshwright.report.format import size
+
+    return [
+        {"axis": sent["axis"], "operation": sent["operation"], "calls": sent["calls"]}
+        | {"bytes": size(sent["bytes"])}
+        for sent in row["wire"]
+    ]
+
+
+def _span(units: list[str]) -> str:
+    """embed, blocks.0 to blocks.7: runs of blocks by their ends."""
+    found: list[list[str]] = []
+    for unit in units:
+        if found and _follows(found[-1][-1], unit):
+            found[-1].append(unit)
+        else:
+            found.append([unit])
+    return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in found)
+
+
+def _follows(before: str, unit: str) -> bool:
+    name, _, number = before.rpartition(".")
+    return number.isdecimal() and unit == f"{name}.{int(number) + 1}"
+
+
+VERBS = (
+    Verb(
+        "dryrun",
+        "what one rank of any world holds and sends in a step: the real step, on fake tensors",
+        dryrun,
+        (RUN,),
+        (
+            Flag("world", "ranks of the world; default the layout's", "N", whole(1)),
+            Flag("rank", "the rank whose step is run", "N", whole(0), default=0),
+            Flag("all-stages", "run a rank of each place in the pipeline, a row each"),
+            Flag(
+                "device", "what it would run on: cpu, or cuda where there is one", "NAME",
+                choice("cpu", "cuda"), default="cpu",
+            ),
+            JSON,
+        ),
+        keys=True,
+    ),
+)  # fmt: skip

@@ -1,0 +1,59 @@
+"""Bytes of activations that a rank of a pipeline keeps for all microbatches that it has under way.
+
+A microbatch's count from the end of its forward in a stage to the end of its backward there. Where a schedule
+splits the backward, the first half frees them and leaves what the gradients of the weights need: for each
+linear map its input and the gradient of its output (Qi et al. 2023). For N tokens of D channels, of which the
+rank has n between the layers (N/tp where sequences are sharded), Q, K and V channels of queries, keys and
+values, A of what attention gives, F of the feed-forward layer on this rank:
+
+    attention       n D + N (Q + K + V) + N (A + D)
+    feed-forward    n D + 2 N F + N (F + D)             N F for 2 N F where the layer is not gated
+"""
+
+from __future__ import annotations
+
+from meshwright.planner.activations import Sizes, activations, of_experts
+from meshwright.planner.expert_activations import routed_put_off
+from meshwright.planner.place import place_of
+from meshwright.schedule import Kind
+from meshwright.spec import RunSpec
+from meshwright.spec.stages import Stage
+
+
+def peak_activations(spec: RunSpec, pipeline_rank: int = 0) -> int:
+    """The most bytes that a rank of this place in the pipeline keeps between two of its actions."""
+    at, kept = place_of(spec, pipeline_rank), activations(spec)
+    whole = {stage.index: kept.of(stage) for stage in at.own}
+    put_off = {stage.index: _put_off(spec, stage) for stage in at.own}
+    held = most = 0
+    for kind, stage, _ in at.schedule.actions[pipeline_rank]:
+        held += {
+            Kind.F: whole[stage],
+            Kind.I: put_off[stage] - whole[stage],
+            Kind.W: -put_off[stage],
+            Kind.B: -whole[stage],
+        }[kind]
+        most = max(most, held)
+    return most
+
+
+def _put_off(spec: RunSpec, stage: Stage) -> int:
+    sizes = Sizes(spec)
+    return sum(_of_block(sizes, layer) for layer in stage.blocks)
+
+
+def _of_block(s: Sizes, layer: int) -> int:
+    found = _of_attention(s) + s.whole + s.out
+    if s.channels(layer):
+        found += s.stream + (s.gates + 1) * s.inner(layer) + s.whole
+    return s.width.compute * found + of_experts(s, layer, routed_put_off)
+
+
+def _of_attention(s: Sizes) -> int:
+    """Elements of the inputs of its maps but the last, and of their outputs' gradients."""
+    model = s.spec.model
+    if (mla := model.mla) is None:
+        return s.stream + s.queries + s.keys + s.values
+    latents = 2 * (mla.q_rank or 0) + 2 * mla.kv_rank + mla.rope_dim
+    expanded = s.tokens * s.heads * (model.head_dim - mla.rope_dim + mla.v_dim)
+    return s.stream + s.own * latents + s.queries + expanded

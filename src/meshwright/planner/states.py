@@ -1,0 +1,181 @@
+"""Bytes of parameters, gradients and optimiser states that one rank holds, exactly as the program holds them.
+
+A unit (the embedding, a block but for routed experts, these, the head) has its parameters in one buffer, of
+which each of n ranks stores a part; rows that n does not divide are padded. Its P numbers, padding included,
+take, with b bytes to compute in, r on the wire and m of masters (cf. Rajbhandari et al. 2020, §3):
+
+                    compute copy    stored      gradients               Adam's moments
+    n = 1           P b, or none    P m         P r, and P m or none    2 P m
+    ZeRO-1          P b             P m / n     P r                     2 P m / n
+    ZeRO-2          P b             P m / n     P m / n                 2 P m / n
+    ZeRO-3          none            P m / n     P m / n                 2 P m / n
+
+"or none" where both formats are one: then both are the same memory. Gradients of ZeRO-1, and of a pipeline in
+ZeRO-2 and 3 too, wait whole for the step's last microbatch, if there are several; else they go as they come.
+Adam counts its steps in a number of 4 bytes for each buffer that decays, and for each that does not.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+from meshwright.planner.place import Place, Widths, part_elements, place_of, widths
+from meshwright.schedule import Kind
+from meshwright.spec import RunSpec
+from meshwright.spec.parameters import Piece
+
+STEP_COUNT, EXACT_COUNT, BIAS = 4, 8, 4
+"""Bytes of Adam's count of steps, of one number that a step counts of its balance, of a router's bias."""
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes on one rank, each at the most that it takes in a step."""
+
+    parameters: int
+    """What computes, where that stands through the step; with ZeRO-3 it is a buffer."""
+    masters: int
+    """What the optimiser updates, where that is not what computes."""
+    gradients: int
+    optimiser: int
+    """Adam's moments and its counts of steps."""
+    balance: int
+    """Of routed experts: the routers' biases, and what a step counts of their load."""
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What moves together: its name, and whether it is routed experts; elements of one of `ranks`' parts."""
+
+    name: str
+    routed: bool
+    ranks: int
+    part: int
+    decays: int
+    """Of these, the elements that decay."""
+    zero: int
+    """The stage of ZeRO."""
+
+    @property
+    def whole(self) -> int:
+        """Elements over all ranks, padding included."""
+        return self.ranks * self.part
+
+    def aliased(self, width: Widths) -> bool:
+        """Whether what computes is what is stored."""
+        return self.ranks == 1 and width.compute == width.master
+
+
+def states(spec: RunSpec, pipeline_rank: int = 0) -> States:
+    """What a rank of place `pipeline_rank` in the pipeline holds, to the byte."""
+    at, width = place_of(spec, pipeline_rank), widths(spec)
+    parameters = masters = optimiser = 0
+    for unit in units(at):
+        stored = unit.part * width.master
+        if unit.aliased(width):
+            parameters += stored
+        else:
+            masters += stored
+            parameters += 0 if unit.zero == 3 else unit.whole * width.compute
+        halves = (unit.decays > 0) + (unit.decays < unit.part)
+        optimiser += 2 * stored + STEP_COUNT * halves
+    return States(parameters, masters, _gradients(at), optimiser, _balance(at))
+
+
+def units(at: Place) -> list[Unit]:
+    """The units of a rank, in the order of its forward; routed experts come after the rest of their block."""
+    layout, moe = at.spec.layout, at.spec.model.moe
+    experts = layout.expert_data_ranks if moe is not None else 1
+    zero = layout.zero if max(layout.shard_ranks, experts) > 1 else 0
+    found = []
+    for name, listed in at.pieces().items():
+        for routed, ranks in ((False, layout.shard_ranks), (True, experts)):
+            pieces = [piece for _, piece in listed if (piece.experts is not None) == routed]
+            if pieces:
+                found.append(_unit(name, routed, ranks if zero else 1, pieces, zero))
+    return found
+
+
+def _unit(name: str, routed: bool, ranks: int, pieces: Sequence[Piece], zero: int) -> Unit:
+    sizes = [(part_elements(piece, ranks), len(piece.whole) >= 2) for piece in pieces]
+    decays = sum(size for size, decay in sizes if decay)
+    return Unit(name, routed, ranks, sum(size for size, _ in sizes), decays, zero)
+
+
+def _balance(at: Place) -> int:
+    moe = at.spec.model.moe
+    if moe is None:
+        return 0
+    return at.routed * (EXACT_COUNT * (moe.experts + 4) + (BIAS * moe.experts if moe.bias else 0))
+
+
+# Gradients, in the order in which a step finds them and gives them away -----------------------------------
+
+
+def waits(spec: RunSpec, unit: Unit) -> bool:
+    """Whether a unit's gradients wait whole for the last microbatch's."""
+    several = spec.microbatches > 1
+    return unit.ranks == 1 or (several and (unit.zero < 2 or spec.layout.pp > 1))
+
+
+def _gradients(at: Place) -> int:
+    """The most bytes of gradients at a time. A reduction is waited for when the next one has begun."""
+    spec, width = at.spec, widths(at.spec)
+    found = list(_events(at))
+    left = {unit: sum(other is unit for other in found) for unit in found}
+    held = most = 0
+    begun: set[Unit] = set()
+    summed: set[Unit] = set()
+    pending: deque[Unit] = deque()
+
+    def finish(unit: Unit) -> None:
+        nonlocal held, most
+        if unit not in summed and (unit.ranks > 1 or width.reduce != width.master):
+            held += unit.part * width.master
+        summed.add(unit)
+        most = max(most, held)
+
+    for unit in found:
+        if unit not in begun and waits(spec, unit):
+            held += unit.whole * width.reduce
+        begun.add(unit)
+        most = max(most, held)
+        left[unit] -= 1
+        if left[unit] and (unit.ranks == 1 or waits(spec, unit)):
+            continue
+        if unit.ranks > 1 and waits(spec, unit):
+            held -= unit.whole * width.reduce
+        pending.append(unit)
+        while len(pending) > 1:
+            finish(pending.popleft())
+    for unit in pending:
+        finish(unit)
+    return most
+
+
+def _events(at: Place) -> Iterator[Unit]:
+    """The units of a rank, each whenever an action of its schedule finds gradients of it."""
+    own = {stage.index: stage for stage in at.own}
+    by_name: dict[str, list[Unit]] = {}
+    for unit in units(at):
+        by_name.setdefault(unit.name, []).insert(0, unit)  # a backward finds routed experts' first
+    rank = at.schedule.rank_of[at.own[0].index]
+    for action in at.schedule.actions[rank]:
+        if action.kind is Kind.F:
+            continue
+        stage = own[action.stage]
+        ends_too = action.kind is not Kind.W
+        if stage.head and ends_too:
+            yield from by_name["head" if "head" in by_name else "embed"]
+        for block in reversed(stage.blocks):
+            of_block = by_name[f"blocks.{block}"]
+            yield from (unit for unit in of_block if not (unit.routed and action.kind is Kind.I))
+        if stage.embed and ends_too:
+            yield from by_name["embed"]

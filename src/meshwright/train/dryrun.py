@@ -1,0 +1,345 @@
+"""The real training step of one rank of a world of any size, without the world and without memory.
+
+The step is the program's own: `parallelise`, the pipeline's list, the optimiser. Three things are others: the
+device is faked (`fake_memory.py`), the process groups send nothing, and a router deals its tokens to all its
+experts alike, since what data would decide is not known.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, UntypedStorage
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from meshwright.data.loader import Batch
+from meshwright.model import attention_cpu
+from meshwright.model.decoder import Decoder
+from meshwright.model.moe import Moe
+from meshwright.model.trip import Trip
+from meshwright.parallel.expert import Across
+from meshwright.parallel.groups import Groups
+from meshwright.parallel.mesh import Axis, Mesh, build_mesh
+from meshwright.parallel.pipeline import Watch
+from meshwright.parallel.precision import Formats
+from meshwright.parallel.recompute import Kept
+from meshwright.parallel.slots import Slot
+from meshwright.parallel.unit import Unit
+from meshwright.planner.expert_wire import admitted
+from meshwright.schedule import Action, Kind
+from meshwright.spec import RunSpec
+from meshwright.train.fake_memory import COLLECTIVES, MESSAGES, PLAIN, FakeMemory, Held
+from meshwright.train.step import Trainer
+
+PARAMETERS, MASTERS, GRADIENTS, OPTIMISER, BALANCE, BATCH, ACTIVATIONS, BUFFERS = KINDS = (
+    "parameters", "masters", "gradients", "optimiser", "balance", "batch", "activations", "buffers",
+)  # fmt: skip
+COMPONENTS = (*KINDS, MESSAGES, PLAIN)
+STATES = (PARAMETERS, MASTERS, GRADIENTS, OPTIMISER, BALANCE)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What one rank's step took: bytes by component, by part of the model, and on the wire."""
+
+    peak: int
+    """The most at any time of the step."""
+    by_component: dict[str, int]
+    """Of that, by `COMPONENTS`."""
+    by_module: dict[str, dict[str, int]]
+    """The same of each unit of the model, and of "" for what serves none."""
+    most: dict[str, int]
+    """The most of each component alone, whenever it was."""
+    wire: dict[tuple[str, str], float]
+    """(axis, operation) -> bytes that the rank sends."""
+    calls: dict[tuple[str, str], int]
+
+    @property
+    def states(self) -> int:
+        """Parameters, gradients and what the optimiser needs, each at its most."""
+        return sum(self.most[kind] for kind in STATES)
+
+
+def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
+    """Run one step as rank `rank` of the layout's world, on a device that is faked.
+
+    No default process group may be there. A run that compiles its blocks is run without: what a compiler
+    saves is not known before it ran.
+    """
+    spec = spec.model_copy(update={"train": spec.train.model_copy(update={"compile": False})})
+    device = torch.device(device.type, device.index or 0)
+    memory = FakeMemory(device, attention_cpu.BODIES)
+    with _world(spec.layout.world_size, rank):
+        heads, experts = spec.model.kv_heads, spec.model.moe is not None
+        mesh = build_mesh(spec.layout, device, heads, _OwnGroups(device.type), experts)
+        assert mesh is not None
+        with memory:
+            trainer = Trainer(spec, mesh, partial(_CountedUnit, memory, spec.microbatches > 1))
+            _tell(memory, trainer)
+            memory.restart()
+            mesh.wire.clear()
+            trainer.step(_batch(spec), 1)
+    held = memory.at_peak()
+    most = {kind: _of(memory.most, kind) for kind in COMPONENTS}
+    wire, calls = dict(mesh.wire.bytes), dict(mesh.wire.calls)
+    return Rehearsal(memory.peak, _by_component(held), _by_module(held), most, wire, calls)
+
+
+# The world ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _world(size: int, rank: int) -> Iterator[None]:
+    """A default group of `size` ranks of which only this one is there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _OwnGroups(Groups):
+    """Only the groups that this rank is in, which send nothing: the others' are many."""
+
+    def _make(self, ranks: tuple[int, ...], purpose: str, host: bool) -> dist.ProcessGroup | None:
+        key = (purpose, "fake", ranks)
+        if dist.get_rank() not in ranks:
+            return None
+        if key not in self._made:
+            self._made[key] = dist.new_group(list(ranks), backend="fake")
+        return self._made[key]
+
+
+def _batch(spec: RunSpec) -> Batch:
+    """A rank's samples of a step; packed ones are of two documents, so that attention needs to tell them."""
+    count, length = spec.rank_sequences, spec.data.seq_len
+    tokens = torch.zeros(1, length, dtype=torch.int64).expand(count, length)
+    positions = torch.arange(length).expand(count, length)
+    packed = spec.data.pack and spec.data.document_mask
+    documents = (torch.arange(length) >= length // 2).long() if packed else tokens[0]
+    ids = torch.arange(count)
+    return Batch(tokens, tokens, positions, documents.expand(count, length), ids, ids)
+
+
+# What serves what ---------------------------------------------------------------------------------------
+
+
+class _CountedUnit(Unit):
+    """Tells what its buffers are for. A gradient that waits, of `several` microbatches, is a state."""
+
+    def __init__(
+        self,
+        memory: FakeMemory,
+        several: bool,
+        slots: list[Slot],
+        mesh: Mesh,
+        shards: Axis | None,
+        replicas: Axis,
+        formats: Formats,
+    ) -> None:
+        self._memory, self.name = memory, _unit_of(slots)
+        self._buffers: dict[str, Any] = {}
+        layout, parted = mesh.layout, max(mesh.shard.size, mesh.expert_data.size) > 1
+        self._waits = shards is None or (several and (layout.zero < 2 or layout.pp > 1))
+        super().__init__(slots, mesh, shards, replicas, formats)
+        memory.mark(self.full, BUFFERS if layout.zero == 3 and parted else PARAMETERS, self.name)
+        memory.mark(self.stored, PARAMETERS if self.aliased else MASTERS, self.name)
+
+    def start_gather(self) -> None:
+        with self._memory.serving(self.name):
+            super().start_gather()
+        if self._gathering is not None and self.shards is not None:
+            self._memory.mark(self._gathering[1], BUFFERS)
+
+    def finish_gather(self) -> None:
+        with self._memory.serving(self.name):
+            super().finish_gather()
+
+    def _resize(self, size: int) -> None:
+        super()._resize(size)
+        self._memory.resized(self.full)
+
+    def new_part(self) -> Tensor:
+        part = super().new_part()
+        self._memory.mark(part, BUFFERS, self.name)
+        return part
+
+    @property
+    def packed(self) -> Tensor | None:
+        return self._buffers.get("packed")
+
+    @packed.setter
+    def packed(self, packed: Tensor | None) -> None:
+        before, self._buffers["packed"] = self.packed, packed
+        if packed is not None:
+            self._memory.mark(packed, GRADIENTS if self._waits else BUFFERS, self.name)
+        elif before is not None:  # it is taken for the wire
+            self._memory.becomes(before.untyped_storage(), BUFFERS)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        return self._buffers.get("gradient")
+
+    @gradient.setter
+    def gradient(self, gradient: Tensor | None) -> None:
+        self._buffers["gradient"] = gradient
+        if gradient is not None:
+            self._memory.becomes(gradient.untyped_storage(), GRADIENTS, self.name)
+
+
+def _unit_of(slots: list[Slot]) -> str:
+    """embed (tied ends too), blocks.0, ..., or head."""
+    names = {slot.name for slot in slots}
+    first = "embed.weight" if "embed.weight" in names and len(names) < 4 else min(names)
+    return ".".join(first.split(".")[: 2 if first.startswith("blocks.") else 1])
+
+
+class _Watch(Watch):
+    """Tells activations, which an action leaves for another, from temporaries."""
+
+    def __init__(self, memory: FakeMemory) -> None:
+        self._memory = memory
+        self._start: int | None = None
+        self._given: Callable[[], UntypedStorage | None] = _nothing
+
+    def before(self, action: Action) -> None:
+        if self._start is None:
+            self._memory.settle(0, BATCH)
+        if (given := self._given()) is not None:  # a backward may wait for what came, too
+            self._memory.becomes(given, ACTIVATIONS)
+            self._given = _nothing
+        self._start = self._memory.now
+
+    def after(self, action: Action, given: Tensor | None, result: Tensor | None) -> None:
+        memory = self._memory
+        assert self._start is not None
+        if result is not None:
+            memory.mark(result, MESSAGES)
+        if given is not None and action.kind in (Kind.F, Kind.I):
+            self._given = weakref.ref(given.untyped_storage())
+        if action.kind in (Kind.F, Kind.I):
+            memory.settle(self._start, ACTIVATIONS)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _tell(memory: FakeMemory, trainer: Trainer) -> None:
+    """Say what a trainer's tensors are, and be told where its step is."""
+    optimiser, decoder, spec = trainer.optimiser, trainer.decoder, trainer.spec
+    for unit, *moments in zip(trainer.states.units, *optimiser.moments.values(), strict=True):
+        assert isinstance(unit, _CountedUnit)
+        for moment in moments:
+            memory.mark(moment, OPTIMISER, unit.name)
+    for tensor in trainer.balance.held():
+        memory.mark(tensor, BALANCE)
+    memory.settle(0, OPTIMISER)  # Adam's step counts
+    trainer.pipeline.watch = _Watch(memory)
+    for group in trainer.states.modules:
+        for module in group:
+            _follow(memory, module, _name_of(decoder, module))
+    moe = spec.model.moe
+    if moe is not None:
+        share = admitted(spec, moe)
+        for _, mixture in decoder.each_mixture():
+            _route_evenly(mixture, share)
+
+
+def _name_of(decoder: Decoder, module: torch.nn.Module) -> str:
+    return next(name for name, other in decoder.named_modules() if other is module)
+
+
+def _follow(memory: FakeMemory, module: torch.nn.Module, name: str) -> None:
+    """What is made in this part of the model, forward and backward, serves it."""
+
+    def enter(*_: Any) -> None:
+        memory.module = name
+
+    def leave(_module: Any, _args: Any, output: Tensor) -> None:
+        memory.module = ""
+        if torch.is_grad_enabled() and output.requires_grad:
+            output.register_hook(enter)
+
+    module.register_forward_pre_hook(enter, prepend=True)
+    module.register_forward_hook(leave)
+
+
+# Even routing -------------------------------------------------------------------------------------------
+
+
+def _even(copies: int, experts: int) -> list[int]:
+    return [copies // experts + (expert < copies % experts) for expert in range(experts)]
+
+
+class _EvenTrip(Trip):
+    """Every expert is chosen by equally many; `share` of the copies find room."""
+
+    def __init__(self, share: float, experts: int, experts_Nk: Tensor, room_Nk: Tensor | None) -> None:
+        self._share = share
+        super().__init__(experts_Nk, room_Nk, experts)
+
+    def _read(self, counts_SE: Tensor) -> list[list[int]]:
+        return [_even(round(self.tokens * self.top_k * self._share), counts_SE.shape[1])]
+
+
+class _EvenAcross(Across):
+    """The same of every rank."""
+
+    def __init__(
+        self,
+        share: float,
+        axis: Axis,
+        slices: int,
+        kept: Kept,
+        experts: int,
+        experts_Nk: Tensor,
+        room_Nk: Tensor | None,
+    ) -> None:
+        self._share = share
+        super().__init__(axis, slices, kept, experts, experts_Nk, room_Nk)
+
+    def _read(self, counts_SE: Tensor) -> list[list[int]]:
+        ranks, here = self._axis.size, counts_SE.shape[1]
+        counts = _even(round(self.tokens * self.top_k * self._share), here * ranks // self._slices)
+        owners = [rank // self._slices for rank in range(ranks)]
+        leaving = [counts[owner * here : (owner + 1) * here] for owner in owners]
+        return [*leaving, *[leaving[self._axis.rank]] * ranks]
+
+
+def _route_evenly(mixture: Moe, share: float) -> None:
+    sort = mixture.sort
+    if isinstance(sort, partial):
+        mixture.sort = partial(_EvenAcross, share, *sort.args)
+    else:
+        mixture.sort = partial(_EvenTrip, share, mixture.moe.experts)
+
+
+# The count ----------------------------------------------------------------------------------------------
+
+
+def _of(kinds: Counter[str], kind: str) -> int:
+    """Collectives outside the units are messages, too."""
+    return kinds[kind] + (kinds[COLLECTIVES] if kind == MESSAGES else 0)
+
+
+def _by_component(held: list[Held]) -> dict[str, int]:
+    kinds: Counter[str] = Counter()
+    for storage in held:
+        kinds[storage.kind] += storage.size
+    return {kind: _of(kinds, kind) for kind in COMPONENTS}
+
+
+def _by_module(held: list[Held]) -> dict[str, dict[str, int]]:
+    found: dict[str, list[Held]] = {}
+    for storage in held:
+        found.setdefault(storage.module, []).append(storage)
+    return {module: _by_component(listed) for module, listed in found.items()}

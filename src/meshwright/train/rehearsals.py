@@ -1,0 +1,89 @@
+"""Dry runs as a user asks for them: checked, of one rank or one of each stage, told as plain values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from meshwright.planner.place import place_of
+from meshwright.spec import RunSpec, UserError
+from meshwright.train.dryrun import Rehearsal, rehearse
+
+DEVICES = ("cpu", "cuda")
+HOST = ("control", "background")
+"""Axes on which only hosts talk, outside the step."""
+
+
+def rehearsals(
+    spec: RunSpec, *, world: int | None, rank: int, all_stages: bool, device: str
+) -> dict[str, Any]:
+    """See `api.dryrun`."""
+    _check(spec, world, rank, device)
+    size, stages = spec.layout.world_size, spec.layout.pp
+    of_one = size // stages
+    ranks = [stage * of_one + rank % of_one for stage in range(stages)] if all_stages else [rank]
+    return {
+        "world_size": size,
+        "layout": spec.layout.describe(),
+        "microbatches": spec.microbatches,
+        "micro_batch": spec.micro_batch,
+        "device": device,
+        "assumed": _assumed(spec),
+        "ranks": [_row(spec, each, rehearse(spec, each, torch.device(device))) for each in ranks],
+    }
+
+
+def _check(spec: RunSpec, world: int | None, rank: int, device: str) -> None:
+    layout = spec.layout
+    size = layout.world_size
+    if world is not None and world != size:
+        others = size // layout.dp
+        fits = f"layout.dp = {world // others} would make it so many"
+        if world % others:
+            fits = f"give --world {size}, or a number that {others} divides and the layout.dp that fits it"
+        raise UserError(f"--world: is {world}, but the layout ({layout.describe()}) has {size} ranks; {fits}")
+    if not 0 <= rank < size:
+        raise UserError(f"--rank: is {rank}, but the world has {size} ranks; give one of 0 to {size - 1}")
+    if device not in DEVICES:
+        raise UserError(f"--device: '{device}' is not known; one of {' and '.join(DEVICES)} is")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "--device: is cuda, but this machine has no CUDA device, whose tensors are to be faked; give cpu"
+        )
+    if dist.is_initialized():
+        raise UserError("dryrun: this process is a rank of a world already; call it in one that is not")
+
+
+def _assumed(spec: RunSpec) -> list[str]:
+    """What the figures take for granted."""
+    found = ["bytes are those of tensors: what an allocator, a library or a kernel adds is not in them"]
+    if spec.model.moe is not None:
+        found.append("routing is even: every expert gets equally many tokens from every rank")
+    if spec.data.pack and spec.data.document_mask:
+        found.append("each sample holds two documents")
+    if spec.train.compile:
+        found.append("blocks are run as they are, not compiled")
+    return found
+
+
+def _row(spec: RunSpec, rank: int, found: Rehearsal) -> dict[str, Any]:
+    layout = spec.layout
+    place = rank * layout.pp // layout.world_size
+    units = [unit for stage in place_of(spec, place).own for unit in stage.units]
+    return {
+        "rank": rank,
+        "pipeline_rank": place,
+        "units": units,
+        "peak": found.peak,
+        "components": found.by_component,
+        "modules": found.by_module,
+        "most": found.most,
+        "states": found.states,
+        "wire": [
+            {"axis": axis, "operation": operation, "bytes": sent, "calls": found.calls[axis, operation]}
+            for (axis, operation), sent in sorted(found.wire.items())
+            if axis not in HOST
+        ],
+    }
