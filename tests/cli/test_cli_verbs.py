@@ -14,6 +14,7 @@ import pytest
 from meshwright import api
 from meshwright.cli.main import main
 from meshwright.launch.env import LAUNCHER
+from meshwright.planner.hardware import catalogue
 from meshwright.spec import RunSpec, UserError, load
 from meshwright.spec.load import from_tree
 
@@ -270,3 +271,19 @@ def test_what_simulate_prints_is_readable(words: list[str], capsys: pytest.Captu
         None, [(w[2:], v) for w, v in zip(words[::2], words[1::2], strict=True) if "." in w]
     ).layout.pp
     assert shown == (["rank", *map(str, range(ranks))] if ranks <= 16 else [])
+
+
+@pytest.mark.parametrize("words", [[], *[[name, "--count", "4096"] for name in catalogue()]], ids=" ".join)
+def test_what_clusters_prints_is_readable(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["clusters", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    if words:
+        assert words[0] in lines[0] and any(line.startswith("source") for line in lines)
+    else:
+        assert [line.split()[0] for line in lines] == ["cluster", *catalogue()]
+    assert main(["clusters", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    known = [found] if words else found["clusters"]
+    assert [each["name"] for each in known] == (words[:1] or list(catalogue()))
+    assert all(each["source"] and each["device"]["peak"]["bf16"] > 0 for each in known)

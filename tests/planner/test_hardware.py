@@ -119,6 +119,7 @@ def tree() -> dict:  # type: ignore[type-arg]
 def test_a_measured_file_comes_back(tmp_path: Path) -> None:
     mine = from_json(tree())
     assert mine.measured == MEASURED
+    assert mine.resized(4).levels[0].devices == mine.resized(4).sharing == 4
     write(mine, tmp_path / "mine.json")
     assert cluster(str(tmp_path / "mine.json")) == mine
 

@@ -6,11 +6,16 @@ from math import prod
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from meshwright import api
+from meshwright.parallel.mesh import Mesh
 from meshwright.planner.hardware import Cluster, cluster
 from meshwright.planner.measured import attention_seconds, collective_seconds, matmul_seconds
-from meshwright.spec import UserError
+from meshwright.spec import Layout, UserError
+from meshwright.train.measure.links import placements
+from ranks import Ranks
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +73,21 @@ def test_the_planner_reads_the_tables(profiled: Cluster) -> None:
     short, long = (attention_seconds(measured, "bf16", 1, 8, 8, 64, t) for t in (128, 8192))
     assert short is not None and long is not None and 0 < short[0] < long[0] and short[1] < long[1]
     assert (collective_seconds(measured, "all_reduce", 2, "host", 2**26) or 0) > 1e-4
+
+
+def groups_of(_mesh: Mesh, hosts: int, local: int) -> list[tuple[int, str, list[int]]]:
+    _, places = placements(hosts, local, torch.device("cpu"))
+    return [(each.ranks, each.level, dist.get_process_group_ranks(each.axis.group)) for each in places]
+
+
+def test_groups_stay_on_a_host_or_cross_all(ranks: Ranks) -> None:
+    found = ranks.run(Layout(dp=8), groups_of, 2, 4)
+    for rank, places in enumerate(found):
+        assert [place[:2] for place in places] == [(2, "host"), (4, "host"), (2, "network"), (8, "network")]
+        assert all(rank in members and len(members) == size for size, _, members in places)
+        pair, host, across, whole = (members for _, _, members in places)
+        assert {each // 4 for each in (*pair, *host)} == {rank // 4}
+        assert across == [rank % 4, rank % 4 + 4] and whole == list(range(8))
 
 
 def test_one_process_alone_is_profiled_too() -> None:

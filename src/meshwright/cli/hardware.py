@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from meshwright.cli import show
 from meshwright.cli.verb import JSON, Argument, Call, Flag, Verb, file_name, number, whole
 from meshwright.launch.env import nproc_of, worker
 from meshwright.planner.hardware import FORMATS, Cluster, Measured, catalogue, cluster, to_json
+from meshwright.planner.hardware_file import check_writable
 
+WIDTH = 100
 LEAST_SECONDS = 1.0
 
 
@@ -20,6 +23,7 @@ def profile(call: Call) -> int:
 
     place, seconds = worker(), call.flags["seconds"]
     out = Path(call.flags["out"]) if call.flags["out"] else None
+    check_writable(out)
     if place is not None:
         found = api.profile_worker(seconds=seconds, out=out)
         if found is None or place.launched:
@@ -83,13 +87,13 @@ def _show_cluster(found: Cluster) -> None:
         "peaks": ", ".join(
             f"{name} {device.peak[name] / 1e12:.4g}" for name in FORMATS if name in device.peak
         )
-        + " TFLOP/s, dense",
+        + " TFLOP/s",
         "attained": f"{rates.matmul:.0%} in products, {rates.attention:.0%} in attention, "
         f"{rates.memory:.0%} of memory, {rates.link:.0%} of links; {rates.launch * 1e6:.3g} us a launch",
         "price": None if found.price is None else f"{found.price:.2f} USD for a device and hour",
-        "source": found.source,
     }
     show.pairs(facts)
+    print(textwrap.fill(f"source    {found.source}", WIDTH, subsequent_indent=" " * 10))
     print()
     show.table([_level_row(each) for each in found.levels])
     if found.measured is not None:

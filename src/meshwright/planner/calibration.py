@@ -9,11 +9,11 @@ from __future__ import annotations
 
 _EVERY, _FIRST = 10, 3
 
-OF_DEVICES = ("matmul", "memory", "attention", "attention_backward", "link", "network")
+OF_DEVICES = ("matmul", "attention", "link", "network")
 """Fields of `planner.hardware.Rates`."""
-OF_STACKS = ("elementwise", "launch", "step", "contention", "overlap_data", "network", "matmul")
+OF_STACKS = ("elementwise", "launch", "contention", "overlap_data")
 """Fields of `planner.stack.Stack`, where they are not 0."""
-UNBOUNDED = ("elementwise", "launch", "step", "contention")
+UNBOUNDED = ("elementwise", "launch", "contention")
 """Those that may exceed 1."""
 
 

@@ -250,13 +250,9 @@ class Cluster:
         full = self.hierarchy
         inner = tuple(level for level in full[:-1] if level.devices < count)
         beyond = full[len(inner) :]
-        return replace(
-            self,
-            count=count,
-            levels=(*inner, replace(beyond[0], devices=count)),
-            beyond=beyond,
-            sharing=min(count, full[0].devices) if self.device.kind == "cpu" else self.sharing,
-        )
+        levels = (*inner, replace(beyond[0], devices=count))
+        sharing = levels[0].devices if self.device.kind == "cpu" else self.sharing
+        return replace(self, count=count, levels=levels, beyond=beyond, sharing=sharing)
 
 
 def _above_zero(name: str, value: float) -> None:
@@ -346,7 +342,9 @@ def with_network(
     if devices < 1 or (nodes is not None and nodes < 1):
         raise UserError(f"per_node: {devices} devices on {nodes} nodes cannot be; give 1 or more of each")
     old = given.network or Network(1, outer[0].link.bandwidth * inner[-1].devices)
-    network = Network(old.nics if nics is None else nics, nic_bandwidth or old.bandwidth)
+    network = Network(
+        old.nics if nics is None else nics, old.bandwidth if nic_bandwidth is None else nic_bandwidth
+    )
     if network.nics < 1:
         raise UserError(f"nics: {network.nics} NICs reach no other node; give 1 or more")
     bandwidth = network.nics * network.bandwidth / devices

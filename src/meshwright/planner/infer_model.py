@@ -65,6 +65,7 @@ def model_of(row: Row, length: int, guess: Guess) -> ModelSpec | None:
             found.append((abs(model.parameters / 1e9 / size - 1) if size else 1.0, model))
     if layers is None:
         guess.say("layers", found[0][1].layers)
+        return found[0][1]
     off, nearest = min(found, key=lambda each: each[0])
     return nearest if off < _NEAR else found[0][1]
 

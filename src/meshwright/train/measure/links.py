@@ -154,13 +154,14 @@ _OPERATIONS: dict[str, Callable[[Axis, int, torch.device], Made]] = {
 
 
 def overlap(axis: Axis, clock: Clock, seconds: float) -> tuple[float, float]:
-    """How many times as long products take beside an all-reduce of 16 MiB, and it beside them; at least 1.
+    """How many times as long products take beside a large all-reduce, and it beside them; at least 1.
 
     The all-reduce is started, and products are computed until it has ended.
     """
-    device, rows = clock.device, 8192 if clock.cuda else 256
-    x, weight = (torch.ones(rows, rows, device=device) for _ in range(2))
-    message = torch.zeros(2**22, device=device)
+    # Products short beside the all-reduce, and long beside a look at whether that has ended.
+    rows, elements, dtype = (2048, 2**26, torch.bfloat16) if clock.cuda else (256, 2**22, torch.float32)
+    x, weight = (torch.ones(rows, rows, dtype=dtype, device=clock.device) for _ in range(2))
+    message = torch.zeros(elements, device=clock.device)
 
     def product() -> object:
         return F.linear(x, weight)
@@ -171,15 +172,15 @@ def overlap(axis: Axis, clock: Clock, seconds: float) -> tuple[float, float]:
     clock.once(reduce)
     repeats = how_many(seconds / 2, _agreed(2 * clock.once(reduce), axis))
     alone, quiet = clock.during(product, seconds / 4), clock.times(reduce, repeats)
-    count, spent = 0, 0.0
+    products: list[float] = []
+    reduces: list[float] = []
     for _ in range(repeats):
         sum_scalars([0.0], axis)
         start = time.perf_counter()
         pending = start_all_reduce(message, axis)
         while not pending.is_completed():
-            product()
-            clock.settle()
-            count += 1
-        spent += time.perf_counter() - start
+            products.append(clock.once(product))
+        reduces.append(time.perf_counter() - start)
         pending.wait()
-    return max(1.0, spent / max(1, count) / alone), max(1.0, spent / repeats / quiet)
+    beside = clock.typical(products) if products else alone
+    return max(1.0, beside / alone), max(1.0, clock.typical(reduces) / quiet)
