@@ -36,13 +36,10 @@ def python(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         ["spec", "check"],
         ["simulate", "--layout.pp", "2", "--out", "/dev/null/step.html"],
         ["simulate", "--layout.pp", "2"],
-<<<<<<< HEAD
         [*GOODPUT, "--step-seconds", "5"],
-=======
         ["clusters"],
         ["clusters", "h100-sxm", "--count", "64", "--json"],
         ["profile", "--out", "/no/such/folder/it.json"],
->>>>>>> hardware
         ["train", "--train.stpes", "3"],
         ["verify", "--nproc", "3"],
     ],

@@ -24,6 +24,8 @@ class Path:
 
     bandwidth: float
     """Bytes a second of the whole ring."""
+    reduced: float
+    """Seconds a byte of half an all-reduce, which crosses each level once for each of its groups."""
     once: float
     """Seconds of latency all around it."""
     tree: float
@@ -64,16 +66,18 @@ class Links:
                 inner = here
 
     def _ring(self, group: Group) -> Path:
-        bandwidth, once, tree, slowest = float("inf"), 0.0, 0.0, self.cluster.levels[0].name
+        bandwidth, reduced, once, tree = float("inf"), 0.0, 0.0, 0.0
+        slowest = self.cluster.levels[0].name
         for level, here, inner in self._members(group):
             rate = self.rate(level)
             if level is not self.cluster.levels[0]:
                 rate *= self._network * (1 if self._flat else inner)
             if rate < bandwidth:
                 bandwidth, slowest = rate, level.name
+            reduced = max(reduced, (1 - inner / here) / rate)
             once += (ceil(group.ranks / inner) - ceil(group.ranks / here)) * level.link.latency
             tree += ceil(log2(ceil(here / inner))) * level.link.latency
-        return Path(bandwidth, once, tree, slowest)
+        return Path(bandwidth, reduced, once, tree, slowest)
 
     def collective(self, operation: str, size: float, group: Group) -> float:
         """Seconds of one collective of a whole of `size` bytes; of an all-to-all, of one rank's bytes."""
@@ -83,10 +87,9 @@ class Links:
         if operation == "all_to_all":
             return self._all_to_all(size, group)
         over = self.path(group)
-        sent = size * (n - 1) / n / over.bandwidth
         if operation == "all_reduce":
-            return 2 * sent + 2 * min(over.once, over.tree)
-        return sent + over.once
+            return 2 * size * over.reduced + 2 * min(over.once, over.tree)
+        return size * (n - 1) / n / over.bandwidth + over.once
 
     def _all_to_all(self, size: float, group: Group) -> float:
         """Each rank sends each other the same; what leaves a node goes through the rank's own interface."""

@@ -12,22 +12,22 @@ from dataclasses import replace
 from meshwright.planner.hardware import Rates
 
 AMPERE = Rates(
-    matmul=0.83, attention=0.6, attention_backward=0.45, memory=0.9, link=0.85, network=0.75, fp8=1.0
+    matmul=0.83, attention=0.6, attention_backward=0.45, memory=0.9, link=0.9, network=0.65, fp8=1.0
 )
 HOPPER = Rates(
     matmul=0.72,
     fp8=0.85,
-    attention=0.52,
+    attention=0.48,
     attention_backward=0.45,
     attention_ported=0.42,
     memory=0.87,
-    link=0.8,
-    network=0.75,
+    link=0.745,
+    network=0.62,
 )
 BY_DEVICE: dict[str, Rates] = {
     "A100": AMPERE,
     "RTX 3090": AMPERE,
-    "H100 SXM 96 GB HBM2e": replace(HOPPER, matmul=0.58),
+    "H100 SXM 96 GB HBM2e": replace(HOPPER, matmul=0.62),
     "H100 PCIe": replace(HOPPER, matmul=0.58),
     "H": HOPPER,
     "GH200": HOPPER,
