@@ -123,3 +123,18 @@ def test_a_narrowed_copy_still_goes_with_its_layout() -> None:
     small, note = narrowed(spec)
     assert note is not None and small.layout.describe() == spec.layout.describe()
     assert small.model.parameters < spec.model.parameters / 10
+
+
+@pytest.mark.parametrize(
+    ("order", "flags"),
+    [
+        ("replicate-pp-dp-tp", {"replicate": 2, "dp": 2, "pp": 2, "zero": 1}),
+        ("replicate-pp-dp-tp", {"replicate": 2, "pp": 2, "tp": 2, "zero": 3}),
+        ("replicate-dp-pp-tp", {"dp": 2, "pp": 2, "tp": 2, "zero": 2}),
+        ("replicate-dp-pp-tp", {"cp": 2, "dp": 2, "pp": 2, "zero": 1}),
+    ],
+)
+def test_ranks_may_be_numbered_in_another_order(ranks: Ranks, order: str, flags: dict[str, int]) -> None:
+    layout = {f"layout__{name}": size for name, size in flags.items()}
+    changed = {**layout, "layout__order": order, "train__batch_tokens": 8 * 32}
+    assert worst(ranks, **changed) <= 1e-9

@@ -1,7 +1,7 @@
 """The mesh of devices: an object that is passed, with one group of ranks for each axis.
 
-Ranks are laid out (pp, replicate, dp, cp, tp), the last fastest: what talks most sits closest
-(Narayanan et al. 2021, §3; Grattafiori et al. 2024, §3.3.2).
+Ranks are numbered in `layout.order`, by default (pp, replicate, dp, cp, tp), the last fastest: what talks
+most sits closest (Narayanan et al. 2021, §3; Grattafiori et al. 2024, §3.3.2).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def build_mesh(
     heads = kv_heads if kv_heads is not None else layout.tp * layout.cp
     copies = layout.kv_copies(heads)
     groups, wire, host = groups or Groups(device.type), Wire(), torch.device("cpu")
-    grid = torch.arange(size).view(layout.pp, layout.replicate, layout.shard_ranks, layout.tp)
+    grid = rank_grid(layout)
     heads_grid, expert_grid = grid.unflatten(-1, (-1, copies)), grid.view(_expert_shape(layout))
     storage = groups.device_mesh(grid, ("replicate", "shard", "tp"))
     split = expert_storage = storage
@@ -155,6 +155,13 @@ def build_mesh(
         return None
     axes: dict[str, Any] = {key: axis(key) for key in of_axes}
     return Mesh(layout, device, storage, split, expert_storage, wire, **axes)
+
+
+def rank_grid(layout: Layout) -> Tensor:
+    """The numbers of the ranks, (pp, replicate, dp x cp, tp), whatever order they are numbered in."""
+    numbered = layout.axes_in_order
+    places = [[name for name, _ in numbered].index(name) for name in ("pp", "replicate", "dp", "tp")]
+    return torch.arange(layout.world_size).view([size for _, size in numbered]).permute(places).contiguous()
 
 
 Named = dict[str, tuple[str, dist.ProcessGroup | None]]

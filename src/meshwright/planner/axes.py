@@ -29,14 +29,14 @@ class Axes(NamedTuple):
 
 def axes(layout: Layout) -> Axes:
     """The groups of `layout`."""
-    tp, shard = layout.tp, layout.shard_ranks
+    data = layout.stride("dp")
     folded = layout.ep * layout.etp
     return Axes(
-        tensor=Group(tp, 1),
-        context=Group(layout.cp, tp),
-        shard=Group(shard, tp),
-        replicate=Group(layout.replicate, tp * shard),
-        pipeline=Group(layout.pp, tp * shard * layout.replicate),
+        tensor=Group(layout.tp, layout.stride("tp")),
+        context=Group(layout.cp, data),
+        shard=Group(layout.shard_ranks, data),
+        replicate=Group(layout.replicate, layout.stride("replicate")),
+        pipeline=Group(layout.pp, layout.stride("pp")),
         expert=Group(folded, 1),
-        expert_data=Group(layout.expert_data_ranks, folded),
+        expert_data=Group(layout.expert_data_ranks, folded if layout.ep * layout.etp > 1 else data),
     )

@@ -319,10 +319,10 @@ class Blocks:
         found = 0.0
         if u > 1:
             moved = 2 * self.tokens * (self.q + self.kv) * self.width
-            found += times * self.links.collective("all_to_all", moved, Group(u, layout.tp))
+            found += times * self.links.collective("all_to_all", moved, Group(u, self.context.stride))
         ring = n // u
         if ring > 1:
-            shifts = (ring - 1) * times * self.links.message(keys, layout.tp * u)
+            shifts = (ring - 1) * times * self.links.message(keys, self.context.stride * u)
             found += max(shifts - core * (ring - 1) / ring, 0.1 * shifts)
         return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, field_validator
@@ -21,6 +22,9 @@ TWO_STAGES = ("zb-v", "v-half", "v-min", "dualpipe-v")
 """Schedules with two, in a V; the others take any number."""
 
 Cut = Literal["even", "balanced"]
+
+Order = Literal["pp-replicate-dp-tp", "replicate-pp-dp-tp", "replicate-dp-pp-tp"]
+"""How ranks are numbered, outermost axis first; cp goes with dp, inside it."""
 
 
 def ulysses_ranks(ranks: int, kv_heads: int, mode: ContextMode) -> int:
@@ -67,6 +71,10 @@ class Layout(Part):
     expert_parts: int = Field(
         1, ge=1, description="parts of a microbatch of which one is sent to the experts as another computes"
     )
+    order: Order = Field(
+        "pp-replicate-dp-tp",
+        description="axes from the outermost to the innermost, whose ranks are neighbours; cp is inside dp",
+    )
     micro_batch: int | None = Field(
         None,
         ge=1,
@@ -97,6 +105,17 @@ class Layout(Part):
         if self.virtual is not None:
             return self.virtual
         return 1 if self.schedule in ONE_STAGE else 2
+
+    @property
+    def axes_in_order(self) -> tuple[tuple[str, int], ...]:
+        """(axis, ranks), the outermost first: 'pp', 'replicate', 'dp' (with cp inside it) and 'tp'."""
+        sizes = {"pp": self.pp, "replicate": self.replicate, "dp": self.shard_ranks, "tp": self.tp}
+        return tuple((name, sizes[name]) for name in self.order.split("-"))
+
+    def stride(self, axis: str) -> int:
+        """How far apart in number neighbours on an axis of `axes_in_order` are."""
+        names = [name for name, _ in self.axes_in_order]
+        return prod(size for _, size in self.axes_in_order[names.index(axis) + 1 :])
 
     @property
     def world_size(self) -> int:
@@ -139,9 +158,10 @@ class Layout(Part):
         """One line: the axes larger than one, for messages and tables."""
         sizes = {name: getattr(self, name) for name in ("replicate", "dp", "cp", "tp", "pp", "ep", "etp")}
         shown = [f"{name}={size}" for name, size in sizes.items() if size > 1 or name == "dp"]
+        placed = "" if self.order == "pp-replicate-dp-tp" else f", order={self.order}"
         pipeline = f", schedule={self.schedule}" if self.pp > 1 else ""
         pipeline += f", virtual={self.chunks}" if self.chunks > 1 else ""
-        return " x ".join(shown) + f", zero={self.zero}{pipeline}"
+        return " x ".join(shown) + f", zero={self.zero}{pipeline}{placed}"
 
 
 def _whole(item: Any) -> int | None:

@@ -97,6 +97,16 @@ def stages_hold_every_layer(spec: RunSpec) -> None:
         )
 
 
+def experts_have_neighbours(spec: RunSpec) -> None:
+    """The expert axis is folded out of dp x cp x tp, whose ranks are then neighbours."""
+    layout = spec.layout
+    if layout.order == "replicate-dp-pp-tp" and layout.ep * layout.etp > 1 and layout.pp > 1:
+        raise UserError(
+            f"layout.order: '{layout.order}' puts pipeline ranks between those of dp, over which layout.ep = "
+            f"{layout.ep} x layout.etp = {layout.etp} would be folded; try 'replicate-pp-dp-tp'"
+        )
+
+
 def tensor_axis_divides(spec: RunSpec) -> None:
     """Tensor ranks have whole heads, equal shares of the feed-forward layer, and rows of the vocabulary."""
     model, tp = spec.model, spec.layout.tp
@@ -251,6 +261,7 @@ RULES: tuple[Callable[[RunSpec], None], ...] = (
     schedule_takes_its_stages,
     stages_hold_every_layer,
     tensor_axis_divides,
+    experts_have_neighbours,
     sequence_is_cut_evenly,
     ulysses_has_heads,
     sharding_has_ranks,

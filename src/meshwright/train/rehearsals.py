@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.parallel.mesh import rank_grid
 from meshwright.planner.place import place_of
 from meshwright.spec import RunSpec, UserError
 from meshwright.train.dryrun import Rehearsal, rehearse
@@ -22,8 +23,9 @@ def rehearsals(
     """See `api.dryrun`."""
     _check(spec, world, rank, device)
     size, stages = spec.layout.world_size, spec.layout.pp
-    of_one = size // stages
-    ranks = [stage * of_one + rank % of_one for stage in range(stages)] if all_stages else [rank]
+    grid = rank_grid(spec.layout).view(stages, -1)
+    place = int((grid == rank).nonzero()[0, 1])
+    ranks = [int(each) for each in grid[:, place]] if all_stages else [rank]
     return {
         "world_size": size,
         "layout": spec.layout.describe(),
@@ -69,8 +71,7 @@ def _assumed(spec: RunSpec) -> list[str]:
 
 
 def _row(spec: RunSpec, rank: int, found: Rehearsal) -> dict[str, Any]:
-    layout = spec.layout
-    place = rank * layout.pp // layout.world_size
+    place = int((rank_grid(spec.layout) == rank).nonzero()[0, 0])
     units = [unit for stage in place_of(spec, place).own for unit in stage.units]
     return {
         "rank": rank,
