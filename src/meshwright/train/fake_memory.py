@@ -120,6 +120,9 @@ class FakeMemory(TorchDispatchMode):
         if key not in self._inside:
             within = FakeMemory(self.device)
             within._fake = self._fake
+            for x in args:
+                if isinstance(x, Tensor):  # what is there already counts here
+                    within._held[x.untyped_storage()._cdata] = Held(0, PLAIN, "", 0)
             with within:
                 self.bodies[func](*args, **kwargs)
             self._inside[key] = within.peak
