@@ -57,14 +57,14 @@ class Held:
     size: int
     kind: str
     module: str
-    born: int
+    born: int = 0
 
 
 class FakeMemory(TorchDispatchMode):
     """Fakes one device while it is entered, and counts. `bodies` says what operators compute inside.
 
-    `kinds` are the bytes that are there by kind, `most` the most that there were of each at a time, and
-    `peak` the most of all together.
+    `now` counts the storages made so far, `kinds` the bytes that are there by kind; `most` is the most that
+    there were of each kind at a time, and `peak` of all together.
     """
 
     def __init__(self, device: torch.device, bodies: Mapping[Any, Callable[..., Any]] | None = None) -> None:
@@ -99,7 +99,6 @@ class FakeMemory(TorchDispatchMode):
                 return args[0].new_empty(length, dtype=torch.int64)
         if (written := _written(func)) is not None:
             return args[written] if isinstance(written, int) else kwargs[written]
-        self.now += 1
         if func in self.bodies:
             self._look_inside(func, args, kwargs)
         found = self._fake.dispatch(func, types, args, kwargs)
@@ -120,10 +119,13 @@ class FakeMemory(TorchDispatchMode):
         if key not in self._inside:
             within = FakeMemory(self.device)
             within._fake = self._fake
+            for x in args:
+                if isinstance(x, Tensor):  # what is there already counts here
+                    within._held[x.untyped_storage()._cdata] = Held(0, PLAIN, "")
             with within:
                 self.bodies[func](*args, **kwargs)
             self._inside[key] = within.peak
-        moment = Held(self._inside[key], PLAIN, self.module, self.now)
+        moment = Held(self._inside[key], PLAIN, self.module)
         self._add(moment)
         self._remove(moment)
 
@@ -138,13 +140,15 @@ class FakeMemory(TorchDispatchMode):
         return tensor
 
     def _hold(self, key: int, size: int, kind: str, module: str) -> None:
-        held = self._held[key] = Held(size, kind, module, self.now)
+        held = self._held[key] = Held(size, kind, module)
         self._add(held)
 
     def _drop(self, key: int) -> None:
         self._remove(self._held.pop(key))
 
     def _add(self, held: Held) -> None:
+        self.now += 1
+        held.born = self.now
         self.total += held.size
         self._change(held.kind, held.size)
         if self.total > self.peak:
@@ -169,7 +173,6 @@ class FakeMemory(TorchDispatchMode):
 
     def _again(self, storage: UntypedStorage, kind: str | None = None, module: str | None = None) -> None:
         before = self._held.pop(storage._cdata)
-        self.now += 1
         self._remove(before)
         self._hold(
             storage._cdata,

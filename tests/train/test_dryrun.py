@@ -1,0 +1,178 @@
+"""A dry run holds and sends what formulas say, and what real ranks do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from allocations import measure
+from layouts import draw
+from meshwright import api
+from meshwright.parallel.mesh import Mesh
+from meshwright.planner.in_flight import peak_activations
+from meshwright.planner.states import states
+from meshwright.planner.wire import traffic
+from meshwright.spec import RunSpec, UserError
+from meshwright.train.dryrun import ACTIVATIONS, MESSAGES, STATES, rehearse
+from meshwright.train.fake_memory import PLAIN, FakeMemory
+from meshwright.train.step import Trainer
+from ranks import Ranks
+from small import first_batches, spec_of
+
+CPU = torch.device("cpu")
+BASE = {
+    "model.layers": 3, "model.hidden": 128, "model.ffn": 384, "model.heads": 8, "model.kv_heads": 4,
+    "data.corpus": "synthetic", "data.seq_len": 256, "train.batch_tokens": 256 * 8,
+    "layout.micro_batch": 2, "precision.compute": "bf16",
+}  # fmt: skip
+
+
+# The counter --------------------------------------------------------------------------------------------
+
+
+def test_storages_count_while_anything_holds_them() -> None:
+    memory = FakeMemory(torch.device("cpu", 0))
+    with memory:
+        x = torch.zeros(100, 10, device=memory.device)
+        assert memory.total == 4000
+        row = x[3]
+        del x
+        assert memory.total == memory.peak == 4000
+        row.untyped_storage().resize_(0)
+        memory.resized(row)
+        assert memory.total == 0
+        weight = torch.zeros(10, 10, device=memory.device, requires_grad=True)
+        y = torch.ones(5, 10, device=memory.device) @ weight
+        squared = y.square()
+        del y  # autograd saved it
+        assert memory.total == 400 + 200 + 200 + 200
+        squared.sum().backward()
+        assert weight.grad is not None
+        del squared
+        assert memory.total == 400 + 400
+        host = torch.arange(7)
+        assert host.sum() == 21 and memory.total == 800
+    assert memory.peak == 4000
+
+
+def test_what_a_storage_is_for_may_change() -> None:
+    memory = FakeMemory(torch.device("cpu", 0))
+    with memory:
+        x = torch.zeros(10, device=memory.device)
+        memory.mark(x, "early")
+        since = memory.now
+        y, z = torch.zeros(20, device=memory.device), torch.zeros(30, device=memory.device)
+        memory.settle(since, "late")
+        del y
+        memory.becomes(x.untyped_storage(), "other")
+        assert +memory.kinds == {"other": 40, "late": 120}
+        assert memory.most["early"] == 40 and memory.most["late"] == 200
+        assert sorted(held.size for held in memory.at_peak()) == [40, 80, 120]
+        del z
+        assert {held.kind: held.size for held in memory.at_peak()} == {"early": 40, "late": 120}
+
+
+# Formulas -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(64))
+def test_formulas_hold_on_random_layouts(seed: int) -> None:
+    spec, rank = draw(seed)
+    place = rank * spec.layout.pp // spec.layout.world_size
+    found = rehearse(spec, rank, CPU)
+    planned = states(spec, place)
+    assert {kind: found.most[kind] for kind in STATES} == {kind: getattr(planned, kind) for kind in STATES}
+    assert found.states == planned.total
+    assert found.most[ACTIVATIONS] == pytest.approx(peak_activations(spec, place), rel=0.03)
+    assert found.wire == pytest.approx(traffic(spec, place), rel=1e-12)
+    assert sum(found.by_component.values()) == found.peak
+    assert sum(sum(held.values()) for held in found.by_module.values()) == found.peak
+
+
+# Real ranks ---------------------------------------------------------------------------------------------
+
+
+def one_step(mesh: Mesh, spec: RunSpec) -> dict[str, Any]:
+    trainer = Trainer(spec, mesh)
+    trainer.initialise()
+    (batch,) = first_batches(spec, mesh, 1)
+    mesh.wire.clear()
+    trainer.step(batch, 1)
+    sent = {key: sent for key, sent in mesh.wire.bytes.items() if key[0] != "control"}
+    return {"wire": sent, "held": trainer.states.memory(), "moments": trainer.optimiser.memory()}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"layout__dp": 2, "layout__tp": 2, "layout__zero": 2},
+        {"layout__dp": 2, "layout__cp": 2, "layout__zero": 1, "precision__compute": "fp32"},
+        {"layout__pp": 2, "layout__tp": 2, "layout__schedule": "zb-v", "recompute__policy": "selective"},
+    ],
+    ids=str,
+)
+def test_a_dry_run_holds_and_sends_what_ranks_do(ranks: Ranks, layout: dict[str, object]) -> None:
+    spec = spec_of(BASE, **layout)
+    for rank, real in enumerate(ranks.run(spec.layout, one_step, spec)):
+        dry = rehearse(spec, rank, CPU)
+        assert dry.wire == pytest.approx(real["wire"], rel=1e-14)
+        held, most = real["held"], dry.most
+        assert most["parameters"] + most["masters"] == held["parameters"] + held["compute copies"]
+        assert 0 <= most["optimiser"] - real["moments"] < 200  # Adam's step counts
+        assert most["gradients"] >= held["gradients"] > 0
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("layout", [{}, {"layout__tp": 2}, {"layout__cp": 2}], ids=str)
+def test_a_dry_run_allocates_what_ranks_do(ranks: Ranks, layout: dict[str, object], policy: str) -> None:
+    """What planning on the host takes is the allocator's, too, and not the dry run's."""
+    spec = spec_of(BASE, **layout, recompute__policy=policy)
+    dry = rehearse(spec, 0, CPU)
+    at_peak = sum(dry.by_component[kind] for kind in (ACTIVATIONS, MESSAGES, PLAIN))
+    host = 8 * 2 * (256 + 128) if spec.layout.cp > 1 else 0
+    for kept, peak in ranks.run(spec.layout, measure, spec):
+        assert dry.most[ACTIVATIONS] + host == pytest.approx(kept, rel=0.01)
+        assert at_peak == pytest.approx(peak, rel=0.02)
+
+
+# What users ask -----------------------------------------------------------------------------------------
+
+
+def test_a_world_of_a_thousand_ranks_takes_one_process() -> None:
+    flags = {
+        "layout.dp": 64,
+        "layout.tp": 4,
+        "layout.pp": 4,
+        "layout.zero": 3,
+        "train.batch_tokens": 256 * 256,
+    }
+    spec = spec_of(BASE | {"model.layers": 8, "layout.micro_batch": 1} | flags)
+    found = api.dryrun(spec, world=1024, rank=5, all_stages=True)
+    assert found["world_size"] == 1024 and [row["rank"] for row in found["ranks"]] == [5, 261, 517, 773]
+    assert found["ranks"][0]["units"] == ["embed", "blocks.0", "blocks.1"]
+    held = [row["most"]["activations"] for row in found["ranks"]]
+    assert held[0] > held[1] > held[2]  # 1F1B has the most under way at the start
+    modules = found["ranks"][0]["modules"]
+    assert modules["blocks.0"]["masters"] == modules["blocks.1"]["masters"] > 0
+
+
+def test_a_later_stage_of_zero_holds_less() -> None:
+    totals = [states(spec_of(BASE, layout__dp=4, layout__zero=zero)).total for zero in range(4)]
+    assert totals == sorted(totals, reverse=True) and len(set(totals)) == 4
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"world": 8}, ["--world: is 8", "has 2 ranks", "layout.dp = 4"]),
+        ({"world": 3}, ["--world: is 3", "has 2 ranks", "--world 2", "2 divides"]),
+        ({"rank": 2}, ["--rank: is 2", "0 to 1"]),
+        ({"device": "tpu"}, ["--device", "'tpu'", "cpu"]),
+    ],
+)
+def test_what_cannot_be_asked_gets_a_sentence(asked: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        api.dryrun(spec_of(BASE, layout__tp=2), **asked)
+    assert all(word in str(error.value) for word in words)
