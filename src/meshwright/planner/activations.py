@@ -47,8 +47,15 @@ class Activations:
     """Kept on the host, once for all blocks: which keys are seen, where context ranks plan by it."""
     head: int
     """What the head keeps: its input, and the gradients that its forward computed."""
-    peak: int
-    """The most at any time of forward and backward, temporaries included."""
+    in_block: int
+    """The most beyond what is kept in the last block's backward."""
+    at_head: int
+    """The most beyond what is kept in the head, forward and backward."""
+
+    @property
+    def peak(self) -> int:
+        """The most at any time of forward and backward, temporaries included, without a pipeline."""
+        return self.kept - self.head + max(self.head + self.at_head, self.in_block)
 
     @property
     def blocks(self) -> int:
@@ -109,8 +116,7 @@ def activations(spec: RunSpec) -> Activations:
     shared, embed, host, head = _shared(sizes), _embed(sizes), _host(sizes), _head(sizes)
     in_block = max(_at_feed_forward(sizes, last), _at_experts(sizes, last), _at_attention(sizes, last))
     in_block += _everything(sizes, last) - by_block[last]
-    peak = sum(by_block) + shared + embed + host + max(head + _at_head(sizes), in_block)
-    return Activations(by_block, shared, embed, host, head, peak)
+    return Activations(by_block, shared, embed, host, head, in_block, _at_head(sizes))
 
 
 def _everything(s: Sizes, layer: int) -> int:

@@ -11,7 +11,7 @@ smi shows).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.planner.block import Blocks
 from meshwright.planner.data_axis import Held
@@ -104,21 +104,8 @@ def _rank(blocks: Blocks, on: Engines, held: Held, own: Sequence[Stage], flight:
     head = blocks.rows * blocks.tokens * stack.logits if any(stage.head for stage in own) else 0.0
     again = working(blocks, own)
     activations = flight + again
-    allocated = copy + master + gradients + optimiser + activations + head + buffers
-    axes = sum(size > 1 for size in (layout.tp, layout.cp, layout.shard_ranks, layout.pp, layout.ep))
-    cuda = on.cluster.device.kind != "cpu"
-    return Memory(
-        copy + master,
-        gradients,
-        optimiser,
-        activations,
-        head,
-        buffers,
-        stack.fragmentation * allocated if cuda else 0.0,
-        _CONTEXT if cuda else 0.0,
-        _CHANNEL * axes if cuda else 0.0,
-        rank,
-    )
+    found = Memory(copy + master, gradients, optimiser, activations, head, buffers, 0.0, 0.0, 0.0, rank)
+    return beyond(found, spec, on)
 
 
 def stage_activations(blocks: Blocks, stage: Stage) -> float:
@@ -193,3 +180,17 @@ def _outputs(blocks: Blocks, routed: bool) -> float:
     """What a block's matrix products give."""
     products = blocks.products(routed)
     return blocks.width * sum(each.m * each.n * each.batch for each in products)
+
+
+def beyond(found: Memory, spec: RunSpec, on: Engines) -> Memory:
+    """With what a GPU takes beside tensors; on a CPU there is nothing of it."""
+    layout = spec.layout
+    if on.cluster.device.kind == "cpu":
+        return found
+    axes = sum(size > 1 for size in (layout.tp, layout.cp, layout.shard_ranks, layout.pp, layout.ep))
+    return replace(
+        found,
+        fragmentation=on.stack.fragmentation * found.allocated,
+        context=_CONTEXT,
+        communicators=_CHANNEL * axes,
+    )

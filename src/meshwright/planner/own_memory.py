@@ -1,0 +1,74 @@
+"""Bytes of our own program on the fullest rank of its pipeline: the formulas that the dry run is held to.
+
+States are `planner/states.py`'s, to the byte, and what is kept is `planner/in_flight.py`'s, for the schedule
+that runs. On top stand buffers of units on their way and the temporaries of the operators at the peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.planner.activations import Activations, activations
+from meshwright.planner.engines import Engines
+from meshwright.planner.in_flight import peak_activations
+from meshwright.planner.memory import Memory, beyond
+from meshwright.planner.place import Place, place_of, widths
+from meshwright.planner.states import Unit, states, units
+from meshwright.spec import RunSpec
+
+
+def own_memory(spec: RunSpec, on: Engines) -> Memory:
+    """What the fullest rank of the pipeline needs."""
+    kept = activations(spec)
+    return max((_rank(spec, on, kept, rank) for rank in range(spec.layout.pp)), key=_allocated)
+
+
+def _allocated(found: Memory) -> float:
+    return found.allocated
+
+
+def _rank(spec: RunSpec, on: Engines, kept: Activations, rank: int) -> Memory:
+    at, held = place_of(spec, rank), states(spec, rank)
+    head = kept.at_head if at.head else 0
+    block = kept.in_block - (kept.head if at.head else 0) if at.layers else 0
+    found = Memory(
+        parameters=held.parameters + held.masters,
+        gradients=held.gradients,
+        optimiser=held.optimiser + held.balance,
+        activations=peak_activations(spec, rank),
+        logits=max(head, block, 0),
+        buffers=buffers(at),
+        fragmentation=0.0,
+        context=0.0,
+        communicators=0.0,
+        rank=rank,
+    )
+    return beyond(found, spec, on)
+
+
+def _ends(listed: Sequence[Unit]) -> list[int]:
+    return [listed[0].whole, listed[-1].whole] if len(listed) > 1 else [listed[0].whole]
+
+
+def buffers(at: Place) -> int:
+    """Bytes of units that are gathered, or packed for the wire, at the most that they take together.
+
+    Of ZeRO-3 the first unit and the last stay whole from forward to backward, and of the others there is one
+    beside the next, on its way; in a pipeline all of a rank's are whole from the step's begin to its end.
+    ZeRO-2 and 3 pack a unit's gradients to reduce them.
+    """
+    spec, width = at.spec, widths(at.spec)
+    sharded = [unit for unit in units(at) if unit.ranks > 1]
+    if not sharded:
+        return 0
+    largest = max(unit.whole for unit in sharded)
+    zero, pipeline = spec.layout.zero, spec.layout.pp > 1
+    if zero == 1:
+        return largest * width.compute
+    gathered = 0
+    if zero == 3:
+        between = sorted((unit.whole for unit in sharded[1:-1]), reverse=True)
+        there = [unit.whole for unit in sharded] if pipeline else [*_ends(sharded), *between[:2]]
+        gathered = sum(there) * width.compute
+    packed = 0 if pipeline and spec.microbatches > 1 else largest * width.reduce
+    return gathered + packed
