@@ -158,11 +158,6 @@ def test_a_world_of_a_thousand_ranks_takes_one_process() -> None:
     assert modules["blocks.0"]["masters"] == modules["blocks.1"]["masters"] > 0
 
 
-def test_a_later_stage_of_zero_holds_less() -> None:
-    totals = [states(spec_of(BASE, layout__dp=4, layout__zero=zero)).total for zero in range(4)]
-    assert totals == sorted(totals, reverse=True) and len(set(totals)) == 4
-
-
 @pytest.mark.parametrize(
     ("asked", "words"),
     [

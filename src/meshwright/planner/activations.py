@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from math import ceil
 
 from meshwright.planner.expert_activations import routed_backward, routed_everything, routed_saved
@@ -92,7 +93,12 @@ class Sizes:
         self.values, self.out = self.keys * v_dim // model.head_dim, self.queries * v_dim // model.head_dim
         self.gates = 2 if model.activation == "swiglu" else 1
         self.rows = ceil(model.vocab_size / layout.tp)
-        self.splits_backward = schedule_of(layout, spec.microbatches).splits_backward
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether the schedule puts gradients of weights off; asked late, as large schedules take a while."""
+        layout = self.spec.layout
+        return layout.pp > 1 and schedule_of(layout, self.spec.microbatches).splits_backward
 
     def inner(self, layer: int) -> int:
         """Inside the feed-forward layer that all tokens take, which may be shared experts or none."""
