@@ -68,22 +68,36 @@ def memory(spec: RunSpec, on: Engines) -> Memory:
     """What the fullest rank of the pipeline needs."""
     blocks = on.blocks(spec)
     cut = stages(spec.model, spec.layout, spec.data.seq_len)
-    layout = spec.layout
-    count = min(spec.microbatches, 4 * layout.pp * layout.chunks)
-    if layout.schedule == "interleaved" and count % layout.pp:
-        count = spec.microbatches
-    schedule = schedule_of(layout, count)
+    schedule = schedule_of(spec.layout, held_microbatches(spec))
     kept = [stage_activations(blocks, stage) for stage in cut]
     found = []
     for rank in range(schedule.ranks):
         own = [cut[index] for index in schedule.stages_of(rank)]
         flight = peak(schedule.actions[rank], kept)
-        found.append(_rank(blocks, on, held_by(blocks, own), own, flight, rank))
+        found.append(rank_memory(spec, blocks, on, held_by(blocks, own), own, flight, rank))
     return max(found, key=lambda each: each.allocated)
 
 
-def _rank(blocks: Blocks, on: Engines, held: Held, own: Sequence[Stage], flight: float, rank: int) -> Memory:
-    spec, stack = blocks.spec, on.stack
+def held_microbatches(spec: RunSpec) -> int:
+    """Microbatches after which a rank of the schedule holds no more than before."""
+    layout = spec.layout
+    count = min(spec.microbatches, 4 * layout.pp * layout.chunks)
+    if layout.schedule == "interleaved" and count % layout.pp:
+        return spec.microbatches
+    return count
+
+
+def rank_memory(
+    spec: RunSpec,
+    blocks: Blocks,
+    on: Engines,
+    held: Held,
+    own: Sequence[Stage],
+    flight: float,
+    rank: int,
+) -> Memory:
+    """What a rank with the stages `own` needs, where it keeps `flight` bytes of activations at most."""
+    stack = on.stack
     layout, recipe = spec.layout, stack.recipe
     dense, routed = (layout.shard_ranks, layout.expert_data_ranks) if layout.zero else (1, 1)
     sharded = held.dense / dense + held.routed / routed

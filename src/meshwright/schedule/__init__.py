@@ -3,7 +3,7 @@
 from meshwright.schedule.actions import Action, Kind, Schedule, ScheduleError, Step, steps
 from meshwright.schedule.catalogue import NAMES, make, schedule_of
 from meshwright.schedule.check import Report, check
-from meshwright.schedule.simulate import Idle, Link, Simulation, StageCost, simulate
+from meshwright.schedule.simulate import Idle, Link, Simulation, StageCost, ends, simulate
 
 __all__ = [
     "NAMES",
@@ -18,6 +18,7 @@ __all__ = [
     "StageCost",
     "Step",
     "check",
+    "ends",
     "make",
     "schedule_of",
     "simulate",

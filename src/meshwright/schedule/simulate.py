@@ -157,6 +157,13 @@ def simulate(
     return _result(schedule, flow, by_stage, finals, (start, end, arrival))
 
 
+def ends(schedule: Schedule, costs: Sequence[StageCost], link: Link = Link()) -> list[float]:
+    """When each rank's last action ends: what `simulate` finds, without what each action waits for."""
+    flow = flow_of(schedule)
+    _, end, _ = _run(flow, _durations(schedule, costs), _lanes(schedule, costs, link))
+    return [end[stop - 1] for stop in flow.starts[1:]]
+
+
 def _durations(schedule: Schedule, costs: Sequence[StageCost]) -> list[float]:
     """Action -> seconds."""
     table = [(cost.forward, cost.input, cost.weight, cost.input + cost.weight) for cost in costs]

@@ -1,0 +1,229 @@
+"""What every layout of a branch must take at least: seconds and bytes that no choice in it can avoid.
+
+A step is at least as long as the compute and the messages inside stages, shared evenly by the ranks of a
+pipeline (`ideal`, with `Floor` for experts that are not dealt out yet); at least as long as its busiest rank,
+before which a first microbatch has come down and after which the last one goes up again; and since a rank
+holds at most K microbatches of a stage at a time, m of them take at least m / K times what one takes from
+there down to the last stage and back (Little 1961, applied to one step: `rank_ends`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from meshwright.planner.block import Blocks, Passes, Product
+from meshwright.planner.kernels import peak
+from meshwright.planner.space import Inner
+from meshwright.schedule import Kind, Link, Schedule, StageCost, make
+from meshwright.spec import ModelSpec
+from meshwright.spec.numbers import divisors
+
+
+class Floor(Blocks):
+    """What blocks cost at least, however their experts are dealt out: no message, no product below its rate.
+
+    It is made for a layout with ep = etp = 1.
+    """
+
+    def _routed_products(self) -> list[Product]:
+        return [Product(self.own, self._moe().experts, self.spec.model.hidden)]  # the router
+
+    def _launched(self, passes: Passes, routed: bool) -> Passes:
+        if not routed:
+            return super()._launched(passes, routed)
+        each = self._experts()
+        selective = 0.5 if self.stack.selective == "half" else 0.0
+        again = {"none": 0.0, "selective": selective, "full": 1.0}[self.spec.recompute.policy]
+        with_experts = [
+            seconds._replace(matmul=seconds.matmul + share * each)
+            for seconds, share in zip(passes, (1.0, 1.0, 1.0, again), strict=True)
+        ]
+        return super()._launched(Passes(*with_experts), routed)
+
+    def _experts(self) -> float:
+        """Seconds of the experts' products of one pass, at the rate of large ones."""
+        moe, model, device = self._moe(), self.spec.model, self.kernels.device
+        tokens = self.tokens / self.spec.layout.tp * moe.top_k
+        fewest = min(  # rows are rounded to whole ones for each expert
+            max(1, round(tokens * etp / local)) * local / etp
+            for local in (moe.experts // ep for ep in divisors(moe.experts))
+            for etp in divisors(moe.ffn)
+        )
+        rate = peak(device, self.format) * device.rates.matmul * self.stack.matmul
+        if self.format == "fp8":
+            rate *= device.rates.fp8
+        return 2.0 * fewest * model.hidden * moe.ffn * (self.gates + 1) / rate
+
+
+def microbatch_seconds(blocks: Blocks) -> float:
+    """Seconds of one microbatch through the whole model, on the ranks of one stage."""
+    total = blocks.embedding().total + blocks.head().total
+    for count, routed in kinds(blocks.spec.model):
+        total += count * blocks.passes(routed).total
+    return total
+
+
+def kinds(model: ModelSpec) -> list[tuple[int, bool]]:
+    """(blocks, whether they have experts), without what the model has none of."""
+    routed = sum(map(model.has_experts, range(model.layers)))
+    return [(count, wanted) for count, wanted in ((model.layers - routed, False), (routed, True)) if count]
+
+
+def ideal(blocks: Blocks, inner: Inner, ranks: int, sequences: int) -> float:
+    """Seconds of a step whose pipeline has no bubble, for any number of its ranks."""
+    each = sequences * inner.tp * inner.cp / (ranks * inner.micro_batch)
+    return microbatch_seconds(blocks) * each
+
+
+class Row(NamedTuple):
+    """What a rank of a cut has to do, and what comes before it: (dense, routed) blocks, embedding, head."""
+
+    work: tuple[int, int, int, int]
+    before: tuple[int, int, int, int]
+    hops: int
+
+
+def rows(blocks: Sequence[int], routed_before: Sequence[int], own: Sequence[Sequence[int]]) -> list[Row]:
+    """Of the ranks that may set a step's pace: the first, the last, that of the head, and the fullest."""
+    ends = list(accumulate(blocks, initial=0))
+    count = [sum(blocks[stage] for stage in mine) for mine in own]
+    last, most = len(blocks) - 1, max(count)
+    fullest = max(rank for rank, each in enumerate(count) if each == most)
+    head = next(rank for rank, mine in enumerate(own) if last in mine)
+    found = []
+    for rank in sorted({0, len(own) - 1, head, fullest}):
+        mine, first = own[rank], min(own[rank])
+        routed = sum(routed_before[ends[stage + 1]] - routed_before[ends[stage]] for stage in mine)
+        before = routed_before[ends[first]]
+        found.append(
+            Row(
+                (count[rank] - routed, routed, int(0 in mine), int(last in mine)),
+                (ends[first] - before, before, int(first > 0), 0),
+                first,
+            )
+        )
+    return found
+
+
+class Pace(NamedTuple):
+    """Seconds of a microbatch by what it goes through, as `Row` counts it, and of a message."""
+
+    forward: tuple[float, ...]
+    back: tuple[float, ...]
+    weight: tuple[float, ...]
+    hop: float
+
+
+def pace(blocks: Blocks, hop: float) -> Pace:
+    """Of a mesh whose stages are a message of `hop` seconds apart."""
+    wanted = {routed for _, routed in kinds(blocks.spec.model)}
+    each = [blocks.passes(routed) if routed in wanted else Passes() for routed in (False, True)]
+    each += [blocks.embedding(), blocks.head()]
+    return Pace(
+        tuple(passes.forward.total for passes in each),
+        tuple(passes.input.total + passes.again.total for passes in each),
+        tuple(passes.weight.total for passes in each),
+        hop,
+    )
+
+
+def paced(found: Sequence[Row], at: Pace, microbatches: int, whole: bool) -> float:
+    """Seconds of a step at least: a rank's work, what comes down to it before, and up from it after."""
+    most = 0.0
+    for work, before, hops in found:
+        seconds = hops * at.hop * (2 if whole else 1)
+        for own, earlier, forward, back, weight in zip(work, before, *at[:3], strict=True):
+            seconds += microbatches * own * (forward + back + weight) + earlier * forward
+            if whole:
+                seconds += earlier * (back + weight)
+        most = max(most, seconds)
+    return most
+
+
+class Shape(NamedTuple):
+    """What a schedule's lists hold, whatever their stages cost."""
+
+    whole: bool
+    """Whether backwards are whole: no W comes later."""
+    flight: tuple[int, ...]
+    """Stage -> most microbatches between their F and their I or B."""
+    held: tuple[tuple[tuple[int, ...], ...], ...]
+    """Rank -> how many microbatches of each of its stages it holds when it holds most: some candidates."""
+
+
+@lru_cache(maxsize=4096)
+def shape(name: str, ranks: int, virtual: int, microbatches: int) -> Shape:
+    """Of the schedule of that name."""
+    made = schedule(name, ranks, virtual, microbatches)
+    flight = [0] * made.stages
+    held = []
+    for rank, listed in enumerate(made.actions):
+        own = {stage: place for place, stage in enumerate(made.stages_of(rank))}
+        now, under_way, rising = [0] * len(own), dict.fromkeys(own, 0), False
+        found: set[tuple[int, ...]] = set()
+        for kind, stage, _ in listed:
+            if kind is Kind.F:
+                now[own[stage]] += 1
+                under_way[stage] += 1
+                flight[stage] = max(flight[stage], under_way[stage])
+                rising = True
+                continue
+            if kind is not Kind.W:
+                under_way[stage] -= 1
+            if kind is not Kind.I:
+                if rising:
+                    found.add(tuple(now))
+                now[own[stage]] -= 1
+                rising = False
+        held.append(tuple(found))
+    return Shape(not made.splits_backward, tuple(flight), tuple(held))
+
+
+@lru_cache(maxsize=16)
+def schedule(name: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
+    """The lists, which are large: few are kept."""
+    return make(name, ranks, virtual, microbatches)
+
+
+def rank_ends(
+    costs: Sequence[StageCost],
+    own: Sequence[Sequence[int]],
+    link: Link,
+    microbatches: int,
+    whole: bool,
+    flight: Sequence[int] | None = None,
+) -> list[float]:
+    """Rank -> when its last action ends, at the earliest.
+
+    `own` are each rank's stages; `flight` is that of the schedule's `Shape`, and None for any schedule.
+    """
+    back = [cost.input + cost.weight if whole else cost.input for cost in costs]
+    rank_of = {stage: rank for rank, mine in enumerate(own) for stage in mine}
+    hops = [
+        0.0 if rank_of[stage] == rank_of[stage + 1] else link.latency + costs[stage].output / link.bandwidth
+        for stage in range(len(costs) - 1)
+    ]
+    fill = list(
+        accumulate((cost.forward + hop for cost, hop in zip(costs, hops, strict=False)), initial=0.0)
+    )
+    work = {min(mine): sum(costs[stage].forward + back[stage] for stage in mine) for mine in own}
+    last, trip, later = [0.0] * len(costs), 0.0, 0.0
+    for stage in reversed(range(len(costs))):
+        hop = hops[stage] if stage < len(hops) else 0.0
+        trip += costs[stage].forward + back[stage] + 2 * hop
+        found = later + hop + back[stage]
+        if flight is not None:
+            found = max(found, fill[stage] + microbatches * trip / flight[stage])
+        if stage in work:
+            found = max(found, fill[stage] + microbatches * work[stage])
+        last[stage] = later = found
+    ends = []
+    for mine in own:
+        first = min(mine)
+        every = sum(costs[stage].forward + costs[stage].input + costs[stage].weight for stage in mine)
+        rest = 0.0 if whole else costs[first].weight
+        ends.append(max(last[first] + rest, fill[first] + microbatches * every))
+    return ends

@@ -1,0 +1,296 @@
+"""The best layouts of a run on a cluster, and no better one left out: best-first branch and bound.
+
+Branches wait in a queue in the order of their least seconds (`planner/bounds.py`), and the first is split
+into its choices, until it is a pipeline whose schedule is simulated, which times all its shardings at once.
+When the least of the first branch is above the k-th best time that is known, no other can be among the
+best k (Land & Doig 1960). Branches whose least memory is above the device's are dropped as they come up. A
+first pass over the layouts that are common finds good plans early, which cut most of the second pass.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from meshwright.planner.block import Blocks
+from meshwright.planner.bounds import Floor, Row, ideal, kinds, microbatch_seconds, pace, paced, rows
+from meshwright.planner.data_axis import Held
+from meshwright.planner.engines import Engines
+from meshwright.planner.estimate import held_by, message, rank_data, stage_passes, step_time
+from meshwright.planner.memory import block_activations, rank_memory, stage_activations, working
+from meshwright.planner.pipe import Option, Pipe, ranks_of
+from meshwright.planner.space import WHOLE, Cut, Inner, Mesh, Sharding, Space
+from meshwright.spec import RunSpec
+from meshwright.spec.layout import TWO_STAGES
+from meshwright.spec.stages import placed
+
+_ROUNDING = 1 - 1e-9
+"""Bounds and times are sums in another order."""
+
+
+class Found(NamedTuple):
+    """A layout that fits, timed; in the order in which plans are given."""
+
+    seconds: float
+    memory: float
+    """Bytes of the device on its fullest rank."""
+    name: tuple[Any, ...]
+    """Of equal plans, the one that comes first."""
+    spec: RunSpec
+
+
+@dataclass
+class Counts:
+    """What a search did."""
+
+    branches: int = 0
+    simulated: int = 0
+    timed: int = 0
+    """Layouts whose time and memory are known exactly."""
+    seconds: float = 0.0
+    first_seconds: float | None = None
+    """Until the first plan was known."""
+
+
+@dataclass
+class Result:
+    """The best plans, best first, and what finding them took."""
+
+    best: list[Found]
+    counts: Counts
+    seen: list[Found] = field(default_factory=list)
+    """Of everything timed, what nothing else timed is better than in time and in memory, fastest first."""
+
+
+Progress = Callable[[Found, Counts], None]
+
+
+def search(
+    space: Space,
+    on: Engines,
+    capacity: float,
+    top: int = 5,
+    progress: Progress | None = None,
+    cutoff: float = float("inf"),
+) -> Result:
+    """The `top` fastest layouts of `space` that need at most `capacity` bytes of a device.
+
+    `progress` is called with each plan that is better than all before. Layouts that take longer than
+    `cutoff` seconds are of no interest.
+    """
+    run = _Search(space, on, capacity, top, progress, cutoff)
+    return run.result()
+
+
+class _Search:
+    def __init__(
+        self,
+        space: Space,
+        on: Engines,
+        capacity: float,
+        top: int,
+        progress: Progress | None,
+        cutoff: float,
+    ) -> None:
+        self.space, self.on, self.capacity, self.top = space, on, capacity, top
+        self.progress, self.cutoff = progress, cutoff
+        self.counts, self.start = Counts(), time.perf_counter()
+        self.best: list[Found] = []
+        self.front: list[Found] = []
+        self.queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._row_cache: dict[int, list[tuple[Cut, list[Row]]]] = {}
+        self.kinds = kinds(space.base.model)
+
+    def result(self) -> Result:
+        for common in (True, False):
+            self.queue.clear()
+            for inner in self.space.inner():
+                if is_common(inner) == common:
+                    self._inner(inner)
+            while self.queue:
+                bound, _, split = heapq.heappop(self.queue)
+                if not self._hopeful(bound):
+                    break
+                split()
+        self.counts.seconds = time.perf_counter() - self.start
+        return Result(self.best, self.counts, self.front)
+
+    def _hopeful(self, bound: float) -> bool:
+        return bound * _ROUNDING <= self.cutoff
+
+    def _push(self, bound: float, split: Callable[[], None]) -> None:
+        if self._hopeful(bound):
+            self.counts.branches += 1
+            heapq.heappush(self.queue, (bound, self.counts.branches, split))
+
+    def _offer(self, found: Found) -> None:
+        self.counts.timed += 1
+        if found.seconds > self.cutoff and len(self.best) >= self.top:
+            return
+        if self.counts.first_seconds is None:
+            self.counts.first_seconds = time.perf_counter() - self.start
+        insort(self.best, found, key=lambda each: each[:3])
+        del self.best[self.top :]
+        if len(self.best) == self.top:
+            self.cutoff = min(self.cutoff, self.best[-1].seconds)
+        if self.progress is not None and self.best[0] is found:
+            self.progress(found, self.counts)
+
+    # The levels.
+
+    def _inner(self, inner: Inner) -> None:
+        """Queue what has these axes inside a stage, where one block fits."""
+        spec = self.space.spec(inner, Mesh(1, 1, 1, 1), _NO_CUT, _NO_SHARDING)
+        on, base = self.on, self.space.base
+        blocks = Floor(spec, on.format or spec.precision.compute, on.stack, on.kernels, on.links)
+        bound = ideal(blocks, inner, self.space.ranks, base.batch_sequences) + on.stack.step
+        if self._hopeful(bound):
+            self._push(bound, lambda: self._meshes(inner))
+
+    def _meshes(self, inner: Inner) -> None:
+        known: dict[tuple[int, int], tuple[Blocks, float]] = {}
+        base = self.space.base
+        for mesh in self.space.meshes(inner):
+            sharding = next(self.space.shardings(inner, mesh), None)
+            if sharding is None:
+                continue
+            key = (mesh.ep, mesh.etp)
+            if key not in known:
+                blocks = self.on.blocks(self.space.spec(inner, mesh, _NO_CUT, sharding))
+                known[key] = blocks, microbatch_seconds(blocks)
+            blocks, each = known[key]
+            count = base.batch_sequences // (mesh.data * inner.micro_batch)
+            most = -(-base.model.layers // mesh.pp) * min(blocks.passes(kind).total for _, kind in self.kinds)
+            bound = count * max(each / mesh.pp, most) + self.on.stack.step
+            if self._hopeful(bound) and self._fits(inner, mesh, blocks):
+                self._push(bound, self._next(inner, mesh, blocks))
+
+    def _next(self, inner: Inner, mesh: Mesh, blocks: Blocks) -> Callable[[], None]:
+        if mesh.pp == 1:
+            return lambda: self._alone(inner, mesh, blocks)
+        return lambda: self._cuts(inner, mesh, blocks)
+
+    def _fits(self, inner: Inner, mesh: Mesh, blocks: Blocks) -> bool:
+        """Whether a rank with a fair share of the model has room for it and for one microbatch."""
+        model, pp = self.space.base.model, mesh.pp
+        dense = routed = kept = 0.0
+        for count, wanted in self.kinds:
+            mine = blocks.held(wanted)
+            dense, routed = dense + count * mine[0] / pp, routed + count * mine[1] / pp
+            kept += count * block_activations(blocks, wanted) / pp
+        dense += (1 if model.tied else 2) * blocks.largest_unit / pp
+        held = Held(dense, routed, model.layers + 2, 1)
+        seen: set[int] = set()
+        for sharding in self.space.shardings(inner, mesh):
+            if sharding.zero in seen:  # the first of a stage shares among most ranks
+                continue
+            seen.add(sharding.zero)
+            spec = self.space.spec(inner, mesh, _NO_CUT, sharding)
+            if rank_memory(spec, blocks, self.on, held, (), kept, 0).device <= self.capacity:
+                return True
+        return False
+
+    def _alone(self, inner: Inner, mesh: Mesh, blocks: Blocks) -> None:
+        """Time every sharding of a mesh without a pipeline."""
+        cut = self.space.cuts(1)[0]
+        stages = placed(cut.blocks)
+        held, kept = held_by(blocks, stages), stage_activations(blocks, stages[0])
+        work = [stage_passes(blocks, stages[0])]
+        for sharding in self.space.shardings(inner, mesh):
+            spec = self.space.spec(inner, mesh, cut, sharding)
+            needs = rank_memory(spec, blocks, self.on, held, stages, kept, 0).device
+            if needs > self.capacity:
+                continue
+            data = rank_data(spec, self.on, blocks, stages, work)
+            each = work[0].total + data.each_microbatch
+            if self._hopeful(spec.microbatches * each + data.final + self.on.stack.step):
+                seconds = step_time(spec, self.on).seconds
+                self._offer(Found(seconds, needs, _name(spec), spec))
+
+    def _cuts(self, inner: Inner, mesh: Mesh, blocks: Blocks) -> None:
+        """Queue the cuts and schedules of a mesh."""
+        sharding = next(self.space.shardings(inner, mesh))
+        spec = self.space.spec(inner, mesh, _NO_CUT, sharding)
+        each, link = message(spec, self.on, blocks)
+        at = pace(blocks, 0.0 if link is None else each)
+        pipes: dict[tuple[tuple[int, ...], bool], Pipe] = {}
+        for cut, its in self._rows(mesh.pp):
+            bound = paced(its, at, spec.microbatches, cut.schedule in WHOLE) + self.on.stack.step
+            if self._hopeful(bound):
+                self._push(bound, self._split(inner, mesh, blocks, cut, pipes))
+
+    def _rows(self, pp: int) -> list[tuple[Cut, list[Row]]]:
+        if pp not in self._row_cache:
+            before = self.space.routed_before
+            self._row_cache[pp] = [
+                (cut, rows(cut.blocks, before, ranks_of(cut, pp))) for cut in self.space.cuts(pp)
+            ]
+        return self._row_cache[pp]
+
+    def _split(
+        self,
+        inner: Inner,
+        mesh: Mesh,
+        blocks: Blocks,
+        cut: Cut,
+        pipes: dict[tuple[tuple[int, ...], bool], Pipe],
+    ) -> Callable[[], None]:
+        def split() -> None:
+            key = (cut.blocks, cut.schedule in TWO_STAGES)
+            if key not in pipes:
+                pipes[key] = Pipe(self.space, self.on, blocks, inner, mesh, cut)
+            pipe = pipes[key]
+            spec = self.space.spec(inner, mesh, cut, next(self.space.shardings(inner, mesh)))
+            bound = pipe.step(spec, pipe.least_seconds(spec, known=False), [0.0] * len(pipe.members))
+            self._push(bound, lambda: self._shardings(pipe, cut, spec))
+
+        return split
+
+    def _shardings(self, pipe: Pipe, cut: Cut, spec: RunSpec) -> None:
+        """Find the shardings that fit, and queue the schedule with what its lists hold."""
+        held = pipe.activations(spec)
+        fit = [
+            (option, needs)
+            for option in pipe.options(self.capacity)
+            if (needs := max(a + b for a, b in zip(option.states, held, strict=True))) <= self.capacity
+        ]
+        if not fit:
+            return
+        done = pipe.least_seconds(spec, known=True)
+        least = min(pipe.step(spec, done, option.final) for option, _ in fit)
+        self._push(least, lambda: self._simulate(pipe, cut, spec, fit))
+
+    def _simulate(self, pipe: Pipe, cut: Cut, spec: RunSpec, fit: list[tuple[Option, float]]) -> None:
+        self.counts.simulated += 1
+        done = pipe.seconds(spec)
+        for option, needs in fit:
+            seconds = pipe.step(spec, done, option.final)
+            if self._hopeful(seconds):
+                own = self.space.spec(pipe.inner, pipe.mesh, cut, option.sharding)
+                self._offer(Found(seconds, needs, _name(own), own))
+
+
+_NO_CUT, _NO_SHARDING = Cut("1f1b", 1, "even", ()), Sharding(0, 1)
+"""For what they do not change."""
+_COMMON = 8
+"""Tensor and context ranks of common layouts."""
+
+
+def is_common(inner: Inner) -> bool:
+    """Whether many runs have such axes."""
+    return (
+        inner.sequence_parallel
+        and inner.tp <= _COMMON
+        and inner.cp <= _COMMON
+        and inner.micro_batch <= 2
+        and inner.context_mode == "ring"
+    )
+
+
+def _name(spec: RunSpec) -> tuple[Any, ...]:
+    """A layout's values, and the policy of recomputation; any two of a space differ."""
+    return (*(str(value) for value in vars(spec.layout).values()), spec.recompute.policy)
