@@ -2,9 +2,10 @@
 
 A step is at least as long as the compute and the messages inside stages, shared evenly by the ranks of a
 pipeline (`ideal`, with `Floor` for experts that are not dealt out yet); at least as long as its busiest rank,
-before which a first microbatch has come down and after which the last one goes up again; and since a rank
-holds at most K microbatches of a stage at a time, m of them take at least m / K times what one takes from
-there down to the last stage and back (Little 1961, applied to one step: `rank_ends`).
+before which a first microbatch has come down and after which the last one goes up again (`paced`, and with
+every rank `rank_ends`); and at least as long as any path through the schedule's lists. Which path is the
+longest depends on what stages cost, but little: the one that a simulation has found is remembered, and
+bounds every other layout with the same lists.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import NamedTuple
 from meshwright.planner.block import Blocks, Passes, Product
 from meshwright.planner.kernels import peak
 from meshwright.planner.space import Inner
-from meshwright.schedule import Kind, Link, Schedule, StageCost, make
+from meshwright.schedule import Kind, Path, Schedule, StageCost, make
 from meshwright.spec import ModelSpec
 from meshwright.spec.numbers import divisors
 
@@ -144,42 +145,44 @@ def paced(found: Sequence[Row], at: Pace, microbatches: int, whole: bool) -> flo
 
 
 class Shape(NamedTuple):
-    """What a schedule's lists hold, whatever their stages cost."""
+    """What each rank of a schedule holds, whatever its stages cost."""
 
-    whole: bool
-    """Whether backwards are whole: no W comes later."""
-    flight: tuple[int, ...]
-    """Stage -> most microbatches between their F and their I or B."""
+    most: tuple[int, ...]
+    """Rank -> most microbatches of its stages together."""
     held: tuple[tuple[tuple[int, ...], ...], ...]
-    """Rank -> how many microbatches of each of its stages it holds when it holds most: some candidates."""
+    """Rank -> how many of each of its stages when it holds most: all that may be it."""
 
 
 @lru_cache(maxsize=4096)
 def shape(name: str, ranks: int, virtual: int, microbatches: int) -> Shape:
     """Of the schedule of that name."""
     made = schedule(name, ranks, virtual, microbatches)
-    flight = [0] * made.stages
-    held = []
+    most, held = [], []
     for rank, listed in enumerate(made.actions):
         own = {stage: place for place, stage in enumerate(made.stages_of(rank))}
-        now, under_way, rising = [0] * len(own), dict.fromkeys(own, 0), False
+        now, rising = [0] * len(own), False
         found: set[tuple[int, ...]] = set()
         for kind, stage, _ in listed:
             if kind is Kind.F:
                 now[own[stage]] += 1
-                under_way[stage] += 1
-                flight[stage] = max(flight[stage], under_way[stage])
                 rising = True
-                continue
-            if kind is not Kind.W:
-                under_way[stage] -= 1
-            if kind is not Kind.I:
+            elif kind is not Kind.I:
                 if rising:
                     found.add(tuple(now))
                 now[own[stage]] -= 1
                 rising = False
-        held.append(tuple(found))
-    return Shape(not made.splits_backward, tuple(flight), tuple(held))
+        most.append(max(map(sum, found)))
+        held.append(_largest(found))
+    return Shape(tuple(most), tuple(held))
+
+
+def _largest(found: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Those that no other has as many of each as."""
+    kept: list[tuple[int, ...]] = []
+    for each in sorted(found, key=sum, reverse=True):
+        if not any(all(a <= b for a, b in zip(each, other, strict=True)) for other in kept):
+            kept.append(each)
+    return tuple(kept)
 
 
 @lru_cache(maxsize=16)
@@ -191,32 +194,24 @@ def schedule(name: str, ranks: int, virtual: int, microbatches: int) -> Schedule
 def rank_ends(
     costs: Sequence[StageCost],
     own: Sequence[Sequence[int]],
-    link: Link,
+    hop: float,
     microbatches: int,
     whole: bool,
-    flight: Sequence[int] | None = None,
+    paths: Sequence[Path] = (),
 ) -> list[float]:
     """Rank -> when its last action ends, at the earliest.
 
-    `own` are each rank's stages; `flight` is that of the schedule's `Shape`, and None for any schedule.
+    `own` are each rank's stages, `hop` the seconds of a message between ranks, and `paths` those of the
+    schedule's lists that are known.
     """
     back = [cost.input + cost.weight if whole else cost.input for cost in costs]
     rank_of = {stage: rank for rank, mine in enumerate(own) for stage in mine}
-    hops = [
-        0.0 if rank_of[stage] == rank_of[stage + 1] else link.latency + costs[stage].output / link.bandwidth
-        for stage in range(len(costs) - 1)
-    ]
-    fill = list(
-        accumulate((cost.forward + hop for cost, hop in zip(costs, hops, strict=False)), initial=0.0)
-    )
+    hops = [hop * (rank_of[stage] != rank_of[stage + 1]) for stage in range(len(costs) - 1)]
+    fill = list(accumulate((cost.forward + hop for cost, hop in zip(costs, hops, strict=False)), initial=0.0))
     work = {min(mine): sum(costs[stage].forward + back[stage] for stage in mine) for mine in own}
-    last, trip, later = [0.0] * len(costs), 0.0, 0.0
+    last, later = [0.0] * len(costs), 0.0
     for stage in reversed(range(len(costs))):
-        hop = hops[stage] if stage < len(hops) else 0.0
-        trip += costs[stage].forward + back[stage] + 2 * hop
-        found = later + hop + back[stage]
-        if flight is not None:
-            found = max(found, fill[stage] + microbatches * trip / flight[stage])
+        found = later + (hops[stage] if stage < len(hops) else 0.0) + back[stage]
         if stage in work:
             found = max(found, fill[stage] + microbatches * work[stage])
         last[stage] = later = found
@@ -226,4 +221,6 @@ def rank_ends(
         every = sum(costs[stage].forward + costs[stage].input + costs[stage].weight for stage in mine)
         rest = 0.0 if whole else costs[first].weight
         ends.append(max(last[first] + rest, fill[first] + microbatches * every))
+    for path in paths:
+        ends[path.rank] = max(ends[path.rank], path.seconds(costs, hop))
     return ends

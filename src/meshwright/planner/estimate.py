@@ -82,7 +82,9 @@ def step_time(spec: RunSpec, on: Engines) -> StepTime:
     costs = []
     for index, work in enumerate(passes):
         waits = data[schedule.rank_of[index]].each_microbatch / len(own[schedule.rank_of[index]])
-        costs.append(stage_cost(work, waits, each, (index > 0, index + 1 < len(passes)), link is None, blocks))
+        costs.append(
+            stage_cost(work, waits, each, (index > 0, index + 1 < len(passes)), link is None, blocks)
+        )
     finals = [seconds.final for seconds in data]
     timed = simulate(schedule, costs, link or Link(), finals)
     busiest = max(range(len(own)), key=lambda rank: sum(passes[i].total for i in own[rank]))

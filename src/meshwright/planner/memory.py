@@ -73,8 +73,9 @@ def memory(spec: RunSpec, on: Engines) -> Memory:
     found = []
     for rank in range(schedule.ranks):
         own = [cut[index] for index in schedule.stages_of(rank)]
-        flight = peak(schedule.actions[rank], kept)
-        found.append(rank_memory(spec, blocks, on, held_by(blocks, own), own, flight, rank))
+        flight = peak(schedule.actions[rank], kept) + working(blocks, own)
+        head = any(stage.head for stage in own)
+        found.append(rank_memory(spec, blocks, on, held_by(blocks, own), flight, head, rank))
     return max(found, key=lambda each: each.allocated)
 
 
@@ -92,11 +93,11 @@ def rank_memory(
     blocks: Blocks,
     on: Engines,
     held: Held,
-    own: Sequence[Stage],
-    flight: float,
+    activations: float,
+    head: bool,
     rank: int,
 ) -> Memory:
-    """What a rank with the stages `own` needs, where it keeps `flight` bytes of activations at most."""
+    """What a rank that has `held` needs at a step's peak; `head`: whether it has the output head."""
     stack = on.stack
     layout, recipe = spec.layout, stack.recipe
     dense, routed = (layout.shard_ranks, layout.expert_data_ranks) if layout.zero else (1, 1)
@@ -115,10 +116,8 @@ def rank_memory(
             buffers = whole * (stack.gather_bytes + stack.gradient_bytes)
     elif layout.zero:
         buffers = unit * stack.gradient_bytes
-    head = blocks.rows * blocks.tokens * stack.logits if any(stage.head for stage in own) else 0.0
-    again = working(blocks, own)
-    activations = flight + again
-    allocated = copy + master + gradients + optimiser + activations + head + buffers
+    logits = blocks.rows * blocks.tokens * stack.logits if head else 0.0
+    allocated = copy + master + gradients + optimiser + activations + logits + buffers
     axes = sum(size > 1 for size in (layout.tp, layout.cp, layout.shard_ranks, layout.pp, layout.ep))
     cuda = on.cluster.device.kind != "cpu"
     return Memory(
@@ -126,7 +125,7 @@ def rank_memory(
         gradients,
         optimiser,
         activations,
-        head,
+        logits,
         buffers,
         stack.fragmentation * allocated if cuda else 0.0,
         _CONTEXT if cuda else 0.0,

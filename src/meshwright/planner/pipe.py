@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from operator import mul
 from typing import NamedTuple
 
 from meshwright.planner.block import Blocks, Passes
-from meshwright.planner.bounds import rank_ends, schedule, shape
+from meshwright.planner.bounds import Shape, rank_ends, schedule, shape
 from meshwright.planner.engines import Engines
 from meshwright.planner.estimate import held_by, message, rank_data, simulated, stage_cost, stage_passes
-from meshwright.planner.memory import held_microbatches, rank_memory, stage_activations
+from meshwright.planner.memory import held_microbatches, rank_memory, stage_activations, working
 from meshwright.planner.space import WHOLE, Cut, Inner, Mesh, Sharding, Space
-from meshwright.schedule import Link, StageCost, ends
+from meshwright.schedule import Link, Path, StageCost, ends
 from meshwright.schedule.actions import looped, v_shape
 from meshwright.spec import RunSpec
 from meshwright.spec.layout import TWO_STAGES
@@ -37,7 +38,17 @@ class Option(NamedTuple):
 class Pipe:
     """The stages of a mesh on their ranks."""
 
-    def __init__(self, space: Space, on: Engines, blocks: Blocks, inner: Inner, mesh: Mesh, cut: Cut) -> None:
+    def __init__(
+        self,
+        space: Space,
+        on: Engines,
+        blocks: Blocks,
+        inner: Inner,
+        mesh: Mesh,
+        cut: Cut,
+        paths: dict[tuple[str, int, int, int], list[Path]],
+    ) -> None:
+        self.paths = paths
         self.space, self.on, self.blocks, self.inner, self.mesh = space, on, blocks, inner, mesh
         self.stages = placed(cut.blocks)
         self.own = ranks_of(cut, mesh.pp)
@@ -45,6 +56,7 @@ class Pipe:
         self._options: list[Option] | None = None
         each, link = message(space.spec(inner, mesh, cut, next(space.shardings(inner, mesh))), on, blocks)
         self.link = link or Link()
+        self.hop = each if link is not None else 0.0
         known: dict[tuple[int, ...], tuple[Passes, StageCost]] = {}
         self.passes, self.costs = [], []
         last = len(self.stages) - 1
@@ -98,21 +110,24 @@ class Pipe:
 
     def _sharded(self, capacity: float) -> Iterator[Option]:
         held = [held_by(self.blocks, member.stages) for member in self.members]
+        extra = [working(self.blocks, member.stages) for member in self.members]
         least = [sum(self.kept[stage.index] for stage in member.stages) for member in self.members]
+        heads = [any(stage.head for stage in member.stages) for member in self.members]
+        rows = list(zip(held, extra, least, heads, strict=True))
         for sharding in self.space.shardings(self.inner, self.mesh):
             spec = self.space.spec(self.inner, self.mesh, self._cut, sharding)
             states = []
-            for member, mine, flight in zip(self.members, held, least, strict=True):
-                needs = rank_memory(spec, self.blocks, self.on, mine, member.stages, flight, 0)
-                if needs.device > capacity:
+            for mine, working_on, flight, head in rows:
+                needs = rank_memory(spec, self.blocks, self.on, mine, working_on + flight, head, 0).device
+                if needs > capacity:
                     break
-                states.append(needs.device - self._grown(flight))
-            if len(states) < len(held):
+                states.append(needs - self._grown(flight))
+            if len(states) < len(rows):
                 continue
-            final = [
+            final = (
                 rank_data(spec, self.on, self.blocks, member.stages, self._work(member)).final
                 for member in self.members
-            ]
+            )
             yield Option(sharding, tuple(states), tuple(final))
 
     def _work(self, member: Member) -> list[Passes]:
@@ -126,34 +141,35 @@ class Pipe:
     def activations(self, spec: RunSpec) -> list[float]:
         """Bytes that activations take at most on each member's ranks, under the schedule of `spec`."""
         layout = spec.layout
-        held = shape(layout.schedule, layout.pp, layout.chunks, held_microbatches(spec)).held
-        return [
-            self._grown(max(self._most(held[rank], self.own[rank]) for rank in member.ranks))
-            for member in self.members
-        ]
+        its = shape(layout.schedule, layout.pp, layout.chunks, held_microbatches(spec))
+        return [self._grown(max(self._most(its, rank) for rank in member.ranks)) for member in self.members]
 
-    def _most(self, counts: Sequence[Sequence[int]], own: Sequence[int]) -> float:
-        kept = [self.kept[stage] for stage in own]
-        return max(sum(n * size for n, size in zip(each, kept, strict=True)) for each in counts)
+    def _most(self, its: Shape, rank: int) -> float:
+        kept = [self.kept[stage] for stage in self.own[rank]]
+        if min(kept) == max(kept):
+            return its.most[rank] * kept[0]
+        return max(sum(map(mul, each, kept)) for each in its.held[rank])
 
-    def least_seconds(self, spec: RunSpec, known: bool) -> list[float]:
-        """Rank -> when it is done at the earliest; `known`: with what the schedule's lists hold."""
+    def least_seconds(self, spec: RunSpec) -> list[float]:
+        """Rank -> when it is done at the earliest."""
         layout, count = spec.layout, simulated(spec)
-        whole, flight = layout.schedule in WHOLE, None
-        if known:
-            found = shape(layout.schedule, layout.pp, layout.chunks, count)
-            whole, flight = found.whole, found.flight
-        return rank_ends(self.costs, self.own, self.link, count, whole, flight)
+        paths = self.paths.get((layout.schedule, layout.pp, layout.chunks, count), ())
+        return rank_ends(self.costs, self.own, self.hop, count, layout.schedule in WHOLE, paths)
 
-    def seconds(self, spec: RunSpec) -> list[float]:
+    def seconds(self, spec: RunSpec) -> tuple[float, ...]:
         """Rank -> when it is done."""
-        layout = spec.layout
-        made = schedule(layout.schedule, layout.pp, layout.chunks, simulated(spec))
-        return ends(made, self.costs, self.link)
+        key = (spec.layout.schedule, spec.layout.pp, spec.layout.chunks, simulated(spec))
+        done, path = ends(schedule(*key), self.costs, self.link)
+        self.paths.setdefault(key, []).append(path)
+        return done
 
     def step(self, spec: RunSpec, done: Sequence[float], final: Sequence[float]) -> float:
         """Seconds of a step whose ranks are done then, and whose members then need so long for the rest."""
-        of = {rank: seconds for member, seconds in zip(self.members, final, strict=True) for rank in member.ranks}
+        of = {
+            rank: seconds
+            for member, seconds in zip(self.members, final, strict=True)
+            for rank in member.ranks
+        }
         last = max(end + of[rank] for rank, end in enumerate(done))
         return last + (spec.microbatches - simulated(spec)) * self.period + self.on.stack.step
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 import heapq
 import time
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import add
 from typing import Any, NamedTuple
 
 from meshwright.planner.block import Blocks
@@ -24,6 +25,7 @@ from meshwright.planner.estimate import held_by, message, rank_data, stage_passe
 from meshwright.planner.memory import block_activations, rank_memory, stage_activations, working
 from meshwright.planner.pipe import Option, Pipe, ranks_of
 from meshwright.planner.space import WHOLE, Cut, Inner, Mesh, Sharding, Space
+from meshwright.schedule import Path
 from meshwright.spec import RunSpec
 from meshwright.spec.layout import TWO_STAGES
 from meshwright.spec.stages import placed
@@ -103,6 +105,7 @@ class _Search:
         self.front: list[Found] = []
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self._row_cache: dict[int, list[tuple[Cut, list[Row]]]] = {}
+        self.paths: dict[tuple[str, int, int, int], list[Path]] = {}
         self.kinds = kinds(space.base.model)
 
     def result(self) -> Result:
@@ -190,7 +193,7 @@ class _Search:
                 continue
             seen.add(sharding.zero)
             spec = self.space.spec(inner, mesh, _NO_CUT, sharding)
-            if rank_memory(spec, blocks, self.on, held, (), kept, 0).device <= self.capacity:
+            if rank_memory(spec, blocks, self.on, held, kept, False, 0).device <= self.capacity:
                 return True
         return False
 
@@ -198,11 +201,12 @@ class _Search:
         """Time every sharding of a mesh without a pipeline."""
         cut = self.space.cuts(1)[0]
         stages = placed(cut.blocks)
-        held, kept = held_by(blocks, stages), stage_activations(blocks, stages[0])
+        held = held_by(blocks, stages)
+        kept = stage_activations(blocks, stages[0]) + working(blocks, stages)
         work = [stage_passes(blocks, stages[0])]
         for sharding in self.space.shardings(inner, mesh):
             spec = self.space.spec(inner, mesh, cut, sharding)
-            needs = rank_memory(spec, blocks, self.on, held, stages, kept, 0).device
+            needs = rank_memory(spec, blocks, self.on, held, kept, True, 0).device
             if needs > self.capacity:
                 continue
             data = rank_data(spec, self.on, blocks, stages, work)
@@ -242,29 +246,35 @@ class _Search:
         def split() -> None:
             key = (cut.blocks, cut.schedule in TWO_STAGES)
             if key not in pipes:
-                pipes[key] = Pipe(self.space, self.on, blocks, inner, mesh, cut)
+                pipes[key] = Pipe(self.space, self.on, blocks, inner, mesh, cut, self.paths)
             pipe = pipes[key]
             spec = self.space.spec(inner, mesh, cut, next(self.space.shardings(inner, mesh)))
-            bound = pipe.step(spec, pipe.least_seconds(spec, known=False), [0.0] * len(pipe.members))
+            bound = pipe.step(spec, pipe.least_seconds(spec), [0.0] * len(pipe.members))
             self._push(bound, lambda: self._shardings(pipe, cut, spec))
 
         return split
 
     def _shardings(self, pipe: Pipe, cut: Cut, spec: RunSpec) -> None:
-        """Find the shardings that fit, and queue the schedule with what its lists hold."""
+        """Queue a schedule with what its shardings take after the last backward."""
+        options = pipe.options(self.capacity)
+        if options:
+            self._push(_least(pipe, spec, options), lambda: self._held(pipe, cut, spec, options))
+
+    def _held(self, pipe: Pipe, cut: Cut, spec: RunSpec, options: Sequence[Option]) -> None:
+        """Queue a schedule with the shardings that fit beside the activations that its lists hold."""
         held = pipe.activations(spec)
         fit = [
             (option, needs)
-            for option in pipe.options(self.capacity)
-            if (needs := max(a + b for a, b in zip(option.states, held, strict=True))) <= self.capacity
+            for option in options
+            if (needs := max(map(add, option.states, held))) <= self.capacity
         ]
-        if not fit:
-            return
-        done = pipe.least_seconds(spec, known=True)
-        least = min(pipe.step(spec, done, option.final) for option, _ in fit)
-        self._push(least, lambda: self._simulate(pipe, cut, spec, fit))
+        if fit:
+            least = _least(pipe, spec, [option for option, _ in fit])
+            self._push(least, lambda: self._simulate(pipe, cut, spec, fit))
 
     def _simulate(self, pipe: Pipe, cut: Cut, spec: RunSpec, fit: list[tuple[Option, float]]) -> None:
+        if not self._hopeful(_least(pipe, spec, [option for option, _ in fit])):  # by paths that were found since it was queued
+            return
         self.counts.simulated += 1
         done = pipe.seconds(spec)
         for option, needs in fit:
@@ -272,6 +282,12 @@ class _Search:
             if self._hopeful(seconds):
                 own = self.space.spec(pipe.inner, pipe.mesh, cut, option.sharding)
                 self._offer(Found(seconds, needs, _name(own), own))
+
+
+def _least(pipe: Pipe, spec: RunSpec, options: Sequence[Option]) -> float:
+    """Seconds of the best of the shardings at least."""
+    done = pipe.least_seconds(spec)
+    return min(pipe.step(spec, done, option.final) for option in options)
 
 
 _NO_CUT, _NO_SHARDING = Cut("1f1b", 1, "even", ()), Sharding(0, 1)

@@ -10,7 +10,7 @@ is taken as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, get_args
 
@@ -21,6 +21,8 @@ from meshwright.spec.parts import FullRecompute, NoRecompute, RecomputeSpec, Sel
 from meshwright.spec.rules import every_rank_has_rows, has_dense_layers
 from meshwright.spec.stages import balanced, even
 
+POLICIES = ("none", "selective", "full")
+"""Of recomputation."""
 LOOPED = ("interleaved", "bfs")
 """Schedules with any number of stages a rank."""
 WHOLE = ("gpipe", "1f1b", "interleaved", "bfs")
@@ -67,16 +69,22 @@ class Sharding(NamedTuple):
 class Space:
     """The layouts of `base` on `ranks` ranks; `fixed` holds keys of the layout that are not to be chosen.
 
-    `fixed` also takes 'policy', the policy of recomputation.
+    `fixed` also takes 'policy', the policy of recomputation, which else is one of `policies`.
     """
 
-    def __init__(self, base: RunSpec, ranks: int, fixed: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        base: RunSpec,
+        ranks: int,
+        fixed: Mapping[str, Any] | None = None,
+        policies: Sequence[str] = POLICIES,
+    ) -> None:
         self.base, self.ranks, self.fixed = base, ranks, dict(fixed or {})
         self._cuts: dict[int, list[Cut]] = {}
         self._even_work: dict[int, tuple[int, ...]] = {}
         experts = (base.model.has_experts(layer) for layer in range(base.model.layers))
         self.routed_before = list(accumulate(experts, initial=0))
-        self._policies = self._recomputations()
+        self._policies = self._recomputations(policies)
 
     def _pick(self, key: str, found: list[int]) -> list[int]:
         wanted = self.fixed.get(key)
@@ -135,12 +143,14 @@ class Space:
                     continue  # one of the two by another name
                 yield cp, mode
 
-    def _recomputations(self) -> list[RecomputeSpec]:
+    def _recomputations(self, policies: Sequence[str]) -> list[RecomputeSpec]:
         own = self.base.recompute
         known: list[RecomputeSpec] = [NoRecompute(), SelectiveRecompute(), FullRecompute()]
         wanted = self.fixed.get("policy")
         return [
-            own if own.policy == each.policy else each for each in known if wanted in (None, each.policy)
+            own if own.policy == each.policy else each
+            for each in known
+            if each.policy == wanted or (wanted is None and each.policy in policies)
         ]
 
     def meshes(self, inner: Inner) -> Iterator[Mesh]:
