@@ -1,7 +1,7 @@
 """What every layout of a branch must take at least: seconds and bytes that no choice in it can avoid.
 
 A step is at least as long as the compute and the messages inside stages, shared evenly by the ranks of a
-pipeline (`ideal`, with `Floor` for experts that are not dealt out yet); at least as long as its busiest rank,
+pipeline (`microbatch_seconds`, with `Floor` and `trips_seconds` for experts that are not dealt out yet); at least as long as its busiest rank,
 before which a first microbatch has come down and after which the last one goes up again (`paced`, and with
 every rank `rank_ends`); and at least as long as any path through the schedule's lists. Which path is the
 longest depends on what stages cost, but little: the one that a simulation has found is remembered, and
@@ -15,9 +15,9 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from meshwright.planner.axes import Group
 from meshwright.planner.block import Blocks, Passes, Product
 from meshwright.planner.kernels import peak
-from meshwright.planner.space import Inner
 from meshwright.schedule import Kind, Path, Schedule, StageCost, make
 from meshwright.spec import ModelSpec
 from meshwright.spec.numbers import divisors
@@ -26,7 +26,7 @@ from meshwright.spec.numbers import divisors
 class Floor(Blocks):
     """What blocks cost at least, however their experts are dealt out: no message, no product below its rate.
 
-    It is made for a layout with ep = etp = 1.
+    It is made for a layout with ep = etp = 1, and a run that computes nothing again.
     """
 
     def _routed_products(self) -> list[Product]:
@@ -36,35 +36,27 @@ class Floor(Blocks):
         if not routed:
             return super()._launched(passes, routed)
         each = self._experts()
-        selective = 0.5 if self.stack.selective == "half" else 0.0
-        again = {"none": 0.0, "selective": selective, "full": 1.0}[self.spec.recompute.policy]
-        with_experts = [
-            seconds._replace(matmul=seconds.matmul + share * each)
-            for seconds, share in zip(passes, (1.0, 1.0, 1.0, again), strict=True)
-        ]
+        with_experts = (seconds._replace(matmul=seconds.matmul + each) for seconds in passes[:3])
         return super()._launched(Passes(*with_experts), routed)
 
     def _experts(self) -> float:
         """Seconds of the experts' products of one pass, at the rate of large ones."""
         moe, model, device = self._moe(), self.spec.model, self.kernels.device
-        tokens = self.tokens / self.spec.layout.tp * moe.top_k
-        fewest = min(  # rows are rounded to whole ones for each expert
-            max(1, round(tokens * etp / local)) * local / etp
-            for local in (moe.experts // ep for ep in divisors(moe.experts))
-            for etp in divisors(moe.ffn)
-        )
+        rows = _fewest_rows(self.tokens / self.spec.layout.tp * moe.top_k, moe.experts, moe.ffn)
         rate = peak(device, self.format) * device.rates.matmul * self.stack.matmul
         if self.format == "fp8":
             rate *= device.rates.fp8
-        return 2.0 * fewest * model.hidden * moe.ffn * (self.gates + 1) / rate
+        return 2.0 * rows * model.hidden * moe.ffn * (self.gates + 1) / rate
 
 
-def microbatch_seconds(blocks: Blocks) -> float:
-    """Seconds of one microbatch through the whole model, on the ranks of one stage."""
-    total = blocks.embedding().total + blocks.head().total
-    for count, routed in kinds(blocks.spec.model):
-        total += count * blocks.passes(routed).total
-    return total
+@lru_cache(maxsize=1024)
+def _fewest_rows(tokens: float, experts: int, channels: int) -> float:
+    """Rows of whole experts, where each expert's are rounded to whole ones."""
+    return min(
+        max(1, round(tokens * etp / local)) * local / etp
+        for local in (experts // ep for ep in divisors(experts))
+        for etp in divisors(channels)
+    )
 
 
 def kinds(model: ModelSpec) -> list[tuple[int, bool]]:
@@ -73,10 +65,34 @@ def kinds(model: ModelSpec) -> list[tuple[int, bool]]:
     return [(count, wanted) for count, wanted in ((model.layers - routed, False), (routed, True)) if count]
 
 
-def ideal(blocks: Blocks, inner: Inner, ranks: int, sequences: int) -> float:
-    """Seconds of a step whose pipeline has no bubble, for any number of its ranks."""
-    each = sequences * inner.tp * inner.cp / (ranks * inner.micro_batch)
-    return microbatch_seconds(blocks) * each
+Kinds = Sequence[tuple[int, bool]]
+
+
+def microbatch_seconds(blocks: Blocks, of: Kinds, policy: str | None = None) -> float:
+    """Seconds of one microbatch through the whole model, on the ranks of one stage.
+
+    `policy` is what `blocks` are not made with: 'full' computes each block's forward again.
+    """
+    total = blocks.embedding().total + blocks.head().total
+    for count, routed in of:
+        passes = blocks.passes(routed)
+        total += count * (passes.total + (passes.forward.total if policy == "full" else 0.0))
+    return total
+
+
+def trips_seconds(blocks: Blocks, of: Kinds, folded: int, etp: int) -> float:
+    """Seconds of one microbatch's trips to experts on `folded` = ep x etp ranks and back, at least.
+
+    Less what the device waits for its host in the meantime.
+    """
+    moe = blocks.spec.model.moe
+    count = sum(blocks_of for blocks_of, routed in of if routed)
+    if moe is None or folded == 1 or not count:
+        return 0.0
+    size = blocks.tokens / blocks.spec.layout.tp * moe.top_k * etp * blocks.spec.model.hidden * blocks.width
+    once = blocks.links.collective("all_to_all", size, Group(folded, 1)) * (1 - blocks.stack.overlap_expert)
+    passes = blocks.passes(True)
+    return count * sum(max(0.0, 2 * once - each.host) for each in passes[:2])
 
 
 class Row(NamedTuple):
@@ -118,9 +134,9 @@ class Pace(NamedTuple):
     hop: float
 
 
-def pace(blocks: Blocks, hop: float) -> Pace:
+def pace(blocks: Blocks, of: Kinds, hop: float) -> Pace:
     """Of a mesh whose stages are a message of `hop` seconds apart."""
-    wanted = {routed for _, routed in kinds(blocks.spec.model)}
+    wanted = {routed for _, routed in of}
     each = [blocks.passes(routed) if routed in wanted else Passes() for routed in (False, True)]
     each += [blocks.embedding(), blocks.head()]
     return Pace(

@@ -18,7 +18,7 @@ from operator import add
 from typing import Any, NamedTuple
 
 from meshwright.planner.block import Blocks
-from meshwright.planner.bounds import Floor, Row, ideal, kinds, microbatch_seconds, pace, paced, rows
+from meshwright.planner.bounds import Floor, Row, kinds, microbatch_seconds, pace, paced, rows, trips_seconds
 from meshwright.planner.data_axis import Held
 from meshwright.planner.engines import Engines
 from meshwright.planner.estimate import held_by, message, rank_data, stage_passes, step_time
@@ -28,6 +28,7 @@ from meshwright.planner.space import WHOLE, Cut, Inner, Mesh, Sharding, Space
 from meshwright.schedule import Path
 from meshwright.spec import RunSpec
 from meshwright.spec.layout import TWO_STAGES
+from meshwright.spec.parts import NoRecompute
 from meshwright.spec.stages import placed
 
 _ROUNDING = 1 - 1e-9
@@ -106,6 +107,7 @@ class _Search:
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self._row_cache: dict[int, list[tuple[Cut, list[Row]]]] = {}
         self.paths: dict[tuple[str, int, int, int], list[Path]] = {}
+        self._floor: tuple[tuple[Any, ...], Floor] | None = None
         self.kinds = kinds(space.base.model)
 
     def result(self) -> Result:
@@ -146,26 +148,40 @@ class _Search:
     # The levels.
 
     def _inner(self, inner: Inner) -> None:
-        """Queue what has these axes inside a stage, where one block fits."""
-        spec = self.space.spec(inner, Mesh(1, 1, 1, 1), _NO_CUT, _NO_SHARDING)
-        on, base = self.on, self.space.base
-        blocks = Floor(spec, on.format or spec.precision.compute, on.stack, on.kernels, on.links)
-        bound = ideal(blocks, inner, self.space.ranks, base.batch_sequences) + on.stack.step
+        """Queue what has these axes inside a stage, for each way to deal out experts."""
+        if self._floor is None or self._floor[0] != inner[:-1]:
+            plain = inner._replace(recompute=NoRecompute())
+            spec = self.space.spec(plain, Mesh(1, 1, 1, 1), _NO_CUT, _NO_SHARDING)
+            on = self.on
+            blocks = Floor(spec, on.format or spec.precision.compute, on.stack, on.kernels, on.links)
+            self._floor = inner[:-1], blocks
+        blocks = self._floor[1]
+        each = microbatch_seconds(blocks, self.kinds, inner.recompute.policy)
+        sequences, ranks = self.space.base.batch_sequences, self.space.ranks
+        count = sequences * inner.tp * inner.cp / (ranks * inner.micro_batch)
+        bound = count * each + self.on.stack.step
         if self._hopeful(bound):
-            self._push(bound, lambda: self._meshes(inner))
+            self._push(bound, lambda: self._experts(inner, blocks, each, count))
 
-    def _meshes(self, inner: Inner) -> None:
-        known: dict[tuple[int, int], tuple[Blocks, float]] = {}
-        base = self.space.base
-        for mesh in self.space.meshes(inner):
+    def _experts(self, inner: Inner, floor: Floor, each: float, count: float) -> None:
+        """Queue the ways to deal out experts: microbatches of `each` seconds, and their trips."""
+        for ep, etp in self.space.experts(self.space.ranks):
+            bound = count * (each + trips_seconds(floor, self.kinds, ep * etp, etp)) + self.on.stack.step
+            if self._hopeful(bound):
+                self._push(bound, self._then_meshes(inner, ep, etp))
+
+    def _then_meshes(self, inner: Inner, ep: int, etp: int) -> Callable[[], None]:
+        return lambda: self._meshes(inner, ep, etp)
+
+    def _meshes(self, inner: Inner, ep: int, etp: int) -> None:
+        base, blocks, each = self.space.base, None, 0.0
+        for mesh in self.space.meshes(inner, ep, etp):
             sharding = next(self.space.shardings(inner, mesh), None)
             if sharding is None:
                 continue
-            key = (mesh.ep, mesh.etp)
-            if key not in known:
+            if blocks is None:
                 blocks = self.on.blocks(self.space.spec(inner, mesh, _NO_CUT, sharding))
-                known[key] = blocks, microbatch_seconds(blocks)
-            blocks, each = known[key]
+                each = microbatch_seconds(blocks, self.kinds)
             count = base.batch_sequences // (mesh.data * inner.micro_batch)
             most = -(-base.model.layers // mesh.pp) * min(blocks.passes(kind).total for _, kind in self.kinds)
             bound = count * max(each / mesh.pp, most) + self.on.stack.step
@@ -220,7 +236,7 @@ class _Search:
         sharding = next(self.space.shardings(inner, mesh))
         spec = self.space.spec(inner, mesh, _NO_CUT, sharding)
         each, link = message(spec, self.on, blocks)
-        at = pace(blocks, 0.0 if link is None else each)
+        at = pace(blocks, self.kinds, 0.0 if link is None else each)
         pipes: dict[tuple[tuple[int, ...], bool], Pipe] = {}
         for cut, its in self._rows(mesh.pp):
             bound = paced(its, at, spec.microbatches, cut.schedule in WHOLE) + self.on.stack.step
@@ -273,7 +289,9 @@ class _Search:
             self._push(least, lambda: self._simulate(pipe, cut, spec, fit))
 
     def _simulate(self, pipe: Pipe, cut: Cut, spec: RunSpec, fit: list[tuple[Option, float]]) -> None:
-        if not self._hopeful(_least(pipe, spec, [option for option, _ in fit])):  # by paths that were found since it was queued
+        if not self._hopeful(
+            _least(pipe, spec, [option for option, _ in fit])
+        ):  # by paths that were found since it was queued
             return
         self.counts.simulated += 1
         done = pipe.seconds(spec)

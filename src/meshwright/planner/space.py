@@ -81,6 +81,7 @@ class Space:
     ) -> None:
         self.base, self.ranks, self.fixed = base, ranks, dict(fixed or {})
         self._cuts: dict[int, list[Cut]] = {}
+        self._known_sizes: dict[int, list[int]] = {}
         self._even_work: dict[int, tuple[int, ...]] = {}
         experts = (base.model.has_experts(layer) for layer in range(base.model.layers))
         self.routed_before = list(accumulate(experts, initial=0))
@@ -92,20 +93,25 @@ class Space:
 
     def inner(self) -> Iterator[Inner]:
         """Everything inside a stage."""
-        sequences = divisors(self.base.batch_sequences)
         for tp in self._tensor():
             for shared in self._shares_sequence(tp):
                 for cp, mode in self._context(tp, shared):
-                    most = self.ranks // (tp * cp)
-                    sizes = {
-                        each
-                        for each in sequences
-                        for data in divisors(most)
-                        if self.base.batch_sequences % (data * each) == 0
-                    }
-                    for size in self._pick("micro_batch", sorted(sizes)):
+                    for size in self._sizes(self.ranks // (tp * cp)):
                         for policy in self._policies:
                             yield Inner(tp, shared, cp, mode, size, policy)
+
+    def _sizes(self, ranks: int) -> list[int]:
+        """Sequences of a microbatch, for some pipeline of `ranks` ranks."""
+        if ranks not in self._known_sizes:
+            sequences = self.base.batch_sequences
+            found = {
+                each
+                for data in divisors(ranks)
+                if sequences % data == 0
+                for each in divisors(sequences // data)
+            }
+            self._known_sizes[ranks] = self._pick("micro_batch", sorted(found))
+        return self._known_sizes[ranks]
 
     def _tensor(self) -> list[int]:
         model = self.base.model
@@ -153,14 +159,13 @@ class Space:
             if each.policy == wanted or (wanted is None and each.policy in policies)
         ]
 
-    def meshes(self, inner: Inner) -> Iterator[Mesh]:
+    def meshes(self, inner: Inner, ep: int, etp: int) -> Iterator[Mesh]:
         """How the ranks beyond a stage's tensor and context ranks are dealt out."""
         left = self.ranks // (inner.tp * inner.cp)
         for pp in self._pick("pp", divisors(left)):
             data = left // pp
-            if self.base.batch_sequences % (data * inner.micro_batch) or not self.cuts(pp):
-                continue
-            for ep, etp in self.experts(data * inner.cp * inner.tp):
+            whole = self.base.batch_sequences % (data * inner.micro_batch) == 0
+            if whole and data * inner.cp * inner.tp % (ep * etp) == 0 and self.cuts(pp):
                 yield Mesh(pp, data, ep, etp)
 
     def experts(self, ranks: int) -> list[tuple[int, int]]:
