@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.planner.pipeline import Durations, Machine
 from meshwright.planner.pipeline import step as pipeline_step
+from meshwright.planner.plan import Plan, Plans, estimate, plan
 from meshwright.spec import RunSpec, UserError, load
 from meshwright.spec.rules import ranks_match
 

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import NoReturn
 
 from meshwright import __version__
-from meshwright.cli import goodput, models, runs, simulate, specs
+from meshwright.cli import goodput, models, plan, runs, simulate, specs
 from meshwright.cli import help as helps
 from meshwright.cli.verb import Verb, parse
 from meshwright.launch.child import leave
@@ -21,7 +21,14 @@ from meshwright.spec import UserError
 from meshwright.spec.errors import Stopped, did_you_mean
 from meshwright.spec.load import one_line
 
-VERBS: tuple[Verb, ...] = (*runs.VERBS, *simulate.VERBS, *goodput.VERBS, *models.VERBS, *specs.VERBS)
+VERBS: tuple[Verb, ...] = (
+    *runs.VERBS,
+    *plan.VERBS,
+    *simulate.VERBS,
+    *goodput.VERBS,
+    *models.VERBS,
+    *specs.VERBS,
+)
 _HELP = ("-h", "--help")
 
 

@@ -1,11 +1,11 @@
 """What every layout of a branch must take at least: seconds and bytes that no choice in it can avoid.
 
 A step is at least as long as the compute and the messages inside stages, shared evenly by the ranks of a
-pipeline (`microbatch_seconds`, with `Floor` and `trips_seconds` for experts that are not dealt out yet); at least as long as its busiest rank,
-before which a first microbatch has come down and after which the last one goes up again (`paced`, and with
-every rank `rank_ends`); and at least as long as any path through the schedule's lists. Which path is the
-longest depends on what stages cost, but little: the one that a simulation has found is remembered, and
-bounds every other layout with the same lists.
+pipeline (`microbatch_seconds`, with `Floor` and `trips_seconds` for experts that are not dealt out yet); at
+least as long as its busiest rank, before which a first microbatch has come down and after which the last
+one goes up again (`paced`, and with every rank `rank_ends`); and at least as long as any path through the
+schedule's lists. Which path is the longest depends on what stages cost, but little: the one that a
+simulation has found is remembered, and bounds every other layout with the same lists.
 """
 
 from __future__ import annotations

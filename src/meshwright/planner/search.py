@@ -12,17 +12,27 @@ from __future__ import annotations
 import heapq
 import time
 from bisect import insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import add
 from typing import Any, NamedTuple
 
 from meshwright.planner.block import Blocks
-from meshwright.planner.bounds import Floor, Row, kinds, microbatch_seconds, pace, paced, rows, trips_seconds
+from meshwright.planner.bounds import (
+    Floor,
+    Kinds,
+    Row,
+    kinds,
+    microbatch_seconds,
+    pace,
+    paced,
+    rows,
+    trips_seconds,
+)
 from meshwright.planner.data_axis import Held
 from meshwright.planner.engines import Engines
 from meshwright.planner.estimate import held_by, message, rank_data, stage_passes, step_time
-from meshwright.planner.memory import block_activations, rank_memory, stage_activations, working
+from meshwright.planner.memory import Memory, block_activations, rank_memory, stage_activations, working
 from meshwright.planner.pipe import Option, Pipe, ranks_of
 from meshwright.planner.space import WHOLE, Cut, Inner, Mesh, Sharding, Space
 from meshwright.schedule import Path
@@ -78,14 +88,14 @@ def search(
     capacity: float,
     top: int = 5,
     progress: Progress | None = None,
-    cutoff: float = float("inf"),
+    any_will_do: bool = False,
 ) -> Result:
     """The `top` fastest layouts of `space` that need at most `capacity` bytes of a device.
 
-    `progress` is called with each plan that is better than all before. Layouts that take longer than
-    `cutoff` seconds are of no interest.
+    `progress` is called with each plan that is better than all before. Where `any_will_do`, the first one
+    that is found is the answer.
     """
-    run = _Search(space, on, capacity, top, progress, cutoff)
+    run = _Search(space, on, capacity, 1 if any_will_do else top, progress, any_will_do)
     return run.result()
 
 
@@ -97,10 +107,11 @@ class _Search:
         capacity: float,
         top: int,
         progress: Progress | None,
-        cutoff: float,
+        any_will_do: bool,
     ) -> None:
         self.space, self.on, self.capacity, self.top = space, on, capacity, top
-        self.progress, self.cutoff = progress, cutoff
+        self.progress, self.cutoff = progress, float("inf")
+        self.any_will_do = any_will_do
         self.counts, self.start = Counts(), time.perf_counter()
         self.best: list[Found] = []
         self.front: list[Found] = []
@@ -118,11 +129,13 @@ class _Search:
                     self._inner(inner)
             while self.queue:
                 bound, _, split = heapq.heappop(self.queue)
-                if not self._hopeful(bound):
+                if not self._hopeful(bound) or (self.best and self.any_will_do):
                     break
                 split()
+            if self.best and self.any_will_do:
+                break
         self.counts.seconds = time.perf_counter() - self.start
-        return Result(self.best, self.counts, self.front)
+        return Result(self.best, self.counts, sorted(self.front, key=lambda each: each[:3]))
 
     def _hopeful(self, bound: float) -> bool:
         return bound * _ROUNDING <= self.cutoff
@@ -134,7 +147,8 @@ class _Search:
 
     def _offer(self, found: Found) -> None:
         self.counts.timed += 1
-        if found.seconds > self.cutoff and len(self.best) >= self.top:
+        self._compare(found)
+        if found.seconds > self.cutoff:
             return
         if self.counts.first_seconds is None:
             self.counts.first_seconds = time.perf_counter() - self.start
@@ -144,6 +158,14 @@ class _Search:
             self.cutoff = min(self.cutoff, self.best[-1].seconds)
         if self.progress is not None and self.best[0] is found:
             self.progress(found, self.counts)
+
+    def _compare(self, found: Found) -> None:
+        """Keep what nothing else that was timed is better than both in time and in memory."""
+        if all(each.seconds > found.seconds or each.memory > found.memory for each in self.front):
+            self.front = [
+                each for each in self.front if each.seconds < found.seconds or each.memory < found.memory
+            ]
+            self.front.append(found)
 
     # The levels.
 
@@ -188,30 +210,14 @@ class _Search:
             if self._hopeful(bound) and self._fits(inner, mesh, blocks):
                 self._push(bound, self._next(inner, mesh, blocks))
 
+    def _fits(self, inner: Inner, mesh: Mesh, blocks: Blocks) -> bool:
+        needs = fair_shares(self.space, self.on, self.kinds, inner, mesh, blocks)
+        return any(each.device <= self.capacity for each in needs)
+
     def _next(self, inner: Inner, mesh: Mesh, blocks: Blocks) -> Callable[[], None]:
         if mesh.pp == 1:
             return lambda: self._alone(inner, mesh, blocks)
         return lambda: self._cuts(inner, mesh, blocks)
-
-    def _fits(self, inner: Inner, mesh: Mesh, blocks: Blocks) -> bool:
-        """Whether a rank with a fair share of the model has room for it and for one microbatch."""
-        model, pp = self.space.base.model, mesh.pp
-        dense = routed = kept = 0.0
-        for count, wanted in self.kinds:
-            mine = blocks.held(wanted)
-            dense, routed = dense + count * mine[0] / pp, routed + count * mine[1] / pp
-            kept += count * block_activations(blocks, wanted) / pp
-        dense += (1 if model.tied else 2) * blocks.largest_unit / pp
-        held = Held(dense, routed, model.layers + 2, 1)
-        seen: set[int] = set()
-        for sharding in self.space.shardings(inner, mesh):
-            if sharding.zero in seen:  # the first of a stage shares among most ranks
-                continue
-            seen.add(sharding.zero)
-            spec = self.space.spec(inner, mesh, _NO_CUT, sharding)
-            if rank_memory(spec, blocks, self.on, held, kept, False, 0).device <= self.capacity:
-                return True
-        return False
 
     def _alone(self, inner: Inner, mesh: Mesh, blocks: Blocks) -> None:
         """Time every sharding of a mesh without a pipeline."""
@@ -297,9 +303,8 @@ class _Search:
         done = pipe.seconds(spec)
         for option, needs in fit:
             seconds = pipe.step(spec, done, option.final)
-            if self._hopeful(seconds):
-                own = self.space.spec(pipe.inner, pipe.mesh, cut, option.sharding)
-                self._offer(Found(seconds, needs, _name(own), own))
+            own = self.space.spec(pipe.inner, pipe.mesh, cut, option.sharding)
+            self._offer(Found(seconds, needs, _name(own), own))
 
 
 def _least(pipe: Pipe, spec: RunSpec, options: Sequence[Option]) -> float:
@@ -312,6 +317,58 @@ _NO_CUT, _NO_SHARDING = Cut("1f1b", 1, "even", ()), Sharding(0, 1)
 """For what they do not change."""
 _COMMON = 8
 """Tensor and context ranks of common layouts."""
+
+
+def fair_shares(
+    space: Space, on: Engines, of: Kinds, inner: Inner, mesh: Mesh, blocks: Blocks
+) -> Iterator[Memory]:
+    """What a rank with a fair share of the model and of one microbatch needs, by stage of ZeRO.
+
+    The fullest rank of any layout of the mesh needs at least the least of them.
+    """
+    model, pp = space.base.model, mesh.pp
+    dense = routed = kept = 0.0
+    for count, wanted in of:
+        mine = blocks.held(wanted)
+        dense, routed = dense + count * mine[0] / pp, routed + count * mine[1] / pp
+        kept += count * block_activations(blocks, wanted) / pp
+    dense += (1 if model.tied else 2) * blocks.largest_unit / pp
+    held = Held(dense, routed, model.layers + 2, 1)
+    stages: dict[int, Sharding] = {}
+    for sharding in space.shardings(inner, mesh):  # the first of a stage shares among most ranks
+        stages.setdefault(sharding.zero, sharding)
+    for sharding in stages.values():
+        spec = space.spec(inner, mesh, _NO_CUT, sharding)
+        yield rank_memory(spec, blocks, on, held, kept, False, 0)
+
+
+def least_memory(space: Space, on: Engines) -> Memory | None:
+    """What a rank needs at least, where it needs least; None where `space` has no layout.
+
+    Of microbatches only the smallest are looked at, of recomputation what saves most, and experts are cut
+    only where there are no more whole ones to deal out.
+    """
+    best, of = None, kinds(space.base.model)
+    least: dict[tuple[Any, ...], Inner] = {}
+    for inner in space.inner():  # in the order of microbatches, and of policies from none to full
+        key = inner[:3]
+        if key not in least or inner.micro_batch <= least[key].micro_batch:
+            least[key] = inner
+    pairs = space.experts(space.ranks)
+    most = max((ep for ep, _ in pairs), default=1)
+    for inner in least.values():
+        for ep, etp in pairs:
+            if etp > 1 and ep < most and "etp" not in space.fixed:
+                continue
+            for mesh in space.meshes(inner, ep, etp):
+                sharding = next(space.shardings(inner, mesh), None)
+                if sharding is None:
+                    continue
+                blocks = on.blocks(space.spec(inner, mesh, _NO_CUT, sharding))
+                for needs in fair_shares(space, on, of, inner, mesh, blocks):
+                    if best is None or needs.device < best.device:
+                        best = needs
+    return best
 
 
 def is_common(inner: Inner) -> bool:

@@ -1,4 +1,4 @@
-"""Every layout that the rules accept for a model on so many ranks, in levels from the innermost axis outwards.
+"""Every layout that the rules accept for a model on so many ranks, in levels from the inside outwards.
 
 A layout is chosen in four levels, so that what layouts share is computed once: `Inner`, what a block's
 operators depend on; `Mesh`, the pipeline's ranks and the experts'; `Cut`, which stage is where, in which
@@ -35,7 +35,7 @@ class Inner(NamedTuple):
     tp: int
     sequence_parallel: bool
     cp: int
-    context_mode: str
+    context_mode: ContextMode
     micro_batch: int
     recompute: RecomputeSpec
 
@@ -133,14 +133,16 @@ class Space:
             return [wanted]
         return [True, False] if tp > 1 else [True]
 
-    def _context(self, tp: int, shared: bool) -> Iterator[tuple[int, str]]:
+    def _context(self, tp: int, shared: bool) -> Iterator[tuple[int, ContextMode]]:
         length, kv_heads = self.base.data.seq_len, self.base.model.kv_heads
         shared = shared or self.base.model.moe is not None
         local, wanted = max(1, kv_heads // tp), self.fixed.get("context_mode")
         for cp in self._pick("cp", divisors(self.ranks // tp)):
             if length % (2 * cp if cp > 1 else 1) or (shared and length // cp % tp):
                 continue
-            modes = [wanted] if wanted else list(get_args(ContextMode)) if cp > 1 else ["ring"]
+            modes: list[ContextMode] = list(get_args(ContextMode)) if cp > 1 else ["ring"]
+            if wanted:
+                modes = [wanted]
             for mode in modes:
                 if mode == "ulysses" and local % cp:
                     continue
@@ -231,20 +233,20 @@ class Space:
                     yield Sharding(zero, replicate)
 
     def spec(self, inner: Inner, mesh: Mesh, cut: Cut, sharding: Sharding) -> RunSpec:
-        """The run with such a layout. Rules over several parts are not applied: that costs more than to estimate it."""
+        """The run with such a layout. Rules over several parts are not applied: they cost more than estimates."""
         base = self.base
         layout = Layout(
             dp=mesh.data // sharding.replicate,
             replicate=sharding.replicate,
-            zero=sharding.zero,  # type: ignore[arg-type]
+            zero=sharding.zero,
             tp=inner.tp,
             sequence_parallel=inner.sequence_parallel,
             cp=inner.cp,
-            context_mode=inner.context_mode,  # type: ignore[arg-type]
+            context_mode=inner.context_mode,
             pp=mesh.pp,
             virtual=cut.chunks if mesh.pp > 1 else self.fixed.get("virtual"),
-            schedule=cut.schedule,  # type: ignore[arg-type]
-            stages=cut.stages,  # type: ignore[arg-type]
+            schedule=cut.schedule,
+            stages=cut.stages,
             ep=mesh.ep,
             etp=mesh.etp,
             expert_parts=self.fixed.get("expert_parts", 1),

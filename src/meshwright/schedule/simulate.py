@@ -178,7 +178,7 @@ class Path(NamedTuple):
 def ends(
     schedule: Schedule, costs: Sequence[StageCost], link: Link = Link()
 ) -> tuple[tuple[float, ...], Path]:
-    """When each rank's last action ends, as `simulate` finds it, and the path that the last one waited for."""
+    """When each rank's last action ends, as in `simulate`, and the path that the last of all waited for."""
     flow = flow_of(schedule)
     start, end, _ = _run(flow, _durations(schedule, costs), _lanes(schedule, costs, link))
     done = tuple(end[stop - 1] for stop in flow.starts[1:])

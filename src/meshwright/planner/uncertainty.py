@@ -1,0 +1,41 @@
+"""How far a plan may be off: an interval of its step's seconds, and the probability that it fits."""
+
+from __future__ import annotations
+
+from math import erf, exp, sqrt
+
+from meshwright.planner.hardware import Cluster
+from meshwright.planner.stack import MESHWRIGHT, Stack
+
+SIGMA_TIME = 0.09
+"""Standard deviation of ln(measured / predicted) step seconds, for stacks that were timed on a device."""
+SIGMA_MEMORY = 0.06
+"""Standard deviation of measured / predicted - 1 of a device's memory."""
+UNTIMED = 2.0
+"""How many times as wide both are where no run of the stack on such a device is known."""
+FULL = 0.96
+"""Share of a device's memory that a plan may need."""
+_Z = 1.6449
+"""Standard deviations on each side of the middle that hold 90% of a normal distribution."""
+
+
+def spread(cluster: Cluster, stack: Stack) -> float:
+    """Factor on both standard deviations: what is not known of a stack on a device makes them wider."""
+    return UNTIMED if stack is MESHWRIGHT and cluster.device.kind != "cpu" else 1.0
+
+
+def interval(seconds: float, wider: float = 1.0) -> tuple[float, float]:
+    """The seconds between which a step of predicted `seconds` is in 9 of 10 cases, log-normally."""
+    factor = exp(_Z * SIGMA_TIME * wider)
+    return seconds / factor, seconds * factor
+
+
+def fits_probability(need: float, room: float, wider: float = 1.0) -> float:
+    """The probability that predicted `need` bytes are at most `room`."""
+    return 0.5 * (1 + erf((room - need) / (SIGMA_MEMORY * wider * need) / sqrt(2)))
+
+
+def room(cluster: Cluster) -> float:
+    """Bytes of memory that one rank has."""
+    shared = cluster.sharing if cluster.device.kind == "cpu" else 1
+    return cluster.device.memory / shared
