@@ -19,7 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.planner.pipeline import Durations, Machine
 from meshwright.planner.pipeline import step as pipeline_step
-from meshwright.planner.plan import Plan, Plans, estimate, plan
+from meshwright.planner.plan import Plan as Plan
+from meshwright.planner.plan import Plans as Plans
+from meshwright.planner.plan import estimate as estimate
+from meshwright.planner.plan import plan as plan
 from meshwright.spec import RunSpec, UserError, load
 from meshwright.spec.rules import ranks_match
 

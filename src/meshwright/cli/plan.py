@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,13 +101,12 @@ def _show(found: Plans) -> None:
     _shares(best.parts, best.step_seconds, "s")
     needs = best.memory
     print(f"\nWhere its memory goes, on pipeline rank {needs.rank}:")
-    names = ("parameters", "gradients", "optimiser", "activations", "logits", "buffers")
-    names += ("fragmentation", "context", "communicators")
-    _shares({name: getattr(needs, name) / 1e9 for name in names}, needs.device / 1e9, "GB")
+    terms = {field.name: getattr(needs, field.name) / 1e9 for field in fields(needs) if field.name != "rank"}
+    _shares(terms, needs.device / 1e9, "GB")
     did = found.searched
     print(
-        f"\nsearched in {did.seconds:.1f} s: {did.branches:,} branches, {did.simulated:,} schedules simulated, "
-        f"{did.timed:,} layouts timed"
+        f"\nsearched in {did.seconds:.1f} s: {did.branches:,} branches, {did.simulated:,} schedules "
+        f"simulated, {did.timed:,} layouts timed"
     )
 
 

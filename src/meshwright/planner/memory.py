@@ -118,7 +118,8 @@ def rank_memory(
         buffers = unit * stack.gradient_bytes
     logits = blocks.rows * blocks.tokens * stack.logits if head else 0.0
     allocated = copy + master + gradients + optimiser + activations + logits + buffers
-    axes = sum(size > 1 for size in (layout.tp, layout.cp, layout.shard_ranks, layout.pp, layout.ep))
+    sizes = (layout.tp, layout.cp, layout.shard_ranks, layout.replicate, layout.pp, layout.ep)
+    axes = sum(size > 1 for size in sizes)
     cuda = on.cluster.device.kind != "cpu"
     return Memory(
         copy + master,

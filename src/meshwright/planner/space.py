@@ -233,7 +233,7 @@ class Space:
                     yield Sharding(zero, replicate)
 
     def spec(self, inner: Inner, mesh: Mesh, cut: Cut, sharding: Sharding) -> RunSpec:
-        """The run with such a layout. Rules over several parts are not applied: they cost more than estimates."""
+        """The run with such a layout. No rules over several parts are applied to it: they cost too much."""
         base = self.base
         layout = Layout(
             dp=mesh.data // sharding.replicate,
