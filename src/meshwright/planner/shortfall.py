@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
+from typing import Any
 
 from meshwright.planner.hardware import Cluster
 from meshwright.planner.memory import Memory
 from meshwright.planner.search import least_memory, search
 from meshwright.planner.uncertainty import room
 from meshwright.planner.wish import Wish, node, roomier
-from meshwright.spec import RunSpec
+from meshwright.spec import RunSpec, UserError
+from meshwright.spec.load import from_tree
 
 _MOST = 131072
 """Devices of the largest cluster that is tried."""
@@ -21,7 +24,7 @@ def shortfall(wish: Wish) -> str:
     least = least_memory(wish.space(), wish.engines())
     where = f"{wish.ranks:,} x {wish.cluster.device.name}"
     if least is None:
-        return f"{_name(wish)}: {_no_layout(wish)}"
+        return _no_layout(wish)
     ways = "; ".join(_changes(wish, least)) or "no near change was found that would do"
     states = least.parameters + least.gradients + least.optimiser + least.buffers
     rest = least.device - states - least.activations - least.logits
@@ -51,14 +54,28 @@ def _no_layout(wish: Wish) -> str:
     """No layout is legal: the batch, the sequence or what is fixed does not go with the number of ranks."""
     base, fixed = wish.base, wish.fixed
     if fixed:
+        if (broken := _broken_rule(wish)) is not None:
+            return broken
         given = ", ".join(f"{_key(key)} = {value}" for key, value in fixed.items())
         loose = [key for key in fixed if _legal(replace(wish, fixed=_without(wish, key)))]
         hint = f"; without {' or '.join(map(_key, loose))} there are some" if loose else ""
-        return f"no layout of {wish.ranks:,} ranks has {given}{hint}"
+        return f"{_name(wish)}: no layout of {wish.ranks:,} ranks has {given}{hint}"
     return (
-        f"no layout shares {base.batch_sequences:,} sequences of {base.data.seq_len:,} tokens among "
+        f"{_name(wish)}: no layout shares {base.batch_sequences:,} sequences of {base.data.seq_len:,} tokens among "
         f"{wish.ranks:,} ranks; give a batch of a power of two of sequences, or another number of devices"
     )
+
+
+def _broken_rule(wish: Wish) -> str | None:
+    """What the rules say of the keys that are fixed, with as many data ranks as are left."""
+    layout: dict[str, Any] = {key: value for key, value in wish.fixed.items() if key != "policy"}
+    taken = prod(layout.get(axis, 1) for axis in ("replicate", "tp", "cp", "pp"))
+    layout = {"dp": max(1, wish.ranks // taken), "zero": 1, **layout}
+    try:
+        from_tree({**wish.base.to_json(), "layout": layout})
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _key(key: str) -> str:
