@@ -22,19 +22,24 @@ from meshwright.api.models import (
 )
 from meshwright.api.planning import dryrun, goodput, profile, profile_worker, simulate, validate
 from meshwright.api.runs import default_out, train, train_worker, verify, verify_worker, write_verdict
+from meshwright.planner.plan import Plan, Plans, estimate, plan
 
 __all__ = [
+    "Plan",
+    "Plans",
     "checkpoint_list",
     "checkpoint_verify",
     "checkpoints_of",
     "default_out",
     "dryrun",
+    "estimate",
     "export",
     "generate",
     "goodput",
     "import_hf",
     "load_hf",
     "load_run",
+    "plan",
     "profile",
     "profile_worker",
     "simulate",

@@ -1,37 +1,51 @@
 """How sure a prediction is, from the residuals of published runs (`meshwright validate`).
 
-The logarithm of measured over predicted step time is taken as normal, with a standard deviation of its own
-where a program was calibrated and a wider one where it never was; what was not known of a run widens it.
-The errors have longer tails than a normal's, so the deviation is that which makes intervals of 90% hold 90%
-of the runs.
+The logarithm of measured over predicted step time is taken as normal. Errors have longer tails than a
+normal's, so the deviation is that which makes intervals of 90% hold 90% of the runs. What was not known of
+a run widens it, and so does a program that no measured run has timed on such a device.
 """
 
 from __future__ import annotations
 
 from math import erf, exp, sqrt
 
+from meshwright.planner.hardware import Cluster
+from meshwright.planner.stack import MESHWRIGHT, Stack
+
 SIGMA_TIME = 0.09
-"""Standard deviation of the logarithm of step time."""
-SIGMA_UNSEEN = 0.18
-"""The same on a device or a program that no measured run calibrated."""
+"""Standard deviation of ln(measured / predicted) step seconds, for stacks that were timed on a device."""
 SIGMA_GUESS = 0.03
-"""What each thing that was not known adds, in squares."""
+"""What each thing that was not known of a run adds to it, in squares."""
 SIGMA_MEMORY = 0.06
-"""Standard deviation of memory, as a share of it."""
-_NINETY = 1.645
+"""Standard deviation of measured / predicted - 1 of a device's memory."""
+UNTIMED = 2.0
+"""How many times as wide both are where no run of the stack on such a device is known."""
+FULL = 0.96
+"""Share of a device's memory that a plan may need."""
+_Z = 1.6449
+"""Standard deviations on each side of the middle that hold 90% of a normal distribution."""
 
 
-def time_sigma(unknown: int = 0, seen: bool = True) -> float:
-    """Standard deviation of the logarithm of step time, where `unknown` things were inferred."""
-    return sqrt((SIGMA_TIME if seen else SIGMA_UNSEEN) ** 2 + unknown * SIGMA_GUESS**2)
+def spread(cluster: Cluster, stack: Stack) -> float:
+    """Factor on both standard deviations: what is not known of a stack on a device makes them wider."""
+    return UNTIMED if stack is MESHWRIGHT and cluster.device.kind != "cpu" else 1.0
 
 
-def time_interval(seconds: float, unknown: int = 0, seen: bool = True) -> tuple[float, float]:
-    """Seconds between which the step lies with a probability of 90%."""
-    away = exp(_NINETY * time_sigma(unknown, seen))
-    return seconds / away, seconds * away
+def interval(seconds: float, wider: float = 1.0, unknown: int = 0) -> tuple[float, float]:
+    """The seconds between which a step of predicted `seconds` is in 9 of 10 cases, log-normally.
+
+    `unknown` is how many things about the run were inferred.
+    """
+    factor = exp(_Z * sqrt((SIGMA_TIME * wider) ** 2 + unknown * SIGMA_GUESS**2))
+    return seconds / factor, seconds * factor
 
 
-def fits_probability(needed: float, capacity: float) -> float:
-    """The probability that a run predicted to need so many bytes needs no more than `capacity`."""
-    return 0.5 * (1 + erf((capacity - needed) / (SIGMA_MEMORY * needed * sqrt(2))))
+def fits_probability(need: float, room: float, wider: float = 1.0) -> float:
+    """The probability that predicted `need` bytes are at most `room`."""
+    return 0.5 * (1 + erf((room - need) / (SIGMA_MEMORY * wider * need) / sqrt(2)))
+
+
+def room(cluster: Cluster) -> float:
+    """Bytes of memory that one rank has."""
+    shared = cluster.sharing if cluster.device.kind == "cpu" else 1
+    return cluster.device.memory / shared

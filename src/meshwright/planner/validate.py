@@ -19,7 +19,7 @@ from meshwright.planner.engines import Engines
 from meshwright.planner.estimate import step_time
 from meshwright.planner.memory import Memory, memory
 from meshwright.planner.published import PUBLISHED, Case, PredictionError, Row, case_of, read
-from meshwright.planner.uncertainty import time_interval
+from meshwright.planner.uncertainty import interval
 from meshwright.spec import RunSpec
 
 
@@ -42,7 +42,7 @@ class Prediction:
     @property
     def interval(self) -> tuple[float, float]:
         """Seconds between which 90% of such runs lie; what was inferred widens it."""
-        return time_interval(self.seconds, len(self.case.inferred))
+        return interval(self.seconds, unknown=len(self.case.inferred))
 
     @property
     def covers(self) -> bool:

@@ -3,7 +3,7 @@
 from meshwright.schedule.actions import Action, Kind, Schedule, ScheduleError, Step, steps
 from meshwright.schedule.catalogue import NAMES, make, schedule_of
 from meshwright.schedule.check import Report, check
-from meshwright.schedule.simulate import Idle, Link, Simulation, StageCost, simulate
+from meshwright.schedule.simulate import Idle, Link, Path, Simulation, StageCost, ends, simulate
 
 __all__ = [
     "NAMES",
@@ -11,6 +11,7 @@ __all__ = [
     "Idle",
     "Kind",
     "Link",
+    "Path",
     "Report",
     "Schedule",
     "ScheduleError",
@@ -18,6 +19,7 @@ __all__ = [
     "StageCost",
     "Step",
     "check",
+    "ends",
     "make",
     "schedule_of",
     "simulate",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwright.schedule.actions import Schedule, ScheduleError
 from meshwright.schedule.check import peak
@@ -155,6 +156,50 @@ def simulate(
     flow = flow_of(schedule)
     start, end, arrival = _run(flow, _durations(schedule, by_stage), _lanes(schedule, by_stage, links))
     return _result(schedule, flow, by_stage, finals, (start, end, arrival))
+
+
+class Path(NamedTuple):
+    """Actions of which each waits for the one before: no step is shorter than a path's actions together."""
+
+    rank: int
+    """The rank of its last action."""
+    actions: tuple[tuple[int, int, int, int], ...]
+    """Stage -> how many F, I, W and B of it are on the path."""
+    messages: int
+
+    def seconds(self, costs: Sequence[StageCost], message: float) -> float:
+        """What it takes where stages cost that much, and a message between ranks `message` seconds."""
+        found = self.messages * message
+        for cost, (forward, input, weight, whole) in zip(costs, self.actions, strict=True):
+            found += forward * cost.forward + (input + whole) * cost.input + (weight + whole) * cost.weight
+        return found
+
+
+def ends(
+    schedule: Schedule, costs: Sequence[StageCost], link: Link = Link()
+) -> tuple[tuple[float, ...], Path]:
+    """When each rank's last action ends, as in `simulate`, and the path that the last of all waited for."""
+    flow = flow_of(schedule)
+    start, end, _ = _run(flow, _durations(schedule, costs), _lanes(schedule, costs, link))
+    done = tuple(end[stop - 1] for stop in flow.starts[1:])
+    last = max(range(flow.ranks), key=done.__getitem__)
+    return done, _path(schedule, flow, start, end, last)
+
+
+def _path(schedule: Schedule, flow: Flow, start: Sequence[float], end: Sequence[float], rank: int) -> Path:
+    """Back from the last action of `rank` to what each one waited for."""
+    counts = [[0, 0, 0, 0] for _ in range(schedule.stages)]
+    at, messages = flow.starts[rank + 1] - 1, 0
+    while at >= 0:
+        on = flow.rank_of[at]
+        kind, stage, _ = schedule.actions[on][at - flow.starts[on]]
+        counts[stage][kind] += 1
+        before = at - 1 if at > flow.starts[on] else -1
+        if before < 0 or end[before] < start[at]:
+            before = flow.source[at]
+            messages += before >= 0 and flow.crosses[before]
+        at = before
+    return Path(rank, tuple((f, i, w, b) for f, i, w, b in counts), messages)
 
 
 def _durations(schedule: Schedule, costs: Sequence[StageCost]) -> list[float]:

@@ -13,8 +13,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from meshwright.spec.base import Part
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.keys import Key, known_keys, optional_tables
+from meshwright.spec.layout import Layout
 from meshwright.spec.run import RunSpec
 
 Overrides = Sequence[tuple[str, str]]
@@ -56,6 +58,30 @@ def _validated(tree: dict[str, Any], overrides: Overrides, source: str, ranks: i
     except UserError as error:
         key, colon, rest = str(error).partition(": ")
         raise UserError(f"{mistake.where(key)}{colon}{rest}") from None
+
+
+def fixed_layout(overrides: Overrides) -> dict[str, Any]:
+    """The keys of the layout that flags give, each read as its type says; rules over several are not applied.
+
+    Flags for other tables are left out. Raises `UserError`.
+    """
+    given = [(key, text) for key, text in overrides if key.startswith("layout.")]
+    tree: dict[str, Any] = {"layout": {}}
+    for key, text in given:
+        _overlay(tree, key, text)
+    mistake = _Mistake({key for key, _ in given}, {}, "")
+    _tidy(tree, "", mistake)
+    try:
+        layout = _LayoutAlone.model_validate(tree).layout
+    except ValidationError as error:
+        raise UserError(_explain(error, mistake)) from None
+    except UserError as error:
+        raise UserError(f"--{error}") from None
+    return {name: getattr(layout, name) for name in tree["layout"]}
+
+
+class _LayoutAlone(Part):
+    layout: Layout
 
 
 def one_line(text: str) -> str:

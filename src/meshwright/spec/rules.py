@@ -121,7 +121,7 @@ def tensor_axis_divides(spec: RunSpec) -> None:
             f"layout.tp: {tp} tensor ranks neither divide model.kv_heads = {model.kv_heads} nor are a "
             f"multiple of it; try {_nearest_tp(spec, tp)}"
         )
-    if not _every_rank_has_rows(model.vocab_size, tp):
+    if not every_rank_has_rows(model.vocab_size, tp):
         raise UserError(
             f"layout.tp: of {tp} tensor ranks the last would have no row of model.vocab_size = "
             f"{model.vocab_size}; try {_nearest_tp(spec, tp)}"
@@ -133,7 +133,8 @@ def has_dense_layers(model: ModelSpec) -> bool:
     return not all(map(model.has_experts, range(model.layers)))
 
 
-def _every_rank_has_rows(vocabulary: int, tp: int) -> bool:
+def every_rank_has_rows(vocabulary: int, tp: int) -> bool:
+    """Whether each of `tp` tensor ranks has a row of a vocabulary that is dealt out in equal shares."""
     return (tp - 1) * -(-vocabulary // tp) < vocabulary
 
 
@@ -144,7 +145,7 @@ def _nearest_tp(spec: RunSpec, tp: int) -> int:
         for size in divisors(model.heads)
         if (model.ffn % size == 0 or not has_dense_layers(model))
         and (size % model.kv_heads == 0 or model.kv_heads % size == 0)
-        and _every_rank_has_rows(model.vocab_size, size)
+        and every_rank_has_rows(model.vocab_size, size)
     ]
     return nearest(tp, fits)
 

@@ -50,10 +50,14 @@ def stages(model: ModelSpec, layout: Layout, seq_len: int) -> tuple[Stage, ...]:
         blocks = balanced(model, count, seq_len)
     else:
         blocks = layout.stages
-    firsts = [sum(blocks[:index]) for index in range(count)]
+    return placed(blocks)
+
+
+def placed(blocks: Sequence[int]) -> tuple[Stage, ...]:
+    """The stages that hold so many blocks each, in order."""
+    ends, last = list(accumulate(blocks)), len(blocks) - 1
     return tuple(
-        Stage(index, first, first + blocks[index], index == 0, index == count - 1)
-        for index, first in enumerate(firsts)
+        Stage(index, end - blocks[index], end, index == 0, index == last) for index, end in enumerate(ends)
     )
 
 

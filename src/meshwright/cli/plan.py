@@ -1,0 +1,164 @@
+"""The verb that finds the best layouts: plan. It imports no torch."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.cli import show
+from meshwright.cli.verb import JSON, Argument, Call, Flag, Verb, above_zero, choice, file_name, whole
+from meshwright.spec import RunSpec, UserError
+from meshwright.spec.toml import to_toml
+
+if TYPE_CHECKING:
+    from meshwright.planner.plan import Plan, Plans
+    from meshwright.planner.search import Counts, Found
+
+OBJECTIVES = ("time", "cost", "longest-context")
+
+
+def plan(call: Call) -> int:
+    """Search, and say what is best."""
+    from meshwright.planner.plan import plan as find
+
+    flags = call.flags
+    limit = flags["max-memory"]
+    found = find(
+        call.words[0],
+        flags["cluster"],
+        gpus=flags["gpus"],
+        seq_len=flags["seq-len"],
+        batch_tokens=flags["batch-tokens"],
+        top=flags["top"],
+        objective=flags["objective"],
+        stack=flags["stack"],
+        price=flags["price"],
+        tokens=flags["tokens"],
+        max_memory=None if limit is None else 1e9 * limit,
+        overrides=call.overrides,
+        progress=_say if flags["progress"] else None,
+    )
+    if flags["write"] is not None:
+        _write(found.best.spec, Path(flags["write"]))
+    if flags["json"]:
+        show.as_json(found.to_json())
+        return 0
+    _show(found)
+    if flags["write"] is not None:
+        print(f"\nwrote {flags['write']}")
+    return 0
+
+
+def _say(found: Found, counts: Counts) -> None:
+    print(f"{found.seconds:9.4g} s a step, {brief(found.spec)}", file=sys.stderr, flush=True)
+
+
+def _write(spec: RunSpec, path: Path) -> None:
+    try:
+        path.write_text(to_toml(spec), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--write: {path} cannot be written ({error.strerror}); give another file") from None
+
+
+def brief(spec: RunSpec) -> str:
+    """A layout in few words: dp16 cp8 tp2 pp64 zb-v x2 zero2 mb1."""
+    layout = spec.layout
+    names = ("replicate", "dp", "cp", "tp", "pp", "ep", "etp")
+    words = [f"{name}{size}" for name in names if (size := getattr(layout, name)) > 1]
+    if layout.cp > 1 and layout.context_mode != "ring":
+        words.append(layout.context_mode)
+    if layout.pp > 1:
+        words.append(layout.schedule + (f" x{layout.chunks}" if layout.chunks > 1 else ""))
+        words += [] if layout.stages == "even" else ["balanced" if layout.stages == "balanced" else "stages"]
+    if layout.tp > 1 and not layout.sequence_parallel:
+        words.append("no-sp")
+    words += [f"zero{layout.zero}"] if layout.zero else []
+    words.append(f"mb{layout.micro_batch}")
+    words += [] if spec.recompute.policy == "none" else [spec.recompute.policy]
+    return " ".join(words)
+
+
+def _show(found: Plans) -> None:
+    best = found.best
+    model = best.spec.model.preset or best.spec.model.hf or best.spec.model.family
+    print(
+        f"{model} ({best.spec.model.parameters / 1e9:,.4g}B parameters) on {best.cluster.count:,} x "
+        f"{best.cluster.device.name}, in {best.spec.precision.compute} by {found.stack.name}"
+    )
+    batch = found.note or f"{best.spec.train.batch_tokens:,} tokens"
+    print(f"batch {batch}; sequences of {best.spec.data.seq_len:,}")
+    print()
+    show.table([_row(place, each, found) for place, each in enumerate(found.plans, 1)])
+    low, high = best.interval
+    print(f"\nThe first: a step takes {low:.4g} to {high:.4g} s in 9 of 10 cases.")
+    if found.tokens is not None:
+        figures = best.to_json(found.tokens)
+        money = "" if figures["usd"] is None else f", {figures['usd']:,.0f} USD"
+        print(f"{found.tokens:,.4g} tokens take it {figures['days']:,.4g} days{money}.")
+    print("\nWhere its time goes, by the busiest rank:")
+    _shares(best.parts, best.step_seconds, "s")
+    needs = best.memory
+    print(f"\nWhere its memory goes, on pipeline rank {needs.rank}:")
+    terms = {field.name: getattr(needs, field.name) / 1e9 for field in fields(needs) if field.name != "rank"}
+    _shares(terms, needs.device / 1e9, "GB")
+    did = found.searched
+    print(
+        f"\nsearched in {did.seconds:.1f} s: {did.branches:,} branches, {did.simulated:,} schedules "
+        f"simulated, {did.timed:,} layouts timed"
+    )
+
+
+def _row(place: int, each: Plan, found: Plans) -> dict[str, Any]:
+    row: dict[str, Any] = {"#": place}
+    if len({other.cluster.count for other in found.plans}) > 1:
+        row["GPUs"] = each.cluster.count
+    row["step s"] = f"{each.step_seconds:.4g}"
+    row["tok/s/GPU"] = f"{each.tokens_per_second / each.cluster.count:,.0f}"
+    row["MFU"] = f"{100 * each.mfu:.1f}%"
+    row["GB"] = f"{each.memory.device / 1e9:.1f}"
+    row["fits"] = f"{100 * each.fits_probability:.0f}%"
+    if each.cost_per_token is not None:
+        row["USD/1B"] = f"{1e9 * each.cost_per_token:,.4g}"
+    return {**row, "layout": brief(each.spec)}
+
+
+def _shares(parts: dict[str, float], total: float, unit: str) -> None:
+    for name, value in sorted(parts.items(), key=lambda part: -part[1]):
+        if value > 0.0005 * total:
+            print(f"  {name:<16} {value:9.3f} {unit}  {100 * value / total:5.1f}%")
+
+
+VERBS = (
+    Verb(
+        "plan",
+        "find the best layouts of a model on a cluster: time, memory, money",
+        plan,
+        (Argument("MODEL", "a preset, an HF folder or config.json, or a run file"),),
+        (
+            Flag(
+                "cluster", "a cluster by name, such as h100, or a hardware file", "NAME", str, required=True
+            ),
+            Flag("gpus", "devices, or a range such as 64..1024; default one node", "N", str),
+            Flag("seq-len", "tokens of a sequence; default the run's, or 8192 at most", "S", whole(1)),
+            Flag("batch-tokens", "tokens of an optimiser step, such as 16M; default the run's", "B", str),
+            Flag("top", "plans to show; default 5", "K", whole(1), 5),
+            Flag(
+                "objective",
+                f"{', '.join(OBJECTIVES)}; default time",
+                "NAME",
+                choice(*OBJECTIVES),
+                "time",
+            ),
+            Flag("stack", "the software that runs it; default meshwright", "NAME", str, "meshwright"),
+            Flag("price", "USD for a device and hour; default the cluster's", "USD", above_zero),
+            Flag("tokens", "tokens to train on, such as 15T, for days and USD", "N", str),
+            Flag("max-memory", "GB of a device that a plan may need at most", "GB", above_zero),
+            Flag("write", "run file to write, which train accepts", "RUN.toml", file_name(".toml")),
+            Flag("progress", "say each plan that is the best so far, on stderr"),
+            JSON,
+        ),
+        keys=True,
+    ),
+)

@@ -1,0 +1,183 @@
+"""A pipeline whose stages are placed: what all of its schedules and shardings share, each computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from operator import mul
+from typing import NamedTuple
+
+from meshwright.planner.block import Blocks, Passes
+from meshwright.planner.bounds import Shape, rank_ends, schedule, shape
+from meshwright.planner.engines import Engines
+from meshwright.planner.estimate import held_by, message, rank_data, simulated, stage_cost, stage_passes
+from meshwright.planner.memory import held_microbatches, rank_memory, stage_activations, working
+from meshwright.planner.space import WHOLE, Cut, Inner, Mesh, Sharding, Space
+from meshwright.schedule import Link, Path, StageCost, ends
+from meshwright.schedule.actions import looped, v_shape
+from meshwright.spec import RunSpec
+from meshwright.spec.layout import TWO_STAGES
+from meshwright.spec.stages import Stage, placed
+
+
+class Member(NamedTuple):
+    """Ranks with equal stages: `ranks` of them."""
+
+    stages: tuple[Stage, ...]
+    ranks: tuple[int, ...]
+
+
+class Option(NamedTuple):
+    """A sharding: bytes of each member without its activations, and its seconds after the last backward."""
+
+    sharding: Sharding
+    states: tuple[float, ...]
+    final: tuple[float, ...]
+
+
+class Pipe:
+    """The stages of a mesh on their ranks."""
+
+    def __init__(
+        self,
+        space: Space,
+        on: Engines,
+        blocks: Blocks,
+        inner: Inner,
+        mesh: Mesh,
+        cut: Cut,
+        paths: dict[tuple[str, int, int, int], list[Path]],
+    ) -> None:
+        self.paths = paths
+        self.space, self.on, self.blocks, self.inner, self.mesh = space, on, blocks, inner, mesh
+        self.stages = placed(cut.blocks)
+        self.own = ranks_of(cut, mesh.pp)
+        self._cut = cut
+        self._options: list[Option] | None = None
+        each, link = message(space.spec(inner, mesh, cut, next(space.shardings(inner, mesh))), on, blocks)
+        self.link = link or Link()
+        self.hop = each if link is not None else 0.0
+        known: dict[tuple[int, ...], tuple[Passes, StageCost]] = {}
+        self.passes, self.costs = [], []
+        last = len(self.stages) - 1
+        for index, stage in enumerate(self.stages):
+            key = (*self._kind(stage), index > 0, index < last)
+            if key not in known:
+                work = stage_passes(blocks, stage)
+                cost = stage_cost(work, 0.0, each, (index > 0, index < last), link is None, blocks)
+                known[key] = work, cost
+            self.passes.append(known[key][0])
+            self.costs.append(known[key][1])
+        self.period = max(
+            sum(self.costs[i].forward + self.costs[i].input + self.costs[i].weight for i in mine)
+            for mine in self.own
+        )
+
+    def _kind(self, stage: Stage) -> tuple[int, int, int, int]:
+        """What a stage holds; stages that hold the same cost the same."""
+        before = self.space.routed_before
+        routed = before[stage.last] - before[stage.first]
+        return len(stage.blocks) - routed, routed, stage.embed, stage.head
+
+    @cached_property
+    def members(self) -> list[Member]:
+        """The ranks by what they hold."""
+        found: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+        for rank, mine in enumerate(self.own):
+            found.setdefault(tuple(self._kind(self.stages[i]) for i in mine), []).append(rank)
+        return [
+            Member(tuple(self.stages[i] for i in self.own[ranks[0]]), tuple(ranks))
+            for ranks in found.values()
+        ]
+
+    @cached_property
+    def kept(self) -> list[float]:
+        """Bytes that each stage keeps of a microbatch."""
+        known: dict[tuple[int, ...], float] = {}
+        found = []
+        for stage in self.stages:
+            key = self._kind(stage)
+            if key not in known:
+                known[key] = stage_activations(self.blocks, stage)
+            found.append(known[key])
+        return found
+
+    def options(self, capacity: float) -> list[Option]:
+        """The shardings whose states leave room for one microbatch at least."""
+        if self._options is None:
+            self._options = list(self._sharded(capacity))
+        return self._options
+
+    def _sharded(self, capacity: float) -> Iterator[Option]:
+        held = [held_by(self.blocks, member.stages) for member in self.members]
+        extra = [working(self.blocks, member.stages) for member in self.members]
+        least = [sum(self.kept[stage.index] for stage in member.stages) for member in self.members]
+        heads = [any(stage.head for stage in member.stages) for member in self.members]
+        rows = list(zip(held, extra, least, heads, strict=True))
+        for sharding in self.space.shardings(self.inner, self.mesh):
+            spec = self.space.spec(self.inner, self.mesh, self._cut, sharding)
+            states = []
+            for mine, working_on, flight, head in rows:
+                needs = rank_memory(spec, self.blocks, self.on, mine, working_on + flight, head, 0).device
+                if needs > capacity:
+                    break
+                states.append(needs - self._grown(flight))
+            if len(states) < len(rows):
+                continue
+            final = (
+                rank_data(spec, self.on, self.blocks, member.stages, self._work(member)).final
+                for member in self.members
+            )
+            yield Option(sharding, tuple(states), tuple(final))
+
+    def _work(self, member: Member) -> list[Passes]:
+        return [self.passes[stage.index] for stage in member.stages]
+
+    def _grown(self, flight: float) -> float:
+        """What activations take on the device, with what the allocator adds."""
+        cuda = self.on.cluster.device.kind != "cpu"
+        return flight * (1 + self.on.stack.fragmentation) if cuda else flight
+
+    def activations(self, spec: RunSpec) -> list[float]:
+        """Bytes that activations take at most on each member's ranks, under the schedule of `spec`."""
+        layout = spec.layout
+        its = shape(layout.schedule, layout.pp, layout.chunks, held_microbatches(spec))
+        return [self._grown(max(self._most(its, rank) for rank in member.ranks)) for member in self.members]
+
+    def _most(self, its: Shape, rank: int) -> float:
+        kept = [self.kept[stage] for stage in self.own[rank]]
+        if min(kept) == max(kept):
+            return its.most[rank] * kept[0]
+        return max(sum(map(mul, each, kept)) for each in its.held[rank])
+
+    def least_seconds(self, spec: RunSpec) -> list[float]:
+        """Rank -> when it is done at the earliest."""
+        layout, count = spec.layout, simulated(spec)
+        paths = self.paths.get((layout.schedule, layout.pp, layout.chunks, count), ())
+        return rank_ends(self.costs, self.own, self.hop, count, layout.schedule in WHOLE, paths)
+
+    def seconds(self, spec: RunSpec) -> tuple[float, ...]:
+        """Rank -> when it is done."""
+        key = (spec.layout.schedule, spec.layout.pp, spec.layout.chunks, simulated(spec))
+        done, path = ends(schedule(*key), self.costs, self.link)
+        self.paths.setdefault(key, []).append(path)
+        return done
+
+    def step(self, spec: RunSpec, done: Sequence[float], final: Sequence[float]) -> float:
+        """Seconds of a step whose ranks are done then, and whose members then need so long for the rest."""
+        of = {
+            rank: seconds
+            for member, seconds in zip(self.members, final, strict=True)
+            for rank in member.ranks
+        }
+        last = max(end + of[rank] for rank, end in enumerate(done))
+        return last + (spec.microbatches - simulated(spec)) * self.period + self.on.stack.step
+
+
+def ranks_of(cut: Cut, ranks: int) -> list[list[int]]:
+    """Rank -> its stages."""
+    found: list[list[int]] = [[] for _ in range(ranks)]
+    order = v_shape(ranks) if cut.schedule in TWO_STAGES else looped(ranks, cut.chunks)
+    for stage, rank in enumerate(order):
+        found[rank].append(stage)
+    return found

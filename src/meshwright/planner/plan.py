@@ -1,0 +1,294 @@
+"""Plans: the best layouts of a run on a cluster, each with its time, its memory and how sure both are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from meshwright.planner import hardware
+from meshwright.planner.engines import Engines
+from meshwright.planner.estimate import step_time
+from meshwright.planner.hardware import Cluster
+from meshwright.planner.kernels import peak
+from meshwright.planner.memory import Memory, memory
+from meshwright.planner.search import Counts, Found, Result, search
+from meshwright.planner.shortfall import shortfall
+from meshwright.planner.stack import MESHWRIGHT, Stack
+from meshwright.planner.uncertainty import fits_probability, interval, room, spread
+from meshwright.planner.wish import (
+    Overrides,
+    Wish,
+    amount,
+    base_run,
+    check_count,
+    fixed_keys,
+    node,
+    stack_named,
+)
+from meshwright.spec import RunSpec, UserError
+
+OBJECTIVES = ("time", "cost", "longest-context")
+"""Least seconds for a token, least money for a token, the longest sequences that fit."""
+_LONGEST = 2**24
+"""Tokens of the longest sequence that is tried."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run on a cluster, estimated."""
+
+    spec: RunSpec
+    cluster: Cluster
+    step_seconds: float
+    interval: tuple[float, float]
+    """In which a step is in 9 of 10 cases."""
+    memory: Memory
+    fits_probability: float
+    mfu: float
+    """Model FLOPs of a second over the devices' peak for the format that computes."""
+    parts: dict[str, float]
+    """Seconds of a step by what they go to."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.spec.train.batch_tokens / self.step_seconds
+
+    @property
+    def cost_per_token(self) -> float | None:
+        """USD, where the cluster's price is known."""
+        price = self.cluster.price
+        return None if price is None else price * self.cluster.count / 3600 / self.tokens_per_second
+
+    def to_json(self, tokens: float | None = None) -> dict[str, Any]:
+        """Plain values; with a number of tokens also days and USD of training on them."""
+        found = asdict(self.memory)
+        rank = found.pop("rank")
+        totals = {name: getattr(self.memory, name) for name in ("allocated", "reserved", "device")}
+        each = self.cost_per_token
+        return {
+            "gpus": self.cluster.count,
+            "layout": self.spec.layout.model_dump(mode="json"),
+            "recompute": self.spec.recompute.model_dump(mode="json"),
+            "seq_len": self.spec.data.seq_len,
+            "batch_tokens": self.spec.train.batch_tokens,
+            "step_seconds": self.step_seconds,
+            "interval": list(self.interval),
+            "fits_probability": self.fits_probability,
+            "mfu": self.mfu,
+            "tokens_per_second": self.tokens_per_second,
+            "tokens_per_second_per_gpu": self.tokens_per_second / self.cluster.count,
+            "usd_per_billion_tokens": None if each is None else 1e9 * each,
+            "days": None if tokens is None else tokens / self.tokens_per_second / 86400,
+            "usd": None if tokens is None or each is None else tokens * each,
+            "memory": {**found, **totals},
+            "memory_rank": rank,
+            "parts": self.parts,
+        }
+
+
+@dataclass(frozen=True)
+class Plans:
+    """The best plans, best first."""
+
+    plans: tuple[Plan, ...]
+    objective: str
+    stack: Stack
+    note: str | None
+    """What was taken for what was said, in words."""
+    tokens: float | None
+    searched: Counts
+    pareto: tuple[tuple[float, float], ...]
+    """(step seconds, bytes of a device) of what nothing else timed is better than in both, fastest first."""
+
+    @property
+    def best(self) -> Plan:
+        return self.plans[0]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, for `meshwright plan --json`."""
+        plans = [each.to_json(self.tokens) for each in self.plans]
+        return {
+            "model": self.best.spec.model.preset or self.best.spec.model.hf or self.best.spec.model.family,
+            "cluster": self.best.cluster.name,
+            "device": self.best.cluster.device.name,
+            "stack": self.stack.name,
+            "objective": self.objective,
+            "note": self.note,
+            "best": plans[0],
+            "plans": plans,
+            "searched": asdict(self.searched),
+            "pareto": [list(point) for point in self.pareto],
+        }
+
+
+def estimate(spec: RunSpec, cluster: Cluster, stack: Stack = MESHWRIGHT) -> Plan:
+    """What one layout takes on a cluster with as many devices as it has ranks. Raises `UserError`."""
+    if spec.layout.world_size != cluster.count:
+        raise UserError(
+            f"layout: {spec.layout.describe()} has {spec.layout.world_size:,} ranks, but the cluster has "
+            f"{cluster.count:,} devices; give as many"
+        )
+    on = Engines(cluster, stack)
+    timed, needs = step_time(spec, on), memory(spec, on)
+    wider, model = spread(cluster, stack), spec.model
+    flops = model.flops_per_token(spec.data.seq_len) * spec.train.batch_tokens
+    rate = peak(cluster.device, spec.precision.compute) * cluster.count
+    if cluster.device.kind == "cpu":
+        rate /= cluster.sharing
+    return Plan(
+        spec=spec,
+        cluster=cluster,
+        step_seconds=timed.seconds,
+        interval=interval(timed.seconds, wider),
+        memory=needs,
+        fits_probability=fits_probability(needs.device, room(cluster), wider),
+        mfu=flops / timed.seconds / rate,
+        parts=timed.parts,
+    )
+
+
+def plan(
+    model: str | Path | RunSpec,
+    cluster: str | Cluster,
+    *,
+    gpus: int | str | None = None,
+    seq_len: int | None = None,
+    batch_tokens: int | str | None = None,
+    top: int = 5,
+    objective: str = "time",
+    stack: str = "meshwright",
+    price: float | None = None,
+    tokens: float | str | None = None,
+    max_memory: float | None = None,
+    overrides: Overrides = (),
+    progress: Callable[[Found, Counts], None] | None = None,
+) -> Plans:
+    """The `top` best layouts of a model on a cluster.
+
+    `model` is a preset, an HF folder or config.json, a run file or folder, or a `RunSpec` whose layout does
+    not count; `cluster` a name of the catalogue, a hardware file or a `Cluster`, of `gpus` devices or of
+    any power-of-two number of nodes within '64..1024'. `batch_tokens` may be '16M'. `max_memory` is in bytes
+    of a device, `price` in USD for a device and hour, `tokens` what is trained on in all. `overrides` are
+    dotted keys with their texts: those of the layout and `recompute.policy` are kept fixed. `progress` hears
+    of each plan that is the best so far. Raises `UserError`, also where nothing fits.
+    """
+    if objective not in OBJECTIVES:
+        raise UserError(f"--objective: '{objective}' is not one of {', '.join(OBJECTIVES)}")
+    if top < 1:
+        raise UserError(f"--top: {top} plans are none; give 1 or more")
+    chosen, kind = stack_named(stack), _cluster(cluster, price)
+    sizes = _sizes(gpus, kind)
+    base, note = base_run(model, kind, seq_len, batch_tokens, overrides)
+    fixed = fixed_keys(overrides)
+    wishes = [Wish(base, kind.resized(count), chosen, fixed, max_memory) for count in sizes]
+    if objective == "cost" and kind.price is None:
+        raise UserError(
+            f"--objective: 'cost' needs a price, and none is known of {kind.name}; give --price USD for a "
+            f"device and hour"
+        )
+    if objective == "longest-context":
+        wishes = [_longest(wishes[-1])]
+    found = [(wish, search(wish.space(), wish.engines(), wish.capacity, top, progress)) for wish in wishes]
+    plans = [
+        estimate(RunSpec.model_validate(each.spec.to_json()), wish.cluster, chosen)
+        for wish, result in found
+        for each in result.best
+    ]
+    if not plans:
+        raise UserError(shortfall(wishes[-1]))
+    plans.sort(
+        key=lambda each: each.cost_per_token or 0.0 if objective == "cost" else 1 / each.tokens_per_second
+    )
+    return Plans(tuple(plans[:top]), objective, chosen, note, _total(tokens), _together(found), _front(found))
+
+
+def _cluster(given: str | Cluster, price: float | None) -> Cluster:
+    found = hardware.cluster(given) if isinstance(given, str) else given
+    return found if price is None else replace(found, price=price)
+
+
+def _sizes(gpus: int | str | None, kind: Cluster) -> list[int]:
+    """The numbers of devices to plan for, ascending."""
+    if gpus is None:
+        if kind.device.kind == "cpu" and kind.sharing == kind.count:
+            raise UserError("--gpus: is missing (ranks that share the host); give it, such as --gpus 2")
+        return [kind.count]
+    parts = re.fullmatch(r"([0-9]+)(?:\.\.([0-9]+))?", str(gpus))
+    if parts is None or int(parts[1]) < 1 or (parts[2] and int(parts[2]) < int(parts[1])):
+        raise UserError(
+            f"--gpus: '{gpus}' is not valid: it should be a number of devices, or a range such as 64..1024"
+        )
+    low = int(parts[1])
+    if parts[2] is None:
+        check_count(kind, low)
+        return [low]
+    high, each = int(parts[2]), node(kind)
+    found = [each << power for power in range(32) if low <= each << power <= high]
+    if not found:
+        raise UserError(
+            f"--gpus: from {low} to {high} there is no power-of-two number of nodes of {each} devices; give "
+            f"one number, or a wider range"
+        )
+    return found
+
+
+def _total(tokens: float | str | None) -> float | None:
+    if not isinstance(tokens, str):
+        return tokens
+    try:
+        number, power = amount(tokens)
+    except ValueError as error:
+        raise UserError(f"--tokens: '{tokens}' is not valid: {error}") from None
+    return number * 1000**power
+
+
+def _longest(wish: Wish) -> Wish:
+    """The wish with the longest sequences, of a power of two of tokens, of which some layout fits."""
+    best = None
+    length = 1024
+    while length <= min(_LONGEST, wish.base.train.batch_tokens):
+        longer = _with_length(wish, length)
+        if longer is None or not feasible(longer):
+            break
+        best, length = longer, 2 * length
+    if best is None:
+        raise UserError(shortfall(wish))
+    return best
+
+
+def _with_length(wish: Wish, length: int) -> Wish | None:
+    """The wish with sequences of `length` tokens; None beyond learned positions."""
+    base = wish.base
+    if base.model.position == "learned" and length > base.model.max_seq_len:
+        return None
+    batch = base.train.batch_tokens // length * length
+    tree = base.to_json()
+    tree["data"]["seq_len"], tree["train"]["batch_tokens"] = length, batch
+    return replace(wish, base=RunSpec.model_validate(tree))
+
+
+def feasible(wish: Wish) -> bool:
+    """Whether any of a wish's layouts fits."""
+    return bool(search(wish.space(), wish.engines(), wish.capacity, any_will_do=True).best)
+
+
+def _together(found: Sequence[tuple[Wish, Result]]) -> Counts:
+    """What all searches did."""
+    counts = [result.counts for _, result in found]
+    first = [each.first_seconds for each in counts if each.first_seconds is not None]
+    return Counts(
+        sum(each.branches for each in counts),
+        sum(each.simulated for each in counts),
+        sum(each.timed for each in counts),
+        sum(each.seconds for each in counts),
+        min(first, default=None),
+    )
+
+
+def _front(found: Sequence[tuple[Wish, Result]]) -> tuple[tuple[float, float], ...]:
+    """The Pareto front of the largest cluster's search."""
+    seen = [result.seen for _, result in found if result.seen]
+    return tuple((each.seconds, each.memory) for each in seen[-1]) if seen else ()

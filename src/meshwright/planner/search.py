@@ -1,0 +1,387 @@
+"""The best layouts of a run on a cluster, and no better one left out: best-first branch and bound.
+
+Branches wait in a queue in the order of their least seconds (`planner/bounds.py`), and the first is split
+into its choices, until it is a pipeline whose schedule is simulated, which times all its shardings at once.
+When the least of the first branch is above the k-th best time that is known, no other can be among the
+best k (Land & Doig 1960). Branches whose least memory is above the device's are dropped as they come up. A
+first pass over the layouts that are common finds good plans early, which cut most of the second pass.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from bisect import insort
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import add
+from typing import Any, NamedTuple
+
+from meshwright.planner.block import Blocks
+from meshwright.planner.bounds import (
+    Floor,
+    Kinds,
+    Row,
+    kinds,
+    microbatch_seconds,
+    pace,
+    paced,
+    rows,
+    trips_seconds,
+)
+from meshwright.planner.data_axis import Held
+from meshwright.planner.engines import Engines
+from meshwright.planner.estimate import held_by, message, rank_data, stage_passes, step_time
+from meshwright.planner.memory import Memory, block_activations, rank_memory, stage_activations, working
+from meshwright.planner.pipe import Option, Pipe, ranks_of
+from meshwright.planner.space import WHOLE, Cut, Inner, Mesh, Sharding, Space
+from meshwright.schedule import Path
+from meshwright.spec import RunSpec
+from meshwright.spec.layout import TWO_STAGES
+from meshwright.spec.parts import NoRecompute
+from meshwright.spec.stages import placed
+
+_ROUNDING = 1 - 1e-9
+"""Bounds and times are sums in another order."""
+
+
+class Found(NamedTuple):
+    """A layout that fits, timed; in the order in which plans are given."""
+
+    seconds: float
+    memory: float
+    """Bytes of the device on its fullest rank."""
+    name: tuple[Any, ...]
+    """Of equal plans, the one that comes first."""
+    spec: RunSpec
+
+
+@dataclass
+class Counts:
+    """What a search did."""
+
+    branches: int = 0
+    simulated: int = 0
+    timed: int = 0
+    """Layouts whose time and memory are known exactly."""
+    seconds: float = 0.0
+    first_seconds: float | None = None
+    """Until the first plan was known."""
+
+
+@dataclass
+class Result:
+    """The best plans, best first, and what finding them took."""
+
+    best: list[Found]
+    counts: Counts
+    seen: list[Found] = field(default_factory=list)
+    """Of everything timed, what nothing else timed is better than in time and in memory, fastest first."""
+
+
+Progress = Callable[[Found, Counts], None]
+
+
+def search(
+    space: Space,
+    on: Engines,
+    capacity: float,
+    top: int = 5,
+    progress: Progress | None = None,
+    any_will_do: bool = False,
+) -> Result:
+    """The `top` fastest layouts of `space` that need at most `capacity` bytes of a device.
+
+    `progress` is called with each plan that is better than all before. Where `any_will_do`, the first one
+    that is found is the answer.
+    """
+    run = _Search(space, on, capacity, 1 if any_will_do else top, progress, any_will_do)
+    return run.result()
+
+
+class _Search:
+    def __init__(
+        self,
+        space: Space,
+        on: Engines,
+        capacity: float,
+        top: int,
+        progress: Progress | None,
+        any_will_do: bool,
+    ) -> None:
+        self.space, self.on, self.capacity, self.top = space, on, capacity, top
+        self.progress, self.cutoff = progress, float("inf")
+        self.any_will_do = any_will_do
+        self.counts, self.start = Counts(), time.perf_counter()
+        self.best: list[Found] = []
+        self.front: list[Found] = []
+        self.queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._row_cache: dict[int, list[tuple[Cut, list[Row]]]] = {}
+        self.paths: dict[tuple[str, int, int, int], list[Path]] = {}
+        self._floor: tuple[tuple[Any, ...], Floor] | None = None
+        self.kinds = kinds(space.base.model)
+
+    def result(self) -> Result:
+        for common in (True, False):
+            self.queue.clear()
+            for inner in self.space.inner():
+                if is_common(inner) == common:
+                    self._inner(inner)
+            while self.queue:
+                bound, _, split = heapq.heappop(self.queue)
+                if not self._hopeful(bound) or (self.best and self.any_will_do):
+                    break
+                split()
+            if self.best and self.any_will_do:
+                break
+        self.counts.seconds = time.perf_counter() - self.start
+        return Result(self.best, self.counts, sorted(self.front, key=lambda each: each[:3]))
+
+    def _hopeful(self, bound: float) -> bool:
+        return bound * _ROUNDING <= self.cutoff
+
+    def _push(self, bound: float, split: Callable[[], None]) -> None:
+        if self._hopeful(bound):
+            self.counts.branches += 1
+            heapq.heappush(self.queue, (bound, self.counts.branches, split))
+
+    def _offer(self, found: Found) -> None:
+        self.counts.timed += 1
+        self._compare(found)
+        if found.seconds > self.cutoff:
+            return
+        if self.counts.first_seconds is None:
+            self.counts.first_seconds = time.perf_counter() - self.start
+        insort(self.best, found, key=lambda each: each[:3])
+        del self.best[self.top :]
+        if len(self.best) == self.top:
+            self.cutoff = min(self.cutoff, self.best[-1].seconds)
+        if self.progress is not None and self.best[0] is found:
+            self.progress(found, self.counts)
+
+    def _compare(self, found: Found) -> None:
+        """Keep what nothing else that was timed is better than both in time and in memory."""
+        if all(each.seconds > found.seconds or each.memory > found.memory for each in self.front):
+            self.front = [
+                each for each in self.front if each.seconds < found.seconds or each.memory < found.memory
+            ]
+            self.front.append(found)
+
+    # The levels.
+
+    def _inner(self, inner: Inner) -> None:
+        """Queue what has these axes inside a stage, for each way to deal out experts."""
+        if self._floor is None or self._floor[0] != inner[:-1]:
+            plain = inner._replace(recompute=NoRecompute())
+            spec = self.space.spec(plain, Mesh(1, 1, 1, 1), _NO_CUT, _NO_SHARDING)
+            on = self.on
+            blocks = Floor(spec, on.format or spec.precision.compute, on.stack, on.kernels, on.links)
+            self._floor = inner[:-1], blocks
+        blocks = self._floor[1]
+        each = microbatch_seconds(blocks, self.kinds, inner.recompute.policy)
+        sequences, ranks = self.space.base.batch_sequences, self.space.ranks
+        count = sequences * inner.tp * inner.cp / (ranks * inner.micro_batch)
+        bound = count * each + self.on.stack.step
+        if self._hopeful(bound):
+            self._push(bound, lambda: self._experts(inner, blocks, each, count))
+
+    def _experts(self, inner: Inner, floor: Floor, each: float, count: float) -> None:
+        """Queue the ways to deal out experts: microbatches of `each` seconds, and their trips."""
+        for ep, etp in self.space.experts(self.space.ranks):
+            bound = count * (each + trips_seconds(floor, self.kinds, ep * etp, etp)) + self.on.stack.step
+            if self._hopeful(bound):
+                self._push(bound, self._then_meshes(inner, ep, etp))
+
+    def _then_meshes(self, inner: Inner, ep: int, etp: int) -> Callable[[], None]:
+        return lambda: self._meshes(inner, ep, etp)
+
+    def _meshes(self, inner: Inner, ep: int, etp: int) -> None:
+        base, blocks, each = self.space.base, None, 0.0
+        for mesh in self.space.meshes(inner, ep, etp):
+            sharding = next(self.space.shardings(inner, mesh), None)
+            if sharding is None:
+                continue
+            if blocks is None:
+                blocks = self.on.blocks(self.space.spec(inner, mesh, _NO_CUT, sharding))
+                each = microbatch_seconds(blocks, self.kinds)
+            count = base.batch_sequences // (mesh.data * inner.micro_batch)
+            most = -(-base.model.layers // mesh.pp) * min(blocks.passes(kind).total for _, kind in self.kinds)
+            bound = count * max(each / mesh.pp, most) + self.on.stack.step
+            if self._hopeful(bound) and self._fits(inner, mesh, blocks):
+                self._push(bound, self._next(inner, mesh, blocks))
+
+    def _fits(self, inner: Inner, mesh: Mesh, blocks: Blocks) -> bool:
+        needs = fair_shares(self.space, self.on, self.kinds, inner, mesh, blocks)
+        return any(each.device <= self.capacity for each in needs)
+
+    def _next(self, inner: Inner, mesh: Mesh, blocks: Blocks) -> Callable[[], None]:
+        if mesh.pp == 1:
+            return lambda: self._alone(inner, mesh, blocks)
+        return lambda: self._cuts(inner, mesh, blocks)
+
+    def _alone(self, inner: Inner, mesh: Mesh, blocks: Blocks) -> None:
+        """Time every sharding of a mesh without a pipeline."""
+        cut = self.space.cuts(1)[0]
+        stages = placed(cut.blocks)
+        held = held_by(blocks, stages)
+        kept = stage_activations(blocks, stages[0]) + working(blocks, stages)
+        work = [stage_passes(blocks, stages[0])]
+        for sharding in self.space.shardings(inner, mesh):
+            spec = self.space.spec(inner, mesh, cut, sharding)
+            needs = rank_memory(spec, blocks, self.on, held, kept, True, 0).device
+            if needs > self.capacity:
+                continue
+            data = rank_data(spec, self.on, blocks, stages, work)
+            each = work[0].total + data.each_microbatch
+            if self._hopeful(spec.microbatches * each + data.final + self.on.stack.step):
+                seconds = step_time(spec, self.on).seconds
+                self._offer(Found(seconds, needs, _name(spec), spec))
+
+    def _cuts(self, inner: Inner, mesh: Mesh, blocks: Blocks) -> None:
+        """Queue the cuts and schedules of a mesh."""
+        sharding = next(self.space.shardings(inner, mesh))
+        spec = self.space.spec(inner, mesh, _NO_CUT, sharding)
+        each, link = message(spec, self.on, blocks)
+        at = pace(blocks, self.kinds, 0.0 if link is None else each)
+        pipes: dict[tuple[tuple[int, ...], bool], Pipe] = {}
+        for cut, its in self._rows(mesh.pp):
+            bound = paced(its, at, spec.microbatches, cut.schedule in WHOLE) + self.on.stack.step
+            if self._hopeful(bound):
+                self._push(bound, self._split(inner, mesh, blocks, cut, pipes))
+
+    def _rows(self, pp: int) -> list[tuple[Cut, list[Row]]]:
+        if pp not in self._row_cache:
+            before = self.space.routed_before
+            self._row_cache[pp] = [
+                (cut, rows(cut.blocks, before, ranks_of(cut, pp))) for cut in self.space.cuts(pp)
+            ]
+        return self._row_cache[pp]
+
+    def _split(
+        self,
+        inner: Inner,
+        mesh: Mesh,
+        blocks: Blocks,
+        cut: Cut,
+        pipes: dict[tuple[tuple[int, ...], bool], Pipe],
+    ) -> Callable[[], None]:
+        def split() -> None:
+            key = (cut.blocks, cut.schedule in TWO_STAGES)
+            if key not in pipes:
+                pipes[key] = Pipe(self.space, self.on, blocks, inner, mesh, cut, self.paths)
+            pipe = pipes[key]
+            spec = self.space.spec(inner, mesh, cut, next(self.space.shardings(inner, mesh)))
+            bound = pipe.step(spec, pipe.least_seconds(spec), [0.0] * len(pipe.members))
+            self._push(bound, lambda: self._shardings(pipe, cut, spec))
+
+        return split
+
+    def _shardings(self, pipe: Pipe, cut: Cut, spec: RunSpec) -> None:
+        """Queue a schedule with what its shardings take after the last backward."""
+        options = pipe.options(self.capacity)
+        if options:
+            self._push(_least(pipe, spec, options), lambda: self._held(pipe, cut, spec, options))
+
+    def _held(self, pipe: Pipe, cut: Cut, spec: RunSpec, options: Sequence[Option]) -> None:
+        """Queue a schedule with the shardings that fit beside the activations that its lists hold."""
+        held = pipe.activations(spec)
+        fit = [
+            (option, needs)
+            for option in options
+            if (needs := max(map(add, option.states, held))) <= self.capacity
+        ]
+        if fit:
+            least = _least(pipe, spec, [option for option, _ in fit])
+            self._push(least, lambda: self._simulate(pipe, cut, spec, fit))
+
+    def _simulate(self, pipe: Pipe, cut: Cut, spec: RunSpec, fit: list[tuple[Option, float]]) -> None:
+        if not self._hopeful(
+            _least(pipe, spec, [option for option, _ in fit])
+        ):  # by paths that were found since it was queued
+            return
+        self.counts.simulated += 1
+        done = pipe.seconds(spec)
+        for option, needs in fit:
+            seconds = pipe.step(spec, done, option.final)
+            own = self.space.spec(pipe.inner, pipe.mesh, cut, option.sharding)
+            self._offer(Found(seconds, needs, _name(own), own))
+
+
+def _least(pipe: Pipe, spec: RunSpec, options: Sequence[Option]) -> float:
+    """Seconds of the best of the shardings at least."""
+    done = pipe.least_seconds(spec)
+    return min(pipe.step(spec, done, option.final) for option in options)
+
+
+_NO_CUT, _NO_SHARDING = Cut("1f1b", 1, "even", ()), Sharding(0, 1)
+"""For what they do not change."""
+_COMMON = 8
+"""Tensor and context ranks of common layouts."""
+
+
+def fair_shares(
+    space: Space, on: Engines, of: Kinds, inner: Inner, mesh: Mesh, blocks: Blocks
+) -> Iterator[Memory]:
+    """What a rank with a fair share of the model and of one microbatch needs, by stage of ZeRO.
+
+    The fullest rank of any layout of the mesh needs at least the least of them.
+    """
+    model, pp = space.base.model, mesh.pp
+    dense = routed = kept = 0.0
+    for count, wanted in of:
+        mine = blocks.held(wanted)
+        dense, routed = dense + count * mine[0] / pp, routed + count * mine[1] / pp
+        kept += count * block_activations(blocks, wanted) / pp
+    dense += (1 if model.tied else 2) * blocks.largest_unit / pp
+    held = Held(dense, routed, model.layers + 2, 1)
+    stages: dict[int, Sharding] = {}
+    for sharding in space.shardings(inner, mesh):  # the first of a stage shares among most ranks
+        stages.setdefault(sharding.zero, sharding)
+    for sharding in stages.values():
+        spec = space.spec(inner, mesh, _NO_CUT, sharding)
+        yield rank_memory(spec, blocks, on, held, kept, False, 0)
+
+
+def least_memory(space: Space, on: Engines) -> Memory | None:
+    """What a rank needs at least, where it needs least; None where `space` has no layout.
+
+    Of microbatches only the smallest are looked at, of recomputation what saves most, and experts are cut
+    only where there are no more whole ones to deal out.
+    """
+    best, of = None, kinds(space.base.model)
+    least: dict[tuple[Any, ...], Inner] = {}
+    for inner in space.inner():  # in the order of microbatches, and of policies from none to full
+        key = inner[:3]
+        if key not in least or inner.micro_batch <= least[key].micro_batch:
+            least[key] = inner
+    pairs = space.experts(space.ranks)
+    most = max((ep for ep, _ in pairs), default=1)
+    for inner in least.values():
+        for ep, etp in pairs:
+            if etp > 1 and ep < most and "etp" not in space.fixed:
+                continue
+            for mesh in space.meshes(inner, ep, etp):
+                sharding = next(space.shardings(inner, mesh), None)
+                if sharding is None:
+                    continue
+                blocks = on.blocks(space.spec(inner, mesh, _NO_CUT, sharding))
+                for needs in fair_shares(space, on, of, inner, mesh, blocks):
+                    if best is None or needs.device < best.device:
+                        best = needs
+    return best
+
+
+def is_common(inner: Inner) -> bool:
+    """Whether many runs have such axes."""
+    return (
+        inner.sequence_parallel
+        and inner.tp <= _COMMON
+        and inner.cp <= _COMMON
+        and inner.micro_batch <= 2
+        and inner.context_mode == "ring"
+    )
+
+
+def _name(spec: RunSpec) -> tuple[Any, ...]:
+    """A layout's values, and the policy of recomputation; any two of a space differ."""
+    return (*(str(value) for value in vars(spec.layout).values()), spec.recompute.policy)

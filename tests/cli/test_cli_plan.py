@@ -1,0 +1,51 @@
+"""meshwright plan: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from meshwright.cli.main import main
+from meshwright.spec import UserError, load
+
+WISH = ["plan", "llama3-8b", "--cluster", "h100", "--gpus", "16", "--batch-tokens", "1M", "--seq-len", "4096"]
+
+
+def test_a_table_of_plans_within_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WISH, "--tokens", "2T", "--progress"]) == 0
+    shown = capsys.readouterr()
+    lines = shown.out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "batch 1M is taken as 256 sequences of 4,096 tokens = 1,048,576" in shown.out
+    assert [line[0] for line in lines if line[:1].isdigit() and line[1:2] == " "] == list("12345")
+    assert "Where its time goes" in shown.out and "Where its memory goes" in shown.out
+    assert "tokens take it" in shown.out and " USD." in shown.out
+    assert "s a step, " in shown.err
+
+
+def test_json_has_the_best_plan_and_what_was_searched(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WISH, "--json", "--top", "2", "--layout.tp", "2"]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(told["plans"]) == 2 and told["best"]["layout"]["tp"] == 2
+    named = {"layout", "recompute", "step_seconds", "interval", "fits_probability", "mfu", "memory", "parts"}
+    assert named | {"tokens_per_second_per_gpu"} <= told["best"].keys()
+    assert {"allocated", "reserved", "device", "activations"} <= told["best"]["memory"].keys()
+    assert told["searched"]["simulated"] >= 0 and told["searched"]["seconds"] > 0
+    assert told["pareto"]
+
+
+def test_the_best_plan_is_written_as_a_run_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    assert main([*WISH, "--write", str(file), "--train.lr", "1e-4"]) == 0
+    spec = load(file)
+    assert spec.layout.world_size == 16 and spec.train.lr == 1e-4
+    assert spec.train.batch_tokens == 1_048_576 and spec.precision.compute == "bf16"
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--write: .* cannot be written"):
+        main([*WISH, "--write", str(tmp_path / "none" / "run.toml")])
+    with pytest.raises(UserError, match="--cluster: is missing"):
+        main(["plan", "llama3-8b"])

@@ -1,0 +1,164 @@
+"""Plans: batches as people write them, objectives, intervals, and wishes that cannot be."""
+
+from __future__ import annotations
+
+import json
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright import api
+from meshwright.planner.hardware import cluster
+from meshwright.planner.uncertainty import SIGMA_TIME, fits_probability, interval
+from meshwright.planner.wish import batch_of
+from meshwright.spec import RunSpec, UserError, load
+from meshwright.spec.toml import to_toml
+
+WISH: dict[str, Any] = {"gpus": 8, "seq_len": 4096, "batch_tokens": "256k"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "seq_len", "sequences"),
+    [
+        ("16M", 8192, 2048),
+        ("4M", 4096, 1024),
+        ("1k", 512, 2),
+        ("4M", 4000, 1024),
+        ("1T", 131072, 2**23),
+        (16_777_216, 8192, 2048),
+        ("6,291,456", 4096, 1536),
+        (10_000, 4096, 2),
+    ],
+)
+def test_a_batch_is_whole_sequences_near_the_wish(wanted: int | str, seq_len: int, sequences: int) -> None:
+    tokens, said = batch_of(wanted, seq_len)
+    assert tokens == sequences * seq_len
+    assert (said is None) == (str(tokens) == str(wanted))
+
+
+def test_plans_are_validated_and_in_order() -> None:
+    found = api.plan("llama3-8b", "h100", top=4, tokens="1T", **WISH)
+    times = [each.step_seconds for each in found.plans]
+    assert times == sorted(times) and len(times) == 4
+    for each in found.plans:
+        assert RunSpec.model_validate(each.spec.to_json()) == each.spec
+        assert each.spec.layout.world_size == 8 and each.spec.precision.compute == "bf16"
+        assert each.memory.device <= 0.96 * 80e9
+        assert sum(each.parts.values()) == pytest.approx(each.step_seconds, rel=0.01)
+        low, high = each.interval
+        assert low < each.step_seconds < high
+        again = api.estimate(each.spec, cluster("h100", 8))
+        assert again.step_seconds == each.step_seconds and again.memory == each.memory
+    told = json.loads(json.dumps(found.to_json()))
+    assert told["best"] == told["plans"][0]
+    assert told["best"]["days"] == pytest.approx(1e12 / told["best"]["tokens_per_second"] / 86400)
+    assert told["best"]["usd"] == pytest.approx(told["best"]["days"] * 24 * 8 * 3.0)
+    assert told["best"]["memory"]["device"] == found.best.memory.device
+    assert told["pareto"][0][0] == pytest.approx(times[0])
+    assert found.note == "256k is taken as 64 sequences of 4,096 tokens = 262,144"
+
+
+def test_fixed_keys_stay_fixed() -> None:
+    keys = [("layout.tp", "4"), ("layout.zero", "1"), ("recompute.policy", "full"), ("layout.pp", "2")]
+    keys += [("layout.schedule", "gpipe"), ("precision.compute", "fp16"), ("train.lr", "0.001")]
+    best = api.plan("llama3-8b", "h100", overrides=keys, **WISH).best.spec
+    assert (best.layout.tp, best.layout.zero, best.layout.pp, best.layout.schedule) == (4, 1, 2, "gpipe")
+    assert (best.recompute.policy, best.precision.compute, best.train.lr) == ("full", "fp16", 0.001)
+
+
+def test_a_fixed_choice_is_never_better() -> None:
+    free = api.plan("llama3-8b", "h100", top=1, **WISH).best
+    for key in (("layout.tp", "8"), ("recompute.policy", "full"), ("layout.zero", "3")):
+        assert api.plan("llama3-8b", "h100", top=1, overrides=[key], **WISH).best.step_seconds >= (
+            free.step_seconds * (1 - 1e-9)
+        )
+
+
+def test_a_run_file_brings_its_run_and_not_its_layout(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[model]\npreset = 'small'\n[data]\nseq_len = 256\n[train]\nbatch_tokens = 4096\n")
+    found = api.plan(file, "cpu", gpus=2)
+    spec = found.best.spec
+    assert spec.layout.world_size == 2 and spec.precision.compute == "fp32"
+    assert (spec.data.seq_len, spec.train.batch_tokens, spec.model.preset) == (256, 4096, "small")
+    written = tmp_path / "plan.toml"
+    written.write_text(to_toml(spec))
+    assert load(written) == spec
+
+
+def test_money_decides_how_many_devices() -> None:
+    wish = {**WISH, "gpus": "8..32"}
+    cheap = api.plan("llama3-8b", "h100", objective="cost", **wish)
+    fast = api.plan("llama3-8b", "h100", **wish)
+    assert fast.best.cluster.count == 32
+    costs = [each.cost_per_token for each in cheap.plans]
+    assert costs == sorted(costs, key=lambda each: each or 0)
+    assert (cheap.best.cost_per_token or 0) <= (fast.best.cost_per_token or 0)
+
+
+def test_the_longest_context_fits_and_twice_of_it_does_not() -> None:
+    wish = {"gpus": 8, "batch_tokens": "1M", "overrides": [("layout.cp", "1"), ("layout.tp", "1")]}
+    found = api.plan("llama3-8b", "h100", objective="longest-context", top=1, **wish)
+    length = found.best.spec.data.seq_len
+    assert length >= 2048
+    with pytest.raises(UserError, match="nothing fits"):
+        api.plan("llama3-8b", "h100", seq_len=2 * length, **wish)
+
+
+def test_intervals_and_probabilities() -> None:
+    low, high = interval(2.0)
+    assert low * high == pytest.approx(4.0) and high == pytest.approx(2 * exp(1.6449 * SIGMA_TIME))
+    assert interval(2.0, wider=2)[1] > high
+    assert fits_probability(10.0, 10.0) == 0.5
+    assert fits_probability(9.0, 10.0) > 0.95 > 0.05 > fits_probability(11.5, 10.0)
+
+
+def test_what_cannot_fit_says_what_is_short_and_what_would_do() -> None:
+    with pytest.raises(UserError) as error:
+        api.plan("llama3-70b", "h100", gpus=8, seq_len=8192, batch_tokens="1M")
+    text = str(error.value)
+    assert text.startswith("llama3-70b: nothing fits 8 x H100 SXM 80 GB: of 80 GB a plan may fill 76.8 GB")
+    assert "states" in text and "activations" in text
+    count = int(text.partition("power of two of nodes that does is ")[2].split()[0])
+    assert count > 8
+    best = api.plan("llama3-70b", "h100", gpus=count, seq_len=8192, batch_tokens="1M", top=1).best
+    assert best.memory.device <= 76.8e9
+
+
+@pytest.mark.parametrize(
+    ("model", "where", "wish", "says"),
+    [
+        ("llama3-8", "h100", {}, "did you mean 'llama3-8b'"),
+        ("llama3-8b", "h10", {}, "did you mean 'h100'"),
+        ("llama3-8b", "h100", {"gpus": 20}, "20 devices are not a multiple of the 8 .* try 16 or 24"),
+        ("llama3-8b", "h100", {"gpus": "64..8"}, "--gpus: '64..8' is not valid"),
+        ("llama3-8b", "h100", {"gpus": "9..15"}, "no power-of-two number of nodes"),
+        ("llama3-8b", "cpu", {"gpus": None}, "--gpus: is missing"),
+        ("llama3-8b", "h100", {"batch_tokens": None}, "--batch-tokens: is missing"),
+        ("llama3-8b", "h100", {"batch_tokens": "1k"}, "less than one sequence of 4,096 tokens"),
+        ("llama3-8b", "h100", {"batch_tokens": "many"}, "--batch-tokens: 'many' is not valid"),
+        ("llama3-8b", "h100", {"seq_len": 0}, "--seq-len: 0 tokens"),
+        ("gpt3-175b", "h100", {}, "more than the model's 2048 learned positions"),
+        ("llama3-8b", "h100", {"stack": "megatron"}, "there is no stack 'megatron'"),
+        ("llama3-8b", "h100", {"objective": "speed"}, "'speed' is not one of time, cost, longest-context"),
+        ("llama3-8b", "h100", {"top": 0}, "--top: 0 plans are none"),
+        ("llama3-8b", "h100", {"tokens": "x"}, "--tokens: 'x' is not valid"),
+        ("llama3-8b", "h100-96", {"objective": "cost"}, "give --price USD"),
+        ("llama3-8b", "h100", {"overrides": [("layout.tp", "3")]}, "3 tensor ranks do not divide"),
+        ("llama3-8b", "h100", {"overrides": [("layout.tp", "x")]}, '--layout.tp: "x" is not valid'),
+        ("llama3-8b", "h100", {"overrides": [("layout.dp", "3")]}, "no layout of 8 ranks|not a multiple"),
+        ("llama3-8b", "h100", {"overrides": [("layout.tpp", "2")]}, "--layout.tpp: unknown key"),
+        ("llama3-8b", "h100", {"batch_tokens": 3 * 4096, "gpus": 8192}, "no layout shares 3 sequences"),
+    ],
+)
+def test_a_mistake_is_one_sentence(model: str, where: str, wish: dict[str, Any], says: str) -> None:
+    with pytest.raises(UserError, match=says) as error:
+        api.plan(model, where, **{**WISH, **wish})
+    assert "\n" not in str(error.value)
+
+
+def test_an_estimate_is_of_as_many_devices_as_ranks() -> None:
+    with pytest.raises(UserError, match="has 1 ranks, but the cluster has 8 devices"):
+        api.estimate(RunSpec(), cluster("h100", 8))

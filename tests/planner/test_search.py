@@ -1,0 +1,167 @@
+"""The search against brute force: the same layouts as the rules accept, the same best ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, get_args
+
+import pytest
+
+from meshwright.planner.engines import Engines
+from meshwright.planner.estimate import step_time
+from meshwright.planner.hardware import cluster
+from meshwright.planner.memory import memory
+from meshwright.planner.search import least_memory, search
+from meshwright.planner.space import Space
+from meshwright.planner.stack import MESHWRIGHT, STACKS
+from meshwright.spec import RunSpec, UserError
+from meshwright.spec.layout import ContextMode, ScheduleName
+from meshwright.spec.numbers import divisors
+
+
+def run(model: dict[str, Any], seq_len: int = 64, sequences: int = 8) -> RunSpec:
+    return RunSpec.model_validate(
+        {
+            "model": {"vocab_size": 512, **model},
+            "data": {"seq_len": seq_len},
+            "train": {"batch_tokens": sequences * seq_len},
+            "precision": {"compute": "bf16"},
+        }
+    )
+
+
+DENSE = {"preset": "tiny", "layers": 5, "kv_heads": 2}
+EXPERTS = {"preset": "moe-tiny", "layers": 3, "moe": {"experts": 4, "ffn": 2}}
+
+
+def every_spec(space: Space) -> Iterator[RunSpec]:
+    """Each layout of a space, level by level."""
+    for inner in space.inner():
+        for ep, etp in space.experts(space.ranks):
+            for mesh in space.meshes(inner, ep, etp):
+                for cut in space.cuts(mesh.pp):
+                    for sharding in space.shardings(inner, mesh):
+                        yield space.spec(inner, mesh, cut, sharding)
+
+
+def accepted(base: RunSpec, ranks: int) -> Iterator[RunSpec]:
+    """Each layout that the rules accept, by trying all."""
+    sizes = divisors(ranks)
+    tree, moe = base.to_json(), base.model.moe
+    experts = list(product(divisors(moe.experts), divisors(moe.ffn))) if moe else [(1, 1)]
+    meshes = [
+        dict(zip(("dp", "replicate", "tp", "cp", "pp"), each, strict=True))
+        for each in product(sizes, repeat=5)
+        if each[0] * each[1] * each[2] * each[3] * each[4] == ranks
+    ]
+    for mesh, zero, shared, mode, (ep, etp), micro in product(
+        meshes, range(4), (True, False), get_args(ContextMode), experts, divisors(base.batch_sequences)
+    ):
+        orders: list[tuple[str, int | None, str]] = [("1f1b", None, "even")]
+        if mesh["pp"] > 1:
+            counts = range(1, (base.model.layers + 2) // mesh["pp"] + 2)
+            orders = list(product(get_args(ScheduleName), counts, ("even", "balanced")))
+        for name, virtual, stages in orders:
+            layout = {**mesh, "zero": zero, "sequence_parallel": shared, "context_mode": mode}
+            layout |= {"ep": ep, "etp": etp, "micro_batch": micro}
+            layout |= {"schedule": name, "virtual": virtual, "stages": stages}
+            try:
+                yield RunSpec.model_validate({**tree, "layout": layout})
+            except UserError:
+                continue
+
+
+def essence(spec: RunSpec) -> tuple[Any, ...]:
+    """A layout by what it does, so that two names of one thing are equal."""
+    from meshwright.spec.stages import stages
+
+    at = spec.layout
+    schedule = {("interleaved", 1): "1f1b", ("bfs", 1): "gpipe"}.get((at.schedule, at.chunks), at.schedule)
+    joint = at.ulysses(spec.model.kv_heads) if at.context_mode == "ring+ulysses" else 0
+    mode = {1: "ring", at.cp: "ulysses"}.get(joint, at.context_mode) if at.cp > 1 else "ring"
+    cut = tuple(len(stage.blocks) for stage in stages(spec.model, at, spec.data.seq_len))
+    alone = at.shard_ranks * at.replicate == 1
+    return (
+        *(at.dp, at.replicate, 0 if alone else at.zero, at.tp, at.tp == 1 or at.sequence_parallel),
+        *(at.cp, mode, at.pp, schedule, cut, at.ep, at.etp, spec.micro_batch, spec.recompute.policy),
+    )
+
+
+@pytest.mark.parametrize(("model", "ranks"), [(DENSE, 4), (DENSE, 3), (EXPERTS, 2), (DENSE, 1)])
+def test_the_space_is_what_the_rules_accept(model: dict[str, Any], ranks: int) -> None:
+    base = run(model, seq_len=48, sequences=6 if ranks == 3 else 4)
+    made = [essence(spec) for spec in every_spec(Space(base, ranks, {"policy": "none"}))]
+    assert len(made) == len(set(made)) > 0
+    assert set(made) == {essence(spec) for spec in accepted(base, ranks)}
+
+
+def test_every_layout_of_a_larger_space_validates() -> None:
+    base, chosen = run(EXPERTS, sequences=16), random.Random(5)
+    for spec in every_spec(Space(base, 8)):
+        if chosen.random() < 0.01:
+            assert RunSpec.model_validate(spec.to_json()).to_json() == spec.to_json()
+            assert spec.layout.world_size == 8
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_search_finds_what_brute_force_does(seed: int) -> None:
+    """Some spaces, with devices so small that about half of the layouts do not fit."""
+    chosen = random.Random(seed)
+    model, ranks = (EXPERTS, chosen.choice([2, 4])) if seed % 2 else (DENSE, chosen.choice([2, 4, 6]))
+    sequences = ranks * chosen.choice([1, 2, 4])
+    base = run(model, chosen.choice([32, 256]), sequences)
+    stack = STACKS[chosen.choice(["meshwright", "megatron-2021", "fsdp"])]
+    on = Engines(cluster(chosen.choice(["h100", "rtx-4090", "gh200"]), ranks), stack)
+    fixed: dict[str, Any] = {"sequence_parallel": True} if seed % 3 else {"context_mode": "ring"}
+    fixed |= {"policy": chosen.choice(["none", "selective", "full"])} if ranks > 2 else {}
+    fixed |= {"context_mode": "ring", "etp": chosen.choice([1, 2])} if seed % 2 and ranks > 2 else {}
+    space = Space(base, ranks, fixed)
+    every = []
+    for spec in every_spec(space):
+        every.append((step_time(spec, on).seconds, memory(spec, on).device))
+    needs = sorted(each[1] for each in every)
+    capacity = needs[len(needs) * chosen.choice([1, 5, 9]) // 10]
+    wanted = sorted(each for each in every if each[1] <= capacity)
+    top = min(12, len(wanted))
+    found = search(space, on, capacity, top)
+    assert [each.seconds for each in found.best] == pytest.approx(
+        [each[0] for each in wanted[:top]], rel=1e-9
+    )
+    for each in found.best:
+        assert each.seconds == pytest.approx(step_time(each.spec, on).seconds, rel=1e-9)
+        assert each.memory == pytest.approx(memory(each.spec, on).device, rel=1e-9)
+    assert found.counts.timed < len(every)
+    least = least_memory(space, on)
+    assert least is not None and least.device <= needs[0]
+
+
+def test_any_layout_that_fits_is_an_answer_where_any_will_do() -> None:
+    base = run(DENSE)
+    on = Engines(cluster("h100", 4))
+    space = Space(base, 4)
+    found = search(space, on, 80e9, any_will_do=True)
+    assert len(found.best) == 1 and found.best[0].memory <= 80e9
+    assert not search(space, on, 0.5e9, any_will_do=True).best  # less than a context takes
+
+
+def test_estimates_do_not_depend_on_what_was_asked_before() -> None:
+    """Engines remember blocks; what data ranks change is not of them."""
+    base, seen = run(EXPERTS, sequences=16), random.Random(1)
+    specs = [spec for spec in every_spec(Space(base, 8, {"policy": "full"})) if seen.random() < 0.004]
+    on = Engines(cluster("h100", 8), MESHWRIGHT)
+    for spec in specs:
+        alone = Engines(cluster("h100", 8), MESHWRIGHT)
+        assert step_time(spec, on).seconds == step_time(spec, alone).seconds
+        assert memory(spec, on) == memory(spec, alone)
+
+
+def test_the_best_so_far_is_told_as_it_is_found() -> None:
+    told: list[float] = []
+    on = Engines(cluster("h100", 8))
+    found = search(Space(run(DENSE), 8), on, 80e9, 1, lambda best, _: told.append(best.seconds))
+    assert told == sorted(told, reverse=True) and told[-1] == found.best[0].seconds
+    times = [each.seconds for each in found.seen]
+    needs = [each.memory for each in found.seen]
+    assert times == sorted(times) and needs == sorted(needs, reverse=True)
