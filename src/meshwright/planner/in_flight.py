@@ -12,7 +12,7 @@ values, A of what attention gives, F of the feed-forward layer on this rank:
 
 from __future__ import annotations
 
-from meshwright.planner.activations import Sizes, activations, of_experts
+from meshwright.planner.activations import Activations, Sizes, activations, of_experts
 from meshwright.planner.expert_activations import routed_put_off
 from meshwright.planner.place import place_of
 from meshwright.schedule import Kind
@@ -20,9 +20,12 @@ from meshwright.spec import RunSpec
 from meshwright.spec.stages import Stage
 
 
-def peak_activations(spec: RunSpec, pipeline_rank: int = 0) -> int:
-    """The most bytes that a rank of this place in the pipeline keeps between two of its actions."""
-    at, kept = place_of(spec, pipeline_rank), activations(spec)
+def peak_activations(spec: RunSpec, pipeline_rank: int = 0, kept: Activations | None = None) -> int:
+    """The most bytes that a rank of this place in the pipeline keeps between two of its actions.
+
+    `kept` is what one microbatch keeps, where that is known already.
+    """
+    at, kept = place_of(spec, pipeline_rank), kept or activations(spec)
     whole = {stage.index: kept.of(stage) for stage in at.own}
     put_off = {stage.index: _put_off(spec, stage) for stage in at.own}
     held = most = 0

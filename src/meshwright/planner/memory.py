@@ -20,6 +20,7 @@ from meshwright.planner.estimate import held_by
 from meshwright.schedule import schedule_of
 from meshwright.schedule.check import peak
 from meshwright.spec import RunSpec
+from meshwright.spec.layout import SPLIT
 from meshwright.spec.stages import Stage, stages
 
 _CONTEXT = 0.6e9
@@ -69,7 +70,7 @@ def memory(spec: RunSpec, on: Engines) -> Memory:
     blocks = on.blocks(spec)
     cut = stages(spec.model, spec.layout, spec.data.seq_len)
     schedule = schedule_of(spec.layout, held_microbatches(spec))
-    kept = [stage_activations(blocks, stage) for stage in cut]
+    kept = [stage_activations(blocks, stage, spec.layout.schedule in SPLIT) for stage in cut]
     found = []
     for rank in range(schedule.ranks):
         own = [cut[index] for index in schedule.stages_of(rank)]
@@ -105,7 +106,8 @@ def rank_memory(
     whole = held.dense + held.routed
     copy = recipe.copy * (whole if layout.zero < 3 else 0)
     width = recipe.gradient + (recipe.wide if blocks.format == "bf16" else 0)
-    gradients = width * (whole if layout.zero < 2 else sharded)
+    waits = layout.zero < 2 or (stack.whole_gradients and layout.pp > 1 and spec.microbatches > 1)
+    gradients = width * (whole if waits else sharded)
     master = 4 * sharded if recipe.optimiser > 8 else 0
     optimiser = (recipe.optimiser - 4) * sharded if master else recipe.optimiser * sharded
     buffers = 0.0
@@ -113,7 +115,7 @@ def rank_memory(
     if layout.zero == 3:
         buffers = stack.unit * unit * (2 * stack.gather_bytes + stack.gradient_bytes)
         if layout.pp > 1:  # units stay whole through a step of the pipeline
-            buffers = whole * (stack.gather_bytes + stack.gradient_bytes)
+            buffers = whole * (stack.gather_bytes + (0 if waits else stack.gradient_bytes))
     elif layout.zero:
         buffers = unit * stack.gradient_bytes
     logits = blocks.rows * blocks.tokens * stack.logits if head else 0.0
@@ -121,10 +123,14 @@ def rank_memory(
     return beyond(found, spec, on)
 
 
-def stage_activations(blocks: Blocks, stage: Stage) -> float:
-    """What a stage keeps of one microbatch."""
+def stage_activations(blocks: Blocks, stage: Stage, split: bool = False) -> float:
+    """What a stage keeps of one microbatch; where the backward is `split`, until the weights' half."""
     model = blocks.spec.model
-    found = sum(block_activations(blocks, model.has_experts(layer)) for layer in stage.blocks)
+    found = 0.0
+    for layer in stage.blocks:
+        routed = model.has_experts(layer)
+        kept = block_activations(blocks, routed)
+        found += max(kept, put_off(blocks, routed)) if split else kept
     if stage.embed and blocks.stack.dropout:
         found += blocks.own * model.hidden
     if stage.head:
@@ -146,6 +152,20 @@ def block_activations(blocks: Blocks, routed: bool) -> float:
     outputs = _outputs(blocks, routed)
     core = blocks.tokens * blocks.q * blocks.width
     return entry + core + outputs * (0.5 if stack.selective == "half" else 1.0)
+
+
+def put_off(blocks: Blocks, routed: bool) -> float:
+    """What the gradients of a block's weights need: each map's input, and the gradient of its output.
+
+    See `planner/in_flight.py`, which has it for our own program to the byte.
+    """
+    layout, n = blocks.spec.layout, blocks.tokens
+    found = 0.0
+    for each in blocks.products(routed):
+        found += each.batch * each.m * (each.n + each.k)
+    if layout.tp > 1 and layout.sequence_parallel:  # what enters is kept by the ranks together
+        found -= 2 * (n - blocks.own) * blocks.spec.model.hidden
+    return blocks.width * found
 
 
 def working(blocks: Blocks, own: Sequence[Stage]) -> float:
@@ -190,9 +210,13 @@ def scores(blocks: Blocks) -> float:
 
 
 def _outputs(blocks: Blocks, routed: bool) -> float:
-    """What a block's matrix products give."""
-    products = blocks.products(routed)
-    return blocks.width * sum(each.m * each.n * each.batch for each in products)
+    """What a block's matrix products give; of those that tensor ranks sum, a rank keeps its own tokens."""
+    hidden, n = blocks.spec.model.hidden, blocks.tokens
+    found = 0.0
+    for each in blocks.products(routed):
+        summed = each.n == hidden and each.m == n
+        found += (blocks.own if summed else each.m) * each.n * each.batch
+    return blocks.width * found
 
 
 def beyond(found: Memory, spec: RunSpec, on: Engines) -> Memory:

@@ -35,7 +35,7 @@ def _rank(spec: RunSpec, on: Engines, kept: Activations, rank: int) -> Memory:
         parameters=held.parameters + held.masters,
         gradients=held.gradients,
         optimiser=held.optimiser + held.balance,
-        activations=peak_activations(spec, rank),
+        activations=peak_activations(spec, rank, kept),
         logits=max(head, block, 0),
         buffers=buffers(at),
         fragmentation=0.0,

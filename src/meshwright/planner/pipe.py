@@ -16,7 +16,7 @@ from meshwright.planner.space import WHOLE, Cut, Inner, Mesh, Sharding, Space
 from meshwright.schedule import Link, Path, StageCost, ends
 from meshwright.schedule.actions import looped, v_shape
 from meshwright.spec import RunSpec
-from meshwright.spec.layout import TWO_STAGES
+from meshwright.spec.layout import SPLIT, TWO_STAGES
 from meshwright.spec.stages import Stage, placed
 
 
@@ -93,12 +93,20 @@ class Pipe:
     @cached_property
     def kept(self) -> list[float]:
         """Bytes that each stage keeps of a microbatch."""
+        return self._kept(split=False)
+
+    @cached_property
+    def kept_split(self) -> list[float]:
+        """The same under a schedule that puts gradients of weights off."""
+        return self._kept(split=True)
+
+    def _kept(self, split: bool) -> list[float]:
         known: dict[tuple[int, ...], float] = {}
         found = []
         for stage in self.stages:
             key = self._kind(stage)
             if key not in known:
-                known[key] = stage_activations(self.blocks, stage)
+                known[key] = stage_activations(self.blocks, stage, split)
             found.append(known[key])
         return found
 
@@ -142,10 +150,14 @@ class Pipe:
         """Bytes that activations take at most on each member's ranks, under the schedule of `spec`."""
         layout = spec.layout
         its = shape(layout.schedule, layout.pp, layout.chunks, held_microbatches(spec))
-        return [self._grown(max(self._most(its, rank) for rank in member.ranks)) for member in self.members]
+        by_stage = self.kept_split if layout.schedule in SPLIT else self.kept
+        return [
+            self._grown(max(self._most(its, rank, by_stage) for rank in member.ranks))
+            for member in self.members
+        ]
 
-    def _most(self, its: Shape, rank: int) -> float:
-        kept = [self.kept[stage] for stage in self.own[rank]]
+    def _most(self, its: Shape, rank: int, by_stage: Sequence[float]) -> float:
+        kept = [by_stage[stage] for stage in self.own[rank]]
         if min(kept) == max(kept):
             return its.most[rank] * kept[0]
         return max(sum(map(mul, each, kept)) for each in its.held[rank])

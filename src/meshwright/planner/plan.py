@@ -14,6 +14,7 @@ from meshwright.planner.estimate import step_time
 from meshwright.planner.hardware import Cluster
 from meshwright.planner.kernels import peak
 from meshwright.planner.memory import Memory, memory
+from meshwright.planner.own_memory import own_memory
 from meshwright.planner.search import Counts, Found, Result, search
 from meshwright.planner.shortfall import shortfall
 from meshwright.planner.stack import MESHWRIGHT, Stack
@@ -32,6 +33,10 @@ from meshwright.spec import RunSpec, UserError
 
 OBJECTIVES = ("time", "cost", "longest-context")
 """Least seconds for a token, least money for a token, the longest sequences that fit."""
+_SLACK = 1.1
+"""Of a device's memory, what the search's formulas may need where those of our own program decide."""
+_MOST_WANTED = 320
+"""Layouts that are searched for, at most, where the first ones do not fit exactly."""
 _LONGEST = 2**24
 """Tokens of the longest sequence that is tried."""
 
@@ -132,7 +137,8 @@ def estimate(spec: RunSpec, cluster: Cluster, stack: Stack = MESHWRIGHT) -> Plan
             f"{cluster.count:,} devices; give as many"
         )
     on = Engines(cluster, stack)
-    timed, needs = step_time(spec, on), memory(spec, on)
+    timed = step_time(spec, on)
+    needs = own_memory(spec, on) if stack is MESHWRIGHT else memory(spec, on)
     wider, model = spread(cluster, stack), spec.model
     flops = model.flops_per_token(spec.data.seq_len) * spec.train.batch_tokens
     rate = peak(cluster.device, spec.precision.compute) * cluster.count
@@ -191,18 +197,36 @@ def plan(
         )
     if objective == "longest-context":
         wishes = [_longest(wishes[-1])]
-    found = [(wish, search(wish.space(), wish.engines(), wish.capacity, top, progress)) for wish in wishes]
-    plans = [
-        estimate(RunSpec.model_validate(each.spec.to_json()), wish.cluster, chosen)
-        for wish, result in found
-        for each in result.best
-    ]
+    found = [(wish, *_best(wish, top, progress)) for wish in wishes]
+    plans = [each for _, _, listed in found for each in listed]
     if not plans:
         raise UserError(shortfall(wishes[-1]))
     plans.sort(
         key=lambda each: each.cost_per_token or 0.0 if objective == "cost" else 1 / each.tokens_per_second
     )
     return Plans(tuple(plans[:top]), objective, chosen, note, _total(tokens), _together(found), _front(found))
+
+
+def _best(
+    wish: Wish, top: int, progress: Callable[[Found, Counts], None] | None
+) -> tuple[Result, list[Plan]]:
+    """The `top` plans of a wish that fit: by the search's memory, and by that of our own program exactly.
+
+    Those that the search finds are estimated in turn, and where too few of them fit, more are searched for.
+    """
+    wanted, room_of_search = top, wish.capacity * (_SLACK if wish.stack is MESHWRIGHT else 1.0)
+    while True:
+        result = search(wish.space(), wish.engines(), room_of_search, wanted, progress)
+        plans = []
+        for each in result.best:
+            plan = estimate(RunSpec.model_validate(each.spec.to_json()), wish.cluster, wish.stack)
+            if plan.memory.device <= wish.capacity:
+                plans.append(plan)
+            if len(plans) == top:
+                break
+        if len(plans) == top or len(result.best) < wanted or wanted >= _MOST_WANTED:
+            return result, plans
+        wanted *= 4
 
 
 def _cluster(given: str | Cluster, price: float | None) -> Cluster:
@@ -275,9 +299,9 @@ def feasible(wish: Wish) -> bool:
     return bool(search(wish.space(), wish.engines(), wish.capacity, any_will_do=True).best)
 
 
-def _together(found: Sequence[tuple[Wish, Result]]) -> Counts:
+def _together(found: Sequence[tuple[Wish, Result, list[Plan]]]) -> Counts:
     """What all searches did."""
-    counts = [result.counts for _, result in found]
+    counts = [result.counts for _, result, _ in found]
     first = [each.first_seconds for each in counts if each.first_seconds is not None]
     return Counts(
         sum(each.branches for each in counts),
@@ -288,7 +312,7 @@ def _together(found: Sequence[tuple[Wish, Result]]) -> Counts:
     )
 
 
-def _front(found: Sequence[tuple[Wish, Result]]) -> tuple[tuple[float, float], ...]:
+def _front(found: Sequence[tuple[Wish, Result, list[Plan]]]) -> tuple[tuple[float, float], ...]:
     """The Pareto front of the largest cluster's search."""
-    seen = [result.seen for _, result in found if result.seen]
+    seen = [result.seen for _, result, _ in found if result.seen]
     return tuple((each.seconds, each.memory) for each in seen[-1]) if seen else ()

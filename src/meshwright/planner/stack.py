@@ -82,6 +82,8 @@ class Stack:
     """Share of a block's parameters that ZeRO-3 gathers at a time."""
     logits: float = 6.0
     """Bytes of a logit at the loss's peak, copies in wider numbers and gradients included."""
+    whole_gradients: bool = False
+    """In a pipeline gradients stay whole from microbatch to microbatch, whatever ZeRO's stage."""
     fragmentation: float = 0.06
     """Share of the allocated bytes that the allocator reserves beyond."""
     habitual_zero: int = 0
@@ -100,9 +102,15 @@ class Stack:
 MESHWRIGHT = Stack(
     "meshwright",
     "this program",
-    elementwise=2.0,
-    launch=6e-6,
+    elementwise=1.6,
+    launch=10e-6,
     step=5e-3,
+    contention=0.3,
+    native_attention=False,
+    overlap_gather_parameters=1.0,
+    selective="elementwise",
+    logits=1.5,
+    whole_gradients=True,
 )
 """Never timed on a GPU: there its constants are those of eager FSDP."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from meshwright.schedule.actions import Lists, Schedule, ScheduleError, looped, v_shape
 from meshwright.schedule.breadth import breadth_first, gpipe
@@ -86,7 +87,13 @@ def make(name: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
 
 def schedule_of(layout: Layout, microbatches: int) -> Schedule:
     """What a run runs: its schedule, or without a pipeline one rank with one stage, whatever is named."""
-    return make(layout.schedule if layout.pp > 1 else "1f1b", layout.pp, layout.chunks, microbatches)
+    return _made(layout.schedule if layout.pp > 1 else "1f1b", layout.pp, layout.chunks, microbatches)
+
+
+@lru_cache(maxsize=4)
+def _made(name: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
+    """The last ones are kept, since each rank of a pipeline is asked about in turn."""
+    return make(name, ranks, virtual, microbatches)
 
 
 def _other_virtual(name: str, family: _Family, virtual: int) -> str:

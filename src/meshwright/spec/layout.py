@@ -20,6 +20,8 @@ ONE_STAGE = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 """Schedules with one stage a rank."""
 TWO_STAGES = ("zb-v", "v-half", "v-min", "dualpipe-v")
 """Schedules with two, in a V; the others take any number."""
+SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v")
+"""Schedules that put gradients of weights off."""
 
 Cut = Literal["even", "balanced"]
 
