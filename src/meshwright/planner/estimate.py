@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from meshwright.planner.axes import axes
 from meshwright.planner.block import Blocks, Passes, Seconds
 from meshwright.planner.data_axis import DataSeconds, Held, data_seconds
 from meshwright.planner.engines import Engines
@@ -27,27 +28,40 @@ _SIMULATED = 6
 
 
 @dataclass(frozen=True)
+class RankTime:
+    """What a pipeline rank does in a step, in seconds."""
+
+    work: Passes
+    """All its microbatches."""
+    data: DataSeconds
+    sent: float
+    """Messages between stages that the rank waits for itself."""
+
+
+@dataclass(frozen=True)
 class StepTime:
-    """A step's seconds, and what they are made of on the rank that is busiest."""
+    """A step's seconds, and what they are made of on each rank of the pipeline."""
 
     seconds: float
     simulation: Simulation
     rank: int
-    work: Passes
-    """All microbatches of that rank."""
-    data: DataSeconds
+    """The busiest."""
+    ranks: tuple[RankTime, ...]
     fixed: float
     """What belongs to no operator."""
-    sent: float
-    """Messages between stages that the rank waits for itself."""
     repeated: float = 0.0
     """Of microbatches that were not simulated one by one."""
 
     @cached_property
     def parts(self) -> dict[str, float]:
         """Seconds of the busiest rank by what they go to; their sum is `seconds`."""
-        every, again = Seconds(), self.work.again
-        for each in self.work:
+        return self.parts_of(self.rank)
+
+    def parts_of(self, rank: int) -> dict[str, float]:
+        """Seconds of a rank by what they go to; its bubble is what is left of the step."""
+        own = self.ranks[rank]
+        every, again = Seconds(), own.work.again
+        for each in own.work:
             every = every.plus(each)
         first = every.plus(again, -1)
         parts = {
@@ -59,9 +73,9 @@ class StepTime:
             "tensor axis": first.tensor,
             "context axis": first.context,
             "expert axis": first.expert,
-            "pipeline axis": self.sent,
-            "data axis": self.data.exposed + self.data.slowed,
-            "optimiser": self.data.optimiser,
+            "pipeline axis": own.sent,
+            "data axis": own.data.exposed + own.data.slowed,
+            "optimiser": own.data.optimiser,
             "fixed": self.fixed,
         }
         parts["bubble"] = max(0.0, self.seconds - sum(parts.values()))
@@ -76,24 +90,33 @@ def step_time(spec: RunSpec, on: Engines) -> StepTime:
     count = spec.microbatches
     schedule = schedule_of(spec.layout, simulated(spec))
     own = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
-    data = [_data(spec, on, blocks, [cut[i] for i in mine], [passes[i] for i in mine]) for mine in own]
-    each, link = _message(spec, on, blocks)
+    data = [rank_data(spec, on, blocks, [cut[i] for i in mine], [passes[i] for i in mine]) for mine in own]
+    each, link = message(spec, on, blocks)
     costs = []
     for index, work in enumerate(passes):
         waits = data[schedule.rank_of[index]].each_microbatch / len(own[schedule.rank_of[index]])
-        costs.append(_cost(work, waits, each, (index > 0, index + 1 < len(passes)), link is None, blocks))
+        costs.append(
+            stage_cost(work, waits, each, (index > 0, index + 1 < len(passes)), link is None, blocks)
+        )
     finals = [seconds.final for seconds in data]
     timed = simulate(schedule, costs, link or Link(), finals)
     busiest = max(range(len(own)), key=lambda rank: sum(passes[i].total for i in own[rank]))
-    whole = Passes()
-    for index in own[busiest]:
-        whole = _added(whole, passes[index], count)
     period = max(sum(costs[i].forward + costs[i].input + costs[i].weight for i in mine) for mine in own)
     repeated = (count - schedule.microbatches) * period
-    crossings = sum((index > 0) + (index + 1 < len(passes)) for index in own[busiest])
-    sent = count * crossings * each if link is None else 0.0
+    ranks = []
+    for mine, of_data in zip(own, data, strict=True):
+        crossings = sum((index > 0) + (index + 1 < len(passes)) for index in mine)
+        sent = count * crossings * each if link is None else 0.0
+        ranks.append(RankTime(_all([passes[index] for index in mine], count), of_data, sent))
     seconds = timed.makespan + repeated + on.stack.step
-    return StepTime(seconds, timed, busiest, whole, data[busiest], on.stack.step, sent, repeated)
+    return StepTime(seconds, timed, busiest, tuple(ranks), on.stack.step, repeated)
+
+
+def _all(passes: Sequence[Passes], times: float) -> Passes:
+    whole = Passes()
+    for each in passes:
+        whole = _added(whole, each, times)
+    return whole
 
 
 def simulated(spec: RunSpec) -> int:
@@ -143,22 +166,23 @@ def _added(one: Passes, other: Passes, times: float) -> Passes:
     return Passes(*(a.plus(b, times) for a, b in zip(one, other, strict=True)))
 
 
-def _data(
+def rank_data(
     spec: RunSpec, on: Engines, blocks: Blocks, own: Sequence[Stage], work: Sequence[Passes]
 ) -> DataSeconds:
+    """What a rank with the stages `own` spends on the data axis, where `work` is a microbatch's in them."""
     forward = sum(each.forward.total for each in work)
     backward = sum(each.total for each in work) - forward
     update = on.kernels.moved(_UPDATE_BYTES)
     return data_seconds(spec, on.stack, on.links, held_by(blocks, own), forward, backward, update)
 
 
-def _message(spec: RunSpec, on: Engines, blocks: Blocks) -> tuple[float, Link | None]:
+def message(spec: RunSpec, on: Engines, blocks: Blocks) -> tuple[float, Link | None]:
     """Seconds of a message between stages, and the link that carries it beside compute, if one does."""
     layout, stack = spec.layout, on.stack
     if layout.pp == 1:
         return 0.0, Link()
     size = message_bytes(blocks)
-    stride = blocks.axes.pipeline.stride
+    stride = axes(layout).pipeline.stride  # of this layout: `blocks` may serve others with other data ranks
     level = on.links.between(stride)
     each = on.links.message(size, stride)
     return each, Link(level.link.latency, on.links.rate(level)) if stack.overlap_pipeline else None
@@ -171,11 +195,11 @@ def message_bytes(blocks: Blocks) -> float:
     return size / layout.tp if blocks.stack.scatter_pipeline and not layout.sequence_parallel else size
 
 
-def _cost(
-    work: Passes, waits: float, message: float, ends: tuple[bool, bool], on_path: bool, blocks: Blocks
+def stage_cost(
+    work: Passes, waits: float, each: float, ends: tuple[bool, bool], on_path: bool, blocks: Blocks
 ) -> StageCost:
     """A stage's cost: a third of what a microbatch waits for on the data axis is in its forward."""
-    before, after = (end * message if on_path else 0.0 for end in ends)
+    before, after = (end * each if on_path else 0.0 for end in ends)
     return StageCost(
         forward=work.forward.total + waits / 3 + after,
         input=work.input.total + work.again.total + waits * 2 / 3 + before,

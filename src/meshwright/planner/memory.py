@@ -66,24 +66,44 @@ class Memory:
 
 def memory(spec: RunSpec, on: Engines) -> Memory:
     """What the fullest rank of the pipeline needs."""
+    return max(memories(spec, on), key=lambda each: each.allocated)
+
+
+def memories(spec: RunSpec, on: Engines) -> list[Memory]:
+    """What each rank of the pipeline needs."""
     blocks = on.blocks(spec)
     cut = stages(spec.model, spec.layout, spec.data.seq_len)
-    layout = spec.layout
-    count = min(spec.microbatches, 4 * layout.pp * layout.chunks)
-    if layout.schedule == "interleaved" and count % layout.pp:
-        count = spec.microbatches
-    schedule = schedule_of(layout, count)
+    schedule = schedule_of(spec.layout, held_microbatches(spec))
     kept = [stage_activations(blocks, stage) for stage in cut]
     found = []
     for rank in range(schedule.ranks):
         own = [cut[index] for index in schedule.stages_of(rank)]
-        flight = peak(schedule.actions[rank], kept)
-        found.append(_rank(blocks, on, held_by(blocks, own), own, flight, rank))
-    return max(found, key=lambda each: each.allocated)
+        flight = peak(schedule.actions[rank], kept) + working(blocks, own)
+        head = any(stage.head for stage in own)
+        found.append(rank_memory(spec, blocks, on, held_by(blocks, own), flight, head, rank))
+    return found
 
 
-def _rank(blocks: Blocks, on: Engines, held: Held, own: Sequence[Stage], flight: float, rank: int) -> Memory:
-    spec, stack = blocks.spec, on.stack
+def held_microbatches(spec: RunSpec) -> int:
+    """Microbatches after which a rank of the schedule holds no more than before."""
+    layout = spec.layout
+    count = min(spec.microbatches, 4 * layout.pp * layout.chunks)
+    if layout.schedule == "interleaved" and count % layout.pp:
+        return spec.microbatches
+    return count
+
+
+def rank_memory(
+    spec: RunSpec,
+    blocks: Blocks,
+    on: Engines,
+    held: Held,
+    activations: float,
+    head: bool,
+    rank: int,
+) -> Memory:
+    """What a rank that has `held` needs at a step's peak; `head`: whether it has the output head."""
+    stack = on.stack
     layout, recipe = spec.layout, stack.recipe
     dense, routed = (layout.shard_ranks, layout.expert_data_ranks) if layout.zero else (1, 1)
     sharded = held.dense / dense + held.routed / routed
@@ -101,10 +121,8 @@ def _rank(blocks: Blocks, on: Engines, held: Held, own: Sequence[Stage], flight:
             buffers = whole * (stack.gather_bytes + stack.gradient_bytes)
     elif layout.zero:
         buffers = unit * stack.gradient_bytes
-    head = blocks.rows * blocks.tokens * stack.logits if any(stage.head for stage in own) else 0.0
-    again = working(blocks, own)
-    activations = flight + again
-    allocated = copy + master + gradients + optimiser + activations + head + buffers
+    logits = blocks.rows * blocks.tokens * stack.logits if head else 0.0
+    allocated = copy + master + gradients + optimiser + activations + logits + buffers
     axes = sum(size > 1 for size in (layout.tp, layout.cp, layout.shard_ranks, layout.pp, layout.ep))
     cuda = on.cluster.device.kind != "cpu"
     return Memory(
@@ -112,7 +130,7 @@ def _rank(blocks: Blocks, on: Engines, held: Held, own: Sequence[Stage], flight:
         gradients,
         optimiser,
         activations,
-        head,
+        logits,
         buffers,
         stack.fragmentation * allocated if cuda else 0.0,
         _CONTEXT if cuda else 0.0,

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from math import erf, exp, sqrt
 
+from meshwright.planner.hardware import Cluster
+
 SIGMA_TIME = 0.09
 """Standard deviation of the logarithm of step time."""
 SIGMA_UNSEEN = 0.18
@@ -35,3 +37,9 @@ def time_interval(seconds: float, unknown: int = 0, seen: bool = True) -> tuple[
 def fits_probability(needed: float, capacity: float) -> float:
     """The probability that a run predicted to need so many bytes needs no more than `capacity`."""
     return 0.5 * (1 + erf((capacity - needed) / (SIGMA_MEMORY * needed * sqrt(2))))
+
+
+def room(cluster: Cluster) -> float:
+    """Bytes of memory that one rank has."""
+    shared = cluster.sharing if cluster.device.kind == "cpu" else 1
+    return cluster.device.memory / shared

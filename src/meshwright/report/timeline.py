@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from meshwright.planner.words import seconds
 from meshwright.report import format as fmt
 from meshwright.report.html import asset, document, text
 from meshwright.report.record import write_atomically
@@ -128,14 +129,6 @@ def _table(simulated: Simulation) -> str:
         '<details><summary>Each rank in numbers</summary><div class="scroll">'
         f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></details>"
     )
-
-
-def seconds(value: float) -> str:
-    """A time with the unit that suits it: 1.25 s, 18.5 ms, 601 us."""
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if abs(value) >= scale:
-            return f"{value / scale:.4g} {unit}"
-    return "0 s" if abs(value) < 1e-9 else f"{value / 1e-9:.3g} ns"
 
 
 def _data(simulated: Simulation) -> str:

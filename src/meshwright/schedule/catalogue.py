@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from meshwright.schedule.actions import Lists, Schedule, ScheduleError, looped, v_shape
 from meshwright.schedule.breadth import breadth_first, gpipe
@@ -59,6 +60,7 @@ NAMES: tuple[str, ...] = tuple(_FAMILIES)
 """What `layout.schedule` may be."""
 
 
+@lru_cache(maxsize=64)  # layouts that are compared with each other share schedules
 def make(name: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
     """The schedule `name` (one of `NAMES`) for p ranks, v stages on each, and m microbatches.
 
