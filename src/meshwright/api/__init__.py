@@ -20,7 +20,15 @@ from meshwright.api.models import (
     load_run,
     tokenize,
 )
-from meshwright.api.planning import dryrun, goodput, profile, profile_worker, simulate, validate
+from meshwright.api.planning import (
+    dryrun,
+    explain,
+    goodput,
+    profile,
+    profile_worker,
+    simulate,
+    validate,
+)
 from meshwright.api.runs import default_out, train, train_worker, verify, verify_worker, write_verdict
 
 __all__ = [
@@ -29,6 +37,7 @@ __all__ = [
     "checkpoints_of",
     "default_out",
     "dryrun",
+    "explain",
     "export",
     "generate",
     "goodput",

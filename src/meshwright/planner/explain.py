@@ -10,6 +10,7 @@ from meshwright.planner.assumptions import Assumption, assumptions
 from meshwright.planner.communication import AxisLoad, communication
 from meshwright.planner.engines import Engines
 from meshwright.planner.estimate import StepTime, step_time
+from meshwright.planner.kernels import peak
 from meshwright.planner.memory import Memory, memories
 from meshwright.planner.neighbours import TERMS, Estimate, Neighbour, estimate, neighbours
 from meshwright.planner.stack import MESHWRIGHT
@@ -47,6 +48,15 @@ class Explanation:
         return self.fullest.device <= self.capacity
 
     @property
+    def mfu(self) -> float:
+        """Model FLOPs of a second over the devices' peak, for the format that computes."""
+        spec, cluster = self.spec, self.on.cluster
+        flops = spec.model.flops_per_token(spec.data.seq_len) * spec.train.batch_tokens
+        devices = cluster.count / (cluster.sharing if cluster.device.kind == "cpu" else 1)
+        rate = peak(cluster.device, self.on.format or spec.precision.compute) * devices
+        return flops / self.time.seconds / rate
+
+    @property
     def mean_parts(self) -> dict[str, float]:
         """Seconds of the step by what they go to, as the mean of the pipeline's ranks."""
         every = [self.time.parts_of(rank) for rank in range(len(self.time.ranks))]
@@ -67,6 +77,7 @@ class Explanation:
             "step_seconds": self.time.seconds,
             "interval": list(self.interval),
             "tokens_per_second": self.spec.train.batch_tokens / self.time.seconds,
+            "mfu": self.mfu,
             "busiest_rank": self.time.rank,
             "time": [self.time.parts_of(rank) for rank in ranks],
             "mean_time": self.mean_parts,

@@ -46,7 +46,9 @@ _AXES = ("replicate", "dp", "cp", "tp", "pp")
 _LOOPED = ("interleaved", "bfs")
 _POLICIES = (NoRecompute(), SelectiveRecompute(), FullRecompute())
 
-Verdict = Literal["faster", "as fast", "slower", "does not fit"]
+Verdict = Literal["fits", "faster", "as fast", "slower", "does not fit"]
+"""'fits' where the layout that it starts from does not."""
+BETTER = ("fits", "faster")
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def estimate(spec: RunSpec, on: Engines) -> Estimate:
 def neighbours(chosen: Estimate, on: Engines, capacity: float) -> tuple[Neighbour, ...]:
     """All neighbours of a layout, the nearest to being as good first; those that are better lead."""
     found = [_judged(chosen, change, estimate(change.spec, on), capacity) for change in changes(chosen.spec)]
-    return tuple(sorted(found, key=lambda each: (each.verdict != "faster", each.distance)))
+    return tuple(sorted(found, key=lambda each: (each.verdict not in BETTER, each.distance)))
 
 
 # Which there are.
@@ -240,7 +242,7 @@ def _judged(chosen: Estimate, change: Change, other: Estimate, capacity: float) 
     if not chosen.fits(capacity):
         term, by = _largest({name: -size for name, size in _growth(chosen, other).items()})
         why = f"fits, with {gigabytes(by)} less of {named(term)}, in {seconds(other.seconds)} a step"
-        return Neighbour(change, other, "faster", why, term, -by, share)
+        return Neighbour(change, other, "fits", why, term, -by, share)
     if abs(share) <= TIE:
         more = other.memory.device - chosen.memory.device
         needs = (
