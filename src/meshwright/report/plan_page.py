@@ -140,7 +140,12 @@ def _figures(found: Explanation) -> str:
     if cluster.price is not None:
         cost = cluster.price * cluster.count / 3600 / rate * 1e9
         cards.append(
-            ("Cost", f"{cost:,.0f} USD", "", f"a billion tokens, at {cluster.price:g} USD a device-hour")
+            (
+                "Cost",
+                f"{fmt.short(cost)} USD",
+                "",
+                f"a billion tokens, at {cluster.price:g} USD a device-hour",
+            )
         )
     return f'<dl class="figures">{"".join(figure(*card) for card in cards)}</dl>'
 
@@ -197,7 +202,7 @@ def _timeline(found: Explanation) -> str:
     drawn, count = found.time.simulation.schedule.microbatches, found.spec.microbatches
     note = ""
     if drawn < count:
-        note = f'<p class="aside">Drawn: {drawn} of {count:,} microbatches; the others repeat the middle.</p>'
+        note = f'<p class="aside">Drawn: {drawn} of {count:,} microbatches; the others take as long.</p>'
     return f"<h2>Timeline of a step</h2>{note}{section(found.time.simulation, within=True)}"
 
 
