@@ -37,6 +37,8 @@ def python(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         ["simulate", "--layout.pp", "2", "--out", "/dev/null/step.html"],
         ["simulate", "--layout.pp", "2"],
         [*GOODPUT, "--step-seconds", "5"],
+        ["explain", "--layout.dp", "2", "--cluster", "h100", "--out", "/dev/null/plan.html"],
+        ["explain", "--layout.dp", "2", "--cluster", "h100"],
         ["clusters"],
         ["clusters", "h100-sxm", "--count", "64", "--json"],
         ["profile", "--out", "/no/such/folder/it.json"],

@@ -287,3 +287,25 @@ def test_what_clusters_prints_is_readable(words: list[str], capsys: pytest.Captu
     known = [found] if words else found["clusters"]
     assert [each["name"] for each in known] == (words[:1] or list(catalogue()))
     assert all(each["source"] and each["device"]["peak"]["bf16"] > 0 for each in known)
+
+
+def test_explain_prints_text_and_json_and_writes_a_page(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["explain", "--model.preset", "tiny", "--layout.dp", "4", "--cluster", "h100"]
+    assert main([*words, "--stack", "fsdp", "--out", str(tmp_path / "plan.html")]) == 0
+    told = capsys.readouterr().out
+    assert "4 x H100 SXM 80 GB (h100-sxm), stack fsdp" in told and "neighbours:" in told
+    assert (tmp_path / "plan.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+    assert main([*words, "--json"]) == 0
+    found = last_json(capsys)
+    assert (found["devices"], found["stack"]) == (4, "meshwright") and found["neighbours"]
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "meant"), [("--stack", "fsdpp", "fsdp"), ("--cluster", "h101", "h100")]
+)
+def test_explain_knows_its_names(flag: str, name: str, meant: str) -> None:
+    flags = {"--cluster": "h100", "--stack": "fsdp"} | {flag: name}
+    with pytest.raises(UserError, match=f"{flag[2:]}.*'{name}'.*did you mean '{meant}"):
+        main(["explain", *(word for pair in flags.items() for word in pair)])

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from meshwright.planner.words import seconds
 from meshwright.report import write_timeline, write_trace
-from meshwright.report.timeline import TICKS, seconds
+from meshwright.report.timeline import TICKS
 from meshwright.schedule import Link, Simulation, StageCost, make, simulate
 from meshwright.spec import UserError
 

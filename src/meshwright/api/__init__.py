@@ -20,7 +20,15 @@ from meshwright.api.models import (
     load_run,
     tokenize,
 )
-from meshwright.api.planning import dryrun, goodput, profile, profile_worker, simulate, validate
+from meshwright.api.planning import (
+    dryrun,
+    explain,
+    goodput,
+    profile,
+    profile_worker,
+    simulate,
+    validate,
+)
 from meshwright.api.runs import default_out, train, train_worker, verify, verify_worker, write_verdict
 from meshwright.planner.plan import Plan, Plans, estimate, plan
 
@@ -33,6 +41,7 @@ __all__ = [
     "default_out",
     "dryrun",
     "estimate",
+    "explain",
     "export",
     "generate",
     "goodput",

@@ -6,11 +6,16 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.planner.hardware import Cluster, cluster
+from meshwright.planner.engines import Engines
+from meshwright.planner.explain import Explanation
+from meshwright.planner.explain import explain as explain_on
+from meshwright.planner.hardware import Cluster
+from meshwright.planner.hardware import cluster as hardware_of
 from meshwright.planner.hardware_file import check_writable
 from meshwright.planner.hardware_file import write as write_hardware
 from meshwright.planner.pipeline import Durations, Machine
 from meshwright.planner.pipeline import step as pipeline_step
+from meshwright.planner.stack import stack_named
 from meshwright.spec import RunSpec, UserError
 
 if TYPE_CHECKING:
@@ -56,6 +61,26 @@ def simulate(
         "latency": latency,
         "bandwidth": bandwidth,
     }
+
+
+def explain(
+    spec: RunSpec, *, cluster: str | Cluster, stack: str = "meshwright", out: Path | None = None
+) -> Explanation:
+    """Say why a run's layout takes what it takes on a cluster, without torch.
+
+    `cluster` is a name of the catalogue, a hardware file or a `Cluster`; it is taken with as many devices as
+    the layout has ranks. `stack` is the program that runs (`meshwright.planner.stack.STACKS`). `out` is the
+    page to write. The explanation has `time`, `memories`, `axes`, `neighbours`, `assumptions`, `to_json()`,
+    and is text by `meshwright.planner.explain_text.text`. Raises `UserError`.
+    """
+    from meshwright.report.plan_page import write_explanation
+
+    ranks = spec.layout.world_size
+    found = hardware_of(cluster, ranks) if isinstance(cluster, str) else cluster.resized(ranks)
+    result = explain_on(spec, Engines(found, stack_named(stack)))
+    if out is not None:
+        write_explanation(Path(out), result)
+    return result
 
 
 def goodput(
@@ -136,7 +161,7 @@ def profile(*, nproc: int | None = None, seconds: float = 120.0, out: Path | Non
         file = Path(folder) / "hardware.json"
         argv = ["profile", "--seconds", str(seconds), "--out", str(file)]
         run_ranks(argv, ranks, log_dir=Path(folder) / "logs").raise_for_failure()
-        found = cluster(str(file))
+        found = hardware_of(str(file))
     if out is not None:
         write_hardware(found, out)
     return found

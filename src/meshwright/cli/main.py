@@ -11,7 +11,7 @@ from types import FrameType
 from typing import NoReturn
 
 from meshwright import __version__
-from meshwright.cli import dryrun, goodput, hardware, models, plan, runs, simulate, specs, validate
+from meshwright.cli import dryrun, explain, goodput, hardware, models, plan, runs, simulate, specs, validate
 from meshwright.cli import help as helps
 from meshwright.cli.verb import Verb, parse
 from meshwright.launch.child import leave
@@ -25,6 +25,7 @@ VERBS: tuple[Verb, ...] = (
     *runs.VERBS,
     *plan.VERBS,
     *simulate.VERBS,
+    *explain.VERBS,
     *dryrun.VERBS,
     *goodput.VERBS,
     *validate.VERBS,

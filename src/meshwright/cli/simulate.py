@@ -58,8 +58,8 @@ def _durations(flags: dict[str, Any]) -> tuple[float, float, float] | None:
 
 
 def _show(result: dict[str, Any]) -> None:
+    from meshwright.planner.words import seconds
     from meshwright.report.format import percent, size
-    from meshwright.report.timeline import seconds
 
     bubbles, ideal, flops = result["bubbles"], result["closed_form_bubble"], result["flops"]
     peak, held = max(result["peak_activations"]), max(result["peak_activation_bytes"])
@@ -90,8 +90,8 @@ def _show(result: dict[str, Any]) -> None:
 
 def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     """A row a rank."""
+    from meshwright.planner.words import seconds
     from meshwright.report.format import percent, size
-    from meshwright.report.timeline import seconds
 
     lists = (result["blocks"], result["bubbles"], result["peak_activations"], result["peak_activation_bytes"])
     return [

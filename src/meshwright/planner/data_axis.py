@@ -8,12 +8,16 @@ while it shares the device and its memory with a collective.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.planner.axes import Group, axes
 from meshwright.planner.links import Links
 from meshwright.planner.stack import Stack
 from meshwright.spec import RunSpec
+
+AXES = ("shard", "expert_data", "replicate")
+"""What the data ranks are divided into, each with messages of its own."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,8 @@ class Held:
 class DataSeconds:
     """Of one rank and step."""
 
-    sent: float
-    """All messages, hidden or not."""
+    sent: Mapping[str, float]
+    """All messages by axis, hidden or not."""
     exposed: float
     """What of them is not hidden."""
     slowed: float
@@ -54,34 +58,38 @@ def data_seconds(
     `update` is the optimiser's seconds for each parameter of a rank.
     """
     layout, at = spec.layout, axes(spec.layout)
-    gather = reduce = whole = 0.0
-    for elements, group in ((held.dense, at.shard), (held.routed, at.expert_data)):
+    gathers, reduces, whole = dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 0.0), 0.0
+    for axis, elements, group in zip(
+        AXES, (held.dense, held.routed), (at.shard, at.expert_data), strict=False
+    ):
         if not elements:
             continue
         count = held.tensors if stack.by_tensor and layout.zero else held.units
         operation = "reduce_scatter" if layout.zero else "all_reduce"
-        reduce += _messages(links, operation, elements * stack.gradient_bytes, group, count)
+        reduces[axis] += _messages(links, operation, elements * stack.gradient_bytes, group, count)
         if layout.zero:
-            gather += _messages(links, "all_gather", elements * stack.gather_bytes, group, count)
+            gathers[axis] += _messages(links, "all_gather", elements * stack.gather_bytes, group, count)
         mine = elements / (group.ranks if layout.zero else 1)
-        reduce += links.collective("all_reduce", mine * stack.gradient_bytes, at.replicate)
+        reduces["replicate"] += links.collective("all_reduce", mine * stack.gradient_bytes, at.replicate)
         whole += mine
     optimiser = whole * update
     often = spec.microbatches if layout.pp == 1 else 0
     if layout.zero == 3:
-        return _everywhere(stack, gather, reduce, forward, backward, optimiser, often, held.units)
-    reduces = max(1, often) if layout.zero == 2 else 1
+        return _everywhere(stack, gathers, reduces, forward, backward, optimiser, often, held.units)
+    times = max(1, often) if layout.zero == 2 else 1
+    gather, reduce = sum(gathers.values()), sum(reduces.values())
     hidden = min(reduce, backward) * stack.overlap_data * (1 - 1 / max(1, held.units))
     hidden_gather = min(gather, forward) * stack.overlap_gather_parameters
-    exposed = reduces * (reduce - hidden) + gather - hidden_gather
-    slowed = stack.contention * (reduces * hidden + hidden_gather)
-    return DataSeconds(reduces * reduce + gather, exposed, slowed, optimiser)
+    exposed = times * (reduce - hidden) + gather - hidden_gather
+    slowed = stack.contention * (times * hidden + hidden_gather)
+    sent = {axis: times * reduces[axis] + gathers[axis] for axis in AXES}
+    return DataSeconds(sent, exposed, slowed, optimiser)
 
 
 def _everywhere(
     stack: Stack,
-    gather: float,
-    reduce: float,
+    gathers: Mapping[str, float],
+    reduces: Mapping[str, float],
     forward: float,
     backward: float,
     optimiser: float,
@@ -89,6 +97,7 @@ def _everywhere(
     units: int,
 ) -> DataSeconds:
     """ZeRO-3: gathered for the forward and again for the backward, `often` times a step."""
+    gather, reduce = sum(gathers.values()), sum(reduces.values())
     first = gather / max(1, units)
     hidden = min(gather, forward) * stack.overlap_data
     hidden_back = min(gather + reduce, backward) * stack.overlap_data
@@ -97,7 +106,8 @@ def _everywhere(
     slowed = stack.contention * (hidden + hidden_back)
     each = exposed + slowed if often else 0.0  # in a pipeline once a step, and not for each microbatch
     often = often or 1
-    return DataSeconds(often * (2 * gather + reduce), often * exposed, often * slowed, optimiser, each)
+    sent = {axis: often * (2 * gathers[axis] + reduces[axis]) for axis in AXES}
+    return DataSeconds(sent, often * exposed, often * slowed, optimiser, each)
 
 
 def _messages(links: Links, operation: str, size: float, group: Group, count: int) -> float:

@@ -34,6 +34,7 @@ class Engines:
             layout.sequence_parallel,
             layout.cp,
             layout.context_mode,
+            layout.stride("dp") if layout.cp > 1 else 1,
             layout.ep,
             layout.etp,
             layout.expert_parts,

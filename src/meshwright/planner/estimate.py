@@ -28,27 +28,40 @@ _SIMULATED = 6
 
 
 @dataclass(frozen=True)
+class RankTime:
+    """What a pipeline rank does in a step, in seconds."""
+
+    work: Passes
+    """All its microbatches."""
+    data: DataSeconds
+    sent: float
+    """Messages between stages that the rank waits for itself."""
+
+
+@dataclass(frozen=True)
 class StepTime:
-    """A step's seconds, and what they are made of on the rank that is busiest."""
+    """A step's seconds, and what they are made of on each rank of the pipeline."""
 
     seconds: float
     simulation: Simulation
     rank: int
-    work: Passes
-    """All microbatches of that rank."""
-    data: DataSeconds
+    """The busiest."""
+    ranks: tuple[RankTime, ...]
     fixed: float
     """What belongs to no operator."""
-    sent: float
-    """Messages between stages that the rank waits for itself."""
     repeated: float = 0.0
     """Of microbatches that were not simulated one by one."""
 
     @cached_property
     def parts(self) -> dict[str, float]:
         """Seconds of the busiest rank by what they go to; their sum is `seconds`."""
-        every, again = Seconds(), self.work.again
-        for each in self.work:
+        return self.parts_of(self.rank)
+
+    def parts_of(self, rank: int) -> dict[str, float]:
+        """Seconds of a rank by what they go to; its bubble is what is left of the step."""
+        own = self.ranks[rank]
+        every, again = Seconds(), own.work.again
+        for each in own.work:
             every = every.plus(each)
         first = every.plus(again, -1)
         parts = {
@@ -60,9 +73,9 @@ class StepTime:
             "tensor axis": first.tensor,
             "context axis": first.context,
             "expert axis": first.expert,
-            "pipeline axis": self.sent,
-            "data axis": self.data.exposed + self.data.slowed,
-            "optimiser": self.data.optimiser,
+            "pipeline axis": own.sent,
+            "data axis": own.data.exposed + own.data.slowed,
+            "optimiser": own.data.optimiser,
             "fixed": self.fixed,
         }
         parts["bubble"] = max(0.0, self.seconds - sum(parts.values()))
@@ -88,15 +101,22 @@ def step_time(spec: RunSpec, on: Engines) -> StepTime:
     finals = [seconds.final for seconds in data]
     timed = simulate(schedule, costs, link or Link(), finals)
     busiest = max(range(len(own)), key=lambda rank: sum(passes[i].total for i in own[rank]))
-    whole = Passes()
-    for index in own[busiest]:
-        whole = _added(whole, passes[index], count)
     period = max(sum(costs[i].forward + costs[i].input + costs[i].weight for i in mine) for mine in own)
     repeated = (count - schedule.microbatches) * period
-    crossings = sum((index > 0) + (index + 1 < len(passes)) for index in own[busiest])
-    sent = count * crossings * each if link is None else 0.0
+    ranks = []
+    for mine, of_data in zip(own, data, strict=True):
+        crossings = sum((index > 0) + (index + 1 < len(passes)) for index in mine)
+        sent = count * crossings * each if link is None else 0.0
+        ranks.append(RankTime(_all([passes[index] for index in mine], count), of_data, sent))
     seconds = timed.makespan + repeated + on.stack.step
-    return StepTime(seconds, timed, busiest, whole, data[busiest], on.stack.step, sent, repeated)
+    return StepTime(seconds, timed, busiest, tuple(ranks), on.stack.step, repeated)
+
+
+def _all(passes: Sequence[Passes], times: float) -> Passes:
+    whole = Passes()
+    for each in passes:
+        whole = _added(whole, each, times)
+    return whole
 
 
 def simulated(spec: RunSpec) -> int:

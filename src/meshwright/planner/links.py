@@ -55,7 +55,7 @@ class Links:
             found = self._paths[group] = self._ring(group)
         return found
 
-    def _members(self, group: Group) -> Iterator[tuple[Level, int, int]]:
+    def members(self, group: Group) -> Iterator[tuple[Level, int, int]]:
         """(level, members of a group in one of its groups, the same one level further in) where it grows."""
         inner = 1
         for level in self.cluster.levels:
@@ -65,13 +65,17 @@ class Links:
                 yield level, here, inner
                 inner = here
 
+    def interfaces(self, inner: int) -> int:
+        """How many devices' interfaces a ring uses out of a group in which it has `inner` members."""
+        return 1 if self._flat else inner
+
     def _ring(self, group: Group) -> Path:
         bandwidth, reduced, once, tree = float("inf"), 0.0, 0.0, 0.0
         slowest = self.cluster.levels[0].name
-        for level, here, inner in self._members(group):
+        for level, here, inner in self.members(group):
             rate = self.rate(level)
             if level is not self.cluster.levels[0]:
-                rate *= self._network * (1 if self._flat else inner)
+                rate *= self._network * self.interfaces(inner)
             if rate < bandwidth:
                 bandwidth, slowest = rate, level.name
             reduced = max(reduced, (1 - inner / here) / rate)
@@ -94,7 +98,7 @@ class Links:
     def _all_to_all(self, size: float, group: Group) -> float:
         """Each rank sends each other the same; what leaves a node goes through the rank's own interface."""
         slowest = latency = 0.0
-        for level, here, inner in self._members(group):
+        for level, here, inner in self.members(group):
             slowest = max(slowest, size * (here - inner) / group.ranks / self.rate(level))
             latency += level.link.latency * ceil(log2(1 + here / inner))
         return slowest + latency

@@ -67,6 +67,11 @@ class Memory:
 
 def memory(spec: RunSpec, on: Engines) -> Memory:
     """What the fullest rank of the pipeline needs."""
+    return max(memories(spec, on), key=lambda each: each.allocated)
+
+
+def memories(spec: RunSpec, on: Engines) -> list[Memory]:
+    """What each rank of the pipeline needs."""
     blocks = on.blocks(spec)
     cut = stages(spec.model, spec.layout, spec.data.seq_len)
     schedule = schedule_of(spec.layout, held_microbatches(spec))
@@ -77,7 +82,7 @@ def memory(spec: RunSpec, on: Engines) -> Memory:
         flight = peak(schedule.actions[rank], kept) + working(blocks, own)
         head = any(stage.head for stage in own)
         found.append(rank_memory(spec, blocks, on, held_by(blocks, own), flight, head, rank))
-    return max(found, key=lambda each: each.allocated)
+    return found
 
 
 def held_microbatches(spec: RunSpec) -> int:

@@ -11,20 +11,24 @@ from collections.abc import Sequence
 from meshwright.planner.activations import Activations, activations
 from meshwright.planner.engines import Engines
 from meshwright.planner.in_flight import peak_activations
-from meshwright.planner.memory import Memory, beyond
+from meshwright.planner.memory import Memory, beyond, memories
 from meshwright.planner.place import Place, place_of, widths
+from meshwright.planner.stack import MESHWRIGHT
 from meshwright.planner.states import Unit, states, units
 from meshwright.spec import RunSpec
 
 
-def own_memory(spec: RunSpec, on: Engines) -> Memory:
-    """What the fullest rank of the pipeline needs."""
+def needs(spec: RunSpec, on: Engines) -> list[Memory]:
+    """What each rank of the pipeline needs: of our own program exactly, of others by `planner/memory.py`."""
+    if on.stack is not MESHWRIGHT:
+        return memories(spec, on)
     kept = activations(spec)
-    return max((_rank(spec, on, kept, rank) for rank in range(spec.layout.pp)), key=_allocated)
+    return [_rank(spec, on, kept, rank) for rank in range(spec.layout.pp)]
 
 
-def _allocated(found: Memory) -> float:
-    return found.allocated
+def fullest(spec: RunSpec, on: Engines) -> Memory:
+    """The same of the rank that needs most."""
+    return max(needs(spec, on), key=lambda each: each.allocated)
 
 
 def _rank(spec: RunSpec, on: Engines, kept: Activations, rank: int) -> Memory:

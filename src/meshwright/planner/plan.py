@@ -13,11 +13,11 @@ from meshwright.planner.engines import Engines
 from meshwright.planner.estimate import step_time
 from meshwright.planner.hardware import Cluster
 from meshwright.planner.kernels import peak
-from meshwright.planner.memory import Memory, memory
-from meshwright.planner.own_memory import own_memory
+from meshwright.planner.memory import Memory
+from meshwright.planner.own_memory import fullest
 from meshwright.planner.search import Counts, Found, Result, search
 from meshwright.planner.shortfall import shortfall
-from meshwright.planner.stack import MESHWRIGHT, Stack
+from meshwright.planner.stack import MESHWRIGHT, Stack, stack_named
 from meshwright.planner.uncertainty import fits_probability, interval, room, spread
 from meshwright.planner.wish import (
     Overrides,
@@ -27,7 +27,6 @@ from meshwright.planner.wish import (
     check_count,
     fixed_keys,
     node,
-    stack_named,
 )
 from meshwright.spec import RunSpec, UserError
 
@@ -138,7 +137,7 @@ def estimate(spec: RunSpec, cluster: Cluster, stack: Stack = MESHWRIGHT) -> Plan
         )
     on = Engines(cluster, stack)
     timed = step_time(spec, on)
-    needs = own_memory(spec, on) if stack is MESHWRIGHT else memory(spec, on)
+    needs = fullest(spec, on)
     wider, model = spread(cluster, stack), spec.model
     flops = model.flops_per_token(spec.data.seq_len) * spec.train.batch_tokens
     rate = peak(cluster.device, spec.precision.compute) * cluster.count

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from meshwright.spec.errors import UserError, did_you_mean
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -246,3 +248,11 @@ STACKS = {
         ),
     )
 }
+
+
+def stack_named(name: str) -> Stack:
+    """One of the software stacks. Raises `UserError`."""
+    if name not in STACKS:
+        hint = did_you_mean(name, STACKS) or f"; they are {', '.join(STACKS)}"
+        raise UserError(f"--stack: there is no stack '{name}'{hint}")
+    return STACKS[name]

@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.planner.engines import Engines
 from meshwright.planner.hardware import NETWORKS, Cluster, catalogue
 from meshwright.planner.space import POLICIES, Space
-from meshwright.planner.stack import STACKS, Stack
+from meshwright.planner.stack import Stack
 from meshwright.planner.uncertainty import FULL, room
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import did_you_mean
@@ -153,14 +153,6 @@ def fixed_keys(overrides: Overrides) -> dict[str, Any]:
         if key == "recompute.policy":
             found["policy"] = text
     return found
-
-
-def stack_named(name: str) -> Stack:
-    """One of the software stacks. Raises `UserError`."""
-    if name not in STACKS:
-        hint = did_you_mean(name, STACKS) or f"; they are {', '.join(STACKS)}"
-        raise UserError(f"--stack: there is no stack '{name}'{hint}")
-    return STACKS[name]
 
 
 def node(cluster: Cluster) -> int:

@@ -138,7 +138,7 @@ def _figures(run: Run) -> str:
         ("Time", fmt.duration(found.get("seconds")), "", ""),
     ]
     known = (card for card in cards if card[1] != fmt.ABSENT or card[0] == "Training loss")
-    return f'<dl class="figures">{"".join(_figure(*card) for card in known)}</dl>'
+    return f'<dl class="figures">{"".join(figure(*card) for card in known)}</dl>'
 
 
 def _against_xz(bits: Any, xz: Any) -> str:
@@ -152,7 +152,8 @@ def _of_matmul(rate: Any) -> str:
     return f"of {fmt.short(rate / 1e9)} GFLOP/s in matmul" if fmt.is_number(rate) else ""
 
 
-def _figure(name: str, value: str, unit: str, aside: str) -> str:
+def figure(name: str, value: str, unit: str, aside: str) -> str:
+    """A headline figure, for a `<dl class="figures">`."""
     small = f" <small>{text(unit)}</small>" if unit and value != fmt.ABSENT else ""
     below = f'<dd class="aside">{text(aside)}</dd>' if aside else ""
     return f'<div><dt>{text(name)}</dt><dd class="value">{text(value)}{small}</dd>{below}</div>'
@@ -306,7 +307,7 @@ def _events(run: Run) -> str:
     )
     head = "<tr><th>Time (UTC)</th><th>Event</th><th>Fields</th></tr>"
     table = f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
-    return _details(
+    return details(
         f"Events ({len(run.events):,}{more})", f'<div class="scroll">{table}</div>', open_=len(shown) <= 12
     )
 
@@ -320,7 +321,7 @@ def _spec(run: Run) -> str:
         for name, part in spec.items()
         if isinstance(part, dict)
     )
-    return _details("Spec", f'<div class="spec">{sections}</div>')
+    return details("Spec", f'<div class="spec">{sections}</div>')
 
 
 def _key_values(part: dict[str, Any]) -> str:
@@ -331,7 +332,7 @@ def _fingerprints(run: Run) -> str:
     names = {"parameters_sha256": "Parameters, SHA-256", "samples_sha256": "Samples consumed, SHA-256"}
     found = {title: (run.result or {}).get(key) for key, title in names.items()}
     body = "".join(_table_row(title, text(value), css="mono") for title, value in found.items() if value)
-    return _details("Fingerprints", f"<table><tbody>{body}</tbody></table>") if body else ""
+    return details("Fingerprints", f"<table><tbody>{body}</tbody></table>") if body else ""
 
 
 def _table_row(*cells: str, css: str = "") -> str:
@@ -344,5 +345,6 @@ def _cell(content: str, css: str) -> str:
     return f'<td class="{css}">{content}</td>' if css else f"<td>{content}</td>"
 
 
-def _details(summary: str, content: str, open_: bool = False) -> str:
+def details(summary: str, content: str, open_: bool = False) -> str:
+    """What opens on a click; `content` is HTML."""
     return f"<details{' open' if open_ else ''}><summary>{text(summary)}</summary>{content}</details>"

@@ -13,6 +13,7 @@
 
   const LEFT = 56, RIGHT = 64, PAD = 2;
   const rowHeight = Math.max(14, Math.min(30, Math.floor(560 / ranks)));
+  const within = document.querySelector("[data-within]") !== null;
   const rows = $("rows"), frame = $("frame"), axis = $("axis"), tip = $("tip");
   let width = 0, from = 0, to = TICKS, hovered = -1, colours = null, asked = false;
 
@@ -263,6 +264,7 @@
   rows.addEventListener("pointercancel", release);
   rows.addEventListener("pointerleave", () => { tip.classList.remove("shown"); hover(-1); });
   rows.addEventListener("wheel", (event) => {
+    if (within && !event.ctrlKey) return; // the page scrolls
     event.preventDefault();
     if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
       pan((event.deltaX || event.deltaY) / plot());
@@ -285,6 +287,7 @@
   document.addEventListener("keydown", (event) => {
     const act = KEYS[event.key], upright = event.key === "ArrowUp" || event.key === "ArrowDown";
     if (!act || event.ctrlKey || event.metaKey || event.altKey) return;
+    if (within && document.activeElement !== rows) return;
     if (upright && frame.scrollHeight <= frame.clientHeight) return; // all ranks are in sight: the page scrolls
     event.preventDefault();
     act();

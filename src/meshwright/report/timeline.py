@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from meshwright.planner.words import seconds
 from meshwright.report import format as fmt
 from meshwright.report.html import asset, document, text
 from meshwright.report.record import write_atomically
@@ -73,9 +74,18 @@ def _event(name: str, category: str, rank: int, start: float, end: float) -> dic
 def render(simulated: Simulation) -> str:
     """The page, as HTML."""
     title = text(_title(simulated))
-    body = _header(simulated, title) + _STAGE + _table(simulated) + _data(simulated)
+    body = _header(simulated, title) + section(simulated)
     style = asset("page.css") + asset("timeline.css")
     return document(title, body, style, asset("timeline.js"))
+
+
+def section(simulated: Simulation, within: bool = False) -> str:
+    """The timeline and its numbers as a part of a page that has `timeline.css` and `timeline.js`.
+
+    `within` a longer page, the wheel scrolls the page, and keys count while the timeline has the focus.
+    """
+    stage = _STAGE.format(attribute=" data-within" if within else "", wheel=_WHEEL[within])
+    return stage + _table(simulated) + _data(simulated)
 
 
 def _title(simulated: Simulation) -> str:
@@ -105,13 +115,14 @@ def _peak_bytes(simulated: Simulation) -> str:
 
 
 _STAGE = """
-<section class="card timeline"> <div class="bar"><div class="legend" id="legend"></div> <div
+<section class="card timeline"{attribute}> <div class="bar"><div class="legend" id="legend"></div> <div
 class="buttons"><button id="out" aria-label="zoom out">-</button><button id="in" aria-label="zoom
 in">+</button> <button id="fit">whole step</button></div></div> <canvas id="axis"></canvas> <div class="rows"
 id="frame"><canvas id="rows" tabindex="0" aria-label="timeline, a row a rank"></canvas></div> <p
-class="aside">Wheel or + and - zoom, drag or arrow keys pan, 0 shows the whole step. Pointing at an action
+class="aside">{wheel} or + and - zoom, drag or arrow keys pan, 0 shows the whole step. Pointing at an action
 outlines its microbatch on all ranks.</p> <div class="tip" id="tip"></div> </section>
 """
+_WHEEL = {False: "Wheel", True: "Ctrl with the wheel"}
 
 
 def _table(simulated: Simulation) -> str:
@@ -128,14 +139,6 @@ def _table(simulated: Simulation) -> str:
         '<details><summary>Each rank in numbers</summary><div class="scroll">'
         f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></details>"
     )
-
-
-def seconds(value: float) -> str:
-    """A time with the unit that suits it: 1.25 s, 18.5 ms, 601 us."""
-    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if abs(value) >= scale:
-            return f"{value / scale:.4g} {unit}"
-    return "0 s" if abs(value) < 1e-9 else f"{value / 1e-9:.3g} ns"
 
 
 def _data(simulated: Simulation) -> str:

@@ -60,6 +60,7 @@ NAMES: tuple[str, ...] = tuple(_FAMILIES)
 """What `layout.schedule` may be."""
 
 
+@lru_cache(maxsize=64)  # layouts that are compared with each other share schedules
 def make(name: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
     """The schedule `name` (one of `NAMES`) for p ranks, v stages on each, and m microbatches.
 

@@ -1,0 +1,50 @@
+"""The verb that says why a layout: explain. It imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshwright.cli import show
+from meshwright.cli.runs import RUN, spec_of
+from meshwright.cli.verb import JSON, Call, Flag, Verb, file_name
+
+
+def explain(call: Call) -> int:
+    """Explain the layout of a run on a cluster."""
+    from meshwright import api
+    from meshwright.planner.explain_text import text
+
+    flags = call.flags
+    out = Path(flags["out"]) if flags["out"] else None
+    found = api.explain(spec_of(call), cluster=flags["cluster"], stack=flags["stack"], out=out)
+    if flags["json"]:
+        show.as_json(found.to_json())
+        return 0
+    print(text(found))
+    if out is not None:
+        print(f"wrote {out}")
+    return 0
+
+
+VERBS = (
+    Verb(
+        "explain",
+        "why a run's layout: where time and memory go on a cluster, what crosses the links, why not others",
+        explain,
+        (RUN,),
+        (
+            Flag(
+                "cluster",
+                "a name of `meshwright clusters`, or a hardware file; with as many devices as the layout has "
+                "ranks",
+                "NAME",
+                str,
+                required=True,
+            ),
+            Flag("stack", "the program that runs; default meshwright", "NAME", str, default="meshwright"),
+            Flag("out", "page to write, which opens offline", "FILE.html", file_name(".html")),
+            JSON,
+        ),
+        keys=True,
+    ),
+)

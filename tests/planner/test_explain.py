@@ -1,0 +1,273 @@
+"""An explanation: what it adds up to, which neighbours there are, and what would change the choice."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from meshwright.planner.assumptions import MOST, figures
+from meshwright.planner.communication import communication
+from meshwright.planner.engines import Engines
+from meshwright.planner.estimate import step_time
+from meshwright.planner.explain import Explanation, explain
+from meshwright.planner.explain_text import WIDTH, text
+from meshwright.planner.hardware import cluster
+from meshwright.planner.memory import memories, memory
+from meshwright.planner.neighbours import TERMS, TIE, changes
+from meshwright.planner.stack import STACKS
+from meshwright.planner.wire import traffic
+from meshwright.spec import RunSpec, UserError
+
+LAYOUTS = {
+    "dense": {"dp": 4, "tp": 2, "cp": 2, "pp": 4, "zero": 2, "micro_batch": 1},
+    "sharded": {"dp": 16, "replicate": 2, "zero": 3, "micro_batch": 1},
+    "experts": {"dp": 4, "tp": 2, "cp": 2, "ep": 8, "pp": 2, "zero": 1, "micro_batch": 1, "schedule": "zb-v"},
+}
+MODELS = {"dense": "llama2-70b", "sharded": "llama2-13b", "experts": "mixtral-8x7b"}
+
+
+def run(layout: dict, model: str = "llama2-7b", sequences: int = 64) -> RunSpec:
+    return RunSpec.model_validate(
+        {
+            "model": {"preset": model},
+            "data": {"seq_len": 4096},
+            "train": {"batch_tokens": sequences * 4096},
+            "precision": {"compute": "bf16"},
+            "layout": layout,
+        }
+    )
+
+
+def engines(spec: RunSpec, name: str = "h100") -> Engines:
+    return Engines(cluster(name, spec.layout.world_size))
+
+
+@cache
+def explained(name: str) -> Explanation:
+    spec = run(LAYOUTS[name], MODELS[name])
+    return explain(spec, engines(spec))
+
+
+every = pytest.mark.parametrize("name", list(LAYOUTS))
+
+
+@every
+def test_parts_of_every_rank_add_up_to_the_step(name: str) -> None:
+    found = explained(name)
+    for rank in range(found.spec.layout.pp):
+        assert sum(found.time.parts_of(rank).values()) == pytest.approx(found.time.seconds)
+    assert sum(found.mean_parts.values()) == pytest.approx(found.time.seconds)
+
+
+@every
+def test_terms_of_memory_add_up_on_every_rank(name: str) -> None:
+    found = explained(name)
+    assert len(found.memories) == found.spec.layout.pp
+    for each in found.memories:
+        assert sum(getattr(each, term) for term in TERMS) == pytest.approx(each.device)
+    assert memory(found.spec, found.on).device == max(each.device for each in found.memories)
+
+
+def test_engines_that_served_another_layout_give_the_same() -> None:
+    spec = run({"dp": 8, "cp": 2, "pp": 2, "zero": 1, "micro_batch": 1})
+    shared = engines(spec)
+    for change in changes(spec):
+        memories(change.spec, shared), step_time(change.spec, shared)
+    for change in (*changes(spec), changes(spec)[0]):
+        alone = engines(spec)
+        assert step_time(change.spec, shared).seconds == step_time(change.spec, alone).seconds, change.words
+        assert memories(change.spec, shared) == memories(change.spec, alone), change.words
+
+
+@every
+def test_bytes_are_the_programs(name: str) -> None:
+    found = explained(name)
+    sent = traffic(found.spec, found.time.rank)
+    assert found.axes
+    for each in found.axes:
+        assert each.operations == {
+            operation: size
+            for (axis, operation), size in sent.items()
+            if axis == each.axis and operation != "scalars"
+        }
+        assert 0 <= each.hidden <= 1 and each.exposed <= each.seconds
+
+
+@every
+def test_no_link_carries_more_than_it_can(name: str) -> None:
+    for each in explained(name).axes:
+        assert each.levels
+        assert all(0 < level.utilisation < 1 for level in each.levels)
+
+
+def test_an_axis_crosses_the_level_that_its_ranks_are_apart() -> None:
+    found = {each.axis: [load.level for load in each.levels] for each in explained("dense").axes}
+    assert found == {
+        "tensor": ["node"],
+        "context": ["node"],
+        "shard": ["node", "leaf"],
+        "pipeline": ["leaf"],
+    }
+    sharded = {each.axis: each for each in explained("sharded").axes}
+    assert [load.level for load in sharded["shard"].levels] == ["node", "leaf"]
+    inside, outside = sharded["shard"].levels
+    assert inside.bytes == pytest.approx(sharded["shard"].bytes)
+    assert outside.bytes == pytest.approx(inside.bytes / 8)  # a ring leaves a node by all of its devices
+
+
+def test_nothing_is_hidden_by_a_stack_that_overlaps_nothing() -> None:
+    spec = run({"dp": 2, "tp": 4, "zero": 1})
+    bare = replace(
+        STACKS["megatron-core"], overlap_tensor=0.0, overlap_data=0.0, overlap_gather_parameters=0.0
+    )
+    hidden = []
+    for stack in (bare, STACKS["megatron-core"]):
+        on = Engines(cluster("h100", 8), stack)
+        hidden.append([each.hidden for each in communication(spec, on, step_time(spec, on))])
+    assert hidden[0] == pytest.approx([0.0, 0.0])
+    assert all(share > 0.1 for share in hidden[1])
+
+
+@every
+def test_neighbours_are_runs_that_differ_in_one_thing(name: str) -> None:
+    found = explained(name)
+    chosen = found.spec.layout.model_dump() | {"recompute": found.spec.recompute.policy}
+    pairs = {"replicate", "dp", "cp", "tp", "pp"}
+    seen = []
+    for each in found.neighbours:
+        spec = each.change.spec
+        again = RunSpec.model_validate(spec.to_json())
+        assert again.layout == spec.layout and spec.layout.world_size == found.spec.layout.world_size
+        other = spec.layout.model_dump() | {"recompute": spec.recompute.policy}
+        differ = {key for key, value in other.items() if value != chosen[key]}
+        assert differ == set(each.change.keys)
+        moved = len(differ) == 2 and (differ <= pairs or differ == {"ep", "etp"})
+        assert len(differ) == 1 or moved or differ == {"schedule", "virtual"}
+        assert other not in seen
+        seen.append(other)
+    assert {"zero", "recompute"} <= {key for each in found.neighbours for key in each.change.keys}
+
+
+def test_a_neighbour_that_is_too_large_names_the_term_that_grew_most() -> None:
+    found = explained("sharded")
+    chosen, too_large = found.fullest, [each for each in found.neighbours if each.verdict == "does not fit"]
+    assert too_large
+    for each in too_large:
+        other = memory(each.change.spec, found.on)
+        grown = {term: getattr(other, term) - getattr(chosen, term) for term in TERMS}
+        assert each.most == max(grown, key=lambda term: grown[term])
+        assert each.by == grown[each.most]
+        assert other.device > found.capacity
+        assert each.most in each.why.replace(" states", "").replace("the device's ", "")
+
+
+@every
+def test_a_slower_neighbour_names_the_part_that_grew_most(name: str) -> None:
+    found = explained(name)
+    for each in found.neighbours:
+        timed = step_time(each.change.spec, found.on)
+        grown = {part: timed.parts[part] - found.time.parts[part] for part in timed.parts}
+        if each.verdict == "slower":
+            assert timed.seconds > found.time.seconds and each.by == max(grown.values()) == grown[each.most]
+        if each.verdict == "faster":
+            assert timed.seconds < found.time.seconds and each.by == min(grown.values()) == grown[each.most]
+
+
+@every
+def test_neighbours_are_sorted_by_how_close_they_are(name: str) -> None:
+    found = explained(name).neighbours
+    better = [each.verdict == "faster" for each in found]
+    assert better == sorted(better, reverse=True)
+    rest = [each.distance for each in found if each.verdict != "faster"]
+    assert rest == sorted(rest) and rest[0] >= 0
+
+
+def preferred(found: Explanation, on: Engines, capacity: float) -> set[str]:
+    """By timing everything again: what is ahead of the chosen layout then, and was not before."""
+    chosen, holds = step_time(found.spec, on).seconds, found.fullest.device <= capacity
+    ahead = set()
+    for each in found.neighbours:
+        if each.verdict == "faster" or each.estimate.memory.device > capacity:
+            continue
+        if not holds or step_time(each.change.spec, on).seconds < chosen * (1 - TIE):
+            ahead.add(each.change.words)
+    return ahead
+
+
+def test_the_change_that_turns_the_choice_is_the_smallest() -> None:
+    """Of every rate: nothing is ahead one percent before, something is at the percent that was found."""
+    turned = 0
+    for name in LAYOUTS:
+        found = explained(name)
+        rates = {figure.name: figure for figure in figures(found.on)}
+        for each in found.assumptions:
+            if each.name not in rates:
+                continue
+            for sign in (1, -1):
+                (turn,) = [turn for turn in each.turns if turn.percent * sign > 0] or [None]
+                if turn is None:
+                    assert not preferred(
+                        found, rates[each.name].scaled(1 + sign * MOST / 100), found.capacity
+                    )
+                    continue
+                turned += 1
+                at, before = (1 + (turn.percent - back) / 100 for back in (0, sign))
+                assert turn.candidate is not None
+                assert found.candidates[turn.candidate] in preferred(
+                    found, rates[each.name].scaled(at), found.capacity
+                )
+                assert not preferred(found, rates[each.name].scaled(before), found.capacity)
+    assert turned
+
+
+@every
+def test_the_memory_that_turns_the_choice_is_the_nearest(name: str) -> None:
+    found = explained(name)
+    (each,) = [each for each in found.assumptions if each.name == "memory capacity"]
+    assert each.turns
+    for turn in each.turns:
+        step = 1 if turn.percent > 0 else -1
+        at, before = (found.capacity * (1 + (turn.percent - back) / 100) for back in (0, step))
+        ahead = preferred(found, found.on, at)
+        assert not preferred(found, found.on, before)
+        assert ahead if turn.candidate is None else found.candidates[turn.candidate] in ahead
+
+
+def test_other_plans_are_compared_with() -> None:
+    """A plan that is no neighbour is named where it becomes the better choice; other batches are left out."""
+    spec = run({"dp": 16, "replicate": 2, "zero": 3, "micro_batch": 1})
+    other = run({"dp": 8, "tp": 4, "zero": 1, "micro_batch": 1})
+    elsewhere = run({"dp": 8, "tp": 4, "zero": 1, "micro_batch": 1}, sequences=128)
+    found = explain(spec, engines(spec), [spec, other, elsewhere])
+    assert len(found.candidates) == len(found.neighbours) + 1
+    assert found.candidates[-1].startswith("dp=8 x tp=4")
+
+
+def test_a_layout_that_does_not_fit_says_so() -> None:
+    spec = run({"dp": 8, "zero": 1, "micro_batch": 4})
+    found = explain(spec, engines(spec))
+    assert not found.fits and not found.assumptions and found.fits_probability < 0.01
+    saves = [each for each in found.neighbours if each.verdict == "fits"]
+    assert saves and found.neighbours[: len(saves)] == tuple(saves)
+    assert all(each.why.startswith("fits, with") for each in saves)
+    assert all(each.by < 0 for each in saves)
+    assert "does not fit, so nothing is compared" in text(found)
+
+
+@every
+def test_the_text_is_within_its_columns_and_json_is_plain(name: str) -> None:
+    found = explained(name)
+    assert max(map(len, text(found).splitlines())) <= WIDTH
+    told = json.loads(json.dumps(found.to_json()))
+    assert told["step_seconds"] == found.time.seconds
+    assert len(told["neighbours"]) == len(found.neighbours)
+    assert [each["bytes"] for each in told["communication"]] == [each.bytes for each in found.axes]
+
+
+def test_a_cluster_of_another_size_is_a_sentence() -> None:
+    spec = run({"dp": 8})
+    with pytest.raises(UserError, match=r"is 8 ranks, but h100-sxm has 16 devices"):
+        explain(spec, Engines(cluster("h100", 16)))
