@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from meshwright.planner.activations import Activations, activations
 from meshwright.planner.engines import Engines
 from meshwright.planner.in_flight import peak_activations
-from meshwright.planner.memory import Memory, beyond, memories
+from meshwright.planner.memory import Memory, beyond, held_microbatches, memories
 from meshwright.planner.place import Place, place_of, widths
 from meshwright.planner.stack import MESHWRIGHT
 from meshwright.planner.states import Unit, states, units
@@ -22,13 +22,25 @@ def needs(spec: RunSpec, on: Engines) -> list[Memory]:
     """What each rank of the pipeline needs: of our own program exactly, of others by `planner/memory.py`."""
     if on.stack is not MESHWRIGHT:
         return memories(spec, on)
-    kept = activations(spec)
-    return [_rank(spec, on, kept, rank) for rank in range(spec.layout.pp)]
+    short = shortened(spec)
+    kept = activations(short)
+    return [_rank(short, on, kept, rank) for rank in range(spec.layout.pp)]
 
 
 def fullest(spec: RunSpec, on: Engines) -> Memory:
     """The same of the rank that needs most."""
     return max(needs(spec, on), key=lambda each: each.allocated)
+
+
+def shortened(spec: RunSpec) -> RunSpec:
+    """The run with as few microbatches as hold all that any rank ever holds."""
+    count = held_microbatches(spec)
+    if count == spec.microbatches:
+        return spec
+    tokens = spec.train.batch_tokens // spec.microbatches * count
+    train = spec.train.model_copy(update={"batch_tokens": tokens})
+    layout = spec.layout.model_copy(update={"micro_batch": spec.micro_batch})
+    return spec.model_copy(update={"train": train, "layout": layout})
 
 
 def _rank(spec: RunSpec, on: Engines, kept: Activations, rank: int) -> Memory:

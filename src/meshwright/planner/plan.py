@@ -34,8 +34,6 @@ OBJECTIVES = ("time", "cost", "longest-context")
 """Least seconds for a token, least money for a token, the longest sequences that fit."""
 _SLACK = 1.1
 """Of a device's memory, what the search's formulas may need where those of our own program decide."""
-_MOST_WANTED = 320
-"""Layouts that are searched for, at most, where the first ones do not fit exactly."""
 _LONGEST = 2**24
 """Tokens of the longest sequence that is tried."""
 
@@ -209,23 +207,16 @@ def plan(
 def _best(
     wish: Wish, top: int, progress: Callable[[Found, Counts], None] | None
 ) -> tuple[Result, list[Plan]]:
-    """The `top` plans of a wish that fit: by the search's memory, and by that of our own program exactly.
+    """The `top` plans of a wish that fit: by the search's memory, and by that of our own program exactly."""
+    on, own = wish.engines(), wish.stack is MESHWRIGHT
 
-    Those that the search finds are estimated in turn, and where too few of them fit, more are searched for.
-    """
-    wanted, room_of_search = top, wish.capacity * (_SLACK if wish.stack is MESHWRIGHT else 1.0)
-    while True:
-        result = search(wish.space(), wish.engines(), room_of_search, wanted, progress)
-        plans = []
-        for each in result.best:
-            plan = estimate(RunSpec.model_validate(each.spec.to_json()), wish.cluster, wish.stack)
-            if plan.memory.device <= wish.capacity:
-                plans.append(plan)
-            if len(plans) == top:
-                break
-        if len(plans) == top or len(result.best) < wanted or wanted >= _MOST_WANTED:
-            return result, plans
-        wanted *= 4
+    def accept(spec: RunSpec) -> bool:
+        return fullest(spec, on).device <= wish.capacity
+
+    room_of_search = wish.capacity * (_SLACK if own else 1.0)
+    result = search(wish.space(), on, room_of_search, top, progress, accept=accept if own else None)
+    specs = [RunSpec.model_validate(each.spec.to_json()) for each in result.best]
+    return result, [estimate(spec, wish.cluster, wish.stack) for spec in specs]
 
 
 def _cluster(given: str | Cluster, price: float | None) -> Cluster:

@@ -89,13 +89,15 @@ def search(
     top: int = 5,
     progress: Progress | None = None,
     any_will_do: bool = False,
+    accept: Callable[[RunSpec], bool] | None = None,
 ) -> Result:
     """The `top` fastest layouts of `space` that need at most `capacity` bytes of a device.
 
+    `accept` has the last word on those that are fast enough: a closer look at their memory.
     `progress` is called with each plan that is better than all before. Where `any_will_do`, the first one
     that is found is the answer.
     """
-    run = _Search(space, on, capacity, 1 if any_will_do else top, progress, any_will_do)
+    run = _Search(space, on, capacity, 1 if any_will_do else top, progress, any_will_do, accept)
     return run.result()
 
 
@@ -108,7 +110,9 @@ class _Search:
         top: int,
         progress: Progress | None,
         any_will_do: bool,
+        accept: Callable[[RunSpec], bool] | None,
     ) -> None:
+        self.accept = accept
         self.space, self.on, self.capacity, self.top = space, on, capacity, top
         self.progress, self.cutoff = progress, float("inf")
         self.any_will_do = any_will_do
@@ -147,9 +151,11 @@ class _Search:
 
     def _offer(self, found: Found) -> None:
         self.counts.timed += 1
-        self._compare(found)
-        if found.seconds > self.cutoff:
+        if found.seconds > self.cutoff or (self.accept is not None and not self.accept(found.spec)):
+            if self.accept is None:
+                self._compare(found)
             return
+        self._compare(found)
         if self.counts.first_seconds is None:
             self.counts.first_seconds = time.perf_counter() - self.start
         insort(self.best, found, key=lambda each: each[:3])

@@ -17,7 +17,7 @@ Adam counts its steps in a number of 4 bytes for each buffer that decays, and fo
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
@@ -129,7 +129,7 @@ def _gradients(at: Place) -> int:
     """The most bytes of gradients at a time. A reduction is waited for when the next one has begun."""
     spec, width = at.spec, widths(at.spec)
     found = list(_events(at))
-    left = {unit: sum(other is unit for other in found) for unit in found}
+    left = Counter(found)
     held = most = 0
     begun: set[Unit] = set()
     summed: set[Unit] = set()

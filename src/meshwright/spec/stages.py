@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from meshwright.spec.layout import Layout
@@ -76,18 +77,25 @@ def balanced(model: ModelSpec, count: int, seq_len: int) -> list[int]:
     Of cuts that are as good, the one with most blocks beside the head is taken: what is there is held for
     the shortest time. Blocks that are alike are shared evenly by the other stages.
     """
-    costs, head = [model.block_flops(seq_len, layer) for layer in range(model.layers)], model.head_flops
+    costs = tuple(model.block_flops(seq_len, layer) for layer in range(model.layers))
+    return list(_balanced(costs, model.head_flops, count))
+
+
+@lru_cache(maxsize=64)
+def _balanced(costs: tuple[int, ...], head: int, count: int) -> tuple[int, ...]:
+    """Blocks of each stage, for blocks and a head of these FLOPs; each rank of a pipeline asks again."""
+    layers = len(costs)
 
     def rest(beside_head: int) -> list[int]:
-        return _shared(costs[: model.layers - beside_head], count - 1)
+        return _shared(costs[: layers - beside_head], count - 1)
 
     def largest(beside_head: int) -> float:
         ends = list(accumulate(rest(beside_head), initial=0))
         others = [sum(costs[first:last]) for first, last in pairwise(ends)]
         return max(*others, sum(costs[ends[-1] :]) + head)
 
-    beside_head = min(range(model.layers + 1), key=lambda number: (largest(number), -number))
-    return [*rest(beside_head), beside_head]
+    beside_head = min(range(layers + 1), key=lambda number: (largest(number), -number))
+    return (*rest(beside_head), beside_head)
 
 
 def _shared(costs: Sequence[int], count: int) -> list[int]:
