@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.planner.axes import Group, axes
+from meshwright.planner.kernels import FORMAT_BYTES
 from meshwright.planner.links import Links
 from meshwright.planner.stack import Stack
 from meshwright.spec import RunSpec
@@ -47,13 +48,23 @@ class DataSeconds:
 
 
 def data_seconds(
-    spec: RunSpec, stack: Stack, links: Links, held: Held, forward: float, backward: float, update: float
+    spec: RunSpec,
+    stack: Stack,
+    links: Links,
+    held: Held,
+    forward: float,
+    backward: float,
+    update: float,
+    unpack: float = 0.0,
 ) -> DataSeconds:
     """What a rank with `held` spends, where a microbatch's forward and backward take it so many seconds.
 
-    `update` is the optimiser's seconds for each parameter of a rank.
+    `update` is the optimiser's seconds for each parameter of a rank, `unpack` those in which a gathered one is
+    laid out.
     """
     layout, at = spec.layout, axes(spec.layout)
+    width = FORMAT_BYTES[spec.precision.compute] if stack.own else stack.gather_bytes
+    contention = links.contention if stack.own else stack.contention
     gather = reduce = whole = 0.0
     for elements, group in ((held.dense, at.shard), (held.routed, at.expert_data)):
         if not elements:
@@ -62,26 +73,27 @@ def data_seconds(
         operation = "reduce_scatter" if layout.zero else "all_reduce"
         reduce += _messages(links, operation, elements * stack.gradient_bytes, group, count)
         if layout.zero:
-            gather += _messages(links, "all_gather", elements * stack.gather_bytes, group, count)
+            gather += _messages(links, "all_gather", elements * width, group, count)
+            gather += elements * unpack if group.ranks > 1 else 0.0
         mine = elements / (group.ranks if layout.zero else 1)
         reduce += links.collective("all_reduce", mine * stack.gradient_bytes, at.replicate)
         whole += mine
     optimiser = whole * update
     often = spec.microbatches if layout.pp == 1 else 0
     if layout.zero == 3:
-        return _everywhere(stack, gather, reduce, forward, backward, optimiser, often, held.units)
+        messages = (gather, reduce, contention)
+        return _everywhere(stack, messages, forward, backward, optimiser, often, held.units)
     reduces = max(1, often) if layout.zero == 2 else 1
     hidden = min(reduce, backward) * stack.overlap_data * (1 - 1 / max(1, held.units))
     hidden_gather = min(gather, forward) * stack.overlap_gather_parameters
     exposed = reduces * (reduce - hidden) + gather - hidden_gather
-    slowed = stack.contention * (reduces * hidden + hidden_gather)
+    slowed = contention * (reduces * hidden + hidden_gather)
     return DataSeconds(reduces * reduce + gather, exposed, slowed, optimiser)
 
 
 def _everywhere(
     stack: Stack,
-    gather: float,
-    reduce: float,
+    messages: tuple[float, float, float],
     forward: float,
     backward: float,
     optimiser: float,
@@ -89,12 +101,13 @@ def _everywhere(
     units: int,
 ) -> DataSeconds:
     """ZeRO-3: gathered for the forward and again for the backward, `often` times a step."""
+    gather, reduce, contention = messages
     first = gather / max(1, units)
     hidden = min(gather, forward) * stack.overlap_data
     hidden_back = min(gather + reduce, backward) * stack.overlap_data
     exposed = (gather - hidden) + (gather + reduce - hidden_back)
     exposed = max(exposed, first + reduce / max(1, units))
-    slowed = stack.contention * (hidden + hidden_back)
+    slowed = contention * (hidden + hidden_back)
     each = exposed + slowed if often else 0.0  # in a pipeline once a step, and not for each microbatch
     often = often or 1
     return DataSeconds(often * (2 * gather + reduce), often * exposed, often * slowed, optimiser, each)
