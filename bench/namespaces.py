@@ -79,7 +79,20 @@ def two_hosts(gbit: float) -> Iterator[Hosts]:
     try:
         for name in names:
             _do("ip", "netns", "add", name)
-        _do("ip", "link", "add", names[0], "netns", names[0], "type", "veth", "peer", names[1], "netns", names[1])
+        _do(
+            "ip",
+            "link",
+            "add",
+            names[0],
+            "netns",
+            names[0],
+            "type",
+            "veth",
+            "peer",
+            names[1],
+            "netns",
+            names[1],
+        )
         for number, name in enumerate(names, start=1):
             inside = ("ip", "-n", name)
             _do(*inside, "addr", "add", f"10.77.0.{number}/24", "dev", name)

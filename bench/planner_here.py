@@ -6,8 +6,9 @@
 The machine is profiled, unless a hardware file is given. Layouts are dealt out of all that the rules accept,
 in turn from each way to share four ranks among the axes, shuffled by a fixed seed. Every layout is trained
 for some steps, in the same processes, round after round so that a machine whose speed drifts slows all alike.
-Of each step it is noted what other programs took of the cores meanwhile, and a layout's time is the median
-over the half of its steps that were disturbed least. Reported are Spearman's and Kendall's rank correlation,
+Of each step it is noted what other programs took of the cores meanwhile; as they do not idle, that much less
+of the machine was there, and the step counts as so much shorter: on a quiet machine as long as it took. A
+layout's time is the median over the half of its steps that were disturbed least. Reported are Spearman's and Kendall's rank correlation,
 and the regret: the measured time of the layout predicted fastest over the best.
 
 `--hosts 2` makes two network namespaces, each with half of the ranks and half of the cores, joined by a link
@@ -17,6 +18,7 @@ of `--gbit` Gb/s (veth and a token bucket filter). That takes root, `ip` and `tc
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -88,6 +90,7 @@ def work(jobs: Path, out: Path) -> None:
         for turn in range(given["rounds"]):
             for index, spec in enumerate(specs):
                 times[index] += steps_of(spec, groups, given["steps"])
+                gc.collect()  # a trainer's hooks refer to it, and hold its memory
                 if place.rank == 0:
                     print(f"round {turn + 1}: {_said(spec)}: {times[index][-1]}", flush=True)
                     out.write_text(json.dumps(times), encoding="utf-8")
@@ -188,11 +191,13 @@ def compare(specs: list[RunSpec], times: Times, found: Cluster) -> dict[str, Any
 
 
 def typical(steps: list[tuple[float, float]]) -> float:
-    """The median of those that others disturbed least, half of them or all that were hardly disturbed."""
+    """The median of those that others disturbed least, half of them or all that were hardly disturbed, each
+    less the others' part of the machine."""
     ranked = sorted(steps, key=lambda step: step[1])
     quiet = [step for step in ranked if step[1] <= _QUIET]
     kept = quiet if len(quiet) > len(steps) / 2 else ranked[: -(-len(steps) // 2)]
-    return statistics.median(seconds for seconds, _ in kept)
+    cores = len(os.sched_getaffinity(0))
+    return statistics.median(seconds * (1 - min(1.0, others / cores)) for seconds, others in kept)
 
 
 def spearman(x: list[float], y: list[float]) -> float:

@@ -3,7 +3,8 @@
 What a stack sends beside its compute costs what is left of it: the parameters of ZeRO-3 are gathered unit
 by unit under the forward and the backward, gradients are reduced under the backward that completes them.
 The first unit of the forward and the last of the backward have nothing to run beside. Compute slows down
-while it shares the device and its memory with a collective.
+while it shares the device and its memory with a collective, and a collective that shares a processor with
+compute takes longer, so that less of it is done by the time compute is.
 """
 
 from __future__ import annotations
@@ -64,7 +65,6 @@ def data_seconds(
     """
     layout, at = spec.layout, axes(spec.layout)
     width = FORMAT_BYTES[spec.precision.compute] if stack.own else stack.gather_bytes
-    contention = links.contention if stack.own else stack.contention
     gather = reduce = whole = 0.0
     for elements, group in ((held.dense, at.shard), (held.routed, at.expert_data)):
         if not elements:
@@ -80,12 +80,17 @@ def data_seconds(
         whole += mine
     optimiser = whole * update
     often = spec.microbatches if layout.pp == 1 else 0
+    contention, slower = stack.contention, 1.0
+    if stack.own and reduce + gather:
+        lost = reduce * links.contention("reduce_scatter" if layout.zero else "all_reduce")
+        slower = links.slowed
+        contention = (lost + gather * links.contention("all_gather")) / (reduce + gather)
     if layout.zero == 3:
-        messages = (gather, reduce, contention)
+        messages = (gather, reduce, contention, slower)
         return _everywhere(stack, messages, forward, backward, optimiser, often, held.units)
     reduces = max(1, often) if layout.zero == 2 else 1
-    hidden = min(reduce, backward) * stack.overlap_data * (1 - 1 / max(1, held.units))
-    hidden_gather = min(gather, forward) * stack.overlap_gather_parameters
+    hidden = min(reduce, backward / slower) * stack.overlap_data * (1 - 1 / max(1, held.units))
+    hidden_gather = min(gather, forward / slower) * stack.overlap_gather_parameters
     exposed = reduces * (reduce - hidden) + gather - hidden_gather
     slowed = contention * (reduces * hidden + hidden_gather)
     return DataSeconds(reduces * reduce + gather, exposed, slowed, optimiser)
@@ -93,7 +98,7 @@ def data_seconds(
 
 def _everywhere(
     stack: Stack,
-    messages: tuple[float, float, float],
+    messages: tuple[float, float, float, float],
     forward: float,
     backward: float,
     optimiser: float,
@@ -101,10 +106,10 @@ def _everywhere(
     units: int,
 ) -> DataSeconds:
     """ZeRO-3: gathered for the forward and again for the backward, `often` times a step."""
-    gather, reduce, contention = messages
+    gather, reduce, contention, slower = messages
     first = gather / max(1, units)
-    hidden = min(gather, forward) * stack.overlap_data
-    hidden_back = min(gather + reduce, backward) * stack.overlap_data
+    hidden = min(gather, forward / slower) * stack.overlap_data
+    hidden_back = min(gather + reduce, backward / slower) * stack.overlap_data
     exposed = (gather - hidden) + (gather + reduce - hidden_back)
     exposed = max(exposed, first + reduce / max(1, units))
     slowed = contention * (hidden + hidden_back)

@@ -109,9 +109,7 @@ def step_time(spec: RunSpec, on: Engines) -> StepTime:
     sent = count * crossings * each if link is None else 0.0
     agreed = on.links.collective("all_reduce", _NUMBER, Group(spec.layout.world_size, 1))
     fixed = on.stack.step + on.stack.agreements * agreed
-    return StepTime(
-        span + repeated + fixed, timed, busiest, whole, data[busiest], fixed, sent, repeated
-    )
+    return StepTime(span + repeated + fixed, timed, busiest, whole, data[busiest], fixed, sent, repeated)
 
 
 def simulated(spec: RunSpec) -> int:

@@ -42,16 +42,16 @@ class Links:
         self._paths: dict[Group, Path] = {}
         self._rate = cluster.device.rates.link
 
-    @property
-    def contention(self) -> float:
-        """Seconds that compute loses for each second of a collective beside it, as measured; else 0.
-
-        Beside it compute takes `overlap_compute` times as long, and it `overlap_collective` times.
-        """
+    def contention(self, operation: str) -> float:
+        """Seconds that compute loses for each second of a collective beside it, as measured; else all."""
         known = self.cluster.measured
-        if known is None or known.overlap_compute is None or known.overlap_collective is None:
-            return 0.0
-        return min(1.0, known.overlap_collective * (1 - 1 / known.overlap_compute))
+        return 1.0 if known is None else known.collective_compute.get(operation, 1.0)
+
+    @property
+    def slowed(self) -> float:
+        """How many times as long a collective takes beside compute, as measured; else once."""
+        known = self.cluster.measured
+        return 1.0 if known is None else known.overlap_collective or 1.0
 
     def rate(self, level: Level) -> float:
         """Bytes a second that a device's collectives send over a level, while all of its group do."""

@@ -84,7 +84,7 @@ def context(blocks: Blocks, core: float, backward: bool) -> float:
         shifts = (ring - 1) * links.collective("shift", elements * blocks.width, around)
         if backward:
             shifts += ring * links.collective("shift", elements * _EXACT, around)
-        beside = min(shifts, core * (ring - 1) / ring) * (1 - links.contention)
+        beside = min(shifts, core * (ring - 1) / ring / links.slowed) * (1 - links.contention("shift"))
         found += shifts - beside
     return found
 

@@ -124,5 +124,3 @@ def period(work: Sequence[float], places: Places) -> float:
         own = [each for each, at in zip(work, hosts, strict=True) if at == host]
         shares += [max(own) / places.speed(1), sum(own) / len(own) / places.speed(len(own))]
     return max(shares)
-
-
