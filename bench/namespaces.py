@@ -24,7 +24,7 @@ class Hosts:
     address: str = "127.0.0.1"
 
     def torchrun(self, arguments: list[str]) -> None:
-        """Run the arguments of torchrun's program on all hosts, `RANKS` ranks in all. Raises where one fails."""
+        """Run torchrun with these arguments on all hosts, `RANKS` ranks in all. Raises where one fails."""
         count = len(self.before)
         port = _free_port() if count == 1 else _PORT
         started = []

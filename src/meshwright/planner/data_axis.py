@@ -60,8 +60,8 @@ def data_seconds(
 ) -> DataSeconds:
     """What a rank with `held` spends, where a microbatch's forward and backward take it so many seconds.
 
-    `update` is the optimiser's seconds for each parameter of a rank, `unpack` those in which a gathered one is
-    laid out.
+    `update` is the optimiser's seconds for each parameter of a rank, `unpack` those in which a gathered one
+    is laid out.
     """
     layout, at = spec.layout, axes(spec.layout)
     width = FORMAT_BYTES[spec.precision.compute] if stack.own else stack.gather_bytes

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from meshwright.planner.axes import Group
 from meshwright.planner.block import Blocks, Passes, Seconds
 from meshwright.planner.data_axis import DataSeconds, Held, data_seconds
-from meshwright.planner.axes import Group
 from meshwright.planner.engines import Engines
 from meshwright.planner.shared_cores import Places, makespan
 from meshwright.planner.shared_cores import period as shared_period

@@ -105,8 +105,8 @@ class Stack:
     unpacked: float = 0.0
     """Bytes moved to lay out a gathered parameter."""
     own: bool = False
-    """This program: messages are counted call by call (`planner/own_messages.py`), and parameters are gathered
-    in the format that computes."""
+    """This program: messages are counted call by call (`planner/own_messages.py`), and parameters are
+    gathered in the format that computes."""
     agreements: int = 0
     """Sums of single numbers over ranks in a step."""
 
@@ -134,8 +134,8 @@ MESHWRIGHT_ON_CPU = replace(
     own=True,
     agreements=4,
 )
-"""The host is the device, so what it does adds up, and so do messages within its memory. `host` and `ends` are
-those of steps of blocks that compute next to nothing (one core, 2026-11-22: 0.9 ms a dense block and
+"""The host is the device, so what it does adds up, and so do messages within its memory. `host` and `ends`
+are those of steps of blocks that compute next to nothing (one core, 2026-11-22: 0.9 ms a dense block and
 microbatch, 2.8 ms one with 16 experts, 3 ms beyond blocks, where an operator on one number took 2.0 us)."""
 
 STACKS = {

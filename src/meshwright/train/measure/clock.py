@@ -56,8 +56,10 @@ class Clock:
         return time.perf_counter() - start
 
     def during(self, call: Callable[[], object], seconds: float) -> float:
-        """The time of a call that waits for no other rank, by calls for `seconds`, but at least one; the first
-        is not counted."""
+        """The time of a call that waits for no other rank, by calls for `seconds`, but at least one.
+
+        The first is not counted.
+        """
         self.once(call)
         if self.cuda:
             return self.times(call, how_many(seconds, self.once(call)))
