@@ -283,7 +283,7 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=90.0, help="of a profile")
     parser.add_argument("--hosts", type=int, choices=[1, 2], default=1)
     parser.add_argument("--gbit", type=float, default=1.0, help="Gb/s between hosts")
-    parser.add_argument("--measured", help="result of an earlier run, whose times are predicted anew")
+    parser.add_argument("--measured", help="result of an earlier run, whose layouts are predicted anew")
     parser.add_argument("--out", help="file for the result, as JSON")
     return parser.parse_args(arguments)
 
@@ -294,6 +294,14 @@ def main() -> None:
         return
     options = options_of(sys.argv[1:])
     results: dict[str, Any] = {}
+    if options.measured:
+        before = json.loads(Path(options.measured).read_text(encoding="utf-8"))
+        for model, result in before.items():
+            specs = {_said(spec): spec for spec in chosen(model, options)}
+            known = [row for row in result["rows"] if row["layout"] in specs]
+            listed = [specs[row["layout"]] for row in known]
+            show(model, compare(listed, [row["steps"] for row in known], cluster(options.hardware)))
+        return
     with two_hosts(options.gbit) if options.hosts == 2 else here() as hosts:
         found = profiled(hosts, options)
         for model in options.models:
