@@ -7,11 +7,9 @@ The machine is profiled, unless a hardware file is given. Layouts are dealt out 
 in turn from each way to share four ranks among the axes, shuffled by a fixed seed. Every layout is trained
 for some steps, in the same processes, round after round so that a machine whose speed drifts slows all alike.
 Of each step it is noted what other programs took of the cores meanwhile; as they do not idle, that much less
-of the machine was there, and the step counts as so much shorter: on a quiet machine as long as it took. The
-speed of the cores themselves, which drifts on virtual machines, is taken before and after by a product of
-known size, and steps count as at the median speed. A layout's time is the median over the half of its steps
-that were disturbed least. Reported are Spearman's and Kendall's rank correlation,
-and the regret: the measured time of the layout predicted fastest over the best.
+of the machine was there, and the step counts as so much shorter: on a quiet machine as long as it took. A
+layout's time is the median over the half of its steps that were disturbed least. Reported are Spearman's and
+Kendall's rank correlation, and the regret: the measured time of the layout predicted fastest over the best.
 
 `--hosts 2` makes two network namespaces, each with half of the ranks and half of the cores, joined by a link
 of `--gbit` Gb/s (veth and a token bucket filter). That takes root, `ip` and `tc`.
@@ -29,7 +27,7 @@ import time
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright.planner.engines import Engines
 from meshwright.planner.estimate import step_time
@@ -39,15 +37,12 @@ from meshwright.spec.errors import UserError
 from namespaces import Hosts, here, two_hosts
 from small_layouts import layouts
 
-if TYPE_CHECKING:
-    from meshwright.parallel.mesh import Mesh
-
 BENCH = Path(__file__).resolve()
 _QUIET = 0.1
 """Cores that others may take of an undisturbed step."""
 
-Timed = tuple[float, float, float]
-"""Seconds of a step, cores that others took, and GFLOP/s of a core."""
+Timed = tuple[float, float]
+"""Seconds of a step, and cores that others took."""
 
 Times = list[list[Timed]]
 """Every step of each layout."""
@@ -123,31 +118,14 @@ def steps_of(spec: RunSpec, groups: Any, steps: int) -> list[Timed]:
     batches = [loader.step(number) for number in range(steps + 1)]
     loader.close()
     found = []
-    before = _speed(mesh)
     for number, batch in enumerate(batches, start=1):
         ranks.any(False)  # all ranks are here
         start, busy, own = time.perf_counter(), _busy(), time.process_time()
         trainer.step(batch, number)
         (ours,) = sum_scalars([time.process_time() - own], mesh.control)
         seconds = time.perf_counter() - start
-        others, after = max(0.0, _busy() - busy - ours) / seconds, _speed(mesh)
-        found.append((round(seconds, 4), round(others, 3), round((before + after) / 2, 2)))
-        before = after
+        found.append((round(seconds, 4), round(max(0.0, _busy() - busy - ours) / seconds, 3)))
     return found[1:]
-
-
-def _speed(mesh: Mesh) -> float:
-    """GFLOP a second of the ranks' processors, all at work."""
-    import torch
-
-    from meshwright.parallel.collectives import sum_scalars
-
-    x, size, repeats = torch.ones(384, 384), 384, 20
-    start = time.process_time()
-    for _ in range(repeats):
-        x @ x
-    (spent,) = sum_scalars([time.process_time() - start], mesh.control)
-    return 2e-9 * size**3 * repeats * mesh.world.size / spent
 
 
 def _busy() -> float:
@@ -190,7 +168,6 @@ def profiled(hosts: Hosts, options: argparse.Namespace) -> Cluster:
 def compare(specs: list[RunSpec], times: Times, found: Cluster) -> dict[str, Any]:
     """The table of layouts by predicted time, the correlations and the regret."""
     on = Engines(found)
-    speed = statistics.median(speed for each in times for _, _, speed in each)
     rows = []
     for spec, each in zip(specs, times, strict=True):
         timed = step_time(spec, on)
@@ -198,7 +175,7 @@ def compare(specs: list[RunSpec], times: Times, found: Cluster) -> dict[str, Any
             {
                 "layout": _said(spec),
                 "predicted": timed.seconds,
-                "measured": typical(each, speed),
+                "measured": typical(each),
                 "steps": each,
                 "parts": {name: round(value, 4) for name, value in timed.parts.items() if value > 5e-5},
             }
@@ -215,16 +192,14 @@ def compare(specs: list[RunSpec], times: Times, found: Cluster) -> dict[str, Any
     }
 
 
-def typical(steps: list[Timed], speed: float) -> float:
+def typical(steps: list[Timed]) -> float:
     """The median of those that others disturbed least, half of them or all that were hardly disturbed, each
-    less the others' part of the machine, at so many GFLOP/s of a core."""
+    less the others' part of the machine."""
     ranked = sorted(steps, key=lambda step: step[1])
     quiet = [step for step in ranked if step[1] <= _QUIET]
     kept = quiet if len(quiet) > len(steps) / 2 else ranked[: -(-len(steps) // 2)]
     cores = len(os.sched_getaffinity(0))
-    return statistics.median(
-        seconds * (1 - min(1.0, others / cores)) * at / speed for seconds, others, at in kept
-    )
+    return statistics.median(seconds * (1 - min(1.0, others / cores)) for seconds, others in kept)
 
 
 def spearman(x: list[float], y: list[float]) -> float:
