@@ -65,10 +65,12 @@ class Kernels:
     def _product(self, format: str, m: int, n: int, k: int, batch: int) -> float:
         if min(m, n, k, batch) < 1:
             return 0.0
+        width = FORMAT_BYTES[format]
+        moved = batch * (width * (m * k + k * n) + max(width, 2.0) * m * n)
         if self.measured is not None:
             seconds = matmul_seconds(self.measured, format, m, n, k)
-            if seconds is not None:
-                return batch * seconds
+            if seconds is not None:  # beyond the measured shapes no faster than operands are moved
+                return max(batch * seconds, moved / self._bandwidth)
         device = self.device
         rate = peak(device, format) * device.rates.matmul * self._matmul * _alignment(format, n, k, batch)
         if format == "fp8":
@@ -78,8 +80,6 @@ class Kernels:
             for rows, columns, share in _TILES
         )
         compute = 2.0 * best * device.units * (k + _DEPTH) / rate
-        width = FORMAT_BYTES[format]
-        moved = batch * (width * (m * k + k * n) + max(width, 2.0) * m * n)
         return max(compute, moved / self._bandwidth)
 
     def attention(self, format: str, flops: float, length: float, backward: bool) -> float:
