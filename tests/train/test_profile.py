@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from math import prod
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.planner.hardware import Cluster, cluster
 from meshwright.planner.measured import attention_seconds, collective_seconds, matmul_seconds
 from meshwright.spec import Layout, UserError
+from meshwright.train.measure.clock import Clock
 from meshwright.train.measure.links import placements
 from ranks import Ranks
 
@@ -52,6 +54,31 @@ def test_every_kind_of_thing_is_measured(profiled: Cluster) -> None:
     # No product is faster than the peak, which both ranks share.
     for point in measured.matmul:
         assert 2 * prod(point[1:4]) / point.seconds <= profiled.device.peak[point.format] / 2 * 1.0001
+
+
+def test_collectives_tell_what_they_compute(profiled: Cluster) -> None:
+    measured = profiled.measured
+    assert measured is not None
+    assert measured.collective_compute.keys() == {point.operation for point in measured.collectives}
+    assert all(0 < share <= 1 for share in measured.collective_compute.values())
+    assert measured.overlap_neighbours is None  # two ranks have no neighbours beside them
+
+
+def test_what_others_take_of_a_shared_core_does_not_count() -> None:
+    """To sleep is what waiting for a core looks like: time passes, and nothing is computed."""
+    own, shared = (Clock(torch.device("cpu"), share) for share in (1.0, 2.0))
+    assert own.during(lambda: time.sleep(0.02), 0.05) >= 0.02
+    assert shared.during(lambda: time.sleep(0.02), 0.05) < 0.01
+    assert shared.alone().during(lambda: time.sleep(0.02), 0.05) < 0.01
+
+
+def test_a_shared_core_counts_once_for_each_rank() -> None:
+    def compute() -> int:
+        return sum(range(100_000))
+
+    twice = Clock(torch.device("cpu"), 2.0).during(compute, 0.2)
+    once = Clock(torch.device("cpu"), 2.0).alone().during(compute, 0.2)
+    assert 1.3 < twice / once < 3.0
 
 
 def test_more_work_takes_longer(profiled: Cluster) -> None:

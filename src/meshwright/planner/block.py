@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from meshwright.planner import own_messages
 from meshwright.planner.axes import Group, axes
 from meshwright.planner.kernels import FORMAT_BYTES, Kernels
 from meshwright.planner.links import Links
@@ -87,6 +88,8 @@ class Blocks:
         self.own = self.tokens // (layout.tp if layout.sequence_parallel else 1)
         self.q = model.heads * model.head_dim // layout.tp
         self.kv = layout.local_kv_heads(model.kv_heads) * model.head_dim
+        self.launch = kernels.launched(stack.launch, stack.host)
+        self.on_cpu = kernels.device.kind == "cpu"
         self.axes = axes(layout)
         self.tensor, self.context, self.expert = self.axes.tensor, self.axes.context, self.axes.expert
         self._known: dict[bool, Passes] = {}
@@ -132,38 +135,29 @@ class Blocks:
         products = self.products(routed)
         forward = self._forward(products, routed)
         input = self._input(products, routed)
-        weight = Seconds(matmul=sum(self._product(Product(p.n, p.k, p.m, p.batch)) for p in products))
+        weight = Seconds(
+            matmul=sum(self._product(Product(p.n, p.k, p.m, p.batch)) for p in products),
+            moved=self.kernels.moved(self.stack.packed * sum(self.held(routed))),
+        )
         again = self._again(forward, products, routed)
         return self._launched(Passes(forward, input, weight, again), routed)
 
     def _forward(self, products: list[Product], routed: bool) -> Seconds:
         core, scores = self._core()
-        return Seconds(
+        sent = self._own(core, routed, False) if self.stack.own else self._sent(core, routed, False)
+        return sent._replace(
             matmul=sum(map(self._product, products)),
             attention=core,
             moved=self.kernels.moved(self._bytes(routed)) + scores,
-            tensor=self._tensor(2 if self._mapped(routed) else 1),
-            context=self._exposed(core, 1),
-            expert=self._trips(2) if routed else 0.0,
         )
 
     def _input(self, products: list[Product], routed: bool) -> Seconds:
         core, scores = self._core(backward=True)
-        layout = self.spec.layout
-        gathered = 0.0
-        if layout.tp > 1 and layout.sequence_parallel:  # inputs of maps, for their weights' gradients
-            whole = self.tokens * self.spec.model.hidden * self.width
-            gathered = self.links.collective("all_gather", whole, self.tensor) * (
-                1 - self.stack.overlap_gather
-            )
-        maps = 2 if self._mapped(routed) else 1
-        return Seconds(
+        sent = self._own(core, routed, True) if self.stack.own else self._sent(core, routed, True)
+        return sent._replace(
             matmul=sum(self._product(Product(p.m, p.k, p.n, p.batch)) for p in products),
             attention=core,
             moved=2 * self.kernels.moved(self._bytes(routed)) + 2 * scores,
-            tensor=self._tensor(maps) + maps * gathered,
-            context=self._exposed(core, 2),
-            expert=self._trips(2) if routed else 0.0,
         )
 
     def _again(self, forward: Seconds, products: list[Product], routed: bool) -> Seconds:
@@ -190,7 +184,7 @@ class Blocks:
         again = each if self.spec.recompute.policy == "full" else _AGAIN
         found = []
         for seconds, count in zip(passes, (each, each * 1.2, each * 0.4, again), strict=True):
-            launches = count * self.stack.launch if seconds.total else 0.0
+            launches = count * self.launch if seconds.total else 0.0
             waits = launches if self.stack.blocking else max(0.0, launches - seconds.total)
             found.append(seconds._replace(host=waits))
         return Passes(*found)
@@ -264,6 +258,9 @@ class Blocks:
         seen = self.length if model.sliding_window is None else min(self.length, 2 * model.sliding_window)
         pairs = self.tokens * seen * heads  # query-key pairs, both halves
         if self.stack.fused_attention:
+            measured = self._measured_core(backward) if self.stack.own else None
+            if measured is not None:
+                return measured * seen / self.length, 0.0
             products = 2.5 if backward else 1.0
             flops = products * (model.head_dim + model.v_dim) * pairs  # 2 FLOPs, half of the pairs
             return self.kernels.attention(self.format, flops, self.length, backward), 0.0
@@ -273,6 +270,17 @@ class Blocks:
         core = sum(self.kernels.matmul(self.format, *p) for p in shapes)
         scored = (13 if self.stack.dropout else 8) * pairs
         return core * (2 if backward else 1), self.kernels.moved(scored)
+
+    def _measured_core(self, backward: bool) -> float | None:
+        """Attention as it was measured: in a ring, on one rank's keys after the other's."""
+        model, layout = self.spec.model, self.spec.layout
+        u = layout.ulysses(model.kv_heads)
+        ring, heads = layout.cp // u, model.heads // layout.tp // u
+        kv_heads = max(1, layout.local_kv_heads(model.kv_heads) // u)
+        found = self.kernels.attention_of(
+            self.format, self.spec.micro_batch, heads, kv_heads, model.head_dim, self.length // ring
+        )
+        return None if found is None else ring * found[backward]
 
     def _bytes(self, routed: bool) -> float:
         """Bytes that the forward's norms, activations, residuals and copies move."""
@@ -293,6 +301,31 @@ class Blocks:
         return found * self.stack.elementwise
 
     # Messages.
+
+    def _own(self, core: float, routed: bool, backward: bool) -> Seconds:
+        """This program's in one pass."""
+        maps = 2 if self._mapped(routed) else 1
+        return Seconds(
+            tensor=own_messages.tensor(self, routed, maps, backward),
+            context=own_messages.context(self, core, backward),
+            expert=own_messages.expert(self, backward) if routed else 0.0,
+        )
+
+    def _sent(self, core: float, routed: bool, backward: bool) -> Seconds:
+        """Any program's in one pass."""
+        layout = self.spec.layout
+        gathered = 0.0
+        if backward and layout.tp > 1 and layout.sequence_parallel:
+            whole = self.tokens * self.spec.model.hidden * self.width  # inputs, for their maps' gradients
+            gathered = self.links.collective("all_gather", whole, self.tensor) * (
+                1 - self.stack.overlap_gather
+            )
+        maps = 2 if self._mapped(routed) else 1
+        return Seconds(
+            tensor=self._tensor(maps) + maps * gathered,
+            context=self._exposed(core, 2 if backward else 1),
+            expert=self._trips(2) if routed else 0.0,
+        )
 
     def _tensor(self, maps: int) -> float:
         """What `maps` parallel regions exchange in one pass: gathered and reduced, or summed."""
@@ -345,17 +378,27 @@ class Blocks:
         n = self.tokens
         product = self.kernels.matmul(format, n, rows, model.hidden)
         logits = self.kernels.moved(n * rows * 14.0)
-        forward = Seconds(matmul=product, moved=logits, tensor=self._tensor(1) / 2)
+        end = (own_messages.tensor_end(self) if self.stack.own else self._tensor(1)) / 2
+        told = own_messages.loss(self) if self.stack.own else 0.0
+        host = self.stack.ends / 2 * self.launch
+        forward = Seconds(matmul=product, moved=logits, host=host, tensor=end + told)
         input = Seconds(
             matmul=self.kernels.matmul(format, n, model.hidden, rows),
             moved=logits * 0.7,
-            tensor=self._tensor(1) / 2,
+            tensor=end,
         )
-        weight = Seconds(matmul=self.kernels.matmul(format, rows, model.hidden, n))
+        packed = self.kernels.moved(self.stack.packed * rows * model.hidden)
+        weight = Seconds(matmul=self.kernels.matmul(format, rows, model.hidden, n), moved=packed)
         return Passes(forward, input, weight)
 
     def embedding(self) -> Passes:
         """Seconds of the lookup, and of adding its gradient's rows."""
         moved = self.kernels.moved(3 * self.tokens * self.spec.model.hidden * self.width)
-        end = self._tensor(1) / 2
-        return Passes(Seconds(moved=moved, tensor=end), Seconds(), Seconds(moved=2 * moved, tensor=end))
+        end = (own_messages.tensor_end(self) if self.stack.own else self._tensor(1)) / 2
+        packed = self.kernels.moved(self.stack.packed * self.rows * self.spec.model.hidden)
+        host = self.stack.ends / 2 * self.launch
+        return Passes(
+            Seconds(moved=moved, host=host, tensor=end),
+            Seconds(),
+            Seconds(moved=2 * moved + packed, tensor=end),
+        )

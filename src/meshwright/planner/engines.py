@@ -6,20 +6,25 @@ from meshwright.planner.block import Blocks
 from meshwright.planner.hardware import Cluster
 from meshwright.planner.kernels import Kernels
 from meshwright.planner.links import Links
-from meshwright.planner.stack import MESHWRIGHT, Stack
+from meshwright.planner.shared_cores import shared_cores
+from meshwright.planner.stack import MESHWRIGHT, MESHWRIGHT_ON_CPU, Stack
 from meshwright.spec import RunSpec
 
 
 class Engines:
     """For estimates of many layouts of one run: what layouts share is computed once.
 
-    `format` is the number format of matrix products where it is not the run's own: 'fp8'.
+    `stack` is by default this program's, on the cluster's kind of device; `format` is the number format of
+    matrix products where it is not the run's own: 'fp8'.
     """
 
-    def __init__(self, cluster: Cluster, stack: Stack = MESHWRIGHT, format: str | None = None) -> None:
+    def __init__(self, cluster: Cluster, stack: Stack | None = None, format: str | None = None) -> None:
+        if stack is None:
+            stack = MESHWRIGHT_ON_CPU if cluster.device.kind == "cpu" else MESHWRIGHT
         self.cluster, self.stack, self.format = cluster, stack, format
-        self.kernels = Kernels(cluster.device, stack.matmul, stack.native_attention)
+        self.kernels = Kernels(cluster.device, stack.matmul, stack.native_attention, cluster.measured)
         self.links = Links(cluster, stack.network, stack.flat_rings)
+        self.shared = shared_cores(cluster)
         self._blocks: dict[tuple[object, ...], Blocks] = {}
 
     def blocks(self, spec: RunSpec) -> Blocks:

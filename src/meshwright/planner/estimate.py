@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from meshwright.planner.axes import axes
+from meshwright.planner.axes import Group, axes
 from meshwright.planner.block import Blocks, Passes, Seconds
 from meshwright.planner.data_axis import DataSeconds, Held, data_seconds
 from meshwright.planner.engines import Engines
+from meshwright.planner.shared_cores import Places, makespan
+from meshwright.planner.shared_cores import period as shared_period
 from meshwright.schedule import Link, Simulation, StageCost, schedule_of, simulate
 from meshwright.spec import RunSpec
 from meshwright.spec.stages import Stage, stages
@@ -23,6 +25,10 @@ from meshwright.spec.stages import Stage, stages
 _UPDATE_BYTES = 38.0
 """AdamW reads the gradient, the master and both moments, and writes three of them and the copy that computes;
 the norm reads gradients once more, and they are cleared."""
+_ADAMW_BYTES = 28.0
+"""Of them in fp32, AdamW's own."""
+_NUMBER = 8
+"""Bytes of a number that ranks agree on."""
 _SIMULATED = 6
 """Microbatches that are simulated, in multiples of the pipeline's ranks."""
 
@@ -78,7 +84,10 @@ class StepTime:
             "optimiser": own.data.optimiser,
             "fixed": self.fixed,
         }
-        parts["bubble"] = max(0.0, self.seconds - sum(parts.values()))
+        total = sum(parts.values())
+        if total > self.seconds:  # others left this rank more of the cores than its share
+            parts = {name: value * self.seconds / total for name, value in parts.items()}
+        parts["bubble"] = max(0.0, self.seconds - total)
         return parts
 
 
@@ -101,15 +110,21 @@ def step_time(spec: RunSpec, on: Engines) -> StepTime:
     finals = [seconds.final for seconds in data]
     timed = simulate(schedule, costs, link or Link(), finals)
     busiest = max(range(len(own)), key=lambda rank: sum(passes[i].total for i in own[rank]))
-    period = max(sum(costs[i].forward + costs[i].input + costs[i].weight for i in mine) for mine in own)
+    each_rank = [sum(costs[i].forward + costs[i].input + costs[i].weight for i in mine) for mine in own]
+    period, span = max(each_rank), timed.makespan
+    if on.shared is not None and spec.layout.pp > 1:
+        places = Places(on.shared, axes(spec.layout).pipeline.stride)
+        span = makespan(schedule, costs, finals, places, each if link is not None else 0.0)
+        period = shared_period(each_rank, places)
     repeated = (count - schedule.microbatches) * period
     ranks = []
     for mine, of_data in zip(own, data, strict=True):
         crossings = sum((index > 0) + (index + 1 < len(passes)) for index in mine)
         sent = count * crossings * each if link is None else 0.0
         ranks.append(RankTime(_all([passes[index] for index in mine], count), of_data, sent))
-    seconds = timed.makespan + repeated + on.stack.step
-    return StepTime(seconds, timed, busiest, tuple(ranks), on.stack.step, repeated)
+    agreed = on.links.collective("all_reduce", _NUMBER, Group(spec.layout.world_size, 1))
+    fixed = on.stack.step + on.stack.agreements * agreed
+    return StepTime(span + repeated + fixed, timed, busiest, tuple(ranks), fixed, repeated)
 
 
 def _all(passes: Sequence[Passes], times: float) -> Passes:
@@ -172,8 +187,9 @@ def rank_data(
     """What a rank with the stages `own` spends on the data axis, where `work` is a microbatch's in them."""
     forward = sum(each.forward.total for each in work)
     backward = sum(each.total for each in work) - forward
-    update = on.kernels.moved(_UPDATE_BYTES)
-    return data_seconds(spec, on.stack, on.links, held_by(blocks, own), forward, backward, update)
+    update = on.kernels.updated(_UPDATE_BYTES, _UPDATE_BYTES - _ADAMW_BYTES)
+    unpack = on.kernels.moved(on.stack.unpacked)
+    return data_seconds(spec, on.stack, on.links, held_by(blocks, own), forward, backward, update, unpack)
 
 
 def message(spec: RunSpec, on: Engines, blocks: Blocks) -> tuple[float, Link | None]:

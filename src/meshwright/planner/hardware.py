@@ -184,6 +184,11 @@ class Measured:
     """How many times as long products take while an all-reduce is under way, at least 1."""
     overlap_collective: float | None = None
     """How many times as long an all-reduce takes while products are computed, at least 1."""
+    collective_compute: Mapping[str, float] = field(default_factory=dict)
+    """Share of a large collective's time in which it takes the rank's processor, by operation: what it costs
+    compute that runs beside it. On GPUs it is not known."""
+    overlap_neighbours: float | None = None
+    """How many times as long collectives take while other ranks of the host compute, at least 1."""
     ranks: int = 1
     """Processes that ran at once on each host."""
     taken: Mapping[str, str] = field(default_factory=dict)

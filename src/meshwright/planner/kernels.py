@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from math import ceil
 
-from meshwright.planner.hardware import Device
+from meshwright.planner.hardware import Device, Measured
+from meshwright.planner.measured import attention_seconds, matmul_seconds
 
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.80), (64, 64, 0.62))
 """Rows, columns, and the rate of a product in such tiles over that in the largest."""
@@ -38,12 +39,20 @@ def peak(device: Device, format: str) -> float:
 class Kernels:
     """Operators of one device. Seconds do not include what it costs to launch them."""
 
-    def __init__(self, device: Device, matmul: float = 1.0, native_attention: bool = True) -> None:
-        self.device = device
+    def __init__(
+        self,
+        device: Device,
+        matmul: float = 1.0,
+        native_attention: bool = True,
+        measured: Measured | None = None,
+    ) -> None:
+        self.device, self.measured = device, measured
         self._matmul = matmul
         self._attention = 1.0 if native_attention else device.rates.attention_ported
         self._known: dict[tuple[str, int, int, int, int], float] = {}
         self._bandwidth = device.bandwidth * device.rates.memory
+        if measured is not None and measured.memory_bandwidth:
+            self._bandwidth = measured.memory_bandwidth
 
     def matmul(self, format: str, m: int, n: int, k: int, batch: int = 1) -> float:
         """Seconds of `batch` products of (m, k) and (k, n)."""
@@ -56,6 +65,12 @@ class Kernels:
     def _product(self, format: str, m: int, n: int, k: int, batch: int) -> float:
         if min(m, n, k, batch) < 1:
             return 0.0
+        width = FORMAT_BYTES[format]
+        moved = batch * (width * (m * k + k * n) + max(width, 2.0) * m * n)
+        if self.measured is not None:
+            seconds = matmul_seconds(self.measured, format, m, n, k)
+            if seconds is not None:  # beyond the measured shapes no faster than operands are moved
+                return max(batch * seconds, moved / self._bandwidth)
         device = self.device
         rate = peak(device, format) * device.rates.matmul * self._matmul * _alignment(format, n, k, batch)
         if format == "fp8":
@@ -65,8 +80,6 @@ class Kernels:
             for rows, columns, share in _TILES
         )
         compute = 2.0 * best * device.units * (k + _DEPTH) / rate
-        width = FORMAT_BYTES[format]
-        moved = batch * (width * (m * k + k * n) + max(width, 2.0) * m * n)
         return max(compute, moved / self._bandwidth)
 
     def attention(self, format: str, flops: float, length: float, backward: bool) -> float:
@@ -78,6 +91,26 @@ class Kernels:
         rate = peak(self.device, "bf16" if format == "fp8" else format)
         rate *= self._attention * (rates.attention_backward if backward else rates.attention)
         return flops * (1 + _SHORT / length) / rate
+
+    def attention_of(
+        self, format: str, sequences: int, heads: int, kv_heads: int, head_dim: int, length: int
+    ) -> tuple[float, float] | None:
+        """Seconds of causal attention, (forward, backward), where it was measured; else None."""
+        if self.measured is None:
+            return None
+        return attention_seconds(self.measured, format, sequences, heads, kv_heads, head_dim, length)
+
+    def launched(self, otherwise: float, operators: float) -> float:
+        """Seconds of the host for an operator: so many bare ones where one was measured and that is said."""
+        if self.measured is None or self.measured.launch is None or not operators:
+            return otherwise
+        return operators * self.measured.launch
+
+    def updated(self, whole: float, parts: float) -> float:
+        """Seconds of the optimiser for a parameter: `whole` bytes, of which `parts` are not AdamW's."""
+        if self.measured is None or not self.measured.optimiser_bandwidth:
+            return self.moved(whole)
+        return (whole - parts) / self.measured.optimiser_bandwidth + self.moved(parts)
 
     def moved(self, size: float) -> float:
         """Seconds of operators that read and write `size` bytes and compute next to nothing."""

@@ -5,7 +5,7 @@ members, and as many groups as there are ranks between two of its members work b
 node and leaves it by the interfaces of all its members there (NCCL's channels), so that a message of the
 whole crosses nodes at n_local times an interface's rate, and within a node at the link's. Rings take a
 latency for each of their ranks; an all-reduce of few bytes goes through a tree (Thakur et al. 2005; Sanders
-et al. 2009; NVIDIA 2019, NCCL 2.4).
+et al. 2009; NVIDIA 2019, NCCL 2.4). Where a machine's own collectives were measured, their times count.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from math import ceil, log2
 
 from meshwright.planner.axes import Group
 from meshwright.planner.hardware import Cluster, Level
+from meshwright.planner.measured import collective_seconds
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,17 @@ class Links:
         self._network, self._flat = network, flat_rings
         self._paths: dict[Group, Path] = {}
         self._rate = cluster.device.rates.link
+
+    def contention(self, operation: str) -> float:
+        """Seconds that compute loses for each second of a collective beside it, as measured; else all."""
+        known = self.cluster.measured
+        return 1.0 if known is None else known.collective_compute.get(operation, 1.0)
+
+    @property
+    def slowed(self) -> float:
+        """How many times as long a collective takes beside compute, as measured; else once."""
+        known = self.cluster.measured
+        return 1.0 if known is None else known.overlap_collective or 1.0
 
     def rate(self, level: Level) -> float:
         """Bytes a second that a device's collectives send over a level, while all of its group do."""
@@ -88,6 +100,9 @@ class Links:
         n = group.ranks
         if n == 1 or size <= 0:
             return 0.0
+        known = self._measured(operation, n, self._outermost(group), size)
+        if known is not None:
+            return known
         if operation == "all_to_all":
             return self._all_to_all(size, group)
         over = self.path(group)
@@ -106,7 +121,17 @@ class Links:
     def message(self, size: float, stride: int) -> float:
         """Seconds of `size` bytes from a rank to the one `stride` further on."""
         level = self.between(stride)
-        return level.link.latency + size / self.rate(level)
+        known = self._measured("send", 2, level, size)
+        return level.link.latency + size / self.rate(level) if known is None else known
+
+    def _measured(self, operation: str, ranks: int, level: Level, size: float) -> float | None:
+        """The time between those that were measured, if the operation was at that level."""
+        if self.cluster.measured is None:
+            return None
+        return collective_seconds(self.cluster.measured, operation, ranks, level.name, size)
+
+    def _outermost(self, group: Group) -> Level:
+        return [level for level, _, _ in self.members(group)][-1]
 
     def between(self, stride: int) -> Level:
         """The innermost level whose groups hold neighbours that are `stride` apart."""

@@ -13,14 +13,13 @@ from meshwright.planner.engines import Engines
 from meshwright.planner.in_flight import peak_activations
 from meshwright.planner.memory import Memory, beyond, held_microbatches, memories
 from meshwright.planner.place import Place, place_of, widths
-from meshwright.planner.stack import MESHWRIGHT
 from meshwright.planner.states import Unit, states, units
 from meshwright.spec import RunSpec
 
 
 def needs(spec: RunSpec, on: Engines) -> list[Memory]:
     """What each rank of the pipeline needs: of our own program exactly, of others by `planner/memory.py`."""
-    if on.stack is not MESHWRIGHT:
+    if not on.stack.ours:
         return memories(spec, on)
     short = shortened(spec)
     kept = activations(short)

@@ -208,7 +208,7 @@ def _best(
     wish: Wish, top: int, progress: Callable[[Found, Counts], None] | None
 ) -> tuple[Result, list[Plan]]:
     """The `top` plans of a wish that fit: by the search's memory, and by that of our own program exactly."""
-    on, own = wish.engines(), wish.stack is MESHWRIGHT
+    on, own = wish.engines(), wish.stack.ours
 
     def accept(spec: RunSpec) -> bool:
         return fullest(spec, on).device <= wish.capacity

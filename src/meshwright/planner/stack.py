@@ -7,7 +7,7 @@ sources.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshwright.spec.errors import UserError, did_you_mean
 
@@ -99,6 +99,25 @@ class Stack:
     'untold', where they do not tell their microbatch either."""
     matmul: float = 1.0
     """Rate of its matrix products over the device's calibrated one."""
+    host: float = 0.0
+    """Bare operators, as profiled, that the host's work for an operator of a block is worth: Python, autograd
+    and views. 0 where `launch` says it in seconds."""
+    ends: float = 0.0
+    """Operators of a microbatch that belong to no block, launched one by one."""
+    packed: float = 0.0
+    """Bytes moved to lay down a parameter's gradient in each microbatch."""
+    unpacked: float = 0.0
+    """Bytes moved to lay out a gathered parameter."""
+    own: bool = False
+    """This program: messages are counted call by call (`planner/own_messages.py`), and parameters are
+    gathered in the format that computes."""
+    agreements: int = 0
+    """Sums of single numbers over ranks in a step."""
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is this program."""
+        return self.name.startswith("meshwright")
 
 
 MESHWRIGHT = Stack(
@@ -116,10 +135,29 @@ MESHWRIGHT = Stack(
 )
 """Never timed on a GPU: there its constants are those of eager FSDP."""
 
+MESHWRIGHT_ON_CPU = replace(
+    MESHWRIGHT,
+    name="meshwright-cpu",
+    describes="this program on processors",
+    blocking=True,
+    overlap_pipeline=False,
+    overlap_gather_parameters=1.0,
+    host=6.0,
+    ends=200.0,
+    packed=10.0,
+    unpacked=8.0,
+    own=True,
+    agreements=4,
+)
+"""The host is the device, so what it does adds up, and so do messages within its memory. `host` and `ends`
+are those of steps of blocks that compute next to nothing (one core, 2026-11-22: 0.9 ms a dense block and
+microbatch, 2.8 ms one with 16 experts, 3 ms beyond blocks, where an operator on one number took 2.0 us)."""
+
 STACKS = {
     stack.name: stack
     for stack in (
         MESHWRIGHT,
+        MESHWRIGHT_ON_CPU,
         Stack(
             "megatron-2021",
             "Megatron-LM before fused attention (2021-2023)",

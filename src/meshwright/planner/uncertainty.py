@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import erf, exp, sqrt
 
 from meshwright.planner.hardware import Cluster
-from meshwright.planner.stack import MESHWRIGHT, Stack
+from meshwright.planner.stack import Stack
 
 SIGMA_TIME = 0.09
 """Standard deviation of ln(measured / predicted) step seconds, for stacks that were timed on a device."""
@@ -28,7 +28,7 @@ _Z = 1.6449
 
 def spread(cluster: Cluster, stack: Stack) -> float:
     """Factor on both standard deviations: what is not known of a stack on a device makes them wider."""
-    return UNTIMED if stack is MESHWRIGHT and cluster.device.kind != "cpu" else 1.0
+    return UNTIMED if stack.ours and cluster.device.kind != "cpu" else 1.0
 
 
 def interval(seconds: float, wider: float = 1.0, unknown: int = 0) -> tuple[float, float]:

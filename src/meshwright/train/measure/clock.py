@@ -1,7 +1,8 @@
 """Times of calls, by the host's clock, or by CUDA's events where work is queued.
 
 Of repeats the lower quartile counts, as other work on a machine only ever adds to a time. Where more ranks
-than cores share a host, their waiting for each other is what training has too, and the mean counts.
+than cores share a host, what a rank computes takes as long as its processor's time times the ranks that share
+a core: that leaves out what other programs took meanwhile.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from itertools import pairwise
-from statistics import fmean
 
 import torch
 
@@ -18,14 +18,29 @@ LEAST, MOST = 3, 1000
 
 
 class Clock:
-    """Times what runs on `device`, of which there are fewer than ranks where it is `crowded`."""
+    """Times what runs on `device`; `share` ranks share a core."""
 
-    def __init__(self, device: torch.device, crowded: bool = False) -> None:
-        self.device, self.cuda, self.crowded = device, device.type == "cuda", crowded
+    def __init__(self, device: torch.device, share: float = 1.0) -> None:
+        self.device, self.cuda, self.share = device, device.type == "cuda", max(1.0, share)
+        self.crowded = share > 1
+
+    def alone(self) -> Clock:
+        """A clock for what one rank does while the others wait."""
+        clock = Clock(self.device)
+        clock.crowded = self.crowded
+        return clock
 
     def typical(self, times: list[float]) -> float:
         """What a list of times comes to."""
-        return fmean(times) if self.crowded else sorted(times)[(len(times) - 1) // 4]
+        return sorted(times)[(len(times) - 1) // 4]
+
+    def _computed(self, call: Callable[[], object]) -> float:
+        """Seconds of a call that waits for no other rank."""
+        if not self.crowded:
+            return self.once(call)
+        start = time.process_time()
+        call()
+        return (time.process_time() - start) * self.share
 
     def settle(self) -> None:
         """Wait for what this thread has queued; what a collective has queued beside it goes on."""
@@ -41,14 +56,17 @@ class Clock:
         return time.perf_counter() - start
 
     def during(self, call: Callable[[], object], seconds: float) -> float:
-        """The time of a call, by calls for `seconds`, but at least one; the first is not counted."""
+        """The time of a call that waits for no other rank, by calls for `seconds`, but at least one.
+
+        The first is not counted.
+        """
         self.once(call)
         if self.cuda:
             return self.times(call, how_many(seconds, self.once(call)))
         found: list[float] = []
         end = time.perf_counter() + seconds
         while not found or (time.perf_counter() < end and len(found) < MOST):
-            found.append(self.once(call))
+            found.append(self._computed(call))
         return self.typical(found)
 
     def times(self, call: Callable[[], object], repeats: int) -> float:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import fmean
 
 import torch
 import torch.nn.functional as F
@@ -65,7 +66,20 @@ def placements(hosts: int, local: int, device: torch.device) -> tuple[Axis, list
     return world, found
 
 
-def collectives(places: list[Placement], world: Axis, clock: Clock, seconds: float) -> Iterator[Collective]:
+@dataclass
+class Spent:
+    """What operations take of the rank's processor, as a share of their time: of the largest ones."""
+
+    shares: dict[str, float] = field(default_factory=dict)
+
+    def note(self, name: str, computed: float, seconds: float) -> None:
+        """Remember the last of an operation's sizes and places."""
+        self.shares[name] = min(1.0, max(1e-3, computed / seconds))
+
+
+def collectives(
+    places: list[Placement], world: Axis, clock: Clock, seconds: float, spent: Spent
+) -> Iterator[Collective]:
     """Times of every operation at every place and size, alike on all ranks; `seconds` for all of them."""
     sizes = _SIZES_CUDA if clock.cuda else _SIZES
     todo = [(place, name) for place in places for name in _OPERATIONS if _is_of_level(place, name, world)]
@@ -77,7 +91,10 @@ def collectives(places: list[Placement], world: Axis, clock: Clock, seconds: flo
             _agreed(0.0, world)
             each, share = _agreed(clock.once(call), world), _agreed(budget.share(), world)
             repeats = how_many(share, each)
-            yield Collective(name, place.ranks, place.level, whole, clock.times(call, repeats) / times)
+            before = time.process_time()
+            taken = clock.times(call, repeats)
+            spent.note(name, (time.process_time() - before) * clock.share / repeats, taken)
+            yield Collective(name, place.ranks, place.level, whole, taken / times)
 
 
 def _is_of_level(place: Placement, name: str, world: Axis) -> bool:
@@ -153,6 +170,32 @@ _OPERATIONS: dict[str, Callable[[Axis, int, torch.device], Made]] = {
 }
 
 
+def beside(pair: Axis, world: Axis, clock: Clock, seconds: float, computes: bool) -> float:
+    """How many times as long all-reduces of two ranks take while ranks that `computes` names have products,
+    over while they have all-reduces of their own. What it returns to those that compute means nothing.
+    """
+    x, weight = (torch.ones(256, 256, device=clock.device) for _ in range(2))
+    ratios = []
+    for elements in (2**14, 2**18):
+        message = torch.zeros(elements, device=clock.device)
+
+        def reduce(message: Tensor = message) -> object:
+            return start_all_reduce(message, pair).wait()
+
+        clock.once(reduce)
+        repeats = how_many(seconds / 8, _agreed(clock.once(reduce), world))
+        quiet = fmean(clock.once(reduce) for _ in range(repeats))
+        sum_scalars([0.0], world)
+        busy = 1.0 if computes else fmean(clock.once(reduce) for _ in range(repeats))
+        done = start_all_reduce(torch.zeros(1, device=clock.device), world)
+        while not done.is_completed():
+            if computes:
+                F.linear(x, weight)
+        done.wait()
+        ratios.append(busy / quiet)
+    return fmean(ratios)
+
+
 def overlap(axis: Axis, clock: Clock, seconds: float) -> tuple[float, float]:
     """How many times as long products take beside a large all-reduce, and it beside them; at least 1.
 
@@ -171,7 +214,7 @@ def overlap(axis: Axis, clock: Clock, seconds: float) -> tuple[float, float]:
 
     clock.once(reduce)
     repeats = how_many(seconds / 2, _agreed(2 * clock.once(reduce), axis))
-    alone, quiet = clock.during(product, seconds / 4), clock.times(reduce, repeats)
+    alone, quiet = clock.times(product, repeats), clock.times(reduce, repeats)
     products: list[float] = []
     reduces: list[float] = []
     for _ in range(repeats):

@@ -55,8 +55,11 @@ def profile(device: torch.device, seconds: float) -> Cluster | None:
     matmul, attention, alone = _computed(world, seconds)
     rates = _rates(world, seconds)
     share = seconds * _LINKS / PASSES
-    passes = [list(links.collectives(world.places, world.axis, world.clock, share)) for _ in range(PASSES)]
-    collectives = _merge(world, _combine(passes, _best(world)), max)
+    spent = links.Spent()
+    passes = [
+        list(links.collectives(world.places, world.axis, world.clock, share, spent)) for _ in range(PASSES)
+    ]
+    collectives = _merge(world, _combine(passes, min), max)
     measured = Measured(
         matmul, attention, collectives, alone, *rates, ranks=world.local, taken=machine.taken(device)
     )
@@ -64,6 +67,11 @@ def profile(device: torch.device, seconds: float) -> Cluster | None:
         slower = links.overlap(world.places[-1].axis, world.clock, seconds * _OVERLAP)
         compute_by, collective_by = _mean(world, slower)
         measured = replace(measured, overlap_compute=compute_by, overlap_collective=collective_by)
+        if not world.clock.cuda:
+            shares = dict(zip(spent.shares, _mean(world, list(spent.shares.values())), strict=True))
+            measured = replace(
+                measured, collective_compute=shares, overlap_neighbours=_neighbours(world, seconds)
+            )
     return _cluster(world, measured) if world.ranks.rank == 0 else None
 
 
@@ -78,7 +86,7 @@ def _world(device: torch.device) -> _World:
             f"start equally many on each, host by host, as torchrun does"
         )
     local = sizes.pop()
-    clock = Clock(device, crowded=device.type == "cpu" and local > machine.cores())
+    clock = Clock(device, local / machine.cores() if device.type == "cpu" else 1.0)
     axis, places = links.placements(len(set(hosts)), local, device)
     return _World(clock, ranks, len(set(hosts)), local, axis, places)
 
@@ -87,7 +95,7 @@ def _computed(
     world: _World, seconds: float
 ) -> tuple[tuple[Matmul, ...], tuple[Attention, ...], tuple[Matmul, ...]]:
     """Products with all ranks at work, attention likewise, and products of one rank of each host."""
-    clock, cuda, names, best = world.clock, world.clock.cuda, compute.FORMATS, _best(world)
+    clock, cuda, names = world.clock, world.clock.cuda, compute.FORMATS
     with torch.no_grad():
         rates = _mean(world, [compute.probe(clock, name) for name in names])
     share = seconds / len(names) / PASSES
@@ -106,15 +114,10 @@ def _computed(
             sizes = compute.attention_shapes(rate * share * _ATTENTION, cuda)
             attention[-1] += compute.attentions(clock, name, sizes, share * _ATTENTION, world.meet)
     return (
-        _merge(world, _combine(matmul, best), fmean),
-        _merge(world, _combine(attention, best), fmean),
-        _merge(world, _combine(alone, best), fmean),
+        _merge(world, _combine(matmul, min), fmean),
+        _merge(world, _combine(attention, min), fmean),
+        _merge(world, _combine(alone, min), fmean),
     )
-
-
-def _best(world: _World) -> Callable[[Iterable[float]], float]:
-    """How passes are combined: by the better one, or where ranks wait for cores by their mean."""
-    return fmean if world.clock.crowded else min
 
 
 def _alone(world: _World, name: str, shapes: list[tuple[int, int, int]], seconds: float) -> Iterable[Matmul]:
@@ -123,7 +126,7 @@ def _alone(world: _World, name: str, shapes: list[tuple[int, int, int]], seconds
         return
     world.meet()
     if world.ranks.rank % world.local == 0:
-        yield from compute.products(world.clock, name, shapes, seconds, lambda: None)
+        yield from compute.products(world.clock.alone(), name, shapes, seconds, lambda: None)
     world.meet()
 
 
@@ -136,6 +139,16 @@ def _rates(world: _World, seconds: float) -> tuple[float, float, float, float]:
     world.meet()
     elementwise, copy, optimiser, launch = _mean(world, [*found, compute.launch_time(world.clock)])
     return elementwise, copy, optimiser, launch
+
+
+def _neighbours(world: _World, seconds: float) -> float | None:
+    """How many times as long collectives of two take while the other half of a host's ranks compute."""
+    pairs = [place.axis for place in world.places if (place.ranks, place.level) == (2, "host")]
+    if not pairs or world.local % 4:
+        return None
+    computes = bool(world.ranks.rank // 2 % 2)
+    found = links.beside(pairs[0], world.axis, world.clock, seconds * _OVERLAP, computes)
+    return max(1.0, sum_scalars([0.0 if computes else found], world.axis)[0] * 2 / world.axis.size)
 
 
 def _mean(world: _World, values: Sequence[float]) -> list[float]:
