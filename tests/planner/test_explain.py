@@ -15,14 +15,14 @@ from meshwright.planner.estimate import step_time
 from meshwright.planner.explain import Explanation, explain
 from meshwright.planner.explain_text import WIDTH, text
 from meshwright.planner.hardware import cluster
-from meshwright.planner.memory import memories, memory
 from meshwright.planner.neighbours import TERMS, TIE, changes
+from meshwright.planner.own_memory import fullest, needs
 from meshwright.planner.stack import STACKS
 from meshwright.planner.wire import traffic
 from meshwright.spec import RunSpec, UserError
 
 LAYOUTS = {
-    "dense": {"dp": 4, "tp": 2, "cp": 2, "pp": 4, "zero": 2, "micro_batch": 1},
+    "dense": {"dp": 4, "tp": 4, "cp": 2, "pp": 4, "zero": 2, "micro_batch": 1},
     "sharded": {"dp": 16, "replicate": 2, "zero": 3, "micro_batch": 1},
     "experts": {"dp": 4, "tp": 2, "cp": 2, "ep": 8, "pp": 2, "zero": 1, "micro_batch": 1, "schedule": "zb-v"},
 }
@@ -68,18 +68,18 @@ def test_terms_of_memory_add_up_on_every_rank(name: str) -> None:
     assert len(found.memories) == found.spec.layout.pp
     for each in found.memories:
         assert sum(getattr(each, term) for term in TERMS) == pytest.approx(each.device)
-    assert memory(found.spec, found.on).device == max(each.device for each in found.memories)
+    assert fullest(found.spec, found.on).device == max(each.device for each in found.memories)
 
 
 def test_engines_that_served_another_layout_give_the_same() -> None:
     spec = run({"dp": 8, "cp": 2, "pp": 2, "zero": 1, "micro_batch": 1})
     shared = engines(spec)
     for change in changes(spec):
-        memories(change.spec, shared), step_time(change.spec, shared)
+        needs(change.spec, shared), step_time(change.spec, shared)
     for change in (*changes(spec), changes(spec)[0]):
         alone = engines(spec)
         assert step_time(change.spec, shared).seconds == step_time(change.spec, alone).seconds, change.words
-        assert memories(change.spec, shared) == memories(change.spec, alone), change.words
+        assert needs(change.spec, shared) == needs(change.spec, alone), change.words
 
 
 @every
@@ -156,7 +156,7 @@ def test_a_neighbour_that_is_too_large_names_the_term_that_grew_most() -> None:
     chosen, too_large = found.fullest, [each for each in found.neighbours if each.verdict == "does not fit"]
     assert too_large
     for each in too_large:
-        other = memory(each.change.spec, found.on)
+        other = fullest(each.change.spec, found.on)
         grown = {term: getattr(other, term) - getattr(chosen, term) for term in TERMS}
         assert each.most == max(grown, key=lambda term: grown[term])
         assert each.by == grown[each.most]

@@ -14,7 +14,8 @@ from typing import Any, Literal, get_args
 
 from meshwright.planner.engines import Engines
 from meshwright.planner.estimate import step_time
-from meshwright.planner.memory import Memory, memory
+from meshwright.planner.memory import Memory
+from meshwright.planner.own_memory import fullest
 from meshwright.planner.words import gigabytes, percent, seconds
 from meshwright.spec import Layout, RunSpec, UserError
 from meshwright.spec.layout import ONE_STAGE, TWO_STAGES, ContextMode, Order, ScheduleName, ulysses_ranks
@@ -108,7 +109,7 @@ class Neighbour:
 def estimate(spec: RunSpec, on: Engines) -> Estimate:
     """Time and memory of a layout."""
     timed = step_time(spec, on)
-    return Estimate(spec, timed.seconds, timed.parts, memory(spec, on))
+    return Estimate(spec, timed.seconds, timed.parts, fullest(spec, on))
 
 
 def neighbours(chosen: Estimate, on: Engines, capacity: float) -> tuple[Neighbour, ...]:
