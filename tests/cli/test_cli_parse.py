@@ -26,7 +26,14 @@ def test_words_flags_and_keys_in_any_order() -> None:
     call = parse(verb("train"), words)
     assert call.words == ("run.toml",)
     assert call.overrides == [("train.lr", "1e-3"), ("layout.dp", "2")]
-    assert call.flags == {"json": True, "nproc": "2", "out": None, "resume": None, "quiet": None}
+    assert call.flags == {
+        "json": True,
+        "nproc": "2",
+        "cluster": None,
+        "out": None,
+        "resume": None,
+        "quiet": None,
+    }
 
 
 def test_values_may_start_with_a_dash() -> None:

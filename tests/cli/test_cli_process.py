@@ -110,7 +110,7 @@ def test_a_signal_is_an_exit_code_and_a_sentence(name: str) -> None:
     program = (
         "import sys, time\nfrom meshwright import api\nfrom meshwright.cli.main import run\n"
         "def train(*_, **__):\n    print('training', flush=True)\n    time.sleep(60)\n"
-        "api.train = train\nsys.argv = ['meshwright', 'train']\nrun()\n"
+        "api.train = train\nsys.argv = ['meshwright', 'train', '--layout.dp', '1']\nrun()\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

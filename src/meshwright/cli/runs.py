@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.cli import show
 from meshwright.cli.verb import JSON, Argument, Call, Flag, Verb, folder_name, whole
-from meshwright.launch.env import resolve, worker
+from meshwright.launch.env import Worker, resolve, worker
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import read_tree
 
@@ -37,8 +37,8 @@ def train(call: Call) -> int:
     from meshwright import api
 
     place = worker()
-    spec = spec_of(call, place.world_size if place else None)
     out, resume, quiet = _out(call), call.flags["resume"], bool(call.flags["quiet"])
+    spec = _planned(call, quiet) if place is None and resume is None else _given(call, place)
     run = call.path() if resume is not None else None
     if out is not None and run is not None and run.is_dir() and run.resolve() != out.resolve():
         raise UserError(f"--out: {out} is not the run {run} that is resumed; leave --out away")
@@ -49,6 +49,30 @@ def train(call: Call) -> int:
     if place is None or (place.rank == 0 and not place.launched):
         show.as_json(result) if call.flags["json"] else show.pairs(result)
     return 0
+
+
+def _given(call: Call, place: Worker | None) -> RunSpec:
+    """The spec that ranks of a torchrun, and runs that are resumed, take as it is."""
+    if call.flags["cluster"] is not None:
+        raise UserError("--cluster: plans a layout for a new run; it goes with neither --resume nor torchrun")
+    return spec_of(call, place.world_size if place else None)
+
+
+def _planned(call: Call, quiet: bool) -> RunSpec:
+    """The spec of a new run; where it sizes no axis, with a layout that is planned, and why in one line."""
+    from meshwright.launch.choose import planned
+
+    path = call.path()
+    tree = read_tree(path) if path else {}
+    source, nproc, cluster = str(path) if path else "", call.flags["nproc"], call.flags["cluster"]
+    spec, why = planned(tree, call.overrides, nproc, source, cluster)
+    if cluster is not None and why is None:
+        raise UserError(
+            "--cluster: is what a layout is planned for, but this run has its layout; leave it away"
+        )
+    if why is not None and not quiet:
+        print(why, flush=True)
+    return spec
 
 
 def _out(call: Call) -> Path | None:
@@ -124,6 +148,13 @@ VERBS = (
         (RUN,),
         (
             NPROC,
+            Flag(
+                "cluster",
+                "hardware file, or a name, that a layout is planned for where no axis is set; default this "
+                "machine",
+                "NAME|FILE",
+                str,
+            ),
             Flag("out", "folder of the run; default a new one under runs/", "DIR", folder_name),
             Flag(
                 "resume", "go on from a checkpoint: 'auto' for the newest one, or its step", "auto|STEP", str

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from meshwright.planner.block import Blocks
-from meshwright.planner.hardware import Cluster
+from meshwright.planner.hardware import Cluster, Device
 from meshwright.planner.kernels import Kernels
 from meshwright.planner.links import Links
 from meshwright.planner.shared_cores import shared_cores
@@ -19,10 +21,12 @@ class Engines:
     """
 
     def __init__(self, cluster: Cluster, stack: Stack | None = None, format: str | None = None) -> None:
-        if stack is None:
-            stack = MESHWRIGHT_ON_CPU if cluster.device.kind == "cpu" else MESHWRIGHT
+        stack = stack or MESHWRIGHT
+        if stack is MESHWRIGHT and cluster.device.kind == "cpu":
+            stack = MESHWRIGHT_ON_CPU
         self.cluster, self.stack, self.format = cluster, stack, format
-        self.kernels = Kernels(cluster.device, stack.matmul, stack.native_attention, cluster.measured)
+        device = _share(cluster)
+        self.kernels = Kernels(device, stack.matmul, stack.native_attention, cluster.measured)
         self.links = Links(cluster, stack.network, stack.flat_rings)
         self.shared = shared_cores(cluster)
         self._blocks: dict[tuple[object, ...], Blocks] = {}
@@ -52,3 +56,12 @@ class Engines:
                 spec, self.format or spec.precision.compute, self.stack, self.kernels, self.links
             )
         return found
+
+
+def _share(cluster: Cluster) -> Device:
+    """What one rank has of its device: of a host that ranks share, and that was not measured so, a part."""
+    device, ranks = cluster.device, cluster.sharing
+    if device.kind != "cpu" or ranks == 1 or cluster.measured is not None:
+        return device
+    peak = {name: rate / ranks for name, rate in device.peak.items()}
+    return replace(device, peak=peak, bandwidth=device.bandwidth / ranks, units=max(1, device.units // ranks))

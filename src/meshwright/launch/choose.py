@@ -1,0 +1,99 @@
+"""A layout for a run that sizes no axis: planned for the machine that it starts on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.launch.env import count_devices, fit_layout, nproc_of, resolve, sets_layout
+from meshwright.planner import hardware
+from meshwright.planner.explain import describe
+from meshwright.planner.hardware import Cluster
+from meshwright.planner.plan import Plan, Plans, plan
+from meshwright.spec import RunSpec, UserError
+from meshwright.spec.load import Overrides, from_tree
+
+
+def present() -> Cluster:
+    """This machine, by what its GPUs are called, or as a host with so many cores; not measured."""
+    import torch
+
+    from meshwright.planner.catalogue import CUDA_NAMES
+
+    if not torch.cuda.is_available():
+        return hardware.cluster("cpu")
+    called = torch.cuda.get_device_name(0)
+    name = next((known for part, known in CUDA_NAMES.items() if part in called), None)
+    if name is None:
+        raise UserError(
+            f"layout: no axis is sized, and the GPU '{called}' is not in the catalogue to plan for it; give "
+            f"layout.dp, or --cluster FILE as `meshwright profile` writes it"
+        )
+    return hardware.cluster(name)
+
+
+def planned(
+    tree: dict[str, Any],
+    overrides: Overrides = (),
+    nproc: str | int | None = None,
+    source: str = "",
+    on: str | None = None,
+) -> tuple[RunSpec, str | None]:
+    """The spec of a run, and in one line why it has its layout; None where the run sizes an axis itself.
+
+    `nproc` is a number of ranks, or None or 'auto' for any number that this machine has devices for. `on` is
+    a hardware file, or a cluster's name, to plan for; by default this machine as the catalogue knows it.
+    Raises `UserError`.
+    """
+    if sets_layout(tree, overrides):
+        return resolve(tree, overrides, nproc, source), None
+    alone = from_tree(tree, fit_layout(tree, overrides, 1), source)
+    cluster = hardware.cluster(on) if on else present()
+    any_number = nproc is None or nproc == "auto"
+    sizes = range(1, count_devices() + 1) if any_number else (nproc_of(nproc or 1),)
+    if sizes == (1,) or list(sizes) == [1]:
+        return alone, None
+    wanted = [*_fixed(tree, alone), *overrides]
+    found: list[Plans] = []
+    problem: UserError | None = None
+    for ranks in sizes:
+        try:
+            found.append(plan(alone, cluster, gpus=ranks, top=2, overrides=wanted))
+        except UserError as error:  # other numbers of ranks may do
+            problem = error
+    if not found:
+        raise problem or UserError("layout: nothing is planned for no ranks; give --nproc 1 or more")
+    best = min((each.best for each in found), key=lambda each: each.step_seconds)
+    others = [each for plans in found for each in plans.plans if each is not best]
+    return _with(alone, best), _why(best, others)
+
+
+def _fixed(tree: dict[str, Any], alone: RunSpec) -> list[tuple[str, str]]:
+    """What the run file says of its layout and recomputation, as flags that stay as they are."""
+    table = tree.get("layout") or {}
+    found = [(f"layout.{key}", str(getattr(alone.layout, key))) for key in table]
+    if tree.get("recompute"):
+        found.append(("recompute.policy", alone.recompute.policy))
+    return found
+
+
+def _with(alone: RunSpec, best: Plan) -> RunSpec:
+    """The run with the plan's layout and recomputation; all else is as it was given."""
+    chosen = {"layout": best.spec.layout.model_dump(), "recompute": best.spec.recompute.model_dump()}
+    return RunSpec.model_validate({**alone.to_json(), **chosen})
+
+
+def _why(best: Plan, others: list[Plan]) -> str:
+    """One line."""
+    ranks = best.spec.layout.world_size
+    where = best.cluster.device.name
+    where = (
+        f"{ranks} x {where}"
+        if best.cluster.device.kind != "cpu"
+        else f"{ranks} process{'es' * (ranks > 1)} on {where}"
+    )
+    said = f"layout: {describe(best.spec)}; planned for {where}: {best.step_seconds:.3g} s a step"
+    if others:
+        next_best = min(others, key=lambda each: each.step_seconds)
+        more = 100 * (next_best.step_seconds / best.step_seconds - 1)
+        said += f"; next is {describe(next_best.spec)}, {more:.1f}% slower"
+    return said

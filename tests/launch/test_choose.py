@@ -1,0 +1,50 @@
+"""A run that sizes no axis gets a layout that is planned for the machine, and one line of why."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.launch.choose import planned
+from meshwright.spec import UserError
+from meshwright.spec.load import from_tree
+
+TREE = {"data": {"seq_len": 64, "corpus": "synthetic"}, "train": {"batch_tokens": 4096}}
+
+
+def test_ranks_get_a_layout_and_a_reason() -> None:
+    spec, why = planned(TREE, nproc=2, on="cpu")
+    assert spec.layout.world_size == 2
+    assert why is not None and "\n" not in why
+    assert spec.layout.describe() in why and "s a step" in why
+    alone = from_tree(TREE)
+    assert spec.data == alone.data and spec.train == alone.train and spec.model == alone.model
+
+
+def test_a_layout_that_is_given_is_kept() -> None:
+    spec, why = planned({**TREE, "layout": {"dp": 2, "zero": 3}}, on="cpu")
+    assert why is None and (spec.layout.dp, spec.layout.zero) == (2, 3)
+    spec, why = planned(TREE, [("layout.tp", "2")])
+    assert why is None and spec.layout.tp == 2
+
+
+def test_what_is_said_of_a_layout_stays() -> None:
+    spec, why = planned({**TREE, "layout": {"zero": 1}}, [("layout.micro_batch", "2")], nproc=4, on="cpu")
+    assert why is not None and spec.layout.world_size == 4
+    assert (spec.layout.zero, spec.layout.micro_batch) == (1, 2)
+
+
+def test_recomputation_that_is_given_stays() -> None:
+    spec, _ = planned({**TREE, "recompute": {"policy": "full"}}, nproc=2, on="cpu")
+    assert spec.recompute.policy == "full"
+
+
+def test_the_cluster_decides() -> None:
+    near, _ = planned(TREE, nproc=8, on="h100-sxm")
+    assert near.layout.world_size == 8
+    with pytest.raises(UserError, match="did you mean"):
+        planned(TREE, nproc=2, on="h100-sx")
+
+
+def test_no_layout_for_a_number_of_ranks_is_a_sentence() -> None:
+    with pytest.raises(UserError, match="no layout"):
+        planned({**TREE, "train": {"batch_tokens": 64}}, nproc=37, on="cpu")
