@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, field_validator
@@ -116,8 +115,12 @@ class Layout(Part):
 
     def stride(self, axis: str) -> int:
         """How far apart in number neighbours on an axis of `axes_in_order` are."""
-        names = [name for name, _ in self.axes_in_order]
-        return prod(size for _, size in self.axes_in_order[names.index(axis) + 1 :])
+        found = 1
+        for name, size in reversed(self.axes_in_order):
+            if name == axis:
+                break
+            found *= size
+        return found
 
     @property
     def world_size(self) -> int:

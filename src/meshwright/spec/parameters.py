@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil, prod
 from typing import Literal
 
@@ -39,6 +40,12 @@ class Parameter:
 
 def parameters(model: ModelSpec) -> dict[str, list[Parameter]]:
     """The parameters of each unit, by the unit's name: embed, blocks.0, ..., head; tied ends are one unit."""
+    return {name: list(listed) for name, listed in _every(model).items()}
+
+
+@lru_cache(maxsize=8)
+def _every(model: ModelSpec) -> dict[str, list[Parameter]]:
+    """The same; the last models' are kept, since each rank of a pipeline asks again."""
     found = {"embed": list(_embed(model))}
     found |= {f"blocks.{i}": list(block_parameters(model, i)) for i in range(model.layers)}
     head = list(_norm(model, "head.norm"))
@@ -53,7 +60,7 @@ def parameters_of(model: ModelSpec, own: Sequence[Stage]) -> dict[str, list[Para
     """The same of the units in the stages of one rank; tied ends on different ranks are a unit each."""
     ends = {"embed": any(stage.embed for stage in own), "head": any(stage.head for stage in own)}
     blocks = {f"blocks.{i}" for stage in own for i in stage.blocks}
-    every = parameters(model)
+    every = _every(model)
     found = {name: listed for name, listed in every.items() if name in blocks}
     if not model.tied or all(ends.values()):
         return {name: listed for name, listed in every.items() if name in found or ends.get(name, False)}
