@@ -44,6 +44,13 @@ def test_the_best_plan_is_written_as_a_run_file(tmp_path: Path) -> None:
     assert spec.train.batch_tokens == 1_048_576 and spec.precision.compute == "bf16"
 
 
+def test_the_page_tells_the_plans(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    assert main([*WISH, "--out", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert "<svg" in text and "https://" not in text.replace("https://www.w3.org", "")
+
+
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--write: .* cannot be written"):
         main([*WISH, "--write", str(tmp_path / "none" / "run.toml")])

@@ -42,13 +42,25 @@ def plan(call: Call) -> int:
     )
     if flags["write"] is not None:
         _write(found.best.spec, Path(flags["write"]))
+    if flags["out"] is not None:
+        _page(found, Path(flags["out"]))
     if flags["json"]:
         show.as_json(found.to_json())
         return 0
     _show(found)
-    if flags["write"] is not None:
-        print(f"\nwrote {flags['write']}")
+    written = [flags[name] for name in ("write", "out") if flags[name] is not None]
+    print("".join(f"\nwrote {name}" for name in written), end="\n" if written else "")
     return 0
+
+
+def _page(found: Plans, path: Path) -> None:
+    """Why the best plan, and why not its neighbours and the other plans on as many devices."""
+    from meshwright.planner.engines import Engines
+    from meshwright.report.plan_page import write_plan_page
+
+    best = found.best
+    alike = [each.spec for each in found.plans if each.cluster.count == best.cluster.count]
+    write_plan_page(path, alike, Engines(best.cluster, found.stack), found.pareto)
 
 
 def _say(found: Found, counts: Counts) -> None:
@@ -156,6 +168,12 @@ VERBS = (
             Flag("tokens", "tokens to train on, such as 15T, for days and USD", "N", str),
             Flag("max-memory", "GB of a device that a plan may need at most", "GB", above_zero),
             Flag("write", "run file to write, which train accepts", "RUN.toml", file_name(".toml")),
+            Flag(
+                "out",
+                "page to write: time, memory, links, timeline, neighbours; opens offline",
+                "FILE.html",
+                file_name(".html"),
+            ),
             Flag("progress", "say each plan that is the best so far, on stderr"),
             JSON,
         ),
