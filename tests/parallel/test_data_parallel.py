@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import pytest
 
@@ -134,3 +136,20 @@ def test_only_a_gradient_that_is_not_finite_has_no_finite_norm(ranks: Ranks, fla
     for small, large, infinite, none in ranks.run(spec.layout, norms_of_large_gradients, spec):
         assert large == pytest.approx(1e25 * small, rel=1e-6)
         assert infinite == math.inf and math.isnan(none)
+
+
+def units_that_outlive_their_trainer(mesh: Mesh, spec: RunSpec) -> int:
+    trainer = Trainer(spec, mesh)
+    trainer.initialise()
+    (batch,) = first_batches(spec, mesh, 1)
+    trainer.step(batch, 1)
+    units = [weakref.ref(unit) for unit in trainer.states.units]
+    del trainer
+    gc.collect()
+    return sum(unit() is not None for unit in units)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_trainer_that_is_dropped_frees_its_parameters(ranks: Ranks, zero: int) -> None:
+    spec = spec_of(BASE, layout__zero=zero)
+    assert ranks.run(spec.layout, units_that_outlive_their_trainer, spec) == [0, 0]

@@ -12,8 +12,9 @@ import pytest
 from meshwright.planner.engines import Engines
 from meshwright.planner.estimate import step_time
 from meshwright.planner.hardware import cluster
+from meshwright.planner.least import least_memory
 from meshwright.planner.memory import memory
-from meshwright.planner.search import least_memory, search
+from meshwright.planner.search import search
 from meshwright.planner.space import Space
 from meshwright.planner.stack import MESHWRIGHT, STACKS
 from meshwright.spec import RunSpec, UserError

@@ -10,15 +10,20 @@ import pytest
 from meshwright.planner import validation_page
 from meshwright.planner.calibration import is_used
 from meshwright.planner.published import PUBLISHED, PredictionError, case_of, read
-from meshwright.planner.validate import kendall, report, validate
+from meshwright.planner.validate import Validation, kendall, report, validate
 from meshwright.spec import UserError
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(scope="module")
-def found() -> dict:
-    return report(validate())
+def whole() -> Validation:
+    return validate()
+
+
+@pytest.fixture(scope="module")
+def found(whole: Validation) -> dict:
+    return report(whole)
 
 
 def source(found: dict, words: str) -> dict:
@@ -53,8 +58,7 @@ def test_memory_over_all_rows(found: dict) -> None:
     assert found["memory"]["mean_abs_pct"] <= 12
 
 
-def test_what_did_not_fit_is_not_predicted_to() -> None:
-    whole = validate()
+def test_what_did_not_fit_is_not_predicted_to(whole: Validation) -> None:
     for each in whole.predictions:
         if each.case.ran is False:
             assert not each.fits
@@ -154,3 +158,11 @@ def test_a_file_that_is_no_table_is_one_sentence(tmp_path: Path) -> None:
 )
 def test_kendall(pairs: list, expected: float | None) -> None:
     assert kendall(pairs) == (expected if expected is None else pytest.approx(expected))
+
+
+def test_figures_by_another_column_add_up(whole: Validation) -> None:
+    by_gpu = report(whole, "gpu")["by_gpu"]
+    assert sum(part["rows"] for part in by_gpu.values()) == 303 and len(by_gpu) > 2
+    assert sum(part["time"]["rows"] for part in by_gpu.values()) == report(whole)["time"]["rows"]
+    with pytest.raises(UserError, match=r"by: 'gpus' is no column .* source, model, gpu"):
+        report(whole, "gpus")

@@ -116,12 +116,13 @@ def test_stop_and_resume_are_bitwise_equal(
         ({"dp": 1}, {"dp": 2, "replicate": 2, "zero": 2}),
         ({"dp": 2, "replicate": 2, "zero": 3}, {"dp": 4}),
         ({"dp": 2, "zero": 1}, {"pp": 2, "dp": 2}),
+        ({"dp": 2, "zero": 3, "pp": 2}, {"dp": 2, "zero": 1, "pp": 2, "order": "replicate-dp-pp-tp"}),
     ],
 )
 def test_resume_on_another_layout(
-    ranks: Ranks, corpus: Path, tmp_path: Path, before: dict[str, int], after: dict[str, int]
+    ranks: Ranks, corpus: Path, tmp_path: Path, before: dict[str, object], after: dict[str, object]
 ) -> None:
-    def flags(layout: dict[str, int]) -> dict[str, object]:
+    def flags(layout: dict[str, object]) -> dict[str, object]:
         return {f"layout__{key}": value for key, value in layout.items()}
 
     whole, wanted = start(ranks, spec_of(corpus, **flags(before)), tmp_path / "whole")

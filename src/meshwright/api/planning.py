@@ -127,18 +127,19 @@ def goodput(
     return {**found.to_json(), "simulated": played.to_json()}
 
 
-def validate(table: Path | None = None, *, rows: bool = False) -> Result:
+def validate(table: Path | None = None, *, rows: bool = False, by: str = "source") -> Result:
     """Set the planner's predictions beside measured runs: `table`, or the published ones.
 
     The result has `rows`, `predicted`, `skipped` (reason -> rows), `time` and `memory` (absolute errors in
     percent), `tau`, `regret_pct`, `oom` (`true_fit`, `false_fit`, `true_oom`, `false_oom`), and the same
-    `by_source`; with `rows`, `each` row too. Raises `UserError`.
+    `by_source`, and by what the column `by` says (source, model or gpu); with `rows`, `each` row too. Raises
+    `UserError`.
     """
     from meshwright.planner import validate as planner
     from meshwright.planner.published import PUBLISHED
 
     found = planner.validate(Path(table) if table else PUBLISHED)
-    result = planner.report(found)
+    result = planner.report(found, by)
     return {**result, "each": planner.each_row(found)} if rows else result
 
 

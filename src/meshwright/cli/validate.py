@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli import show
-from meshwright.cli.verb import JSON, Argument, Call, Flag, Verb, choice, file_name
+from meshwright.cli.verb import JSON, Argument, Call, Flag, Verb, file_name
 from meshwright.spec import UserError
 
 
@@ -15,13 +15,14 @@ def validate(call: Call) -> int:
     from meshwright import api
     from meshwright.planner import validation_page
 
-    result = api.validate(call.path(), rows=bool(call.flags["rows"]))
+    by = call.flags["by"] or "source"
+    result = api.validate(call.path(), rows=bool(call.flags["rows"]), by=by)
     if path := call.flags["markdown"]:
         _write(Path(path), validation_page.page(result))
     if call.flags["json"]:
         show.as_json(result)
         return 0
-    show.table(validation_page.table(result, by_source=True))
+    show.table(validation_page.table(result, by))
     _tell(result)
     if path:
         print(f"wrote {path}")
@@ -52,7 +53,7 @@ VERBS = (
         validate,
         (Argument("RUNS.csv", "a table of measured runs; by default the published ones", required=False),),
         (
-            Flag("by", "a line for each source (as it is by default)", "source", choice("source")),
+            Flag("by", "a line for each: source (the default), model or gpu", "COLUMN", str),
             Flag("rows", "every row with what was measured and predicted"),
             Flag("markdown", "page to write", "FILE.md", file_name(".md")),
             JSON,

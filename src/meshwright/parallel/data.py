@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -112,11 +113,10 @@ class DataParallel:
             module.register_forward_hook(
                 lambda module, _args, output, index=index: self._after_forward(index, module, output)
             )
+        on_gradient = _weak(self._on_gradient)
         for unit in self._groups[index]:
-            for slot in unit.slots:
-                unit.parameters[slot.name].register_post_accumulate_grad_hook(
-                    lambda parameter, unit=unit, slot=slot: self._on_gradient(unit, slot, parameter)
-                )
+            for parameter in unit.parameters.values():
+                parameter.register_post_accumulate_grad_hook(on_gradient)
 
     def _gather(self, index: int, ahead: int) -> None:
         """Wait for what modules `index` need, and begin to gather for modules `ahead`, if there are any."""
@@ -152,16 +152,14 @@ class DataParallel:
     def _before_backward(self, index: int) -> None:
         self._gather(index, index - 1 if index > 1 else -1)
 
-    def _on_gradient(self, unit: Unit, slot: Slot, parameter: nn.Parameter) -> None:
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
         grad, parameter.grad = parameter.grad, None
         if grad is not None:  # else the backward left it to `take`
-            self._take(unit, slot, grad)
+            self.take(parameter, grad)
 
     def take(self, parameter: nn.Parameter, grad: Tensor) -> None:
         """Add a gradient that was found apart from the backward."""
-        self._take(*self._places[parameter], grad)
-
-    def _take(self, unit: Unit, slot: Slot, grad: Tensor) -> None:
+        unit, slot = self._places[parameter]
         unit.pack(slot, grad)
         unit.waiting[slot.name] -= 1
         if not unit.waiting[slot.name]:
@@ -316,6 +314,18 @@ class DataParallel:
             if tensor is not None
         }
         return sum(storages.values())
+
+
+def _weak(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+    """The method as a hook that does not hold its object: autograd's hooks are not garbage-collected."""
+    reference = WeakMethod(method)
+
+    def hook(parameter: nn.Parameter) -> None:
+        bound = reference()
+        assert bound is not None, "a backward through parameters whose `DataParallel` is gone"
+        bound(parameter)
+
+    return hook
 
 
 _ROW = 1024

@@ -29,14 +29,14 @@ class Axes(NamedTuple):
 
 def axes(layout: Layout) -> Axes:
     """The groups of `layout`."""
-    data = layout.stride("dp")
-    folded = layout.ep * layout.etp
+    stride = layout.strides
+    data, folded = stride["dp"], layout.ep * layout.etp
     return Axes(
-        tensor=Group(layout.tp, layout.stride("tp")),
+        tensor=Group(layout.tp, stride["tp"]),
         context=Group(layout.cp, data),
         shard=Group(layout.shard_ranks, data),
-        replicate=Group(layout.replicate, layout.stride("replicate")),
-        pipeline=Group(layout.pp, layout.stride("pp")),
+        replicate=Group(layout.replicate, stride["replicate"]),
+        pipeline=Group(layout.pp, stride["pp"]),
         expert=Group(folded, 1),
         expert_data=Group(layout.expert_data_ranks, folded if layout.ep * layout.etp > 1 else data),
     )

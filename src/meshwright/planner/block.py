@@ -12,74 +12,47 @@ the feed-forward layer, b bytes of an element.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from meshwright.planner import own_messages
 from meshwright.planner.axes import Group, axes
 from meshwright.planner.kernels import FORMAT_BYTES, Kernels
 from meshwright.planner.links import Links
+from meshwright.planner.passes import Passes, Product, Seconds
 from meshwright.planner.stack import Stack
-from meshwright.spec import MoeSpec, RunSpec
+from meshwright.spec import ModelSpec, MoeSpec, RunSpec
 from meshwright.spec.parameters import block_parameters
-
-
-class Seconds(NamedTuple):
-    """Where time goes."""
-
-    matmul: float = 0.0
-    attention: float = 0.0
-    moved: float = 0.0
-    """Operators that move bytes and compute little."""
-    host: float = 0.0
-    """Waiting for the host to launch operators."""
-    tensor: float = 0.0
-    context: float = 0.0
-    expert: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return sum(self)
-
-    @property
-    def compute(self) -> float:
-        """Without messages."""
-        return self.matmul + self.attention + self.moved + self.host
-
-    def plus(self, other: Seconds, times: float = 1.0) -> Seconds:
-        """The sum with `times` x `other`."""
-        return Seconds(*(a + times * b for a, b in zip(self, other, strict=True)))
-
-
-class Passes(NamedTuple):
-    """A microbatch's seconds: forward, backward for the input and for weights, and what is done again."""
-
-    forward: Seconds = Seconds()
-    input: Seconds = Seconds()
-    weight: Seconds = Seconds()
-    again: Seconds = Seconds()
-
-    @property
-    def total(self) -> float:
-        return sum(each.total for each in self)
-
 
 _AGAIN = 8
 """Operators that selective recomputation launches again."""
 
 
-class Product(NamedTuple):
-    """(m, k) x (k, n), `batch` of them: of tokens, or of tokens of one expert."""
+@dataclass
+class Dense:
+    """What a layout's blocks without experts, and its ends, cost: the same however experts are dealt out."""
 
-    m: int
-    n: int
-    k: int
-    batch: int = 1
+    block: Passes | None = None
+    embedding: Passes | None = None
+    head: Passes | None = None
+    sizes: dict[bool, tuple[int, int, int]] = field(default_factory=dict)
+    """Parameters of a block, with experts or dense: split by tensor ranks, whole, experts'."""
 
 
 class Blocks:
-    """What blocks cost in a run's layout."""
+    """What blocks cost in a run's layout.
 
-    def __init__(self, spec: RunSpec, format: str, stack: Stack, kernels: Kernels, links: Links) -> None:
+    `dense` is what is known of layouts that differ in how experts are dealt out only.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        format: str,
+        stack: Stack,
+        kernels: Kernels,
+        links: Links,
+        dense: Dense | None = None,
+    ) -> None:
         self.spec, self.stack, self.kernels, self.links, self.format = spec, stack, kernels, links, format
         layout, model = spec.layout, spec.model
         self.width = max(2.0, FORMAT_BYTES[format])
@@ -92,29 +65,25 @@ class Blocks:
         self.on_cpu = kernels.device.kind == "cpu"
         self.axes = axes(layout)
         self.tensor, self.context, self.expert = self.axes.tensor, self.axes.context, self.axes.expert
-        self._known: dict[bool, Passes] = {}
-        self._held: dict[bool, tuple[int, int]] = {}
+        self._dense = dense or Dense()
+        self._routed: Passes | None = None
 
     # What a block is made of.
 
     def passes(self, routed: bool) -> Passes:
         """Seconds of a block, with experts or dense."""
-        if routed not in self._known:
-            self._known[routed] = self._block(routed)
-        return self._known[routed]
+        if routed:
+            self._routed = self._routed or self._block(True)
+            return self._routed
+        self._dense.block = self._dense.block or self._block(False)
+        return self._dense.block
 
     def held(self, routed: bool) -> tuple[int, int]:
         """Parameters of a block on one tensor rank: those that all tokens meet, and its experts'."""
-        if routed not in self._held:
-            model, layout, dense, experts = self.spec.model, self.spec.layout, 0, 0
-            layer = next(layer for layer in range(model.layers) if model.has_experts(layer) == routed)
-            for p in block_parameters(model, layer):
-                if p.expert:
-                    experts += p.size // (layout.ep * layout.etp)
-                else:
-                    dense += p.size // (layout.tp if p.split else 1)
-            self._held[routed] = dense, experts
-        return self._held[routed]
+        if routed not in self._dense.sizes:
+            self._dense.sizes[routed] = _sizes(self.spec.model, routed)
+        (split, whole, experts), layout = self._dense.sizes[routed], self.spec.layout
+        return split // layout.tp + whole, experts // (layout.ep * layout.etp)
 
     def products(self, routed: bool) -> list[Product]:
         """The forward's matrix products of a block."""
@@ -373,6 +342,15 @@ class Blocks:
 
     def head(self) -> Passes:
         """Seconds of the last norm, the head's product and the loss; its logits are in `format` or bf16."""
+        self._dense.head = self._dense.head or self._head()
+        return self._dense.head
+
+    def embedding(self) -> Passes:
+        """Seconds of the lookup, and of adding its gradient's rows."""
+        self._dense.embedding = self._dense.embedding or self._embedding()
+        return self._dense.embedding
+
+    def _head(self) -> Passes:
         model, rows = self.spec.model, self.rows
         format = "bf16" if self.format == "fp8" else self.format
         n = self.tokens
@@ -391,8 +369,7 @@ class Blocks:
         weight = Seconds(matmul=self.kernels.matmul(format, rows, model.hidden, n), moved=packed)
         return Passes(forward, input, weight)
 
-    def embedding(self) -> Passes:
-        """Seconds of the lookup, and of adding its gradient's rows."""
+    def _embedding(self) -> Passes:
         moved = self.kernels.moved(3 * self.tokens * self.spec.model.hidden * self.width)
         end = (own_messages.tensor_end(self) if self.stack.own else self._tensor(1)) / 2
         packed = self.kernels.moved(self.stack.packed * self.rows * self.spec.model.hidden)
@@ -402,3 +379,17 @@ class Blocks:
             Seconds(),
             Seconds(moved=2 * moved + packed, tensor=end),
         )
+
+
+def _sizes(model: ModelSpec, routed: bool) -> tuple[int, int, int]:
+    """Parameters of a block with experts or dense: split by tensor ranks, others, of experts."""
+    split = whole = experts = 0
+    layer = next(layer for layer in range(model.layers) if model.has_experts(layer) == routed)
+    for p in block_parameters(model, layer):
+        if p.expert:
+            experts += p.size
+        elif p.split:
+            split += p.size
+        else:
+            whole += p.size
+    return split, whole, experts

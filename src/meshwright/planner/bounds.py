@@ -16,10 +16,12 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from meshwright.planner.axes import Group
-from meshwright.planner.block import Blocks, Passes, Product
+from meshwright.planner.block import Blocks
 from meshwright.planner.kernels import peak
+from meshwright.planner.passes import Passes, Product, Seconds
 from meshwright.schedule import Kind, Path, Schedule, StageCost, make
 from meshwright.spec import ModelSpec
+from meshwright.spec.layout import HOLD_ALL
 from meshwright.spec.numbers import divisors
 
 
@@ -47,6 +49,16 @@ class Floor(Blocks):
         if self.format == "fp8":
             rate *= device.rates.fp8
         return 2.0 * rows * model.hidden * moe.ffn * (self.gates + 1) / rate
+
+
+class Ground(Floor):
+    """What blocks cost at least, however sequences are shared too: with as many tokens on a rank."""
+
+    def _own(self, core: float, routed: bool, backward: bool) -> Seconds:
+        return super()._own(core, routed, backward)._replace(context=0.0, expert=0.0)
+
+    def _sent(self, core: float, routed: bool, backward: bool) -> Seconds:
+        return super()._sent(core, routed, backward)._replace(context=0.0, expert=0.0)
 
 
 @lru_cache(maxsize=1024)
@@ -172,6 +184,8 @@ class Shape(NamedTuple):
 @lru_cache(maxsize=4096)
 def shape(name: str, ranks: int, virtual: int, microbatches: int) -> Shape:
     """Of the schedule of that name."""
+    if name in HOLD_ALL:
+        return Shape((virtual * microbatches,) * ranks, (((microbatches,) * virtual,),) * ranks)
     made = schedule(name, ranks, virtual, microbatches)
     most, held = [], []
     for rank, listed in enumerate(made.actions):

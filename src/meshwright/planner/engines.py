@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.planner.block import Blocks
+from meshwright.planner.block import Blocks, Dense
 from meshwright.planner.hardware import Cluster, Device
 from meshwright.planner.kernels import Kernels
 from meshwright.planner.links import Links
 from meshwright.planner.shared_cores import shared_cores
 from meshwright.planner.stack import MESHWRIGHT, MESHWRIGHT_ON_CPU, Stack
-from meshwright.spec import RunSpec
+from meshwright.spec import ModelSpec, RunSpec
 
 
 class Engines:
@@ -29,12 +29,15 @@ class Engines:
         self.kernels = Kernels(device, stack.matmul, stack.native_attention, cluster.measured)
         self.links = Links(cluster, stack.network, stack.flat_rings)
         self.shared = shared_cores(cluster)
+        self._models: dict[int, ModelSpec] = {}
+        self._dense: dict[tuple[object, ...], Dense] = {}
         self._blocks: dict[tuple[object, ...], Blocks] = {}
 
     def blocks(self, spec: RunSpec) -> Blocks:
         """What a block of the run costs, which its data and pipeline ranks do not change."""
         layout = spec.layout
-        key = (
+        self._models[id(spec.model)] = spec.model  # hashing a model takes long; kept, its id is its own
+        dense = (
             id(spec.model),
             spec.data.seq_len,
             spec.micro_batch,
@@ -43,17 +46,15 @@ class Engines:
             layout.sequence_parallel,
             layout.cp,
             layout.context_mode,
-            layout.stride("dp") if layout.cp > 1 else 1,
-            layout.ep,
-            layout.etp,
-            layout.expert_parts,
-            layout.dp if layout.ep > 1 else 1,
+            layout.strides["dp"] if layout.cp > 1 else 1,
             layout.pp > 1,
         )
+        key = (*dense, layout.ep, layout.etp, layout.expert_parts, layout.dp if layout.ep > 1 else 1)
         found = self._blocks.get(key)
-        if found is None or found.spec.model is not spec.model:
+        if found is None:
+            known = self._dense.setdefault(dense, Dense())
             found = self._blocks[key] = Blocks(
-                spec, self.format or spec.precision.compute, self.stack, self.kernels, self.links
+                spec, self.format or spec.precision.compute, self.stack, self.kernels, self.links, known
             )
         return found
 

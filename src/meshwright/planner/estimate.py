@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshwright.planner.axes import Group, axes
-from meshwright.planner.block import Blocks, Passes, Seconds
+from meshwright.planner.block import Blocks
 from meshwright.planner.data_axis import DataSeconds, Held, data_seconds
 from meshwright.planner.engines import Engines
+from meshwright.planner.passes import Passes, Seconds
 from meshwright.planner.shared_cores import Places, makespan
 from meshwright.planner.shared_cores import period as shared_period
 from meshwright.schedule import Link, Simulation, StageCost, schedule_of, simulate

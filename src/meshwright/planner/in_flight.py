@@ -12,10 +12,11 @@ values, A of what attention gives, F of the feed-forward layer on this rank:
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from meshwright.planner.activations import Activations, Sizes, activations, of_experts
 from meshwright.planner.expert_activations import routed_put_off
 from meshwright.planner.place import place_of
-from meshwright.schedule import Kind
 from meshwright.spec import RunSpec
 from meshwright.spec.stages import Stage
 
@@ -26,18 +27,16 @@ def peak_activations(spec: RunSpec, pipeline_rank: int = 0, kept: Activations | 
     `kept` is what one microbatch keeps, where that is known already.
     """
     at, kept = place_of(spec, pipeline_rank), kept or activations(spec)
-    whole = {stage.index: kept.of(stage) for stage in at.own}
-    put_off = {stage.index: _put_off(spec, stage) for stage in at.own}
-    held = most = 0
-    for kind, stage, _ in at.schedule.actions[pipeline_rank]:
-        held += {
-            Kind.F: whole[stage],
-            Kind.I: put_off[stage] - whole[stage],
-            Kind.W: -put_off[stage],
-            Kind.B: -whole[stage],
-        }[kind]
-        most = max(most, held)
-    return most
+    change = {
+        stage.index: _changes(kept.of(stage), _put_off(spec, stage) if at.schedule.splits_backward else 0)
+        for stage in at.own
+    }
+    return max(accumulate(change[stage][kind] for kind, stage, _ in at.schedule.actions[pipeline_rank]))
+
+
+def _changes(whole: int, put_off: int) -> tuple[int, int, int, int]:
+    """What is held more after an action of each kind: F, I, W, B."""
+    return whole, put_off - whole, -put_off, -whole
 
 
 def _put_off(spec: RunSpec, stage: Stage) -> int:

@@ -33,6 +33,10 @@ class Path:
     """Seconds of latency up a tree."""
     level: str
     """The slowest level's name."""
+    exchanged: float
+    """Seconds a byte of an all-to-all, each rank's bytes."""
+    trip: float
+    """Seconds of an all-to-all's latency."""
 
 
 class Links:
@@ -82,10 +86,13 @@ class Links:
         return 1 if self._flat else inner
 
     def _ring(self, group: Group) -> Path:
-        bandwidth, reduced, once, tree = float("inf"), 0.0, 0.0, 0.0
+        bandwidth, reduced, once, tree, exchanged, trip = float("inf"), 0.0, 0.0, 0.0, 0.0, 0.0
         slowest = self.cluster.levels[0].name
         for level, here, inner in self.members(group):
             rate = self.rate(level)
+            # Each rank sends each other the same; what leaves a node goes through the rank's own interface.
+            exchanged = max(exchanged, (here - inner) / group.ranks / rate)
+            trip += level.link.latency * ceil(log2(1 + here / inner))
             if level is not self.cluster.levels[0]:
                 rate *= self._network * self.interfaces(inner)
             if rate < bandwidth:
@@ -93,30 +100,24 @@ class Links:
             reduced = max(reduced, (1 - inner / here) / rate)
             once += (ceil(group.ranks / inner) - ceil(group.ranks / here)) * level.link.latency
             tree += ceil(log2(ceil(here / inner))) * level.link.latency
-        return Path(bandwidth, reduced, once, tree, slowest)
+        return Path(bandwidth, reduced, once, tree, slowest, exchanged, trip)
 
     def collective(self, operation: str, size: float, group: Group) -> float:
         """Seconds of one collective of a whole of `size` bytes; of an all-to-all, of one rank's bytes."""
         n = group.ranks
         if n == 1 or size <= 0:
             return 0.0
-        known = self._measured(operation, n, self._outermost(group), size)
-        if known is not None:
-            return known
-        if operation == "all_to_all":
-            return self._all_to_all(size, group)
+        if self.cluster.measured is not None:
+            outermost = [level for level, _, _ in self.members(group)][-1]
+            known = self._measured(operation, n, outermost, size)
+            if known is not None:
+                return known
         over = self.path(group)
+        if operation == "all_to_all":
+            return size * over.exchanged + over.trip
         if operation == "all_reduce":
             return 2 * size * over.reduced + 2 * min(over.once, over.tree)
         return size * (n - 1) / n / over.bandwidth + over.once
-
-    def _all_to_all(self, size: float, group: Group) -> float:
-        """Each rank sends each other the same; what leaves a node goes through the rank's own interface."""
-        slowest = latency = 0.0
-        for level, here, inner in self.members(group):
-            slowest = max(slowest, size * (here - inner) / group.ranks / self.rate(level))
-            latency += level.link.latency * ceil(log2(1 + here / inner))
-        return slowest + latency
 
     def message(self, size: float, stride: int) -> float:
         """Seconds of `size` bytes from a rank to the one `stride` further on."""
@@ -129,9 +130,6 @@ class Links:
         if self.cluster.measured is None:
             return None
         return collective_seconds(self.cluster.measured, operation, ranks, level.name, size)
-
-    def _outermost(self, group: Group) -> Level:
-        return [level for level, _, _ in self.members(group)][-1]
 
     def between(self, stride: int) -> Level:
         """The innermost level whose groups hold neighbours that are `stride` apart."""

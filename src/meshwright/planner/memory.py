@@ -11,7 +11,7 @@ smi shows).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from meshwright.planner.block import Blocks
 from meshwright.planner.data_axis import Held
@@ -20,7 +20,7 @@ from meshwright.planner.estimate import held_by
 from meshwright.schedule import schedule_of
 from meshwright.schedule.check import peak
 from meshwright.spec import RunSpec
-from meshwright.spec.layout import SPLIT
+from meshwright.spec.layout import HOLD_ALL, SPLIT
 from meshwright.spec.stages import Stage, stages
 
 _CONTEXT = 0.6e9
@@ -88,10 +88,7 @@ def memories(spec: RunSpec, on: Engines) -> list[Memory]:
 def held_microbatches(spec: RunSpec) -> int:
     """Microbatches after which a rank of the schedule holds no more than before."""
     layout = spec.layout
-    count = min(spec.microbatches, 4 * layout.pp * layout.chunks)
-    if layout.schedule == "interleaved" and count % layout.pp:
-        return spec.microbatches
-    return count
+    return spec.microbatches if layout.schedule in HOLD_ALL else min(spec.microbatches, 4 * layout.pp)
 
 
 def rank_memory(
@@ -231,9 +228,15 @@ def beyond(found: Memory, spec: RunSpec, on: Engines) -> Memory:
         return found
     sizes = (layout.tp, layout.cp, layout.shard_ranks, layout.replicate, layout.pp, layout.ep)
     axes = sum(size > 1 for size in sizes)
-    return replace(
-        found,
+    return Memory(
+        found.parameters,
+        found.gradients,
+        found.optimiser,
+        found.activations,
+        found.logits,
+        found.buffers,
         fragmentation=on.stack.fragmentation * found.allocated,
         context=_CONTEXT,
         communicators=_CHANNEL * axes,
+        rank=found.rank,
     )

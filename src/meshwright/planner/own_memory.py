@@ -13,7 +13,7 @@ from meshwright.planner.engines import Engines
 from meshwright.planner.in_flight import peak_activations
 from meshwright.planner.memory import Memory, beyond, held_microbatches, memories
 from meshwright.planner.place import Place, place_of, widths
-from meshwright.planner.states import Unit, states, units
+from meshwright.planner.states import Unit, states_at, units
 from meshwright.spec import RunSpec
 
 
@@ -43,7 +43,9 @@ def shortened(spec: RunSpec) -> RunSpec:
 
 
 def _rank(spec: RunSpec, on: Engines, kept: Activations, rank: int) -> Memory:
-    at, held = place_of(spec, rank), states(spec, rank)
+    at = place_of(spec, rank)
+    listed = units(at)
+    held = states_at(at, listed)
     head = kept.at_head if at.head else 0
     block = kept.in_block - (kept.head if at.head else 0) if at.layers else 0
     found = Memory(
@@ -52,7 +54,7 @@ def _rank(spec: RunSpec, on: Engines, kept: Activations, rank: int) -> Memory:
         optimiser=held.optimiser + held.balance,
         activations=peak_activations(spec, rank, kept),
         logits=max(head, block, 0),
-        buffers=buffers(at),
+        buffers=buffers(at, listed),
         fragmentation=0.0,
         context=0.0,
         communicators=0.0,
@@ -65,7 +67,7 @@ def _ends(listed: Sequence[Unit]) -> list[int]:
     return [listed[0].whole, listed[-1].whole] if len(listed) > 1 else [listed[0].whole]
 
 
-def buffers(at: Place) -> int:
+def buffers(at: Place, listed: Sequence[Unit]) -> int:
     """Bytes of units that are gathered, or packed for the wire, at the most that they take together.
 
     Of ZeRO-3 the first unit and the last stay whole from forward to backward, and of the others there is one
@@ -73,7 +75,7 @@ def buffers(at: Place) -> int:
     ZeRO-2 and 3 pack a unit's gradients to reduce them.
     """
     spec, width = at.spec, widths(at.spec)
-    sharded = [unit for unit in units(at) if unit.ranks > 1]
+    sharded = [unit for unit in listed if unit.ranks > 1]
     if not sharded:
         return 0
     largest = max(unit.whole for unit in sharded)

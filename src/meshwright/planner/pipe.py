@@ -7,11 +7,12 @@ from functools import cached_property
 from operator import mul
 from typing import NamedTuple
 
-from meshwright.planner.block import Blocks, Passes
+from meshwright.planner.block import Blocks
 from meshwright.planner.bounds import Shape, rank_ends, schedule, shape
 from meshwright.planner.engines import Engines
 from meshwright.planner.estimate import held_by, message, rank_data, simulated, stage_cost, stage_passes
 from meshwright.planner.memory import held_microbatches, rank_memory, stage_activations, working
+from meshwright.planner.passes import Passes
 from meshwright.planner.space import WHOLE, Cut, Inner, Mesh, Sharding, Space
 from meshwright.schedule import Link, Path, StageCost, ends
 from meshwright.schedule.actions import looped, v_shape
@@ -35,8 +36,14 @@ class Option(NamedTuple):
     final: tuple[float, ...]
 
 
+Totals = tuple[int, int, int, int]
+"""What a rank has: dense and routed blocks, whether the embedding, whether the head."""
+Shares = dict[tuple[Totals, Sharding], tuple[float, float]]
+"""Of ranks of a mesh: bytes without activations that are kept, and seconds after the last backward."""
+
+
 class Pipe:
-    """The stages of a mesh on their ranks."""
+    """The stages of a mesh on their ranks; `paths` and `shares` are what is known of others of its kind."""
 
     def __init__(
         self,
@@ -47,8 +54,9 @@ class Pipe:
         mesh: Mesh,
         cut: Cut,
         paths: dict[tuple[str, int, int, int], list[Path]],
+        shares: Shares,
     ) -> None:
-        self.paths = paths
+        self.paths, self.shares = paths, shares
         self.space, self.on, self.blocks, self.inner, self.mesh = space, on, blocks, inner, mesh
         self.stages = placed(cut.blocks)
         self.own = ranks_of(cut, mesh.pp)
@@ -60,8 +68,9 @@ class Pipe:
         known: dict[tuple[int, ...], tuple[Passes, StageCost]] = {}
         self.passes, self.costs = [], []
         last = len(self.stages) - 1
+        self._kinds = [self._kind(stage) for stage in self.stages]
         for index, stage in enumerate(self.stages):
-            key = (*self._kind(stage), index > 0, index < last)
+            key = (*self._kinds[index], index > 0, index < last)
             if key not in known:
                 work = stage_passes(blocks, stage)
                 cost = stage_cost(work, 0.0, each, (index > 0, index < last), link is None, blocks)
@@ -73,7 +82,7 @@ class Pipe:
             for mine in self.own
         )
 
-    def _kind(self, stage: Stage) -> tuple[int, int, int, int]:
+    def _kind(self, stage: Stage) -> Totals:
         """What a stage holds; stages that hold the same cost the same."""
         before = self.space.routed_before
         routed = before[stage.last] - before[stage.first]
@@ -84,7 +93,7 @@ class Pipe:
         """The ranks by what they hold."""
         found: dict[tuple[tuple[int, ...], ...], list[int]] = {}
         for rank, mine in enumerate(self.own):
-            found.setdefault(tuple(self._kind(self.stages[i]) for i in mine), []).append(rank)
+            found.setdefault(tuple(self._kinds[i] for i in mine), []).append(rank)
         return [
             Member(tuple(self.stages[i] for i in self.own[ranks[0]]), tuple(ranks))
             for ranks in found.values()
@@ -103,8 +112,7 @@ class Pipe:
     def _kept(self, split: bool) -> list[float]:
         known: dict[tuple[int, ...], float] = {}
         found = []
-        for stage in self.stages:
-            key = self._kind(stage)
+        for stage, key in zip(self.stages, self._kinds, strict=True):
             if key not in known:
                 known[key] = stage_activations(self.blocks, stage, split)
             found.append(known[key])
@@ -117,29 +125,32 @@ class Pipe:
         return self._options
 
     def _sharded(self, capacity: float) -> Iterator[Option]:
-        held = [held_by(self.blocks, member.stages) for member in self.members]
-        extra = [working(self.blocks, member.stages) for member in self.members]
-        least = [sum(self.kept[stage.index] for stage in member.stages) for member in self.members]
-        heads = [any(stage.head for stage in member.stages) for member in self.members]
-        rows = list(zip(held, extra, least, heads, strict=True))
+        least = [
+            self._grown(sum(self.kept[stage.index] for stage in member.stages)) for member in self.members
+        ]
         for sharding in self.space.shardings(self.inner, self.mesh):
-            spec = self.space.spec(self.inner, self.mesh, self._cut, sharding)
-            states = []
-            for mine, working_on, flight, head in rows:
-                needs = rank_memory(spec, self.blocks, self.on, mine, working_on + flight, head, 0).device
-                if needs > capacity:
+            shares = []
+            for member, flight in zip(self.members, least, strict=True):
+                found = self._share(member, sharding)
+                if found[0] + flight > capacity:
                     break
-                states.append(needs - self._grown(flight))
-            if len(states) < len(rows):
-                continue
-            final = (
-                rank_data(spec, self.on, self.blocks, member.stages, self._work(member)).final
-                for member in self.members
-            )
-            yield Option(sharding, tuple(states), tuple(final))
+                shares.append(found)
+            else:
+                yield Option(sharding, *zip(*shares, strict=True))
 
-    def _work(self, member: Member) -> list[Passes]:
-        return [self.passes[stage.index] for stage in member.stages]
+    def _share(self, member: Member, sharding: Sharding) -> tuple[float, float]:
+        dense, routed, embed, head = map(
+            sum, zip(*(self._kinds[stage.index] for stage in member.stages), strict=True)
+        )
+        key = (dense, routed, embed, head), sharding
+        if key not in self.shares:
+            spec = self.space.spec(self.inner, self.mesh, self._cut, sharding)
+            held, passing = held_by(self.blocks, member.stages), working(self.blocks, member.stages)
+            needs = rank_memory(spec, self.blocks, self.on, held, passing, head > 0, 0)
+            work = [self.passes[stage.index] for stage in member.stages]
+            data = rank_data(spec, self.on, self.blocks, member.stages, work)
+            self.shares[key] = needs.device, data.final
+        return self.shares[key]
 
     def _grown(self, flight: float) -> float:
         """What activations take on the device, with what the allocator adds."""

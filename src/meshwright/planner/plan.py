@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from meshwright.planner.hardware import Cluster
 from meshwright.planner.kernels import peak
 from meshwright.planner.memory import Memory
 from meshwright.planner.own_memory import fullest
-from meshwright.planner.search import Counts, Found, Result, search
+from meshwright.planner.search import Counts, Progress, Result
 from meshwright.planner.shortfall import shortfall
 from meshwright.planner.stack import MESHWRIGHT, Stack, stack_named
 from meshwright.planner.uncertainty import fits_probability, interval, room, spread
@@ -32,8 +32,6 @@ from meshwright.spec import RunSpec, UserError
 
 OBJECTIVES = ("time", "cost", "longest-context")
 """Least seconds for a token, least money for a token, the longest sequences that fit."""
-_SLACK = 1.1
-"""Of a device's memory, what the search's formulas may need where those of our own program decide."""
 _LONGEST = 2**24
 """Tokens of the longest sequence that is tried."""
 
@@ -167,7 +165,7 @@ def plan(
     tokens: float | str | None = None,
     max_memory: float | None = None,
     overrides: Overrides = (),
-    progress: Callable[[Found, Counts], None] | None = None,
+    progress: Progress | None = None,
 ) -> Plans:
     """The `top` best layouts of a model on a cluster.
 
@@ -204,17 +202,9 @@ def plan(
     return Plans(tuple(plans[:top]), objective, chosen, note, _total(tokens), _together(found), _front(found))
 
 
-def _best(
-    wish: Wish, top: int, progress: Callable[[Found, Counts], None] | None
-) -> tuple[Result, list[Plan]]:
-    """The `top` plans of a wish that fit: by the search's memory, and by that of our own program exactly."""
-    on, own = wish.engines(), wish.stack.ours
-
-    def accept(spec: RunSpec) -> bool:
-        return fullest(spec, on).device <= wish.capacity
-
-    room_of_search = wish.capacity * (_SLACK if own else 1.0)
-    result = search(wish.space(), on, room_of_search, top, progress, accept=accept if own else None)
+def _best(wish: Wish, top: int, progress: Progress | None) -> tuple[Result, list[Plan]]:
+    """The `top` plans of a wish that fit."""
+    result = wish.search(top, progress)
     specs = [RunSpec.model_validate(each.spec.to_json()) for each in result.best]
     return result, [estimate(spec, wish.cluster, wish.stack) for spec in specs]
 
@@ -286,7 +276,7 @@ def _with_length(wish: Wish, length: int) -> Wish | None:
 
 def feasible(wish: Wish) -> bool:
     """Whether any of a wish's layouts fits."""
-    return bool(search(wish.space(), wish.engines(), wish.capacity, any_will_do=True).best)
+    return bool(wish.search(any_will_do=True).best)
 
 
 def _together(found: Sequence[tuple[Wish, Result, list[Plan]]]) -> Counts:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import time
 from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import add
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from meshwright.planner.block import Blocks
 from meshwright.planner.bounds import (
     Floor,
-    Kinds,
+    Ground,
     Row,
     kinds,
     microbatch_seconds,
@@ -29,12 +29,12 @@ from meshwright.planner.bounds import (
     rows,
     trips_seconds,
 )
-from meshwright.planner.data_axis import Held
 from meshwright.planner.engines import Engines
 from meshwright.planner.estimate import held_by, message, rank_data, stage_passes, step_time
-from meshwright.planner.memory import Memory, block_activations, rank_memory, stage_activations, working
-from meshwright.planner.pipe import Option, Pipe, ranks_of
-from meshwright.planner.space import WHOLE, Cut, Inner, Mesh, Sharding, Space
+from meshwright.planner.least import fair_shares
+from meshwright.planner.memory import rank_memory, stage_activations, working
+from meshwright.planner.pipe import Option, Pipe, Shares, ranks_of
+from meshwright.planner.space import NO_CUT, NO_SHARDING, WHOLE, Cut, Inner, Mesh, Space
 from meshwright.schedule import Path
 from meshwright.spec import RunSpec
 from meshwright.spec.layout import TWO_STAGES
@@ -42,7 +42,7 @@ from meshwright.spec.parts import NoRecompute
 from meshwright.spec.stages import placed
 
 _ROUNDING = 1 - 1e-9
-"""Bounds and times are sums in another order."""
+"""Bounds, times and bytes are sums in another order."""
 
 
 class Found(NamedTuple):
@@ -113,7 +113,7 @@ class _Search:
         accept: Callable[[RunSpec], bool] | None,
     ) -> None:
         self.accept = accept
-        self.space, self.on, self.capacity, self.top = space, on, capacity, top
+        self.space, self.on, self.capacity, self.top = space, on, capacity / _ROUNDING, top
         self.progress, self.cutoff = progress, float("inf")
         self.any_will_do = any_will_do
         self.counts, self.start = Counts(), time.perf_counter()
@@ -122,15 +122,13 @@ class _Search:
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self._row_cache: dict[int, list[tuple[Cut, list[Row]]]] = {}
         self.paths: dict[tuple[str, int, int, int], list[Path]] = {}
-        self._floor: tuple[tuple[Any, ...], Floor] | None = None
         self.kinds = kinds(space.base.model)
 
     def result(self) -> Result:
         for common in (True, False):
             self.queue.clear()
-            for inner in self.space.inner():
-                if is_common(inner) == common:
-                    self._inner(inner)
+            for alike in self._alike(common):
+                self._ground(alike)
             while self.queue:
                 bound, _, split = heapq.heappop(self.queue)
                 if not self._hopeful(bound) or (self.best and self.any_will_do):
@@ -175,21 +173,51 @@ class _Search:
 
     # The levels.
 
-    def _inner(self, inner: Inner) -> None:
-        """Queue what has these axes inside a stage, for each way to deal out experts."""
-        if self._floor is None or self._floor[0] != inner[:-1]:
-            plain = inner._replace(recompute=NoRecompute())
-            spec = self.space.spec(plain, Mesh(1, 1, 1, 1), _NO_CUT, _NO_SHARDING)
-            on = self.on
-            blocks = Floor(spec, on.format or spec.precision.compute, on.stack, on.kernels, on.links)
-            self._floor = inner[:-1], blocks
-        blocks = self._floor[1]
-        each = microbatch_seconds(blocks, self.kinds, inner.recompute.policy)
-        sequences, ranks = self.space.base.batch_sequences, self.space.ranks
-        count = sequences * inner.tp * inner.cp / (ranks * inner.micro_batch)
+    def _alike(self, common: bool) -> Iterable[list[Inner]]:
+        """What is inside a stage, together where ranks have as many tokens and the same tensor axis."""
+        found: dict[tuple[Any, ...], list[Inner]] = {}
+        for inner in self.space.inner():
+            if is_common(inner) == common:
+                tokens = inner.micro_batch * self.space.base.data.seq_len // inner.cp
+                # Attention that was measured differs from ring to ring.
+                key = inner[:-1] if self.on.cluster.measured else (inner.tp, inner.sequence_parallel, tokens)
+                found.setdefault(key, []).append(inner)
+        return found.values()
+
+    def _ground(self, alike: Sequence[Inner]) -> None:
+        """Queue what has as many tokens on a rank: what it takes without messages between context ranks."""
+        if len(alike) == 1:
+            self._inners(alike)
+            return
+        each = microbatch_seconds(self._least(Ground, alike[0]), self.kinds)
+        bound = self._count(alike[0]) * each + self.on.stack.step
+        if self._hopeful(bound):
+            self._push(bound, lambda: self._inners(alike))
+
+    def _inners(self, alike: Sequence[Inner]) -> None:
+        """Queue each of these axes inside a stage, for each way to deal out experts."""
+        known: dict[tuple[Any, ...], Floor] = {}
+        for inner in alike:
+            if inner[:-1] not in known:
+                known[inner[:-1]] = self._least(Floor, inner)
+            self._inner(inner, known[inner[:-1]])
+
+    def _inner(self, inner: Inner, floor: Floor) -> None:
+        each, count = microbatch_seconds(floor, self.kinds, inner.recompute.policy), self._count(inner)
         bound = count * each + self.on.stack.step
         if self._hopeful(bound):
-            self._push(bound, lambda: self._experts(inner, blocks, each, count))
+            self._push(bound, lambda: self._experts(inner, floor, each, count))
+
+    def _least(self, kind: type[Floor], inner: Inner) -> Floor:
+        """What blocks cost at least on such ranks, where nothing is computed again."""
+        plain = inner._replace(recompute=NoRecompute())
+        spec, on = self.space.spec(plain, Mesh(1, 1, 1, 1), NO_CUT, NO_SHARDING), self.on
+        return kind(spec, on.format or spec.precision.compute, on.stack, on.kernels, on.links)
+
+    def _count(self, inner: Inner) -> float:
+        """Microbatches of a step through a whole model on the ranks of one stage."""
+        ranks = self.space.ranks * inner.micro_batch
+        return self.space.base.batch_sequences * inner.tp * inner.cp / ranks
 
     def _experts(self, inner: Inner, floor: Floor, each: float, count: float) -> None:
         """Queue the ways to deal out experts: microbatches of `each` seconds, and their trips."""
@@ -202,16 +230,17 @@ class _Search:
         return lambda: self._meshes(inner, ep, etp)
 
     def _meshes(self, inner: Inner, ep: int, etp: int) -> None:
-        base, blocks, each = self.space.base, None, 0.0
+        base, blocks, each, block = self.space.base, None, 0.0, 0.0
         for mesh in self.space.meshes(inner, ep, etp):
             sharding = next(self.space.shardings(inner, mesh), None)
             if sharding is None:
                 continue
             if blocks is None:
-                blocks = self.on.blocks(self.space.spec(inner, mesh, _NO_CUT, sharding))
+                blocks = self.on.blocks(self.space.spec(inner, mesh, NO_CUT, sharding))
                 each = microbatch_seconds(blocks, self.kinds)
+                block = min(blocks.passes(kind).total for _, kind in self.kinds)
             count = base.batch_sequences // (mesh.data * inner.micro_batch)
-            most = -(-base.model.layers // mesh.pp) * min(blocks.passes(kind).total for _, kind in self.kinds)
+            most = -(-base.model.layers // mesh.pp) * block
             bound = count * max(each / mesh.pp, most) + self.on.stack.step
             if self._hopeful(bound) and self._fits(inner, mesh, blocks):
                 self._push(bound, self._next(inner, mesh, blocks))
@@ -246,14 +275,15 @@ class _Search:
     def _cuts(self, inner: Inner, mesh: Mesh, blocks: Blocks) -> None:
         """Queue the cuts and schedules of a mesh."""
         sharding = next(self.space.shardings(inner, mesh))
-        spec = self.space.spec(inner, mesh, _NO_CUT, sharding)
+        spec = self.space.spec(inner, mesh, NO_CUT, sharding)
         each, link = message(spec, self.on, blocks)
         at = pace(blocks, self.kinds, 0.0 if link is None else each)
         pipes: dict[tuple[tuple[int, ...], bool], Pipe] = {}
+        shares: Shares = {}
         for cut, its in self._rows(mesh.pp):
             bound = paced(its, at, spec.microbatches, cut.schedule in WHOLE) + self.on.stack.step
             if self._hopeful(bound):
-                self._push(bound, self._split(inner, mesh, blocks, cut, pipes))
+                self._push(bound, self._split(inner, mesh, blocks, cut, pipes, shares))
 
     def _rows(self, pp: int) -> list[tuple[Cut, list[Row]]]:
         if pp not in self._row_cache:
@@ -270,11 +300,12 @@ class _Search:
         blocks: Blocks,
         cut: Cut,
         pipes: dict[tuple[tuple[int, ...], bool], Pipe],
+        shares: Shares,
     ) -> Callable[[], None]:
         def split() -> None:
             key = (cut.blocks, cut.schedule in TWO_STAGES)
             if key not in pipes:
-                pipes[key] = Pipe(self.space, self.on, blocks, inner, mesh, cut, self.paths)
+                pipes[key] = Pipe(self.space, self.on, blocks, inner, mesh, cut, self.paths, shares)
             pipe = pipes[key]
             spec = self.space.spec(inner, mesh, cut, next(self.space.shardings(inner, mesh)))
             bound = pipe.step(spec, pipe.least_seconds(spec), [0.0] * len(pipe.members))
@@ -319,62 +350,8 @@ def _least(pipe: Pipe, spec: RunSpec, options: Sequence[Option]) -> float:
     return min(pipe.step(spec, done, option.final) for option in options)
 
 
-_NO_CUT, _NO_SHARDING = Cut("1f1b", 1, "even", ()), Sharding(0, 1)
-"""For what they do not change."""
 _COMMON = 8
 """Tensor and context ranks of common layouts."""
-
-
-def fair_shares(
-    space: Space, on: Engines, of: Kinds, inner: Inner, mesh: Mesh, blocks: Blocks
-) -> Iterator[Memory]:
-    """What a rank with a fair share of the model and of one microbatch needs, by stage of ZeRO.
-
-    The fullest rank of any layout of the mesh needs at least the least of them.
-    """
-    model, pp = space.base.model, mesh.pp
-    dense = routed = kept = 0.0
-    for count, wanted in of:
-        mine = blocks.held(wanted)
-        dense, routed = dense + count * mine[0] / pp, routed + count * mine[1] / pp
-        kept += count * block_activations(blocks, wanted) / pp
-    dense += (1 if model.tied else 2) * blocks.largest_unit / pp
-    held = Held(dense, routed, model.layers + 2, 1)
-    stages: dict[int, Sharding] = {}
-    for sharding in space.shardings(inner, mesh):  # the first of a stage shares among most ranks
-        stages.setdefault(sharding.zero, sharding)
-    for sharding in stages.values():
-        spec = space.spec(inner, mesh, _NO_CUT, sharding)
-        yield rank_memory(spec, blocks, on, held, kept, False, 0)
-
-
-def least_memory(space: Space, on: Engines) -> Memory | None:
-    """What a rank needs at least, where it needs least; None where `space` has no layout.
-
-    Of microbatches only the smallest are looked at, of recomputation what saves most, and experts are cut
-    only where there are no more whole ones to deal out.
-    """
-    best, of = None, kinds(space.base.model)
-    least: dict[tuple[Any, ...], Inner] = {}
-    for inner in space.inner():  # in the order of microbatches, and of policies from none to full
-        key = inner[:3]
-        if key not in least or inner.micro_batch <= least[key].micro_batch:
-            least[key] = inner
-    pairs = space.experts(space.ranks)
-    most = max((ep for ep, _ in pairs), default=1)
-    for inner in least.values():
-        for ep, etp in pairs:
-            if etp > 1 and ep < most and "etp" not in space.fixed:
-                continue
-            for mesh in space.meshes(inner, ep, etp):
-                sharding = next(space.shardings(inner, mesh), None)
-                if sharding is None:
-                    continue
-                blocks = on.blocks(space.spec(inner, mesh, _NO_CUT, sharding))
-                for needs in fair_shares(space, on, of, inner, mesh, blocks):
-                    if best is None or needs.device < best.device:
-                        best = needs
-    return best
 
 
 def is_common(inner: Inner) -> bool:

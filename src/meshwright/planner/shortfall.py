@@ -8,8 +8,8 @@ from math import prod
 from typing import Any
 
 from meshwright.planner.hardware import Cluster
+from meshwright.planner.least import least_memory
 from meshwright.planner.memory import Memory
-from meshwright.planner.search import least_memory, search
 from meshwright.planner.uncertainty import room
 from meshwright.planner.wish import Wish, node, roomier
 from meshwright.spec import RunSpec, UserError
@@ -93,9 +93,9 @@ def _legal(wish: Wish) -> bool:
 def _fits(wish: Wish) -> bool:
     """Whether some layout of a wish fits; first by what any needs at least."""
     least = least_memory(wish.space(), wish.engines())
-    if least is None or least.device > wish.capacity:
+    if least is None or least.device > wish.searched:
         return False
-    return bool(search(wish.space(), wish.engines(), wish.capacity, any_will_do=True).best)
+    return bool(wish.search(any_will_do=True).best)
 
 
 def _changes(wish: Wish, least: Memory) -> Iterator[str]:

@@ -66,6 +66,10 @@ class Sharding(NamedTuple):
     replicate: int
 
 
+NO_CUT, NO_SHARDING = Cut("1f1b", 1, "even", ()), Sharding(0, 1)
+"""For what they do not change."""
+
+
 class Space:
     """The layouts of `base` on `ranks` ranks; `fixed` holds keys of the layout that are not to be chosen.
 
@@ -81,13 +85,13 @@ class Space:
     ) -> None:
         self.base, self.ranks, self.fixed = base, ranks, dict(fixed or {})
         self._cuts: dict[int, list[Cut]] = {}
-        self._known_sizes: dict[int, list[int]] = {}
+        self._known_sizes: dict[int, Sequence[int]] = {}
         self._even_work: dict[int, tuple[int, ...]] = {}
         experts = (base.model.has_experts(layer) for layer in range(base.model.layers))
         self.routed_before = list(accumulate(experts, initial=0))
         self._policies = self._recomputations(policies)
 
-    def _pick(self, key: str, found: list[int]) -> list[int]:
+    def _pick(self, key: str, found: Sequence[int]) -> Sequence[int]:
         wanted = self.fixed.get(key)
         return found if wanted is None else [each for each in found if each == wanted]
 
@@ -100,7 +104,7 @@ class Space:
                         for policy in self._policies:
                             yield Inner(tp, shared, cp, mode, size, policy)
 
-    def _sizes(self, ranks: int) -> list[int]:
+    def _sizes(self, ranks: int) -> Sequence[int]:
         """Sequences of a microbatch, for some pipeline of `ranks` ranks."""
         if ranks not in self._known_sizes:
             sequences = self.base.batch_sequences
@@ -113,7 +117,7 @@ class Space:
             self._known_sizes[ranks] = self._pick("micro_batch", sorted(found))
         return self._known_sizes[ranks]
 
-    def _tensor(self) -> list[int]:
+    def _tensor(self) -> Sequence[int]:
         model = self.base.model
         shared = model.moe.shared_ffn if model.moe else 0
         found = [
@@ -252,13 +256,4 @@ class Space:
             expert_parts=self.fixed.get("expert_parts", 1),
             micro_batch=inner.micro_batch,
         )
-        return RunSpec.model_construct(
-            model=base.model,
-            data=base.data,
-            train=base.train,
-            layout=layout,
-            precision=base.precision,
-            recompute=inner.recompute,
-            checkpoint=base.checkpoint,
-            recovery=base.recovery,
-        )
+        return base.model_copy(update={"layout": layout, "recompute": inner.recompute})

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from meshwright.planner.place import Place, Widths, part_elements, place_of, widths
-from meshwright.schedule import Kind
+from meshwright.schedule import Action, Kind
 from meshwright.spec import RunSpec
 from meshwright.spec.parameters import Piece
 
@@ -50,7 +50,7 @@ class States:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Unit:
     """What moves together: its name, and whether it is routed experts; elements of one of `ranks`' parts."""
 
@@ -75,9 +75,15 @@ class Unit:
 
 def states(spec: RunSpec, pipeline_rank: int = 0) -> States:
     """What a rank of place `pipeline_rank` in the pipeline holds, to the byte."""
-    at, width = place_of(spec, pipeline_rank), widths(spec)
+    at = place_of(spec, pipeline_rank)
+    return states_at(at, units(at))
+
+
+def states_at(at: Place, listed: Sequence[Unit]) -> States:
+    """The same of a rank whose units are known."""
+    width = widths(at.spec)
     parameters = masters = optimiser = 0
-    for unit in units(at):
+    for unit in listed:
         stored = unit.part * width.master
         if unit.aliased(width):
             parameters += stored
@@ -86,7 +92,7 @@ def states(spec: RunSpec, pipeline_rank: int = 0) -> States:
             parameters += 0 if unit.zero == 3 else unit.whole * width.compute
         halves = (unit.decays > 0) + (unit.decays < unit.part)
         optimiser += 2 * stored + STEP_COUNT * halves
-    return States(parameters, masters, _gradients(at), optimiser, _balance(at))
+    return States(parameters, masters, _gradients(at, listed), optimiser, _balance(at))
 
 
 def units(at: Place) -> list[Unit]:
@@ -125,10 +131,10 @@ def waits(spec: RunSpec, unit: Unit) -> bool:
     return unit.ranks == 1 or (several and (unit.zero < 2 or spec.layout.pp > 1))
 
 
-def _gradients(at: Place) -> int:
+def _gradients(at: Place, listed: Sequence[Unit]) -> int:
     """The most bytes of gradients at a time. A reduction is waited for when the next one has begun."""
     spec, width = at.spec, widths(at.spec)
-    found = list(_events(at))
+    found, waiting = list(_events(at, listed)), {unit for unit in listed if waits(spec, unit)}
     left = Counter(found)
     held = most = 0
     begun: set[Unit] = set()
@@ -143,14 +149,14 @@ def _gradients(at: Place) -> int:
         most = max(most, held)
 
     for unit in found:
-        if unit not in begun and waits(spec, unit):
+        if unit not in begun and unit in waiting:
             held += unit.whole * width.reduce
         begun.add(unit)
         most = max(most, held)
         left[unit] -= 1
-        if left[unit] and (unit.ranks == 1 or waits(spec, unit)):
+        if left[unit] and unit in waiting:
             continue
-        if unit.ranks > 1 and waits(spec, unit):
+        if unit.ranks > 1 and unit in waiting:
             held -= unit.whole * width.reduce
         pending.append(unit)
         while len(pending) > 1:
@@ -160,16 +166,27 @@ def _gradients(at: Place) -> int:
     return most
 
 
-def _events(at: Place) -> Iterator[Unit]:
-    """The units of a rank, each whenever an action of its schedule finds gradients of it."""
-    own = {stage.index: stage for stage in at.own}
-    by_name: dict[str, list[Unit]] = {}
-    for unit in units(at):
-        by_name.setdefault(unit.name, []).insert(0, unit)  # a backward finds routed experts' first
-    rank = at.schedule.rank_of[at.own[0].index]
-    for action in at.schedule.actions[rank]:
+def _turning(actions: Sequence[Action]) -> Iterator[Action]:
+    """Of a rank's backwards of each kind in each stage the first two and the last: others hold no more."""
+    total = Counter((kind, stage) for kind, stage, _ in actions if kind is not Kind.F)
+    seen: Counter[tuple[Kind, int]] = Counter()
+    for action in actions:
         if action.kind is Kind.F:
             continue
+        of = action.kind, action.stage
+        seen[of] += 1
+        if seen[of] <= 2 or seen[of] == total[of]:
+            yield action
+
+
+def _events(at: Place, listed: Sequence[Unit]) -> Iterator[Unit]:
+    """The units of a rank, each whenever an action of its schedule finds gradients of it, if that matters."""
+    own = {stage.index: stage for stage in at.own}
+    by_name: dict[str, list[Unit]] = {}
+    for unit in listed:
+        by_name.setdefault(unit.name, []).insert(0, unit)  # a backward finds routed experts' first
+    rank = at.schedule.rank_of[at.own[0].index]
+    for action in _turning(at.schedule.actions[rank]):
         stage = own[action.stage]
         ends_too = action.kind is not Kind.W
         if stage.head and ends_too:

@@ -20,7 +20,7 @@ from meshwright.planner.estimate import step_time
 from meshwright.planner.memory import Memory, memory
 from meshwright.planner.published import PUBLISHED, Case, PredictionError, Row, case_of, read
 from meshwright.planner.uncertainty import interval
-from meshwright.spec import RunSpec
+from meshwright.spec import RunSpec, UserError
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ class Prediction:
         return self.memory.device <= self.case.cluster.device.memory
 
 
+COLUMNS = ("source", "model", "gpu")
+"""What a report can be made by."""
 _NEARLY = 1.1
 """What a policy may need over the device's memory, to be the one of a run that is known to have fitted."""
 
@@ -97,31 +99,23 @@ class Validation:
     table: Path
     read: tuple[Row, ...]
     predictions: tuple[Prediction, ...]
-    skipped: dict[str, int]
-    """Reason -> rows."""
-    skipped_by_source: dict[str, dict[str, int]]
-    rows_by_source: dict[str, int]
+    skipped: dict[int, str]
+    """Row -> why it cannot be predicted."""
 
 
 def validate(table: Path = PUBLISHED) -> Validation:
     """Predict every row of a table. Raises `UserError` for a file that is none."""
     rows = read(table)
     made: list[Prediction] = []
-    skipped = Counter[tuple[str, str]]()
+    skipped: dict[int, str] = {}
     for row in rows:
         try:
             case = case_of(row, rows)
         except PredictionError as why:
-            skipped[row.words["source"], str(why)] += 1
+            skipped[row.number] = str(why)
             continue
         made.append(predict(case))
-    reasons: Counter[str] = Counter()
-    by_source: dict[str, dict[str, int]] = {}
-    for (source, reason), count in skipped.items():
-        reasons[reason] += count
-        by_source.setdefault(source, {})[reason] = count
-    sources = Counter(row.words["source"] for row in rows)
-    return Validation(table, tuple(rows), tuple(made), dict(reasons), by_source, dict(sources))
+    return Validation(table, tuple(rows), tuple(made), skipped)
 
 
 def errors(found: Iterable[float | None]) -> dict[str, float | int | None]:
@@ -191,8 +185,10 @@ def confusion(predictions: Iterable[Prediction]) -> dict[str, int]:
     return found
 
 
-def summary(predictions: Sequence[Prediction], rows: int, skipped: dict[str, int]) -> dict[str, Any]:
-    """The figures of a table, or of a part of it."""
+def summary(found: Validation, rows: Sequence[Row]) -> dict[str, Any]:
+    """The figures of a table, or of some of its rows."""
+    numbers = {row.number for row in rows}
+    predictions = [each for each in found.predictions if each.case.row.number in numbers]
     listed = groups(predictions)
     taus = [
         tau
@@ -200,9 +196,9 @@ def summary(predictions: Sequence[Prediction], rows: int, skipped: dict[str, int
         if (tau := kendall([(x.seconds, x.case.seconds or 0.0) for x in each])) is not None
     ]
     return {
-        "rows": rows,
+        "rows": len(rows),
         "predicted": len(predictions),
-        "skipped": skipped,
+        "skipped": dict(Counter(why for number, why in found.skipped.items() if number in numbers)),
         "time": errors(each.time_error for each in predictions),
         "memory": errors(each.memory_error for each in predictions),
         "tau": fmean(taus) if taus else None,
@@ -212,30 +208,34 @@ def summary(predictions: Sequence[Prediction], rows: int, skipped: dict[str, int
     }
 
 
-def report(found: Validation) -> dict[str, Any]:
-    """The figures of all rows, by source, and of those that did not calibrate the constants."""
-    whole = summary(found.predictions, len(found.read), found.skipped)
-    by_source = {
-        source: summary(
-            [each for each in found.predictions if each.case.row.words["source"] == source],
-            count,
-            found.skipped_by_source.get(source, {}),
-        )
-        for source, count in found.rows_by_source.items()
-    }
+def _by(found: Validation, column: str) -> dict[str, Any]:
+    """What a column says -> the figures of the rows that say it."""
+    listed: dict[str, list[Row]] = {}
+    for row in found.read:
+        listed.setdefault(row.words[column] or "(not said)", []).append(row)
+    return {name: summary(found, rows) for name, rows in listed.items()}
+
+
+def report(found: Validation, by: str = "source") -> dict[str, Any]:
+    """The figures of all rows, of those that did not calibrate the constants, by source and by `by`.
+
+    Raises `UserError` for a column that is none of `COLUMNS`.
+    """
+    if by not in COLUMNS:
+        raise UserError(f"by: '{by}' is no column of runs to report by; give {', '.join(COLUMNS)}")
     published = found.table == PUBLISHED
     used = [row.number for row in found.read if published and is_used(row.number)]
     others = [each for each in found.predictions if each.case.row.number not in used]
     timed = [each for each in found.predictions if each.case.seconds is not None]
     return {
-        **whole,
+        **summary(found, found.read),
         "covered": fmean(each.covers for each in timed) if timed else None,
         "calibrated_rows": used,
         "others": {
             "time": errors(each.time_error for each in others),
             "memory": errors(each.memory_error for each in others),
         },
-        "by_source": by_source,
+        **{f"by_{column}": _by(found, column) for column in {"source": None, by: None}},
     }
 
 

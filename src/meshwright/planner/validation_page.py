@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-_TIME = ("mean_abs_pct", "median_abs_pct", "p90_abs_pct")
 
-
-def cells(name: str, found: dict[str, Any]) -> dict[str, str]:
-    """A row of the table: one source, or all."""
+def cells(name: str, found: dict[str, Any], by: str = "source") -> dict[str, str]:
+    """A row of the table: one source (or model, or GPU), or all."""
     time, memory, oom = found["time"], found["memory"], found["oom"]
     return {
-        "source": name if len(name) <= 30 else name[:29] + "…",
+        by: name if len(name) <= 30 else name[:29] + "…",
         "rows": f"{found['predicted']}/{found['rows']}",
         "time mean": percent(time["mean_abs_pct"]),
         "median": percent(time["median_abs_pct"]),
@@ -29,15 +27,14 @@ def percent(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}%"
 
 
-def table(found: dict[str, Any], by_source: bool) -> list[dict[str, str]]:
-    """Rows of the table: every source where that is asked for, and all together."""
-    listed = [cells(name, part) for name, part in found["by_source"].items()] if by_source else []
-    return [*listed, cells("all", found)]
+def table(found: dict[str, Any], by: str = "source") -> list[dict[str, str]]:
+    """Rows of the table: every source (or model, or GPU), and all together."""
+    return [*(cells(name, part, by) for name, part in found[f"by_{by}"].items()), cells("all", found, by)]
 
 
 def page(found: dict[str, Any]) -> str:
     """A page of the documentation."""
-    rows = table(found, by_source=True)
+    rows = table(found)
     names = list(rows[0])
     lines = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
     lines += [f"| {' | '.join(row.values())} |" for row in rows]
@@ -95,9 +92,11 @@ Rows predicted: {predicted} of {rows}. Skipped:
 ## Constants
 
 One set a GPU type (`planner/rates.py`) and one a software stack (`planner/stack.py`), none a paper, a
-model or a row. {calibrated} rows, every tenth, calibrated those of time by `python bench/calibrate.py`:
-{of}. On the others: {apart}. The forms of the formulas, and constants of memory, were chosen with all
-rows in view, so these are not errors on unseen data.
+model or a row. {calibrated} rows, every tenth, calibrated the ones that `planner/calibration.py` lists
+(rates of products, attention and links; of stacks what moves bytes, launches, contention and overlap) by
+`python bench/calibrate.py`, whose result was rounded by hand, and an A100's link held to 0.9 of its rate:
+{of}. On the other rows: {apart}. All other constants, those of memory among them, and the forms of the
+formulas were settled by hand with all rows in view, so these are not errors on unseen data.
 
 Intervals of 90% held {covered} of the measured times.
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from meshwright.planner.engines import Engines
 from meshwright.planner.hardware import NETWORKS, Cluster, catalogue
+from meshwright.planner.own_memory import fullest
+from meshwright.planner.search import Progress, Result, search
 from meshwright.planner.space import POLICIES, Space
 from meshwright.planner.stack import Stack
 from meshwright.planner.uncertainty import FULL, room
@@ -19,6 +21,8 @@ from meshwright.spec.load import fixed_layout, from_tree, read_tree
 from meshwright.spec.presets import PRESETS
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "b": 3, "t": 4}
+_SLACK = 1.1
+"""Of a device's memory, what the search's formulas may need where those of our own program decide."""
 Overrides = Sequence[tuple[str, str]]
 
 
@@ -51,6 +55,22 @@ class Wish:
 
     def engines(self) -> Engines:
         return Engines(self.cluster, self.stack)
+
+    def search(self, top: int = 5, progress: Progress | None = None, any_will_do: bool = False) -> Result:
+        """The `top` fastest layouts that fit, or any one; of our own program by its memory exactly."""
+        on, own = self.engines(), self.stack.ours
+
+        def accept(spec: RunSpec) -> bool:
+            return fullest(spec, on).device <= self.capacity
+
+        return search(
+            self.space(), on, self.searched, top, progress, any_will_do, accept=accept if own else None
+        )
+
+    @property
+    def searched(self) -> float:
+        """Bytes that a rank may need by the search's formulas, where those of our own program decide."""
+        return self.capacity * (_SLACK if self.stack.ours else 1.0)
 
 
 def base_run(

@@ -19,6 +19,8 @@ ONE_STAGE = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 """Schedules with one stage a rank."""
 TWO_STAGES = ("zb-v", "v-half", "v-min", "dualpipe-v")
 """Schedules with two, in a V; the others take any number."""
+HOLD_ALL = ("gpipe", "bfs")
+"""Schedules whose ranks hold every microbatch at a time."""
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v")
 """Schedules that put gradients of weights off."""
 
@@ -113,13 +115,13 @@ class Layout(Part):
         sizes = {"pp": self.pp, "replicate": self.replicate, "dp": self.shard_ranks, "tp": self.tp}
         return tuple((name, sizes[name]) for name in self.order.split("-"))
 
-    def stride(self, axis: str) -> int:
-        """How far apart in number neighbours on an axis of `axes_in_order` are."""
-        found = 1
+    @property
+    def strides(self) -> dict[str, int]:
+        """How far apart in number neighbours on each axis of `axes_in_order` are."""
+        found, step = {}, 1
         for name, size in reversed(self.axes_in_order):
-            if name == axis:
-                break
-            found *= size
+            found[name] = step
+            step *= size
         return found
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -81,7 +82,7 @@ def balanced(model: ModelSpec, count: int, seq_len: int) -> list[int]:
     return list(_balanced(costs, model.head_flops, count))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def _balanced(costs: tuple[int, ...], head: int, count: int) -> tuple[int, ...]:
     """Blocks of each stage, for blocks and a head of these FLOPs; each rank of a pipeline asks again."""
     layers = len(costs)
@@ -89,12 +90,16 @@ def _balanced(costs: tuple[int, ...], head: int, count: int) -> tuple[int, ...]:
     def rest(beside_head: int) -> list[int]:
         return _shared(costs[: layers - beside_head], count - 1)
 
-    def largest(beside_head: int) -> float:
+    def others(beside_head: int) -> int:
         ends = list(accumulate(rest(beside_head), initial=0))
-        others = [sum(costs[first:last]) for first, last in pairwise(ends)]
-        return max(*others, sum(costs[ends[-1] :]) + head)
+        return max(sum(costs[first:last]) for first, last in pairwise(ends))
 
-    beside_head = min(range(layers + 1), key=lambda number: (largest(number), -number))
+    def last(beside_head: int) -> int:
+        return sum(costs[layers - beside_head :]) + head
+
+    # With more blocks beside the head the last stage grows and the largest other does not.
+    after = bisect_left(range(layers), True, key=lambda number: last(number) >= others(number))
+    beside_head = min((after, max(0, after - 1)), key=lambda number: max(last(number), others(number)))
     return (*rest(beside_head), beside_head)
 
 

@@ -1,0 +1,65 @@
+"""The least memory of layouts: what a rank with a fair share of a model and of a microbatch needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from meshwright.planner.block import Blocks
+from meshwright.planner.bounds import Kinds, kinds
+from meshwright.planner.data_axis import Held
+from meshwright.planner.engines import Engines
+from meshwright.planner.memory import Memory, block_activations, rank_memory
+from meshwright.planner.space import NO_CUT, Inner, Mesh, Sharding, Space
+
+
+def fair_shares(
+    space: Space, on: Engines, of: Kinds, inner: Inner, mesh: Mesh, blocks: Blocks
+) -> Iterator[Memory]:
+    """What a rank with a fair share of the model and of one microbatch needs, by stage of ZeRO.
+
+    The fullest rank of any layout of the mesh needs at least the least of them.
+    """
+    model, pp = space.base.model, mesh.pp
+    dense = routed = kept = 0.0
+    for count, wanted in of:
+        mine = blocks.held(wanted)
+        dense, routed = dense + count * mine[0] / pp, routed + count * mine[1] / pp
+        kept += count * block_activations(blocks, wanted) / pp
+    dense += (1 if model.tied else 2) * blocks.largest_unit / pp
+    held = Held(dense, routed, model.layers + 2, 1)
+    stages: dict[int, Sharding] = {}
+    for sharding in space.shardings(inner, mesh):  # the first of a stage shares among most ranks
+        stages.setdefault(sharding.zero, sharding)
+    for sharding in stages.values():
+        spec = space.spec(inner, mesh, NO_CUT, sharding)
+        yield rank_memory(spec, blocks, on, held, kept, False, 0)
+
+
+def least_memory(space: Space, on: Engines) -> Memory | None:
+    """What a rank needs at least, where it needs least; None where `space` has no layout.
+
+    Of microbatches only the smallest are looked at, of recomputation what saves most, and experts are cut
+    only where there are no more whole ones to deal out.
+    """
+    best, of = None, kinds(space.base.model)
+    least: dict[tuple[Any, ...], Inner] = {}
+    for inner in space.inner():  # in the order of microbatches, and of policies from none to full
+        key = inner[:3]
+        if key not in least or inner.micro_batch <= least[key].micro_batch:
+            least[key] = inner
+    pairs = space.experts(space.ranks)
+    most = max((ep for ep, _ in pairs), default=1)
+    for inner in least.values():
+        for ep, etp in pairs:
+            if etp > 1 and ep < most and "etp" not in space.fixed:
+                continue
+            for mesh in space.meshes(inner, ep, etp):
+                sharding = next(space.shardings(inner, mesh), None)
+                if sharding is None:
+                    continue
+                blocks = on.blocks(space.spec(inner, mesh, NO_CUT, sharding))
+                for needs in fair_shares(space, on, of, inner, mesh, blocks):
+                    if best is None or needs.device < best.device:
+                        best = needs
+    return best

@@ -1,0 +1,52 @@
+"""How many microbatches a rank of each schedule holds, and after how many it holds no more."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.planner.bounds import shape
+from meshwright.planner.engines import Engines
+from meshwright.planner.hardware import cluster
+from meshwright.planner.memory import held_microbatches, memory
+from meshwright.planner.own_memory import fullest
+from meshwright.planner.states import states
+from meshwright.schedule import NAMES, make
+from meshwright.schedule.check import peak
+from meshwright.spec import RunSpec
+from meshwright.spec.layout import HOLD_ALL, ONE_STAGE
+from small import spec_of
+
+RANKS = 4
+
+
+def run(name: str, microbatches: int) -> RunSpec:
+    flags = {
+        "model.layers": 8, "data.corpus": "synthetic", "data.seq_len": 64, "layout.pp": RANKS,
+        "layout.schedule": name, "layout.micro_batch": 1, "train.batch_tokens": 64 * microbatches,
+        "precision.compute": "bf16",
+    }  # fmt: skip
+    return spec_of(flags)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_more_is_held_than_the_lists_of_all_microbatches_hold(name: str) -> None:
+    few, many = 4 * RANKS, 11 * RANKS
+    virtual = 1 if name in ONE_STAGE else 2
+    own = shape(name, RANKS, virtual, held_microbatches(run(name, many)))
+    lists = make(name, RANKS, virtual, many).actions
+    assert own.most == tuple(int(peak(listed)) for listed in lists)
+    assert held_microbatches(run(name, many)) == (many if name in HOLD_ALL else few)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_run_that_is_looked_at_needs_what_the_whole_one_does(name: str) -> None:
+    on = Engines(cluster("h100", RANKS))
+    few, many = run(name, 5 * RANKS), run(name, 11 * RANKS)
+    for rank in range(RANKS):
+        assert states(few, rank) == states(many, rank)
+    if name in HOLD_ALL:
+        assert fullest(many, on).activations > 2 * fullest(few, on).activations
+        assert memory(many, on).activations > 2 * memory(few, on).activations
+    else:
+        assert fullest(many, on) == fullest(few, on)
+        assert memory(many, on) == memory(few, on)
