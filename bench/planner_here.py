@@ -7,8 +7,10 @@ The machine is profiled, unless a hardware file is given. Layouts are dealt out 
 in turn from each way to share four ranks among the axes, shuffled by a fixed seed. Every layout is trained
 for some steps, in the same processes, round after round so that a machine whose speed drifts slows all alike.
 Of each step it is noted what other programs took of the cores meanwhile; as they do not idle, that much less
-of the machine was there, and the step counts as so much shorter: on a quiet machine as long as it took. A
-layout's time is the median over the half of its steps that were disturbed least. Reported are Spearman's and
+of the machine was there, and the step counts as so much shorter: on a quiet machine as long as it took. Nor
+is a shared machine always as fast: before and after its steps all ranks compute the same products for a
+moment, and steps count in relation to these. A layout's time is the median over the half of its steps that
+were disturbed least. Reported are Spearman's and
 Kendall's rank correlation, and the regret: the measured time of the layout predicted fastest over the best.
 
 `--hosts 2` makes two network namespaces, each with half of the ranks and half of the cores, joined by a link
@@ -41,8 +43,8 @@ BENCH = Path(__file__).resolve()
 _QUIET = 0.1
 """Cores that others may take of an undisturbed step."""
 
-Timed = tuple[float, float]
-"""Seconds of a step, and cores that others took."""
+Timed = tuple[float, float, float]
+"""Seconds of a step, cores that others took, and seconds of the reference around it."""
 
 Times = list[list[Timed]]
 """Every step of each layout."""
@@ -92,7 +94,7 @@ def work(jobs: Path, out: Path) -> None:
         for turn in range(given["rounds"]):
             for index, spec in enumerate(specs):
                 times[index] += steps_of(spec, groups, given["steps"])
-                gc.collect()  # a trainer's hooks refer to it, and hold its memory
+                gc.collect()
                 if place.rank == 0:
                     print(f"round {turn + 1}: {_said(spec)}: {times[index][-1]}", flush=True)
                     out.write_text(json.dumps(times), encoding="utf-8")
@@ -117,7 +119,7 @@ def steps_of(spec: RunSpec, groups: Any, steps: int) -> list[Timed]:
     loader = Loader(open_corpus(spec), spec, mesh.data_rank, spec.layout.data_ranks)
     batches = [loader.step(number) for number in range(steps + 1)]
     loader.close()
-    found = []
+    found, before = [], reference(ranks)
     for number, batch in enumerate(batches, start=1):
         ranks.any(False)  # all ranks are here
         start, busy, own = time.perf_counter(), _busy(), time.process_time()
@@ -125,14 +127,28 @@ def steps_of(spec: RunSpec, groups: Any, steps: int) -> list[Timed]:
         (ours,) = sum_scalars([time.process_time() - own], mesh.control)
         seconds = time.perf_counter() - start
         found.append((round(seconds, 4), round(max(0.0, _busy() - busy - ours) / seconds, 3)))
-    return found[1:]
+    around = round((before + reference(ranks)) / 2, 4)
+    return [(*step, around) for step in found[1:]]
+
+
+def reference(ranks: Any) -> float:
+    """Seconds of some products on all ranks at once, to tell how fast the machine is at the moment."""
+    import torch
+
+    x, weight = torch.ones(256, 512), torch.ones(512, 512)
+    ranks.any(False)
+    start = time.perf_counter()
+    for _ in range(100):
+        torch.mm(x, weight)
+    ranks.any(False)
+    return time.perf_counter() - start
 
 
 def _busy() -> float:
     """Seconds that all programs have taken of all cores since the system's start."""
     fields = [int(each) for each in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
-    user, nice, system, _, _, irq, softirq, steal = fields
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    user, _, system, _, _, irq, softirq, steal = fields
+    return (user + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 # All of them --------------------------------------------------------------------------------------------
@@ -167,7 +183,7 @@ def profiled(hosts: Hosts, options: argparse.Namespace) -> Cluster:
 
 def compare(specs: list[RunSpec], times: Times, found: Cluster) -> dict[str, Any]:
     """The table of layouts by predicted time, the correlations and the regret."""
-    on = Engines(found)
+    on, usual = Engines(found), statistics.median(step[2] for each in times for step in each)
     rows = []
     for spec, each in zip(specs, times, strict=True):
         timed = step_time(spec, on)
@@ -175,7 +191,7 @@ def compare(specs: list[RunSpec], times: Times, found: Cluster) -> dict[str, Any
             {
                 "layout": _said(spec),
                 "predicted": timed.seconds,
-                "measured": typical(each),
+                "measured": typical(each, usual),
                 "steps": each,
                 "parts": {name: round(value, 4) for name, value in timed.parts.items() if value > 5e-5},
             }
@@ -192,14 +208,16 @@ def compare(specs: list[RunSpec], times: Times, found: Cluster) -> dict[str, Any
     }
 
 
-def typical(steps: list[Timed]) -> float:
+def typical(steps: list[Timed], usual: float) -> float:
     """The median of those that others disturbed least, half of them or all that were hardly disturbed, each
-    less the others' part of the machine."""
+    less the others' part of the machine, while the machine is as fast as usual."""
     ranked = sorted(steps, key=lambda step: step[1])
     quiet = [step for step in ranked if step[1] <= _QUIET]
     kept = quiet if len(quiet) > len(steps) / 2 else ranked[: -(-len(steps) // 2)]
     cores = len(os.sched_getaffinity(0))
-    return statistics.median(seconds * (1 - min(1.0, others / cores)) for seconds, others in kept)
+    return statistics.median(
+        seconds * (1 - min(1.0, others / cores)) * usual / around for seconds, others, around in kept
+    )
 
 
 def spearman(x: list[float], y: list[float]) -> float:

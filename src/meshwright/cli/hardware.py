@@ -128,7 +128,6 @@ def _show_measured(measured: Measured) -> None:
             "optimiser": _rate(measured.optimiser_bandwidth or 0.0),
             "products_beside_a_collective": _times(measured.overlap_compute),
             "a_collective_beside_products": _times(measured.overlap_collective),
-            "one_while_neighbours_compute": _times(measured.overlap_neighbours),
             "computing_of_collectives": ", ".join(
                 f"{name} {share:.0%}" for name, share in measured.collective_compute.items()
             )

@@ -170,6 +170,7 @@ class Measured:
     attention: tuple[Attention, ...] = ()
     """The same, by the model's own attention."""
     collectives: tuple[Collective, ...] = ()
+    """Where ranks share cores, what one adds to products before it, as in training."""
     matmul_alone: tuple[Matmul, ...] = ()
     """While one process of each host computes, with its share of the threads, and the others wait."""
     memory_bandwidth: float | None = None
@@ -187,8 +188,6 @@ class Measured:
     collective_compute: Mapping[str, float] = field(default_factory=dict)
     """Share of a large collective's time in which it takes the rank's processor, by operation: what it costs
     compute that runs beside it. On GPUs it is not known."""
-    overlap_neighbours: float | None = None
-    """How many times as long collectives take while other ranks of the host compute, at least 1."""
     ranks: int = 1
     """Processes that ran at once on each host."""
     taken: Mapping[str, str] = field(default_factory=dict)

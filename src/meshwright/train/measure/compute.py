@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import accumulate
+from itertools import accumulate, cycle
 from math import ceil, prod
 from typing import TypeVar
 
@@ -61,12 +61,28 @@ def _afforded(shapes: Iterable[Shape], work: Callable[[Shape], int], flops: floa
 def products(
     clock: Clock, name: str, shapes: list[tuple[int, int, int]], seconds: float, meet: Meet
 ) -> Iterator[Matmul]:
-    """Times of x (m, k) with weights (n, k), as a linear map has them; `seconds` for all shapes."""
+    """Times of x (m, k) with weights (n, k), as a linear map has them; `seconds` for all shapes.
+
+    Each call has other weights: a step reads each once a pass, from memory and not from a cache.
+    """
     budget = Budget(seconds, len(shapes))
+    pool = _random(clock.device, name, _elements(clock.device))
     for m, n, k in shapes:
-        x, weight = (_random(clock.device, name, *shape) for shape in ((m, k), (n, k)))
+        x, weights = _random(clock.device, name, m, k), _copies(pool, name, n, k)
         meet()
-        yield Matmul(name, m, n, k, clock.during(_call(F.linear, x, weight), budget.share()))
+        yield Matmul(name, m, n, k, clock.during(_with_next(x, weights), budget.share()))
+
+
+def _copies(pool: Tensor, name: str, n: int, k: int) -> Iterator[Tensor]:
+    """Weights (n, k), each beside the one before, round and round a pool of numbers."""
+    count = pool.numel() // (n * k)
+    if count < 2:
+        return cycle([_random(pool.device, name, n, k)])
+    return cycle(pool[: count * n * k].view(count, n, k).unbind())
+
+
+def _with_next(x: Tensor, weights: Iterator[Tensor]) -> Callable[[], object]:
+    return lambda: F.linear(x, next(weights))
 
 
 def _call(function: Callable[..., object], *arguments: object) -> Callable[[], object]:

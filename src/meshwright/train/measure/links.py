@@ -28,9 +28,13 @@ from meshwright.parallel.collectives import (
 from meshwright.parallel.groups import Groups
 from meshwright.parallel.mesh import Axis, Wire
 from meshwright.planner.hardware import Collective
-from meshwright.train.measure.clock import Budget, Clock, how_many
+from meshwright.train.measure.clock import MOST, Budget, Clock, how_many
 
 _SIZES = tuple(2**power for power in (10, 13, 16, 18, 20, 22, 24))
+_ROWS, _CHANNELS, _ROUNDS = 256, 512, 3
+"""Of products between collectives, and how often rows of them are timed, of which the fastest counts."""
+_LEAST = 1e-5
+"""Seconds of a collective at least."""
 _SIZES_CUDA = (*_SIZES, 2**26, 2**28)
 
 
@@ -90,11 +94,64 @@ def collectives(
             clock.once(call)  # the first is not counted
             _agreed(0.0, world)
             each, share = _agreed(clock.once(call), world), _agreed(budget.share(), world)
-            repeats = how_many(share, each)
-            before = time.process_time()
-            taken = clock.times(call, repeats)
-            spent.note(name, (time.process_time() - before) * clock.share / repeats, taken)
+            if clock.crowded:
+                taken, computed = _between_products(call, world, clock, share)
+            else:
+                repeats, before = how_many(share, each), time.process_time()
+                taken = clock.times(call, repeats)
+                computed = (time.process_time() - before) * clock.share / repeats
+            spent.note(name, computed, taken)
             yield Collective(name, place.ranks, place.level, whole, taken / times)
+
+
+def _between_products(
+    call: Callable[[], object], world: Axis, clock: Clock, seconds: float
+) -> tuple[float, float]:
+    """Seconds that a collective adds to a product before it on ranks that share cores, and those of its
+    processors' time, for all ranks of a core.
+
+    So it is in a step: who waits leaves its core to ranks that compute, comes back to their caches, and finds
+    others late. What processors do for it is added at least.
+    """
+    x, weight = torch.ones(_ROWS, _CHANNELS), torch.ones(_CHANNELS, _CHANNELS)
+
+    def row(count: int, then: Callable[[], object]) -> tuple[float, float]:
+        def calls() -> None:
+            for _ in range(count):
+                F.linear(x, weight)
+                then()
+            sum_scalars([0.0], world)
+
+        sum_scalars([0.0], world)
+        before = time.process_time()
+        taken = clock.once(calls)
+        return taken / count, (time.process_time() - before) * clock.share / count
+
+    each = _agreed(row(2, call)[0] + row(2, lambda: None)[0], world)
+    count = max(4, min(MOST, int(seconds / _ROUNDS / max(each, 1e-9))))
+    rounds = [(row(count, call), row(count, lambda: None)) for _ in range(_ROUNDS)]
+    with_it, without = zip(*rounds, strict=True)
+    taken, computed = (
+        _agreed(min(each[kind] for each in with_it) - min(each[kind] for each in without), world)
+        for kind in (0, 1)
+    )
+    computed = max(computed, _LEAST)
+    return max(taken, computed), computed
+
+
+def never_less(points: list[Collective]) -> list[Collective]:
+    """Times of an operation at one place by ascending size, so that more bytes never take less.
+
+    Neighbours that are the other way round have their mean: pooled adjacent violators (Ayer et al. 1955).
+    """
+    pools: list[list[float]] = []
+    for point in points:
+        pools.append([point.seconds])
+        while len(pools) > 1 and fmean(pools[-2]) > fmean(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    times = [fmean(pool) for pool in pools for _ in pool]
+    return [point._replace(seconds=seconds) for point, seconds in zip(points, times, strict=True)]
 
 
 def _is_of_level(place: Placement, name: str, world: Axis) -> bool:
@@ -168,32 +225,6 @@ _OPERATIONS: dict[str, Callable[[Axis, int, torch.device], Made]] = {
     "shift": _shift,
     "send": _send,
 }
-
-
-def beside(pair: Axis, world: Axis, clock: Clock, seconds: float, computes: bool) -> float:
-    """How many times as long all-reduces of two ranks take while ranks that `computes` names have products,
-    over while they have all-reduces of their own. What it returns to those that compute means nothing.
-    """
-    x, weight = (torch.ones(256, 256, device=clock.device) for _ in range(2))
-    ratios = []
-    for elements in (2**14, 2**18):
-        message = torch.zeros(elements, device=clock.device)
-
-        def reduce(message: Tensor = message) -> object:
-            return start_all_reduce(message, pair).wait()
-
-        clock.once(reduce)
-        repeats = how_many(seconds / 8, _agreed(clock.once(reduce), world))
-        quiet = fmean(clock.once(reduce) for _ in range(repeats))
-        sum_scalars([0.0], world)
-        busy = 1.0 if computes else fmean(clock.once(reduce) for _ in range(repeats))
-        done = start_all_reduce(torch.zeros(1, device=clock.device), world)
-        while not done.is_completed():
-            if computes:
-                F.linear(x, weight)
-        done.wait()
-        ratios.append(busy / quiet)
-    return fmean(ratios)
 
 
 def overlap(axis: Axis, clock: Clock, seconds: float) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from statistics import fmean
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ from meshwright.train.measure import compute, links, machine
 from meshwright.train.measure.clock import Clock
 
 # Of all seconds: products, products alone, attention, collectives, overlap; the rest is quick.
-_PRODUCTS, _ALONE, _ATTENTION, _LINKS, _OVERLAP = 0.35, 0.15, 0.15, 0.25, 0.03
+_PRODUCTS, _ALONE, _ATTENTION, _LINKS, _OVERLAP = 0.25, 0.12, 0.13, 0.42, 0.03
 _QUICK = 0.02
 PASSES = 2
 """Over everything that has shapes: other work comes in bursts."""
@@ -59,7 +59,10 @@ def profile(device: torch.device, seconds: float) -> Cluster | None:
     passes = [
         list(links.collectives(world.places, world.axis, world.clock, share, spent)) for _ in range(PASSES)
     ]
-    collectives = _merge(world, _combine(passes, min), max)
+    # Of differences of times none is right by being the least.
+    collectives = _merge(world, _combine(passes, fmean if world.clock.crowded else min), max)
+    by_place = groupby(collectives, key=lambda point: (point.operation, point.ranks, point.level))
+    collectives = tuple(point for _, points in by_place for point in links.never_less(list(points)))
     measured = Measured(
         matmul, attention, collectives, alone, *rates, ranks=world.local, taken=machine.taken(device)
     )
@@ -69,9 +72,7 @@ def profile(device: torch.device, seconds: float) -> Cluster | None:
         measured = replace(measured, overlap_compute=compute_by, overlap_collective=collective_by)
         if not world.clock.cuda:
             shares = dict(zip(spent.shares, _mean(world, list(spent.shares.values())), strict=True))
-            measured = replace(
-                measured, collective_compute=shares, overlap_neighbours=_neighbours(world, seconds)
-            )
+            measured = replace(measured, collective_compute=shares)
     return _cluster(world, measured) if world.ranks.rank == 0 else None
 
 
@@ -139,16 +140,6 @@ def _rates(world: _World, seconds: float) -> tuple[float, float, float, float]:
     world.meet()
     elementwise, copy, optimiser, launch = _mean(world, [*found, compute.launch_time(world.clock)])
     return elementwise, copy, optimiser, launch
-
-
-def _neighbours(world: _World, seconds: float) -> float | None:
-    """How many times as long collectives of two take while the other half of a host's ranks compute."""
-    pairs = [place.axis for place in world.places if (place.ranks, place.level) == (2, "host")]
-    if not pairs or world.local % 4:
-        return None
-    computes = bool(world.ranks.rank // 2 % 2)
-    found = links.beside(pairs[0], world.axis, world.clock, seconds * _OVERLAP, computes)
-    return max(1.0, sum_scalars([0.0 if computes else found], world.axis)[0] * 2 / world.axis.size)
 
 
 def _mean(world: _World, values: Sequence[float]) -> list[float]:
