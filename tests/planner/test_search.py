@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any, get_args
 
@@ -11,14 +12,14 @@ import pytest
 
 from meshwright.planner.engines import Engines
 from meshwright.planner.estimate import step_time
-from meshwright.planner.hardware import cluster
+from meshwright.planner.hardware import Cluster, cluster
 from meshwright.planner.least import least_memory
 from meshwright.planner.memory import memory
 from meshwright.planner.search import search
 from meshwright.planner.space import Space
 from meshwright.planner.stack import MESHWRIGHT, STACKS
 from meshwright.spec import RunSpec, UserError
-from meshwright.spec.layout import ContextMode, ScheduleName
+from meshwright.spec.layout import ContextMode, Order, ScheduleName
 from meshwright.spec.numbers import divisors
 
 
@@ -136,6 +137,48 @@ def test_the_search_finds_what_brute_force_does(seed: int) -> None:
     assert found.counts.timed < len(every)
     least = least_memory(space, on)
     assert least is not None and least.device <= needs[0]
+
+
+def small_nodes(ranks: int) -> Cluster:
+    """Nodes of two devices, on a network that is slow beside them."""
+    found = cluster("h100", 8).resized(ranks)
+    (host,) = found.levels
+    slow = replace(host, name="network", link=replace(host.link, bandwidth=2e9))
+    return replace(found, levels=(replace(host, devices=2), slow), beyond=())
+
+
+@pytest.mark.parametrize(("seq_len", "sequences", "batch"), [(256, 8, 1), (2048, 64, 1), (32, 8, 2)])
+def test_no_order_of_the_axes_is_better_than_the_best_that_is_found(
+    seq_len: int, sequences: int, batch: int
+) -> None:
+    base, ranks = run(DENSE, seq_len, sequences), 4
+    on, fixed = Engines(small_nodes(ranks)), {"policy": "none", "micro_batch": batch, "context_mode": "ring"}
+    every = []
+    for order in get_args(Order):
+        for spec in every_spec(Space(base, ranks, fixed | {"order": order})):
+            every.append(step_time(spec, on).seconds)
+    levels = [level.devices for level in on.cluster.levels]
+    (best,) = search(Space(base, ranks, fixed, levels=levels), on, 80e9, 1).best
+    assert best.seconds == pytest.approx(min(every), rel=1e-9)
+
+
+def test_an_order_that_brings_pipeline_ranks_closer_is_among_the_choices() -> None:
+    base = run(DENSE, sequences=8)
+    space = Space(base, 4, {"policy": "none"}, levels=[2, 4])
+    assert {spec.layout.order for spec in every_spec(space)} == set(get_args(Order))
+    assert {spec.layout.order for spec in every_spec(Space(base, 4, levels=[4]))} == {"pp-replicate-dp-tp"}
+
+
+def test_the_search_knows_that_ranks_share_cores() -> None:
+    base, on = (
+        run(DENSE, sequences=8),
+        Engines(replace(cluster("cpu", 4), device=replace(cluster("cpu", 4).device, units=2))),
+    )
+    space = Space(base, 4, {"policy": "none", "sequence_parallel": True, "context_mode": "ring"})
+    every = sorted(step_time(spec, on).seconds for spec in every_spec(space))
+    found = search(space, on, 80e9, 8)
+    assert on.shared is not None
+    assert [each.seconds for each in found.best] == pytest.approx(every[:8], rel=1e-9)
 
 
 def test_any_layout_that_fits_is_an_answer_where_any_will_do() -> None:

@@ -123,6 +123,8 @@ class _Search:
         self._row_cache: dict[int, list[tuple[Cut, list[Row]]]] = {}
         self.paths: dict[tuple[str, int, int, int], list[Path]] = {}
         self.kinds = kinds(space.base.model)
+        # Bounds are of ranks that all compute; where they share cores, one that is left alone is faster.
+        self.quickest = _ROUNDING / (on.shared.speed(1) if on.shared is not None else 1.0)
 
     def result(self) -> Result:
         for common in (True, False):
@@ -140,7 +142,7 @@ class _Search:
         return Result(self.best, self.counts, sorted(self.front, key=lambda each: each[:3]))
 
     def _hopeful(self, bound: float) -> bool:
-        return bound * _ROUNDING <= self.cutoff
+        return bound * self.quickest <= self.cutoff
 
     def _push(self, bound: float, split: Callable[[], None]) -> None:
         if self._hopeful(bound):
@@ -230,15 +232,22 @@ class _Search:
         return lambda: self._meshes(inner, ep, etp)
 
     def _meshes(self, inner: Inner, ep: int, etp: int) -> None:
-        base, blocks, each, block = self.space.base, None, 0.0, 0.0
+        base, known = self.space.base, dict[tuple[str, int], tuple[Blocks, float, float]]()
         for mesh in self.space.meshes(inner, ep, etp):
             sharding = next(self.space.shardings(inner, mesh), None)
             if sharding is None:
                 continue
-            if blocks is None:
+            # How far apart context ranks are.
+            key = (
+                (mesh.order, mesh.pp if mesh.order == "replicate-dp-pp-tp" else 0)
+                if inner.cp > 1
+                else ("", 0)
+            )
+            if key not in known:
                 blocks = self.on.blocks(self.space.spec(inner, mesh, NO_CUT, sharding))
-                each = microbatch_seconds(blocks, self.kinds)
                 block = min(blocks.passes(kind).total for _, kind in self.kinds)
+                known[key] = blocks, microbatch_seconds(blocks, self.kinds), block
+            blocks, each, block = known[key]
             count = base.batch_sequences // (mesh.data * inner.micro_batch)
             most = -(-base.model.layers // mesh.pp) * block
             bound = count * max(each / mesh.pp, most) + self.on.stack.step
@@ -339,8 +348,9 @@ class _Search:
         self.counts.simulated += 1
         done = pipe.seconds(spec)
         for option, needs in fit:
-            seconds = pipe.step(spec, done, option.final)
             own = self.space.spec(pipe.inner, pipe.mesh, cut, option.sharding)
+            alone = self.on.shared is None
+            seconds = pipe.step(spec, done, option.final) if alone else step_time(own, self.on).seconds
             self._offer(Found(seconds, needs, _name(own), own))
 
 

@@ -15,12 +15,14 @@ from itertools import accumulate
 from typing import Any, NamedTuple, get_args
 
 from meshwright.spec import Layout, RunSpec
-from meshwright.spec.layout import ONE_STAGE, ContextMode, ScheduleName, ulysses_ranks
+from meshwright.spec.layout import ONE_STAGE, ContextMode, Order, ScheduleName, ulysses_ranks
 from meshwright.spec.numbers import divisors
 from meshwright.spec.parts import FullRecompute, NoRecompute, RecomputeSpec, SelectiveRecompute
 from meshwright.spec.rules import every_rank_has_rows, has_dense_layers
 from meshwright.spec.stages import balanced, even
 
+_ORDERED = 512
+"""Ranks up to which other orders of the axes are looked at; of more ranks they would take too long."""
 POLICIES = ("none", "selective", "full")
 """Of recomputation."""
 LOOPED = ("interleaved", "bfs")
@@ -41,12 +43,13 @@ class Inner(NamedTuple):
 
 
 class Mesh(NamedTuple):
-    """The ranks of a pipeline, of each of its stages' experts, and those that are left to data."""
+    """The ranks of a pipeline, of each of its stages' experts, those left to data, and the axes' order."""
 
     pp: int
     data: int
     ep: int
     etp: int
+    order: Order = "pp-replicate-dp-tp"
 
 
 class Cut(NamedTuple):
@@ -73,7 +76,9 @@ NO_CUT, NO_SHARDING = Cut("1f1b", 1, "even", ()), Sharding(0, 1)
 class Space:
     """The layouts of `base` on `ranks` ranks; `fixed` holds keys of the layout that are not to be chosen.
 
-    `fixed` also takes 'policy', the policy of recomputation, which else is one of `policies`.
+    `fixed` also takes 'policy', the policy of recomputation, which else is one of `policies`. `levels` are
+    how many neighbouring ranks each level of the cluster has in a group: pipeline ranks are numbered inside
+    of data ranks only where that brings them closer by a level, as it takes data ranks further apart.
     """
 
     def __init__(
@@ -82,8 +87,10 @@ class Space:
         ranks: int,
         fixed: Mapping[str, Any] | None = None,
         policies: Sequence[str] = POLICIES,
+        levels: Sequence[int] = (),
     ) -> None:
         self.base, self.ranks, self.fixed = base, ranks, dict(fixed or {})
+        self._levels = levels
         self._cuts: dict[int, list[Cut]] = {}
         self._known_sizes: dict[int, Sequence[int]] = {}
         self._even_work: dict[int, tuple[int, ...]] = {}
@@ -172,7 +179,29 @@ class Space:
             data = left // pp
             whole = self.base.batch_sequences % (data * inner.micro_batch) == 0
             if whole and data * inner.cp * inner.tp % (ep * etp) == 0 and self.cuts(pp):
-                yield Mesh(pp, data, ep, etp)
+                for order in self._orders_of(inner, pp, data, ep * etp):
+                    yield Mesh(pp, data, ep, etp, order)
+
+    def _orders_of(self, inner: Inner, pp: int, data: int, folded: int) -> list[Order]:
+        """In which orders the axes may be numbered; those that number ranks alike once."""
+        if "order" in self.fixed:
+            return [self.fixed["order"]]
+        found: list[Order] = ["pp-replicate-dp-tp"]
+        if pp == 1 or self.ranks > _ORDERED:
+            return found
+        most = self._level(data * inner.cp * inner.tp)
+        if (
+            data > 1 and self._level(inner.cp * inner.tp) < most
+        ):  # with so few ranks of dp, and others replicas
+            found.append("replicate-pp-dp-tp")
+        if data * inner.cp > 1 and folded == 1 and self._level(inner.tp) < most:
+            found.append("replicate-dp-pp-tp")
+        return found
+
+    def _level(self, stride: int) -> int:
+        """The innermost level at which ranks so far apart are neighbours."""
+        within = [place for place, devices in enumerate(self._levels) if stride < devices]
+        return min(within, default=max(0, len(self._levels) - 1))
 
     def experts(self, ranks: int) -> list[tuple[int, int]]:
         """(ep, etp) that fold out of `ranks`."""
@@ -233,6 +262,8 @@ class Space:
                 continue
             for replicate in self._pick("replicate", divisors(mesh.data) if zero else [1]):
                 dp = mesh.data // replicate
+                if replicate == 1 and mesh.order == "replicate-pp-dp-tp" and "order" not in self.fixed:
+                    continue  # the same as the first order
                 if self.fixed.get("dp", dp) == dp and dp * inner.cp * inner.tp % (mesh.ep * mesh.etp) == 0:
                     yield Sharding(zero, replicate)
 
@@ -255,5 +286,6 @@ class Space:
             etp=mesh.etp,
             expert_parts=self.fixed.get("expert_parts", 1),
             micro_batch=inner.micro_batch,
+            order=mesh.order,
         )
         return base.model_copy(update={"layout": layout, "recompute": inner.recompute})

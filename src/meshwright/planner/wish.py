@@ -51,7 +51,8 @@ class Wish:
         """Its layouts. Where selective recomputation computes nothing again it is 'none' by another name."""
         idle = self.stack.selective == "attention" and self.stack.fused_attention
         policies = [each for each in POLICIES if each != "selective" or not idle]
-        return Space(self.base, self.ranks, self.fixed, policies)
+        levels = [level.devices for level in self.cluster.levels]
+        return Space(self.base, self.ranks, self.fixed, policies, levels)
 
     def engines(self) -> Engines:
         return Engines(self.cluster, self.stack)
