@@ -6,12 +6,9 @@
 The machine is profiled, unless a hardware file is given. Layouts are dealt out of all that the rules accept,
 in turn from each way to share four ranks among the axes, shuffled by a fixed seed. Every layout is trained
 for some steps, in the same processes, round after round so that a machine whose speed drifts slows all alike.
-Of each step it is noted what other programs took of the cores meanwhile; as they do not idle, that much less
-of the machine was there, and the step counts as so much shorter: on a quiet machine as long as it took. Nor
-is a shared machine always as fast: before and after its steps all ranks compute the same products for a
-moment, and steps count in relation to these. A layout's time is the median over the half of its steps that
-were disturbed least. Reported are Spearman's and
-Kendall's rank correlation, and the regret: the measured time of the layout predicted fastest over the best.
+A layout's time is the lower quartile of its steps, since other work on a machine only ever adds. Reported are
+Spearman's and Kendall's rank correlation, and the regret: the measured time of the layout predicted fastest
+over the best.
 
 `--hosts 2` makes two network namespaces, each with half of the ranks and half of the cores, joined by a link
 of `--gbit` Gb/s (veth and a token bucket filter). That takes root, `ip` and `tc`.
@@ -22,7 +19,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
 import sys
 import time
@@ -40,14 +36,8 @@ from namespaces import Hosts, here, two_hosts
 from small_layouts import layouts
 
 BENCH = Path(__file__).resolve()
-_QUIET = 0.1
-"""Cores that others may take of an undisturbed step."""
-
-Timed = tuple[float, float, float]
-"""Seconds of a step, cores that others took, and seconds of the reference around it."""
-
-Times = list[list[Timed]]
-"""Every step of each layout."""
+Times = list[list[float]]
+"""Seconds of every step of each layout."""
 
 
 def spec_of(model: str, layout: dict[str, Any], options: argparse.Namespace) -> RunSpec | None:
@@ -100,14 +90,13 @@ def work(jobs: Path, out: Path) -> None:
                     out.write_text(json.dumps(times), encoding="utf-8")
 
 
-def steps_of(spec: RunSpec, groups: Any, steps: int) -> list[Timed]:
+def steps_of(spec: RunSpec, groups: Any, steps: int) -> list[float]:
     """Some steps after a first one."""
     import torch
 
     from meshwright.checkpoint.ranks import Ranks
     from meshwright.data.corpus import open_corpus
     from meshwright.data.loader import Loader
-    from meshwright.parallel.collectives import sum_scalars
     from meshwright.parallel.mesh import build_mesh
     from meshwright.train.step import Trainer
 
@@ -119,36 +108,14 @@ def steps_of(spec: RunSpec, groups: Any, steps: int) -> list[Timed]:
     loader = Loader(open_corpus(spec), spec, mesh.data_rank, spec.layout.data_ranks)
     batches = [loader.step(number) for number in range(steps + 1)]
     loader.close()
-    found, before = [], reference(ranks)
+    found = []
     for number, batch in enumerate(batches, start=1):
         ranks.any(False)  # all ranks are here
-        start, busy, own = time.perf_counter(), _busy(), time.process_time()
+        start = time.perf_counter()
         trainer.step(batch, number)
-        (ours,) = sum_scalars([time.process_time() - own], mesh.control)
-        seconds = time.perf_counter() - start
-        found.append((round(seconds, 4), round(max(0.0, _busy() - busy - ours) / seconds, 3)))
-    around = round((before + reference(ranks)) / 2, 4)
-    return [(*step, around) for step in found[1:]]
-
-
-def reference(ranks: Any) -> float:
-    """Seconds of some products on all ranks at once, to tell how fast the machine is at the moment."""
-    import torch
-
-    x, weight = torch.ones(256, 512), torch.ones(512, 512)
-    ranks.any(False)
-    start = time.perf_counter()
-    for _ in range(100):
-        torch.mm(x, weight)
-    ranks.any(False)
-    return time.perf_counter() - start
-
-
-def _busy() -> float:
-    """Seconds that all programs have taken of all cores since the system's start."""
-    fields = [int(each) for each in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
-    user, _, system, _, _, irq, softirq, steal = fields
-    return (user + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+        ranks.any(False)
+        found.append(round(time.perf_counter() - start, 4))
+    return found[1:]
 
 
 # All of them --------------------------------------------------------------------------------------------
@@ -183,7 +150,7 @@ def profiled(hosts: Hosts, options: argparse.Namespace) -> Cluster:
 
 def compare(specs: list[RunSpec], times: Times, found: Cluster) -> dict[str, Any]:
     """The table of layouts by predicted time, the correlations and the regret."""
-    on, usual = Engines(found), statistics.median(step[2] for each in times for step in each)
+    on = Engines(found)
     rows = []
     for spec, each in zip(specs, times, strict=True):
         timed = step_time(spec, on)
@@ -191,7 +158,7 @@ def compare(specs: list[RunSpec], times: Times, found: Cluster) -> dict[str, Any
             {
                 "layout": _said(spec),
                 "predicted": timed.seconds,
-                "measured": typical(each, usual),
+                "measured": typical(each),
                 "steps": each,
                 "parts": {name: round(value, 4) for name, value in timed.parts.items() if value > 5e-5},
             }
@@ -208,16 +175,9 @@ def compare(specs: list[RunSpec], times: Times, found: Cluster) -> dict[str, Any
     }
 
 
-def typical(steps: list[Timed], usual: float) -> float:
-    """The median of those that others disturbed least, half of them or all that were hardly disturbed, each
-    less the others' part of the machine, while the machine is as fast as usual."""
-    ranked = sorted(steps, key=lambda step: step[1])
-    quiet = [step for step in ranked if step[1] <= _QUIET]
-    kept = quiet if len(quiet) > len(steps) / 2 else ranked[: -(-len(steps) // 2)]
-    cores = len(os.sched_getaffinity(0))
-    return statistics.median(
-        seconds * (1 - min(1.0, others / cores)) * usual / around for seconds, others, around in kept
-    )
+def typical(steps: list[float]) -> float:
+    """The lower quartile: whatever else a machine does only ever adds to a time."""
+    return sorted(steps)[(len(steps) - 1) // 4]
 
 
 def spearman(x: list[float], y: list[float]) -> float:
@@ -257,8 +217,7 @@ def show(model: str, result: dict[str, Any]) -> None:
         f"median error {result['error']:.0%}"
     )
     for row in result["rows"]:
-        seconds = [step[0] for step in row["steps"]]
-        span = f"{min(seconds):.2f}-{max(seconds):.2f}"
+        span = f"{min(row['steps']):.2f}-{max(row['steps']):.2f}"
         print(f"  {row['predicted']:8.3f} {row['measured']:8.3f}  {span:>12}  {row['layout']}")
 
 
