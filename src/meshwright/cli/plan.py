@@ -115,11 +115,23 @@ def _show(found: Plans) -> None:
     print(f"\nWhere its memory goes, on pipeline rank {needs.rank}:")
     terms = {field.name: getattr(needs, field.name) / 1e9 for field in fields(needs) if field.name != "rank"}
     _shares(terms, needs.device / 1e9, "GB")
+    _why(found)
     did = found.searched
     print(
         f"\nsearched in {did.seconds:.1f} s: {did.branches:,} branches, {did.simulated:,} schedules "
         f"simulated, {did.timed:,} layouts timed"
     )
+
+
+def _why(found: Plans) -> None:
+    """Why not the neighbours of the best plan, and which assumption would change the choice."""
+    from meshwright.planner.explain_text import assumption_lines, neighbour_lines
+
+    why = found.reasons
+    print("\nWhy not its neighbours:")
+    print(*neighbour_lines(why.neighbours, why.count, "further away, which --out has"), sep="\n")
+    print("\nWhat would change the choice:")
+    print(*assumption_lines(why.assumptions, why.candidates), sep="\n")
 
 
 def _row(place: int, each: Plan, found: Plans) -> dict[str, Any]:

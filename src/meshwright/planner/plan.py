@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from meshwright.planner import hardware
 from meshwright.planner.engines import Engines
 from meshwright.planner.estimate import step_time
+from meshwright.planner.explain import describe
 from meshwright.planner.hardware import Cluster
 from meshwright.planner.kernels import peak
 from meshwright.planner.memory import Memory
 from meshwright.planner.own_memory import fullest
+from meshwright.planner.reasons import Reasons, reasons
 from meshwright.planner.search import Counts, Progress, Result
 from meshwright.planner.shortfall import shortfall
 from meshwright.planner.stack import MESHWRIGHT, Stack, stack_named
@@ -34,6 +37,8 @@ OBJECTIVES = ("time", "cost", "longest-context")
 """Least seconds for a token, least money for a token, the longest sequences that fit."""
 _LONGEST = 2**24
 """Tokens of the longest sequence that is tried."""
+_NEIGHBOURS = 6
+"""Neighbours of the best plan that are told of."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +107,25 @@ class Plans:
     searched: Counts
     pareto: tuple[tuple[float, float], ...]
     """(step seconds, bytes of a device) of what nothing else timed is better than in both, fastest first."""
+    capacity: float
+    """Bytes of a device that a plan may need."""
 
     @property
     def best(self) -> Plan:
         return self.plans[0]
 
+    @cached_property
+    def reasons(self) -> Reasons:
+        """Why the best plan, and not its nearest neighbours or the other plans on as many devices."""
+        best = self.best
+        alike = [each.spec for each in self.plans[1:] if each.cluster.count == best.cluster.count]
+        others = {describe(each): each for each in alike}
+        return reasons(best.spec, Engines(best.cluster, self.stack), self.capacity, others, _NEIGHBOURS)
+
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `meshwright plan --json`."""
         plans = [each.to_json(self.tokens) for each in self.plans]
+        plans[0] |= self.reasons.to_json()
         return {
             "model": self.best.spec.model.preset or self.best.spec.model.hf or self.best.spec.model.family,
             "cluster": self.best.cluster.name,
@@ -199,7 +215,16 @@ def plan(
     plans.sort(
         key=lambda each: each.cost_per_token or 0.0 if objective == "cost" else 1 / each.tokens_per_second
     )
-    return Plans(tuple(plans[:top]), objective, chosen, note, _total(tokens), _together(found), _front(found))
+    return Plans(
+        plans=tuple(plans[:top]),
+        objective=objective,
+        stack=chosen,
+        note=note,
+        tokens=_total(tokens),
+        searched=_together(found),
+        pareto=_front(found),
+        capacity=wishes[-1].capacity,
+    )
 
 
 def _best(wish: Wish, top: int, progress: Progress | None) -> tuple[Result, list[Plan]]:
