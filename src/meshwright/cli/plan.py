@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from meshwright.planner.plan import Plan, Plans
     from meshwright.planner.search import Counts, Found
 
-OBJECTIVES = ("time", "cost", "longest-context")
+OBJECTIVES = ("time", "cost", "longest-context", "largest-model")
 
 
 def plan(call: Call) -> int:
@@ -93,12 +93,16 @@ def brief(spec: RunSpec) -> str:
 
 
 def _show(found: Plans) -> None:
+    from meshwright.planner.largest import described
+
     best = found.best
     model = best.spec.model.preset or best.spec.model.hf or best.spec.model.family
     print(
         f"{model} ({best.spec.model.parameters / 1e9:,.4g}B parameters) on {best.cluster.count:,} x "
         f"{best.cluster.device.name}, in {best.spec.precision.compute} by {found.stack.name}"
     )
+    if found.model_found is not None:
+        print(f"the largest that fits: {described(found.model_found)}")
     batch = found.note or f"{best.spec.train.batch_tokens:,} tokens"
     print(f"batch {batch}; sequences of {best.spec.data.seq_len:,}")
     print()
