@@ -41,6 +41,8 @@ def test_json_has_the_best_plan_and_what_was_searched(capsys: pytest.CaptureFixt
     assert len(told["best"]["neighbours"]) == 6 and told["best"]["assumptions"]
     assert {"change", "verdict", "why", "most", "by"} <= told["best"]["neighbours"][0].keys()
     assert {"name", "value", "turns"} == told["best"]["assumptions"][0].keys()
+    assert main([*WISH, "--json", "--top", "2", "--layout.tp", "2", "--no-why"]) == 0
+    assert "neighbours" not in json.loads(capsys.readouterr().out.splitlines()[-1])["best"]
 
 
 def test_the_best_plan_is_written_as_a_run_file(tmp_path: Path) -> None:

@@ -45,9 +45,9 @@ def plan(call: Call) -> int:
     if flags["out"] is not None:
         _page(found, Path(flags["out"]))
     if flags["json"]:
-        show.as_json(found.to_json())
+        show.as_json(found.to_json(why=not flags["no-why"]))
         return 0
-    _show(found)
+    _show(found, why=not flags["no-why"])
     written = [flags[name] for name in ("write", "out") if flags[name] is not None]
     print("".join(f"\nwrote {name}" for name in written), end="\n" if written else "")
     return 0
@@ -92,7 +92,7 @@ def brief(spec: RunSpec) -> str:
     return " ".join(words)
 
 
-def _show(found: Plans) -> None:
+def _show(found: Plans, why: bool) -> None:
     from meshwright.planner.largest import described
 
     best = found.best
@@ -119,7 +119,8 @@ def _show(found: Plans) -> None:
     print(f"\nWhere its memory goes, on pipeline rank {needs.rank}:")
     terms = {field.name: getattr(needs, field.name) / 1e9 for field in fields(needs) if field.name != "rank"}
     _shares(terms, needs.device / 1e9, "GB")
-    _why(found)
+    if why:
+        _why(found)
     did = found.searched
     print(
         f"\nsearched in {did.seconds:.1f} s: {did.branches:,} branches, {did.simulated:,} schedules "
@@ -190,6 +191,7 @@ VERBS = (
                 "FILE.html",
                 file_name(".html"),
             ),
+            Flag("no-why", "leave out the neighbours and the assumptions, which takes less time"),
             Flag("progress", "say each plan that is the best so far, on stderr"),
             JSON,
         ),

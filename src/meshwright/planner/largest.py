@@ -158,8 +158,8 @@ def described(model: ModelSpec) -> str:
     heads = f"{model.heads} heads" + (f" ({model.kv_heads} of keys)" if model.kv_heads != model.heads else "")
     experts = "" if model.moe is None else f", {model.moe.experts} experts of {model.moe.ffn:,}"
     return (
-        f"{model.parameters / 1e9:,.4g}B parameters: {model.layers} layers, hidden {model.hidden:,}, "
-        f"{heads}, ffn {model.ffn:,}{experts}"
+        f"{model.parameters / 1e9:,.4g}B parameters: {model.layers} layer{'s' * (model.layers > 1)}, "
+        f"hidden {model.hidden:,}, {heads}, ffn {model.ffn:,}{experts}"
     )
 
 

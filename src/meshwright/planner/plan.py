@@ -126,10 +126,11 @@ class Plans:
         others = {describe(each): each for each in alike}
         return reasons(best.spec, Engines(best.cluster, self.stack), self.capacity, others, _NEIGHBOURS)
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, for `meshwright plan --json`."""
+    def to_json(self, why: bool = True) -> dict[str, Any]:
+        """Plain values, for `meshwright plan --json`; unless `why` counts, without the reasons."""
         plans = [each.to_json(self.tokens) for each in self.plans]
-        plans[0] |= self.reasons.to_json()
+        if why:
+            plans[0] |= self.reasons.to_json()
         return {
             "model": self.best.spec.model.preset or self.best.spec.model.hf or self.best.spec.model.family,
             "cluster": self.best.cluster.name,
