@@ -21,6 +21,10 @@ def test_a_table_of_plans_within_100_columns(capsys: pytest.CaptureFixture[str])
     assert "batch 1M is taken as 256 sequences of 4,096 tokens = 1,048,576" in shown.out
     assert [line[0] for line in lines if line[:1].isdigit() and line[1:2] == " "] == list("12345")
     assert "Where its time goes" in shown.out and "Where its memory goes" in shown.out
+    why, change = "Why not its neighbours:", "What would change the choice:"
+    assert lines.index(change) - lines.index(why) > 7 and " slower: " in shown.out.partition(why)[2]
+    for figure in ("rate of matrix products", "bandwidth of the network", "memory capacity"):
+        assert figure in shown.out.partition(change)[2]
     assert "tokens take it" in shown.out and " USD." in shown.out
     assert "s a step, " in shown.err
 
@@ -34,6 +38,11 @@ def test_json_has_the_best_plan_and_what_was_searched(capsys: pytest.CaptureFixt
     assert {"allocated", "reserved", "device", "activations"} <= told["best"]["memory"].keys()
     assert told["searched"]["simulated"] >= 0 and told["searched"]["seconds"] > 0
     assert told["pareto"]
+    assert len(told["best"]["neighbours"]) == 6 and told["best"]["assumptions"]
+    assert {"change", "verdict", "why", "most", "by"} <= told["best"]["neighbours"][0].keys()
+    assert {"name", "value", "turns"} == told["best"]["assumptions"][0].keys()
+    assert main([*WISH, "--json", "--top", "2", "--layout.tp", "2", "--no-why"]) == 0
+    assert "neighbours" not in json.loads(capsys.readouterr().out.splitlines()[-1])["best"]
 
 
 def test_the_best_plan_is_written_as_a_run_file(tmp_path: Path) -> None:

@@ -9,15 +9,18 @@ from functools import cache
 import pytest
 
 from meshwright.planner.assumptions import MOST, figures
+from meshwright.planner.candidates import TIE
 from meshwright.planner.communication import communication
 from meshwright.planner.engines import Engines
 from meshwright.planner.estimate import step_time
 from meshwright.planner.explain import Explanation, explain
 from meshwright.planner.explain_text import WIDTH, text
 from meshwright.planner.hardware import cluster
-from meshwright.planner.neighbours import TERMS, TIE, changes
+from meshwright.planner.neighbours import TERMS, changes
 from meshwright.planner.own_memory import fullest, needs
+from meshwright.planner.reasons import reasons
 from meshwright.planner.stack import STACKS
+from meshwright.planner.timing import Timing
 from meshwright.planner.wire import traffic
 from meshwright.spec import RunSpec, UserError
 
@@ -183,6 +186,27 @@ def test_neighbours_are_sorted_by_how_close_they_are(name: str) -> None:
     assert better == sorted(better, reverse=True)
     rest = [each.distance for each in found if each.verdict != "faster"]
     assert rest == sorted(rest) and rest[0] >= 0
+
+
+@every
+def test_the_nearest_are_those_that_would_be_first_of_all(name: str) -> None:
+    found = explained(name)
+    few = reasons(found.spec, found.on, found.capacity, most=6)
+    assert few.count == len(found.neighbours) and len(few.neighbours) == 6
+    assert [each.why for each in few.neighbours] == [each.why for each in found.neighbours[:6]]
+    assert few.assumptions == found.assumptions and few.candidates == found.candidates
+
+
+@every
+def test_a_quick_look_is_no_more_than_the_step_and_an_exact_one_is_the_step(name: str) -> None:
+    spec, paths = explained(name).spec, {}
+    for on in (engines(spec), figures(engines(spec))[0].scaled(0.7)):
+        for change in changes(spec):
+            timing, timed = Timing(change.spec, paths), step_time(change.spec, on)
+            assert timing.least(on) <= timed.seconds * (1 + 1e-9), change.words
+            assert timing.seconds(on) == timed.seconds, change.words
+            assert timing.parts(on, timed.seconds) == pytest.approx(timed.parts), change.words
+            assert timing.least(on) <= timed.seconds * (1 + 1e-9), change.words
 
 
 def preferred(found: Explanation, on: Engines, capacity: float) -> set[str]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from meshwright.planner.plan import Plan, Plans
     from meshwright.planner.search import Counts, Found
 
-OBJECTIVES = ("time", "cost", "longest-context")
+OBJECTIVES = ("time", "cost", "longest-context", "largest-model")
 
 
 def plan(call: Call) -> int:
@@ -45,9 +45,9 @@ def plan(call: Call) -> int:
     if flags["out"] is not None:
         _page(found, Path(flags["out"]))
     if flags["json"]:
-        show.as_json(found.to_json())
+        show.as_json(found.to_json(why=not flags["no-why"]))
         return 0
-    _show(found)
+    _show(found, why=not flags["no-why"])
     written = [flags[name] for name in ("write", "out") if flags[name] is not None]
     print("".join(f"\nwrote {name}" for name in written), end="\n" if written else "")
     return 0
@@ -92,13 +92,17 @@ def brief(spec: RunSpec) -> str:
     return " ".join(words)
 
 
-def _show(found: Plans) -> None:
+def _show(found: Plans, why: bool) -> None:
+    from meshwright.planner.largest import described
+
     best = found.best
     model = best.spec.model.preset or best.spec.model.hf or best.spec.model.family
     print(
         f"{model} ({best.spec.model.parameters / 1e9:,.4g}B parameters) on {best.cluster.count:,} x "
         f"{best.cluster.device.name}, in {best.spec.precision.compute} by {found.stack.name}"
     )
+    if found.model_found is not None:
+        print(f"the largest that fits: {described(found.model_found)}")
     batch = found.note or f"{best.spec.train.batch_tokens:,} tokens"
     print(f"batch {batch}; sequences of {best.spec.data.seq_len:,}")
     print()
@@ -115,11 +119,24 @@ def _show(found: Plans) -> None:
     print(f"\nWhere its memory goes, on pipeline rank {needs.rank}:")
     terms = {field.name: getattr(needs, field.name) / 1e9 for field in fields(needs) if field.name != "rank"}
     _shares(terms, needs.device / 1e9, "GB")
+    if why:
+        _why(found)
     did = found.searched
     print(
         f"\nsearched in {did.seconds:.1f} s: {did.branches:,} branches, {did.simulated:,} schedules "
         f"simulated, {did.timed:,} layouts timed"
     )
+
+
+def _why(found: Plans) -> None:
+    """Why not the neighbours of the best plan, and which assumption would change the choice."""
+    from meshwright.planner.explain_text import assumption_lines, neighbour_lines
+
+    why = found.reasons
+    print("\nWhy not its neighbours:")
+    print(*neighbour_lines(why.neighbours, why.count, "further away, which --out has"), sep="\n")
+    print("\nWhat would change the choice:")
+    print(*assumption_lines(why.assumptions, why.candidates), sep="\n")
 
 
 def _row(place: int, each: Plan, found: Plans) -> dict[str, Any]:
@@ -174,6 +191,7 @@ VERBS = (
                 "FILE.html",
                 file_name(".html"),
             ),
+            Flag("no-why", "leave out the neighbours and the assumptions, which takes less time"),
             Flag("progress", "say each plan that is the best so far, on stderr"),
             JSON,
         ),

@@ -6,19 +6,16 @@ timed only where it could be ahead: seconds do not rise with a rate, and fall no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshwright.planner.candidates import TIE, Candidate
 from meshwright.planner.engines import Engines
-from meshwright.planner.estimate import step_time
 from meshwright.planner.hardware import NETWORKS, Cluster
-from meshwright.planner.neighbours import TIE, Estimate
 
 MOST = 50
 """Percent by which a figure is taken to be wrong at most."""
-_PROBES = (20, MOST)
-"""Percents at which candidates are timed before the smallest is looked for."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ class Figure:
 
 
 def assumptions(
-    chosen: Estimate, candidates: Sequence[Estimate], on: Engines, capacity: float
+    chosen: Candidate, candidates: Sequence[Candidate], on: Engines, capacity: float
 ) -> tuple[Assumption, ...]:
     """What each figure would have to be for one of `candidates` to be preferred.
 
@@ -71,15 +68,14 @@ def assumptions(
     others = {
         place: each
         for place, each in enumerate(candidates)
-        if each.seconds >= chosen.seconds * (1 - TIE) or not each.fits(capacity)
+        if not each.beats(chosen) or not each.fits(capacity)
     }
-    fitting = {place: each for place, each in others.items() if each.fits(capacity)}
     found = []
     for figure in figures(on):
-        turns = [_turn(chosen, fitting, figure, sign) for sign in (1, -1)]
+        turns = [_turn(_Race(chosen, others, figure, capacity), sign) for sign in (1, -1)]
         found.append(Assumption(figure.name, figure.value, _nearer(turns)))
     value = f"{capacity / 1e9:.4g} GB"
-    turns = [_more_memory(chosen, others, capacity), _less_memory(chosen, fitting, capacity)]
+    turns = [_more_memory(chosen, others, capacity), _less_memory(chosen, others, capacity)]
     return (*found, Assumption("memory capacity", value, _nearer(turns)))
 
 
@@ -122,69 +118,119 @@ def _linked(on: Engines, leaves: bool, factor: float) -> Engines:
     return Engines(changed, on.stack, on.format)
 
 
-def _turn(chosen: Estimate, fitting: dict[int, Estimate], figure: Figure, sign: int) -> Turn | None:
-    """The smallest change of a rate one way at which one of `fitting` is ahead."""
-    race, low = _Race(chosen, fitting, figure), 0
-    for high in _PROBES:
-        if race.ahead(1 + sign * high / 100, every=False) is not None:
-            break
-        low = high
-    else:
+def _turn(race: _Race, sign: int) -> Turn | None:
+    """The smallest change of a rate one way at which another layout is ahead.
+
+    First it is looked for by bounds, then near there; where that is not it, by halves.
+    """
+
+    def ahead(percent: int, exact: bool) -> bool:
+        return race.ahead(1 + sign * percent / 100, every=False, exact=exact) is not None
+
+    guess = _first(lambda percent: ahead(percent, False), (MOST,))
+    found = _first(lambda percent: ahead(percent, True), (guess, guess - 1, guess + 1, MOST))
+    if found > MOST:
         return None
+    return Turn(sign * found, race.ahead(1 + sign * found / 100, every=True))
+
+
+def _first(holds: Callable[[int], bool], tried: Sequence[int]) -> int:
+    """The first percent that something holds at, `tried` being the first that are; beyond `MOST` if none."""
+    low, high = 0, MOST + 1
+    for percent in tried:
+        if low < percent < high:
+            low, high = (low, percent) if holds(percent) else (percent, high)
     while high - low > 1:
         middle = (low + high) // 2
-        lost = race.ahead(1 + sign * middle / 100, every=False) is not None
-        low, high = (low, middle) if lost else (middle, high)
-    return Turn(sign * high, race.ahead(1 + sign * high / 100, every=True))
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
 
 
 class _Race:
-    """A layout against its candidates, at other values of a rate."""
+    """A layout against others, at other values of a rate."""
 
-    def __init__(self, chosen: Estimate, fitting: dict[int, Estimate], figure: Figure) -> None:
-        self.chosen, self.fitting, self.figure = chosen, fitting, figure
-        self._timed = {place: {1.0: each.seconds} for place, each in fitting.items()}
+    def __init__(
+        self, chosen: Candidate, others: Mapping[int, Candidate], figure: Figure, capacity: float
+    ) -> None:
+        self.chosen, self.others, self.figure, self.capacity = chosen, others, figure, capacity
+        self._engines: dict[float, Engines] = {}
+        self._seconds: dict[tuple[int | None, float], float] = {}
+        self._bounds = {place: {1.0: each.least} for place, each in others.items()}
 
-    def ahead(self, factor: float, every: bool) -> int | None:
-        """The fastest candidate that is ahead; unless `every` counts, the first that is found."""
-        on = self.figure.scaled(factor)
-        best, found = step_time(self.chosen.spec, on).seconds * (1 - TIE), None
-        for place in sorted(self.fitting, key=lambda place: self._least(place, factor)):
-            if self._least(place, factor) >= best:
+    def ahead(self, factor: float, every: bool, exact: bool = True) -> int | None:
+        """The fastest other that fits and is ahead; unless `every` counts, the first that is found.
+
+        Unless `exact`, by the seconds that each takes at least.
+        """
+        best = (self._exactly if exact else self._at_least)(None, factor) * (1 - TIE)
+        near = [place for place in self.others if self._least(place, factor) < best]
+        bounds = {place: self._at_least(place, factor) for place in near}
+        found = None
+        for place, seconds in sorted(bounds.items(), key=lambda item: item[1]):
+            if seconds >= best:
                 break
-            known = self._timed[place]
-            if factor not in known:
-                known[factor] = step_time(self.fitting[place].spec, on).seconds
-            if known[factor] < best:
-                best, found = known[factor], place
-                if not every:
-                    break
+            if self.others[place].fits(self.capacity):
+                seconds = self._exactly(place, factor) if exact else seconds
+                if seconds < best:
+                    best, found = seconds, place
+                    if not every:
+                        break
         return found
 
     def _least(self, place: int, factor: float) -> float:
-        """Seconds that a candidate takes at least, from those at other values."""
-        return max(value * min(1.0, other / factor) for other, value in self._timed[place].items())
+        """Seconds that another takes at least, by what it takes at other values."""
+        return max(value * min(1.0, other / factor) for other, value in self._bounds[place].items())
+
+    def _at_least(self, place: int | None, factor: float) -> float:
+        """The same, by a closer look; None is the chosen one."""
+        found = self._of(place).timing.least(self._at(factor))
+        if place is not None:
+            self._bounds[place][factor] = max(found, self._bounds[place].get(factor, 0.0))
+        return found
+
+    def _exactly(self, place: int | None, factor: float) -> float:
+        known = place, factor
+        if known not in self._seconds:
+            self._seconds[known] = self._of(place).timing.seconds(self._at(factor))
+            if place is not None:
+                self._bounds[place][factor] = self._seconds[known]
+        return self._seconds[known]
+
+    def _of(self, place: int | None) -> Candidate:
+        return self.chosen if place is None else self.others[place]
+
+    def _at(self, factor: float) -> Engines:
+        if factor not in self._engines:
+            self._engines[factor] = self.figure.scaled(factor)
+        return self._engines[factor]
 
 
-def _more_memory(chosen: Estimate, others: dict[int, Estimate], capacity: float) -> Turn | None:
+def _more_memory(chosen: Candidate, others: Mapping[int, Candidate], capacity: float) -> Turn | None:
     """The smallest larger memory in which something faster fits; seconds do not depend on it."""
+    faster = {place: each for place, each in others.items() if each.beats(chosen)}
     for percent in range(1, MOST + 1):
-        room = capacity * (1 + percent / 100)
-        faster = [
-            place
-            for place, each in others.items()
-            if each.fits(room) and each.seconds < chosen.seconds * (1 - TIE)
-        ]
-        if faster:
-            return Turn(percent, min(faster, key=lambda place: others[place].seconds))
+        fitting = [place for place, each in faster.items() if each.fits(capacity * (1 + percent / 100))]
+        if fitting:
+            return Turn(percent, min(fitting, key=lambda place: faster[place].seconds))
     return None
 
 
-def _less_memory(chosen: Estimate, fitting: dict[int, Estimate], capacity: float) -> Turn | None:
+def _less_memory(chosen: Candidate, others: Mapping[int, Candidate], capacity: float) -> Turn | None:
     """The largest smaller memory in which the chosen layout does not fit any more."""
     for percent in range(1, MOST + 1):
         room = capacity * (1 - percent / 100)
         if not chosen.fits(room):
-            left = [place for place, each in fitting.items() if each.fits(room)]
-            return Turn(-percent, min(left, key=lambda place: fitting[place].seconds, default=None))
+            return Turn(-percent, _fastest(others, room))
     return None
+
+
+def _fastest(others: Mapping[int, Candidate], room: float) -> int | None:
+    """The fastest that fits."""
+    best, found = float("inf"), None
+    for place in sorted(others, key=lambda place: others[place].least):
+        each = others[place]
+        if each.least >= best:
+            break
+        if each.fits(room) and each.seconds < best:
+            best, found = each.seconds, place
+    return found

@@ -28,7 +28,7 @@ _UPDATE_BYTES = 38.0
 the norm reads gradients once more, and they are cleared."""
 _ADAMW_BYTES = 28.0
 """Of them in fp32, AdamW's own."""
-_NUMBER = 8
+NUMBER = 8
 """Bytes of a number that ranks agree on."""
 _SIMULATED = 6
 """Microbatches that are simulated, in multiples of the pipeline's ranks."""
@@ -66,30 +66,34 @@ class StepTime:
 
     def parts_of(self, rank: int) -> dict[str, float]:
         """Seconds of a rank by what they go to; its bubble is what is left of the step."""
-        own = self.ranks[rank]
-        every, again = Seconds(), own.work.again
-        for each in own.work:
-            every = every.plus(each)
-        first = every.plus(again, -1)
-        parts = {
-            "matrix products": first.matmul,
-            "attention": first.attention,
-            "memory-bound": first.moved,
-            "host": first.host,
-            "recomputation": again.total,
-            "tensor axis": first.tensor,
-            "context axis": first.context,
-            "expert axis": first.expert,
-            "pipeline axis": own.sent,
-            "data axis": own.data.exposed + own.data.slowed,
-            "optimiser": own.data.optimiser,
-            "fixed": self.fixed,
-        }
-        total = sum(parts.values())
-        if total > self.seconds:  # others left this rank more of the cores than its share
-            parts = {name: value * self.seconds / total for name, value in parts.items()}
-        parts["bubble"] = max(0.0, self.seconds - total)
-        return parts
+        return parts_of(self.ranks[rank], self.seconds, self.fixed)
+
+
+def parts_of(own: RankTime, seconds: float, fixed: float) -> dict[str, float]:
+    """What a step of `seconds` goes to on a rank; its bubble is what is left of the step."""
+    every, again = Seconds(), own.work.again
+    for each in own.work:
+        every = every.plus(each)
+    first = every.plus(again, -1)
+    parts = {
+        "matrix products": first.matmul,
+        "attention": first.attention,
+        "memory-bound": first.moved,
+        "host": first.host,
+        "recomputation": again.total,
+        "tensor axis": first.tensor,
+        "context axis": first.context,
+        "expert axis": first.expert,
+        "pipeline axis": own.sent,
+        "data axis": own.data.exposed + own.data.slowed,
+        "optimiser": own.data.optimiser,
+        "fixed": fixed,
+    }
+    total = sum(parts.values())
+    if total > seconds:  # others left this rank more of the cores than its share
+        parts = {name: value * seconds / total for name, value in parts.items()}
+    parts["bubble"] = max(0.0, seconds - total)
+    return parts
 
 
 def step_time(spec: RunSpec, on: Engines) -> StepTime:
@@ -122,13 +126,14 @@ def step_time(spec: RunSpec, on: Engines) -> StepTime:
     for mine, of_data in zip(own, data, strict=True):
         crossings = sum((index > 0) + (index + 1 < len(passes)) for index in mine)
         sent = count * crossings * each if link is None else 0.0
-        ranks.append(RankTime(_all([passes[index] for index in mine], count), of_data, sent))
-    agreed = on.links.collective("all_reduce", _NUMBER, Group(spec.layout.world_size, 1))
+        ranks.append(RankTime(passed([passes[index] for index in mine], count), of_data, sent))
+    agreed = on.links.collective("all_reduce", NUMBER, Group(spec.layout.world_size, 1))
     fixed = on.stack.step + on.stack.agreements * agreed
     return StepTime(span + repeated + fixed, timed, busiest, tuple(ranks), fixed, repeated)
 
 
-def _all(passes: Sequence[Passes], times: float) -> Passes:
+def passed(passes: Sequence[Passes], times: float) -> Passes:
+    """What `times` microbatches take in stages of these passes."""
     whole = Passes()
     for each in passes:
         whole = _added(whole, each, times)

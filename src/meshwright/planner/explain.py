@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.planner.assumptions import Assumption, assumptions
+from meshwright.planner.assumptions import Assumption
 from meshwright.planner.communication import AxisLoad, communication
 from meshwright.planner.engines import Engines
 from meshwright.planner.estimate import StepTime, step_time
 from meshwright.planner.kernels import peak
 from meshwright.planner.memory import Memory
-from meshwright.planner.neighbours import TERMS, Estimate, Neighbour, estimate, neighbours
+from meshwright.planner.neighbours import TERMS, Neighbour
 from meshwright.planner.own_memory import needs
+from meshwright.planner.reasons import reasons
 from meshwright.planner.uncertainty import fits_probability, interval, room, spread
 from meshwright.spec import RunSpec, UserError
 
@@ -108,14 +109,8 @@ def explain(
     """
     check_ranks(spec, on)
     space = room(on.cluster) if capacity is None else capacity
-    chosen, timed = estimate(spec, on), step_time(spec, on)
-    near = neighbours(chosen, on, space)
-    compared = [each for each in others if _comparable(each, spec)]
-    candidates: list[Estimate] = [
-        *(each.estimate for each in near),
-        *(estimate(each, on) for each in compared),
-    ]
-    words = [*(each.change.words for each in near), *(describe(each) for each in compared)]
+    timed = step_time(spec, on)
+    why = reasons(spec, on, space, {describe(each): each for each in others if _comparable(each, spec)})
     held = tuple(needs(spec, on))
     largest = max(each.device for each in held)
     wider = spread(on.cluster, on.stack)
@@ -128,9 +123,9 @@ def explain(
         capacity=space,
         fits_probability=fits_probability(largest, room(on.cluster), wider),
         axes=communication(spec, on, timed),
-        neighbours=near,
-        assumptions=assumptions(chosen, candidates, on, space),
-        candidates=tuple(words),
+        neighbours=why.neighbours,
+        assumptions=why.assumptions,
+        candidates=why.candidates,
     )
 
 

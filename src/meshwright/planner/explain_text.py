@@ -19,12 +19,13 @@ _NEIGHBOURS = 12
 
 def text(found: Explanation) -> str:
     """The whole explanation."""
+    near = neighbour_lines(found.neighbours, len(found.neighbours), "which --json and --out have")
     sections = (
         ("", head(found)),
         ("time, of the busiest pipeline rank and of all in the mean", _time(found)),
         ("memory, by pipeline rank", _memory(found)),
         ("communication, of one rank in one step", _communication(found)),
-        ("neighbours", _neighbours(found.neighbours)),
+        ("neighbours", near),
         ("what would change the choice", _assumptions(found)),
     )
     lines: list[str] = []
@@ -116,18 +117,25 @@ def _communication(found: Explanation) -> list[str]:
     return table(rows, left=(0, 5)) if found.axes else ["none: one rank sends nothing"]
 
 
-def _neighbours(listed: Sequence[Neighbour]) -> Iterator[str]:
-    for each in listed[:_NEIGHBOURS]:
+def neighbour_lines(listed: Sequence[Neighbour], count: int, elsewhere: str) -> Iterator[str]:
+    """The nearest neighbours of `count`, and where the others are."""
+    shown = listed[:_NEIGHBOURS]
+    for each in shown:
         yield from wrapped(f"{each.change.words}: {each.why}")
-    if len(listed) > _NEIGHBOURS:
-        yield f"  and {len(listed) - _NEIGHBOURS} more, which --json and --out have"
+    if count > len(shown):
+        yield f"  and {count - len(shown)} more, {elsewhere}"
 
 
 def _assumptions(found: Explanation) -> Iterator[str]:
     if not found.fits:
         yield from wrapped("the layout does not fit, so nothing is compared with it")
-    for each in found.assumptions:
-        yield from wrapped(turned(each, found.candidates))
+    yield from assumption_lines(found.assumptions, found.candidates)
+
+
+def assumption_lines(listed: Sequence[Assumption], words: Sequence[str]) -> Iterator[str]:
+    """What would change the choice; `words` tells the candidates."""
+    for each in listed:
+        yield from wrapped(turned(each, words))
 
 
 def turned(each: Assumption, words: Sequence[str]) -> str:

@@ -7,23 +7,20 @@ sequence parallelism switched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any, Literal, get_args
 
+from meshwright.planner.candidates import TIE, Candidate, Estimate
 from meshwright.planner.engines import Engines
-from meshwright.planner.estimate import step_time
-from meshwright.planner.memory import Memory
-from meshwright.planner.own_memory import fullest
 from meshwright.planner.words import gigabytes, percent, seconds
 from meshwright.spec import Layout, RunSpec, UserError
 from meshwright.spec.layout import ONE_STAGE, TWO_STAGES, ContextMode, Order, ScheduleName, ulysses_ranks
 from meshwright.spec.parts import FullRecompute, NoRecompute, SelectiveRecompute
 from meshwright.spec.rules import check
 
-TIE = 1e-3
-"""Steps whose seconds differ by a smaller share are as fast as each other."""
 TERMS = (
     "parameters",
     "gradients",
@@ -64,19 +61,6 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """What a layout costs on the engines that it is compared on."""
-
-    spec: RunSpec
-    seconds: float
-    parts: dict[str, float]
-    memory: Memory
-
-    def fits(self, capacity: float) -> bool:
-        return self.memory.device <= capacity
-
-
-@dataclass(frozen=True)
 class Neighbour:
     """A change, and why the layout that it starts from has the edge, or does not."""
 
@@ -108,14 +92,50 @@ class Neighbour:
 
 def estimate(spec: RunSpec, on: Engines) -> Estimate:
     """Time and memory of a layout."""
-    timed = step_time(spec, on)
-    return Estimate(spec, timed.seconds, timed.parts, fullest(spec, on))
+    return Candidate(spec, on, {}).estimate
 
 
-def neighbours(chosen: Estimate, on: Engines, capacity: float) -> tuple[Neighbour, ...]:
-    """All neighbours of a layout, the nearest to being as good first; those that are better lead."""
-    found = [_judged(chosen, change, estimate(change.spec, on), capacity) for change in changes(chosen.spec)]
-    return tuple(sorted(found, key=lambda each: (each.verdict not in BETTER, each.distance)))
+def neighbours(
+    chosen: Candidate,
+    listed: Sequence[tuple[Change, Candidate]],
+    capacity: float,
+    most: int | None = None,
+) -> tuple[Neighbour, ...]:
+    """The neighbours of a layout, the nearest to being as good first; those that are better lead.
+
+    With `most`, so many of the neighbours of a layout that fits: those that are further by their time alone
+    are not looked at any closer.
+    """
+    if most is None:
+        found = [_judged(chosen.estimate, change, each.estimate, capacity) for change, each in listed]
+        return tuple(sorted(found, key=_rank))
+    nearest: list[Neighbour] = []
+    step = chosen.seconds  # timed first: its path through the lists bounds the others
+    queue = [(_distance(each.least / step), place, False) for place, (_, each) in enumerate(listed)]
+    judged: dict[int, Neighbour] = {}
+    heapq.heapify(queue)
+    while queue and len(nearest) < most:
+        _, place, timed = heapq.heappop(queue)
+        change, each = listed[place]
+        if place in judged:
+            nearest.append(judged[place])
+        elif not timed:
+            heapq.heappush(queue, (_distance(each.seconds / step), place, True))
+        else:
+            judged[place] = _judged(chosen.estimate, change, each.estimate, capacity)
+            heapq.heappush(queue, (_rank(judged[place]), place, True))
+    return tuple(nearest)
+
+
+def _rank(neighbour: Neighbour) -> tuple[bool, float]:
+    """The lower, the earlier it is told of."""
+    return neighbour.verdict not in BETTER, neighbour.distance
+
+
+def _distance(times: float) -> tuple[bool, float]:
+    """The lowest rank of a neighbour that takes so many times as long at least."""
+    faster = times < 1 - TIE
+    return not faster, times - 1 if faster else max(times - 1, 0.0)
 
 
 # Which there are.

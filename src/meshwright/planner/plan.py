@@ -5,16 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from meshwright.planner import hardware
 from meshwright.planner.engines import Engines
 from meshwright.planner.estimate import step_time
+from meshwright.planner.explain import describe
 from meshwright.planner.hardware import Cluster
 from meshwright.planner.kernels import peak
+from meshwright.planner.largest import largest_model, longest_context
 from meshwright.planner.memory import Memory
 from meshwright.planner.own_memory import fullest
+from meshwright.planner.reasons import Reasons, reasons
 from meshwright.planner.search import Counts, Progress, Result
 from meshwright.planner.shortfall import shortfall
 from meshwright.planner.stack import MESHWRIGHT, Stack, stack_named
@@ -28,12 +32,12 @@ from meshwright.planner.wish import (
     fixed_keys,
     node,
 )
-from meshwright.spec import RunSpec, UserError
+from meshwright.spec import ModelSpec, RunSpec, UserError
 
-OBJECTIVES = ("time", "cost", "longest-context")
-"""Least seconds for a token, least money for a token, the longest sequences that fit."""
-_LONGEST = 2**24
-"""Tokens of the longest sequence that is tried."""
+OBJECTIVES = ("time", "cost", "longest-context", "largest-model")
+"""Least seconds for a token, least money for a token; the longest sequences, the largest model that fits."""
+_NEIGHBOURS = 6
+"""Neighbours of the best plan that are told of."""
 
 
 @dataclass(frozen=True)
@@ -102,14 +106,31 @@ class Plans:
     searched: Counts
     pareto: tuple[tuple[float, float], ...]
     """(step seconds, bytes of a device) of what nothing else timed is better than in both, fastest first."""
+    capacity: float
+    """Bytes of a device that a plan may need."""
 
     @property
     def best(self) -> Plan:
         return self.plans[0]
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, for `meshwright plan --json`."""
+    @property
+    def model_found(self) -> ModelSpec | None:
+        """The model, where the largest was asked for."""
+        return self.best.spec.model if self.objective == "largest-model" else None
+
+    @cached_property
+    def reasons(self) -> Reasons:
+        """Why the best plan, and not its nearest neighbours or the other plans on as many devices."""
+        best = self.best
+        alike = [each.spec for each in self.plans[1:] if each.cluster.count == best.cluster.count]
+        others = {describe(each): each for each in alike}
+        return reasons(best.spec, Engines(best.cluster, self.stack), self.capacity, others, _NEIGHBOURS)
+
+    def to_json(self, why: bool = True) -> dict[str, Any]:
+        """Plain values, for `meshwright plan --json`; unless `why` counts, without the reasons."""
         plans = [each.to_json(self.tokens) for each in self.plans]
+        if why:
+            plans[0] |= self.reasons.to_json()
         return {
             "model": self.best.spec.model.preset or self.best.spec.model.hf or self.best.spec.model.family,
             "cluster": self.best.cluster.name,
@@ -117,6 +138,8 @@ class Plans:
             "stack": self.stack.name,
             "objective": self.objective,
             "note": self.note,
+            "parameters": self.best.spec.model.parameters,
+            "model_found": None if self.model_found is None else self.model_found.model_dump(mode="json"),
             "best": plans[0],
             "plans": plans,
             "searched": asdict(self.searched),
@@ -191,7 +214,9 @@ def plan(
             f"device and hour"
         )
     if objective == "longest-context":
-        wishes = [_longest(wishes[-1])]
+        wishes = [longest_context(wishes[-1])]
+    if objective == "largest-model":
+        wishes = [largest_model(wishes[-1])]
     found = [(wish, *_best(wish, top, progress)) for wish in wishes]
     plans = [each for _, _, listed in found for each in listed]
     if not plans:
@@ -199,7 +224,16 @@ def plan(
     plans.sort(
         key=lambda each: each.cost_per_token or 0.0 if objective == "cost" else 1 / each.tokens_per_second
     )
-    return Plans(tuple(plans[:top]), objective, chosen, note, _total(tokens), _together(found), _front(found))
+    return Plans(
+        plans=tuple(plans[:top]),
+        objective=objective,
+        stack=chosen,
+        note=note,
+        tokens=_total(tokens),
+        searched=_together(found),
+        pareto=_front(found),
+        capacity=wishes[-1].capacity,
+    )
 
 
 def _best(wish: Wish, top: int, progress: Progress | None) -> tuple[Result, list[Plan]]:
@@ -247,36 +281,6 @@ def _total(tokens: float | str | None) -> float | None:
     except ValueError as error:
         raise UserError(f"--tokens: '{tokens}' is not valid: {error}") from None
     return number * 1000**power
-
-
-def _longest(wish: Wish) -> Wish:
-    """The wish with the longest sequences, of a power of two of tokens, of which some layout fits."""
-    best = None
-    length = 1024
-    while length <= min(_LONGEST, wish.base.train.batch_tokens):
-        longer = _with_length(wish, length)
-        if longer is None or not feasible(longer):
-            break
-        best, length = longer, 2 * length
-    if best is None:
-        raise UserError(shortfall(wish))
-    return best
-
-
-def _with_length(wish: Wish, length: int) -> Wish | None:
-    """The wish with sequences of `length` tokens; None beyond learned positions."""
-    base = wish.base
-    if base.model.position == "learned" and length > base.model.max_seq_len:
-        return None
-    batch = base.train.batch_tokens // length * length
-    tree = base.to_json()
-    tree["data"]["seq_len"], tree["train"]["batch_tokens"] = length, batch
-    return replace(wish, base=RunSpec.model_validate(tree))
-
-
-def feasible(wish: Wish) -> bool:
-    """Whether any of a wish's layouts fits."""
-    return bool(wish.search(any_will_do=True).best)
 
 
 def _together(found: Sequence[tuple[Wish, Result, list[Plan]]]) -> Counts:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple
 
 
@@ -72,7 +73,7 @@ class Schedule:
         """Number of stages: v * p."""
         return len(self.rank_of)
 
-    @property
+    @cached_property
     def splits_backward(self) -> bool:
         """Whether some backward is two actions, I and W."""
         return any(action.kind is Kind.I for listed in self.actions for action in listed)

@@ -176,10 +176,13 @@ class Path(NamedTuple):
 
 
 def ends(
-    schedule: Schedule, costs: Sequence[StageCost], link: Link = Link()
+    schedule: Schedule, costs: Sequence[StageCost], link: Link = Link(), flow: Flow | None = None
 ) -> tuple[tuple[float, ...], Path]:
-    """When each rank's last action ends, as in `simulate`, and the path that the last of all waited for."""
-    flow = flow_of(schedule)
+    """When each rank's last action ends, as in `simulate`, and the path that the last of all waited for.
+
+    `flow` is the schedule's, where it is known already.
+    """
+    flow = flow or flow_of(schedule)
     start, end, _ = _run(flow, _durations(schedule, costs), _lanes(schedule, costs, link))
     done = tuple(end[stop - 1] for stop in flow.starts[1:])
     last = max(range(flow.ranks), key=done.__getitem__)

@@ -57,6 +57,12 @@ def stages(model: ModelSpec, layout: Layout, seq_len: int) -> tuple[Stage, ...]:
 
 def placed(blocks: Sequence[int]) -> tuple[Stage, ...]:
     """The stages that hold so many blocks each, in order."""
+    return _placed(tuple(blocks))
+
+
+@lru_cache(maxsize=128)
+def _placed(blocks: tuple[int, ...]) -> tuple[Stage, ...]:
+    """Each rank of a pipeline asks again."""
     ends, last = list(accumulate(blocks)), len(blocks) - 1
     return tuple(
         Stage(index, end - blocks[index], end, index == 0, index == last) for index, end in enumerate(ends)
