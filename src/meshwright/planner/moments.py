@@ -69,8 +69,8 @@ class _Units:
         self.summed: set[Unit] = set()
         self.whole: set[Unit] = set()
         self.coming: set[Unit] = set()
-        self.pending: deque[tuple[Unit, bool]] = deque()
-        """Reductions under way, and whether they leave a part of the sum."""
+        self.pending: deque[tuple[Unit, bool, bool]] = deque()
+        """Reductions under way, whether they leave a part of the sum, and whether replicas add that up."""
         self.most = Moment(0, 0, 0, 0)
 
     def look(self, temporaries: int) -> None:
@@ -133,20 +133,20 @@ class _Units:
                 self.gradients -= unit.whole * self.width.reduce
                 self.buffers += unit.whole * self.width.reduce
         self.look(temporaries)
-        self._start(unit, True, last)
+        self._start(unit, True, last and self.spec.layout.replicate > 1)
 
-    def _start(self, unit: Unit, parts: bool, last: bool) -> None:
-        self.pending.append((unit, parts))
-        self.drain(1, last)
+    def _start(self, unit: Unit, parts: bool, replicas: bool) -> None:
+        self.pending.append((unit, parts, replicas))
+        self.drain(1)
 
-    def drain(self, leave: int, last: bool = True) -> None:
+    def drain(self, leave: int) -> None:
         """Wait for all reductions but the latest."""
         while len(self.pending) > leave:
-            unit, parts = self.pending.popleft()
+            unit, parts, replicas = self.pending.popleft()
             if parts:
-                self._reduced(unit, last)
+                self._reduced(unit, replicas)
 
-    def _reduced(self, unit: Unit, last: bool) -> None:
+    def _reduced(self, unit: Unit, replicas: bool) -> None:
         width, new = self.width, unit not in self.summed
         self.summed.add(unit)
         stays = new and width.reduce == width.master  # what was on the wire becomes the gradient
@@ -157,8 +157,8 @@ class _Units:
         if stays:
             self.buffers -= unit.part * width.reduce
         self.look(0)
-        if last and self.spec.layout.replicate > 1:
-            self._start(unit, False, last)
+        if replicas:
+            self._start(unit, False, False)
         self.buffers -= (unit.whole + (0 if stays else unit.part)) * width.reduce
 
 
