@@ -191,7 +191,7 @@ class _Step(_Units):
             self._release(name)
             self.activations += kept.by_block[layer]
         # The head of tied ends is the first unit, too, after which the first block comes.
-        self.gather(*(("embed", blocks[0]) if self.tied else ("head", None)))
+        self.gather("embed" if self.tied else "head", blocks[0] if self.tied else None)
         self.activations += kept.head
         self.look(self.head[0])
 
