@@ -120,12 +120,12 @@ def activations(spec: RunSpec) -> Activations:
     sizes, last = Sizes(spec), spec.model.layers - 1
     by_block = tuple(_block(sizes, layer) for layer in range(spec.model.layers))
     shared, embed, host, head = _shared(sizes), _embed(sizes), _host(sizes), _head(sizes)
-    in_block = max(_at_feed_forward(sizes, last), _at_experts(sizes, last), _at_attention(sizes, last))
-    in_block += _everything(sizes, last) - by_block[last]
+    in_block = max(at_feed_forward(sizes, last), at_experts(sizes, last), at_attention(sizes, last))
+    in_block += everything(sizes, last) - by_block[last]
     return Activations(by_block, shared, embed, host, head, in_block, _at_head(sizes))
 
 
-def _everything(s: Sizes, layer: int) -> int:
+def everything(s: Sizes, layer: int) -> int:
     """What a block keeps without recomputation."""
     spec, b = s.spec, s.width.compute
     found = 4 * s.stream + s.queries + s.keys + s.values + s.out + (1 + s.gates) * s.inner(layer)
@@ -163,7 +163,7 @@ def _block(s: Sizes, layer: int) -> int:
     """What a block keeps under the run's policy."""
     recompute, layout, b = s.spec.recompute, s.spec.layout, s.width.compute
     if recompute.policy == "none":
-        return _everything(s, layer)
+        return everything(s, layer)
     found = b * s.stream + of_experts(s, layer, routed_saved)
     if not isinstance(recompute, SelectiveRecompute):
         return found
@@ -223,20 +223,28 @@ def _head(s: Sizes) -> int:
 
 def _at_head(s: Sizes) -> int:
     """The most beyond what is kept, while the loss and its gradients are computed and used."""
+    return max(head_moments(s, casts=True))
+
+
+def head_moments(s: Sizes, casts: bool) -> tuple[int, int, int]:
+    """The most beyond what is kept: in the forward, with the weight's gradient in two formats, in the norm.
+
+    `casts`: whether to add numbers of one format to another's takes a copy of them, as on a CPU.
+    """
     b, exact, model = s.width.compute, s.width.exact, s.spec.model
     logits = min(s.tokens, loss_rows(s.rows, cpu=True)) * s.rows
     weight, mixed = s.rows * model.hidden, b != exact
     inputs = b * (s.stream + (s.whole if s.own < s.tokens else 0))
     softmax = logits * (b + (2 * exact if mixed else exact))
-    added = b * logits + (weight * (b + exact) if mixed else 0)
+    added = b * logits + (weight * (b + (exact if casts else 0)) if mixed else 0)
     backward = weight * b if mixed else 0
-    norm = 0
-    if model.norm == "rmsnorm":  # in wider numbers; the weight's gradient is gone by then
-        norm = s.stream * (3 * exact + b if mixed else 2 * exact) - exact * weight
-    return max(inputs + max(softmax, added), backward, norm)
+    norm = b * s.stream
+    if model.norm == "rmsnorm":  # in wider numbers
+        norm = s.stream * (3 * exact + b if mixed else 2 * exact)
+    return inputs + max(softmax, added), backward, norm - exact * weight  # the weight's gradient is gone
 
 
-def _at_feed_forward(s: Sizes, layer: int) -> int:
+def at_feed_forward(s: Sizes, layer: int) -> int:
     """The most beyond what the last block keeps, in the backward of its feed-forward layer."""
     model, layout, inner = s.spec.model, s.spec.layout, s.inner(layer)
     gathered = s.whole if s.own < s.tokens else 0
@@ -244,12 +252,12 @@ def _at_feed_forward(s: Sizes, layer: int) -> int:
     return s.width.compute * (s.stream + max(s.gates * inner, at_down))
 
 
-def _at_experts(s: Sizes, layer: int) -> int:
+def at_experts(s: Sizes, layer: int) -> int:
     """The most beyond that in the backward of its routed experts."""
     return s.width.compute * s.stream + of_experts(s, layer, routed_backward)
 
 
-def _at_attention(s: Sizes, layer: int) -> int:
+def at_attention(s: Sizes, layer: int) -> int:
     """The most beyond that in the backward of its attention, when the feed-forward layer's are gone.
 
     Not known, and never the peak in what was measured, where attention crosses context ranks: then 0.

@@ -106,3 +106,10 @@ def routed_backward(spec: RunSpec, moe: MoeSpec) -> int:
     rows = _rows(spec, moe) // len(_parts(spec))
     weights = 3 * (moe.experts // layout.ep) * hidden * channels
     return widths(spec).compute * (rows * (2 * hidden + 5 * channels) + weights)
+
+
+def routed_packed(spec: RunSpec, moe: MoeSpec) -> int:
+    """The same when what they kept is gone, and the weights' gradients are taken over."""
+    layout, hidden, channels = spec.layout, spec.model.hidden, moe.ffn // spec.layout.etp
+    weights = 3 * (moe.experts // layout.ep) * hidden * channels
+    return widths(spec).compute * (weights - 2 * channels * _rows(spec, moe))

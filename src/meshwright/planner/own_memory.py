@@ -1,7 +1,9 @@
 """Bytes of our own program on the fullest rank of its pipeline: the formulas that the dry run is held to.
 
-States are `planner/states.py`'s, to the byte, and what is kept is `planner/in_flight.py`'s, for the schedule
-that runs. On top stand buffers of units on their way and the temporaries of the operators at the peak.
+Without a pipeline the step is followed in time, and the terms are those of its fullest moment
+(`planner/moments.py`). In a pipeline states are `planner/states.py`'s, to the byte, and what is kept is
+`planner/in_flight.py`'s, for the schedule that runs; on top stand buffers of units on their way and the
+temporaries of the operators at the peak.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from meshwright.planner.activations import Activations, activations
 from meshwright.planner.engines import Engines
 from meshwright.planner.in_flight import peak_activations
 from meshwright.planner.memory import Memory, beyond, held_microbatches, memories
+from meshwright.planner.moments import Moment, fullest_moment
 from meshwright.planner.place import Place, place_of, widths
 from meshwright.planner.states import Unit, states_at, units
 from meshwright.spec import RunSpec
@@ -46,15 +49,17 @@ def _rank(spec: RunSpec, on: Engines, kept: Activations, rank: int) -> Memory:
     at = place_of(spec, rank)
     listed = units(at)
     held = states_at(at, listed)
-    head = kept.at_head if at.head else 0
-    block = kept.in_block - (kept.head if at.head else 0) if at.layers else 0
+    if spec.layout.pp == 1:
+        then = fullest_moment(at, listed, kept, casts=on.cluster.device.kind == "cpu")
+    else:
+        then = _summed(at, listed, kept, held.gradients, rank)
     found = Memory(
         parameters=held.parameters + held.masters,
-        gradients=held.gradients,
+        gradients=then.gradients,
         optimiser=held.optimiser + held.balance,
-        activations=peak_activations(spec, rank, kept),
-        logits=max(head, block, 0),
-        buffers=buffers(at, listed),
+        activations=then.activations,
+        logits=then.temporaries,
+        buffers=then.buffers,
         fragmentation=0.0,
         context=0.0,
         communicators=0.0,
@@ -63,29 +68,27 @@ def _rank(spec: RunSpec, on: Engines, kept: Activations, rank: int) -> Memory:
     return beyond(found, spec, on)
 
 
-def _ends(listed: Sequence[Unit]) -> list[int]:
-    return [listed[0].whole, listed[-1].whole] if len(listed) > 1 else [listed[0].whole]
+def _summed(at: Place, listed: Sequence[Unit], kept: Activations, gradients: int, rank: int) -> Moment:
+    """In a pipeline all is taken to be there at once: microbatches are at every place under way."""
+    head = kept.at_head if at.head else 0
+    block = kept.in_block - (kept.head if at.head else 0) if at.layers else 0
+    flight = peak_activations(at.spec, rank, kept)
+    return Moment(gradients, flight, max(head, block, 0), buffers(at, listed))
 
 
 def buffers(at: Place, listed: Sequence[Unit]) -> int:
-    """Bytes of units that are gathered, or packed for the wire, at the most that they take together.
+    """Bytes of units that are gathered, or packed for the wire, at the most that they take in a pipeline.
 
-    Of ZeRO-3 the first unit and the last stay whole from forward to backward, and of the others there is one
-    beside the next, on its way; in a pipeline all of a rank's are whole from the step's begin to its end.
-    ZeRO-2 and 3 pack a unit's gradients to reduce them.
+    Of ZeRO-3 all units of a rank are whole from the step's begin to its end. ZeRO-2 and 3 pack a unit's
+    gradients to reduce them.
     """
     spec, width = at.spec, widths(at.spec)
     sharded = [unit for unit in listed if unit.ranks > 1]
     if not sharded:
         return 0
     largest = max(unit.whole for unit in sharded)
-    zero, pipeline = spec.layout.zero, spec.layout.pp > 1
-    if zero == 1:
+    if spec.layout.zero == 1:
         return largest * width.compute
-    gathered = 0
-    if zero == 3:
-        between = sorted((unit.whole for unit in sharded[1:-1]), reverse=True)
-        there = [unit.whole for unit in sharded] if pipeline else [*_ends(sharded), *between[:2]]
-        gathered = sum(there) * width.compute
-    packed = 0 if pipeline and spec.microbatches > 1 else largest * width.reduce
+    gathered = sum(unit.whole for unit in sharded) * width.compute if spec.layout.zero == 3 else 0
+    packed = 0 if spec.microbatches > 1 else largest * width.reduce
     return gathered + packed

@@ -1,0 +1,91 @@
+"""What a plan says that a step without a pipeline holds at its peak is what a dry run holds.
+
+The step is the second one: gradients that are stored whole keep their room from step to step, so the first
+one has less. Sizes are such that a step holds megabytes: what is counted nowhere, a router's small tensors or
+ids of tokens, are kilobytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from layouts import draw
+from meshwright.data.loader import Batch
+from meshwright.parallel.mesh import Mesh
+from meshwright.planner.engines import Engines
+from meshwright.planner.hardware import cluster
+from meshwright.planner.memory import Memory
+from meshwright.planner.own_memory import needs
+from meshwright.spec import RunSpec
+from meshwright.train import dryrun
+from meshwright.train.fake_memory import FakeMemory
+from meshwright.train.step import Step, Trainer
+from small import spec_of
+
+CPU = torch.device("cpu")
+LARGER = {"layout__pp": 1, "model__hidden": 128, "model__ffn": 384}
+LLAMA = {
+    "model.preset": "llama3-8b", "model.layers": 4, "data.corpus": "synthetic", "data.seq_len": 8192,
+    "layout.dp": 64, "layout.micro_batch": 1, "precision.compute": "bf16",
+}  # fmt: skip
+
+
+class SecondStep(Trainer):
+    """Takes a step before the one whose peak counts."""
+
+    def __init__(self, spec: RunSpec, mesh: Mesh, make_unit: Callable[..., Any]) -> None:
+        super().__init__(spec, mesh, make_unit)
+        assert isinstance(make_unit, partial)
+        self._memory: FakeMemory = make_unit.args[0]
+
+    def step(self, batch: Batch, number: int) -> Step:
+        super().step(batch, number)
+        self._memory.restart()
+        return super().step(batch, number + 1)
+
+
+def planned(spec: RunSpec) -> Memory:
+    (found,) = needs(spec, Engines(cluster("h100", spec.layout.world_size)))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(32))
+def test_a_plan_has_the_peak_of_a_dry_run(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dryrun, "Trainer", SecondStep)
+    spec, rank = draw(seed, 256, **LARGER)
+    found = dryrun.rehearse(spec, rank, CPU)
+    assert planned(spec).allocated == pytest.approx(found.peak, rel=0.05)
+
+
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+@pytest.mark.parametrize(("zero", "microbatches"), [(3, 1), (3, 2), (2, 1), (1, 2)])
+def test_a_plan_of_a_large_model_does(zero: int, microbatches: int, policy: str) -> None:
+    tokens = 64 * 8192 * microbatches
+    spec = spec_of(LLAMA, layout__zero=zero, recompute__policy=policy, train__batch_tokens=tokens)
+    found = dryrun.rehearse(spec, 0, CPU)
+    assert planned(spec).allocated == pytest.approx(found.peak, rel=0.01)
+
+
+def test_the_terms_are_those_of_one_moment() -> None:
+    """At the last block's backward: nothing is reduced yet, so gradients are none."""
+    spec = spec_of(LLAMA, layout__zero=3, recompute__policy="full", train__batch_tokens=64 * 8192)
+    found, held = planned(spec), dryrun.rehearse(spec, 0, CPU).by_component
+    assert found.gradients == held["gradients"] == 0
+    assert found.buffers == pytest.approx(held["buffers"], rel=1e-3)
+    assert found.activations + found.logits == pytest.approx(
+        held["activations"] + held["temporaries"], rel=1e-3
+    )
+
+
+def test_adding_formats_takes_a_copy_on_a_cpu() -> None:
+    spec = spec_of(LLAMA, layout__zero=3, recompute__policy="full", train__batch_tokens=64 * 8192)
+    on = cluster("h100", 64)
+    cpu = replace(on, device=replace(on.device, kind="cpu"))
+    (there,) = needs(spec, Engines(cpu))
+    assert there.allocated > planned(spec).allocated
