@@ -18,6 +18,7 @@ from meshwright.planner.activations import Activations, Sizes, activations, of_e
 from meshwright.planner.expert_activations import routed_put_off
 from meshwright.planner.place import place_of
 from meshwright.spec import RunSpec
+from meshwright.spec.layout import SPLIT
 from meshwright.spec.stages import Stage
 
 
@@ -27,9 +28,9 @@ def peak_activations(spec: RunSpec, pipeline_rank: int = 0, kept: Activations | 
     `kept` is what one microbatch keeps, where that is known already.
     """
     at, kept = place_of(spec, pipeline_rank), kept or activations(spec)
+    splits = spec.layout.pp > 1 and spec.layout.schedule in SPLIT
     change = {
-        stage.index: _changes(kept.of(stage), _put_off(spec, stage) if at.schedule.splits_backward else 0)
-        for stage in at.own
+        stage.index: _changes(kept.of(stage), _put_off(spec, stage) if splits else 0) for stage in at.own
     }
     return max(accumulate(change[stage][kind] for kind, stage, _ in at.schedule.actions[pipeline_rank]))
 

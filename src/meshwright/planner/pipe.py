@@ -38,7 +38,7 @@ class Option(NamedTuple):
 
 Totals = tuple[int, int, int, int]
 """What a rank has: dense and routed blocks, whether the embedding, whether the head."""
-Shares = dict[tuple[Totals, Sharding], tuple[float, float]]
+Shares = dict[Sharding, dict[Totals, tuple[float, float]]]
 """Of ranks of a mesh: bytes without activations that are kept, and seconds after the last backward."""
 
 
@@ -128,29 +128,31 @@ class Pipe:
         least = [
             self._grown(sum(self.kept[stage.index] for stage in member.stages)) for member in self.members
         ]
+        totals = [self._total(member) for member in self.members]
         for sharding in self.space.shardings(self.inner, self.mesh):
-            shares = []
-            for member, flight in zip(self.members, least, strict=True):
-                found = self._share(member, sharding)
-                if found[0] + flight > capacity:
+            shares, known = [], self.shares.setdefault(sharding, {})
+            spec: RunSpec | None = None
+            for member, total, flight in zip(self.members, totals, least, strict=True):
+                if total not in known:
+                    spec = spec or self.space.spec(self.inner, self.mesh, self._cut, sharding)
+                    known[total] = self._share(member, spec)
+                if known[total][0] + flight > capacity:
                     break
-                shares.append(found)
+                shares.append(known[total])
             else:
                 yield Option(sharding, *zip(*shares, strict=True))
 
-    def _share(self, member: Member, sharding: Sharding) -> tuple[float, float]:
-        dense, routed, embed, head = map(
-            sum, zip(*(self._kinds[stage.index] for stage in member.stages), strict=True)
-        )
-        key = (dense, routed, embed, head), sharding
-        if key not in self.shares:
-            spec = self.space.spec(self.inner, self.mesh, self._cut, sharding)
-            held, passing = held_by(self.blocks, member.stages), working(self.blocks, member.stages)
-            needs = rank_memory(spec, self.blocks, self.on, held, passing, head > 0, 0)
-            work = [self.passes[stage.index] for stage in member.stages]
-            data = rank_data(spec, self.on, self.blocks, member.stages, work)
-            self.shares[key] = needs.device, data.final
-        return self.shares[key]
+    def _total(self, member: Member) -> Totals:
+        kinds = [self._kinds[stage.index] for stage in member.stages]
+        dense, routed, embed, head = map(sum, zip(*kinds, strict=True))
+        return dense, routed, embed, head
+
+    def _share(self, member: Member, spec: RunSpec) -> tuple[float, float]:
+        held, passing = held_by(self.blocks, member.stages), working(self.blocks, member.stages)
+        head = any(stage.head for stage in member.stages)
+        needs = rank_memory(spec, self.blocks, self.on, held, passing, head, 0)
+        work = [self.passes[stage.index] for stage in member.stages]
+        return needs.device, rank_data(spec, self.on, self.blocks, member.stages, work).final
 
     def _grown(self, flight: float) -> float:
         """What activations take on the device, with what the allocator adds."""

@@ -20,9 +20,10 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 from meshwright.planner.place import Place, Widths, part_elements, place_of, widths
-from meshwright.schedule import Action, Kind
+from meshwright.schedule import Action, Kind, make
 from meshwright.spec import RunSpec
 from meshwright.spec.parameters import Piece
 
@@ -166,17 +167,21 @@ def _gradients(at: Place, listed: Sequence[Unit]) -> int:
     return most
 
 
-def _turning(actions: Sequence[Action]) -> Iterator[Action]:
+@lru_cache(maxsize=4096)
+def _turning(name: str, ranks: int, virtual: int, microbatches: int, rank: int) -> tuple[Action, ...]:
     """Of a rank's backwards of each kind in each stage the first two and the last: others hold no more."""
+    actions = make(name, ranks, virtual, microbatches).actions[rank]
     total = Counter((kind, stage) for kind, stage, _ in actions if kind is not Kind.F)
     seen: Counter[tuple[Kind, int]] = Counter()
+    found = []
     for action in actions:
         if action.kind is Kind.F:
             continue
         of = action.kind, action.stage
         seen[of] += 1
         if seen[of] <= 2 or seen[of] == total[of]:
-            yield action
+            found.append(action)
+    return tuple(found)
 
 
 def _events(at: Place, listed: Sequence[Unit]) -> Iterator[Unit]:
@@ -185,8 +190,9 @@ def _events(at: Place, listed: Sequence[Unit]) -> Iterator[Unit]:
     by_name: dict[str, list[Unit]] = {}
     for unit in listed:
         by_name.setdefault(unit.name, []).insert(0, unit)  # a backward finds routed experts' first
-    rank = at.schedule.rank_of[at.own[0].index]
-    for action in _turning(at.schedule.actions[rank]):
+    lists = at.schedule
+    rank = lists.rank_of[at.own[0].index]
+    for action in _turning(lists.name, lists.ranks, lists.virtual, lists.microbatches, rank):
         stage = own[action.stage]
         ends_too = action.kind is not Kind.W
         if stage.head and ends_too:

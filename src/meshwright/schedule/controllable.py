@@ -100,13 +100,16 @@ class _Line:
         if best == len(self.listed):
             return -1
         if self.listed[best].kind is _W or done[self.needs[best]] >= now:
-            nexts = [places[-1] for stream in self.streams if (places := self._left(stream))]
-            ready = [at for at in nexts if done[self.needs[at]] < now and self._fits(at)]
-            if not ready and (left := self._left(self.weights)) and done[self.needs[left[-1]]] < now:
-                ready = left[-1:]
-            if not ready:
-                return -1
-            best = min(ready)
+            best = len(self.listed)
+            for stream in self.streams:
+                left = self._left(stream)
+                if left and left[-1] < best and done[self.needs[left[-1]]] < now and self._fits(left[-1]):
+                    best = left[-1]
+            if best == len(self.listed):
+                left = self._left(self.weights)
+                if not left or done[self.needs[left[-1]]] >= now:
+                    return -1
+                best = left[-1]
         self._pull(best)
         return best
 

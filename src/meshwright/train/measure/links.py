@@ -128,7 +128,7 @@ def _between_products(
         return taken / count, (time.process_time() - before) * clock.share / count
 
     each = _agreed(row(2, call)[0] + row(2, lambda: None)[0], world)
-    count = max(4, min(MOST, int(seconds / _ROUNDS / max(each, 1e-9))))
+    count = max(1, min(MOST, int(seconds / _ROUNDS / max(each, 1e-9))))
     rounds = [(row(count, call), row(count, lambda: None)) for _ in range(_ROUNDS)]
     with_it, without = zip(*rounds, strict=True)
     taken, computed = (
