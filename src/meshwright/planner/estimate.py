@@ -104,7 +104,10 @@ def step_time(spec: RunSpec, on: Engines) -> StepTime:
     count = spec.microbatches
     schedule = schedule_of(spec.layout, simulated(spec))
     own = [schedule.stages_of(rank) for rank in range(schedule.ranks)]
-    data = [rank_data(spec, on, blocks, [cut[i] for i in mine], [passes[i] for i in mine]) for mine in own]
+    data = [
+        rank_data(spec, on, held_by(blocks, [cut[i] for i in mine]), [passes[i] for i in mine])
+        for mine in own
+    ]
     each, link = message(spec, on, blocks)
     costs = []
     for index, work in enumerate(passes):
@@ -166,17 +169,23 @@ def stage_passes(blocks: Blocks, stage: Stage) -> Passes:
 
 def held_by(blocks: Blocks, own: Sequence[Stage]) -> Held:
     """Parameters of these stages on one tensor rank."""
-    model = blocks.spec.model
     layers = [layer for stage in own for layer in stage.blocks]
-    routed = sum(map(model.has_experts, layers))
+    routed = sum(map(blocks.spec.model.has_experts, layers))
     embed, head = (any(getattr(stage, end) for stage in own) for end in ("embed", "head"))
+    return held(blocks, len(layers) - routed, routed, embed, head)
+
+
+def held(blocks: Blocks, dense: int, routed: int, embed: bool, head: bool) -> Held:
+    """The same of so many blocks, dense ones and with experts, and of the ends."""
+    model = blocks.spec.model
     ends = 1 if model.tied and embed and head else embed + head
-    dense, experts = float(ends * blocks.rows * model.hidden), 0.0
-    for count, wanted in ((len(layers) - routed, False), (routed, True)):
+    whole, experts = float(ends * blocks.rows * model.hidden), 0.0
+    for count, wanted in ((dense, False), (routed, True)):
         if count:
             mine = blocks.held(wanted)
-            dense, experts = dense + count * mine[0], experts + count * mine[1]
-    return Held(dense, experts, len(layers) + ends, _TENSORS * len(layers) + ends)
+            whole, experts = whole + count * mine[0], experts + count * mine[1]
+    layers = dense + routed
+    return Held(whole, experts, layers + ends, _TENSORS * layers + ends)
 
 
 _TENSORS = 7
@@ -187,15 +196,13 @@ def _added(one: Passes, other: Passes, times: float) -> Passes:
     return Passes(*(a.plus(b, times) for a, b in zip(one, other, strict=True)))
 
 
-def rank_data(
-    spec: RunSpec, on: Engines, blocks: Blocks, own: Sequence[Stage], work: Sequence[Passes]
-) -> DataSeconds:
-    """What a rank with the stages `own` spends on the data axis, where `work` is a microbatch's in them."""
+def rank_data(spec: RunSpec, on: Engines, mine: Held, work: Sequence[Passes]) -> DataSeconds:
+    """What a rank that has `mine` spends on the data axis, where `work` is a microbatch's in its stages."""
     forward = sum(each.forward.total for each in work)
     backward = sum(each.total for each in work) - forward
     update = on.kernels.updated(_UPDATE_BYTES, _UPDATE_BYTES - _ADAMW_BYTES)
     unpack = on.kernels.moved(on.stack.unpacked)
-    return data_seconds(spec, on.stack, on.links, held_by(blocks, own), forward, backward, update, unpack)
+    return data_seconds(spec, on.stack, on.links, mine, forward, backward, update, unpack)
 
 
 def message(spec: RunSpec, on: Engines, blocks: Blocks) -> tuple[float, Link | None]:

@@ -10,7 +10,6 @@ smi shows).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.planner.block import Blocks
@@ -79,7 +78,9 @@ def memories(spec: RunSpec, on: Engines) -> list[Memory]:
     found = []
     for rank in range(schedule.ranks):
         own = [cut[index] for index in schedule.stages_of(rank)]
-        flight = peak(schedule.actions[rank], kept) + working(blocks, own)
+        layers = [layer for stage in own for layer in stage.blocks]
+        routed = any(map(spec.model.has_experts, layers))
+        flight = peak(schedule.actions[rank], kept) + working(blocks, bool(layers), routed)
         head = any(stage.head for stage in own)
         found.append(rank_memory(spec, blocks, on, held_by(blocks, own), flight, head, rank))
     return found
@@ -170,12 +171,14 @@ def put_off(blocks: Blocks, routed: bool) -> float:
     return blocks.width * found
 
 
-def working(blocks: Blocks, own: Sequence[Stage]) -> float:
-    """What the backward of one block holds beyond what was kept: what it computed again, and gradients."""
-    if not any(stage.blocks for stage in own):
+def working(blocks: Blocks, has: bool = True, routed: bool = False) -> float:
+    """What the backward of one block holds beyond what was kept: what it computed again, and gradients.
+
+    Nothing on a rank that `has` no blocks; `routed`: whether any of them has experts.
+    """
+    if not has:
         return 0.0
     model = blocks.spec.model
-    routed = any(model.has_experts(layer) for stage in own for layer in stage.blocks)
     gradient = 2 * blocks.tokens * model.hidden * blocks.width
     if blocks.spec.recompute.policy == "none":
         return gradient

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from meshwright.planner.block import Blocks
 from meshwright.planner.bounds import Shape, rank_ends, schedule, shape
 from meshwright.planner.engines import Engines
-from meshwright.planner.estimate import held_by, message, rank_data, simulated, stage_cost, stage_passes
+from meshwright.planner.estimate import held, message, rank_data, simulated, stage_cost, stage_passes
 from meshwright.planner.memory import held_microbatches, rank_memory, stage_activations, working
 from meshwright.planner.passes import Passes
 from meshwright.planner.space import WHOLE, Cut, Inner, Mesh, Sharding, Space
@@ -36,10 +36,19 @@ class Option(NamedTuple):
     final: tuple[float, ...]
 
 
-Totals = tuple[int, int, int, int]
+Totals = tuple[int, int, bool, bool]
 """What a rank has: dense and routed blocks, whether the embedding, whether the head."""
-Shares = dict[Sharding, dict[Totals, tuple[float, float]]]
-"""Of ranks of a mesh: bytes without activations that are kept, and seconds after the last backward."""
+
+
+class Shares(NamedTuple):
+    """What is known of ranks of a mesh under one sharding, by what they have."""
+
+    spec: RunSpec
+    """A run so sharded."""
+    states: dict[Totals, float]
+    """Bytes without activations that are kept."""
+    final: dict[Totals, float]
+    """Seconds after the last backward."""
 
 
 class Pipe:
@@ -54,7 +63,7 @@ class Pipe:
         mesh: Mesh,
         cut: Cut,
         paths: dict[tuple[str, int, int, int], list[Path]],
-        shares: Shares,
+        shares: dict[Sharding, Shares],
     ) -> None:
         self.paths, self.shares = paths, shares
         self.space, self.on, self.blocks, self.inner, self.mesh = space, on, blocks, inner, mesh
@@ -62,6 +71,7 @@ class Pipe:
         self.own = ranks_of(cut, mesh.pp)
         self._cut = cut
         self._options: list[Option] | None = None
+        self._ends: dict[tuple[str, int, int], list[float]] = {}
         each, link = message(space.spec(inner, mesh, cut, next(space.shardings(inner, mesh))), on, blocks)
         self.link = link or Link()
         self.hop = each if link is not None else 0.0
@@ -130,29 +140,34 @@ class Pipe:
         ]
         totals = [self._total(member) for member in self.members]
         for sharding in self.space.shardings(self.inner, self.mesh):
-            shares, known = [], self.shares.setdefault(sharding, {})
-            spec: RunSpec | None = None
-            for member, total, flight in zip(self.members, totals, least, strict=True):
-                if total not in known:
-                    spec = spec or self.space.spec(self.inner, self.mesh, self._cut, sharding)
-                    known[total] = self._share(member, spec)
-                if known[total][0] + flight > capacity:
+            shares = self.shares.get(sharding)
+            if shares is None:
+                spec = self.space.spec(self.inner, self.mesh, self._cut, sharding)
+                shares = self.shares[sharding] = Shares(spec, {}, {})
+            for total, flight in zip(totals, least, strict=True):
+                if total not in shares.states:
+                    shares.states[total] = self._states(shares.spec, total)
+                if shares.states[total] + flight > capacity:
                     break
-                shares.append(known[total])
             else:
-                yield Option(sharding, *zip(*shares, strict=True))
+                for member, total in zip(self.members, totals, strict=True):
+                    if total not in shares.final:
+                        shares.final[total] = self._final(shares.spec, member, total)
+                states, final = (tuple(its[total] for total in totals) for its in shares[1:])
+                yield Option(sharding, states, final)
 
     def _total(self, member: Member) -> Totals:
         kinds = [self._kinds[stage.index] for stage in member.stages]
         dense, routed, embed, head = map(sum, zip(*kinds, strict=True))
-        return dense, routed, embed, head
+        return dense, routed, embed > 0, head > 0
 
-    def _share(self, member: Member, spec: RunSpec) -> tuple[float, float]:
-        held, passing = held_by(self.blocks, member.stages), working(self.blocks, member.stages)
-        head = any(stage.head for stage in member.stages)
-        needs = rank_memory(spec, self.blocks, self.on, held, passing, head, 0)
+    def _states(self, spec: RunSpec, total: Totals) -> float:
+        passing = working(self.blocks, total[0] + total[1] > 0, total[1] > 0)
+        return rank_memory(spec, self.blocks, self.on, held(self.blocks, *total), passing, total[3], 0).device
+
+    def _final(self, spec: RunSpec, member: Member, total: Totals) -> float:
         work = [self.passes[stage.index] for stage in member.stages]
-        return needs.device, rank_data(spec, self.on, self.blocks, member.stages, work).final
+        return rank_data(spec, self.on, held(self.blocks, *total), work).final
 
     def _grown(self, flight: float) -> float:
         """What activations take on the device, with what the allocator adds."""
@@ -179,7 +194,11 @@ class Pipe:
         """Rank -> when it is done at the earliest."""
         layout, count = spec.layout, simulated(spec)
         paths = self.paths.get((layout.schedule, layout.pp, layout.chunks, count), ())
-        return rank_ends(self.costs, self.own, self.hop, count, layout.schedule in WHOLE, paths)
+        key = layout.schedule, layout.chunks, len(paths)
+        if key not in self._ends:
+            whole = layout.schedule in WHOLE
+            self._ends[key] = rank_ends(self.costs, self.own, self.hop, count, whole, paths)
+        return self._ends[key]
 
     def seconds(self, spec: RunSpec) -> tuple[float, ...]:
         """Rank -> when it is done."""

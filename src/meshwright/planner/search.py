@@ -34,7 +34,7 @@ from meshwright.planner.estimate import held_by, message, rank_data, stage_passe
 from meshwright.planner.least import fair_shares
 from meshwright.planner.memory import rank_memory, stage_activations, working
 from meshwright.planner.pipe import Option, Pipe, Shares, ranks_of
-from meshwright.planner.space import NO_CUT, NO_SHARDING, WHOLE, Cut, Inner, Mesh, Space
+from meshwright.planner.space import NO_CUT, NO_SHARDING, WHOLE, Cut, Inner, Mesh, Sharding, Space
 from meshwright.schedule import Path
 from meshwright.spec import RunSpec
 from meshwright.spec.layout import TWO_STAGES
@@ -268,14 +268,16 @@ class _Search:
         cut = self.space.cuts(1)[0]
         stages = placed(cut.blocks)
         held = held_by(blocks, stages)
-        kept = stage_activations(blocks, stages[0]) + working(blocks, stages)
+        kept = stage_activations(blocks, stages[0]) + working(
+            blocks, True, any(routed for _, routed in self.kinds)
+        )
         work = [stage_passes(blocks, stages[0])]
         for sharding in self.space.shardings(inner, mesh):
             spec = self.space.spec(inner, mesh, cut, sharding)
             needs = rank_memory(spec, blocks, self.on, held, kept, True, 0).device
             if needs > self.capacity:
                 continue
-            data = rank_data(spec, self.on, blocks, stages, work)
+            data = rank_data(spec, self.on, held, work)
             each = work[0].total + data.each_microbatch
             if self._hopeful(spec.microbatches * each + data.final + self.on.stack.step):
                 seconds = step_time(spec, self.on).seconds
@@ -288,7 +290,7 @@ class _Search:
         each, link = message(spec, self.on, blocks)
         at = pace(blocks, self.kinds, 0.0 if link is None else each)
         pipes: dict[tuple[tuple[int, ...], bool], Pipe] = {}
-        shares: Shares = {}
+        shares: dict[Sharding, Shares] = {}
         for cut, its in self._rows(mesh.pp):
             bound = paced(its, at, spec.microbatches, cut.schedule in WHOLE) + self.on.stack.step
             if self._hopeful(bound):
@@ -309,7 +311,7 @@ class _Search:
         blocks: Blocks,
         cut: Cut,
         pipes: dict[tuple[tuple[int, ...], bool], Pipe],
-        shares: Shares,
+        shares: dict[Sharding, Shares],
     ) -> Callable[[], None]:
         def split() -> None:
             key = (cut.blocks, cut.schedule in TWO_STAGES)

@@ -16,6 +16,7 @@ from meshwright.planner.engines import Engines
 from meshwright.planner.estimate import (
     NUMBER,
     RankTime,
+    held_by,
     message,
     parts_of,
     passed,
@@ -137,7 +138,7 @@ class Timing:
             alike = tuple(kinds[stage] for stage in mine)
             if alike not in known:
                 own = [passes[kind] for kind in alike]
-                data = rank_data(spec, on, blocks, [self._stages[stage] for stage in mine], own)
+                data = rank_data(spec, on, held_by(blocks, [self._stages[stage] for stage in mine]), own)
                 waits = data.each_microbatch / len(mine)
                 sides = [(not embed, not head) for _, _, embed, head in alike]
                 sent = spec.microbatches * each * sum(map(sum, sides)) if link is None else 0.0
