@@ -21,9 +21,12 @@ OBJECTIVES = ("time", "cost", "longest-context", "largest-model")
 
 def plan(call: Call) -> int:
     """Search, and say what is best."""
+    from meshwright.planner.hardware_file import check_writable
     from meshwright.planner.plan import plan as find
 
     flags = call.flags
+    for name in ("write", "out"):
+        check_writable(None if flags[name] is None else Path(flags[name]), f"--{name}")
     limit = flags["max-memory"]
     found = find(
         call.words[0],

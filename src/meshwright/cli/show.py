@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+WIDTH = 100
+"""Columns that tables are kept within, where their last cells are words."""
 
 
 def as_json(result: Mapping[str, Any]) -> None:
@@ -33,7 +37,15 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
             cell.rjust(width) if right else cell.ljust(width)
             for cell, width, right in zip(row, widths, numbers, strict=True)
         ]
-        print("  ".join(shown).rstrip())
+        print(_within("  ".join(shown).rstrip(), sum(widths[:-1]) + 2 * len(widths[:-1])))
+
+
+def _within(line: str, indent: int) -> str:
+    """The line in as many as it takes, of at most `WIDTH` columns, where its last cell can be wrapped."""
+    if len(line) <= WIDTH or indent > WIDTH // 2:
+        return line
+    last = textwrap.wrap(line[indent:], WIDTH - indent, break_long_words=False)
+    return line[:indent] + ("\n" + " " * indent).join(last)
 
 
 def text(value: Any) -> str:

@@ -41,7 +41,10 @@ def head(found: Explanation) -> list[str]:
     spec, on, low_high = found.spec, found.on, found.interval
     device, step = on.cluster.device.name, found.time.seconds
     rate = spec.train.batch_tokens / step
+    model, data = spec.model, spec.data
     facts = {
+        "run": f"{model.preset or model.hf or model.family}, {spec.train.batch_tokens:,} tokens a step in "
+        f"sequences of {data.seq_len:,}, in {on.format or spec.precision.compute}",
         "layout": describe(spec),
         "on": f"{on.cluster.count:,} x {device} ({on.cluster.name}), stack {on.stack.name}",
         "step": f"{seconds(step)}, in 9 of 10 cases within {seconds(low_high[0])} to {seconds(low_high[1])}; "

@@ -238,7 +238,10 @@ class Cluster:
     @property
     def hierarchy(self) -> tuple[Level, ...]:
         """All levels that a cluster of this kind has, at their full size."""
-        return (*self.levels[:-1], *self.beyond) if self.beyond else self.levels
+        if not self.beyond:
+            return self.levels
+        outermost = replace(self.levels[-1], devices=self.beyond[0].devices)
+        return (*self.levels[:-1], outermost, *self.beyond[1:])
 
     def level_of(self, ranks: Iterable[int]) -> Level:
         """The innermost level that has a group with all of `ranks`, which count from 0."""

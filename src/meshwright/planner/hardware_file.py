@@ -24,14 +24,14 @@ def read(path: Path) -> Cluster:
     return from_json(tree, str(path))
 
 
-def check_writable(path: Path | None) -> None:
-    """Refuse a name that no file can be written under, before anything is measured. Raises `UserError`."""
+def check_writable(path: Path | None, flag: str = "--out") -> None:
+    """Refuse a name that no file can be written under, before anything is done. Raises `UserError`."""
     if path is None:
         return
     folder = path.parent
     if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         why = "is a folder" if path.is_dir() else f"cannot be written in the folder {folder.absolute()}"
-        raise UserError(f"--out: {path} {why}; give the name of a file in a folder that is there")
+        raise UserError(f"{flag}: {path} {why}; give the name of a file in a folder that is there")
 
 
 def write(cluster: Cluster, path: Path) -> None:

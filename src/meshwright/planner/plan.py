@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,11 @@ def plan(
     chosen, kind = stack_named(stack), _cluster(cluster, price)
     sizes = _sizes(gpus, kind)
     base, note = base_run(model, kind, seq_len, batch_tokens, overrides)
+    whole = _total(tokens)
+    if whole is not None:
+        base = base.model_copy(
+            update={"train": base.train.model_copy(update={"steps": None, "tokens": int(whole)})}
+        )
     fixed = fixed_keys(overrides)
     wishes = [Wish(base, kind.resized(count), chosen, fixed, max_memory) for count in sizes]
     if objective == "cost" and kind.price is None:
@@ -221,19 +227,23 @@ def plan(
     plans = [each for _, _, listed in found for each in listed]
     if not plans:
         raise UserError(shortfall(wishes[-1]))
-    plans.sort(
-        key=lambda each: each.cost_per_token or 0.0 if objective == "cost" else 1 / each.tokens_per_second
-    )
+    plans.sort(key=lambda each: _rank(each, objective))
     return Plans(
         plans=tuple(plans[:top]),
         objective=objective,
         stack=chosen,
         note=note,
-        tokens=_total(tokens),
+        tokens=whole,
         searched=_together(found),
         pareto=_front(found),
         capacity=wishes[-1].capacity,
     )
+
+
+def _rank(each: Plan, objective: str) -> tuple[int, float]:
+    """Plans whose time, or cost, is the same to a part in a thousand come by their memory."""
+    value = each.cost_per_token or 0.0 if objective == "cost" else 1 / each.tokens_per_second
+    return round(1000 * log(value)) if value else 0, each.memory.device
 
 
 def _best(wish: Wish, top: int, progress: Progress | None) -> tuple[Result, list[Plan]]:

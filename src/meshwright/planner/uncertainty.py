@@ -8,6 +8,7 @@ a run widens it, and so does a program that no measured run has timed on such a 
 from __future__ import annotations
 
 from math import erf, exp, sqrt
+from statistics import NormalDist
 
 from meshwright.planner.hardware import Cluster
 from meshwright.planner.stack import Stack
@@ -20,8 +21,8 @@ SIGMA_MEMORY = 0.06
 """Standard deviation of measured / predicted - 1 of a device's memory."""
 UNTIMED = 2.0
 """How many times as wide both are where no run of the stack on such a device is known."""
-FULL = 0.96
-"""Share of a device's memory that a plan may need."""
+SURE = 0.8
+"""Probability with which a plan fits at least."""
 _Z = 1.6449
 """Standard deviations on each side of the middle that hold 90% of a normal distribution."""
 
@@ -43,6 +44,11 @@ def interval(seconds: float, wider: float = 1.0, unknown: int = 0) -> tuple[floa
 def fits_probability(need: float, room: float, wider: float = 1.0) -> float:
     """The probability that predicted `need` bytes are at most `room`."""
     return 0.5 * (1 + erf((room - need) / (SIGMA_MEMORY * wider * need) / sqrt(2)))
+
+
+def fitting(room: float, wider: float = 1.0) -> float:
+    """The most bytes that fit into `room` with a probability of `SURE`."""
+    return room / (1 + NormalDist().inv_cdf(SURE) * SIGMA_MEMORY * wider)
 
 
 def room(cluster: Cluster) -> float:

@@ -14,7 +14,7 @@ from meshwright.planner.own_memory import fullest
 from meshwright.planner.search import Progress, Result, search
 from meshwright.planner.space import POLICIES, Space
 from meshwright.planner.stack import Stack
-from meshwright.planner.uncertainty import FULL, room
+from meshwright.planner.uncertainty import fitting, room, spread
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import did_you_mean
 from meshwright.spec.load import fixed_layout, from_tree, read_tree
@@ -44,7 +44,7 @@ class Wish:
     @property
     def capacity(self) -> float:
         """Bytes that a rank may need."""
-        most = FULL * room(self.cluster)
+        most = fitting(room(self.cluster), spread(self.cluster, self.stack))
         return most if self.limit is None else min(most, self.limit)
 
     def space(self) -> Space:
