@@ -7,8 +7,9 @@ import pytest
 from meshwright.planner.bounds import shape
 from meshwright.planner.engines import Engines
 from meshwright.planner.hardware import cluster
+from meshwright.planner.in_flight import peak_activations
 from meshwright.planner.memory import held_microbatches, memory
-from meshwright.planner.own_memory import fullest
+from meshwright.planner.own_memory import fullest, shortened
 from meshwright.planner.states import states
 from meshwright.schedule import NAMES, make
 from meshwright.schedule.check import peak
@@ -16,12 +17,12 @@ from meshwright.spec import RunSpec
 from meshwright.spec.layout import HOLD_ALL, ONE_STAGE
 from small import spec_of
 
-RANKS = 4
+LAYERS = 18
 
 
-def run(name: str, microbatches: int) -> RunSpec:
+def run(name: str, ranks: int, microbatches: int) -> RunSpec:
     flags = {
-        "model.layers": 8, "data.corpus": "synthetic", "data.seq_len": 64, "layout.pp": RANKS,
+        "model.layers": LAYERS, "data.corpus": "synthetic", "data.seq_len": 64, "layout.pp": ranks,
         "layout.schedule": name, "layout.micro_batch": 1, "train.batch_tokens": 64 * microbatches,
         "precision.compute": "bf16",
     }  # fmt: skip
@@ -29,21 +30,24 @@ def run(name: str, microbatches: int) -> RunSpec:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_more_is_held_than_the_lists_of_all_microbatches_hold(name: str) -> None:
-    few, many = 4 * RANKS, 11 * RANKS
+@pytest.mark.parametrize("ranks", [2, 3, 6])
+def test_no_more_is_held_than_the_lists_of_all_microbatches_hold(name: str, ranks: int) -> None:
+    few, many = 2 * ranks, 11 * ranks
     virtual = 1 if name in ONE_STAGE else 2
-    own = shape(name, RANKS, virtual, held_microbatches(run(name, many)))
-    lists = make(name, RANKS, virtual, many).actions
+    own = shape(name, ranks, virtual, held_microbatches(run(name, ranks, many)))
+    lists = make(name, ranks, virtual, many).actions
     assert own.most == tuple(int(peak(listed)) for listed in lists)
-    assert held_microbatches(run(name, many)) == (many if name in HOLD_ALL else few)
+    assert held_microbatches(run(name, ranks, many)) == (many if name in HOLD_ALL else few)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_run_that_is_looked_at_needs_what_the_whole_one_does(name: str) -> None:
-    on = Engines(cluster("h100", RANKS))
-    few, many = run(name, 5 * RANKS), run(name, 11 * RANKS)
-    for rank in range(RANKS):
-        assert states(few, rank) == states(many, rank)
+@pytest.mark.parametrize("ranks", [2, 3, 6])
+def test_the_run_that_is_looked_at_needs_what_the_whole_one_does(name: str, ranks: int) -> None:
+    on = Engines(cluster("h100", ranks))
+    few, many = run(name, ranks, 5 * ranks), run(name, ranks, 11 * ranks)
+    for rank in range(ranks):
+        assert states(few, rank) == states(many, rank) == states(shortened(many), rank)
+        assert peak_activations(shortened(many), rank) == peak_activations(many, rank)
     if name in HOLD_ALL:
         assert fullest(many, on).activations > 2 * fullest(few, on).activations
         assert memory(many, on).activations > 2 * memory(few, on).activations

@@ -89,7 +89,7 @@ def memories(spec: RunSpec, on: Engines) -> list[Memory]:
 def held_microbatches(spec: RunSpec) -> int:
     """Microbatches after which a rank of the schedule holds no more than before."""
     layout = spec.layout
-    return spec.microbatches if layout.schedule in HOLD_ALL else min(spec.microbatches, 4 * layout.pp)
+    return spec.microbatches if layout.schedule in HOLD_ALL else min(spec.microbatches, 2 * layout.pp)
 
 
 def rank_memory(
