@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,7 +106,8 @@ def _show(found: Plans, why: bool) -> None:
         f"{best.cluster.device.name}, in {best.spec.precision.compute} by {found.stack.name}"
     )
     if found.model_found is not None:
-        print(f"the largest that fits: {described(found.model_found)}")
+        words = f"the largest that fits: {described(found.model_found)}"
+        print(textwrap.fill(words, show.WIDTH, subsequent_indent="  "))
     batch = found.note or f"{best.spec.train.batch_tokens:,} tokens"
     print(f"batch {batch}; sequences of {best.spec.data.seq_len:,}")
     print()

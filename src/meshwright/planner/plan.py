@@ -232,7 +232,7 @@ def plan(
         plans=tuple(plans[:top]),
         objective=objective,
         stack=chosen,
-        note=note,
+        note=None if objective == "longest-context" else note,
         tokens=whole,
         searched=_together(found),
         pareto=_front(found),
