@@ -120,7 +120,7 @@ def activations(spec: RunSpec) -> Activations:
     sizes, last = Sizes(spec), spec.model.layers - 1
     by_block = tuple(_block(sizes, layer) for layer in range(spec.model.layers))
     shared, embed, host, head = _shared(sizes), _embed(sizes), _host(sizes), _head(sizes)
-    in_block = max(at_feed_forward(sizes, last), at_experts(sizes, last), at_attention(sizes, last))
+    in_block = max(at(sizes, last) for at in (at_feed_forward, at_experts, at_norm, at_attention))
     in_block += everything(sizes, last) - by_block[last]
     return Activations(by_block, shared, embed, host, head, in_block, _at_head(sizes))
 
@@ -212,6 +212,11 @@ def _mask(spec: RunSpec) -> int:
     return length**2 if window is not None and window < length else 0
 
 
+def at_mask(s: Sizes) -> int:
+    """Bytes beside the mask while it is made: which keys are seen, and which are not."""
+    return 2 * _mask(s.spec)
+
+
 def _embed(s: Sizes) -> int:
     return 9 * s.tokens if s.spec.layout.tp > 1 else 0
 
@@ -243,10 +248,15 @@ def head_moments(s: Sizes, casts: bool) -> tuple[int, int, int]:
     softmax = logits * (b + (2 * exact if mixed else exact))
     added = b * logits + (weight * (b + (exact if casts else 0)) if mixed else 0)
     backward = weight * b if mixed else 0
-    norm = b * s.stream
-    if model.norm == "rmsnorm":  # in wider numbers
-        norm = s.stream * (3 * exact + b if mixed else 2 * exact)
-    return inputs + max(softmax, added), backward, norm - exact * weight  # the weight's gradient is gone
+    return inputs + max(softmax, added), backward, _in_norm(s) - exact * weight  # the weight's gradient is gone
+
+
+def _in_norm(s: Sizes) -> int:
+    """What a norm's backward makes."""
+    b, exact = s.width.compute, s.width.exact
+    if s.spec.model.norm != "rmsnorm":
+        return b * s.stream
+    return s.stream * (3 * exact + b if b != exact else 2 * exact)  # in wider numbers
 
 
 def at_feed_forward(s: Sizes, layer: int) -> int:
@@ -260,6 +270,12 @@ def at_feed_forward(s: Sizes, layer: int) -> int:
 def at_experts(s: Sizes, layer: int) -> int:
     """The most beyond that in the backward of its routed experts."""
     return s.width.compute * s.stream + of_experts(s, layer, routed_backward)
+
+
+def at_norm(s: Sizes, layer: int) -> int:
+    """The most beyond that in the backward of the norm before it, when its own are gone."""
+    gone = s.width.compute * (1 + s.gates) * s.inner(layer) + of_experts(s, layer, routed_everything)
+    return s.width.compute * s.stream + _in_norm(s) - gone
 
 
 def at_attention(s: Sizes, layer: int) -> int:
