@@ -15,7 +15,8 @@ are shared by all H heads, with V channels of values: for 2 Q + 2 K none has Q +
 more; selective Q + K - H P + 2 V, and (L + P) / s more, and P where s > 1.
 
 Temporaries of single operators count where they make the peak: in the head's forward, whose logits are in
-chunks, at the head's backward, and at the last block's feed-forward backward.
+chunks, at the head's backward, and at those of the last block's layers and of its norm between them. Of
+attention over context ranks they are those of tiles, as on a CPU.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def of_experts(s: Sizes, layer: int, count: Callable[[RunSpec, MoeSpec], int]) -
 
 def _attention_extra(s: Sizes) -> int:
     """What attention over context ranks keeps beside its inputs and its output."""
-    layout, model, b = s.spec.layout, s.spec.model, s.width.compute
+    layout, b = s.spec.layout, s.width.compute
     if layout.cp == 1:
         return 0
     found = s.tokens * s.heads * s.width.exact  # the log-sum-exp
@@ -248,7 +249,11 @@ def head_moments(s: Sizes, casts: bool) -> tuple[int, int, int]:
     softmax = logits * (b + (2 * exact if mixed else exact))
     added = b * logits + (weight * (b + (exact if casts else 0)) if mixed else 0)
     backward = weight * b if mixed else 0
-    return inputs + max(softmax, added), backward, _in_norm(s) - exact * weight  # the weight's gradient is gone
+    return (
+        inputs + max(softmax, added),
+        backward,
+        _in_norm(s) - exact * weight,
+    )  # the weight's gradient is gone
 
 
 def _in_norm(s: Sizes) -> int:
