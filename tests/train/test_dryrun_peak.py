@@ -62,7 +62,7 @@ def llama(**flags: object) -> RunSpec:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_plan_has_the_peak_of_a_dry_run(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of the first 108 were tried, and were within 5%."""
+    """So do all seeds from 0 to 16 and from 47 to 77."""
     monkeypatch.setattr(dryrun, "Trainer", SecondStep)
     spec, rank = draw(seed, 256, **LARGER)
     layout = spec.layout
