@@ -26,13 +26,8 @@ import torch
 from torch import Tensor
 
 from meshwright.model.sight import Sight
+from meshwright.spec.tiles import LEAST_PART_QUERIES, PART_KEYS, PART_QUERIES, PART_SCORES, SEEN_PER_QUERY
 
-_SCORES = 2**20
-"""Scores of one tile, so that they stay in the cache between its matmuls."""
-_QUERIES, _KEYS = 256, 2048
-"""At most so many queries and keys in a tile."""
-_LEAST_QUERIES, _SEEN_PER_QUERY = 32, 2
-"""A block of queries computes about half its square in vain: it is small beside the keys that it sees."""
 _ROWS_SUMMED = 64
 
 
@@ -87,12 +82,12 @@ def make_part(sight: Sight, keys_at: Tensor, kv_heads: int, group: int) -> Part:
 
 def _block_of_queries(row: int, end: int, lows: list[list[int]], highs: list[list[int]]) -> slice:
     """The queries from `row` on that are taken together: many where they see many keys."""
-    count = _QUERIES
-    while count > _LEAST_QUERIES:
+    count = PART_QUERIES
+    while count > LEAST_PART_QUERIES:
         last = min(row + count, end) - 1
         if (
             max(high[last] - low[row] for low, high in zip(lows, highs, strict=True))
-            >= _SEEN_PER_QUERY * count
+            >= SEEN_PER_QUERY * count
         ):
             break
         count //= 2
@@ -119,15 +114,15 @@ def _row_of_tiles(
             max(low[rows.stop - 1] for low in lows[members]),  # from here on seen by all, as to documents
             min(high[rows.start] for high in highs[members]),  # up to here seen by all, as to order
         )
-        for column in range(left, right, _KEYS):
-            columns = slice(column, min(column + _KEYS, right))
+        for column in range(left, right, PART_KEYS):
+            columns = slice(column, min(column + PART_KEYS, right))
             for groups, some in _groups(members, kv_heads, (rows.stop - rows.start) * group, columns):
                 yield Tile(groups, some, rows, columns, _borders(columns, *inner))
 
 
 def _groups(members: slice, kv_heads: int, rows: int, columns: slice) -> Iterator[tuple[slice, slice]]:
     """Cut the N of these rows of the batch so that a tile's scores stay small: whole rows, or within one."""
-    fit = max(1, _SCORES // (rows * (columns.stop - columns.start)))
+    fit = max(1, PART_SCORES // (rows * (columns.stop - columns.start)))
     if fit >= kv_heads:
         step = fit // kv_heads
         for b in range(members.start, members.stop, step):

@@ -15,7 +15,8 @@ are shared by all H heads, with V channels of values: for 2 Q + 2 K none has Q +
 more; selective Q + K - H P + 2 V, and (L + P) / s more, and P where s > 1.
 
 Temporaries of single operators count where they make the peak: in the head's forward, whose logits are in
-chunks, at the head's backward, and at the last block's feed-forward backward.
+chunks, at the head's backward, and at those of the last block's layers and of its norm between them. Of
+attention over context ranks they are those of tiles, as on a CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from meshwright.schedule import schedule_of
 from meshwright.spec import MoeSpec, RunSpec
 from meshwright.spec.parts import SelectiveRecompute
 from meshwright.spec.stages import Stage
-from meshwright.spec.tiles import loss_rows, query_rows
+from meshwright.spec.tiles import loss_rows, part_tile, query_rows
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def activations(spec: RunSpec) -> Activations:
     sizes, last = Sizes(spec), spec.model.layers - 1
     by_block = tuple(_block(sizes, layer) for layer in range(spec.model.layers))
     shared, embed, host, head = _shared(sizes), _embed(sizes), _host(sizes), _head(sizes)
-    in_block = max(at_feed_forward(sizes, last), at_experts(sizes, last), at_attention(sizes, last))
+    in_block = max(at(sizes, last) for at in (at_feed_forward, at_experts, at_norm, at_attention))
     in_block += everything(sizes, last) - by_block[last]
     return Activations(by_block, shared, embed, host, head, in_block, _at_head(sizes))
 
@@ -148,15 +149,20 @@ def of_experts(s: Sizes, layer: int, count: Callable[[RunSpec, MoeSpec], int]) -
 
 def _attention_extra(s: Sizes) -> int:
     """What attention over context ranks keeps beside its inputs and its output."""
-    layout, model, b = s.spec.layout, s.spec.model, s.width.compute
+    layout, b = s.spec.layout, s.width.compute
     if layout.cp == 1:
         return 0
     found = s.tokens * s.heads * s.width.exact  # the log-sum-exp
     if layout.context_mode == "gather":
         found += b * (2 * layout.cp - 1) * s.keys
-    if layout.ulysses(model.kv_heads) > 1 or model.v_dim < model.head_dim:
-        found += b * s.tokens * s.heads * model.v_dim  # the output exchanged, or cut to narrow values, too
-    return found
+    return found + b * _output_again(s)
+
+
+def _output_again(s: Sizes) -> int:
+    """Elements of the output once more: exchanged over context ranks, or cut to narrow values."""
+    layout, model = s.spec.layout, s.spec.model
+    again = layout.cp > 1 and (layout.ulysses(model.kv_heads) > 1 or model.v_dim < model.head_dim)
+    return s.tokens * s.heads * model.v_dim if again else 0
 
 
 def _block(s: Sizes, layer: int) -> int:
@@ -207,6 +213,11 @@ def _mask(spec: RunSpec) -> int:
     return length**2 if window is not None and window < length else 0
 
 
+def at_mask(s: Sizes) -> int:
+    """Bytes beside the mask while it is made: which keys are seen, and which are not."""
+    return 2 * _mask(s.spec)
+
+
 def _embed(s: Sizes) -> int:
     return 9 * s.tokens if s.spec.layout.tp > 1 else 0
 
@@ -238,10 +249,19 @@ def head_moments(s: Sizes, casts: bool) -> tuple[int, int, int]:
     softmax = logits * (b + (2 * exact if mixed else exact))
     added = b * logits + (weight * (b + (exact if casts else 0)) if mixed else 0)
     backward = weight * b if mixed else 0
-    norm = b * s.stream
-    if model.norm == "rmsnorm":  # in wider numbers
-        norm = s.stream * (3 * exact + b if mixed else 2 * exact)
-    return inputs + max(softmax, added), backward, norm - exact * weight  # the weight's gradient is gone
+    return (
+        inputs + max(softmax, added),
+        backward,
+        _in_norm(s) - exact * weight,
+    )  # the weight's gradient is gone
+
+
+def _in_norm(s: Sizes) -> int:
+    """What a norm's backward makes."""
+    b, exact = s.width.compute, s.width.exact
+    if s.spec.model.norm != "rmsnorm":
+        return b * s.stream
+    return s.stream * (3 * exact + b if b != exact else 2 * exact)  # in wider numbers
 
 
 def at_feed_forward(s: Sizes, layer: int) -> int:
@@ -257,19 +277,57 @@ def at_experts(s: Sizes, layer: int) -> int:
     return s.width.compute * s.stream + of_experts(s, layer, routed_backward)
 
 
-def at_attention(s: Sizes, layer: int) -> int:
-    """The most beyond that in the backward of its attention, when the feed-forward layer's are gone.
+def at_norm(s: Sizes, layer: int) -> int:
+    """The most beyond that in the backward of the norm before it, when its own are gone."""
+    gone = s.width.compute * (1 + s.gates) * s.inner(layer) + of_experts(s, layer, routed_everything)
+    return s.width.compute * s.stream + _in_norm(s) - gone
 
-    Not known, and never the peak in what was measured, where attention crosses context ranks: then 0.
-    """
+
+def at_attention(s: Sizes, layer: int) -> int:
+    """The most beyond that in the backward of its attention, when the feed-forward layer's are gone."""
     spec, b = s.spec, s.width.compute
-    if spec.layout.cp > 1:
-        return 0
     gone = b * (2 * s.stream + (1 + s.gates) * s.inner(layer)) + s.numbers(1, s.own)
     gone += of_experts(s, layer, routed_everything)
+    if spec.layout.cp > 1:
+        return _across_ranks(s) - gone - b * _output_again(s)
     heads = 2 * (s.queries + s.out) + s.keys + s.values
     there = b * (s.stream + heads) + s.width.exact * (s.keys + s.values)
     keys, sequences = spec.data.seq_len, spec.micro_batch
     rows = min(keys, query_rows(sequences, s.heads, keys, b))
     tile = b * sequences * s.heads * rows * keys
     return there - gone + 3 * tile + 2 * b * s.queries * rows // keys
+
+
+def _across_ranks(s: Sizes) -> int:
+    """What is there in the backward of attention over context ranks (`parallel/ring.py`) beyond what is kept.
+
+    Queries and their gradients are laid out by key heads, and sums are in wider numbers. In a ring the sums
+    for keys and values go home as the next ones come; where all are gathered, so are the sums.
+    """
+    layout, b, exact = s.spec.layout, s.width.compute, s.width.exact
+    pair, sums, numbers = b * 2 * s.keys, exact * 2 * s.keys, s.tokens * s.heads
+    ring = layout.cp // layout.ulysses(s.spec.model.kv_heads)
+    held = b * (s.stream + s.queries + 2 * s.out) + exact * (s.queries + numbers)
+    weighted = b * (s.out + 2 * numbers)
+    tiles = weighted + max(exact * (s.out + 3 * numbers), _of_tiles(s, ring))
+    if layout.context_mode == "gather":
+        return held + layout.cp * sums + max(tiles, layout.cp * sums)
+    if ring == 1:
+        return held + pair + sums + tiles
+    return held + (1 if ring == 2 else 2) * pair + 3 * sums + tiles  # what leaves, what comes, what is added
+
+
+def _of_tiles(s: Sizes, ring: int) -> int:
+    """Two tiles of scores; copies of their queries, of all values; what hides scores, or gradients of keys.
+
+    Where documents are told apart, they are taken to be halves of a sample.
+    """
+    spec, b = s.spec, s.width.compute
+    ulysses = spec.layout.ulysses(spec.model.kv_heads)
+    length, sequences = spec.data.seq_len // spec.layout.cp * ulysses, spec.micro_batch
+    seen = length // 2 if spec.data.pack and spec.data.document_mask else length
+    groups = sequences * spec.layout.local_kv_heads(spec.model.kv_heads) // ulysses
+    run = length if ring == 1 else length // 2
+    rows, scores = part_tile(seen, run, groups, s.queries // s.keys)
+    copies = 2 * (s.queries * rows // length + groups * length) + s.keys
+    return b * (2 * scores + copies) + max(b * s.keys, 3 * sequences * rows**2)

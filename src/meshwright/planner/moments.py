@@ -19,6 +19,8 @@ from meshwright.planner.activations import (
     at_attention,
     at_experts,
     at_feed_forward,
+    at_mask,
+    at_norm,
     everything,
     head_moments,
     of_experts,
@@ -185,10 +187,12 @@ class _Step(_Units):
         self.gather("embed", blocks[0])
         if not self.tied:
             self._release("embed")
+        self.look(at_mask(self.sizes))
         for layer, name in enumerate(blocks):
             after = blocks[layer + 1] if name != blocks[-1] else None if self.tied else "head"
             self.gather(name, after)
-            self._release(name)
+            if not (self.tied and name == blocks[-1]):  # the last unit stays whole
+                self._release(name)
             self.activations += kept.by_block[layer]
         # The head of tied ends is the first unit, too, after which the first block comes.
         self.gather("embed" if self.tied else "head", blocks[0] if self.tied else None)
@@ -225,7 +229,8 @@ class _Step(_Units):
     def _block(self, layer: int, last: bool) -> None:
         *routed, unit = reversed(self.groups[name := self.blocks[layer]])  # the backward finds routed first
         working = self.working[bool(routed)]
-        self.gather(name, self.blocks[layer - 1] if layer else None)
+        stayed = self.tied and name == self.blocks[-1]
+        self.gather(name, self.blocks[layer - 1] if layer and not stayed else None)
         more = working.more - self.kept.by_block[layer]
         if self.sizes.channels(layer):
             self.pack(unit)
@@ -259,4 +264,4 @@ class _Working:
         self.feed_forward = at_feed_forward(s, layer)
         self.experts = at_experts(s, layer)
         self.packed = s.width.compute * s.stream + of_experts(s, layer, routed_packed)
-        self.attention = at_attention(s, layer)
+        self.attention = max(at_norm(s, layer), at_attention(s, layer))
