@@ -133,6 +133,8 @@ def test_any_kind_of_speed_is_a_time(tmp_path: Path) -> None:
         ({"recompute": "sometimes"}, "the recompute 'sometimes' is not one of none, full, selective"),
         ({"sequence_parallel": "maybe"}, "'maybe' is not one of yes, no"),
         ({"micro_batch": "1000"}, "micro_batch = 1000 is more than the "),
+        ({"experts": "8", "top_k": "9"}, "top_k = 9 is more than its 8 experts"),
+        ({"experts": "8", "ep": "3"}, "ep = 3 does not divide its 8 experts"),
         ({"ep": "64"}, "ep = 64 does not divide the "),
         ({"pp": "4", "vp": "1000"}, "pp x vp = 4000 stages are more than its 24 layers"),
     ],

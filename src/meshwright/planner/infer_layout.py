@@ -83,6 +83,10 @@ def contradiction(row: Row, layout: Layout, model: ModelSpec, batch: int) -> str
     stages, folded = layout.pp * (layout.virtual or 1), layout.data_ranks * layout.cp * layout.tp
     if stages > model.layers + 2:
         return f"pp x vp = {stages} stages are more than its {model.layers} layers"
+    if model.moe is not None and model.moe.top_k > model.moe.experts:
+        return f"top_k = {model.moe.top_k} is more than its {model.moe.experts} experts"
+    if model.moe is not None and model.moe.experts % layout.ep:
+        return f"ep = {layout.ep} does not divide its {model.moe.experts} experts"
     if folded % layout.ep:
         return f"ep = {layout.ep} does not divide the {folded} GPUs of a stage"
     if batch % layout.data_ranks:
