@@ -117,6 +117,9 @@ MISTAKES = [
     ([*GOODPUT, "0.0001"], ["restart_seconds: 60 ", "50 times the 0.36 s"]),
     ([*GOODPUT, "3", "--tokens", "1e12"], ["tokens: 1e+12", "give batch_tokens too"]),
     ([*GOODPUT, "3", "--tokens", "inf"], ["--tokens", "'inf'", "above 0"]),
+    ([*GOODPUT, "3", "--tokens", "15X"], ["--tokens", "'15X'", "such as 15T"]),
+    ([*GOODPUT, "3", "--tokens", "0T"], ["--tokens", "'0T'", "above 0"]),
+    (["validate", "/no/runs.csv"], ["/no/runs.csv", "there is no such file"]),
     ([*GOODPUT, "3", "--runs", "1"], ["--runs", "'1'", "at least 2"]),
     (["verify", "--steps", "two"], ["--steps", "'two'", "whole number"]),
 ]

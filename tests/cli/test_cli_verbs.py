@@ -206,6 +206,47 @@ def test_goodput_prints_what_is_left_as_json(capsys: pytest.CaptureFixture[str])
     assert played["low"] < played["effective"] < played["high"]
 
 
+def test_goodput_takes_tokens_as_people_write_them(capsys: pytest.CaptureFixture[str]) -> None:
+    run = [*LOST, "--devices", "10000", "--batch-tokens", "1000000", "--json", "--tokens"]
+    found = []
+    for text in ("1.5T", "1.5e12"):
+        assert main([*run, text]) == 0
+        found.append(last_json(capsys))
+    assert found[0] == found[1] and found[0]["steps"] == 1_500_000
+
+
+RUNS = """source,model,gpu,gpus,tp,pp,layers,hidden,heads,seq_len,micro_batch,global_batch_seqs,precision,\
+step_seconds,peak_mem_gib
+ours,gpt-a,h100,8,8,1,24,2048,16,2048,1,64,bf16,1.5,
+ours,gpt-b,h100,8,1,1,96,12288,96,2048,1,64,bf16,,OOM
+ours,gpt-c,h100,8,8,1,24,2048,16,2048,1,64,int4,1.5,
+ours,gpt-d,h100,-8,8,1,24,2048,16,2048,1,64,bf16,1.5,
+ours,gpt-e,h100,8,8,1,24,2048,16,2048,1,64,bf16,,9.5
+""".replace("\\\n", "")
+
+
+def test_validate_names_the_rows_that_it_skips(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "runs.csv"
+    file.write_text(RUNS)
+    assert main(["validate", str(file), "--rows", "--json"]) == 0
+    found = last_json(capsys)
+    assert [each["row"] for each in found["each"]] == [0, 1, 4]
+    assert [(each["row"], each["source"]) for each in found["skipped_rows"]] == [(2, "ours"), (3, "ours")]
+    assert "'int4'" in found["skipped_rows"][0]["reason"]
+    assert main(["validate", str(file), "--rows"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    starts = {line[:4].strip(): line for line in lines[lines.index("rows, from 0, without the heading:") :]}
+    assert "1.5 s measured" in starts["0"] and "GB measured" in starts["4"]
+    assert starts["1"].endswith("did not fit, predicted not to fit")
+    assert "not predicted" in starts["2"] and "'int4'" in starts["2"] and "'gpus' is '-8'" in starts["3"]
+
+
+def test_validate_prints_the_published_rows_within_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", "--rows"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
+
+
 def test_goodput_tells_people_only_what_can_be_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*LOST, "--devices", "1", "--every", "100"]) == 0
     lines = capsys.readouterr().out.splitlines()

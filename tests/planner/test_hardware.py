@@ -129,6 +129,10 @@ def test_a_measured_file_comes_back(tmp_path: Path) -> None:
     [
         (["cuont"], 3, ["cuont: unknown key", "'count'"]),
         (["device", "peak", "fp7"], 1, ["fp7", "fp8"]),
+        (["device", "peak"], {}, ["device.peak", "is empty", "bf16"]),
+        (["device", "rates", "matmul"], 2.5, ["device.rates.matmul: 2.5", "no share", "up to 1"]),
+        (["device", "rates", "network"], 0, ["device.rates.network: 0", "no share"]),
+        (["device", "rates", "launch"], -1, ["device.rates.launch: -1", "0 or more"]),
         (["device", "memory"], "80G", ["device.memory", '"80G"', "whole number"]),
         (["device", "memory"], 0, ["device.memory", "above 0"]),
         (["count"], 3, ["levels", "3 devices"]),
@@ -160,6 +164,7 @@ def test_a_broken_file_gets_a_sentence(path: list, value: object, said: list[str
 def test_what_is_no_cluster_is_refused(tmp_path: Path) -> None:
     (tmp_path / "half.json").write_text('{"name": ')
     (tmp_path / "list.json").write_text("[1]")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
     (tmp_path / "less.json").write_text(json.dumps({"name": "x"}))
     for name, said in (
         ("h100-smx", "did you mean 'h100-sxm'"),
@@ -167,6 +172,7 @@ def test_what_is_no_cluster_is_refused(tmp_path: Path) -> None:
         (str(tmp_path / "lost.json"), "there is no hardware file"),
         (str(tmp_path / "half.json"), "cannot be read as JSON"),
         (str(tmp_path / "list.json"), "a table"),
+        (str(tmp_path / "deep.json"), "nested too deep"),
         (str(tmp_path / "less.json"), "device: is missing"),
     ):
         with pytest.raises(UserError, match=said):

@@ -151,6 +151,13 @@ def test_what_cannot_fit_says_what_is_short_and_what_would_do() -> None:
         ("llama3-8b", "h100", {"overrides": [("layout.dp", "3")]}, "no layout of 8 ranks|not a multiple"),
         ("llama3-8b", "h100", {"overrides": [("layout.tpp", "2")]}, "--layout.tpp: unknown key"),
         ("llama3-8b", "h100", {"batch_tokens": 3 * 4096, "gpus": 8 * 37}, "no layout shares 3 sequences"),
+        (
+            "llama3-8b",
+            "h100",
+            {"batch_tokens": 3 * 4096, "gpus": 8 * 37},
+            "try --gpus 256 or 512, or --batch-tokens 151552, which are 37 sequences",
+        ),
+        ("llama3-405b", "h100", {"batch_tokens": "16M", "gpus": 10**6}, "try --gpus 524288 or 1048576"),
     ],
 )
 def test_a_mistake_is_one_sentence(model: str, where: str, wish: dict[str, Any], says: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from meshwright.planner import validation_page
 from meshwright.planner.calibration import is_used
 from meshwright.planner.published import PUBLISHED, PredictionError, case_of, read
-from meshwright.planner.validate import Validation, kendall, report, validate
+from meshwright.planner.validate import Validation, kendall, report, skipped_rows, validate
 from meshwright.spec import UserError
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -116,6 +116,27 @@ def test_any_kind_of_speed_is_a_time(tmp_path: Path) -> None:
         ({"global_batch_seqs": "33"}, "not shared evenly"),
         (EMPTY, "no measurement"),
         ({"layers": "many"}, "'layers' is no number"),
+        ({"gpus": "nan"}, "'gpus' is 'nan', which is no whole number of at least 1"),
+        ({"gpus": "-8"}, "'gpus' is '-8', which is no whole number"),
+        ({"gpus": "1.5"}, "'gpus' is '1.5', which is no whole number"),
+        ({"gpus": "inf"}, "'gpus' is 'inf', which is no whole number"),
+        ({"gpus": "1e8"}, "'gpus' is '1e8', which cannot be meant; give at most 10,000,000"),
+        ({"layers": "1e9"}, "'layers' is '1e9', which cannot be meant; give at most 10,000"),
+        ({"seq_len": "1e9"}, "give at most 100,000,000"),
+        ({"tp": "-1"}, "'tp' is '-1', which is no whole number of at least 0"),
+        ({"step_seconds": "nan"}, "'step_seconds' is 'nan', which is no measurement"),
+        ({"step_seconds": "-3"}, "'step_seconds' is '-3', which is no measurement"),
+        ({"peak_mem_gib": "inf"}, "'peak_mem_gib' is 'inf', which is no measurement"),
+        ({"peak_mem_gib": "0"}, "'peak_mem_gib' is '0', which is no measurement"),
+        ({"layers": "", "params_b": "1e6"}, "which model"),
+        ({"precision": "int4"}, "the precision 'int4' is not one of fp8, bf16, fp16, fp32"),
+        ({"recompute": "sometimes"}, "the recompute 'sometimes' is not one of none, full, selective"),
+        ({"sequence_parallel": "maybe"}, "'maybe' is not one of yes, no"),
+        ({"micro_batch": "1000"}, "micro_batch = 1000 is more than the "),
+        ({"experts": "8", "top_k": "9"}, "top_k = 9 is more than its 8 experts"),
+        ({"experts": "8", "ep": "3"}, "ep = 3 does not divide its 8 experts"),
+        ({"ep": "64"}, "ep = 64 does not divide the "),
+        ({"pp": "4", "vp": "1000"}, "pp x vp = 4000 stages are more than its 24 layers"),
     ],
 )
 def test_rows_that_cannot_be_predicted_say_why(tmp_path: Path, changed: dict, why: str) -> None:
@@ -143,8 +164,39 @@ def test_a_file_that_is_no_table_is_one_sentence(tmp_path: Path) -> None:
     path.write_text("a,b\n1,2\n")
     with pytest.raises(UserError, match="has no column 'source'"):
         read(path)
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match=r"none.csv: there is no such file"):
         read(tmp_path / "none.csv")
+    with pytest.raises(UserError, match=r"cannot be read as a table: Is a directory"):
+        read(tmp_path)
+    for text, said in (
+        ("source;gpu;gpus;seq_len\na;h100;8;2048\n", "separated by ';'; they must be by ','"),
+        ("source\tgpu\n", "separated by tabs; they must be by ','"),
+        ("source,gpu,gpus,seq_len\n", "has no rows"),
+        ("", "is empty"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=said) as caught:
+            read(path)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_broken_row_leaves_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    with PUBLISHED.open(newline="") as file:
+        reader = csv.DictReader(file)
+        first, names = next(reader), list(reader.fieldnames or [])
+    changes: list[dict[str, str]] = [{"gpus": "0"}, {}, {"precision": "int4"}, {"hidden": "1", "heads": "9"}]
+    with path.open("w", newline="", encoding="utf-8-sig") as file:  # as spreadsheets write it
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows({**first, **changed} for changed in changes)
+    found = validate(path)
+    assert [each.case.row.number for each in found.predictions] == [1]
+    skipped = skipped_rows(found)
+    assert [each["row"] for each in skipped] == [0, 2, 3]
+    assert all(each["source"] == first["source"] for each in skipped)
+    assert all("\n" not in each["reason"] and "pydantic" not in each["reason"] for each in skipped)
+    assert "gpus" in skipped[0]["reason"] and "'int4'" in skipped[1]["reason"]
 
 
 @pytest.mark.parametrize(

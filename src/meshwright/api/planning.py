@@ -132,15 +132,17 @@ def validate(table: Path | None = None, *, rows: bool = False, by: str = "source
 
     The result has `rows`, `predicted`, `skipped` (reason -> rows), `time` and `memory` (absolute errors in
     percent), `tau`, `regret_pct`, `oom` (`true_fit`, `false_fit`, `true_oom`, `false_oom`), and the same
-    `by_source`, and by what the column `by` says (source, model or gpu); with `rows`, `each` row too. Raises
-    `UserError`.
+    `by_source`, and by what the column `by` says (source, model or gpu); with `rows`, `each` row too, and
+    of those that are not predicted `skipped_rows` (row, source, reason). Raises `UserError`.
     """
     from meshwright.planner import validate as planner
     from meshwright.planner.published import PUBLISHED
 
     found = planner.validate(Path(table) if table else PUBLISHED)
     result = planner.report(found, by)
-    return {**result, "each": planner.each_row(found)} if rows else result
+    if not rows:
+        return result
+    return {**result, "each": planner.each_row(found), "skipped_rows": planner.skipped_rows(found)}
 
 
 def profile(*, nproc: int | None = None, seconds: float = 120.0, out: Path | None = None) -> Cluster:

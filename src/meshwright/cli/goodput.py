@@ -18,6 +18,20 @@ def goodput(call: Call) -> int:
     return 0
 
 
+def _tokens(text: str) -> float:
+    """A reader of numbers of tokens above 0, such as 1.5e13 or 15T."""
+    from meshwright.planner.wish import amount
+
+    try:
+        return above_zero(text)
+    except ValueError as error:
+        try:
+            value, power = amount(text)
+            return above_zero(str(value * 1000.0**power))
+        except ValueError:
+            raise ValueError(f"{error}, which may end in k, M, G or T, such as 15T") from None
+
+
 def _show(result: dict[str, Any]) -> None:
     from meshwright.report.format import duration, percent, short
 
@@ -77,7 +91,7 @@ VERBS = (
             Flag("device-mtbf-hours", "of one device, with --devices instead", "H", _hours),
             Flag("devices", "their number", "N", whole(1)),
             Flag("batch-tokens", "tokens of a step, for tokens a day", "N", whole(1)),
-            Flag("tokens", "tokens of the whole run, for its days; needs --batch-tokens", "N", above_zero),
+            Flag("tokens", "tokens of the whole run, for its days; needs --batch-tokens", "N", _tokens),
             Flag(
                 "price",
                 "of a device for an hour, for the cost; needs --tokens and --devices",

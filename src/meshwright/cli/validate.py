@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
 from meshwright.cli import show
 from meshwright.cli.verb import JSON, Argument, Call, Flag, Verb, file_name
 from meshwright.spec import UserError
+
+_WIDTH = 100
+"""Columns of a printed line."""
+_NAMED = 24
+"""Columns of a source's, model's or GPU's name in the table."""
 
 
 def validate(call: Call) -> int:
@@ -22,7 +28,7 @@ def validate(call: Call) -> int:
     if call.flags["json"]:
         show.as_json(result)
         return 0
-    show.table(validation_page.table(result, by))
+    show.table(validation_page.table(result, by, _NAMED))
     _tell(result)
     if path:
         print(f"wrote {path}")
@@ -39,11 +45,28 @@ def _write(path: Path, text: str) -> None:
 def _tell(result: dict[str, Any]) -> None:
     print()
     for reason, count in result["skipped"].items():
-        print(f"{show.count(count, 'row')} not predicted: {reason}")
+        _wrapped(f"{show.count(count, 'row')} not predicted: {reason}")
+    if "each" in result:
+        print("rows, from 0, without the heading:")
     for each in result.get("each", ()):
-        error = each["time_error_pct"]
-        told = "" if error is None else f"{each['seconds']:.4g} s measured, {each['predicted']:.4g} predicted"
-        print(f"{each['row']:4d} {each['model'][:18]:18s} {each['layout'][:44]:44s} {told}")
+        model = " ".join(each["model"].split())[:18]
+        print(f"{each['row']:4d} {model:18s} {each['layout'][:36]:36s} {_told(each)}"[:_WIDTH].rstrip())
+    for each in result.get("skipped_rows", ()):
+        _wrapped(f"{each['row']:4d} not predicted: {each['reason']}")
+
+
+def _told(row: dict[str, Any]) -> str:
+    """What was measured of a row, and what was predicted."""
+    if row["time_error_pct"] is not None:
+        return f"{row['seconds']:.4g} s measured, {row['predicted']:.4g} predicted"
+    if row["memory_error_pct"] is not None:
+        return f"{row['memory_bytes'] / 1e9:.4g} GB measured, {row['predicted_bytes'] / 1e9:.4g} predicted"
+    return f"did not fit, predicted {'to fit' if row['predicted_to_fit'] else 'not to fit'}"
+
+
+def _wrapped(text: str) -> None:
+    for line in textwrap.wrap(text, _WIDTH, subsequent_indent="     ", drop_whitespace=True):
+        print(line)
 
 
 VERBS = (

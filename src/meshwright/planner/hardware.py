@@ -117,6 +117,10 @@ class Device:
     """Watts at most, where the source says."""
 
     def __post_init__(self) -> None:
+        if not self.peak:
+            raise UserError(
+                f"device.peak: is empty; give the dense FLOP/s of a format or more, of {', '.join(FORMATS)}"
+            )
         for name, rate in self.peak.items():
             if name not in FORMATS:
                 raise UserError(
@@ -267,6 +271,19 @@ def _above_zero(name: str, value: float) -> None:
         raise UserError(f"{name}: {value} cannot be; give a number above 0")
 
 
+def _check_shares(rates: Rates) -> None:
+    """Refuse rates of a file that are no shares. A plan's sensitivities may go beyond."""
+    for name, share in asdict(rates).items():
+        if name == "launch":
+            if not 0 <= share < float("inf"):
+                raise UserError(f"device.rates.launch: {share} seconds cannot be; give 0 or more")
+        elif not 0 < share <= 1:
+            raise UserError(
+                f"device.rates.{name}: {share} is no share of what the device can do; give a number above 0 "
+                "and up to 1"
+            )
+
+
 def _nest(levels: tuple[Level, ...]) -> None:
     names = [level.name for level in levels]
     if len(set(names)) < len(names):
@@ -291,6 +308,7 @@ def from_json(tree: Any, source: str = "") -> Cluster:
     """The cluster of such a tree. Raises `UserError`, with `source` in front, which names the file."""
     try:
         found: Cluster = read_tree(Cluster, tree, "")
+        _check_shares(found.device.rates)
     except UserError as error:
         raise UserError(f"{source}: {error}" if source else str(error)) from None
     return found

@@ -19,9 +19,14 @@ def read(path: Path) -> Cluster:
         raise UserError(f"there is no hardware file {path}{near or '; meshwright profile --out writes one'}")
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
+        return from_json(tree, str(path))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as JSON ({error})") from None
-    return from_json(tree, str(path))
+    except RecursionError:
+        raise UserError(
+            f"{path}: its lists or tables are nested too deep to be read; a hardware file has a few levels, "
+            "as `meshwright profile --out FILE.json` writes them"
+        ) from None
 
 
 def check_writable(path: Path | None, flag: str = "--out") -> None:

@@ -78,6 +78,25 @@ def layout_of(row: Row, gpus: int, program: Stack, model: ModelSpec, guess: Gues
     )
 
 
+def contradiction(row: Row, layout: Layout, model: ModelSpec, batch: int) -> str | None:
+    """Why a layout cannot have been run with the row's batch and model, or None."""
+    stages, folded = layout.pp * (layout.virtual or 1), layout.data_ranks * layout.cp * layout.tp
+    if stages > model.layers + 2:
+        return f"pp x vp = {stages} stages are more than its {model.layers} layers"
+    if model.moe is not None and model.moe.top_k > model.moe.experts:
+        return f"top_k = {model.moe.top_k} is more than its {model.moe.experts} experts"
+    if model.moe is not None and model.moe.experts % layout.ep:
+        return f"ep = {layout.ep} does not divide its {model.moe.experts} experts"
+    if folded % layout.ep:
+        return f"ep = {layout.ep} does not divide the {folded} GPUs of a stage"
+    if batch % layout.data_ranks:
+        return f"{batch} sequences are not shared evenly by {layout.data_ranks} data ranks"
+    each, micro = batch // layout.data_ranks, row.whole("micro_batch")
+    if micro and micro > each:
+        return f"micro_batch = {micro} is more than the {each} sequences of a data rank"
+    return None
+
+
 def _schedule(row: Row, pp: int) -> tuple[str, int | None]:
     """The schedule that the row names, or what its virtual stages mean."""
     virtual = row.whole("vp")
@@ -94,6 +113,8 @@ def batch_of(row: Row, table: Sequence[Row], layout: Layout, guess: Guess) -> in
         return batch
     alike = ("source", "model")
     for other in table:
+        if "broken" in other.words:
+            continue
         sequences, gpus = other.whole("global_batch_seqs"), other.whole("gpus")
         if sequences is None or not gpus or any(other.words[name] != row.words[name] for name in alike):
             continue

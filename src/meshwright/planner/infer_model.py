@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from meshwright.planner.cells import MOST
 from meshwright.spec import ModelSpec
 from meshwright.spec.presets import PRESETS
 
@@ -59,7 +60,7 @@ def model_of(row: Row, length: int, guess: Guess) -> ModelSpec | None:
         for tied in (True, False):
             made = {**shape, **kind, "ffn": ffn, "tied": tied, **_experts(row, ffn)}
             depth = layers or _depth(made, size)
-            if depth is None:
+            if depth is None or depth > MOST["layers"]:
                 return None
             model = ModelSpec.model_validate({**made, "layers": depth})
             found.append((abs(model.parameters / 1e9 / size - 1) if size else 1.0, model))

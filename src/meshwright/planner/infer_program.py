@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from meshwright.planner.cells import FORMATS
 from meshwright.planner.hardware import Cluster, cluster, with_network
 from meshwright.planner.stack import STACKS, Stack
 
@@ -88,7 +89,7 @@ def cluster_of(row: Row, gpus: int) -> Cluster | None:
 def format_of(row: Row, on: Cluster, guess: Guess) -> str:
     """The number format of matrix products."""
     text = row.words["precision"].lower()
-    for name in ("fp8", "bf16", "fp16", "fp32"):
+    for name in FORMATS:
         if name in text:
             return name
     older = on.device.name.startswith("A100")

@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pydantic import ValidationError
+
+from meshwright.planner import cells as said
 from meshwright.planner.hardware import Cluster
-from meshwright.planner.infer_layout import Guess, batch_of, choices, layout_of, recomputes
+from meshwright.planner.infer_layout import Guess, batch_of, choices, contradiction, layout_of, recomputes
 from meshwright.planner.infer_model import model_of
 from meshwright.planner.infer_program import cluster_of, format_of, program_of
 from meshwright.planner.stack import Stack
@@ -76,16 +79,32 @@ class Case:
 def read(path: Path) -> list[Row]:
     """The rows of a CSV file. Raises `UserError` for a file that is no such table."""
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
-            names, listed = reader.fieldnames or [], list(reader)
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+            names, listed = list(reader.fieldnames or []), list(reader)
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such file; give a table of runs, as CSV") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read as a table: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: cannot be read as a table: {error}") from None
+    _check_columns(path, names)
+    if not listed:
+        raise UserError(f"{path}: has no rows below its heading; give one for each run that was measured")
+    return [_row(number, cells) for number, cells in enumerate(listed)]
+
+
+def _check_columns(path: Path, names: Sequence[str]) -> None:
+    """Refuse a heading without the columns that every table has."""
+    for sign, word in ((";", "';'"), ("\t", "tabs")):
+        if len(names) == 1 and sign in names[0]:
+            raise UserError(f"{path}: its columns are separated by {word}; they must be by ','")
+    if not names:
+        raise UserError(f"{path}: is empty; a table of runs has the columns of {PUBLISHED.name}")
     if missing := [name for name in NEEDED if name not in names]:
         raise UserError(
             f"{path}: has no column '{missing[0]}'; a table of runs has those of {PUBLISHED.name}"
         )
-    return [_row(number, cells) for number, cells in enumerate(listed)]
 
 
 def _row(number: int, cells: dict[str, str]) -> Row:
@@ -97,17 +116,29 @@ def _row(number: int, cells: dict[str, str]) -> Row:
         if name == "peak_mem_gib" and text.strip().upper() == "OOM":
             words["oom"] = "yes"
             continue
-        try:
-            numbers[name] = float(text)
-        except ValueError:
-            words["broken"] = f"the cell '{name}' is no number"
+        numbers[name], wrong = said.number(name, text.strip())
+        if wrong:
+            words.setdefault("broken", wrong)
     return Row(number, words, numbers)
 
 
 def case_of(row: Row, table: Sequence[Row]) -> Case:
     """The row as runs of ours, completed from others of `table`. Raises `PredictionError`."""
-    if "broken" in row.words:
-        raise PredictionError(row.words["broken"])
+    if wrong := row.words.get("broken") or said.unknown_word(row.words):
+        raise PredictionError(wrong)
+    try:
+        return _case_of(row, table)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise PredictionError(
+            f"{key + ' of ' if key else ''}what it says cannot be: {first['msg']}"
+        ) from None
+    except UserError as error:
+        raise PredictionError(str(error)) from None
+
+
+def _case_of(row: Row, table: Sequence[Row]) -> Case:
     gpus, length = row.whole("gpus"), row.whole("seq_len")
     if not gpus or not length:
         raise PredictionError(f"it has no {'gpus' if not gpus else 'seq_len'}")
@@ -115,7 +146,7 @@ def case_of(row: Row, table: Sequence[Row]) -> Case:
     program = program_of(row)
     cluster = cluster_of(row, gpus)
     if cluster is None:
-        raise PredictionError(f"the GPU '{row.words['gpu']}' is not in the catalogue")
+        raise PredictionError(f"the GPU '{said.short(row.words['gpu'])}' is not in the catalogue")
     model = model_of(row, length, guess)
     if model is None:
         raise PredictionError("neither its layers nor its size tell which model it is")
@@ -127,6 +158,8 @@ def case_of(row: Row, table: Sequence[Row]) -> Case:
     batch = (row.whole("micro_batch") or 1) if block_only else batch_of(row, table, layout, guess)
     if batch is None:
         raise PredictionError("its batch is not known")
+    if wrong := contradiction(row, layout, model, batch):
+        raise PredictionError(wrong)
     seconds = measured_seconds(row, model, batch, length, cluster, format)
     memory, kind = measured_memory(row)
     if seconds is None and memory is None and "oom" not in row.words:
@@ -142,7 +175,7 @@ def case_of(row: Row, table: Sequence[Row]) -> Case:
     )
     specs = tuple(choices(row, base, program, recomputes(row, guess), guess))
     if not specs:
-        raise PredictionError(f"{batch} sequences are not shared evenly by {layout.data_ranks} data ranks")
+        raise PredictionError(f"no microbatch goes with {batch} sequences of {layout.data_ranks} data ranks")
     ran = False if "oom" in row.words else _ran(seconds, memory, cluster)
     return Case(
         row, specs, program, cluster, format, seconds, memory, kind, ran, block_only, tuple(guess.said)

@@ -60,10 +60,40 @@ def _no_layout(wish: Wish) -> str:
         loose = [key for key in fixed if _legal(replace(wish, fixed=_without(wish, key)))]
         hint = f"; without {' or '.join(map(_key, loose))} there are some" if loose else ""
         return f"{_name(wish)}: no layout of {wish.ranks:,} ranks has {given}{hint}"
+    ways = []
+    if counts := _shared_counts(wish):
+        ways.append(f"--gpus {' or '.join(map(str, counts))}")
+    if sequences := _shared_sequences(wish):
+        ways.append(
+            f"--batch-tokens {sequences * base.data.seq_len}, which are {sequences:,} sequences, or a "
+            "multiple of it"
+        )
     return (
         f"{_name(wish)}: no layout shares {base.batch_sequences:,} sequences of {base.data.seq_len:,} tokens "
-        f"among {wish.ranks:,} ranks; give a power of two of sequences, or another number of devices"
+        f"among {wish.ranks:,} ranks; try {', or '.join(ways) or 'a power of two of devices and sequences'}"
     )
+
+
+def _shared_counts(wish: Wish) -> list[int]:
+    """The powers of two of devices, or of nodes, below and above, whose ranks some layout shares the batch
+    among."""
+    each = node(wish.cluster) if wish.cluster.device.kind != "cpu" else 1
+    unit = each if wish.ranks > each else 1
+    below = unit << ((wish.ranks // unit).bit_length() - 1)
+    found = [count for count in (below, 2 * below) if count != wish.ranks]
+    return [count for count in found if _legal(replace(wish, cluster=wish.cluster.resized(count)))]
+
+
+def _shared_sequences(wish: Wish) -> int | None:
+    """The fewest sequences, an odd number that divides the ranks times powers of two, that are shared."""
+    tree = wish.base.to_json()
+    sequences = wish.ranks // (wish.ranks & -wish.ranks)
+    while sequences <= wish.ranks:
+        tree["train"]["batch_tokens"] = sequences * wish.base.data.seq_len
+        if sequences > wish.base.batch_sequences and _legal(replace(wish, base=RunSpec.model_validate(tree))):
+            return sequences
+        sequences *= 2
+    return None
 
 
 def _broken_rule(wish: Wish) -> str | None:

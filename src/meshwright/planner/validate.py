@@ -110,11 +110,9 @@ def validate(table: Path = PUBLISHED) -> Validation:
     skipped: dict[int, str] = {}
     for row in rows:
         try:
-            case = case_of(row, rows)
-        except PredictionError as why:
+            made.append(predict(case_of(row, rows)))
+        except (PredictionError, UserError) as why:
             skipped[row.number] = str(why)
-            continue
-        made.append(predict(case))
     return Validation(table, tuple(rows), tuple(made), skipped)
 
 
@@ -263,4 +261,13 @@ def each_row(found: Validation) -> list[dict[str, Any]]:
             "predicted_to_fit": each.fits,
         }
         for each in found.predictions
+    ]
+
+
+def skipped_rows(found: Validation) -> list[dict[str, Any]]:
+    """Every row that was not predicted, and why."""
+    return [
+        {"row": row.number, "source": row.words["source"], "reason": found.skipped[row.number]}
+        for row in found.read
+        if row.number in found.skipped
     ]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 
-def cells(name: str, found: dict[str, Any], by: str = "source") -> dict[str, str]:
+def cells(name: str, found: dict[str, Any], by: str = "source", width: int = 30) -> dict[str, str]:
     """A row of the table: one source (or model, or GPU), or all."""
     time, memory, oom = found["time"], found["memory"], found["oom"]
     return {
-        by: name if len(name) <= 30 else name[:29] + "…",
+        by: name if len(name) <= width else name[: width - 1] + "…",
         "rows": f"{found['predicted']}/{found['rows']}",
         "time mean": percent(time["mean_abs_pct"]),
         "median": percent(time["median_abs_pct"]),
@@ -27,9 +27,10 @@ def percent(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}%"
 
 
-def table(found: dict[str, Any], by: str = "source") -> list[dict[str, str]]:
-    """Rows of the table: every source (or model, or GPU), and all together."""
-    return [*(cells(name, part, by) for name, part in found[f"by_{by}"].items()), cells("all", found, by)]
+def table(found: dict[str, Any], by: str = "source", width: int = 30) -> list[dict[str, str]]:
+    """Rows of the table: every source (or model, or GPU), named in `width` columns, and all together."""
+    named = [*found[f"by_{by}"].items(), ("all", found)]
+    return [cells(name, part, by, width) for name, part in named]
 
 
 def page(found: dict[str, Any]) -> str:
