@@ -9,6 +9,7 @@ first pass over the layouts that are common finds good plans early, which cut mo
 
 from __future__ import annotations
 
+import gc
 import heapq
 import time
 from bisect import insort
@@ -98,7 +99,13 @@ def search(
     that is found is the answer.
     """
     run = _Search(space, on, capacity, 1 if any_will_do else top, progress, any_will_do, accept)
-    return run.result()
+    collects = gc.isenabled()
+    gc.disable()  # many small objects are made, and few that refer to each other
+    try:
+        return run.result()
+    finally:
+        if collects:
+            gc.enable()
 
 
 class _Search:
