@@ -45,10 +45,10 @@ problems = st.fixed_dictionaries(
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles so small that a small problem has many, of every kind."""
     for name, value in (
-        ("_QUERIES", 8),
-        ("_LEAST_QUERIES", 2),
-        ("_KEYS", 16),
-        ("_SCORES", 3 * GROUP * 8 * 16),
+        ("PART_QUERIES", 8),
+        ("LEAST_PART_QUERIES", 2),
+        ("PART_KEYS", 16),
+        ("PART_SCORES", 3 * GROUP * 8 * 16),
     ):
         monkeypatch.setattr(attention_parts, name, value)
 
@@ -213,7 +213,7 @@ def test_what_nothing_sees_is_skipped() -> None:
     apart = (torch.arange(length) // (length // 2)).unsqueeze(0)
     assert part_of(sight(apart, length, None, late, 1, "cpu"), 0, length // 2).work == 0
     window = part_of(sight(None, length, 128, torch.arange(length), 1, "cpu"), 0, length)
-    assert window.work <= HEADS * length * (128 + attention_parts._QUERIES)
+    assert window.work <= HEADS * length * (128 + attention_parts.PART_QUERIES)
     # Rows of the batch whose documents differ are computed apart, each at its own cost.
     other = (torch.arange(length) // 256).unsqueeze(0)
     single = [part_of(sight(x, length, None, late, 1, "cpu"), 0, length).work for x in (apart, other)]
