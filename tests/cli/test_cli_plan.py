@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.cli import show
 from meshwright.cli.main import main
+from meshwright.planner import plan as plans
 from meshwright.spec import UserError, load
 
 WISH = ["plan", "llama3-8b", "--cluster", "h100", "--gpus", "16", "--batch-tokens", "1M", "--seq-len", "4096"]
@@ -60,8 +62,25 @@ def test_the_page_tells_the_plans(tmp_path: Path) -> None:
     assert "<svg" in text and "https://" not in text.replace("https://www.w3.org", "")
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_what_is_trained_on_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    assert main([*WISH, "--no-why", "--write", str(file), "--tokens", "2G"]) == 0
+    train = load(file).train
+    assert train.tokens == 2_000_000_000 and train.steps is None
+
+
+def test_a_long_last_cell_goes_on_below(capsys: pytest.CaptureFixture[str]) -> None:
+    show.table([{"#": 1, "layout": "word " * 40}, {"#": 2, "layout": "short"}])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= show.WIDTH and sum(line.count("word") for line in lines) == 40
+    assert lines[0].split() == ["#", "layout"] and all(line[:3] == "   " for line in lines[2:4])
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "plan", lambda *_, **__: pytest.fail("it was searched before that was seen"))
     with pytest.raises(UserError, match=r"--write: .* cannot be written"):
         main([*WISH, "--write", str(tmp_path / "none" / "run.toml")])
+    with pytest.raises(UserError, match=r"--out: .* cannot be written"):
+        main([*WISH, "--out", str(tmp_path / "none" / "plan.html")])
     with pytest.raises(UserError, match="--cluster: is missing"):
         main(["plan", "llama3-8b"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -181,3 +182,12 @@ def test_what_is_no_cluster_is_refused(tmp_path: Path) -> None:
         cluster("h100", 0)
     with pytest.raises(UserError, match="cpu: has no nodes"):
         with_network(cluster("cpu"), nics=2)
+
+
+def test_what_is_changed_of_a_level_counts_in_larger_and_smaller_clusters() -> None:
+    (node,) = cluster("h100", 8).levels
+    slow = replace(cluster("h100", 8), levels=(replace(node, link=replace(node.link, latency=3.0)),))
+    for count in (4, 8, 64):
+        assert slow.resized(count).levels[0].link.latency == 3.0
+        assert slow.resized(count).levels[-1].devices == count
+    assert slow.resized(64).levels[1:] == cluster("h100", 64).levels[1:]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from math import exp
+from math import exp, log
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from meshwright import api
 from meshwright.planner.hardware import cluster
-from meshwright.planner.uncertainty import SIGMA_TIME, fits_probability, interval
+from meshwright.planner.uncertainty import SIGMA_TIME, SURE, fits_probability, fitting, interval
 from meshwright.planner.wish import batch_of
 from meshwright.spec import RunSpec, UserError, load
 from meshwright.spec.toml import to_toml
@@ -38,6 +38,17 @@ def test_a_batch_is_whole_sequences_near_the_wish(wanted: int | str, seq_len: in
     assert (said is None) == (str(tokens) == str(wanted))
 
 
+@pytest.mark.parametrize("wider", [1.0, 2.0])
+def test_the_most_that_fits_does_so_as_surely_as_is_asked(wider: float) -> None:
+    assert fits_probability(fitting(80e9, wider), 80e9, wider) == pytest.approx(SURE)
+
+
+def test_of_plans_as_fast_as_each_other_the_smallest_comes_first() -> None:
+    found = api.plan("tiny", "h100", gpus=4, seq_len=128, batch_tokens="64k", top=12).plans
+    ranked = [(round(1000 * log(1 / each.tokens_per_second)), each.memory.device) for each in found]
+    assert ranked == sorted(ranked) and len({time for time, _ in ranked}) < len(ranked)
+
+
 def test_plans_are_validated_and_in_order() -> None:
     found = api.plan("llama3-8b", "h100", top=4, tokens="1T", **WISH)
     times = [each.step_seconds for each in found.plans]
@@ -45,7 +56,7 @@ def test_plans_are_validated_and_in_order() -> None:
     for each in found.plans:
         assert RunSpec.model_validate(each.spec.to_json()) == each.spec
         assert each.spec.layout.world_size == 8 and each.spec.precision.compute == "bf16"
-        assert each.memory.device <= 0.96 * 80e9
+        assert each.memory.device <= 0.96 * 80e9 and each.fits_probability >= SURE - 1e-9
         assert sum(each.parts.values()) == pytest.approx(each.step_seconds, rel=0.01)
         low, high = each.interval
         assert low < each.step_seconds < high

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from meshwright import api
 from meshwright.parallel.mesh import Mesh
-from meshwright.planner.hardware import Cluster, cluster
+from meshwright.planner.hardware import Cluster, Collective, cluster
 from meshwright.planner.measured import attention_seconds, collective_seconds, matmul_seconds
 from meshwright.spec import Layout, UserError
 from meshwright.train.measure.clock import Clock
-from meshwright.train.measure.links import placements
+from meshwright.train.measure.links import Spent, collectives, never_less, placements
 from ranks import Ranks
 
 
@@ -114,6 +114,31 @@ def test_groups_stay_on_a_host_or_cross_all(ranks: Ranks) -> None:
         pair, host, across, whole = (members for _, _, members in places)
         assert {each // 4 for each in (*pair, *host)} == {rank // 4}
         assert across == [rank % 4, rank % 4 + 4] and whole == list(range(8))
+
+
+def times_of(_mesh: Mesh) -> tuple[list[Collective], dict[str, float]]:
+    """As where two ranks share each core, wherever this runs."""
+    world, places = placements(1, 4, torch.device("cpu"))
+    spent = Spent()
+    found = list(collectives(places, world, Clock(torch.device("cpu"), 2.0), 3.0, spent))
+    return found, spent.shares
+
+
+def test_collectives_are_timed_between_products_where_ranks_share_cores(ranks: Ranks) -> None:
+    for found, shares in ranks.run(Layout(dp=4), times_of):
+        assert {point.ranks for point in found} == {2, 4} and len(found) == 2 * 6 * 7
+        assert all(0 < point.seconds < 10 for point in found)
+        assert len(shares) == 6 and all(0 < share <= 1 for share in shares.values())
+        large = {(p.operation, p.ranks): p.seconds for p in found if p.bytes > 2**23}
+        small = {(p.operation, p.ranks): p.seconds for p in found if p.bytes < 2**13}
+        assert sum(large.values()) > 2 * sum(small.values())  # 16 MiB take longer than 1 KiB
+
+
+def test_more_bytes_never_take_less() -> None:
+    times = [3.0, 1.0, 2.0, 5.0, 4.0, 9.0]
+    points = [Collective("send", 2, "host", 2**n, seconds) for n, seconds in enumerate(times)]
+    smooth = [point.seconds for point in never_less(points)]
+    assert smooth == [2.0, 2.0, 2.0, 4.5, 4.5, 9.0]
 
 
 def test_one_process_alone_is_profiled_too() -> None:

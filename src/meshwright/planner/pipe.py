@@ -16,7 +16,7 @@ from meshwright.planner.passes import Passes
 from meshwright.planner.space import WHOLE, Cut, Inner, Mesh, Sharding, Space
 from meshwright.schedule import Link, Path, StageCost, ends
 from meshwright.schedule.actions import looped, v_shape
-from meshwright.spec import RunSpec
+from meshwright.spec import Layout, RunSpec
 from meshwright.spec.layout import SPLIT, TWO_STAGES
 from meshwright.spec.stages import Stage, placed
 
@@ -218,10 +218,11 @@ class Pipe:
         return last + (spec.microbatches - simulated(spec)) * self.period + self.on.stack.step
 
 
-def ranks_of(cut: Cut, ranks: int) -> list[list[int]]:
+def ranks_of(cut: Cut | Layout, ranks: int) -> list[list[int]]:
     """Rank -> its stages."""
     found: list[list[int]] = [[] for _ in range(ranks)]
-    order = v_shape(ranks) if cut.schedule in TWO_STAGES else looped(ranks, cut.chunks)
+    in_v = cut.schedule in TWO_STAGES and cut.chunks == 2  # one rank has one stage, whatever is named
+    order = v_shape(ranks) if in_v else looped(ranks, cut.chunks)
     for stage, rank in enumerate(order):
         found[rank].append(stage)
     return found

@@ -200,11 +200,8 @@ def plan(
     dotted keys with their texts: those of the layout and `recompute.policy` are kept fixed. `progress` hears
     of each plan that is the best so far. Raises `UserError`, also where nothing fits.
     """
-    if objective not in OBJECTIVES:
-        raise UserError(f"--objective: '{objective}' is not one of {', '.join(OBJECTIVES)}")
-    if top < 1:
-        raise UserError(f"--top: {top} plans are none; give 1 or more")
     chosen, kind = stack_named(stack), _cluster(cluster, price)
+    _check(objective, top, kind)
     sizes = _sizes(gpus, kind)
     base, note = base_run(model, kind, seq_len, batch_tokens, overrides)
     whole = _total(tokens)
@@ -214,11 +211,6 @@ def plan(
         )
     fixed = fixed_keys(overrides)
     wishes = [Wish(base, kind.resized(count), chosen, fixed, max_memory) for count in sizes]
-    if objective == "cost" and kind.price is None:
-        raise UserError(
-            f"--objective: 'cost' needs a price, and none is known of {kind.name}; give --price USD for a "
-            f"device and hour"
-        )
     if objective == "longest-context":
         wishes = [longest_context(wishes[-1])]
     if objective == "largest-model":
@@ -238,6 +230,18 @@ def plan(
         pareto=_front(found),
         capacity=wishes[-1].capacity,
     )
+
+
+def _check(objective: str, top: int, kind: Cluster) -> None:
+    if objective not in OBJECTIVES:
+        raise UserError(f"--objective: '{objective}' is not one of {', '.join(OBJECTIVES)}")
+    if top < 1:
+        raise UserError(f"--top: {top} plans are none; give 1 or more")
+    if objective == "cost" and kind.price is None:
+        raise UserError(
+            f"--objective: 'cost' needs a price, and none is known of {kind.name}; give --price USD for a "
+            f"device and hour"
+        )
 
 
 def _rank(each: Plan, objective: str) -> tuple[int, float]:

@@ -26,20 +26,17 @@ from meshwright.planner.estimate import (
     stage_passes,
     step_time,
 )
+from meshwright.planner.pipe import Totals, ranks_of
 from meshwright.planner.space import WHOLE
 from meshwright.schedule import Link, Path, StageCost, ends
-from meshwright.schedule.actions import looped, v_shape
 from meshwright.schedule.flow import Flow, flow_of
 from meshwright.spec import RunSpec
-from meshwright.spec.layout import TWO_STAGES
 from meshwright.spec.stages import Stage, stages
 
 Lists = tuple[str, int, int, int]
 """What a schedule's lists follow from: its name, ranks, stages of a rank and microbatches."""
 Paths = dict[Lists, list[Path]]
 """Of lists: the paths through them that are known."""
-Kind = tuple[int, int, bool, bool]
-"""What a stage holds: dense and routed blocks, the embedding, the head."""
 
 
 class _Costs(NamedTuple):
@@ -107,7 +104,7 @@ class Timing:
         return stages(self.spec.model, self.spec.layout, self.spec.data.seq_len)
 
     @cached_property
-    def _kinds(self) -> list[Kind]:
+    def _kinds(self) -> list[Totals]:
         """Of each stage."""
         model, found = self.spec.model, []
         for stage in self._stages:
@@ -118,12 +115,7 @@ class Timing:
     @cached_property
     def _own(self) -> list[list[int]]:
         """Rank -> its stages."""
-        layout = self.spec.layout
-        order = v_shape(layout.pp) if layout.chunks == 2 and layout.schedule in TWO_STAGES else None
-        found: list[list[int]] = [[] for _ in range(layout.pp)]
-        for stage, rank in enumerate(order or looped(layout.pp, layout.chunks)):
-            found[rank].append(stage)
-        return found
+        return ranks_of(self.spec.layout, self.spec.layout.pp)
 
     def _costs(self, on: Engines) -> _Costs:
         spec, blocks, kinds = self.spec, on.blocks(self.spec), self._kinds
@@ -132,7 +124,7 @@ class Timing:
             kind: stage_passes(blocks, stage)
             for kind, stage in dict(zip(kinds, self._stages, strict=True)).items()
         }
-        known: dict[tuple[Kind, ...], tuple[RankTime, list[StageCost]]] = {}
+        known: dict[tuple[Totals, ...], tuple[RankTime, list[StageCost]]] = {}
         costs, ranks = [StageCost(0.0, 0.0, 0.0)] * len(kinds), []
         for mine in self._own:
             alike = tuple(kinds[stage] for stage in mine)
