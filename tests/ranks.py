@@ -8,8 +8,10 @@ has imported what each of them needs: torch is imported once, and not once a ran
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import os
 import queue
+import signal
 import tempfile
 import time
 import traceback
@@ -38,6 +40,8 @@ def _serve(rank: int, size: int, store: str, inbox: Any, outbox: Any) -> None:
     torch.set_num_threads(1)
     _share_one_device()
     measure_peak_quickly()
+    stacks = _stacks(store, rank).open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=90)
     )
@@ -62,6 +66,11 @@ def _serve(rank: int, size: int, store: str, inbox: Any, outbox: Any) -> None:
         except Exception:
             outbox.put((number, rank, traceback.format_exc(), None))
     dist.destroy_process_group()
+
+
+def _stacks(store: str, rank: int) -> Path:
+    """Where a rank writes what its threads are at when it gets SIGUSR1."""
+    return Path(f"{store}.stacks.{rank}")
 
 
 def _share_one_device() -> None:
@@ -115,7 +124,7 @@ class Ranks:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["meshwright.train.loop", "meshwright.train.verify"])
         self._folder = tempfile.TemporaryDirectory()
-        store = str(Path(self._folder.name) / "store")
+        self._store = store = str(Path(self._folder.name) / "store")
         self._outbox = context.Queue()
         self._inboxes = [context.Queue() for _ in range(self._size)]
         self._processes = [
@@ -150,11 +159,20 @@ class Ranks:
                 failed = f"rank {rank}:\n{error}"
                 end = min(end, time.monotonic() + 5)  # the others may wait for it in a collective
         if failed is not None or len(results) < self._size:
-            complete = len(results) == self._size
-            if not complete:
+            if len(results) < self._size:
+                silent = [rank for rank in range(self._size) if rank not in results]
+                failed = failed or f"no answer in {PATIENCE_SECONDS} s{self._where(silent)}"
                 self.close()
-            raise RanksFailedError(failed or f"no answer in {PATIENCE_SECONDS} s")
+            raise RanksFailedError(failed)
         return [results[rank] for rank in range(layout.world_size)]
+
+    def _where(self, silent: list[int]) -> str:
+        """What the threads of ranks that do not answer are at."""
+        for rank in silent:
+            if self._processes[rank].is_alive():
+                os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(2)
+        return "".join(f"\n\nrank {rank}:\n{_stacks(self._store, rank).read_text()}" for rank in silent)
 
     def close(self) -> None:
         """End the ranks."""
