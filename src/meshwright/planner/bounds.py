@@ -19,7 +19,8 @@ from meshwright.planner.axes import Group
 from meshwright.planner.block import Blocks
 from meshwright.planner.kernels import peak
 from meshwright.planner.passes import Passes, Product, Seconds
-from meshwright.schedule import Kind, Path, Schedule, StageCost, make
+from meshwright.planner.space import WHOLE
+from meshwright.schedule import MOST_HELD, Kind, Path, Schedule, StageCost, make
 from meshwright.spec import ModelSpec
 from meshwright.spec.layout import HOLD_ALL
 from meshwright.spec.numbers import divisors
@@ -225,15 +226,16 @@ def rank_ends(
     costs: Sequence[StageCost],
     own: Sequence[Sequence[int]],
     hop: float,
+    name: str,
     microbatches: int,
-    whole: bool,
     paths: Sequence[Path] = (),
 ) -> list[float]:
     """Rank -> when its last action ends, at the earliest.
 
-    `own` are each rank's stages, `hop` the seconds of a message between ranks, and `paths` those of the
-    schedule's lists that are known.
+    `own` are each rank's stages, `hop` the seconds of a message between ranks, `name` that of the schedule,
+    and `paths` those of its lists that are known.
     """
+    whole = name in WHOLE
     back = [cost.input + cost.weight if whole else cost.input for cost in costs]
     rank_of = {stage: rank for rank, mine in enumerate(own) for stage in mine}
     hops = [hop * (rank_of[stage] != rank_of[stage + 1]) for stage in range(len(costs) - 1)]
@@ -245,12 +247,29 @@ def rank_ends(
         if stage in work:
             found = max(found, fill[stage] + microbatches * work[stage])
         last[stage] = later = found
+    idle = _before_backward(costs, own, hops, name)
     ends = []
-    for mine in own:
+    for mine, waits in zip(own, idle, strict=True):
         first = min(mine)
         every = sum(costs[stage].forward + costs[stage].input + costs[stage].weight for stage in mine)
         rest = 0.0 if whole else costs[first].weight
-        ends.append(max(last[first] + rest, fill[first] + microbatches * every))
+        ends.append(max(last[first] + rest, max(fill[first], waits) + microbatches * every))
     for path in paths:
         ends[path.rank] = max(ends[path.rank], path.seconds(costs, hop))
     return ends
+
+
+def _before_backward(
+    costs: Sequence[StageCost], own: Sequence[Sequence[int]], hops: Sequence[float], name: str
+) -> list[float]:
+    """Rank -> seconds that it is idle at least until a first backward comes to it.
+
+    Until then it can compute no more forwards than the schedule lets it hold activations.
+    """
+    if name not in MOST_HELD:
+        return [0.0] * len(own)
+    down = sum(cost.forward for cost in costs) + sum(hops)
+    ups = [cost.input + hop for cost, hop in zip(costs[1:], hops, strict=True)]
+    comes = [down + up for up in accumulate(reversed(ups), initial=0.0)][::-1]
+    most = MOST_HELD[name](len(own))
+    return [comes[max(mine)] - most * max(costs[stage].forward for stage in mine) for mine in own]

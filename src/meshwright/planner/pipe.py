@@ -13,7 +13,7 @@ from meshwright.planner.engines import Engines
 from meshwright.planner.estimate import held, message, rank_data, simulated, stage_cost, stage_passes
 from meshwright.planner.memory import held_microbatches, rank_memory, stage_activations, working
 from meshwright.planner.passes import Passes
-from meshwright.planner.space import WHOLE, Cut, Inner, Mesh, Sharding, Space
+from meshwright.planner.space import Cut, Inner, Mesh, Sharding, Space
 from meshwright.schedule import Link, Path, StageCost, ends
 from meshwright.schedule.actions import looped, v_shape
 from meshwright.spec import Layout, RunSpec
@@ -196,8 +196,7 @@ class Pipe:
         paths = self.paths.get((layout.schedule, layout.pp, layout.chunks, count), ())
         key = layout.schedule, layout.chunks, len(paths)
         if key not in self._ends:
-            whole = layout.schedule in WHOLE
-            self._ends[key] = rank_ends(self.costs, self.own, self.hop, count, whole, paths)
+            self._ends[key] = rank_ends(self.costs, self.own, self.hop, layout.schedule, count, paths)
         return self._ends[key]
 
     def seconds(self, spec: RunSpec) -> tuple[float, ...]:

@@ -27,7 +27,6 @@ from meshwright.planner.estimate import (
     step_time,
 )
 from meshwright.planner.pipe import Totals, ranks_of
-from meshwright.planner.space import WHOLE
 from meshwright.schedule import Link, Path, StageCost, ends
 from meshwright.schedule.flow import Flow, flow_of
 from meshwright.spec import RunSpec
@@ -72,7 +71,7 @@ class Timing:
         found, (name, _, _, count) = self._costs(on), self._lists
         hop = max(found.link.latency + each.output / found.link.bandwidth for each in found.stages)
         known = self._paths.get(self._lists, ())
-        return found.step(rank_ends(found.stages, self._own, hop, count, name in WHOLE, known))
+        return found.step(rank_ends(found.stages, self._own, hop, name, count, known))
 
     def seconds(self, on: Engines) -> float:
         """Seconds of a step, as `step_time` has them."""

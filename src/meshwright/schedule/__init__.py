@@ -3,9 +3,11 @@
 from meshwright.schedule.actions import Action, Kind, Schedule, ScheduleError, Step, steps
 from meshwright.schedule.catalogue import NAMES, make, schedule_of
 from meshwright.schedule.check import Report, check
+from meshwright.schedule.controllable import MOST_HELD
 from meshwright.schedule.simulate import Idle, Link, Path, Simulation, StageCost, ends, simulate
 
 __all__ = [
+    "MOST_HELD",
     "NAMES",
     "Action",
     "Idle",

@@ -29,9 +29,15 @@ _CHANGE = (1, 0, -1)
 
 _NEVER = sys.maxsize
 
+MOST_HELD: dict[str, Callable[[int], int]] = {
+    "v-half": lambda ranks: 2 * ((ranks + 2) // 2),
+    "v-min": lambda ranks: 2 * ((ranks + 4) // 3),
+}
+"""Activations of a chunk, half a rank's layers each, that a rank of so many holds at most (ib.)."""
+
 
 def v_half(ranks: int, microbatches: int) -> Lists:
-    """At most p + 2 activations of a chunk, half a rank's layers each: 1F1B holds 2p such."""
+    """At most about p + 2 activations of a chunk: 1F1B holds 2p such."""
     gap = 3 if ranks % 2 == 0 else 0  # else two actions of a rank would fall on one time
 
     def block(rank: int) -> Block:
