@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from meshwright.planner.axes import Group, axes
+from meshwright.planner.costs import message
 from meshwright.planner.data_axis import AXES
 from meshwright.planner.engines import Engines
-from meshwright.planner.estimate import StepTime, message, step_time
+from meshwright.planner.estimate import StepTime, step_time
 from meshwright.planner.links import Links
 from meshwright.planner.passes import Passes
 from meshwright.planner.wire import traffic

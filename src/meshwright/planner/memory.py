@@ -13,9 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.planner.block import Blocks
+from meshwright.planner.costs import held_by
 from meshwright.planner.data_axis import Held
 from meshwright.planner.engines import Engines
-from meshwright.planner.estimate import held_by
 from meshwright.schedule import schedule_of
 from meshwright.schedule.check import peak
 from meshwright.spec import RunSpec

@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 from meshwright.planner.block import Blocks
 from meshwright.planner.bounds import Shape, rank_ends, schedule, shape
+from meshwright.planner.costs import Totals, held, message, rank_data, ranks_of, stage_cost, stage_passes
 from meshwright.planner.engines import Engines
-from meshwright.planner.estimate import held, message, rank_data, simulated, stage_cost, stage_passes
+from meshwright.planner.estimate import simulated
 from meshwright.planner.memory import held_microbatches, rank_memory, stage_activations, working
 from meshwright.planner.passes import Passes
 from meshwright.planner.space import Cut, Inner, Mesh, Sharding, Space
 from meshwright.schedule import Link, Path, StageCost, ends
-from meshwright.schedule.actions import looped, v_shape
-from meshwright.spec import Layout, RunSpec
-from meshwright.spec.layout import SPLIT, TWO_STAGES
+from meshwright.spec import RunSpec
+from meshwright.spec.layout import SPLIT
 from meshwright.spec.stages import Stage, placed
 
 
@@ -34,10 +34,6 @@ class Option(NamedTuple):
     sharding: Sharding
     states: tuple[float, ...]
     final: tuple[float, ...]
-
-
-Totals = tuple[int, int, bool, bool]
-"""What a rank has: dense and routed blocks, whether the embedding, whether the head."""
 
 
 class Shares(NamedTuple):
@@ -215,13 +211,3 @@ class Pipe:
         }
         last = max(end + of[rank] for rank, end in enumerate(done))
         return last + (spec.microbatches - simulated(spec)) * self.period + self.on.stack.step
-
-
-def ranks_of(cut: Cut | Layout, ranks: int) -> list[list[int]]:
-    """Rank -> its stages."""
-    found: list[list[int]] = [[] for _ in range(ranks)]
-    in_v = cut.schedule in TWO_STAGES and cut.chunks == 2  # one rank has one stage, whatever is named
-    order = v_shape(ranks) if in_v else looped(ranks, cut.chunks)
-    for stage, rank in enumerate(order):
-        found[rank].append(stage)
-    return found

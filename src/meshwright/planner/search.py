@@ -30,11 +30,12 @@ from meshwright.planner.bounds import (
     rows,
     trips_seconds,
 )
+from meshwright.planner.costs import held_by, message, rank_data, ranks_of, stage_passes
 from meshwright.planner.engines import Engines
-from meshwright.planner.estimate import held_by, message, rank_data, stage_passes, step_time
+from meshwright.planner.estimate import step_time
 from meshwright.planner.least import fair_shares
 from meshwright.planner.memory import rank_memory, stage_activations, working
-from meshwright.planner.pipe import Option, Pipe, Shares, ranks_of
+from meshwright.planner.pipe import Option, Pipe, Shares
 from meshwright.planner.space import NO_CUT, NO_SHARDING, WHOLE, Cut, Inner, Mesh, Sharding, Space
 from meshwright.schedule import Path
 from meshwright.spec import RunSpec
