@@ -32,21 +32,22 @@ from meshwright.spec import Layout
 from small import measure_peak_quickly
 
 RANKS = 8
+WAIT = timedelta(seconds=90)
+"""For another rank, in a collective."""
 PATIENCE_SECONDS = 240.0
 
 
-def _serve(rank: int, size: int, store: str, inbox: Any, outbox: Any) -> None:
+def _serve(rank: int, size: int, port: int, stacks: Path, inbox: Any, outbox: Any) -> None:
     tie_to_parent(os.getppid())  # the server of forks, which ends with the session that started it
     torch.set_num_threads(1)
     _share_one_device()
     measure_peak_quickly()
-    stacks = _stacks(store, rank).open("w")
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=90)
-    )
+    at = stacks.open("w")
+    faulthandler.register(signal.SIGUSR1, file=at, all_threads=True)
+    store = dist.TCPStore("localhost", port, timeout=WAIT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=WAIT)
     meshes: dict[tuple[int, ...], Mesh | None] = {}
-    groups = Groups("cpu")
+    groups = Groups("cpu", WAIT)
     while (job := inbox.get()) is not None:
         number, layout, function, arguments = job
         try:
@@ -61,16 +62,14 @@ def _serve(rank: int, size: int, store: str, inbox: Any, outbox: Any) -> None:
             result = None
             if mesh is not None:
                 mesh.wire.clear()
+                made = distributed_c10d._world.group_count
                 result = function(dataclasses.replace(mesh, layout=layout), *arguments)
+                if layout.world_size < size and distributed_c10d._world.group_count != made:
+                    raise AssertionError("groups are made by all ranks of the pool, or the next ones hang")
             outbox.put((number, rank, None, result))
         except Exception:
             outbox.put((number, rank, traceback.format_exc(), None))
     dist.destroy_process_group()
-
-
-def _stacks(store: str, rank: int) -> Path:
-    """Where a rank writes what its threads are at when it gets SIGUSR1."""
-    return Path(f"{store}.stacks.{rank}")
 
 
 def _share_one_device() -> None:
@@ -124,11 +123,15 @@ class Ranks:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["meshwright.train.loop", "meshwright.train.verify"])
         self._folder = tempfile.TemporaryDirectory()
-        self._store = store = str(Path(self._folder.name) / "store")
+        self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self._outbox = context.Queue()
         self._inboxes = [context.Queue() for _ in range(self._size)]
         self._processes = [
-            context.Process(target=_serve, args=(rank, self._size, store, inbox, self._outbox), daemon=True)
+            context.Process(
+                target=_serve,
+                args=(rank, self._size, self._store.port, self._stacks(rank), inbox, self._outbox),
+                daemon=True,
+            )
             for rank, inbox in enumerate(self._inboxes)
         ]
         for process in self._processes:
@@ -172,7 +175,11 @@ class Ranks:
             if self._processes[rank].is_alive():
                 os.kill(self._processes[rank].pid, signal.SIGUSR1)
         time.sleep(2)
-        return "".join(f"\n\nrank {rank}:\n{_stacks(self._store, rank).read_text()}" for rank in silent)
+        return "".join(f"\n\nrank {rank}:\n{self._stacks(rank).read_text()}" for rank in silent)
+
+    def _stacks(self, rank: int) -> Path:
+        """Where a rank writes what its threads are at when it gets SIGUSR1."""
+        return Path(self._folder.name) / f"stacks.{rank}"
 
     def close(self) -> None:
         """End the ranks."""

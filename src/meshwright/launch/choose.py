@@ -17,10 +17,11 @@ def present() -> Cluster:
     """This machine, by what its GPUs are called, or as a host with so many cores; not measured."""
     import torch
 
-    from meshwright.planner.catalogue import CUDA_NAMES
+    from meshwright.planner.catalogue import CUDA_NAMES, host
+    from meshwright.train.measure import machine
 
     if not torch.cuda.is_available():
-        return hardware.cluster("cpu")
+        return host(machine.processor(), machine.cores(), machine.host_memory())
     called = torch.cuda.get_device_name(0)
     name = next((known for part, known in CUDA_NAMES.items() if part in called), None)
     if name is None:

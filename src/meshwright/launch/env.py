@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from meshwright.spec import RunSpec, UserError
@@ -18,9 +17,6 @@ if TYPE_CHECKING:
 
 AXES = ("dp", "replicate", "cp", "tp", "pp")
 """The axes whose product is the world size."""
-
-GROUP_TIMEOUT = timedelta(minutes=5)
-"""A collective that waits longer has lost a rank; torch's own limit of 30 minutes hides a hang."""
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 """The interface that a world on one machine keeps to."""
@@ -74,14 +70,9 @@ def count_devices() -> int:
     """CUDA devices that are visible here, or else the cores that this process may use."""
     import torch
 
-    return torch.cuda.device_count() or _cores()
+    from meshwright.train.measure.machine import cores
 
-
-def _cores() -> int:
-    """Cores of this process's affinity, where the system tells them."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return torch.cuda.device_count() or cores()
 
 
 def sets_layout(tree: Mapping[str, Any], overrides: Overrides = ()) -> bool:
@@ -141,7 +132,9 @@ def limit_threads(local_world_size: int) -> int:
     """Share this machine's cores among its ranks; returns the number of threads that torch now uses."""
     import torch
 
-    threads = max(1, _cores() // local_world_size)
+    from meshwright.train.measure.machine import cores
+
+    threads = max(1, cores() // local_world_size)
     torch.set_num_threads(threads)
     return threads
 
@@ -154,6 +147,8 @@ def init_process_group(place: Worker | None, device_type: str) -> ProcessGroup:
     """
     import torch
     import torch.distributed as dist
+
+    from meshwright.parallel.groups import TIMEOUT
 
     if device_type not in ("cpu", "cuda"):
         raise UserError(f"device: {device_type!r} is not run by this version; it runs 'cpu' and 'cuda'")
@@ -169,16 +164,14 @@ def init_process_group(place: Worker | None, device_type: str) -> ProcessGroup:
     if place is None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(
-            backend, store=store, rank=0, world_size=1, timeout=GROUP_TIMEOUT, device_id=device
-        )
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=TIMEOUT, device_id=device)
     else:
         dist.init_process_group(
             backend,
             init_method="env://",
             rank=place.rank,
             world_size=place.world_size,
-            timeout=GROUP_TIMEOUT,
+            timeout=TIMEOUT,
             device_id=device,
         )
     group = dist.group.WORLD

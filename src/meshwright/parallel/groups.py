@@ -5,16 +5,21 @@ Groups are few on purpose: each gloo group has threads of its own, and one wakes
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+TIMEOUT = timedelta(minutes=5)
+"""A collective that waits longer has lost a rank; torch's own limit of 30 minutes hides a hang."""
 
 
 class Groups:
     """Makes groups; every rank of the default group asks for the same ones in the same order."""
 
-    def __init__(self, device_type: str) -> None:
-        self.device_type = device_type
+    def __init__(self, device_type: str, timeout: timedelta = TIMEOUT) -> None:
+        self.device_type, self.timeout = device_type, timeout
         self._made: dict[tuple[str, str | None, tuple[int, ...]], dist.ProcessGroup | None] = {}
 
     def along(
@@ -48,6 +53,6 @@ class Groups:
         backend = "gloo" if host or self.device_type == "cpu" else None
         key = (purpose, backend, ranks)
         if key not in self._made:
-            made = dist.new_group(list(ranks), backend=backend)
+            made = dist.new_group(list(ranks), timeout=self.timeout, backend=backend)
             self._made[key] = made if dist.get_rank() in ranks else None
         return self._made[key]

@@ -233,25 +233,25 @@ def _tpus() -> tuple[Cluster, ...]:
     return tuple(made)
 
 
-def _host() -> Cluster:
-    """Two cores of a server, each of which does 16 multiply-adds in fp32 a cycle: `profile` knows better."""
+def host(name: str, cores: int, memory: int) -> Cluster:
+    """A server of `cores`, each of which does 16 multiply-adds in fp32 a cycle: `profile` knows better."""
+    source = "round figures of no machine in particular: cores with AVX2 at 3 GHz"
     device = Device(
-        "2 cores",
-        {"fp64": 0.1 * _T, "fp32": 0.2 * _T, "bf16": 0.2 * _T},
-        8 * 2**30,
-        20 * _G,
+        name,
+        {"fp64": 0.05 * cores * _T, "fp32": 0.1 * cores * _T, "bf16": 0.1 * cores * _T},
+        memory,
+        min(10 * cores, 200) * _G,
         32 * _MB,
-        2,
-        "round figures of no machine in particular: two cores with AVX2 at 3 GHz",
+        cores,
+        source,
         Rates(attention=0.3, launch=1e-5),
         kind="cpu",
     )
-    host = Level("host", _MOST, Link(30e-6, 2 * _G), kind="memory")
-    made = Cluster("cpu", device, _MOST, (host,), None, device.source, sharing=_MOST)
-    return made.resized(2)
+    within = Level("host", _MOST, Link(30e-6, 2 * _G), kind="memory")
+    return Cluster("cpu", device, _MOST, (within,), None, source, sharing=_MOST).resized(cores)
 
 
-_ALL = (*_hoppers(), *_blackwells(), *_instincts(), *_cards(), *_tpus(), _host())
+_ALL = (*_hoppers(), *_blackwells(), *_instincts(), *_cards(), *_tpus(), host("2 cores", 2, 8 * _GB))
 
 CLUSTERS: dict[str, Cluster] = {cluster.name: cluster for cluster in _ALL}
 

@@ -67,7 +67,7 @@ def device_of(device: torch.device, measured: Measured) -> Device:
     source = f"meshwright profile, {measured.taken['date']}"
     memory_rate = at_once * (measured.memory_bandwidth or 0.0)
     if device.type == "cpu":
-        found = Device(processor(), peak, _host_memory(), memory_rate, _cache(), cores(), source, kind="cpu")
+        found = Device(processor(), peak, host_memory(), memory_rate, _cache(), cores(), source, kind="cpu")
     else:
         found = _known(device) or _unknown(device, peak, memory_rate, source)
     shares = _matmul_share(measured, found.peak, ranks), _attention_share(measured, found.peak, ranks)
@@ -133,7 +133,8 @@ def _share(work: list[tuple[str, int, float]], peak: Mapping[str, float], ranks:
     return min(1.0, exp(fsum(logs) / len(logs))) if logs else None
 
 
-def _host_memory() -> int:
+def host_memory() -> int:
+    """Bytes of this host's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
