@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.launch.choose import planned
+from meshwright.launch.choose import planned, present
+from meshwright.planner.hardware import cluster
+from meshwright.planner.plan import Plans
 from meshwright.spec import UserError
 from meshwright.spec.load import from_tree
 
@@ -48,3 +50,23 @@ def test_the_cluster_decides() -> None:
 def test_no_layout_for_a_number_of_ranks_is_a_sentence() -> None:
     with pytest.raises(UserError, match="no layout"):
         planned({**TREE, "train": {"batch_tokens": 64}}, nproc=37, on="cpu")
+
+
+def test_the_present_host_is_planned_for_by_its_own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And any power of two of them, or all."""
+    monkeypatch.setattr("meshwright.train.measure.machine.cores", lambda: 12)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    host = present()
+    assert host.device.units == 12 and host.count == 12
+    assert host.device.peak["fp32"] == pytest.approx(6 * cluster("cpu").device.peak["fp32"])
+    planned_for: list[int] = []
+
+    def seen(*_: object, gpus: int, **others: object) -> Plans:
+        planned_for.append(gpus)
+        raise UserError("none fits")
+
+    monkeypatch.setattr("meshwright.launch.choose.plan", seen)
+    monkeypatch.setattr("meshwright.launch.choose.count_devices", lambda: 12)
+    with pytest.raises(UserError, match="none fits"):
+        planned(TREE)
+    assert planned_for == [1, 2, 4, 8, 12]

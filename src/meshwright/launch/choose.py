@@ -41,17 +41,17 @@ def planned(
 ) -> tuple[RunSpec, str | None]:
     """The spec of a run, and in one line why it has its layout; None where the run sizes an axis itself.
 
-    `nproc` is a number of ranks, or None or 'auto' for any number that this machine has devices for. `on` is
-    a hardware file, or a cluster's name, to plan for; by default this machine as the catalogue knows it.
+    `nproc` is a number of ranks, or None or 'auto' for all devices of this machine or any power of two of
+    them. `on` is a hardware file, or a cluster's name, to plan for; by default this machine as the catalogue
+    knows it.
     Raises `UserError`.
     """
     if sets_layout(tree, overrides):
         return resolve(tree, overrides, nproc, source), None
     alone = from_tree(tree, fit_layout(tree, overrides, 1), source)
     cluster = hardware.cluster(on) if on else present()
-    any_number = nproc is None or nproc == "auto"
-    sizes = range(1, count_devices() + 1) if any_number else (nproc_of(nproc or 1),)
-    if sizes == (1,) or list(sizes) == [1]:
+    sizes = _sizes(count_devices()) if nproc is None or nproc == "auto" else [nproc_of(nproc)]
+    if sizes == [1]:
         return alone, None
     wanted = [*_fixed(tree, alone), *overrides]
     found: list[Plans] = []
@@ -66,6 +66,11 @@ def planned(
     best = min((each.best for each in found), key=lambda each: each.step_seconds)
     others = [each for plans in found for each in plans.plans if each is not best]
     return _with(alone, best), _why(best, others)
+
+
+def _sizes(devices: int) -> list[int]:
+    """Numbers of ranks to plan for."""
+    return sorted({devices} | {1 << power for power in range(devices.bit_length())})
 
 
 def _fixed(tree: dict[str, Any], alone: RunSpec) -> list[tuple[str, str]]:
