@@ -1,7 +1,7 @@
 """What every layout of a branch must take at least: seconds and bytes that no choice in it can avoid.
 
 A step is at least as long as the compute and the messages inside stages, shared evenly by the ranks of a
-pipeline (`microbatch_seconds`, with `Floor` and `trips_seconds` for experts that are not dealt out yet); at
+pipeline (`microbatch_seconds`, with `Floor` and `Trips` for experts that are not dealt out yet); at
 least as long as its busiest rank, before which a first microbatch has come down and after which the last
 one goes up again (`paced`, and with every rank `rank_ends`); and at least as long as any path through the
 schedule's lists. Which path is the longest depends on what stages cost, but little: the one that a
@@ -93,19 +93,26 @@ def microbatch_seconds(blocks: Blocks, of: Kinds, policy: str | None = None) -> 
     return total
 
 
-def trips_seconds(blocks: Blocks, of: Kinds, folded: int, etp: int) -> float:
-    """Seconds of one microbatch's trips to experts on `folded` = ep x etp ranks and back, at least.
+class Trips:
+    """A microbatch's trips to experts and back, on the ranks of one stage."""
 
-    Less what the device waits for its host in the meantime.
-    """
-    moe = blocks.spec.model.moe
-    count = sum(blocks_of for blocks_of, routed in of if routed)
-    if moe is None or folded == 1 or not count:
-        return 0.0
-    size = blocks.tokens / blocks.spec.layout.tp * moe.top_k * etp * blocks.spec.model.hidden * blocks.width
-    once = blocks.links.collective("all_to_all", size, Group(folded, 1)) * (1 - blocks.stack.overlap_expert)
-    passes = blocks.passes(True)
-    return count * sum(max(0.0, 2 * once - each.host) for each in passes[:2])
+    def __init__(self, blocks: Blocks, of: Kinds) -> None:
+        moe = blocks.spec.model.moe
+        self._links, self._count = blocks.links, sum(count for count, routed in of if routed)
+        if moe is None or not self._count:
+            self._count = 0
+            return
+        tokens = blocks.tokens / blocks.spec.layout.tp * moe.top_k
+        self._size = tokens * blocks.spec.model.hidden * blocks.width
+        self._exposed = 2 * (1 - blocks.stack.overlap_expert)
+        self._hosts = [each.host for each in blocks.passes(True)[:2]]
+
+    def seconds(self, folded: int, etp: int) -> float:
+        """With experts on `folded` = ep x etp ranks, at least: less what the device waits for its host."""
+        if folded == 1 or not self._count:
+            return 0.0
+        once = self._exposed * self._links.collective("all_to_all", self._size * etp, Group(folded, 1))
+        return self._count * sum(max(0.0, once - host) for host in self._hosts)
 
 
 class Row(NamedTuple):

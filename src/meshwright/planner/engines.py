@@ -32,11 +32,11 @@ class Engines:
         self._models: dict[int, ModelSpec] = {}
         self._dense: dict[tuple[object, ...], Dense] = {}
         self._blocks: dict[tuple[object, ...], Blocks] = {}
+        self._sizes: dict[int, dict[bool, tuple[int, int, int]]] = {}
 
     def blocks(self, spec: RunSpec) -> Blocks:
         """What a block of the run costs, which its data and pipeline ranks do not change."""
         layout = spec.layout
-        self._models[id(spec.model)] = spec.model  # hashing a model takes long; kept, its id is its own
         dense = (
             id(spec.model),
             spec.data.seq_len,
@@ -52,11 +52,18 @@ class Engines:
         key = (*dense, layout.ep, layout.etp, layout.expert_parts, layout.dp if layout.ep > 1 else 1)
         found = self._blocks.get(key)
         if found is None:
-            known = self._dense.setdefault(dense, Dense())
+            known = self._dense.get(dense)
+            if known is None:
+                known = self._dense[dense] = self.dense(spec.model)
             found = self._blocks[key] = Blocks(
                 spec, self.format or spec.precision.compute, self.stack, self.kernels, self.links, known
             )
         return found
+
+    def dense(self, model: ModelSpec) -> Dense:
+        """Of a layout whose blocks nothing is known of yet, but how many parameters they have."""
+        self._models[id(model)] = model  # hashing a model takes long; kept, its id is its own
+        return Dense(sizes=self._sizes.setdefault(id(model), {}))
 
 
 def _share(cluster: Cluster) -> Device:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 from typing import Any
 
 from meshwright.planner.block import Blocks
@@ -10,15 +11,22 @@ from meshwright.planner.bounds import Kinds, kinds
 from meshwright.planner.data_axis import Held
 from meshwright.planner.engines import Engines
 from meshwright.planner.memory import Memory, block_activations, rank_memory
-from meshwright.planner.space import NO_CUT, Inner, Mesh, Sharding, Space
+from meshwright.planner.space import NO_CUT, Inner, Mesh, Space
 
 
 def fair_shares(
-    space: Space, on: Engines, of: Kinds, inner: Inner, mesh: Mesh, blocks: Blocks
+    space: Space,
+    on: Engines,
+    of: Kinds,
+    inner: Inner,
+    mesh: Mesh,
+    blocks: Blocks,
+    capacity: float = inf,
 ) -> Iterator[Memory]:
     """What a rank with a fair share of the model and of one microbatch needs, by stage of ZeRO.
 
-    The fullest rank of any layout of the mesh needs at least the least of them.
+    The fullest rank of any layout of the mesh needs at least the least of them. There are none where
+    activations alone are more than `capacity`.
     """
     model, pp = space.base.model, mesh.pp
     dense = routed = kept = 0.0
@@ -26,12 +34,11 @@ def fair_shares(
         mine = blocks.held(wanted)
         dense, routed = dense + count * mine[0] / pp, routed + count * mine[1] / pp
         kept += count * block_activations(blocks, wanted) / pp
+    if kept > capacity:
+        return
     dense += (1 if model.tied else 2) * blocks.largest_unit / pp
     held = Held(dense, routed, model.layers + 2, 1)
-    stages: dict[int, Sharding] = {}
-    for sharding in space.shardings(inner, mesh):  # the first of a stage shares among most ranks
-        stages.setdefault(sharding.zero, sharding)
-    for sharding in stages.values():
+    for sharding in space.most_shared(inner, mesh):
         spec = space.spec(inner, mesh, NO_CUT, sharding)
         yield rank_memory(spec, blocks, on, held, kept, False, 0)
 

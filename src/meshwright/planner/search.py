@@ -23,12 +23,12 @@ from meshwright.planner.bounds import (
     Floor,
     Ground,
     Row,
+    Trips,
     kinds,
     microbatch_seconds,
     pace,
     paced,
     rows,
-    trips_seconds,
 )
 from meshwright.planner.costs import held_by, message, rank_data, ranks_of, stage_passes
 from meshwright.planner.engines import Engines
@@ -131,6 +131,7 @@ class _Search:
         self._row_cache: dict[int, list[tuple[Cut, list[Row]]]] = {}
         self.paths: dict[tuple[str, int, int, int], list[Path]] = {}
         self.kinds = kinds(space.base.model)
+        self.dealt = space.experts(space.ranks)
         # Bounds are of ranks that all compute; where they share cores, one that is left alone is faster.
         self.quickest = _ROUNDING / (on.shared.speed(1) if on.shared is not None else 1.0)
 
@@ -222,7 +223,8 @@ class _Search:
         """What blocks cost at least on such ranks, where nothing is computed again."""
         plain = inner._replace(recompute=NoRecompute())
         spec, on = self.space.spec(plain, Mesh(1, 1, 1, 1), NO_CUT, NO_SHARDING), self.on
-        return kind(spec, on.format or spec.precision.compute, on.stack, on.kernels, on.links)
+        dense = on.dense(spec.model)
+        return kind(spec, on.format or spec.precision.compute, on.stack, on.kernels, on.links, dense)
 
     def _count(self, inner: Inner) -> float:
         """Microbatches of a step through a whole model on the ranks of one stage."""
@@ -231,8 +233,9 @@ class _Search:
 
     def _experts(self, inner: Inner, floor: Floor, each: float, count: float) -> None:
         """Queue the ways to deal out experts: microbatches of `each` seconds, and their trips."""
-        for ep, etp in self.space.experts(self.space.ranks):
-            bound = count * (each + trips_seconds(floor, self.kinds, ep * etp, etp)) + self.on.stack.step
+        trips = Trips(floor, self.kinds)
+        for ep, etp in self.dealt:
+            bound = count * (each + trips.seconds(ep * etp, etp)) + self.on.stack.step
             if self._hopeful(bound):
                 self._push(bound, self._then_meshes(inner, ep, etp))
 
@@ -263,7 +266,7 @@ class _Search:
                 self._push(bound, self._next(inner, mesh, blocks))
 
     def _fits(self, inner: Inner, mesh: Mesh, blocks: Blocks) -> bool:
-        needs = fair_shares(self.space, self.on, self.kinds, inner, mesh, blocks)
+        needs = fair_shares(self.space, self.on, self.kinds, inner, mesh, blocks, self.capacity)
         return any(each.device <= self.capacity for each in needs)
 
     def _next(self, inner: Inner, mesh: Mesh, blocks: Blocks) -> Callable[[], None]:

@@ -11,7 +11,7 @@ is taken as it is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any, NamedTuple, get_args
 
 from meshwright.spec import Layout, RunSpec
@@ -257,15 +257,25 @@ class Space:
 
     def shardings(self, inner: Inner, mesh: Mesh) -> Iterator[Sharding]:
         """What the data ranks of a mesh can do, the least memory first."""
-        for zero in self._pick("zero", [3, 2, 1, 0]):
-            if zero and mesh.data * inner.cp == 1 and "zero" not in self.fixed:
-                continue
-            for replicate in self._pick("replicate", divisors(mesh.data) if zero else [1]):
-                dp = mesh.data // replicate
-                if replicate == 1 and mesh.order == "replicate-pp-dp-tp" and "order" not in self.fixed:
-                    continue  # the same as the first order
-                if self.fixed.get("dp", dp) == dp and dp * inner.cp * inner.tp % (mesh.ep * mesh.etp) == 0:
-                    yield Sharding(zero, replicate)
+        for zero in self._stages_of_zero(inner, mesh):
+            yield from self._replicas(inner, mesh, zero)
+
+    def most_shared(self, inner: Inner, mesh: Mesh) -> Iterator[Sharding]:
+        """Of each stage of ZeRO the one that shares among most ranks."""
+        for zero in self._stages_of_zero(inner, mesh):
+            yield from islice(self._replicas(inner, mesh, zero), 1)
+
+    def _stages_of_zero(self, inner: Inner, mesh: Mesh) -> Iterator[int]:
+        alone = mesh.data * inner.cp == 1 and "zero" not in self.fixed
+        return (zero for zero in self._pick("zero", [3, 2, 1, 0]) if not (zero and alone))
+
+    def _replicas(self, inner: Inner, mesh: Mesh, zero: int) -> Iterator[Sharding]:
+        for replicate in self._pick("replicate", divisors(mesh.data) if zero else [1]):
+            dp = mesh.data // replicate
+            if replicate == 1 and mesh.order == "replicate-pp-dp-tp" and "order" not in self.fixed:
+                continue  # the same as the first order
+            if self.fixed.get("dp", dp) == dp and dp * inner.cp * inner.tp % (mesh.ep * mesh.etp) == 0:
+                yield Sharding(zero, replicate)
 
     def spec(self, inner: Inner, mesh: Mesh, cut: Cut, sharding: Sharding) -> RunSpec:
         """The run with such a layout. No rules over several parts are applied to it: they cost too much."""
