@@ -245,9 +245,9 @@ def _check(objective: str, top: int, kind: Cluster) -> None:
 
 
 def _rank(each: Plan, objective: str) -> tuple[int, float]:
-    """Plans whose time, or cost, is the same to a part in a thousand come by their memory."""
+    """By time, or cost; where that is the same but for rounding, by memory."""
     value = each.cost_per_token or 0.0 if objective == "cost" else 1 / each.tokens_per_second
-    return round(1000 * log(value)) if value else 0, each.memory.device
+    return round(1e9 * log(value)) if value else 0, each.memory.device
 
 
 def _best(wish: Wish, top: int, progress: Progress | None) -> tuple[Result, list[Plan]]:
