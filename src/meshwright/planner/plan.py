@@ -288,13 +288,12 @@ def _sizes(gpus: int | str | None, kind: Cluster) -> list[int]:
 
 
 def _total(tokens: float | str | None) -> float | None:
-    if not isinstance(tokens, str):
-        return tokens
+    if tokens is None:
+        return None
     try:
-        number, power = amount(tokens)
+        return amount(str(tokens))
     except ValueError as error:
         raise UserError(f"--tokens: '{tokens}' is not valid: {error}") from None
-    return number * 1000**power
 
 
 def _together(found: Sequence[tuple[Wish, Result, list[Plan]]]) -> Counts:
