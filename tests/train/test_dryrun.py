@@ -10,6 +10,7 @@ import torch
 from allocations import measure
 from layouts import draw
 from meshwright import api
+from meshwright.cli.main import main
 from meshwright.parallel.mesh import Mesh
 from meshwright.planner.in_flight import peak_activations
 from meshwright.planner.states import states
@@ -161,8 +162,9 @@ def test_a_world_of_a_thousand_ranks_takes_one_process() -> None:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"world": 8}, ["--world: is 8", "has 2 ranks", "layout.dp = 4"]),
-        ({"world": 3}, ["--world: is 3", "has 2 ranks", "--world 2", "2 divides"]),
+        ({"world": 8}, ["--world: is 8", "has 2 ranks", "try --world 2 or --layout.dp 4"]),
+        ({"world": 3}, ["--world: is 3", "has 2 ranks", "--layout.dp 2 with --world 4"]),
+        ({"world": 12}, ["--layout.dp 4 with --world 8"]),  # the batch is 8 sequences, a microbatch 2
         ({"rank": 2}, ["--rank: is 2", "0 to 1"]),
         ({"device": "tpu"}, ["--device", "'tpu'", "cpu"]),
     ],
@@ -171,3 +173,23 @@ def test_what_cannot_be_asked_gets_a_sentence(asked: dict[str, Any], words: list
     with pytest.raises(UserError) as error:
         api.dryrun(spec_of(BASE, layout__tp=2), **asked)
     assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize("flags", [[], ["--all-stages"]], ids=str)
+def test_what_is_printed_is_within_100_columns(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    layout = {"dp": 2, "replicate": 2, "cp": 2, "tp": 4, "pp": 2, "ep": 4, "zero": 2, "virtual": 8}
+    words = [word for key, size in layout.items() for word in (f"--layout.{key}", str(size))]
+    words += ["--layout.schedule", "interleaved", "--layout.context_mode", "ring+ulysses"]
+    words += ["--model.preset", "moe-tiny", "--model.layers", "14", "--data.seq_len", "64"]
+    assert main(["dryrun", *words, "--train.batch_tokens", "512", *flags]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("world", [1, 3, 12, 1000])
+def test_the_world_that_is_suggested_can_be(world: int) -> None:
+    spec = spec_of(BASE, layout__tp=2, layout__zero=3, layout__dp=4)
+    with pytest.raises(UserError) as error:
+        api.dryrun(spec, world=world)
+    words = str(error.value).partition("or --layout.dp ")[2].split()
+    suggested = spec_of(BASE, layout__tp=2, layout__zero=3, layout__dp=int(words[0]))
+    assert suggested.layout.world_size == int(words[-1] if len(words) > 1 else world)
