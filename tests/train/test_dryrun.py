@@ -15,7 +15,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.planner.in_flight import peak_activations
 from meshwright.planner.states import states
 from meshwright.planner.wire import traffic
-from meshwright.spec import RunSpec, UserError
+from meshwright.spec import RunSpec, UserError, load
 from meshwright.train.dryrun import ACTIVATIONS, MESSAGES, STATES, rehearse
 from meshwright.train.fake_memory import PLAIN, FakeMemory
 from meshwright.train.step import Trainer
@@ -90,6 +90,21 @@ def test_formulas_hold_on_random_layouts(seed: int) -> None:
     assert found.wire == pytest.approx(traffic(spec, place), rel=1e-12)
     assert sum(found.by_component.values()) == found.peak
     assert sum(sum(held.values()) for held in found.by_module.values()) == found.peak
+
+
+def test_blocks_are_recomputed_whichever_microbatch_came_before() -> None:
+    """Ulysses' sight is one of each microbatch, and a backward of one follows the forward of another."""
+    layout = {"cp": 2, "context_mode": "ring+ulysses", "pp": 2, "schedule": "interleaved", "virtual": 2}
+    flags = {f"layout.{key}": value for key, value in layout.items()}
+    spec = spec_of(BASE | flags | {"model.layers": 8}, recompute__policy="selective")
+    found = rehearse(spec, 0, CPU)
+    assert found.most[ACTIVATIONS] == pytest.approx(peak_activations(spec, 0), rel=0.03)
+
+
+def test_a_rank_may_have_one_expert() -> None:
+    flags = [("model.preset", "moe-tiny"), ("layout.dp", "8"), ("layout.ep", "8"), ("data.seq_len", "64")]
+    spec = load(None, [*flags, ("train.batch_tokens", "512")])
+    assert rehearse(spec, 3, CPU).states == states(spec, 0).total
 
 
 # Real ranks ---------------------------------------------------------------------------------------------
