@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli import show
 from meshwright.cli.main import main
 from meshwright.planner import plan as plans
 from meshwright.spec import UserError, load
@@ -69,11 +68,54 @@ def test_what_is_trained_on_is_written(tmp_path: Path) -> None:
     assert train.tokens == 2_000_000_000 and train.steps is None
 
 
-def test_a_long_last_cell_goes_on_below(capsys: pytest.CaptureFixture[str]) -> None:
-    show.table([{"#": 1, "layout": "word " * 40}, {"#": 2, "layout": "short"}])
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= show.WIDTH and sum(line.count("word") for line in lines) == 40
-    assert lines[0].split() == ["#", "layout"] and all(line[:3] == "   " for line in lines[2:4])
+def test_a_run_file_that_is_there_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("# mine")
+    with monkeypatch.context() as patch:
+        patch.setattr(plans, "plan", lambda *_, **__: pytest.fail("it was searched before that was seen"))
+        with pytest.raises(UserError, match=r"--write: .*run.toml exists already; remove it, or"):
+            main([*WISH, "--write", str(file)])
+    assert file.read_text() == "# mine"
+    page = tmp_path / "plan.html"
+    page.write_text("of before")
+    assert main([*WISH, "--no-why", "--out", str(page)]) == 0
+    assert page.read_text() != "of before"
+
+
+def test_a_range_tells_each_number_of_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    wish = ["plan", "llama3-70b", "--cluster", "h100", "--batch-tokens", "1M", "--seq-len", "4k", "--no-why"]
+    wish += ["--layout.tp", "8"]
+    assert main([*wish, "--json", "--gpus", "8..32"]) == 0
+    shown = capsys.readouterr()
+    told = shown.err.splitlines()
+    assert [line.partition(":")[0] for line in told] == ["8 devices", "16 devices", "32 devices"]
+    assert told[0] == "8 devices: nothing fits" and "s a step, " in told[2]
+    found = json.loads(shown.out)["best"]
+    assert found["gpus"] == 32 and f"{found['step_seconds']:.4g} s a step" in told[2]
+    assert main([*wish, "--gpus", "32..32"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_tokens_and_lengths_as_people_write_them(capsys: pytest.CaptureFixture[str]) -> None:
+    wish = ["plan", "llama3-8b", "--cluster", "h100", "--gpus", "8", "--batch-tokens", "1M", "--no-why"]
+    assert main([*wish, "--seq-len", "8K", "--tokens", "1.5e13", "--top", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "llama3-8b (8.03B parameters)" in shown and "sequences of 8,192\n" in shown
+    assert "\n15T tokens take it " in shown and "e+" not in shown
+    for tokens in ("0", "-1", "many"):
+        with pytest.raises(UserError, match=rf"--tokens: '{tokens}' is not valid: a number of at least 1"):
+            main([*wish, "--tokens", tokens])
+    for length in ("0", "8x", "1.3k"):
+        with pytest.raises(UserError, match=rf"--seq-len: '{length}' is not valid"):
+            main([*wish, "--seq-len", length])
+
+
+def test_a_limit_that_limits_nothing_is_remarked_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WISH, "--no-why", "--max-memory", "200"]) == 0
+    remark = "--max-memory of 200 GB limits nothing: of 85.9 GB a plan may fill 78 GB"
+    assert remark in capsys.readouterr().out.splitlines()
+    assert main([*WISH, "--no-why", "--max-memory", "60"]) == 0
+    assert "--max-memory" not in capsys.readouterr().out
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,8 @@ def test_resolve_with_a_number_fills_dp_or_must_match() -> None:
     assert resolve({"layout": {"zero": 2}}, nproc="4").layout.dp == 4
     assert resolve({"layout": {"dp": 2}}, nproc=2).layout.dp == 2
     tree = {"layout": {"dp": 3}, "train": {"batch_tokens": 7680}}
-    with pytest.raises(UserError, match=r"dp=3 .* is 3 ranks, but 4 were asked for; try --nproc 3"):
+    words = r"dp=3 .* is 3 ranks, but 4 were asked for; try --nproc 3 or --layout.dp 5 with --nproc 5"
+    with pytest.raises(UserError, match=words):  # 30 sequences are not shared among 4
         resolve(tree, nproc=4)
     with pytest.raises(UserError, match=r"batch_tokens"):
         resolve({}, nproc=3)

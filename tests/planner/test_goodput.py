@@ -211,14 +211,14 @@ def test_a_system_that_cannot_be_is_refused(values: tuple[float, ...], sentence:
 @pytest.mark.parametrize(
     ("given_", "sentence"),
     [
-        ({"tokens": 1e9}, "tokens: 1e\\+09 is given without batch_tokens"),
+        ({"tokens": 1e9}, "tokens: 1B is given without batch_tokens"),
         ({"batch_tokens": 10, "tokens": math.inf}, "tokens: inf "),
         ({"batch_tokens": -10}, "batch_tokens: -10 "),
         ({"price": 2}, "price: 2 is given without tokens"),
         ({"price": 2, "tokens": 100, "batch_tokens": 10}, "price: 2 is given without devices"),
         ({"devices": 0}, "devices: 0 "),
         ({"every": 0}, "every: 0 "),
-        ({"every": 10**6}, "mtbf_seconds: 100 .* checkpoint complete"),
+        ({"every": 10**6}, r"every: .* after 1e\+06 s, more than 50 times the 100 s .* well below 100 s"),
     ],
 )
 def test_a_run_that_cannot_be_is_refused(given_: dict[str, float], sentence: str) -> None:
@@ -233,8 +233,10 @@ def test_a_step_that_cannot_be_is_refused(step: float) -> None:
 
 
 def test_a_step_that_no_checkpoint_outlives_is_refused() -> None:
-    with pytest.raises(UserError, match="hardly one would ever be"):
+    with pytest.raises(UserError, match=r"step_seconds: .* hardly one would ever be"):
         goodput(1e4, Faults(100, 1, 1))
+    with pytest.raises(UserError, match=r"background_seconds: .* hardly one would ever be"):
+        goodput(1, Faults(100, 1, 1, 1e4))
 
 
 @pytest.mark.parametrize(
@@ -245,6 +247,8 @@ def test_a_step_that_no_checkpoint_outlives_is_refused() -> None:
         ({"device_mtbf_hours": 2}, "devices: is missing"),
         ({"device_mtbf_hours": 2, "devices": 0}, "devices: 0 "),
         ({"mtbf_hours": -1}, "mtbf_hours: -1 "),
+        ({"mtbf_hours": 1e-12}, "mtbf_hours: 1e-12 is a failure every 3.6e-09 s"),
+        ({"device_mtbf_hours": 1e-6, "devices": 10**6}, "device_mtbf_hours: 1e-06 of 1,000,000 devices"),
     ],
 )
 def test_a_failure_rate_is_given_once(given_: dict[str, float], sentence: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from meshwright import api
 from meshwright.planner.hardware import cluster
+from meshwright.planner.plan import Plan
 from meshwright.planner.uncertainty import SIGMA_TIME, SURE, fits_probability, fitting, interval
 from meshwright.planner.wish import batch_of
 from meshwright.spec import RunSpec, UserError, load
@@ -113,6 +114,19 @@ def test_money_decides_how_many_devices() -> None:
     assert (cheap.best.cost_per_token or 0) <= (fast.best.cost_per_token or 0)
 
 
+def test_a_range_tells_each_number_of_devices_when_it_is_done() -> None:
+    told: list[tuple[int, float]] = []
+
+    def hear(devices: int, best: Plan | None) -> None:
+        assert best is not None and best.cluster.count == devices
+        told.append((devices, best.step_seconds))
+
+    found = api.plan("llama3-8b", "h100", finished=hear, **{**WISH, "gpus": "8..32"}).best
+    assert [devices for devices, _ in told] == [8, 16, 32] and told[-1] == (32, found.step_seconds)
+    api.plan("llama3-8b", "h100", finished=hear, **WISH)
+    assert len(told) == 3
+
+
 def test_the_longest_context_fits_and_twice_of_it_does_not() -> None:
     wish = {"gpus": 8, "batch_tokens": "1M", "overrides": [("layout.cp", "1"), ("layout.tp", "1")]}
     found = api.plan("llama3-8b", "h100", objective="longest-context", top=1, **wish)
@@ -160,6 +174,9 @@ def test_what_cannot_fit_says_what_is_short_and_what_would_do() -> None:
         ("llama3-8b", "h100", {"objective": "speed"}, "is not one of time, cost, longest-context, largest-"),
         ("llama3-8b", "h100", {"top": 0}, "--top: 0 plans are none"),
         ("llama3-8b", "h100", {"tokens": "x"}, "--tokens: 'x' is not valid"),
+        ("llama3-8b", "h100", {"tokens": 0.0}, "--tokens: '0.0' is not valid: a number of at least 1"),
+        ("llama3-8b", "h100", {"tokens": -1e12}, "--tokens: '-1000000000000.0' is not valid"),
+        ("llama3-8b", "h100", {"batch_tokens": "0"}, "--batch-tokens: '0' is not valid"),
         ("llama3-8b", "h100-96", {"objective": "cost"}, "give --price USD"),
         ("llama3-8b", "h100", {"overrides": [("layout.tp", "3")]}, "3 tensor ranks do not divide"),
         ("llama3-8b", "h100", {"overrides": [("layout.tp", "x")]}, '--layout.tp: "x" is not valid'),

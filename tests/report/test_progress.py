@@ -190,7 +190,16 @@ def test_sizes(size: float, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(9_999, "9,999"), (12_345, "12.3k"), (32_112_640, "32.1M"), (0, "0")]
+    ("value", "text"),
+    [
+        (0, "0"),
+        (9_999, "9,999"),
+        (12_345, "12.35k"),
+        (3_016_960, "3.017M"),
+        (8_030_261_248, "8.03B"),
+        (1.5e13, "15T"),
+        (float("inf"), "-"),
+    ],
 )
 def test_short_numbers(value: float, text: str) -> None:
     assert fmt.short(value) == text

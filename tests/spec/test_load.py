@@ -229,7 +229,7 @@ def test_ranks_that_are_not_the_layouts_name_every_axis() -> None:
         "3 ranks",
         "4 were",
         "--nproc 3",
-        "--layout.dp 4",
+        "--layout.dp 5 with --nproc 5",  # 30 sequences are not shared among 4
     ):
         assert part in str(caught.value)
 

@@ -10,11 +10,12 @@ import torch
 from allocations import measure
 from layouts import draw
 from meshwright import api
+from meshwright.cli.main import main
 from meshwright.parallel.mesh import Mesh
 from meshwright.planner.in_flight import peak_activations
 from meshwright.planner.states import states
 from meshwright.planner.wire import traffic
-from meshwright.spec import RunSpec, UserError
+from meshwright.spec import RunSpec, UserError, load
 from meshwright.train.dryrun import ACTIVATIONS, MESSAGES, STATES, rehearse
 from meshwright.train.fake_memory import PLAIN, FakeMemory
 from meshwright.train.step import Trainer
@@ -91,6 +92,21 @@ def test_formulas_hold_on_random_layouts(seed: int) -> None:
     assert sum(sum(held.values()) for held in found.by_module.values()) == found.peak
 
 
+def test_blocks_are_recomputed_whichever_microbatch_came_before() -> None:
+    """Ulysses' sight is one of each microbatch, and a backward of one follows the forward of another."""
+    layout = {"cp": 2, "context_mode": "ring+ulysses", "pp": 2, "schedule": "interleaved", "virtual": 2}
+    flags = {f"layout.{key}": value for key, value in layout.items()}
+    spec = spec_of(BASE | flags | {"model.layers": 8}, recompute__policy="selective")
+    found = rehearse(spec, 0, CPU)
+    assert found.most[ACTIVATIONS] == pytest.approx(peak_activations(spec, 0), rel=0.03)
+
+
+def test_a_rank_may_have_one_expert() -> None:
+    flags = [("model.preset", "moe-tiny"), ("layout.dp", "8"), ("layout.ep", "8"), ("data.seq_len", "64")]
+    spec = load(None, [*flags, ("train.batch_tokens", "512")])
+    assert rehearse(spec, 3, CPU).states == states(spec, 0).total
+
+
 # Real ranks ---------------------------------------------------------------------------------------------
 
 
@@ -161,8 +177,9 @@ def test_a_world_of_a_thousand_ranks_takes_one_process() -> None:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"world": 8}, ["--world: is 8", "has 2 ranks", "layout.dp = 4"]),
-        ({"world": 3}, ["--world: is 3", "has 2 ranks", "--world 2", "2 divides"]),
+        ({"world": 8}, ["--world: is 8", "has 2 ranks", "try --world 2 or --layout.dp 4"]),
+        ({"world": 3}, ["--world: is 3", "has 2 ranks", "--layout.dp 2 with --world 4"]),
+        ({"world": 12}, ["--layout.dp 4 with --world 8"]),  # the batch is 8 sequences, a microbatch 2
         ({"rank": 2}, ["--rank: is 2", "0 to 1"]),
         ({"device": "tpu"}, ["--device", "'tpu'", "cpu"]),
     ],
@@ -171,3 +188,23 @@ def test_what_cannot_be_asked_gets_a_sentence(asked: dict[str, Any], words: list
     with pytest.raises(UserError) as error:
         api.dryrun(spec_of(BASE, layout__tp=2), **asked)
     assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize("flags", [[], ["--all-stages"]], ids=str)
+def test_what_is_printed_is_within_100_columns(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    layout = {"dp": 2, "replicate": 2, "cp": 2, "tp": 4, "pp": 2, "ep": 4, "zero": 2, "virtual": 8}
+    words = [word for key, size in layout.items() for word in (f"--layout.{key}", str(size))]
+    words += ["--layout.schedule", "interleaved", "--layout.context_mode", "ring+ulysses"]
+    words += ["--model.preset", "moe-tiny", "--model.layers", "14", "--data.seq_len", "64"]
+    assert main(["dryrun", *words, "--train.batch_tokens", "512", *flags]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("world", [1, 3, 12, 1000])
+def test_the_world_that_is_suggested_can_be(world: int) -> None:
+    spec = spec_of(BASE, layout__tp=2, layout__zero=3, layout__dp=4)
+    with pytest.raises(UserError) as error:
+        api.dryrun(spec, world=world)
+    words = str(error.value).partition("or --layout.dp ")[2].split()
+    suggested = spec_of(BASE, layout__tp=2, layout__zero=3, layout__dp=int(words[0]))
+    assert suggested.layout.world_size == int(words[-1] if len(words) > 1 else world)

@@ -41,7 +41,7 @@ VERBS = (
                 str,
                 required=True,
             ),
-            Flag("stack", "the program that runs; default meshwright", "NAME", str, default="meshwright"),
+            Flag("stack", "the program that runs", "NAME", str, default="meshwright"),
             Flag("out", "page to write, which opens offline", "FILE.html", file_name(".html")),
             JSON,
         ),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from meshwright.cli import show
-from meshwright.cli.verb import JSON, Call, Flag, Verb, above_zero, number, whole
+from meshwright.cli.verb import JSON, Call, Flag, Verb, above_zero, number, tokens, whole
+from meshwright.spec import UserError
 
 
 def goodput(call: Call) -> int:
@@ -13,23 +16,18 @@ def goodput(call: Call) -> int:
     from meshwright import api
 
     flags = {name.replace("-", "_"): value for name, value in call.flags.items() if name != "json"}
-    result = api.goodput(**flags)
+    try:
+        result = api.goodput(**flags)
+    except UserError as error:
+        raise UserError(_with_flags(str(error), flags)) from None
     show.as_json(result) if call.flags["json"] else _show(result)
     return 0
 
 
-def _tokens(text: str) -> float:
-    """A reader of numbers of tokens above 0, such as 1.5e13 or 15T."""
-    from meshwright.planner.wish import amount
-
-    try:
-        return above_zero(text)
-    except ValueError as error:
-        try:
-            value, power = amount(text)
-            return above_zero(str(value * 1000.0**power))
-        except ValueError:
-            raise ValueError(f"{error}, which may end in k, M, G or T, such as 15T") from None
+def _with_flags(sentence: str, parameters: Iterable[str]) -> str:
+    """The sentence, with the flags that the parameters come from."""
+    names = "|".join(parameters)
+    return re.sub(rf"\b({names})\b", lambda found: "--" + found[0].replace("_", "-"), sentence)
 
 
 def _show(result: dict[str, Any]) -> None:
@@ -38,7 +36,7 @@ def _show(result: dict[str, Any]) -> None:
     hours, days, played = result["mtbf_seconds"] / 3600, result["days"], result["simulated"]
     best, *known = (duration(result[f"{name}_seconds"]) for name in ("interval", "young", "daly"))
     facts = {
-        "failures": f"every {hours:.4g} h, {result['failures_per_day']:.4g} a day"
+        "failures": f"every {show.text(hours)} h, {show.text(result['failures_per_day'])} a day"
         + ("" if days is None else f", {result['failures']:,.0f} in the run"),
         "save_every": f"{show.count(result['interval_steps'], 'step')}, {best} of training (by Young's "
         f"formula {known[0]}, by Daly's {known[1]})",
@@ -50,7 +48,7 @@ def _show(result: dict[str, Any]) -> None:
     if result["tokens_per_day"] is not None:
         facts["tokens_a_day"] = short(result["tokens_per_day"])
     if days is not None:
-        facts["run"] = f"{show.count(result['steps'], 'step')} in {days:,.4g} days"
+        facts["run"] = f"{show.count(result['steps'], 'step')} in {show.text(days)} days"
     if result["device_hours"] is not None:
         facts["device_hours"] = short(result["device_hours"])
     if result["cost"] is not None:
@@ -90,8 +88,10 @@ VERBS = (
             Flag("mtbf-hours", "mean hours between failures of the whole system", "H", _hours),
             Flag("device-mtbf-hours", "of one device, with --devices instead", "H", _hours),
             Flag("devices", "their number", "N", whole(1)),
-            Flag("batch-tokens", "tokens of a step, for tokens a day", "N", whole(1)),
-            Flag("tokens", "tokens of the whole run, for its days; needs --batch-tokens", "N", _tokens),
+            Flag("batch-tokens", "tokens of a step, such as 16M, for tokens a day", "N", tokens()),
+            Flag(
+                "tokens", "of the whole run, such as 15T, for its days; needs --batch-tokens", "N", tokens()
+            ),
             Flag(
                 "price",
                 "of a device for an hour, for the cost; needs --tokens and --devices",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from meshwright.launch.env import nproc_of, worker
 from meshwright.planner.hardware import FORMATS, Cluster, Measured, catalogue, cluster, to_json
 from meshwright.planner.hardware_file import check_writable
 
-WIDTH = 100
 LEAST_SECONDS = 1.0
 
 
@@ -91,9 +89,9 @@ def _show_cluster(found: Cluster) -> None:
         "attained": f"{rates.matmul:.0%} in products, {rates.attention:.0%} in attention, "
         f"{rates.memory:.0%} of memory, {rates.link:.0%} of links; {rates.launch * 1e6:.3g} us a launch",
         "price": None if found.price is None else f"{found.price:.2f} USD for a device and hour",
+        "source": found.source,
     }
     show.pairs(facts)
-    print(textwrap.fill(f"source    {found.source}", WIDTH, subsequent_indent=" " * 10))
     print()
     show.table([_level_row(each) for each in found.levels])
     if found.measured is not None:

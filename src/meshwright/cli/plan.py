@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.cli import show
-from meshwright.cli.verb import JSON, Argument, Call, Flag, Verb, above_zero, choice, file_name, whole
+from meshwright.cli.verb import JSON, Argument, Call, Flag, Verb, above_zero, choice, file_name, tokens, whole
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.toml import to_toml
 
@@ -26,9 +25,11 @@ def plan(call: Call) -> int:
     from meshwright.planner.plan import plan as find
 
     flags = call.flags
-    for name in ("write", "out"):
-        check_writable(None if flags[name] is None else Path(flags[name]), f"--{name}")
-    limit = flags["max-memory"]
+    write, out = (Path(flags[name]) if flags[name] is not None else None for name in ("write", "out"))
+    check_writable(write, "--write")
+    check_writable(out, "--out")
+    _check_new(write)
+    limit = None if flags["max-memory"] is None else 1e9 * flags["max-memory"]
     found = find(
         call.words[0],
         flags["cluster"],
@@ -40,21 +41,28 @@ def plan(call: Call) -> int:
         stack=flags["stack"],
         price=flags["price"],
         tokens=flags["tokens"],
-        max_memory=None if limit is None else 1e9 * limit,
+        max_memory=limit,
         overrides=call.overrides,
         progress=_say if flags["progress"] else None,
+        finished=_finished,
     )
-    if flags["write"] is not None:
-        _write(found.best.spec, Path(flags["write"]))
-    if flags["out"] is not None:
-        _page(found, Path(flags["out"]))
+    if write is not None:
+        _write(found.best.spec, write)
+    if out is not None:
+        _page(found, out)
     if flags["json"]:
         show.as_json(found.to_json(why=not flags["no-why"]))
         return 0
-    _show(found, why=not flags["no-why"])
-    written = [flags[name] for name in ("write", "out") if flags[name] is not None]
-    print("".join(f"\nwrote {name}" for name in written), end="\n" if written else "")
+    _show(found, limit, why=not flags["no-why"])
+    written = [path for path in (write, out) if path is not None]
+    print("".join(f"\nwrote {path}" for path in written), end="\n" if written else "")
     return 0
+
+
+def _check_new(path: Path | None) -> None:
+    """Refuse a run file that is there: someone may have edited it."""
+    if path is not None and path.exists():
+        raise UserError(f"--write: {path} exists already; remove it, or give another file")
 
 
 def _page(found: Plans, path: Path) -> None:
@@ -71,9 +79,16 @@ def _say(found: Found, counts: Counts) -> None:
     print(f"{found.seconds:9.4g} s a step, {brief(found.spec)}", file=sys.stderr, flush=True)
 
 
+def _finished(devices: int, best: Plan | None) -> None:
+    """Say what a range's search for one number of devices found."""
+    told = "nothing fits" if best is None else f"{best.step_seconds:.4g} s a step, {brief(best.spec)}"
+    print(f"{show.count(devices, 'device')}: {told}", file=sys.stderr, flush=True)
+
+
 def _write(spec: RunSpec, path: Path) -> None:
     try:
-        path.write_text(to_toml(spec), encoding="utf-8")
+        with path.open("x", encoding="utf-8") as file:
+            file.write(to_toml(spec))
     except OSError as error:
         raise UserError(f"--write: {path} cannot be written ({error.strerror}); give another file") from None
 
@@ -96,20 +111,27 @@ def brief(spec: RunSpec) -> str:
     return " ".join(words)
 
 
-def _show(found: Plans, why: bool) -> None:
+def _show(found: Plans, limit: float | None, why: bool) -> None:
+    """`limit` is what --max-memory says, in bytes."""
     from meshwright.planner.largest import described
+    from meshwright.planner.uncertainty import room
+    from meshwright.planner.words import gigabytes, short
 
     best = found.best
     model = best.spec.model.preset or best.spec.model.hf or best.spec.model.family
     print(
-        f"{model} ({best.spec.model.parameters / 1e9:,.4g}B parameters) on {best.cluster.count:,} x "
+        f"{model} ({short(best.spec.model.parameters)} parameters) on {best.cluster.count:,} x "
         f"{best.cluster.device.name}, in {best.spec.precision.compute} by {found.stack.name}"
     )
     if found.model_found is not None:
-        words = f"the largest that fits: {described(found.model_found)}"
-        print(textwrap.fill(words, show.WIDTH, subsequent_indent="  "))
+        show.line(f"the largest that fits: {described(found.model_found)}")
     batch = found.note or f"{best.spec.train.batch_tokens:,} tokens"
     print(f"batch {batch}; sequences of {best.spec.data.seq_len:,}")
+    if limit is not None and limit > found.capacity:
+        show.line(
+            f"--max-memory of {gigabytes(limit)} limits nothing: of {gigabytes(room(best.cluster))} a plan "
+            f"may fill {gigabytes(found.capacity)}"
+        )
     print()
     show.table([_row(place, each, found) for place, each in enumerate(found.plans, 1)])
     low, high = best.interval
@@ -117,7 +139,7 @@ def _show(found: Plans, why: bool) -> None:
     if found.tokens is not None:
         figures = best.to_json(found.tokens)
         money = "" if figures["usd"] is None else f", {figures['usd']:,.0f} USD"
-        print(f"{found.tokens:,.4g} tokens take it {figures['days']:,.4g} days{money}.")
+        print(f"{short(found.tokens)} tokens take it {show.text(figures['days'])} days{money}.")
     print("\nWhere its time goes, by the busiest rank:")
     _shares(best.parts, best.step_seconds, "s")
     needs = best.memory
@@ -148,13 +170,13 @@ def _row(place: int, each: Plan, found: Plans) -> dict[str, Any]:
     row: dict[str, Any] = {"#": place}
     if len({other.cluster.count for other in found.plans}) > 1:
         row["GPUs"] = each.cluster.count
-    row["step s"] = f"{each.step_seconds:.4g}"
+    row["step s"] = show.text(each.step_seconds)
     row["tok/s/GPU"] = f"{each.tokens_per_second / each.cluster.count:,.0f}"
     row["MFU"] = f"{100 * each.mfu:.1f}%"
     row["GB"] = f"{each.memory.device / 1e9:.1f}"
     row["fits"] = f"{100 * each.fits_probability:.0f}%"
     if each.cost_per_token is not None:
-        row["USD/1B"] = f"{1e9 * each.cost_per_token:,.4g}"
+        row["USD/1B"] = show.text(1e9 * each.cost_per_token)
     return {**row, "layout": brief(each.spec)}
 
 
@@ -175,21 +197,26 @@ VERBS = (
                 "cluster", "a cluster by name, such as h100, or a hardware file", "NAME", str, required=True
             ),
             Flag("gpus", "devices, or a range such as 64..1024; default one node", "N", str),
-            Flag("seq-len", "tokens of a sequence; default the run's, or 8192 at most", "S", whole(1)),
+            Flag(
+                "seq-len",
+                "tokens of a sequence, such as 128k, where k is 1,024; default the run's, or 8192 at most",
+                "S",
+                tokens(1024),
+            ),
             Flag("batch-tokens", "tokens of an optimiser step, such as 16M; default the run's", "B", str),
-            Flag("top", "plans to show; default 5", "K", whole(1), 5),
+            Flag("top", "plans to show", "K", whole(1), 5),
             Flag(
                 "objective",
-                f"{', '.join(OBJECTIVES)}; default time",
+                ", ".join(OBJECTIVES),
                 "NAME",
                 choice(*OBJECTIVES),
                 "time",
             ),
-            Flag("stack", "the software that runs it; default meshwright", "NAME", str, "meshwright"),
+            Flag("stack", "the software that runs it", "NAME", str, "meshwright"),
             Flag("price", "USD for a device and hour; default the cluster's", "USD", above_zero),
-            Flag("tokens", "tokens to train on, such as 15T, for days and USD", "N", str),
+            Flag("tokens", "tokens to train on, such as 15T, for days and USD", "N", tokens()),
             Flag("max-memory", "GB of a device that a plan may need at most", "GB", above_zero),
-            Flag("write", "run file to write, which train accepts", "RUN.toml", file_name(".toml")),
+            Flag("write", "new run file to write, which train accepts", "RUN.toml", file_name(".toml")),
             Flag(
                 "out",
                 "page to write: time, memory, links, timeline, neighbours; opens offline",

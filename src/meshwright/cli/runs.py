@@ -71,7 +71,7 @@ def _planned(call: Call, quiet: bool) -> RunSpec:
             "--cluster: is what a layout is planned for, but this run has its layout; leave it away"
         )
     if why is not None and not quiet:
-        print(why, flush=True)
+        show.line(why)
     return spec
 
 
@@ -113,9 +113,9 @@ def _show_verify(result: dict[str, Any], as_json: bool) -> None:
         return
     show.table(result.get("rows", []))
     if narrowed := result.get("narrowed"):
-        print(narrowed)
+        show.line(narrowed)
     verdict = "equal" if result["equal"] else "UNEQUAL"
-    print(
+    show.line(
         f"{verdict}: {result['compared']} tensors and numbers compared with one device in float64; "
         f"the largest relative difference is {result['worst_relative']:.1e}, of {result['worst_name']}"
     )

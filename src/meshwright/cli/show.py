@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 WIDTH = 100
-"""Columns that tables are kept within, where their last cells are words."""
+"""Columns that lines are kept within, where their words are not longer."""
 
 
 def as_json(result: Mapping[str, Any]) -> None:
@@ -16,36 +17,56 @@ def as_json(result: Mapping[str, Any]) -> None:
     print(json.dumps(result), flush=True)
 
 
+def line(words: str, indent: int = 2) -> None:
+    """A sentence, on as many lines as it takes; those after the first are indented."""
+    print("\n".join(_wrap(words, WIDTH, " " * indent)), flush=True)
+
+
 def pairs(result: Mapping[str, Any]) -> None:
-    """One line for each plain value, names and values aligned."""
+    """One line for each plain value, names and values aligned; long ones go on below."""
     plain = {name: value for name, value in result.items() if not isinstance(value, (list, dict))}
-    width = max((len(name) for name in plain), default=0)
+    width = max((len(name) for name in plain), default=0) + 2
     for name, value in plain.items():
-        print(f"{name.replace('_', ' '):<{width}}  {text(value)}")
+        said = _wrap(text(value), WIDTH - width)
+        print(f"{name.replace('_', ' '):<{width}}" + f"\n{'':{width}}".join(said))
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Rows with the same keys, under a line of their names, without nested values; numbers stand right."""
+    """Rows with the same keys, under a line of their names, without nested values; numbers stand right.
+
+    Where they are wider than `WIDTH`, cells go on below, those of the widest columns first.
+    """
     if not rows:
         return
     names = [name for name, value in rows[0].items() if not isinstance(value, (list, dict))]
-    cells = [[text(row.get(name)) for name in names] for row in rows]
-    widths = [max(len(name), *(len(row[place]) for row in cells)) for place, name in enumerate(names)]
+    cells = [[name.replace("_", " ") for name in names]]
+    cells += [[text(row.get(name)) for name in names] for row in rows]
+    widths = _widths(list(zip(*cells, strict=True)))
     numbers = [all(isinstance(row.get(name), (int, float)) for row in rows) for name in names]
-    for row in [[name.replace("_", " ") for name in names], *cells]:
-        shown = [
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, numbers, strict=True)
-        ]
-        print(_within("  ".join(shown).rstrip(), sum(widths[:-1]) + 2 * len(widths[:-1])))
+    for row in cells:
+        wrapped = [_wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
+        for parts in zip_longest(*wrapped, fillvalue=""):
+            shown = [
+                part.rjust(width) if right else part.ljust(width)
+                for part, width, right in zip(parts, widths, numbers, strict=True)
+            ]
+            print("  ".join(shown).rstrip())
 
 
-def _within(line: str, indent: int) -> str:
-    """The line in as many as it takes, of at most `WIDTH` columns, where its last cell can be wrapped."""
-    if len(line) <= WIDTH or indent > WIDTH // 2:
-        return line
-    last = textwrap.wrap(line[indent:], WIDTH - indent, break_long_words=False)
-    return line[:indent] + ("\n" + " " * indent).join(last)
+def _widths(columns: Sequence[Sequence[str]]) -> list[int]:
+    """Of each column, so that all stay within `WIDTH` where their words allow it."""
+    widths = [max(map(len, column)) for column in columns]
+    least = [max(len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+    while sum(widths) + 2 * (len(widths) - 1) > WIDTH and widths != least:
+        widths[max(range(len(widths)), key=lambda place: (widths[place] > least[place], widths[place]))] -= 1
+    return widths
+
+
+def _wrap(words: str, width: int, indent: str = "") -> list[str]:
+    """Lines of whole words; a word that is longer has its own."""
+    return textwrap.wrap(
+        words, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    ) or [""]
 
 
 def text(value: Any) -> str:
@@ -56,7 +77,9 @@ def text(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:,.0f}" if 10_000 <= abs(value) < 1e15 else f"{value:,.4g}"
+    return str(value)
 
 
 def count(number: int, noun: str) -> str:

@@ -7,6 +7,7 @@ import json
 from meshwright.cli import show
 from meshwright.cli.runs import RUN, spec_of
 from meshwright.cli.verb import JSON, Call, Flag, Verb
+from meshwright.planner.words import short
 from meshwright.spec import ModelSpec
 from meshwright.spec.keys import schema
 from meshwright.spec.presets import PRESETS
@@ -50,9 +51,9 @@ def check(call: Call) -> int:
         show.count(spec.microbatches, "microbatch"),
         show.count(spec.micro_batch, "sequence"),
     )
-    active = f", {spec.model.active_parameters:,} of a token" if spec.model.moe else ""
-    print(
-        f"{call.path() or 'spec'}: OK: {spec.model.parameters:,} parameters{active}; "
+    active = f", {short(spec.model.active_parameters)} of a token" if spec.model.moe else ""
+    show.line(
+        f"{call.path() or 'spec'}: OK: {short(spec.model.parameters)} parameters{active}; "
         f"world size {spec.layout.world_size} ({spec.layout.describe()}); "
         f"{microbatches} of {sequences} on each rank; "
         f"{show.count(spec.train.total_steps, 'step')} of {spec.train.batch_tokens:,} tokens"
@@ -74,7 +75,10 @@ def presets(call: Call) -> int:
                 **{size: getattr(model, size) for size in sizes},
             }
         )
-    show.as_json({"presets": rows}) if call.flags["json"] else show.table(rows)
+    if call.flags["json"]:
+        show.as_json({"presets": rows})
+        return 0
+    show.table([row | {name: short(row[name]) for name in ("parameters", "active")} for row in rows])
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,6 @@ from meshwright.cli import show
 from meshwright.cli.verb import JSON, Argument, Call, Flag, Verb, file_name
 from meshwright.spec import UserError
 
-_WIDTH = 100
-"""Columns of a printed line."""
 _NAMED = 24
 """Columns of a source's, model's or GPU's name in the table."""
 
@@ -45,14 +42,14 @@ def _write(path: Path, text: str) -> None:
 def _tell(result: dict[str, Any]) -> None:
     print()
     for reason, count in result["skipped"].items():
-        _wrapped(f"{show.count(count, 'row')} not predicted: {reason}")
+        show.line(f"{show.count(count, 'row')} not predicted: {reason}", 5)
     if "each" in result:
         print("rows, from 0, without the heading:")
     for each in result.get("each", ()):
         model = " ".join(each["model"].split())[:18]
-        print(f"{each['row']:4d} {model:18s} {each['layout'][:36]:36s} {_told(each)}"[:_WIDTH].rstrip())
+        print(f"{each['row']:4d} {model:18s} {each['layout'][:36]:36s} {_told(each)}"[: show.WIDTH].rstrip())
     for each in result.get("skipped_rows", ()):
-        _wrapped(f"{each['row']:4d} not predicted: {each['reason']}")
+        show.line(f"{each['row']:4d} not predicted: {each['reason']}", 5)
 
 
 def _told(row: dict[str, Any]) -> str:
@@ -62,11 +59,6 @@ def _told(row: dict[str, Any]) -> str:
     if row["memory_error_pct"] is not None:
         return f"{row['memory_bytes'] / 1e9:.4g} GB measured, {row['predicted_bytes'] / 1e9:.4g} predicted"
     return f"did not fit, predicted {'to fit' if row['predicted_to_fit'] else 'not to fit'}"
-
-
-def _wrapped(text: str) -> None:
-    for line in textwrap.wrap(text, _WIDTH, subsequent_indent="     ", drop_whitespace=True):
-        print(line)
 
 
 VERBS = (

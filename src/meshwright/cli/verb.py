@@ -113,6 +113,20 @@ def above_zero(text: str) -> float:
     return value
 
 
+def tokens(unit: int = 1000) -> Callable[[str], int]:
+    """A reader of whole numbers of tokens, such as 16M, with suffixes that stand for powers of `unit`."""
+
+    def read(text: str) -> int:
+        from meshwright.planner.wish import amount
+
+        value = amount(text, unit)
+        if not value.is_integer():
+            raise ValueError(f"it is {value:,} tokens; a whole number is needed")
+        return int(value)
+
+    return read
+
+
 def file_name(suffix: str) -> Callable[[str], str]:
     """A reader of names of files that end in `suffix`."""
 

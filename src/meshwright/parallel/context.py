@@ -77,7 +77,6 @@ class ContextAttention:
     def __init__(self, mesh: Mesh, mode: ContextMode, kept: Kept) -> None:
         self.axis, self.mode, self._kept = mesh.context, mode, kept
         self._ring, self._heads = mesh.ring, mesh.ulysses
-        self._united: tuple[Sight, Sight] | None = None
 
     def __call__(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, sight: Sight) -> Tensor:
         """(B, T, H, d) for the queries at the places of `sight`, which are `zigzag`'s; differentiable."""
@@ -95,9 +94,7 @@ class ContextAttention:
         exchange = Exchange(self._heads, own)
         unions = [torch.cat(group).sort().values for group in groups]
         q, k, v = exchange.to_heads(q_BTHd, k_BTKd, v_BTKd)
-        if self._united is None or self._united[0] is not sight:  # one for all layers of a microbatch
-            self._united = sight, sight.of(unions[self.axis.rank // u])
-        out = self._attend(q, k, v, self._united[1], unions)
+        out = self._attend(q, k, v, sight.of(unions[self.axis.rank // u]), unions)
         return exchange.to_tokens(out)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight, places: list[Tensor]) -> Tensor:

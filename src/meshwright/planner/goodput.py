@@ -24,6 +24,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from meshwright.planner.words import short
 from meshwright.spec.errors import UserError
 
 HOUR, DAY = 3600.0, 86400.0
@@ -82,13 +83,23 @@ def system_mtbf(
             f"device_mtbf_hours: {device_mtbf_hours:g} is given beside mtbf_hours; give one of them"
         )
     if mtbf_hours is not None:
-        return mtbf_hours * HOUR
+        return _seconds("mtbf_hours", mtbf_hours)
     if device_mtbf_hours is None:
         raise UserError("mtbf_hours: is missing; give it for the system, or device_mtbf_hours and devices")
     if devices is None:
         raise UserError("devices: is missing; device_mtbf_hours is of one device, so give their number too")
     _positive("devices", devices)
-    return device_mtbf_hours * HOUR / devices
+    return _seconds("device_mtbf_hours", device_mtbf_hours, devices)
+
+
+def _seconds(name: str, hours: float, devices: int = 1) -> float:
+    found = hours * HOUR / devices
+    if not LEAST <= found <= MOST:
+        of = f" of {devices:,} devices" if devices > 1 else ""
+        raise UserError(
+            f"{name}: {hours:g}{of} is a failure every {found:g} s; it should be from {LEAST:g} to {MOST:g} s"
+        )
+    return found
 
 
 def young(save_seconds: float, mtbf_seconds: float) -> float:
@@ -123,13 +134,9 @@ def shares(faults: Faults, interval_seconds: float) -> Shares:
 
     Raises `UserError` where hardly a checkpoint would ever be complete.
     """
+    check_interval(faults, interval_seconds)
     tau, M, C = interval_seconds, faults.mtbf_seconds, faults.save_seconds
     first = tau + C + faults.background_seconds
-    if first > HOPELESS * M:
-        raise UserError(
-            f"mtbf_seconds: {M:g} is less than 1/{HOPELESS:g} of the {first:g} s of training and saving that "
-            f"make a checkpoint complete, so hardly one would ever be; they should be well below {M:g}"
-        )
     period = max(tau, faults.background_seconds) + C
     again = -math.expm1(-period / M)  # 1 / the expected number of checkpoints once the first is reached
     kept = tau * math.exp(-first / M) / again
@@ -146,6 +153,22 @@ def shares(faults: Faults, interval_seconds: float) -> Shares:
         lost_work=max(0.0, M - saving - kept) * attempt,
         restarting=-math.expm1(-faults.restart_seconds / M),
     )
+
+
+def check_interval(faults: Faults, interval_seconds: float, name: str = "interval_seconds") -> None:
+    """Raise `UserError` where hardly a checkpoint would ever be complete, for what takes longest of it.
+
+    `name` is what the interval comes from.
+    """
+    M = faults.mtbf_seconds
+    needs = {name: interval_seconds}
+    needs |= {other: getattr(faults, other) for other in ("save_seconds", "background_seconds")}
+    first, longest = sum(needs.values()), max(needs, key=needs.__getitem__)
+    if first > HOPELESS * M:
+        raise UserError(
+            f"{longest}: a checkpoint would be complete after {first:g} s, more than {HOPELESS:g} times the "
+            f"{M:g} s between failures, so hardly one would ever be; it should be well below {M:g} s"
+        )
 
 
 def optimal_seconds(faults: Faults) -> float:
@@ -235,6 +258,7 @@ def goodput(
     _needs("tokens", tokens, [("batch_tokens", batch_tokens)])
     _needs("price", price, [("tokens", tokens), ("devices", devices)])
     found = every if every is not None else optimal_interval(faults, step_seconds)
+    check_interval(faults, found * step_seconds, "step_seconds" if every is None else "every")
     where = shares(faults, found * step_seconds)
     steps = days = device_hours = None
     if tokens is not None and batch_tokens is not None:
@@ -268,4 +292,4 @@ def _needs(name: str, value: float | None, others: Iterable[tuple[str, float | N
     """Raise `UserError` where a value is given without one that it says nothing without."""
     missing = [other for other, given in others if given is None]
     if value is not None and missing:
-        raise UserError(f"{name}: {value:g} is given without {missing[0]}; give {missing[0]} too")
+        raise UserError(f"{name}: {short(value)} is given without {missing[0]}; give {missing[0]} too")

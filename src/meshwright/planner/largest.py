@@ -15,6 +15,7 @@ from typing import Any
 from meshwright.planner.least import least_memory
 from meshwright.planner.shortfall import shortfall
 from meshwright.planner.wish import Wish
+from meshwright.planner.words import short
 from meshwright.spec import ModelSpec, RunSpec, UserError
 
 _LONGEST = 2**24
@@ -158,7 +159,7 @@ def described(model: ModelSpec) -> str:
     heads = f"{model.heads} heads" + (f" ({model.kv_heads} of keys)" if model.kv_heads != model.heads else "")
     experts = "" if model.moe is None else f", {model.moe.experts} experts of {model.moe.ffn:,}"
     return (
-        f"{model.parameters / 1e9:,.4g}B parameters: {model.layers} layer{'s' * (model.layers > 1)}, "
+        f"{short(model.parameters)} parameters: {model.layers} layer{'s' * (model.layers > 1)}, "
         f"hidden {model.hidden:,}, {heads}, ffn {model.ffn:,}{experts}"
     )
 

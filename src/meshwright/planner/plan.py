@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import log
@@ -39,6 +39,10 @@ OBJECTIVES = ("time", "cost", "longest-context", "largest-model")
 """Least seconds for a token, least money for a token; the longest sequences, the largest model that fits."""
 _NEIGHBOURS = 6
 """Neighbours of the best plan that are told of."""
+
+
+Finished = Callable[[int, "Plan | None"], None]
+"""Hears of a number of devices, and of the best plan on them."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +194,7 @@ def plan(
     max_memory: float | None = None,
     overrides: Overrides = (),
     progress: Progress | None = None,
+    finished: Finished | None = None,
 ) -> Plans:
     """The `top` best layouts of a model on a cluster.
 
@@ -198,7 +203,9 @@ def plan(
     any power-of-two number of nodes within '64..1024'. `batch_tokens` may be '16M'. `max_memory` is in bytes
     of a device, `price` in USD for a device and hour, `tokens` what is trained on in all. `overrides` are
     dotted keys with their texts: those of the layout and `recompute.policy` are kept fixed. `progress` hears
-    of each plan that is the best so far. Raises `UserError`, also where nothing fits.
+    of each plan that is the best so far, and `finished`, where there are several numbers of devices, of each
+    when its search is done: the number, and the best plan or None. Raises `UserError`, also where nothing
+    fits.
     """
     chosen, kind = stack_named(stack), _cluster(cluster, price)
     _check(objective, top, kind)
@@ -215,7 +222,12 @@ def plan(
         wishes = [longest_context(wishes[-1])]
     if objective == "largest-model":
         wishes = [largest_model(wishes[-1])]
-    found = [(wish, *_best(wish, top, progress)) for wish in wishes]
+    found = []
+    for wish in wishes:
+        result, listed = _best(wish, top, progress)
+        found.append((wish, result, listed))
+        if finished is not None and len(wishes) > 1:
+            finished(wish.ranks, listed[0] if listed else None)
     plans = [each for _, _, listed in found for each in listed]
     if not plans:
         raise UserError(shortfall(wishes[-1]))
@@ -288,13 +300,12 @@ def _sizes(gpus: int | str | None, kind: Cluster) -> list[int]:
 
 
 def _total(tokens: float | str | None) -> float | None:
-    if not isinstance(tokens, str):
-        return tokens
+    if tokens is None:
+        return None
     try:
-        number, power = amount(tokens)
+        return amount(str(tokens))
     except ValueError as error:
         raise UserError(f"--tokens: '{tokens}' is not valid: {error}") from None
-    return number * 1000**power
 
 
 def _together(found: Sequence[tuple[Wish, Result, list[Plan]]]) -> Counts:

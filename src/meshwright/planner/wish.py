@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -126,12 +127,13 @@ def _tree(name: str) -> tuple[dict[str, Any], bool]:
     )
 
 
-def amount(text: str) -> tuple[float, int]:
-    """A number and the power of 1,000 of its suffix: 16M is (16, 2). Raises `ValueError`."""
-    found = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?)([kKmMgGbBtT]?)", text.strip())
-    if found is None:
-        raise ValueError("a number is needed, which may end in k, M, G or T, such as 16M")
-    return float(re.sub("[_,]", "", found[1])), _POWERS[found[2].lower()]
+def amount(text: str, unit: int = 1000) -> float:
+    """A number of at least 1, whose suffix stands for a power of `unit`: 16M, 1.5e13. Raises `ValueError`."""
+    found = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)([kmgbt]?)", text.strip().lower())
+    value = float(re.sub("[_,]", "", found[1])) * unit ** _POWERS[found[2]] if found else 0.0
+    if not 1 <= value < inf:
+        raise ValueError("a number of at least 1 is needed, which may end in k, M, B or T, such as 16M")
+    return value
 
 
 def batch_of(wanted: int | str, seq_len: int) -> tuple[int, str | None]:
@@ -141,10 +143,9 @@ def batch_of(wanted: int | str, seq_len: int) -> tuple[int, str | None]:
     powers of two divide is taken, since it can be dealt to most layouts. Raises `UserError`.
     """
     try:
-        number, power = amount(str(wanted))
+        low, high = (amount(str(wanted), unit) / seq_len for unit in (1000, 1024))
     except ValueError as error:
         raise UserError(f"--batch-tokens: '{wanted}' is not valid: {error}") from None
-    low, high = number * 1000**power / seq_len, number * 1024**power / seq_len
     if high < 1:
         raise UserError(
             f"--batch-tokens: {wanted} is less than one sequence of {seq_len:,} tokens; give at least "

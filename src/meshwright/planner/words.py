@@ -1,4 +1,4 @@
-"""Figures as sentences have them: seconds, gigabytes, percent, and a layout that differs from another."""
+"""Figures as sentences have them: seconds, gigabytes, percent, large counts."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ def gigabytes(size: float) -> str:
             amount = size / scale
             return f"{amount:,.0f} {unit}" if abs(amount) >= 1000 else f"{amount:.3g} {unit}"
     return f"{size:.0f} B"
+
+
+def short(count: float) -> str:
+    """12,345 as 12.35k, 8,030,261,248 as 8.03B: four significant digits, with a suffix from 10,000 up."""
+    for power, suffix in ((12, "T"), (9, "B"), (6, "M"), (3, "k")):
+        if abs(count) >= (10_000 if power == 3 else 10**power):
+            return f"{count / 10**power:.4g}{suffix}"
+    return f"{count:,.4g}" if abs(count) < 1000 else f"{count:,.0f}"
 
 
 def percent(share: float) -> str:

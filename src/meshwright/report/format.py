@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, TypeGuard
 
+from meshwright.planner import words
+
 ABSENT = "-"
 
 
@@ -39,13 +41,8 @@ def size(value: Any) -> str:
 
 
 def short(value: Any) -> str:
-    """12,345 as 12.3k, 32,112,640 as 32.1M: three significant digits with a metric suffix from 10,000 up."""
-    if not is_number(value):
-        return ABSENT
-    for power, suffix in ((12, "T"), (9, "G"), (6, "M"), (3, "k")):
-        if abs(value) >= (10_000 if power == 3 else 10**power):
-            return f"{value / 10**power:.3g}{suffix}"
-    return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    """12,345 as 12.35k, 8,030,261,248 as 8.03B."""
+    return words.short(value) if is_number(value) else ABSENT
 
 
 def duration(seconds: Any) -> str:

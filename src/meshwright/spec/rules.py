@@ -287,14 +287,22 @@ def ranks_match(spec: RunSpec, ranks: int) -> None:
     layout = spec.layout
     if ranks == layout.world_size:
         return
-    others = layout.world_size // layout.dp
-    hint = (
-        f"--layout.dp {ranks // others}"
-        if ranks % others == 0
-        else f"a number of ranks that {others} divides"
-    )
     raise UserError(
         f"layout: replicate={layout.replicate} x dp={layout.dp} x cp={layout.cp} x tp={layout.tp} x "
         f"pp={layout.pp} is {layout.world_size} ranks, but {ranks} were asked for; "
-        f"try --nproc {layout.world_size} or {hint}"
+        f"{near_worlds(spec, ranks, '--nproc')}"
     )
+
+
+def near_worlds(spec: RunSpec, ranks: int, flag: str) -> str:
+    """What to try for so many ranks: those of the layout, or another `layout.dp` that the run takes."""
+    layout, words = spec.layout, f"try {flag} {spec.layout.world_size}"
+    others = layout.world_size // layout.dp
+    sizes = set(divisors(spec.batch_sequences)) - {layout.dp}
+    for dp in sorted(sizes, key=lambda size: (abs(size * others - ranks), -size)):
+        try:
+            type(spec).model_validate({**spec.to_json(), "layout": {**layout.model_dump(), "dp": dp}})
+        except UserError:  # the next is further from what was asked
+            continue
+        return f"{words} or --layout.dp {dp}" + f" with {flag} {dp * others}" * (dp * others != ranks)
+    return words

@@ -60,6 +60,13 @@ class Held:
     born: int = 0
 
 
+class _WithoutValues(FakeTensorMode):
+    """Else a single number that is copied from the host would stay there, with its value."""
+
+    def may_turn_const(self, t: Tensor) -> bool:
+        return False
+
+
 class FakeMemory(TorchDispatchMode):
     """Fakes one device while it is entered, and counts. `bodies` says what operators compute inside.
 
@@ -74,7 +81,7 @@ class FakeMemory(TorchDispatchMode):
         self.kinds: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
         self.kind, self.module = PLAIN, ""
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake = _WithoutValues(allow_non_fake_inputs=True)
         self._held: dict[int, Held] = {}
         self._peak_at = 0
         self._gone: list[Held] = []

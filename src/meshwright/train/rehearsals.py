@@ -10,6 +10,7 @@ import torch.distributed as dist
 from meshwright.parallel.mesh import rank_grid
 from meshwright.planner.place import place_of
 from meshwright.spec import RunSpec, UserError
+from meshwright.spec.rules import near_worlds
 from meshwright.train.dryrun import Rehearsal, rehearse
 
 DEVICES = ("cpu", "cuda")
@@ -41,11 +42,10 @@ def _check(spec: RunSpec, world: int | None, rank: int, device: str) -> None:
     layout = spec.layout
     size = layout.world_size
     if world is not None and world != size:
-        others = size // layout.dp
-        fits = f"layout.dp = {world // others} would make it so many"
-        if world % others:
-            fits = f"give --world {size}, or a number that {others} divides and the layout.dp that fits it"
-        raise UserError(f"--world: is {world}, but the layout ({layout.describe()}) has {size} ranks; {fits}")
+        raise UserError(
+            f"--world: is {world}, but the layout ({layout.describe()}) has {size} ranks; "
+            f"{near_worlds(spec, world, '--world')}"
+        )
     if not 0 <= rank < size:
         raise UserError(f"--rank: is {rank}, but the world has {size} ranks; give one of 0 to {size - 1}")
     if device not in DEVICES:

@@ -1,0 +1,101 @@
+"""What verbs print for people stays within 100 columns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshwright import api
+from meshwright.cli import show
+from meshwright.cli.main import main
+from meshwright.launch import choose
+from meshwright.planner.hardware import Collective, Matmul, Measured, cluster
+from meshwright.planner.hardware_file import write
+from meshwright.spec import RunSpec
+
+MOE = [
+    "--model.preset", "deepseek-v3", "--layout.replicate", "2", "--layout.dp", "16", "--layout.cp", "4",
+    "--layout.tp", "8", "--layout.pp", "8", "--layout.ep", "32", "--layout.schedule", "interleaved",
+    "--layout.virtual", "4", "--layout.context_mode", "ring+ulysses", "--data.seq_len", "4096",
+    "--train.batch_tokens", "16777216", "--layout.zero", "2", "--layout.micro_batch", "1",
+]  # fmt: skip
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= show.WIDTH
+    return lines
+
+
+def test_a_long_last_cell_goes_on_below(capsys: pytest.CaptureFixture[str]) -> None:
+    show.table([{"#": 1, "layout": "word " * 40}, {"#": 2, "layout": "short"}])
+    lines = printed(capsys)
+    assert sum(line.count("word") for line in lines) == 40
+    assert lines[0].split() == ["#", "layout"] and all(line[:3] == "   " for line in lines[2:4])
+
+
+def test_the_widest_columns_are_narrowed_first(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = {"part": "blocks.0, " * 10, "each": "1.5 GiB", "of which": "zb-v 20.5 MiB, " * 8, "rank": 7}
+    show.table([cells])
+    lines = printed(capsys)
+    words = " ".join(lines).split()
+    assert words.count("blocks.0,") == 10 and words.count("MiB,") == 8
+    assert "1.5 GiB" in lines[1] and lines[1].endswith(" 7") and lines[0].endswith("  rank")
+
+
+def test_a_word_that_is_too_long_stays_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    show.pairs({"out": "/folder" * 20, "why": "word " * 40, "steps": 3})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"out    {'/folder' * 20}"
+    assert max(map(len, lines[1:])) <= show.WIDTH and lines[-1] == "steps  3"
+    assert all(line.startswith("       word") for line in lines[2:-1])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(12_345.6, "12,346"), (1234.5, "1,234"), (0.1, "0.1"), (1.5e20, "1.5e+20"), (7, "7")]
+)
+def test_numbers_without_powers_of_ten(value: float, text: str) -> None:
+    assert show.text(value) == text
+
+
+def test_what_spec_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["spec", "presets"]) == 0
+    assert "671B" in printed(capsys)[-1]
+    assert main(["spec", "check", *MOE]) == 0
+    assert "671B parameters, 37.55B of a token; world size 8192" in printed(capsys)[0]
+
+
+def test_what_goodput_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    system = ["--device-mtbf-hours", "50677", "--devices", "16384", "--save-seconds", "5"]
+    times = ["--step-seconds", "5", "--restart-seconds", "600"]
+    run = ["--batch-tokens", "16777216", "--tokens", "15.6e12", "--price", "2", "--runs", "2"]
+    assert main(["goodput", *system, *times, *run]) == 0
+    lines = printed(capsys)
+    assert any(line.startswith("tokens a day  2") and line.endswith("B") for line in lines)
+    assert lines[-2].startswith("simulated ") and lines[-1].startswith(" ")
+
+
+def test_what_profile_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    operations = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send")
+    measured = Measured(
+        matmul=(Matmul("fp32", 8192, 8192, 28672, 123.4),),
+        collectives=tuple(Collective(name, 1024, "host", 2**33, 12.345) for name in operations),
+        collective_compute=dict.fromkeys(operations, 0.555),
+        taken={"machine": "AMD EPYC 7B13 64-Core Processor, " * 5},
+    )
+    write(replace(cluster("cpu", 2), measured=measured), tmp_path / "here.json")
+    assert main(["clusters", str(tmp_path / "here.json")]) == 0
+    lines = printed(capsys)
+    assert sum(line.count("EPYC") for line in lines) == 5
+
+
+def test_why_a_layout_is_on_several_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    why = "layout: dp=2 x tp=2, zero=2, micro_batch=8, recompute=none; planned for 4 x H100; next is " * 3
+    monkeypatch.setattr(choose, "planned", lambda *_: (RunSpec(), why))
+    monkeypatch.setattr(api, "train", lambda *_, **__: {"steps": 7})
+    assert main(["train"]) == 0
+    assert " ".join(" ".join(printed(capsys)).split()) == why + "steps 7"
