@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.parallel.mesh import rank_grid
 from meshwright.planner import estimate
 from meshwright.planner.axes import Group, axes
 from meshwright.planner.engines import Engines
@@ -15,7 +16,7 @@ from meshwright.planner.kernels import Kernels, peak
 from meshwright.planner.links import Links
 from meshwright.planner.memory import memory
 from meshwright.planner.stack import STACKS
-from meshwright.spec import RunSpec
+from meshwright.spec import Layout, RunSpec
 
 A100 = cluster("a100", 64)
 MB = 2**20
@@ -102,6 +103,22 @@ def test_strides_follow_the_mesh() -> None:
     at = axes(layout)
     assert (at.tensor, at.context, at.shard) == (Group(2, 1), Group(2, 2), Group(4, 2))
     assert (at.replicate, at.pipeline) == (Group(2, 8), Group(4, 16))
+
+
+@pytest.mark.parametrize("order", ["pp-replicate-dp-tp", "replicate-pp-dp-tp", "replicate-dp-pp-tp"])
+@pytest.mark.parametrize(("dp", "tp", "ep", "etp"), [(4, 1, 1, 1), (1, 4, 1, 1), (4, 2, 4, 1), (2, 2, 1, 2)])
+def test_ranks_with_the_same_experts_are_as_far_apart_as_in_the_mesh(
+    order: str, dp: int, tp: int, ep: int, etp: int
+) -> None:
+    """Where that is one distance."""
+    size = {"dp": dp, "tp": tp, "ep": ep, "etp": etp}
+    layout = Layout(replicate=2, pp=2, order=order, zero=1, **size)  # type: ignore[arg-type]
+    experts = rank_grid(layout).reshape(2, 2, -1, ep * etp)
+    at = axes(layout)
+    for group, ranks in ((at.expert_data, experts[0, 0, :, 0]), (at.expert, experts[0, 0, 0])):
+        gaps = set(ranks.diff().tolist())
+        assert group.ranks == len(ranks)
+        assert len(gaps) != 1 or gaps == {group.stride}
 
 
 @pytest.mark.parametrize("stack", list(STACKS))

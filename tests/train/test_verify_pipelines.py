@@ -93,6 +93,17 @@ def test_pipelines_go_with_every_other_axis(ranks: Ranks, axes: dict[str, object
     assert worst(ranks, 6 * data_ranks, layout__schedule=schedule, **(flags | axes)) <= 1e-9
 
 
+@pytest.mark.parametrize("recompute", ["full", "selective"])
+@pytest.mark.parametrize(("mode", "heads"), [("gather", 2), ("ulysses", 8), ("ring+ulysses", 2)])
+def test_recomputation_over_context_ranks_in_a_pipeline(
+    ranks: Ranks, mode: str, heads: int, recompute: str
+) -> None:
+    """Microbatches are under way together, and stages have several blocks."""
+    flags = {"layout__pp": 2, "layout__cp": 4, "layout__virtual": 2, "layout__schedule": "interleaved"}
+    rest = {"layout__context_mode": mode, "recompute__policy": recompute, "data__seq_len": 32}
+    assert worst(ranks, 8, **flags, **rest, model__heads=8, model__kv_heads=heads, model__layers=8) <= 1e-9
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h2"])
 @pytest.mark.parametrize("stages", ["0,4,3,0", "3,0,2,2", "7,0,0,0"])
 def test_cuts_by_hand_and_stages_that_hold_nothing(ranks: Ranks, stages: str, schedule: str) -> None:

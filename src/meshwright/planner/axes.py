@@ -31,12 +31,13 @@ def axes(layout: Layout) -> Axes:
     """The groups of `layout`."""
     stride = layout.strides
     data, folded = stride["dp"], layout.ep * layout.etp
+    near = data == layout.tp or layout.dp * layout.cp == 1  # ranks of a stage follow each other
     return Axes(
         tensor=Group(layout.tp, stride["tp"]),
         context=Group(layout.cp, data),
         shard=Group(layout.shard_ranks, data),
         replicate=Group(layout.replicate, stride["replicate"]),
         pipeline=Group(layout.pp, stride["pp"]),
-        expert=Group(folded, 1),
-        expert_data=Group(layout.expert_data_ranks, folded if layout.ep * layout.etp > 1 else data),
+        expert=Group(folded, 1 if near or folded <= layout.tp else data),
+        expert_data=Group(layout.expert_data_ranks, folded if near else data * max(1, folded // layout.tp)),
     )
