@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import statistics
 import sys
 import time
@@ -30,6 +31,7 @@ from typing import Any
 from meshwright.planner.engines import Engines
 from meshwright.planner.estimate import step_time
 from meshwright.planner.hardware import Cluster, cluster
+from meshwright.planner.own_memory import fullest
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import UserError
 from namespaces import Hosts, here, two_hosts
@@ -158,12 +160,14 @@ def compare(specs: list[RunSpec], times: Times, found: Cluster) -> dict[str, Any
             {
                 "layout": _said(spec),
                 "predicted": timed.seconds,
+                "memory": fullest(spec, on).device,
                 "measured": typical(each),
                 "steps": each,
                 "parts": {name: round(value, 4) for name, value in timed.parts.items() if value > 5e-5},
             }
         )
-    rows.sort(key=lambda row: row["predicted"])
+    # As plans are: of equal ones that with the least memory comes first.
+    rows.sort(key=lambda row: (round(1e9 * math.log(row["predicted"])), row["memory"]))
     predicted, measured = ([row[key] for row in rows] for key in ("predicted", "measured"))
     return {
         "layouts": len(rows),
