@@ -70,7 +70,7 @@ def work(jobs: Path, out: Path) -> None:
     """Train every layout of the jobs for some steps, round after round, as one rank of the world."""
     import torch
 
-    from meshwright.launch.env import limit_threads, process_group, worker
+    from meshwright.launch.env import keep_freed_memory, limit_threads, process_group, worker
     from meshwright.parallel.groups import Groups
     from meshwright.parallel.precision import use_fast_fp32_matmul
 
@@ -78,6 +78,7 @@ def work(jobs: Path, out: Path) -> None:
     place = worker()
     assert place is not None
     limit_threads(place.local_world_size)
+    keep_freed_memory()
     use_fast_fp32_matmul(torch.device("cpu"))
     specs = [RunSpec.model_validate(tree) for tree in given["specs"]]
     times: Times = [[] for _ in specs]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -103,3 +106,29 @@ def test_every_axis_that_counts_is_known() -> None:
     for axis in env.AXES:
         product *= getattr(layout, axis)
     assert product == layout.world_size
+
+
+_FAULTS = """
+import resource, sys, torch
+from meshwright.launch.env import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+def touched():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.zeros(2**24).add_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(min(touched() for _ in range(8)))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries keep memory as they like")
+def test_freed_memory_is_used_again() -> None:
+    """64 MiB have 16,384 pages: what is given back to the kernel faults on each when it is touched again."""
+
+    def pages(how: str) -> int:
+        ran = subprocess.run(
+            [sys.executable, "-c", _FAULTS, how], capture_output=True, text=True, check=True, timeout=120
+        )
+        return int(ran.stdout)
+
+    assert pages("keep") < 200 < pages("leave")

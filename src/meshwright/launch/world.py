@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from meshwright.launch.env import limit_threads, process_group, worker
+from meshwright.launch.env import keep_freed_memory, limit_threads, process_group, worker
 from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.parallel.precision import use_fast_fp32_matmul
 from meshwright.spec import RunSpec
@@ -21,6 +21,7 @@ def device_of() -> Iterator[torch.device]:
     place = worker()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     limit_threads(place.local_world_size if place else 1)
+    keep_freed_memory()
     with process_group(place, kind):
         use_fast_fp32_matmul(torch.device(kind))
         yield torch.device(kind, place.local_rank if place else 0) if kind == "cuda" else torch.device("cpu")
