@@ -32,6 +32,8 @@ class Sight:
     """Whether a window, and not documents alone, ends what is seen."""
     device: torch.device
     """Where the queries and keys are."""
+    together: Sight | None = None
+    """Of the queries of all ranks that exchange heads for tokens with this one, where it is known."""
 
     def of(self, at: Tensor) -> Sight:
         """The sight of the queries at other places (T',), rising."""

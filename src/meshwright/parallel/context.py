@@ -29,6 +29,7 @@ input's format). On an axis of one rank the same code sends nothing.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -94,8 +95,16 @@ class ContextAttention:
         exchange = Exchange(self._heads, own)
         unions = [torch.cat(group).sort().values for group in groups]
         q, k, v = exchange.to_heads(q_BTHd, k_BTKd, v_BTKd)
-        out = self._attend(q, k, v, sight.of(unions[self.axis.rank // u]), unions)
+        out = self._attend(q, k, v, sight.together or sight.of(unions[self.axis.rank // u]), unions)
         return exchange.to_tokens(out)
+
+    def united(self, sight: Sight) -> Sight:
+        """`sight` with what ranks that exchange heads see together: one for all layers of a microbatch."""
+        u = self._heads.size
+        if u == 1:
+            return sight
+        group = groups_of(_places(sight.length, self.axis), u)[self.axis.rank // u]
+        return replace(sight, together=sight.of(torch.cat(group).sort().values))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, sight: Sight, places: list[Tensor]) -> Tensor:
         if self.mode == "gather":
@@ -177,7 +186,9 @@ def split_sequences(decoder: Decoder, mesh: Mesh, mode: ContextMode, kept: Kept 
         length = queries * axis.size
         at = zigzag(length, axis.size, axis.rank)
         found = sight(documents_BS, length, window, at, like.shape[0], like.device)
-        return found if kept is not None else Seen(found.at, found.first, found.whole, found.windowed)
+        if isinstance(attention, ContextAttention):
+            return attention.united(found)
+        return Seen(found.at, found.first, found.whole, found.windowed)
 
     decoder.visible = visible
     attend = attention if decoder.spec.mla is None else with_wide_values(attention)
