@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.launch.choose import planned, present
+from meshwright.launch.choose import check_room, planned, present
 from meshwright.planner.hardware import cluster
 from meshwright.planner.plan import Plans
 from meshwright.spec import UserError
@@ -70,3 +70,15 @@ def test_the_present_host_is_planned_for_by_its_own_cores(monkeypatch: pytest.Mo
     with pytest.raises(UserError, match="none fits"):
         planned(TREE)
     assert planned_for == [1, 2, 4, 8, 12]
+
+
+def test_ranks_that_do_not_fit_on_this_host_together_are_refused_before_they_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    check_room(from_tree(TREE))
+    large = from_tree({**TREE, "model": {"preset": "llama3-405b"}, "layout": {"tp": 8, "pp": 2}})
+    with pytest.raises(
+        UserError, match=r"layout: 16 ranks .* 405\.9B parameters need .* TB together, but this"
+    ):
+        check_room(large)

@@ -115,14 +115,14 @@ def test_money_decides_how_many_devices() -> None:
 
 
 def test_a_range_tells_each_number_of_devices_when_it_is_done() -> None:
-    told: list[tuple[int, float]] = []
+    told: list[tuple[int, Plan]] = []
 
     def hear(devices: int, best: Plan | None) -> None:
         assert best is not None and best.cluster.count == devices
-        told.append((devices, best.step_seconds))
+        told.append((devices, best))
 
     found = api.plan("llama3-8b", "h100", finished=hear, **{**WISH, "gpus": "8..32"}).best
-    assert [devices for devices, _ in told] == [8, 16, 32] and told[-1] == (32, found.step_seconds)
+    assert [devices for devices, _ in told] == [8, 16, 32] and told[-1] == (32, found)
     api.plan("llama3-8b", "h100", finished=hear, **WISH)
     assert len(told) == 3
 
@@ -201,3 +201,13 @@ def test_a_mistake_is_one_sentence(model: str, where: str, wish: dict[str, Any],
 def test_an_estimate_is_of_as_many_devices_as_ranks() -> None:
     with pytest.raises(UserError, match="has 1 ranks, but the cluster has 8 devices"):
         api.estimate(RunSpec(), cluster("h100", 8))
+
+
+def test_a_length_beside_the_longest_is_refused() -> None:
+    with pytest.raises(UserError, match="--seq-len: 4,096 is given, but the objective 'longest-context'"):
+        api.plan("llama3-8b", "h100", objective="longest-context", **WISH)
+
+
+def test_layers_beyond_any_model_are_refused() -> None:
+    with pytest.raises(UserError, match=r"model\.layers"):
+        api.plan("llama3-8b", "h100", overrides=[("model.layers", "3000000")], **WISH)

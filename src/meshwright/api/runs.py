@@ -35,9 +35,11 @@ def train(
     `samples_sha256`, `steps` and more. Raises `UserError`.
     """
     from meshwright.launch import run_ranks
+    from meshwright.launch.choose import check_room
 
     ranks = spec.layout.world_size if nproc is None else nproc
     ranks_match(spec, ranks)
+    check_room(spec)
     out = Path(out) if out else default_out()
     resume = str(resume) if resume is not None else None
     if ranks == 1:

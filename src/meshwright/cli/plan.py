@@ -8,7 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.cli import show
-from meshwright.cli.verb import JSON, Argument, Call, Flag, Verb, above_zero, choice, file_name, tokens, whole
+from meshwright.cli.verb import (
+    JSON,
+    Argument,
+    Call,
+    Flag,
+    Verb,
+    above_zero,
+    choice,
+    file_name,
+    number,
+    tokens,
+    whole,
+)
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.toml import to_toml
 
@@ -126,7 +138,9 @@ def _show(found: Plans, limit: float | None, why: bool) -> None:
     if found.model_found is not None:
         show.line(f"the largest that fits: {described(found.model_found)}")
     batch = found.note or f"{best.spec.train.batch_tokens:,} tokens"
-    print(f"batch {batch}; sequences of {best.spec.data.seq_len:,}")
+    show.line(f"batch {batch}; sequences of {best.spec.data.seq_len:,}")
+    if found.objective == "longest-context" and best.spec.batch_sequences == 1:
+        show.line("the batch is one sequence: with a larger --batch-tokens longer ones may fit")
     if limit is not None and limit > found.capacity:
         show.line(
             f"--max-memory of {gigabytes(limit)} limits nothing: of {gigabytes(room(best.cluster))} a plan "
@@ -213,7 +227,7 @@ VERBS = (
                 "time",
             ),
             Flag("stack", "the software that runs it", "NAME", str, "meshwright"),
-            Flag("price", "USD for a device and hour; default the cluster's", "USD", above_zero),
+            Flag("price", "USD for a device and hour; default the cluster's", "USD", number(1e-6, 1e6)),
             Flag("tokens", "tokens to train on, such as 15T, for days and USD", "N", tokens()),
             Flag("max-memory", "GB of a device that a plan may need at most", "GB", above_zero),
             Flag("write", "new run file to write, which train accepts", "RUN.toml", file_name(".toml")),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli import show
-from meshwright.cli.verb import JSON, Argument, Call, Flag, Verb, file_name
+from meshwright.cli.verb import JSON, Argument, Call, Flag, Verb, choice, file_name
 from meshwright.spec import UserError
 
 _NAMED = 24
@@ -68,7 +68,12 @@ VERBS = (
         validate,
         (Argument("RUNS.csv", "a table of measured runs; by default the published ones", required=False),),
         (
-            Flag("by", "a line for each: source (the default), model or gpu", "COLUMN", str),
+            Flag(
+                "by",
+                "a line for each: source (the default), model or gpu",
+                "COLUMN",
+                choice("source", "model", "gpu"),
+            ),
             Flag("rows", "every row with what was measured and predicted"),
             Flag("markdown", "page to write", "FILE.md", file_name(".md")),
             JSON,

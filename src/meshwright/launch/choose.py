@@ -6,9 +6,13 @@ from typing import Any
 
 from meshwright.launch.env import count_devices, fit_layout, nproc_of, resolve, sets_layout
 from meshwright.planner import hardware
+from meshwright.planner.candidates import TIE
+from meshwright.planner.engines import Engines
 from meshwright.planner.explain import describe
 from meshwright.planner.hardware import Cluster
+from meshwright.planner.own_memory import needs
 from meshwright.planner.plan import Plan, Plans, plan
+from meshwright.planner.words import gigabytes, short
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import Overrides, from_tree
 
@@ -30,6 +34,26 @@ def present() -> Cluster:
             f"layout.dp, or --cluster FILE as `meshwright profile` writes it"
         )
     return hardware.cluster(name)
+
+
+def check_room(spec: RunSpec) -> None:
+    """Refuse a run whose ranks need more than this host's memory together. Raises `UserError`."""
+    import torch
+
+    from meshwright.train.measure import machine
+
+    if torch.cuda.is_available():  # each rank has a device's memory to itself, and finds out
+        return
+    layout, room = spec.layout, machine.host_memory()
+    each = needs(spec, Engines(present().resized(layout.world_size)))
+    total = sum(rank.device for rank in each) * layout.world_size / layout.pp
+    if total > room:
+        ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
+        raise UserError(
+            f"layout: {ranks} of a model of {short(spec.model.parameters)} parameters need "
+            f"{gigabytes(total)} together, but this host has {gigabytes(room)}; a smaller model, shorter "
+            f"sequences or more hosts would work"
+        )
 
 
 def planned(
@@ -100,6 +124,8 @@ def _why(best: Plan, others: list[Plan]) -> str:
     said = f"layout: {describe(best.spec)}; planned for {where}: {best.step_seconds:.3g} s a step"
     if others:
         next_best = min(others, key=lambda each: each.step_seconds)
-        more = 100 * (next_best.step_seconds / best.step_seconds - 1)
-        said += f"; next is {describe(next_best.spec)}, {more:.1f}% slower"
+        more = next_best.step_seconds / best.step_seconds - 1
+        said += f"; next is {describe(next_best.spec)}, " + (
+            "as fast" if more < TIE else f"{more:.1%} slower"
+        )
     return said

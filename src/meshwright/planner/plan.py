@@ -209,6 +209,11 @@ def plan(
     """
     chosen, kind = stack_named(stack), _cluster(cluster, price)
     _check(objective, top, kind)
+    if objective == "longest-context" and seq_len is not None:
+        raise UserError(
+            f"--seq-len: {seq_len:,} is given, but the objective 'longest-context' looks for the longest; "
+            f"leave one of them out"
+        )
     sizes = _sizes(gpus, kind)
     base, note = base_run(model, kind, seq_len, batch_tokens, overrides)
     whole = _total(tokens)
@@ -225,6 +230,7 @@ def plan(
     found = []
     for wish in wishes:
         result, listed = _best(wish, top, progress)
+        listed.sort(key=lambda each: _rank(each, objective))
         found.append((wish, result, listed))
         if finished is not None and len(wishes) > 1:
             finished(wish.ranks, listed[0] if listed else None)

@@ -157,7 +157,8 @@ def batch_of(wanted: int | str, seq_len: int) -> tuple[int, str | None]:
     tokens = count * seq_len
     if str(tokens) == str(wanted):
         return tokens, None
-    return tokens, f"{wanted} is taken as {count:,} sequences of {seq_len:,} tokens = {tokens:,}"
+    sequences = f"{count:,} sequence{'s' * (count > 1)}"
+    return tokens, f"{wanted} is taken as {sequences} of {seq_len:,} tokens = {tokens:,}"
 
 
 def _most_even(counts: range) -> int:

@@ -61,7 +61,7 @@ class ModelSpec(Part):
     family: Literal["llama", "qwen3", "mistral", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3"] = Field(
         "llama", description="names used by HF export"
     )
-    layers: int = Field(ge=1)
+    layers: int = Field(ge=1, le=10_000)
     hidden: int = Field(ge=1)
     ffn: int = Field(ge=1)
     heads: int = Field(ge=1)
