@@ -66,9 +66,8 @@ def planned(
     """The spec of a run, and in one line why it has its layout; None where the run sizes an axis itself.
 
     `nproc` is a number of ranks, or None or 'auto' for all devices of this machine or any power of two of
-    them. `on` is a hardware file, or a cluster's name, to plan for; by default this machine as the catalogue
-    knows it.
-    Raises `UserError`.
+    them. `on` is a hardware file, or a cluster's name, to plan for; by default this machine, by its GPUs or
+    its cores. Raises `UserError`.
     """
     if sets_layout(tree, overrides):
         return resolve(tree, overrides, nproc, source), None

@@ -21,7 +21,8 @@ def device_of() -> Iterator[torch.device]:
     place = worker()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     limit_threads(place.local_world_size if place else 1)
-    keep_freed_memory()
+    if kind == "cpu":
+        keep_freed_memory()
     with process_group(place, kind):
         use_fast_fp32_matmul(torch.device(kind))
         yield torch.device(kind, place.local_rank if place else 0) if kind == "cuda" else torch.device("cpu")

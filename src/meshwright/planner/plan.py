@@ -208,19 +208,11 @@ def plan(
     fits.
     """
     chosen, kind = stack_named(stack), _cluster(cluster, price)
-    _check(objective, top, kind)
-    if objective == "longest-context" and seq_len is not None:
-        raise UserError(
-            f"--seq-len: {seq_len:,} is given, but the objective 'longest-context' looks for the longest; "
-            f"leave one of them out"
-        )
+    _check(objective, top, kind, seq_len)
     sizes = _sizes(gpus, kind)
     base, note = base_run(model, kind, seq_len, batch_tokens, overrides)
     whole = _total(tokens)
-    if whole is not None:
-        base = base.model_copy(
-            update={"train": base.train.model_copy(update={"steps": None, "tokens": int(whole)})}
-        )
+    base = _trained_on(base, whole)
     fixed = fixed_keys(overrides)
     wishes = [Wish(base, kind.resized(count), chosen, fixed, max_memory) for count in sizes]
     if objective == "longest-context":
@@ -229,11 +221,9 @@ def plan(
         wishes = [largest_model(wishes[-1])]
     found = []
     for wish in wishes:
-        result, listed = _best(wish, top, progress)
-        listed.sort(key=lambda each: _rank(each, objective))
-        found.append((wish, result, listed))
+        found.append((wish, *_best(wish, top, objective, progress)))
         if finished is not None and len(wishes) > 1:
-            finished(wish.ranks, listed[0] if listed else None)
+            finished(wish.ranks, next(iter(found[-1][-1]), None))
     plans = [each for _, _, listed in found for each in listed]
     if not plans:
         raise UserError(shortfall(wishes[-1]))
@@ -250,11 +240,24 @@ def plan(
     )
 
 
-def _check(objective: str, top: int, kind: Cluster) -> None:
+def _trained_on(base: RunSpec, tokens: float | None) -> RunSpec:
+    """The run with so many tokens in all; None leaves it as it is."""
+    if tokens is None:
+        return base
+    train = base.train.model_copy(update={"steps": None, "tokens": int(tokens)})
+    return base.model_copy(update={"train": train})
+
+
+def _check(objective: str, top: int, kind: Cluster, seq_len: int | None) -> None:
     if objective not in OBJECTIVES:
         raise UserError(f"--objective: '{objective}' is not one of {', '.join(OBJECTIVES)}")
     if top < 1:
         raise UserError(f"--top: {top} plans are none; give 1 or more")
+    if objective == "longest-context" and seq_len is not None:
+        raise UserError(
+            f"--seq-len: {seq_len:,} is given, but the objective 'longest-context' looks for the longest; "
+            f"leave one of them out"
+        )
     if objective == "cost" and kind.price is None:
         raise UserError(
             f"--objective: 'cost' needs a price, and none is known of {kind.name}; give --price USD for a "
@@ -268,11 +271,12 @@ def _rank(each: Plan, objective: str) -> tuple[int, float]:
     return round(1e9 * log(value)) if value else 0, each.memory.device
 
 
-def _best(wish: Wish, top: int, progress: Progress | None) -> tuple[Result, list[Plan]]:
-    """The `top` plans of a wish that fit."""
+def _best(wish: Wish, top: int, objective: str, progress: Progress | None) -> tuple[Result, list[Plan]]:
+    """The `top` plans of a wish that fit, best first."""
     result = wish.search(top, progress)
     specs = [RunSpec.model_validate(each.spec.to_json()) for each in result.best]
-    return result, [estimate(spec, wish.cluster, wish.stack) for spec in specs]
+    plans = [estimate(spec, wish.cluster, wish.stack) for spec in specs]
+    return result, sorted(plans, key=lambda each: _rank(each, objective))
 
 
 def _cluster(given: str | Cluster, price: float | None) -> Cluster:
