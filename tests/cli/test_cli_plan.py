@@ -126,3 +126,22 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pyt
         main([*WISH, "--out", str(tmp_path / "none" / "plan.html")])
     with pytest.raises(UserError, match="--cluster: is missing"):
         main(["plan", "llama3-8b"])
+
+
+def test_the_longest_context_says_when_the_batch_is_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    found = ["plan", "tiny", "--cluster", "h100", "--gpus", "1", "--objective", "longest-context", "--no-why"]
+    assert main([*found, "--batch-tokens", "4096"]) == 0
+    assert "the batch is one sequence: with a larger --batch-tokens" in capsys.readouterr().out
+    assert (
+        main(
+            ["plan", "tiny", "--cluster", "h100", "--gpus", "1", "--seq-len", "512", "--no-why"]
+            + ["--batch-tokens", "4096"]
+        )
+        == 0
+    )
+    assert "the batch is one sequence" not in capsys.readouterr().out
+
+
+def test_a_price_beyond_any_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--price: '1e300' is not valid"):
+        main([*WISH, "--price", "1e300"])
