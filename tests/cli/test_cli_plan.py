@@ -129,16 +129,10 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_longest_context_says_when_the_batch_is_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
-    found = ["plan", "tiny", "--cluster", "h100", "--gpus", "1", "--objective", "longest-context", "--no-why"]
-    assert main([*found, "--batch-tokens", "4096"]) == 0
+    wish = ["plan", "tiny", "--cluster", "h100", "--gpus", "1", "--batch-tokens", "4096", "--no-why"]
+    assert main([*wish, "--objective", "longest-context"]) == 0
     assert "the batch is one sequence: with a larger --batch-tokens" in capsys.readouterr().out
-    assert (
-        main(
-            ["plan", "tiny", "--cluster", "h100", "--gpus", "1", "--seq-len", "512", "--no-why"]
-            + ["--batch-tokens", "4096"]
-        )
-        == 0
-    )
+    assert main([*wish, "--seq-len", "512"]) == 0
     assert "the batch is one sequence" not in capsys.readouterr().out
 
 
