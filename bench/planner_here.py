@@ -97,7 +97,6 @@ def steps_of(spec: RunSpec, groups: Any, steps: int) -> list[float]:
     """Some steps after a first one."""
     import torch
 
-    from meshwright.checkpoint.ranks import Ranks
     from meshwright.data.corpus import open_corpus
     from meshwright.data.loader import Loader
     from meshwright.parallel.mesh import build_mesh
@@ -106,7 +105,7 @@ def steps_of(spec: RunSpec, groups: Any, steps: int) -> list[float]:
     heads, experts = spec.model.kv_heads, spec.model.moe is not None
     mesh = build_mesh(spec.layout, torch.device("cpu"), heads, groups, experts)
     assert mesh is not None
-    trainer, ranks = Trainer(spec, mesh), Ranks(mesh.control.group)
+    trainer, ranks = Trainer(spec, mesh), mesh.control
     trainer.initialise()
     loader = Loader(open_corpus(spec), spec, mesh.data_rank, spec.layout.data_ranks)
     batches = [loader.step(number) for number in range(steps + 1)]

@@ -166,7 +166,7 @@ def measure(case: str, precision: str, device: torch.device, rounds: int, steps:
     for name in baselines(case, precision):
         setting = default if name == "default matmul" else ours_setting
         torch.set_float32_matmul_precision(ours_setting)
-        gflops = matmul_flops_per_second(DTYPES[precision], device) / 1e9 * mesh.world.size
+        gflops = matmul_flops_per_second(DTYPES[precision], device) / 1e9 * mesh.control.size
         theirs = their_step(name, case, precision, mesh.storage["shard"], device)
         seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
         for turn in range(rounds + 1):
@@ -188,7 +188,7 @@ def measure(case: str, precision: str, device: torch.device, rounds: int, steps:
             "ratio": round(speed["ours"] / speed["theirs"], 3),
             "matmul_gflops": round(gflops, 1),
         }
-        if mesh.world.rank == 0:
+        if mesh.control.rank == 0:
             print(json.dumps(row), flush=True)
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshwright.parallel.later import Later
@@ -121,8 +120,8 @@ def run_waiting(mesh: Mesh, name: str, microbatches: int, cost: StageCost, links
     pipeline = Pipeline(
         stages, mesh, scheduled, later, lambda _last: None, lambda _parameter, grad: taken.append(grad)
     )
-    dist.barrier(mesh.control.group)
+    mesh.control.barrier()
     begun = time.perf_counter()
     pipeline.run(range(microbatches), lambda x: x.sum())
-    dist.barrier(mesh.control.group)
+    mesh.control.barrier()
     return Waited(time.perf_counter() - begun, pipeline.peak, tuple(log), len(taken))

@@ -23,9 +23,10 @@ from meshwright.checkpoint import BadCheckpointError, CheckpointError, Checkpoin
 from meshwright.checkpoint import chunks as chunks_module
 from meshwright.checkpoint.chunks import local_chunks
 from meshwright.checkpoint.inspect import verify_checkpoint
+from meshwright.parallel.control import Connections, Control, new_scope
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import Layout
-from ranks import RANKS, Ranks
+from ranks import RANKS, WAIT, Ranks
 
 # Rows divide evenly, unevenly, and into fewer shards than there are ranks.
 SHAPES = {"even": (8, 4), "uneven": (10, 7), "few": (3, 5), "vector": (11,), "cube": (4, 6, 5)}
@@ -72,7 +73,7 @@ def blank(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
 
 
-def chunks_are_the_places_of_local_elements(group: dist.ProcessGroup, directory: Path) -> None:
+def chunks_are_the_places_of_local_elements(control: Control, directory: Path) -> None:
     for shape, placements in LAYOUTS.values():
         mesh = init_device_mesh("cpu", shape)
         for full in full_tensors().values():
@@ -86,10 +87,10 @@ def chunks_are_the_places_of_local_elements(group: dist.ProcessGroup, directory:
                 assert seen == tensor.to_local().numel()
 
 
-def any_layout_loads_into_any_other(group: dist.ProcessGroup, directory: Path) -> None:
+def any_layout_loads_into_any_other(control: Control, directory: Path) -> None:
     full = full_tensors()
     meshes = {shape: init_device_mesh("cpu", shape) for shape, _ in LAYOUTS.values()}
-    store = CheckpointStore(directory, keep=len(LAYOUTS) + 1, group=group)
+    store = CheckpointStore(directory, keep=len(LAYOUTS) + 1, control=control)
     for step, (shape, placements) in enumerate(LAYOUTS.values()):
         store.save(step, placed(full, meshes[shape], placements), {"step": step}, asynchronous=step % 2 == 0)
     store.save(len(LAYOUTS), full, {"step": len(LAYOUTS)})
@@ -102,33 +103,33 @@ def any_layout_loads_into_any_other(group: dist.ProcessGroup, directory: Path) -
     store.close()
 
 
-def fewer_ranks_load_what_four_wrote(group: dist.ProcessGroup, directory: Path) -> None:
+def fewer_ranks_load_what_four_wrote(control: Control, directory: Path) -> None:
     full = full_tensors()
-    store = CheckpointStore(directory, 2, group)
+    store = CheckpointStore(directory, 2, control)
     store.save(7, placed(full, init_device_mesh("cpu", (2, 2)), LAYOUTS["zero over tensor"][1]), {"n": 4})
     store.close()
     for ranks in (1, 2, 3):
         members = list(range(ranks))
-        subgroup = dist.new_group(members, backend="gloo")  # collective over all ranks, as is the mesh
+        some = Connections().control("fewer", ranks, new_scope(), WAIT)
         mesh = DeviceMesh("cpu", members)
         if dist.get_rank() not in members:
             continue
         for placements in ((Shard(0),), (Shard(1),), (Replicate(),)):
             expected = placed(full, mesh, placements)
             target = blank(expected)
-            reader = CheckpointStore(directory, 2, subgroup if ranks > 1 else None)
+            reader = CheckpointStore(directory, 2, some)
             assert reader.load(None, target) == {"n": 4}
             check_equal(target, expected)
     dist.barrier()
 
 
-def stages_write_their_own_and_load_across(group: dist.ProcessGroup, directory: Path) -> None:
+def stages_write_their_own_and_load_across(control: Control, directory: Path) -> None:
     """Pipeline stages: a tensor is on some ranks only, sharded over the ranks of their stage."""
     full = full_tensors()
     pipeline = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("pp", "dp"))
     stage = dist.get_rank() // (RANKS // 2)
     own = {name: full[name] for index, name in enumerate(sorted(full)) if index % 2 == stage}
-    store = CheckpointStore(directory, 2, group)
+    store = CheckpointStore(directory, 2, control)
     store.save(1, placed(own, pipeline["dp"], (Shard(0),)), {})
     target = blank(placed(full, init_device_mesh("cpu", (RANKS,)), (Shard(0),)))
     store.load(1, target)
@@ -136,14 +137,14 @@ def stages_write_their_own_and_load_across(group: dist.ProcessGroup, directory: 
     store.close()
 
 
-def fsdp_over_tensor_parallel_weights_round_trip(group: dist.ProcessGroup, directory: Path) -> None:
+def fsdp_over_tensor_parallel_weights_round_trip(control: Control, directory: Path) -> None:
     mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("dp", "tp"))
     full = torch.arange(40.0).reshape(10, 4)
     linear = torch.nn.Linear(4, 10, bias=False)
     weight = distribute_tensor(full, mesh["tp"], [Shard(0)], src_data_rank=None)
     linear.weight = torch.nn.Parameter(weight)
     fully_shard(linear, mesh=mesh["dp"])
-    store = CheckpointStore(directory, 2, group)
+    store = CheckpointStore(directory, 2, control)
     store.save(1, dict(linear.named_parameters()), {})
     alone = {"weight": torch.zeros_like(full)}
     store.load(1, alone)
@@ -156,8 +157,8 @@ def fsdp_over_tensor_parallel_weights_round_trip(group: dist.ProcessGroup, direc
     store.close()
 
 
-def replicas_share_the_writing(group: dist.ProcessGroup, directory: Path) -> None:
-    store = CheckpointStore(directory, 2, group)
+def replicas_share_the_writing(control: Control, directory: Path) -> None:
+    store = CheckpointStore(directory, 2, control)
     store.save(1, {f"model/{i}": torch.full((64, 8), float(i)) for i in range(8)}, {})
     sizes = [path.stat().st_size for path in sorted((directory / "step-00000001").glob("rank-*.bin"))]
     assert sizes == [8 * 64 * 8 * 4 // RANKS] * RANKS
@@ -175,13 +176,13 @@ def replicas_share_the_writing(group: dist.ProcessGroup, directory: Path) -> Non
     store.close()
 
 
-def a_failure_on_one_rank_is_everyones(group: dist.ProcessGroup, directory: Path) -> None:
+def a_failure_on_one_rank_is_everyones(control: Control, directory: Path) -> None:
     rank = dist.get_rank()
     full = full_tensors()
     mesh = init_device_mesh("cpu", (4,))
     tensors = placed(full, mesh, (Shard(0),))
     disk = FailingWrites()
-    store = CheckpointStore(directory, 3, group, disk=disk)
+    store = CheckpointStore(directory, 3, control, disk=disk)
     store.save(1, tensors, {"step": 1})
     told: list[list[str]] = []
     disk.broken = rank == 2
@@ -206,10 +207,10 @@ def a_failure_on_one_rank_is_everyones(group: dist.ProcessGroup, directory: Path
     store.close()
 
 
-def damage_that_one_rank_reads_is_refused_by_all(group: dist.ProcessGroup, directory: Path) -> None:
+def damage_that_one_rank_reads_is_refused_by_all(control: Control, directory: Path) -> None:
     full = full_tensors()
     tensors = placed(full, init_device_mesh("cpu", (4,)), (Shard(0),))
-    store = CheckpointStore(directory, 3, group)
+    store = CheckpointStore(directory, 3, control)
     for step in (1, 2):
         store.save(step, tensors, {"step": step})
     if dist.get_rank() == 0:
@@ -229,10 +230,10 @@ def damage_that_one_rank_reads_is_refused_by_all(group: dist.ProcessGroup, direc
     store.close()
 
 
-def saves_behind_collectives_do_not_deadlock(group: dist.ProcessGroup, directory: Path) -> None:
+def saves_behind_collectives_do_not_deadlock(control: Control, directory: Path) -> None:
     full = full_tensors()
     tensors = placed(full, init_device_mesh("cpu", (4,)), (Shard(0),))
-    store = CheckpointStore(directory, 2, group, disk=SlowDisk(0.001))
+    store = CheckpointStore(directory, 2, control, disk=SlowDisk(0.001))
     value = torch.ones(1)
     for step in range(20):
         store.save(step, tensors, {"step": step}, asynchronous=True)
@@ -244,23 +245,21 @@ def saves_behind_collectives_do_not_deadlock(group: dist.ProcessGroup, directory
     assert value.item() == RANKS
     assert store.steps() == [18, 19]
     store.close()
-    with pytest.raises(ValueError, match="group of its own"):
-        CheckpointStore(directory, 2, dist.group.WORLD).save(20, tensors, {}, asynchronous=True)
 
 
-def a_second_run_is_refused_on_all_ranks(group: dist.ProcessGroup, directory: Path) -> None:
-    first = CheckpointStore(directory, 2, group, holder="first run")
+def a_second_run_is_refused_on_all_ranks(control: Control, directory: Path) -> None:
+    first = CheckpointStore(directory, 2, control, holder="first run")
     first.claim()
     with pytest.raises(CheckpointError, match="first run"):
-        CheckpointStore(directory, 2, group).claim()
+        CheckpointStore(directory, 2, control).claim()
     first.close()
     dist.barrier()
 
 
-def a_partial_tensor_is_refused_on_all_ranks(group: dist.ProcessGroup, directory: Path) -> None:
+def a_partial_tensor_is_refused_on_all_ranks(control: Control, directory: Path) -> None:
     mesh = init_device_mesh("cpu", (RANKS,))
     partial = DTensor.from_local(torch.ones(4), mesh, [Partial()], run_check=False)
-    store = CheckpointStore(directory, 2, group)
+    store = CheckpointStore(directory, 2, control)
     with pytest.raises(ValueError, match="Partial"):
         store.save(1, {"grad": partial}, {})
     store.close()
@@ -282,8 +281,8 @@ BODIES = [
 
 
 def run_body(mesh: Mesh, number: int, directory: Path) -> None:
-    BODIES[number](mesh.background.group, directory)
-    dist.barrier(mesh.control.group)
+    BODIES[number](mesh.background, directory)
+    mesh.control.barrier()
 
 
 @pytest.mark.parametrize("number", range(len(BODIES)), ids=[body.__name__ for body in BODIES])

@@ -49,7 +49,7 @@ def trained(mesh: Mesh, spec: RunSpec) -> dict[str, Any]:
         steps.append(trainer.step(batch, number))
     return {
         "numbers": torch.tensor([[step.loss, step.grad_norm] for step in steps], dtype=torch.float64),
-        "sent": {key: sent for key, sent in mesh.wire.bytes.items() if key[0] != "control"},
+        "sent": dict(mesh.wire.bytes),
         "parameters": {name: stored.full_tensor() for name, stored in trainer.states.parameters()},
         "graphs": counters["stats"]["unique_graphs"],
         "breaks": dict(counters["graph_break"]),

@@ -122,7 +122,7 @@ def norms_of_large_gradients(mesh: Mesh, spec: RunSpec) -> tuple[float, float, f
     states.scale_gradients(1e25)
     norms.append(states.gradient_norm())
     for value in (math.inf, math.nan):
-        if mesh.world.rank == mesh.world.size - 1:
+        if mesh.control.rank == mesh.control.size - 1:
             states.units[1].gradient[0] = value  # type: ignore[index]
         norms.append(states.gradient_norm())
     small, large, infinite, none = norms

@@ -54,7 +54,7 @@ def one_step(mesh: Mesh, spec: RunSpec) -> tuple[Sent, Copies]:
     with counted_copies() as found:
         trainer.step(batch, 1)
     copies = Copies(*(float(sum(each[way] for each in found)) for way in (0, 1)))
-    return {key: sent for key, sent in mesh.wire.bytes.items() if key[0] != "control"}, copies
+    return dict(mesh.wire.bytes), copies
 
 
 def spec_for(base: dict[str, object], **flags: object) -> RunSpec:

@@ -116,7 +116,7 @@ def one_step(mesh: Mesh, spec: RunSpec) -> dict[str, Any]:
     (batch,) = first_batches(spec, mesh, 1)
     mesh.wire.clear()
     trainer.step(batch, 1)
-    sent = {key: sent for key, sent in mesh.wire.bytes.items() if key[0] != "control"}
+    sent = dict(mesh.wire.bytes)
     return {"wire": sent, "held": trainer.states.memory(), "moments": trainer.optimiser.memory()}
 
 

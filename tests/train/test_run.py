@@ -216,7 +216,7 @@ class Signals(Notes):
 
 def stopped(mesh: Mesh, spec: RunSpec, out: Path, number: int) -> tuple[str, int, list[Any]]:
     """The last rank alone gets the signal, in the middle of the run."""
-    notes = Signals(number, HALF) if mesh.world.rank == mesh.world.size - 1 else Notes()
+    notes = Signals(number, HALF) if mesh.control.rank == mesh.control.size - 1 else Notes()
     before = signal.getsignal(number)
     with pytest.raises(Stopped) as caught:
         Run(spec, mesh, out, Observers([notes])).execute(None)
@@ -257,7 +257,7 @@ class Published(Notes):
 
 def run_published(mesh: Mesh, spec: RunSpec, out: Path) -> list[int]:
     notes = Published(out / "checkpoints")
-    Run(spec, mesh, out, Observers([notes] if mesh.world.rank == 0 else [])).execute(None)
+    Run(spec, mesh, out, Observers([notes] if mesh.control.rank == 0 else [])).execute(None)
     return [fields["step"] for kind, fields in notes.events if kind == "checkpoint"]
 
 
@@ -281,7 +281,7 @@ def poisoned(mesh: Mesh, spec: RunSpec, out: Path, bad_steps: range) -> tuple[li
 
     def finish() -> None:
         honest()
-        if run.done in bad_steps and mesh.world.rank == mesh.world.size - 1:
+        if run.done in bad_steps and mesh.control.rank == mesh.control.size - 1:
             unit = run.trainer.states.units[1]
             assert unit.gradient is not None
             unit.gradient[:1] = math.nan
@@ -352,7 +352,7 @@ def loaded(mesh: Mesh, spec: RunSpec, out: Path) -> dict[str, str]:
     """Digests of the same, loaded under another layout."""
     trainer = Trainer(spec, mesh)
     tensors = state.tensors(trainer)
-    CheckpointStore(out / "checkpoints", 1, mesh.background.group).load(None, tensors)
+    CheckpointStore(out / "checkpoints", 1, mesh.background).load(None, tensors)
     return digests({name: tensor.full_tensor() for name, tensor in tensors.items()})
 
 

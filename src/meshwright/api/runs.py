@@ -56,7 +56,6 @@ def train(
 def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: bool = False) -> Result:
     """Train as one rank of the world that torchrun describes, or alone; every rank returns the result."""
     from meshwright.checkpoint import Lease
-    from meshwright.checkpoint.ranks import Ranks
     from meshwright.infer.sample import held_out_sample
     from meshwright.launch.world import mesh_of
     from meshwright.report import write_report
@@ -64,7 +63,7 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
     from meshwright.train.observer import Observers
 
     with mesh_of(spec) as mesh, ExitStack() as stack:
-        first, ranks = mesh.world.rank == 0, Ranks(mesh.control.group)
+        first, ranks = mesh.control.rank == 0, mesh.control
 
         def start() -> Observers:
             if not first:
@@ -155,14 +154,12 @@ def verify(spec: RunSpec, *, nproc: int | None = None, steps: int = 3) -> Result
 
 def verify_worker(spec: RunSpec, *, steps: int = 3, out: Path | None = None) -> Result:
     """`verify` as one rank: the first returns the result and writes `out`/verify.json, others return {}."""
-    from meshwright.checkpoint.ranks import Ranks
     from meshwright.launch.world import mesh_of
     from meshwright.train.verify import verify as verify_rank
 
     with mesh_of(spec) as mesh:
         found = verify_rank(spec, mesh, steps) or {}
-        ranks = Ranks(mesh.control.group)
-        ranks.together(lambda: write_verdict(found, out) if found and out is not None else None)
+        mesh.control.together(lambda: write_verdict(found, out) if found and out is not None else None)
     return found
 
 

@@ -25,7 +25,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.checkpoint.chunks import Chunk, local_plan, merge_plans
@@ -44,19 +43,19 @@ from meshwright.checkpoint.disk import (
 from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError
 from meshwright.checkpoint.lease import Lease
 from meshwright.checkpoint.manifest import Manifest, Piece, TensorEntry
-from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.reader import check_directory, match_tensors, read_manifest_text, read_tensors
 from meshwright.checkpoint.staging import Image
+from meshwright.parallel.control import Control
 from meshwright.parallel.slots import Trimmed
 
 
 class CheckpointStore:
     """The checkpoints of one directory.
 
-    ``group`` is a process group of the store's own that carries CPU tensors (gloo), or None for one process.
-    Every method is collective over it and is called on all its ranks in the same order, except `poll` and
-    `close`. The store holds the directory's lease from the first save (or `claim`) until `close`; a reader
-    needs none.
+    ``control`` joins the ranks that save and load together, by default this process alone; a store that saves
+    asynchronously needs one of its own. Every method is collective over it and is called on all its ranks in
+    the same order, except `poll` and `close`. The store holds the directory's lease from the first save
+    (or `claim`) until `close`; a reader needs none.
 
     ``warnings`` collects sentences about what went on although something was wrong: a fallback to an older
     checkpoint, an old one that could not be removed. ``loaded`` is the step that the last `load` took.
@@ -66,7 +65,7 @@ class CheckpointStore:
         self,
         directory: Path,
         keep: int,
-        group: dist.ProcessGroup | None = None,
+        control: Control | None = None,
         *,
         holder: str = "meshwright",
         disk: Disk | None = None,
@@ -78,7 +77,7 @@ class CheckpointStore:
         self.warnings: list[str] = []
         self.loaded: int | None = None
         self._disk = disk or Disk()
-        self._ranks = Ranks(group)
+        self._ranks = control or Control()
         self._lease = Lease(self.directory, holder, disk=self._disk)
         self._image = Image()
         self._description: dict[str, Any] | None = None
@@ -116,10 +115,6 @@ class CheckpointStore:
         anything fails on any rank, all ranks raise the same error, the partial directory is removed and older
         checkpoints stay.
         """
-        if asynchronous and self._ranks.size > 1 and self._ranks.group is dist.group.WORLD:
-            raise ValueError(
-                "an asynchronous save needs a process group of its own, or it deadlocks with training"
-            )
         self._join()
         self._ranks.together(self._deliver)
         self.claim()
@@ -243,7 +238,7 @@ class CheckpointStore:
             self._description = None  # a plan that fails is made again
             plans = self._ranks.gather(description)
             shares, named = self._ranks.together(lambda: merge_plans(plans) if plans else ([], {}))
-            share = self._ranks.scatter(shares)
+            share = self._ranks.broadcast(shares)[self._ranks.rank]
             self._owned = {(name, tuple(offsets), tuple(sizes)) for name, offsets, sizes in share}
             self._tensors, self._description = named, description
         return [chunk for chunk in chunks if chunk.key in self._owned]

@@ -37,7 +37,7 @@ def _whole(trainer: Trainer) -> Decoder | None:
     if 4 * trainer.spec.model.parameters > MOST_BYTES:
         return None
     decoder = None
-    if trainer.mesh.world.rank == 0:
+    if trainer.mesh.control.rank == 0:
         decoder = Decoder(trainer.spec.model).to(trainer.mesh.device, trainer.states.formats.master)
     mine = decoder.tensors() if decoder is not None else {}
     stored = [*trainer.states.parameters(), *trainer.balance.biases().items()]

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.parallel.control import Connections
+
 TIMEOUT = timedelta(minutes=5)
 """A collective that waits longer has lost a rank; torch's own limit of 30 minutes hides a hang."""
 
@@ -20,6 +22,7 @@ class Groups:
 
     def __init__(self, device_type: str, timeout: timedelta = TIMEOUT) -> None:
         self.device_type, self.timeout = device_type, timeout
+        self.connections = Connections()
         self._made: dict[tuple[str, str | None, tuple[int, ...]], dist.ProcessGroup | None] = {}
 
     def along(
@@ -33,10 +36,6 @@ class Groups:
         rows = grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist()
         made = [self._make(tuple(row), purpose, host) for row in rows]
         return next((group for group in made if group is not None), None)
-
-    def apart(self, grid: Tensor, purpose: str, host: bool = True) -> dist.ProcessGroup | None:
-        """A group of all ranks of the grid that serves `purpose` and nothing else."""
-        return self._make(tuple(grid.flatten().tolist()), purpose, host)
 
     def device_mesh(self, grid: Tensor, names: tuple[str, ...]) -> DeviceMesh | None:
         """torch's mesh over the groups along the last dims, as many as names, with this rank's place in the

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshwright.parallel.control import Control, new_scope
 from meshwright.parallel.groups import Groups
 from meshwright.spec.layout import Layout
 
@@ -68,10 +69,10 @@ class Mesh:
     Where there are more tensor ranks than key-value heads, `copies` neighbours hold the same head:
     `split_storage` is the (replicate, shard, parts, copies) mesh of those.
     `pipeline` carries activations between stages and `gradients` theirs, so that none waits for the other.
-    `ends` joins the first and the last rank of the pipeline, where the others have none. `control` is a
-    gloo group over all ranks for what the host exchanges (never device tensors); `data` is one over the
-    ranks that have the same place on the tensor axis. `background` is one more over all, for checkpoints
-    that are written beside training: on one group they would wait for each other.
+    `ends` joins the first and the last rank of the pipeline, where the others have none. `data` is a
+    gloo group over the ranks that have the same place on the tensor axis. `control` carries what the hosts of
+    all ranks exchange, over the store and not a group; `background` is a second one for checkpoints that are
+    written while training goes on: on one they would wait for each other.
     """
 
     layout: Layout
@@ -95,9 +96,8 @@ class Mesh:
     gradients: Axis
     ends: Axis | None
     data: Axis
-    control: Axis
-    background: Axis
-    world: Axis
+    control: Control
+    background: Control
 
     def storage_of(self, copies: int) -> DeviceMesh:
         """`storage`, or for pieces that tensor ranks hold alike `split_storage`."""
@@ -130,6 +130,7 @@ def build_mesh(
     heads = kv_heads if kv_heads is not None else layout.tp * layout.cp
     copies = layout.kv_copies(heads)
     groups, wire, host = groups or Groups(device.type), Wire(), torch.device("cpu")
+    scope = new_scope()
     grid = rank_grid(layout)
     heads_grid, expert_grid = grid.unflatten(-1, (-1, copies)), grid.view(_expert_shape(layout))
     storage = groups.device_mesh(grid, ("replicate", "shard", "tp"))
@@ -148,12 +149,14 @@ def build_mesh(
         name, group = of_axes[key]
         if group is None:
             return None
-        on = host if key in ("data", "control", "background") else device
+        on = host if key == "data" else device
         return Axis(name, group.size(), group.rank(), group, on, wire)
 
     if storage is None or split is None or expert_storage is None:
         return None
     axes: dict[str, Any] = {key: axis(key) for key in of_axes}
+    for purpose in ("control", "background"):
+        axes[purpose] = groups.connections.control(purpose, size, scope, groups.timeout)
     return Mesh(layout, device, storage, split, expert_storage, wire, **axes)
 
 
@@ -204,16 +207,12 @@ def _groups_of_experts(layout: Layout, grid: Tensor, groups: Groups, experts: bo
 
 
 def _groups_of_stages(layout: Layout, grid: Tensor, groups: Groups, on_device: bool) -> Named:
-    """The pipeline's axes, and the groups over all ranks."""
+    """The pipeline's axes, and the data axis."""
     # gloo tells messages apart by tags; elsewhere each kind needs a group of its own.
     apart = ("pipeline", "gradients") if layout.pp > 1 and on_device else ("", "")
-    control = groups.apart(grid, "control")
     return {
         "pipeline": ("pipeline", groups.along(grid, 0, apart[0])),
         "gradients": ("pipeline", groups.along(grid, 0, apart[1])),
         "ends": ("pipeline", groups.along(grid[[0, -1]], 0) if layout.pp > 1 else None),
         "data": ("data", groups.along(grid.view(-1, layout.tp), 0, host=True)),
-        "control": ("control", control),
-        "background": ("background", groups.apart(grid, "background")),
-        "world": ("world", groups.apart(grid, "world", host=False) if on_device else control),
     }

@@ -10,7 +10,11 @@ class UserError(Exception):
     """A mistake that a sentence can mend: which key, which value, why, and what would work.
 
     The command line prints it as one line and exits with code 2; it never shows a traceback.
+    Subclasses are made of one sentence too. `gravity` decides which of several ranks' errors is shown, the
+    least first; a bug counts as 0.
     """
+
+    gravity = 1
 
 
 class Stopped(KeyboardInterrupt):

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.ranks import Ranks
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.corpus import Corpus, open_corpus, xz_bits_per_byte
 from meshwright.data.loader import Batch, Loader
@@ -42,12 +41,12 @@ class Run:
 
     def __init__(self, spec: RunSpec, mesh: Mesh, out: Path, observers: Observers) -> None:
         self.spec, self.mesh, self.out, self.observers = spec, mesh, out, observers
-        self.ranks = Ranks(mesh.control.group)
+        self.ranks = mesh.control
         self.corpus: Corpus = self.ranks.together(lambda: open_corpus(spec))
         self.loader = Loader(self.corpus, spec, mesh.data_rank, spec.layout.data_ranks)
         self.trainer = Trainer(spec, mesh)
         self.samples = SampleRecord(mesh)
-        self.store = CheckpointStore(spec.checkpoint.folder(out), spec.checkpoint.keep, mesh.background.group)
+        self.store = CheckpointStore(spec.checkpoint.folder(out), spec.checkpoint.keep, mesh.background)
         self.store.claim()
         self.done = 0
         self.saved: int | None = None
@@ -111,13 +110,13 @@ class Run:
     def _measure_peak(self) -> None:
         """Measure what a matrix product reaches; of several measurements the best counts."""
         rate = matmul_flops_per_second(DTYPES[self.spec.precision.compute], self.mesh.device)
-        (measured,) = sum_scalars([rate], self.mesh.control)
+        (measured,) = self.ranks.sum([rate])
         self.peak_flops = max(self.peak_flops, measured)
 
     def _tell_warnings(self) -> None:
         for warning in self.store.warnings[self.warned :]:
             self.observers.on_event("warning", {"message": warning})
-            if self.mesh.world.rank == 0:
+            if self.ranks.rank == 0:
                 warnings.warn(warning, stacklevel=2)
         self.warned = len(self.store.warnings)
 
@@ -284,7 +283,7 @@ class Run:
             "seconds": seconds,
             "layout": self.spec.layout.describe(),
         }
-        if self.mesh.world.rank == 0 and (text := self.corpus.validation_text_bytes()):
+        if self.ranks.rank == 0 and (text := self.corpus.validation_text_bytes()):
             result["xz_bits_per_byte"] = xz_bits_per_byte(text)
         return result
 

@@ -14,8 +14,6 @@ from meshwright.spec.rules import near_worlds
 from meshwright.train.dryrun import Rehearsal, rehearse
 
 DEVICES = ("cpu", "cuda")
-HOST = ("control", "background")
-"""Axes on which only hosts talk, outside the step."""
 
 
 def rehearsals(
@@ -85,6 +83,5 @@ def _row(spec: RunSpec, rank: int, found: Rehearsal) -> dict[str, Any]:
         "wire": [
             {"axis": axis, "operation": operation, "bytes": sent, "calls": found.calls[axis, operation]}
             for (axis, operation), sent in sorted(found.wire.items())
-            if axis not in HOST
         ],
     }

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.ranks import Ranks
 from meshwright.parallel.precision import LossScale
 from meshwright.parallel.slots import Stored
 from meshwright.spec import RunSpec, UserError
@@ -126,4 +125,4 @@ def parameters_sha256(trainer: Trainer) -> str:
         content = hashlib.sha256(bytes_of_it).hexdigest()
         rows.append(f"{name} {whole.dtype} {tuple(whole.shape)} {content}\n")
     digest = hashlib.sha256("".join(sorted(rows)).encode()).hexdigest()
-    return Ranks(trainer.mesh.control.group).broadcast(digest)
+    return str(trainer.mesh.control.broadcast(digest))

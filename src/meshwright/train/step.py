@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from meshwright.checkpoint.ranks import Ranks
 from meshwright.data.loader import Batch
 from meshwright.parallel.apply import initialise, parallelise
 from meshwright.parallel.balance import LayerBalance
@@ -92,7 +91,7 @@ class Trainer:
     def layers_balance(self) -> dict[int, LayerBalance]:
         """What the last step did in each layer with experts, of every stage: on the first rank, in order."""
         own = {layer: list(found) for layer, found in self.balance.found.items()}
-        gathered = Ranks(self.mesh.control.group).gather(own if self.mesh.stage.rank == 0 else {})
+        gathered = self.mesh.control.gather(own if self.mesh.stage.rank == 0 else {})
         every = {int(layer): LayerBalance(*found) for part in gathered for layer, found in part.items()}
         return dict(sorted(every.items()))
 

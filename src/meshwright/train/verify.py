@@ -82,7 +82,7 @@ def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
     corpus = open_corpus(spec)
     trainer = Trainer(spec, mesh)
     trainer.initialise()
-    first = mesh.world.rank == 0
+    first = mesh.control.rank == 0
     comparison = Comparison()
     reference = _reference(spec, corpus, mesh.device) if first else None
     loader = Loader(corpus, spec, mesh.data_rank, spec.layout.data_ranks)

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.checkpoint.ranks import Ranks
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.slots import Stored
 
@@ -23,7 +22,7 @@ def wholes(named: Iterable[tuple[str, Stored]], mesh: Mesh) -> Iterator[tuple[st
     column = mesh.replicate.rank == mesh.shard.rank == mesh.tensor.rank == 0
     owners: dict[str, int] = {}
     forms = {name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in named}
-    listed = Ranks(mesh.control.group).gather([mesh.pipeline.rank, forms] if column else None)
+    listed = mesh.control.gather([mesh.pipeline.rank, forms] if column else None)
     listed = [row for row in listed if row is not None]
     for stage, theirs in listed:
         for name in theirs:

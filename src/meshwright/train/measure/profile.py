@@ -12,8 +12,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from meshwright.checkpoint.ranks import Ranks
 from meshwright.parallel.collectives import sum_scalars
+from meshwright.parallel.control import Connections, Control, new_scope
+from meshwright.parallel.groups import TIMEOUT
 from meshwright.parallel.mesh import Axis
 from meshwright.planner.hardware import Attention, Cluster, Collective, Kind, Level, Link, Matmul, Measured
 from meshwright.spec.errors import UserError
@@ -34,7 +35,7 @@ class _World:
     """This rank among all."""
 
     clock: Clock
-    ranks: Ranks
+    ranks: Control
     hosts: int
     local: int
     axis: Axis
@@ -77,7 +78,7 @@ def profile(device: torch.device, seconds: float) -> Cluster | None:
 
 
 def _world(device: torch.device) -> _World:
-    ranks = Ranks(dist.group.WORLD)
+    ranks = Connections().control("profile", dist.get_world_size(), new_scope(), TIMEOUT)
     hosts = ranks.broadcast(ranks.gather(machine.host_id()))
     sizes = set(Counter(hosts).values())
     changes = 1 + sum(before != after for before, after in pairwise(hosts))
