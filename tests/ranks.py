@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d
 
 from meshwright.launch.child import tie_to_parent
-from meshwright.parallel.groups import Groups
+from meshwright.parallel.groups import Groups, Row
 from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.spec import Layout
 from small import measure_peak_quickly
@@ -47,7 +47,7 @@ def _serve(rank: int, size: int, port: int, stacks: Path, inbox: Any, outbox: An
     store = dist.TCPStore("localhost", port, timeout=WAIT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=WAIT)
     meshes: dict[tuple[int, ...], Mesh | None] = {}
-    groups = Groups("cpu", WAIT)
+    groups = PoolGroups("cpu", WAIT)
     while (job := inbox.get()) is not None:
         number, layout, function, arguments = job
         try:
@@ -70,6 +70,21 @@ def _serve(rank: int, size: int, port: int, stacks: Path, inbox: Any, outbox: An
         except Exception:
             outbox.put((number, rank, traceback.format_exc(), None))
     dist.destroy_process_group()
+
+
+class PoolGroups(Groups):
+    """Groups of worlds of several sizes within one: every rank of the pool names every group."""
+
+    def __init__(self, device_type: str, timeout: timedelta) -> None:
+        super().__init__(device_type, timeout)
+        self._rows: dict[tuple[str, Row], Any] = {}
+
+    def _make(self, rows: list[Row], own: Row | None, purpose: str) -> Any:
+        for row in rows:
+            if (purpose, row) not in self._rows:
+                made = dist.new_group(list(row), self.timeout, "gloo")
+                self._rows[purpose, row] = made if dist.get_rank() in row else None
+        return self._rows[purpose, own] if own is not None else None
 
 
 def _share_one_device() -> None:

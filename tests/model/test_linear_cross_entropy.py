@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.model.loss import IGNORE, linear_cross_entropy
-from meshwright.parallel.loss import count_targets, mean_over_targets
+from meshwright.parallel.loss import count_targets, weight_of_a_target
 
 
 def draw(tokens: int, vocab: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -60,7 +60,8 @@ def test_without_gradients_only_the_loss_is_computed() -> None:
 
 def test_only_ignored_targets_give_zero() -> None:
     x, weight, targets = draw(9, 31)
-    loss = mean_over_targets(linear_cross_entropy(x, weight, torch.full_like(targets, IGNORE)), 0)
+    none = torch.full_like(targets, IGNORE)
+    loss = linear_cross_entropy(x, weight, none, scale=weight_of_a_target(0))
     loss.backward()
     assert float(loss.detach()) == 0.0
     assert not bool(x.grad.any()) and not bool(weight.grad.any())
@@ -99,7 +100,7 @@ def test_parts_of_a_batch_add_up_to_its_mean() -> None:
     total = count_targets(targets)
     expected = F.cross_entropy(x @ weight.T, targets, ignore_index=IGNORE)
     parts = [
-        mean_over_targets(linear_cross_entropy(x[a:b], weight, targets[a:b]), total)
+        linear_cross_entropy(x[a:b], weight, targets[a:b], scale=weight_of_a_target(total))
         for a, b in ((0, 11), (11, 50))
     ]
     torch.testing.assert_close(parts[0] + parts[1], expected, rtol=1e-12, atol=0)

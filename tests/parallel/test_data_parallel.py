@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 
+from meshwright.parallel.grad_norm import sum_of_squares
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer
@@ -91,9 +92,9 @@ def memory_after_steps(mesh: Mesh, spec: RunSpec) -> tuple[dict[str, int], int, 
     *before, last = first_batches(spec, mesh, 3)
     for number, batch in enumerate(before, start=1):
         trainer.step(batch, number)
-    loss = trainer.gradients(last)
+    totals = trainer.totals(trainer.gradients(last))
     held = trainer.states.memory()
-    trainer.apply(loss, 3)
+    trainer.apply(totals, 3)
     assert trainer.states.memory()["gradients"] == held["gradients"]  # what the result tells
     kept = [unit.gradient if unit.packed is None else unit.packed for unit in trainer.states.units]
     return held, trainer.optimiser.memory(), sum(tensor.nbytes for tensor in kept if tensor is not None)
@@ -116,15 +117,21 @@ def norms_of_large_gradients(mesh: Mesh, spec: RunSpec) -> tuple[float, float, f
     """Norms: as it is, times 1e25, with an infinity on one rank, and with one that is no number."""
     trainer = Trainer(spec, mesh)
     trainer.initialise()
-    trainer.gradients(first_batches(spec, mesh, 1)[0])
+    loss = trainer.gradients(first_batches(spec, mesh, 1)[0])
     states = trainer.states
-    norms = [states.gradient_norm()]
+
+    def norm() -> float:
+        flats = [flat for unit in states.units for flat in unit.counted_gradients(states.elsewhere)]
+        states._squares = [sum_of_squares(flats, mesh.device)]
+        return math.sqrt(trainer.totals(loss).squares)
+
+    norms = [norm()]
     states.scale_gradients(1e25)
-    norms.append(states.gradient_norm())
+    norms.append(norm())
     for value in (math.inf, math.nan):
-        if mesh.control.rank == mesh.control.size - 1:
+        if mesh.rank == mesh.world.size - 1:
             states.units[1].gradient[0] = value  # type: ignore[index]
-        norms.append(states.gradient_norm())
+        norms.append(norm())
     small, large, infinite, none = norms
     return small, large, infinite, none
 

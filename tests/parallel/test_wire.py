@@ -50,6 +50,7 @@ def one_step(mesh: Mesh, spec: RunSpec) -> tuple[Sent, Copies]:
     trainer = Trainer(spec, mesh)
     trainer.initialise()
     (batch,) = first_batches(spec, mesh, 1)
+    trainer.expect(batch)
     mesh.wire.clear()
     with counted_copies() as found:
         trainer.step(batch, 1)

@@ -114,6 +114,7 @@ def one_step(mesh: Mesh, spec: RunSpec) -> dict[str, Any]:
     trainer = Trainer(spec, mesh)
     trainer.initialise()
     (batch,) = first_batches(spec, mesh, 1)
+    trainer.expect(batch)
     mesh.wire.clear()
     trainer.step(batch, 1)
     sent = dict(mesh.wire.bytes)

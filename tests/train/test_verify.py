@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
 from meshwright.data.loader import Batch
 from meshwright.parallel.mesh import Mesh
@@ -106,9 +107,10 @@ def verify_broken(
     """`verify` of a trainer that does `harm` to its gradients after each backward."""
 
     class Broken(subject.Trainer):
-        def gradients(self, batch: Batch) -> float:
+        def gradients(self, batch: Batch) -> Tensor:
             loss = super().gradients(batch)
             harm(self)
+            self.states._squares = [self.states.squares(exact=True)]
             return loss
 
     with patch.object(subject, "Trainer", Broken):

@@ -57,18 +57,21 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """x (B, T, D) -> logits (B, T, V), or with targets (B, T) the summed loss. Tied: `embed`'s weight."""
+    """x (B, T, D) -> logits (B, T, V), or with targets (B, T) `scale` times the summed loss.
+
+    Tied, the weight is `embed`'s.
+    """
 
     def __init__(self, spec: ModelSpec, tied: nn.Parameter | None) -> None:
         super().__init__()
         self.norm = make_norm(spec)
         self.weight = tied if tied is not None else nn.Parameter(torch.empty(spec.vocab_size, spec.hidden))
 
-    def forward(self, x_BTD: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+    def forward(self, x_BTD: Tensor, targets_BT: Tensor | None = None, scale: float = 1.0) -> Tensor:
         x_BTD = self.norm(x_BTD)
         if targets_BT is None:
             return F.linear(x_BTD, self.weight)
-        return linear_cross_entropy(x_BTD.flatten(0, 1), self.weight, targets_BT.flatten())
+        return linear_cross_entropy(x_BTD.flatten(0, 1), self.weight, targets_BT.flatten(), scale=scale)
 
 
 class Decoder(nn.Module):

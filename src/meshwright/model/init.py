@@ -16,14 +16,11 @@ import torch
 from torch import Tensor
 
 from meshwright.model.decoder import Decoder
+from meshwright.model.splitmix64 import mix64_, shift, stream
 from meshwright.spec import ModelSpec
 
 _CHUNK_ELEMENTS = 2**18
 """Elements drawn at a time: about 10 MiB of temporaries."""
-
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
 
 
 class InitValue(NamedTuple):
@@ -111,23 +108,9 @@ def _key(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "little")
 
 
-def _signed(value: int) -> int:
-    """The int64 with the same 64 bits."""
-    value &= 2**64 - 1
-    return value - 2**64 if value >= 2**63 else value
-
-
-def _shift(bits: Tensor, by: int) -> Tensor:
-    """Logical right shift of int64 (torch's is arithmetic)."""
-    return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)
-
-
 def _normal(index: Tensor, key: int) -> Tensor:
-    """Standard normals in float64, one for each int64 index; int64 arithmetic wraps modulo 2^64."""
-    bits = index * _signed(_GOLDEN) + _signed(key)
-    bits = (bits ^ _shift(bits, 30)).mul_(_signed(_MIX_1))
-    bits = (bits ^ _shift(bits, 27)).mul_(_signed(_MIX_2))
-    bits ^= _shift(bits, 31)
+    """Standard normals in float64, one for each int64 index."""
+    bits = mix64_(stream(index, key))
     # 53 bits make a float64 exactly; the half keeps it off 0 and 1, where the inverse is infinite.
-    uniform = _shift(bits, 11).to(torch.float64).add_(0.5).mul_(2.0**-53)
+    uniform = shift(bits, 11).to(torch.float64).add_(0.5).mul_(2.0**-53)
     return torch.special.ndtri(uniform.clamp_(max=1 - 2.0**-53))

@@ -4,6 +4,10 @@ The logits of N tokens over a vocabulary of V are the largest tensor of a traini
 gradient is known as soon as they are: so the forward computes the gradients of x and of the weight chunk by
 chunk, and the backward multiplies them by the incoming gradient (Wijmans et al. 2024, cut cross-entropy, §3;
 Hsu et al. 2024, Liger kernel, §3.2). Three matmuls in all, as without chunks.
+
+What a target counts in the objective (one over their number, times a loss scale) enters before anything is
+rounded to the format of the logits: bf16 has 8 bits, so a later product with 1/N, itself rounded to bf16,
+would put every gradient below the head off by up to 2^-9, all in one direction.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk: int,
         with_grad: bool,
         part: VocabularyPart | None,
+        scale: float,
     ) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=x.device)
@@ -54,14 +59,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=exact) if with_grad else None
         for first in range(0, x.shape[0], chunk):
             rows = slice(first, first + chunk)
-            loss, grad = _chunk(x[rows] @ weight.T, targets[rows], ignore, exact, with_grad, part)
+            loss, grad = _chunk(x[rows] @ weight.T, targets[rows], ignore, exact, with_grad, part, scale)
             total += loss
             if grad is not None and grad_x is not None and grad_weight is not None:
                 torch.mm(grad, weight, out=grad_x[rows])
                 _accumulate(grad_weight, grad, x[rows])
             del grad  # two chunks' logits are never there together
         ctx.grads, ctx.weight_dtype = (grad_x, grad_weight), weight.dtype
-        return total
+        return total * scale
 
     @staticmethod
     @once_differentiable
@@ -70,7 +75,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("the loss was differentiated before, and its gradients were used up")
         (grad_x, grad_weight), ctx.grads = ctx.grads, None  # scaled in place: the largest tensors of a step
         found = grad_weight.mul_(grad).to(ctx.weight_dtype)
-        return grad_x.mul_(grad.to(grad_x.dtype)), found, *[None] * 5
+        return grad_x.mul_(grad.to(grad_x.dtype)), found, *[None] * 6
 
 
 def _chunk(
@@ -80,8 +85,12 @@ def _chunk(
     exact: torch.dtype,
     with_grad: bool,
     part: VocabularyPart | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """Summed loss of a chunk, and its gradient by the logits in their dtype; `logits` is used up."""
+    """Summed loss of a chunk, and `scale` times its gradient by the logits in their dtype.
+
+    `logits` is used up.
+    """
     valid = targets != ignore
     if part is not None:
         logits[:, part.rows :] = float("-inf")
@@ -106,7 +115,7 @@ def _chunk(
     if part is not None:
         at_target = torch.where(here, at_target, grad.gather(1, index).squeeze(1))
     grad.scatter_(1, index, at_target.unsqueeze(1))
-    return loss, logits.copy_(grad.mul_(valid.unsqueeze(1)))
+    return loss, logits.copy_(grad.mul_(valid.to(exact).mul_(scale).unsqueeze(1)))
 
 
 def _accumulate(grad_weight: Tensor, grad: Tensor, x: Tensor) -> None:
@@ -124,8 +133,9 @@ def linear_cross_entropy(
     ignore: int = IGNORE,
     chunk: int | None = None,
     part: VocabularyPart | None = None,
+    scale: float = 1.0,
 ) -> Tensor:
-    """SUM over tokens of -log softmax(x W^T)[target], leaving out those whose target is `ignore`.
+    """`scale` times the SUM over tokens of -log softmax(x W^T)[target], without targets of `ignore`.
 
     A scalar in fp32 (fp64 for fp64 inputs). `chunk` is the number of tokens whose logits exist at one time.
     Without a gradient to compute, the forward computes the loss only. With `part`, `weight_VD` is that part
@@ -135,5 +145,6 @@ def linear_cross_entropy(
     if chunk is None:
         chunk = loss_rows(weight_VD.shape[0], x_ND.device.type == "cpu")
     with_grad = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
-    loss: Tensor = _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, ignore, chunk, with_grad, part)
+    given = (x_ND, weight_VD, targets_N, ignore, chunk, with_grad, part, scale)
+    loss: Tensor = _LinearCrossEntropy.apply(*given)
     return loss

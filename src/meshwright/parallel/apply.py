@@ -86,9 +86,10 @@ class DecoderStage:
         self.decoder, self.stage, self.mesh = decoder, stage, mesh
         self._dtype = formats(spec.precision).compute
         self._share = mesh.tensor.size if spec.layout.sequence_parallel else 1
+        self.target_weight = 1.0
 
     def __call__(self, microbatch: Microbatch, x_BTD: Tensor | None) -> Tensor:
-        """(B, T, D) for the stage after, or the head's summed loss."""
+        """(B, T, D) for the stage after, or the head's summed loss times `target_weight`."""
         decoder, stage = self.decoder, self.stage
         if x_BTD is None:
             x_BTD = decoder.embed(microbatch.tokens, microbatch.positions)
@@ -97,7 +98,7 @@ class DecoderStage:
             look = decoder.look(length, microbatch.positions, microbatch.documents, x_BTD)
             for block in decoder.blocks[stage.first : stage.last]:
                 x_BTD = block(x_BTD, *look)
-        return decoder.head(x_BTD, microbatch.targets) if stage.head else x_BTD
+        return decoder.head(x_BTD, microbatch.targets, self.target_weight) if stage.head else x_BTD
 
     def empty(self, microbatch: Microbatch) -> Tensor:
         """Room for (B, T, D), or with sequence sharding for this rank's tokens of it."""

@@ -11,7 +11,8 @@ join no loss: their gradient enters where the weights of a layer's experts do, i
 
 Wire          over the cp x tp ranks that share sequences, each layer and microbatch: B E counts of 4 bytes,
               all-reduced, where there is a balance loss; and where there is a capacity the experts that each
-              token chose, all-gathered. Over a stage's ranks, once a step: E + 4 numbers a layer.
+              token chose, all-gathered. Over all ranks, once a step and joined to the other numbers that all
+              need: E + 4 numbers for each layer with experts of the whole model.
 """
 
 from __future__ import annotations
@@ -69,16 +70,21 @@ class Balance:
         self._routed: dict[int, Moe] = {
             layer: mixture for layer, mixture in decoder.each_mixture() if layer in layers
         }
-        self.found: dict[int, LayerBalance] = {}
+        self.counts: Tensor | None = None
+        """Counts of one step, a row for each of `_layers`: this rank's, and after the step all ranks'."""
         if decoder.spec.moe is None:
             return
         self.moe = decoder.spec.moe
-        shape = (len(self._routed), self.moe.experts + 4)
-        self._sums = torch.zeros(shape, dtype=torch.float64, device=mesh.device)
-        for row, mixture in enumerate(self._routed.values()):
-            mixture.settle = partial(self._settle, row)
-            if mixture.router.bias is not None:
-                mixture.router.bias = torch.zeros(self.moe.experts, device=mesh.device)
+        self._layers = [layer for layer, _ in decoder.each_mixture()]
+        """Layers with experts of the whole model."""
+        shape = (len(self._layers), self.moe.experts + 4)
+        self.counts = torch.zeros(shape, dtype=torch.float64, device=mesh.device)
+        for row, layer in enumerate(self._layers):
+            if layer in self._routed:
+                mixture = self._routed[layer]
+                mixture.settle = partial(self._settle, row)
+                if mixture.router.bias is not None:
+                    mixture.router.bias = torch.zeros(self.moe.experts, device=mesh.device)
 
     # Forward ----------------------------------------------------------------------------------------
 
@@ -142,7 +148,8 @@ class Balance:
     def _note(
         self, row: int, experts_Nk: Tensor, shares_NE: Tensor, room: Tensor | None, losses: list[Tensor]
     ) -> None:
-        experts, sums = self.moe.experts, self._sums[row]
+        assert self.counts is not None
+        experts, sums = self.moe.experts, self.counts[row]
         sums[:experts] += torch.bincount(experts_Nk.flatten(), minlength=experts)
         if room is not None:
             sums[experts] += (~room).sum()
@@ -155,40 +162,42 @@ class Balance:
     def begin_step(self, scale: float) -> None:
         """Call before a step's first forward."""
         self.scale = scale
-        if self._routed:
-            self._sums.zero_()
+        if self.counts is not None:
+            self.counts.zero_()
 
-    def finish_step(self, sequences: int, length: int) -> None:
-        """Call after the last backward: what was counted is added up over all ranks, into `found`."""
-        if not self._routed:
-            return
+    def found(self, sequences: int, length: int) -> dict[int, LayerBalance]:
+        """The balance of each layer with experts, of every stage, in the step whose counts were summed last.
+
+        A step takes `sequences` of `length` tokens. Waits for the device.
+        """
+        if self.counts is None:
+            return {}
         moe, copies = self.moe, sequences * length * self.moe.top_k
-        start_all_reduce(self._sums, self.mesh.stage).wait()
-        for layer, row in zip(self._routed, self._sums.tolist(), strict=True):
+        layers = {}
+        for layer, row in zip(self._layers, self.counts.tolist(), strict=True):
             dropped, entropy, aux, z = row[moe.experts :]
-            self.found[layer] = LayerBalance(
+            layers[layer] = LayerBalance(
                 [count / copies * moe.experts for count in row[: moe.experts]],
                 dropped / copies,
                 entropy / (sequences * length),
                 aux / sequences,
                 z / sequences,
             )
+        return layers
 
     @torch.no_grad()
     def update(self) -> None:
         """Move each bias a step towards an even load (Wang et al. 2024); the same on every rank."""
-        for row, mixture in enumerate(self._routed.values()):
+        for layer, mixture in self._routed.items():
             bias = mixture.router.bias
-            if bias is not None:
-                load = self._sums[row, : self.moe.experts]
+            if bias is not None and self.counts is not None:
+                load = self.counts[self._layers.index(layer), : self.moe.experts]
                 bias += (self.moe.bias_rate * torch.sign(load.mean() - load)).to(bias.dtype)
 
     def held(self) -> list[Tensor]:
-        """What it holds between steps: what a step counts, and the biases."""
-        if not self._routed:
-            return []
+        """The tensors that it holds between steps: counts, and the biases."""
         biases = [mixture.router.bias for mixture in self._routed.values()]
-        return [self._sums, *(bias for bias in biases if bias is not None)]
+        return [tensor for tensor in (self.counts, *biases) if tensor is not None]
 
     def biases(self) -> Mapping[str, DTensor]:
         """Of this rank's stages, by name; every rank of a stage has the same."""

@@ -5,32 +5,21 @@ Every reduction is a SUM; the one division is in `loss.py`. On an axis of one ra
 
 from __future__ import annotations
 
+import hashlib
 import socket
 from collections.abc import Sequence
 from itertools import permutations
-from typing import Any, Protocol
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meshwright.parallel.mesh import Axis
+from meshwright.parallel.mesh import Axis, Pending
 
 # torch 2.13 renamed these two and warns at each call of the old names; 2.11 has only those.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-
-class Pending(Protocol):
-    """A collective under way."""
-
-    def wait(self) -> object:
-        """Return when the result may be read (on CUDA: by what is enqueued after this)."""
-        ...
-
-    def is_completed(self) -> bool:
-        """Whether it has ended, without waiting for it."""
-        ...
 
 
 class _Done:
@@ -53,9 +42,9 @@ def start_all_gather(whole: Tensor, part: Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         whole.view(-1).copy_(part.view(-1))
         return DONE
-    axis.wire.record(axis.name, "all_gather", _bytes(whole) * (axis.size - 1) / axis.size)
-    work: Pending = _all_gather(whole, part, group=axis.group, async_op=True)
-    return work
+    sent = _bytes(whole) * (axis.size - 1) / axis.size
+    work = _all_gather(whole, part, group=axis.group, async_op=True)
+    return axis.wire.start(axis.name, "all_gather", sent, work)
 
 
 def start_reduce_scatter(part: Tensor, whole: Tensor, axis: Axis) -> Pending:
@@ -63,19 +52,18 @@ def start_reduce_scatter(part: Tensor, whole: Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         part.view(-1).copy_(whole.view(-1))
         return DONE
-    axis.wire.record(axis.name, "reduce_scatter", _bytes(whole) * (axis.size - 1) / axis.size)
-    work: Pending = _reduce_scatter(part, whole, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
-    return work
+    sent = _bytes(whole) * (axis.size - 1) / axis.size
+    work = _reduce_scatter(part, whole, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
+    return axis.wire.start(axis.name, "reduce_scatter", sent, work)
 
 
-def start_all_reduce(tensor: Tensor, axis: Axis) -> Pending:
-    """Sum `tensor` over the axis, in place."""
+def start_all_reduce(tensor: Tensor, axis: Axis, operation: str = "all_reduce") -> Pending:
+    """Sum `tensor` over the axis, in place; recorded as `operation`."""
     if axis.size == 1:
         return DONE
-    axis.wire.record(axis.name, "all_reduce", 2 * _bytes(tensor) * (axis.size - 1) / axis.size)
-    work: Pending | None = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
-    assert work is not None
-    return work
+    sent = 2 * _bytes(tensor) * (axis.size - 1) / axis.size
+    work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
+    return axis.wire.start(axis.name, operation, sent, work)
 
 
 def start_all_to_all(received: Tensor, sent: Tensor, axis: Axis) -> Pending:
@@ -83,10 +71,8 @@ def start_all_to_all(received: Tensor, sent: Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         received.view(-1).copy_(sent.view(-1))
         return DONE
-    axis.wire.record(axis.name, "all_to_all", _bytes(sent) * (axis.size - 1) / axis.size)
-    work: Pending | None = dist.all_to_all_single(received, sent, group=axis.group, async_op=True)
-    assert work is not None
-    return work
+    work = dist.all_to_all_single(received, sent, group=axis.group, async_op=True)
+    return axis.wire.start(axis.name, "all_to_all", _bytes(sent) * (axis.size - 1) / axis.size, work)
 
 
 def start_all_to_all_rows(
@@ -97,12 +83,9 @@ def start_all_to_all_rows(
         received.copy_(sent)
         return DONE
     others = sum(sent_rows) - sent_rows[axis.rank]
-    axis.wire.record(axis.name, "all_to_all", float(others * sent[:1].numel() * sent.element_size()))
-    work: Pending | None = dist.all_to_all_single(
-        received, sent, received_rows, sent_rows, group=axis.group, async_op=True
-    )
-    assert work is not None
-    return work
+    work = dist.all_to_all_single(received, sent, received_rows, sent_rows, group=axis.group, async_op=True)
+    crossing = float(others * sent[:1].numel() * sent.element_size())
+    return axis.wire.start(axis.name, "all_to_all", crossing, work)
 
 
 class _All:
@@ -122,21 +105,18 @@ def start_shift(received: Tensor, sent: Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         received.copy_(sent)
         return DONE
-    axis.wire.record(axis.name, "shift", float(_bytes(sent)))
     after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
     operations = [
         dist.P2POp(dist.isend, sent, group=axis.group, group_peer=after),
         dist.P2POp(dist.irecv, received, group=axis.group, group_peer=before),
     ]
-    return _All(dist.batch_isend_irecv(operations))
+    return axis.wire.start(axis.name, "shift", float(_bytes(sent)), _All(dist.batch_isend_irecv(operations)))
 
 
 def start_send(sent: Tensor, target: int, axis: Axis, tag: int = 0) -> Pending:
     """Give `sent` to rank `target` of the axis; it must live until the end."""
-    axis.wire.record(axis.name, "send", float(_bytes(sent)))
-    work: Pending | None = dist.isend(sent, group=axis.group, group_dst=target, tag=tag)
-    assert work is not None
-    return work
+    work = dist.isend(sent, group=axis.group, group_dst=target, tag=tag)
+    return axis.wire.start(axis.name, "send", float(_bytes(sent)), work)
 
 
 def start_receive(received: Tensor, source: int, axis: Axis, tag: int = 0) -> Pending:
@@ -153,28 +133,40 @@ def start_receive(received: Tensor, source: int, axis: Axis, tag: int = 0) -> Pe
 
 
 def reach_each_other(axis: Axis) -> bool:
-    """Whether every rank of the axis can read the others' memory; all of them ask at once, and agree."""
+    """True if every rank of the axis can read the others' memory; all of them ask at once, and agree.
+
+    Devices of one host must be peers; over several hosts (an NVLink domain of GB200 trays) symmetric memory's
+    own rendezvous decides.
+    """
     if axis.size == 1 or axis.device.type != "cuda":
         return False
-    import torch.distributed._symmetric_memory  # it registers torch.ops.symm_mem's
+    import torch.distributed._symmetric_memory as symmetric  # it registers torch.ops.symm_mem's
 
-    def everyone(mine: object) -> list[Any]:
-        found: list[Any] = [None] * axis.size
-        dist.all_gather_object(found, mine, group=axis.group)
-        return found
-
-    places = everyone((socket.gethostname(), axis.device.index or 0))
+    boot = Path("/proc/sys/kernel/random/boot_id")  # tells hosts of one name apart
+    name = socket.gethostname() + (boot.read_text() if boot.exists() else "")
+    host = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+    own = torch.tensor([host, axis.device.index or 0], dtype=torch.int64, device=axis.device)
+    places = gather_rows(own, axis).tolist()
     devices = {index for _, index in places}
-    near = len({host for host, _ in places}) == 1 and len(devices) == axis.size
-    near = near and max(devices) < torch.cuda.device_count()
-    peers = near and all(torch.cuda.can_device_access_peer(*pair) for pair in permutations(devices, 2))
-    return all(everyone(peers))
+    if len({host for host, _ in places}) == 1:
+        distinct = len(devices) == axis.size and max(devices) < torch.cuda.device_count()
+        near = distinct and all(torch.cuda.can_device_access_peer(*pair) for pair in permutations(devices, 2))
+    else:
+        assert axis.group is not None
+        probe = symmetric.empty(1, dtype=torch.float32, device=axis.device)
+        try:
+            symmetric.rendezvous(probe, axis.group)
+            near = True
+        except RuntimeError:  # the devices share no memory domain
+            near = False
+    return sum_scalars([float(near)], axis)[0] == axis.size
 
 
 def gather_matmul(
     part_ND: Tensor, maps_DF: list[Tensor], axis: Axis, keep: bool = False
 ) -> tuple[Tensor | None, list[Tensor]]:
     """(every rank's rows (n N, D) if `keep`, their products (n N, F) with each map)."""
+    assert axis.group is not None
     axis.wire.record(axis.name, "all_gather", _bytes(part_ND) * float(axis.size - 1))
     found: tuple[Tensor | None, list[Tensor]] = torch.ops.symm_mem.fused_all_gather_matmul(
         part_ND.contiguous(), maps_DF, 0, axis.group.group_name, return_A=keep
@@ -184,6 +176,7 @@ def gather_matmul(
 
 def matmul_scatter(x_NF: Tensor, map_FD: Tensor, axis: Axis) -> Tensor:
     """The product, summed over the axis, and of that this rank's rows (N / n, D)."""
+    assert axis.group is not None
     sent = x_NF.shape[0] * map_FD.shape[1] * x_NF.element_size()
     axis.wire.record(axis.name, "reduce_scatter", sent * (axis.size - 1) / axis.size)
     part: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
@@ -200,13 +193,13 @@ def sum_scalars(values: Sequence[float], axis: Axis) -> list[float]:
     if axis.size == 1:
         return list(values)
     tensor = torch.tensor(list(values), dtype=torch.float64, device=axis.device)
-    axis.wire.record(axis.name, "scalars", 2 * _bytes(tensor) * (axis.size - 1) / axis.size)
-    dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=axis.group)
-    return [float(value) for value in tensor]
+    start_all_reduce(tensor, axis, "scalars").wait()
+    found: list[float] = tensor.tolist()
+    return found
 
 
 def gather_rows(rows: Tensor, axis: Axis) -> Tensor:
-    """Stack equally shaped host tensors of all ranks: (...) -> (n, ...)."""
+    """Stack equally shaped tensors of all ranks: (...) -> (n, ...)."""
     whole = torch.empty((axis.size, *rows.shape), dtype=rows.dtype, device=rows.device)
     start_all_gather(whole.view(-1), rows.contiguous().view(-1), axis).wait()
     return whole

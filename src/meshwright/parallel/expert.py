@@ -31,9 +31,9 @@ from torch.autograd.function import once_differentiable
 from meshwright.model.decoder import Decoder
 from meshwright.model.experts import Results
 from meshwright.model.trip import Trip, row_places
-from meshwright.parallel.collectives import Pending, start_all_gather, start_all_to_all, start_all_to_all_rows
+from meshwright.parallel.collectives import start_all_gather, start_all_to_all, start_all_to_all_rows
 from meshwright.parallel.later import Later
-from meshwright.parallel.mesh import Axis, Mesh
+from meshwright.parallel.mesh import Axis, Mesh, Pending
 from meshwright.parallel.recompute import Kept
 
 

@@ -1,10 +1,13 @@
-"""Process groups along the dims of a grid of ranks, each set of ranks made once.
+"""Process groups along the dims of a grid of ranks: one construction an axis, none for an axis of one rank.
 
-Groups are few on purpose: each gloo group has threads of its own, and one wakes a hundred times a second.
+Each construction costs every rank that takes part in it: on NCCL a split of the world's communicator, on gloo
+a set of sockets and a thread that wakes a hundred times a second. So groups are few, and their number does
+not grow with the number of ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -16,42 +19,76 @@ from meshwright.parallel.control import Connections
 TIMEOUT = timedelta(minutes=5)
 """A collective that waits longer has lost a rank; torch's own limit of 30 minutes hides a hang."""
 
+Row = tuple[int, ...]
+"""The ranks of one group, ascending."""
+
 
 class Groups:
-    """Makes groups; every rank of the default group asks for the same ones in the same order."""
+    """Makes and keeps the groups of one process; every rank of the default group asks in the same order."""
 
     def __init__(self, device_type: str, timeout: timedelta = TIMEOUT) -> None:
         self.device_type, self.timeout = device_type, timeout
         self.connections = Connections()
-        self._made: dict[tuple[str, str | None, tuple[int, ...]], dist.ProcessGroup | None] = {}
+        self.constructions = 0
+        """Number of groups that this process has taken part in making."""
+        self._made: dict[tuple[str, tuple[Row, ...]], dist.ProcessGroup | None] = {}
 
-    def along(
-        self, grid: Tensor, dim: int, purpose: str = "", host: bool = False
-    ) -> dist.ProcessGroup | None:
-        """The group of the ranks that differ in `dim` of the grid only; None for a rank that is not in it.
+    def along(self, grid: Tensor, dim: int, purpose: str = "") -> tuple[Row, dist.ProcessGroup | None] | None:
+        """The ranks that differ from this one in `dim` of the grid only, with their group.
 
-        Groups of another `purpose` are others, so that what they carry does not wait for each other. `host`
-        asks for one that carries CPU tensors.
+        The group is None where that is this rank alone, and the result None for a rank that is not in the
+        grid. Groups of different `purpose` are different groups, whose messages do not wait for each other.
         """
-        rows = grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist()
-        made = [self._make(tuple(row), purpose, host) for row in rows]
-        return next((group for group in made if group is not None), None)
+        rows = [tuple(sorted(row)) for row in grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist()]
+        rank = dist.get_rank()
+        own = next((row for row in rows if rank in row), None)
+        if grid.shape[dim] == 1:
+            return None if own is None else (own, None)
+        group = self._group(rows, own, purpose)
+        return None if own is None else (own, group)
+
+    def world(self, ranks: Row) -> dist.ProcessGroup | None:
+        """The group of all ranks of a mesh: the default group, where the mesh takes all of its ranks."""
+        if len(ranks) in (1, dist.get_world_size()):
+            return dist.group.WORLD
+        return self._group([ranks], ranks if dist.get_rank() in ranks else None, "")
 
     def device_mesh(self, grid: Tensor, names: tuple[str, ...]) -> DeviceMesh | None:
-        """torch's mesh over the groups along the last dims, as many as names, with this rank's place in the
-        others; None for a rank that is not in the grid."""
-        groups = [self.along(grid, dim) for dim in range(grid.ndim - len(names), grid.ndim)]
-        mine = [group for group in groups if group is not None]
-        if len(mine) < len(groups):
-            return None
-        parts = grid.reshape(-1, *grid.shape[grid.ndim - len(names) :])
-        (own,) = [part for part in parts if bool((part == dist.get_rank()).any())]
-        return DeviceMesh.from_group(mine, self.device_type, mesh=own, mesh_dim_names=names)
+        """torch's mesh over the last dims of the grid, one for each name, but for dims of one rank.
 
-    def _make(self, ranks: tuple[int, ...], purpose: str, host: bool) -> dist.ProcessGroup | None:
-        backend = "gloo" if host or self.device_type == "cpu" else None
-        key = (purpose, backend, ranks)
+        Where all dims are of one rank, the mesh is this rank alone. None for a rank that is not in the grid.
+        """
+        first = grid.ndim - len(names)
+        found: Mapping[str, tuple[Row, dist.ProcessGroup | None] | None] = {
+            name: self.along(grid, first + dim) for dim, name in enumerate(names)
+        }
+        rank = dist.get_rank()
+        part = next((p for p in grid.reshape(-1, *grid.shape[first:]) if bool((p == rank).any())), None)
+        if part is None:
+            return None
+        groups = {name: pair[1] for name, pair in found.items() if pair is not None and pair[1] is not None}
+        if not groups:
+            alone = part.flatten()[:1]
+            return DeviceMesh(self.device_type, alone, mesh_dim_names=names[:1], _init_backend=False)
+        own = part[tuple(slice(None) if name in groups else 0 for name in names)]
+        return DeviceMesh.from_group(
+            list(groups.values()), self.device_type, mesh=own, mesh_dim_names=tuple(groups)
+        )
+
+    def _group(self, rows: list[Row], own: Row | None, purpose: str) -> dist.ProcessGroup | None:
+        """This rank's group of disjoint `rows`, made at the first call; None for a rank in none of them."""
+        key = (purpose, tuple(rows))
         if key not in self._made:
-            made = dist.new_group(list(ranks), timeout=self.timeout, backend=backend)
-            self._made[key] = made if dist.get_rank() in ranks else None
+            self._made[key] = self._make(rows, own, purpose)
+            self.constructions += self._made[key] is not None
         return self._made[key]
+
+    def _make(self, rows: list[Row], own: Row | None, purpose: str) -> dist.ProcessGroup | None:
+        if self.device_type == "cuda":
+            # One split of the world's communicator makes the groups of all rows; every rank takes part in it.
+            listed = [list(row) for row in rows]
+            return dist.split_group(split_ranks=listed, timeout=self.timeout, group_desc=purpose or None)
+        if own is None:
+            return None
+        # torch names the group by the number of groups of its ranks, which must be equal on all of them.
+        return dist.new_group(list(own), self.timeout, "gloo", use_local_synchronization=True)

@@ -18,12 +18,12 @@ def count_targets(targets: Tensor) -> int:
     return int(torch.count_nonzero(targets != IGNORE))
 
 
-def mean_over_targets(loss_sum: Tensor, global_targets: int) -> Tensor:
-    """The mean loss, or this rank's part of it: the sum divided by the global batch's number of targets.
+def weight_of_a_target(global_targets: int) -> float:
+    """The factor of one target's loss in the mean over the global batch: one over its number of targets.
 
     A batch without any target has loss 0 and gradients 0, rather than NaN.
     """
-    return loss_sum / max(global_targets, 1)
+    return 1.0 / max(global_targets, 1)
 
 
 def share_of_a_sequence(global_sequences: int) -> float:

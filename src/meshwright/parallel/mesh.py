@@ -7,7 +7,7 @@ most sits closest (Narayanan et al. 2021, §3; Grattafiori et al. 2024, §3.3.2)
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,21 @@ from meshwright.parallel.groups import Groups
 from meshwright.spec.layout import Layout
 
 
+class Pending(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> object:
+        """Return when the result may be read (on CUDA: by what is enqueued after this)."""
+        ...
+
+    def is_completed(self) -> bool:
+        """True if it has ended; does not wait for it."""
+        ...
+
+
 @dataclass
 class Wire:
-    """What crossed each axis: (axis, operation) -> bytes that one rank sends, and the number of calls.
+    """Traffic of each axis: (axis, operation) -> bytes that one rank sends, and the number of calls.
 
     Bytes are those of a bandwidth-optimal algorithm over n ranks and a whole tensor of S bytes: all-gather
     and reduce-scatter S (n-1)/n, all-reduce 2 S (n-1)/n (Thakur et al. 2005); an all-to-all of S bytes a rank
@@ -37,6 +49,12 @@ class Wire:
         self.bytes[key] = self.bytes.get(key, 0.0) + sent
         self.calls[key] = self.calls.get(key, 0) + 1
 
+    def start(self, axis: str, operation: str, sent: float, work: Pending | None) -> Pending:
+        """Add one collective that has just been started; returns the handle on which it is waited for."""
+        assert work is not None, "a rank starts collectives only on groups that it is in"
+        self.record(axis, operation, sent)
+        return work
+
     def clear(self) -> None:
         """Forget everything."""
         self.bytes.clear()
@@ -50,7 +68,8 @@ class Axis:
     name: str
     size: int
     rank: int
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
+    """None on an axis of one rank, where nothing is sent."""
     device: torch.device
     """Where the group's collectives take tensors."""
     wire: Wire
@@ -60,19 +79,19 @@ class Axis:
 class Mesh:
     """One rank's place in the mesh.
 
-    `storage` is the (replicate, shard, tp) mesh that stored parameters are DTensors on; `shard` is dp x cp.
-    The context axis is `ring` x `ulysses`, the latter neighbours (Fang & Zhao 2024).
-    Routed experts lie on `expert`, ep x etp neighbours of one stage and replica (Liu et al. 2025, parallel
-    folding); ranks that hold the same ones are `expert_data`, and `expert_storage` is the (replicate,
-    expert_data, ep, etp) mesh of their DTensors. `sequence` joins the ranks that share sequences, cp x tp,
-    and `stage` all of one place in the pipeline. Without experts these four are of one rank.
+    `storage` is the (replicate, shard, tp) mesh that stored parameters are DTensors on, without its dims of
+    one rank; `shard` is dp x cp. The context axis is `ring` x `ulysses`, the latter neighbours (Fang & Zhao
+    2024). Routed experts lie on `expert`, ep x etp neighbours of one stage and replica (Liu et al. 2025,
+    parallel folding); ranks that hold the same ones are `expert_data`, and `expert_storage` is the
+    (replicate, expert_data, ep, etp) mesh of their DTensors. `sequence` joins the ranks that share sequences,
+    cp x tp. Without experts these three are of one rank.
     Where there are more tensor ranks than key-value heads, `copies` neighbours hold the same head:
     `split_storage` is the (replicate, shard, parts, copies) mesh of those.
     `pipeline` carries activations between stages and `gradients` theirs, so that none waits for the other.
-    `ends` joins the first and the last rank of the pipeline, where the others have none. `data` is a
-    gloo group over the ranks that have the same place on the tensor axis. `control` carries what the hosts of
-    all ranks exchange, over the store and not a group; `background` is a second one for checkpoints that are
-    written while training goes on: on one they would wait for each other.
+    `ends` joins the first and the last rank of the pipeline, where the others have none. `world` is all
+    ranks: it carries the few numbers of a step that all of them need. `control` carries host messages of all
+    ranks, over the store and not a group; `background` is a second one for checkpoints that are written
+    during training: on one they would wait for each other.
     """
 
     layout: Layout
@@ -91,13 +110,17 @@ class Mesh:
     expert: Axis
     expert_data: Axis
     sequence: Axis
-    stage: Axis
     pipeline: Axis
     gradients: Axis
     ends: Axis | None
-    data: Axis
+    world: Axis
     control: Control
     background: Control
+
+    @property
+    def rank(self) -> int:
+        """This rank's number."""
+        return self.world.rank
 
     def storage_of(self, copies: int) -> DeviceMesh:
         """`storage`, or for pieces that tensor ranks hold alike `split_storage`."""
@@ -129,8 +152,7 @@ def build_mesh(
         raise ValueError(f"the layout needs {size} ranks and the process group has {dist.get_world_size()}")
     heads = kv_heads if kv_heads is not None else layout.tp * layout.cp
     copies = layout.kv_copies(heads)
-    groups, wire, host = groups or Groups(device.type), Wire(), torch.device("cpu")
-    scope = new_scope()
+    groups, wire, scope = groups or Groups(device.type), Wire(), new_scope()
     grid = rank_grid(layout)
     heads_grid, expert_grid = grid.unflatten(-1, (-1, copies)), grid.view(_expert_shape(layout))
     storage = groups.device_mesh(grid, ("replicate", "shard", "tp"))
@@ -139,24 +161,26 @@ def build_mesh(
         expert_storage = groups.device_mesh(expert_grid, ("replicate", "expert_data", "ep", "etp"))
     if copies > 1:
         split = groups.device_mesh(heads_grid, ("replicate", "shard", "parts", "copies"))
-    of_axes = {
-        **_groups_of_layers(layout, grid, heads, groups),
-        **_groups_of_experts(layout, grid, groups, experts),
-        **_groups_of_stages(layout, grid, groups, device != host),
+    lines = {
+        **_layer_lines(layout, grid, heads),
+        **_expert_lines(layout, grid, experts),
+        **_stage_lines(layout, grid, device.type != "cpu"),
     }
 
-    def axis(key: str) -> Axis | None:
-        name, group = of_axes[key]
-        if group is None:
+    def axis(line: _Line) -> Axis | None:
+        found = groups.along(line.grid, line.dim, line.purpose)
+        if found is None:
             return None
-        on = host if key == "data" else device
-        return Axis(name, group.size(), group.rank(), group, on, wire)
+        row, group = found
+        return Axis(line.name, len(row), row.index(dist.get_rank()), group, device, wire)
 
+    axes: dict[str, Any] = {"ends": None} | {key: axis(line) for key, line in lines.items()}
+    group = groups.world(tuple(range(size)))
     if storage is None or split is None or expert_storage is None:
         return None
-    axes: dict[str, Any] = {key: axis(key) for key in of_axes}
     for purpose in ("control", "background"):
         axes[purpose] = groups.connections.control(purpose, size, scope, groups.timeout)
+    axes["world"] = Axis("world", size, dist.get_rank(), group if size > 1 else None, device, wire)
     return Mesh(layout, device, storage, split, expert_storage, wire, **axes)
 
 
@@ -167,24 +191,28 @@ def rank_grid(layout: Layout) -> Tensor:
     return torch.arange(layout.world_size).view([size for _, size in numbered]).permute(places).contiguous()
 
 
-Named = dict[str, tuple[str, dist.ProcessGroup | None]]
-"""A field of `Mesh` -> the axis that the wire records, and the group of this rank."""
+class _Line(NamedTuple):
+    """An axis to be made: the name that the wire records, and the dim of a grid of ranks it runs along."""
+
+    name: str
+    grid: Tensor
+    dim: int
+    purpose: str = ""
 
 
-def _groups_of_layers(layout: Layout, grid: Tensor, heads: int, groups: Groups) -> Named:
-    """The axes that share samples, states, tokens and layers' insides."""
+def _layer_lines(layout: Layout, grid: Tensor, heads: int) -> dict[str, _Line]:
+    """The axes that share samples, states, tokens and the insides of layers, by field of `Mesh`."""
     ulysses = layout.ulysses(heads)
     tokens = grid.view(-1, layout.cp, layout.tp)
     rings = grid.view(-1, layout.cp // ulysses, ulysses, layout.tp)
-    heads_grid = grid.unflatten(-1, (-1, layout.kv_copies(heads)))
     return {
-        "replicate": ("replicate", groups.along(grid, 1)),
-        "shard": ("shard", groups.along(grid, 2)),
-        "context": ("context", groups.along(tokens, 1, "context")),
-        "ring": ("context", groups.along(rings, 1, "context")),
-        "ulysses": ("context", groups.along(rings, 2, "context")),
-        "tensor": ("tensor", groups.along(grid, 3)),
-        "copies": ("tensor", groups.along(heads_grid, 4)),
+        "replicate": _Line("replicate", grid, 1),
+        "shard": _Line("shard", grid, 2),
+        "context": _Line("context", tokens, 1, "context"),
+        "ring": _Line("context", rings, 1, "context"),
+        "ulysses": _Line("context", rings, 2, "context"),
+        "tensor": _Line("tensor", grid, 3),
+        "copies": _Line("tensor", grid.unflatten(-1, (-1, layout.kv_copies(heads))), 4),
     }
 
 
@@ -192,27 +220,23 @@ def _expert_shape(layout: Layout) -> tuple[int, ...]:
     return (layout.pp, layout.replicate, layout.expert_data_ranks, layout.ep, layout.etp)
 
 
-def _groups_of_experts(layout: Layout, grid: Tensor, groups: Groups, experts: bool) -> Named:
-    """The axes of routed experts and of their balance; without experts each rank alone."""
+def _expert_lines(layout: Layout, grid: Tensor, experts: bool) -> dict[str, _Line]:
+    """The axes of routed experts and of their balance, by field of `Mesh`; of one rank without experts."""
     if not experts:
-        alone = groups.along(grid.view(-1, 1), 1)
-        return {name: (name, alone) for name in ("expert", "expert_data", "sequence", "stage")}
+        alone = grid.view(-1, 1)
+        return {name: _Line(name, alone, 1) for name in ("expert", "expert_data", "sequence")}
     expert_grid = grid.view(_expert_shape(layout))
     return {
-        "expert": ("expert", groups.along(expert_grid.flatten(3), 3)),
-        "expert_data": ("expert_data", groups.along(expert_grid, 2)),
-        "sequence": ("sequence", groups.along(grid.view(-1, layout.cp * layout.tp), 1)),
-        "stage": ("stage", groups.along(grid.view(layout.pp, -1), 1)),
+        "expert": _Line("expert", expert_grid.flatten(3), 3),
+        "expert_data": _Line("expert_data", expert_grid, 2),
+        "sequence": _Line("sequence", grid.view(-1, layout.cp * layout.tp), 1),
     }
 
 
-def _groups_of_stages(layout: Layout, grid: Tensor, groups: Groups, on_device: bool) -> Named:
-    """The pipeline's axes, and the data axis."""
+def _stage_lines(layout: Layout, grid: Tensor, on_device: bool) -> dict[str, _Line]:
+    """The axes of the pipeline, by field of `Mesh`."""
     # gloo tells messages apart by tags; elsewhere each kind needs a group of its own.
-    apart = ("pipeline", "gradients") if layout.pp > 1 and on_device else ("", "")
-    return {
-        "pipeline": ("pipeline", groups.along(grid, 0, apart[0])),
-        "gradients": ("pipeline", groups.along(grid, 0, apart[1])),
-        "ends": ("pipeline", groups.along(grid[[0, -1]], 0) if layout.pp > 1 else None),
-        "data": ("data", groups.along(grid.view(-1, layout.tp), 0, host=True)),
-    }
+    apart = ("pipeline", "gradients") if on_device else ("", "")
+    names = ("pipeline", "gradients")
+    lines = {name: _Line("pipeline", grid, 0, purpose) for name, purpose in zip(names, apart, strict=True)}
+    return lines | ({"ends": _Line("pipeline", grid[[0, -1]], 0)} if layout.pp > 1 else {})

@@ -28,9 +28,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel.collectives import Pending, start_receive, start_send
+from meshwright.parallel.collectives import start_receive, start_send
 from meshwright.parallel.later import Later, Work, together
-from meshwright.parallel.mesh import Axis, Mesh
+from meshwright.parallel.mesh import Axis, Mesh, Pending
 from meshwright.schedule import Action, Kind, Schedule
 from meshwright.schedule.actions import source_of, target_of
 from meshwright.schedule.flow import flow_of
@@ -38,6 +38,9 @@ from meshwright.schedule.flow import flow_of
 
 class StageModule(Protocol):
     """What a rank computes of one stage."""
+
+    target_weight: float
+    """Factor of each target's loss, where the stage gives the loss."""
 
     def __call__(self, microbatch: Any, x: Tensor | None, /) -> Tensor:
         """The input of the next stage, or what the objective takes; `x` is from the stage before."""

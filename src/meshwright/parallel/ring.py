@@ -26,13 +26,12 @@ from meshwright.model.attention_parts import (
 from meshwright.model.sight import Sight
 from meshwright.parallel.collectives import (
     DONE,
-    Pending,
     start_all_gather,
     start_reduce_scatter,
     start_shift,
 )
 from meshwright.parallel.joint import Joint, Tensors, empty
-from meshwright.parallel.mesh import Axis
+from meshwright.parallel.mesh import Axis, Pending
 from meshwright.parallel.recompute import Kept
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -121,37 +123,43 @@ def stored(slot: Slot, local: Tensor, mesh: Mesh, sharded: bool) -> Stored:
     rows: Placement = Replicate()
     if sharded:
         rows = _StridedShard(0, split_factor=piece.parts) if split and piece.dim == 0 else Shard(0)
-    over_tensor: list[Placement] = [Shard(piece.dim) if split else Replicate()]
-    if split and piece.copies > 1:
-        over_tensor.append(Replicate())
+    over_tensor: Placement = Shard(piece.dim) if split else Replicate()
     shape = list(piece.whole)
     if split:
         shape[piece.dim] = piece.size * piece.parts
-    found = DTensor.from_local(
+    found = _part_of(
+        torch.Size(shape),
         local,
         mesh.storage_of(piece.copies if split else 1),
-        (Replicate(), rows, *over_tensor),
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=torch.empty(shape, device="meta").stride(),
+        {"shard": rows, "tp": over_tensor, "parts": over_tensor},
     )
     return Trimmed(found, piece.whole[0]) if shape[0] > piece.whole[0] else found
 
 
 def _stored_experts(slot: Slot, local: Tensor, mesh: Mesh, sharded: bool) -> DTensor:
-    """Of routed experts: dim 0 over the expert ranks, and the channels over those that share an expert."""
-    piece, shape = slot.piece, torch.Size(slot.piece.whole)
+    """Local rows of routed experts: dim 0 over the expert ranks, channels over those that share an expert."""
+    piece = slot.piece
     split = piece.parts > 1
     rows: Placement = Replicate()
     if sharded:
         both = split and piece.dim == 1
         rows = _StridedShard(1, split_factor=piece.parts) if both else Shard(1)
     channels: Placement = Shard(piece.dim) if split else Replicate()
+    placements = {"expert_data": rows, "ep": Shard(0), "etp": channels}
+    return _part_of(torch.Size(piece.whole), local, mesh.expert_storage, placements)
+
+
+def _part_of(
+    whole: torch.Size, local: Tensor, mesh: DeviceMesh, placements: Mapping[str, Placement]
+) -> DTensor:
+    """A part of a tensor of shape `whole`; dims of the mesh that have no placement replicate it."""
+    names = mesh.mesh_dim_names
+    assert names is not None
     return DTensor.from_local(
         local,
-        mesh.expert_storage,
-        (Replicate(), rows, Shard(0), channels),
+        mesh,
+        [placements.get(name, Replicate()) for name in names],
         run_check=False,
-        shape=shape,
-        stride=torch.empty(shape, device="meta").stride(),
+        shape=whole,
+        stride=torch.empty(whole, device="meta").stride(),
     )

@@ -117,13 +117,16 @@ class TensorParallel:
         batch, length = whole_BT.shape
         return whole_BT.reshape(self.axis.size, batch, length // self.axis.size)[self.axis.rank]
 
-    def head(self, head: Head, piece: Piece, x_BTD: Tensor, targets_BT: Tensor | None = None) -> Tensor:
-        """The summed loss over a split vocabulary; no rank has, or gathers, the logits of another."""
+    def head(
+        self, head: Head, piece: Piece, x_BTD: Tensor, targets_BT: Tensor | None = None, scale: float = 1.0
+    ) -> Tensor:
+        """`scale` times the summed loss over a split vocabulary; no rank gathers the logits of another."""
         if targets_BT is None:
             raise ValueError("a decoder that is split over tensor ranks gives the loss, not the logits")
         x_BTD = Enter.apply(head.norm(x_BTD), self.axis, self.sequence)
         part = VocabularyPart(piece.first, piece.size - piece.padding, self._combine)
-        return linear_cross_entropy(x_BTD.flatten(0, 1), head.weight, targets_BT.flatten(), part=part)
+        tokens, targets = x_BTD.flatten(0, 1), targets_BT.flatten()
+        return linear_cross_entropy(tokens, head.weight, targets, part=part, scale=scale)
 
     def _combine(self, mine_2N: Tensor) -> Tensor:
         everyone = gather_rows(mine_2N, self.axis)

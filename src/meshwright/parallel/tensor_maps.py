@@ -16,7 +16,6 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.parallel.collectives import (
     DONE,
-    Pending,
     gather_matmul,
     matmul_scatter,
     start_all_gather,
@@ -25,7 +24,7 @@ from meshwright.parallel.collectives import (
 )
 from meshwright.parallel.joint import Joint, Tensors, empty
 from meshwright.parallel.later import Later
-from meshwright.parallel.mesh import Axis
+from meshwright.parallel.mesh import Axis, Pending
 from meshwright.parallel.recompute import Kept
 
 # Whole tokens and shards of them ------------------------------------------------------------------------

@@ -5,7 +5,8 @@ Each rank stores rows of every parameter in one flat buffer, so that a unit cros
 
     stored    flat (P/n,) master format     what the optimiser updates; each parameter is a DTensor view of it
     full      flat (P,)   compute format    what the forward reads; each module parameter is a view of it
-    packed    flat (P,)   reduce format     gradients, in the order in which the reduce-scatter cuts them
+    packed    flat (P,)   reduce format     gradients, in the order in which the reduce-scatter cuts them; in
+                          or master         the master format where several microbatches are added up first
     gradient  flat (P/n,) master format     the sum over all ranks and microbatches
 
 n is the number of ranks that share the storage: 1 for ZeRO-0, the shard axis otherwise. Rows are dealt as
@@ -15,14 +16,14 @@ with zeros to equal parts. With n = 1 and equal formats `full` is `stored`: noth
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import _unsafe_preserve_version_counter as preserve_version  # type: ignore[attr-defined]
 
-from meshwright.parallel.collectives import DONE, Pending, start_all_gather
-from meshwright.parallel.mesh import Axis, Mesh
+from meshwright.parallel.collectives import DONE, start_all_gather
+from meshwright.parallel.mesh import Axis, Mesh, Pending
 from meshwright.parallel.precision import Formats
 from meshwright.parallel.slots import Slot, Stored, stored
 
@@ -44,6 +45,7 @@ class Unit:
         self.ranks = shards.size if shards else 1
         self.routed = slots[0].piece.experts is not None
         """Whether it is of routed experts, which never share a unit with others."""
+        self._axis = mesh.expert_data if self.routed else mesh.shard
         self.part = sum(slot.padded for slot in slots)
         self.decayed = sum(slot.padded for slot in slots if slot.decay)
         self.stored = torch.zeros(self.part, dtype=formats.master, device=mesh.device)
@@ -63,6 +65,8 @@ class Unit:
         self.gradient: Tensor | None = None
         self.arrived: set[str] = set()
         self.waiting: dict[str, int] = {}
+        """Parameter -> gradients that are still to come before the unit is done."""
+        self._packed_format = formats.reduce
 
     def _whole(self, slot: Slot) -> Tensor:
         """One parameter's part of `full`, with a dim of `ranks` before that of their rows."""
@@ -144,10 +148,19 @@ class Unit:
 
     # Gradients --------------------------------------------------------------------------------------
 
+    def expect(self, gradients: Mapping[str, int], several: bool) -> None:
+        """Set how many gradients of each parameter come before the unit is done.
+
+        With `several` more than one is added up before the reduction: in the master format, so that rounding
+        to the format of the wire happens once.
+        """
+        self.waiting = dict(gradients)
+        self._packed_format = self.formats.master if several else self.formats.reduce
+
     def pack(self, slot: Slot, grad: Tensor) -> None:
         """Take a parameter's gradient over into `packed`: copied the first time, added after that."""
         if self.packed is None:
-            self.packed = torch.empty(self.ranks * self.part, dtype=self.formats.reduce, device=grad.device)
+            self.packed = self._new_packed()
         dim, per_rank = slot.dim, slot.part[slot.dim]
         rows = self._packed_rows(slot).unflatten(1, slot.part)
         whole, rest = divmod(grad.shape[dim], per_rank)
@@ -166,19 +179,23 @@ class Unit:
         rows[whole + (1 if rest else 0) :].zero_()
         self.arrived.add(slot.name)
 
-    def take_packed(self, keep: bool) -> Tensor:
-        """The packed gradients, zeros where none arrived; `keep` leaves the memory for the next ones."""
-        if self.packed is None:
-            self.packed = torch.empty(
-                self.ranks * self.part, dtype=self.formats.reduce, device=self.stored.device
-            )
+    def _new_packed(self) -> Tensor:
+        return torch.empty(self.ranks * self.part, dtype=self._packed_format, device=self.stored.device)
+
+    def take_packed(self) -> Tensor:
+        """The packed gradients, zeros where none arrived; a unit that is not sharded keeps their memory."""
+        packed = self.packed if self.packed is not None else self._new_packed()
+        self.packed = packed
         for slot in self.slots:
             if slot.name not in self.arrived:
                 self._packed_rows(slot).zero_()
         self.arrived = set()
-        packed = self.packed
-        self.packed = packed if keep else None
+        self.packed = packed if self.shards is None else None
         return packed
+
+    def to_send(self, packed: Tensor) -> Tensor:
+        """Packed gradients in the format of the wire; a copy where they were added up in another."""
+        return packed.to(self.formats.reduce)
 
     def new_part(self) -> Tensor:
         """Room for this rank's part (P/n,) of the gradients' sum, in the format of the wire."""
@@ -188,25 +205,28 @@ class Unit:
         assert self.packed is not None
         return self.packed.view(self.ranks, self.part)[:, slot.start : slot.start + slot.padded]
 
-    def shared_gradients(self) -> Iterator[tuple[Axis, list[Tensor]]]:
-        """(axis, parts of `gradient`) that the ranks of that part of the tensor axis must add up."""
-        copies = {slot.piece.copies for slot in self.slots if slot.piece.summed}
-        for count in sorted(copies):
-            axis = self.mesh.tensor if count == self.mesh.tensor.size else self.mesh.copies
-            slots = [slot for slot in self.slots if slot.piece.summed and slot.piece.copies == count]
-            yield axis, [self.gradient_of(slot) for slot in slots]
+    def slots_summed(self) -> Iterator[tuple[Axis, Slot]]:
+        """(axis, slot) of each parameter whose gradients the ranks of that part of the tensor axis add up."""
+        for slot in self.slots:
+            if slot.piece.summed:
+                whole = slot.piece.copies == self.mesh.tensor.size
+                yield (self.mesh.tensor if whole else self.mesh.copies), slot
 
-    def counted_gradients(self, elsewhere: str | None = None) -> Iterator[Tensor]:
-        """The parts of `gradient` that count in a norm: of equal pieces only the first tensor rank's, and
-        not the parameter that another rank of the pipeline counts."""
-        assert self.gradient is not None
+    def counted_slots(self, without: Collection[str] = ()) -> list[Slot]:
+        """The parameters that this rank counts, of ranks that store the same, but for those in `without`."""
+        if self.mesh.replicate.rank > 0 or (self.shards is None and self._axis.rank > 0):
+            return []
         rank = self.mesh.tensor.rank
-        counted = [s for s in self.slots if rank % s.piece.copies == 0 and s.name != elsewhere]
-        if len(counted) == len(self.slots):
-            yield self.gradient
-            return
-        for slot in counted:
-            yield self.gradient_of(slot)
+        return [slot for slot in self.slots if rank % slot.piece.copies == 0 and slot.name not in without]
+
+    def counted_gradients(self, without: Collection[str] = ()) -> list[Tensor]:
+        """The parts of `gradient` of the parameters that this rank counts, adjacent ones as one."""
+        assert self.gradient is not None
+        found: list[tuple[int, int]] = []
+        for slot in self.counted_slots(without):
+            begin = found.pop()[0] if found and found[-1][1] == slot.start else slot.start
+            found.append((begin, slot.start + slot.padded))
+        return [self.gradient[begin:end] for begin, end in found]
 
     def gradient_of(self, slot: Slot) -> Tensor:
         """A parameter's part of `gradient`, padding included."""

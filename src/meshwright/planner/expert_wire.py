@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from meshwright.planner.place import Place, Traffic, recomputed, share, widths
-from meshwright.spec import MoeSpec, RunSpec
+from meshwright.spec import ModelSpec, MoeSpec, RunSpec
 
 NUMBER = 8
 """A count of copies in int64, or a sum of a step's balance in float64."""
@@ -59,15 +59,15 @@ def expert_wire(at: Place, moe: MoeSpec, copies: Copies | None) -> Traffic:
     return {("expert", "all_to_all"): told + forward + backward + again if ranks > 1 else 0.0}
 
 
+def balance_counts(model: ModelSpec, moe: MoeSpec) -> int:
+    """Numbers that a step counts of the balance of all layers with experts of the model."""
+    return sum(map(model.has_experts, range(model.layers))) * (moe.experts + 4)
+
+
 def balance_wire(at: Place, moe: MoeSpec) -> Traffic:
-    """What ranks that share sequences agree on, and what a step counts (`parallel/balance.py`)."""
+    """Messages of ranks that share sequences about their routing (`parallel/balance.py`)."""
     spec, layout = at.spec, at.spec.layout
     times = spec.microbatches * at.routed * share(layout.cp * layout.tp)
     counts = spec.micro_batch * moe.experts * 4 if moe.aux_loss else 0
     chosen = spec.micro_batch * spec.data.seq_len * moe.top_k * 4 if moe.capacity_factor is not None else 0
-    every = layout.replicate * layout.dp * layout.cp * layout.tp
-    return {
-        ("sequence", "all_reduce"): 2 * times * counts,
-        ("sequence", "all_gather"): times * chosen,
-        ("stage", "all_reduce"): 2 * at.routed * (moe.experts + 4) * NUMBER * share(every),
-    }
+    return {("sequence", "all_reduce"): 2 * times * counts, ("sequence", "all_gather"): times * chosen}

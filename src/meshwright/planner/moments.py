@@ -27,7 +27,7 @@ from meshwright.planner.activations import (
 )
 from meshwright.planner.expert_activations import routed_packed
 from meshwright.planner.place import Place, widths
-from meshwright.planner.states import Unit, waits
+from meshwright.planner.states import Unit, packed_width, waits
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,7 @@ def fullest_moment(at: Place, listed: Sequence[Unit], kept: Activations, casts: 
     for last in [True] if at.spec.microbatches == 1 else [False, True]:  # others hold no more than these
         step.forward()
         step.backward(last)
-    step.drain(0)
-    step.look(0)
+    step.finish()
     return step.most
 
 
@@ -66,13 +65,14 @@ class _Units:
             self.groups.setdefault(unit.name, []).append(unit)
         self.activations = self.buffers = 0
         self.packed = {unit for unit in listed if unit.ranks == 1}
-        self.gradients = sum(unit.whole for unit in self.packed) * self.width.reduce
+        self.packed_width = {unit: packed_width(at, unit) for unit in listed}
+        self.gradients = sum(unit.whole * self.packed_width[unit] for unit in self.packed)
         self.waiting = {unit for unit in listed if waits(at.spec, unit)}
         self.summed: set[Unit] = set()
         self.whole: set[Unit] = set()
         self.coming: set[Unit] = set()
-        self.pending: deque[tuple[Unit, bool, bool]] = deque()
-        """Reductions under way, whether they leave a part of the sum, and whether replicas add that up."""
+        self.reducing: deque[Unit] = deque()
+        """Units whose gradients are being reduced over the ranks that share their states."""
         self.most = Moment(0, 0, 0, 0)
 
     def look(self, temporaries: int) -> None:
@@ -118,50 +118,67 @@ class _Units:
             return
         self.packed.add(unit)
         if unit in self.waiting:
-            self.gradients += unit.whole * self.width.reduce
+            self.gradients += unit.whole * self.packed_width[unit]
         else:
-            self.buffers += unit.whole * self.width.reduce
+            self.buffers += unit.whole * self.packed_width[unit]
 
     def done(self, unit: Unit, last: bool, temporaries: int) -> None:
-        """All its gradients of a microbatch are there: they are reduced, if they are due."""
-        self.release(unit)
+        """All gradients of a unit in a microbatch are there: they are reduced, if they are due."""
+        if not self.stays(unit, last):
+            self.release(unit)
         if not last and (unit.zero < 2 or unit.ranks == 1):
             return
         self.pack(unit)
+        sent, copied = unit.whole * self.width.reduce, self.packed_width[unit] != self.width.reduce
         if unit.ranks > 1:
             self.packed.remove(unit)
-            self.buffers += unit.part * self.width.reduce
+            self.buffers += unit.part * self.width.reduce + sent
+            self.look(temporaries if copied or unit in self.waiting else temporaries - sent)
+            held = unit.whole * self.packed_width[unit]
             if unit in self.waiting:
-                self.gradients -= unit.whole * self.width.reduce
-                self.buffers += unit.whole * self.width.reduce
+                self.gradients -= held
+            else:
+                self.buffers -= held
+        else:
+            self.buffers += sent if copied and self.sends(unit) else 0
         self.look(temporaries)
-        self._start(unit, True, last and self.spec.layout.replicate > 1)
+        self.reducing.append(unit)
+        while len(self.reducing) > len(self.groups[unit.name]):
+            self._reduced(self.reducing.popleft())
 
-    def _start(self, unit: Unit, parts: bool, replicas: bool) -> None:
-        self.pending.append((unit, parts, replicas))
-        self.drain(1)
+    def stays(self, unit: Unit, last: bool) -> bool:
+        """True if a unit stays whole after its backward, for the next microbatch's forward."""
+        return not last and (unit.name == "blocks.0" or (unit.name == "embed" and "head" not in self.groups))
 
-    def drain(self, leave: int) -> None:
-        """Wait for all reductions but the latest."""
-        while len(self.pending) > leave:
-            unit, parts, replicas = self.pending.popleft()
-            if parts:
-                self._reduced(unit, replicas)
+    def sends(self, unit: Unit) -> bool:
+        """True if other ranks have the whole unit, too, and add up its gradients with this one."""
+        layout = self.spec.layout
+        ranks = layout.expert_data_ranks if unit.routed else layout.shard_ranks
+        return max(layout.replicate, ranks) > 1
 
-    def _reduced(self, unit: Unit, replicas: bool) -> None:
+    def finish(self) -> None:
+        """Wait for all reductions."""
+        while self.reducing:
+            self._reduced(self.reducing.popleft())
+        self.look(0)
+
+    def _reduced(self, unit: Unit) -> None:
         width, new = self.width, unit not in self.summed
         self.summed.add(unit)
-        stays = new and width.reduce == width.master  # what was on the wire becomes the gradient
-        if new and (unit.ranks > 1 or not stays):
-            self.gradients += unit.part * width.master
+        sent = unit.whole * width.reduce
         if unit.ranks == 1:
+            if self.packed_width[unit] != width.master:
+                self.gradients += unit.part * width.master if new else 0
+            elif width.reduce != width.master and self.sends(unit):
+                self.buffers -= sent
             return
+        stays = new and width.reduce == width.master  # the part that was on the wire becomes the gradient
+        if new:
+            self.gradients += unit.part * width.master
         if stays:
             self.buffers -= unit.part * width.reduce
         self.look(0)
-        if replicas:
-            self._start(unit, False, False)
-        self.buffers -= (unit.whole + (0 if stays else unit.part)) * width.reduce
+        self.buffers -= sent + (0 if stays else unit.part * width.reduce)
 
 
 class _Step(_Units):
@@ -191,11 +208,10 @@ class _Step(_Units):
         for layer, name in enumerate(blocks):
             after = blocks[layer + 1] if name != blocks[-1] else None if self.tied else "head"
             self.gather(name, after)
-            if not (self.tied and name == blocks[-1]):  # the last unit stays whole
+            if name != blocks[-1]:  # its backward comes next but for the head's, so it stays whole
                 self._release(name)
             self.activations += kept.by_block[layer]
-        # The head of tied ends is the first unit, too, after which the first block comes.
-        self.gather("embed" if self.tied else "head", blocks[0] if self.tied else None)
+        self.gather("embed" if self.tied else "head", None)
         self.activations += kept.head
         self.look(self.head[0])
 
@@ -229,8 +245,7 @@ class _Step(_Units):
     def _block(self, layer: int, last: bool) -> None:
         *routed, unit = reversed(self.groups[name := self.blocks[layer]])  # the backward finds routed first
         working = self.working[bool(routed)]
-        stayed = self.tied and name == self.blocks[-1]
-        self.gather(name, self.blocks[layer - 1] if layer and not stayed else None)
+        self.gather(name, self.blocks[layer - 1] if layer else None if last else "embed")
         more = working.more - self.kept.by_block[layer]
         if self.sizes.channels(layer):
             self.pack(unit)

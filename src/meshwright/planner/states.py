@@ -6,12 +6,14 @@ take, with b bytes to compute in, r on the wire and m of masters (cf. Rajbhandar
 
                     compute copy    stored      gradients               Adam's moments
     n = 1           P b, or none    P m         P r, and P m or none    2 P m
-    ZeRO-1          P b             P m / n     P r                     2 P m / n
+    ZeRO-1          P b             P m / n     P r, or P m             2 P m / n
     ZeRO-2          P b             P m / n     P m / n                 2 P m / n
     ZeRO-3          none            P m / n     P m / n                 2 P m / n
 
 "or none" where both formats are one: then both are the same memory. Gradients of ZeRO-1, and of a pipeline in
-ZeRO-2 and 3 too, wait whole for the step's last microbatch, if there are several; else they go as they come.
+ZeRO-2 and 3 too, wait whole for the step's last microbatch, if there are several, and are added up in the
+format of the masters: P m instead of P r, also for n = 1, where that is then their only memory. Else they go
+as they come.
 Adam counts its steps in a number of 4 bytes for each buffer that decays, and for each that does not.
 """
 
@@ -22,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
+from meshwright.planner.expert_wire import balance_counts
 from meshwright.planner.place import Place, Widths, part_elements, place_of, widths
 from meshwright.schedule import Action, Kind, make
 from meshwright.spec import RunSpec
@@ -120,7 +123,8 @@ def _balance(at: Place) -> int:
     moe = at.spec.model.moe
     if moe is None:
         return 0
-    return at.routed * (EXACT_COUNT * (moe.experts + 4) + (BIAS * moe.experts if moe.bias else 0))
+    biases = at.routed * moe.experts if moe.bias else 0
+    return EXACT_COUNT * balance_counts(at.spec.model, moe) + BIAS * biases
 
 
 # Gradients, in the order in which a step finds them and gives them away -----------------------------------
@@ -132,11 +136,19 @@ def waits(spec: RunSpec, unit: Unit) -> bool:
     return unit.ranks == 1 or (several and (unit.zero < 2 or spec.layout.pp > 1))
 
 
+def packed_width(at: Place, unit: Unit) -> int:
+    """Bytes of an element of gradients before they are sent: several are added up in the masters' format."""
+    width, spec = widths(at.spec), at.spec
+    both_ends = spec.layout.pp > 1 and spec.model.tied and at.embed and at.head and unit.name == "embed"
+    several = waits(spec, unit) and (spec.microbatches > 1 or both_ends)
+    return width.master if several else width.reduce
+
+
 def _gradients(at: Place, listed: Sequence[Unit]) -> int:
-    """The most bytes of gradients at a time. A reduction is waited for when the next one has begun."""
+    """The most bytes of gradients at a time. A reduction is waited for one block later."""
     spec, width = at.spec, widths(at.spec)
     found, waiting = list(_events(at, listed)), {unit for unit in listed if waits(spec, unit)}
-    left = Counter(found)
+    left, depth = Counter(found), Counter(unit.name for unit in listed)
     held = most = 0
     begun: set[Unit] = set()
     summed: set[Unit] = set()
@@ -144,23 +156,23 @@ def _gradients(at: Place, listed: Sequence[Unit]) -> int:
 
     def finish(unit: Unit) -> None:
         nonlocal held, most
-        if unit not in summed and (unit.ranks > 1 or width.reduce != width.master):
+        if unit not in summed and (unit.ranks > 1 or packed_width(at, unit) != width.master):
             held += unit.part * width.master
         summed.add(unit)
         most = max(most, held)
 
     for unit in found:
         if unit not in begun and unit in waiting:
-            held += unit.whole * width.reduce
+            held += unit.whole * packed_width(at, unit)
         begun.add(unit)
         most = max(most, held)
         left[unit] -= 1
         if left[unit] and unit in waiting:
             continue
         if unit.ranks > 1 and unit in waiting:
-            held -= unit.whole * width.reduce
+            held -= unit.whole * packed_width(at, unit)
         pending.append(unit)
-        while len(pending) > 1:
+        while len(pending) > depth[unit.name]:
             finish(pending.popleft())
     for unit in pending:
         finish(unit)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from meshwright.planner.expert_wire import Copies, balance_wire, expert_wire
+from meshwright.planner.expert_wire import Copies, balance_counts, balance_wire, expert_wire
 from meshwright.planner.place import (
     Place,
     Traffic,
@@ -25,8 +25,8 @@ from meshwright.schedule import steps
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.parameters import Piece
 
-SCALAR = 8
-"""A number that ranks agree on, in float64."""
+SCALAR, _TOTALS = 8, 5
+"""Bytes of a number that ranks agree on, in float64, and how many there are (`train/step.py`, `Totals`)."""
 
 
 def traffic(spec: RunSpec, pipeline_rank: int = 0, copies: Copies | None = None) -> Traffic:
@@ -46,19 +46,32 @@ def traffic(spec: RunSpec, pipeline_rank: int = 0, copies: Copies | None = None)
 
 def _states(at: Place) -> Iterator[Traffic]:
     """Parameters and gradients between the data ranks (`parallel/data.py`), unit by unit."""
-    groups = list(at.pieces().values())
-    for index, listed in enumerate(groups):
-        at_end = index in (0, len(groups) - 1)
+    gathers = _gathers(at)
+    for name, listed in at.pieces().items():
         for routed in (False, True):
             pieces = [piece for _, piece in listed if (piece.experts is not None) == routed]
-            yield _unit(at.spec, pieces, routed, at_end)
+            yield _unit(at.spec, pieces, routed, gathers.get(name, 1))
 
 
-def _unit(spec: RunSpec, pieces: Sequence[Piece], routed: bool, at_end: bool) -> Traffic:
-    """What moves together: a unit's parameters, or its routed experts, apart from them.
+def _gathers(at: Place) -> dict[str, int]:
+    """How often each unit is gathered in a step by ZeRO-3 without a pipeline; elsewhere each is once.
 
-    The first unit and the last, which are `at_end`, are kept whole from forward to backward.
+    A block is gathered for its forward and for its backward. The head and the last block stay whole in
+    between; the first block stays whole from its backward to the next microbatch's forward; the embedding's
+    backward reads nothing. Tied ends stay whole through the step.
     """
+    each, blocks = at.spec.microbatches, at.spec.model.layers
+    if at.spec.layout.zero < 3 or at.spec.layout.pp > 1:
+        return {}
+    found = dict.fromkeys(at.pieces(), 2 * each)
+    found |= {"embed": 1 if at.spec.model.tied else each, "head": each}
+    found["blocks.0"] = each + 1
+    found[f"blocks.{blocks - 1}"] = each if blocks > 1 else 1
+    return found
+
+
+def _unit(spec: RunSpec, pieces: Sequence[Piece], routed: bool, gathers: int) -> Traffic:
+    """What moves together: a unit's parameters, or its routed experts, apart from them."""
     layout, width, zero = spec.layout, widths(spec), spec.layout.zero
     axis, ranks = ("expert_data", layout.expert_data_ranks) if routed else ("shard", layout.shard_ranks)
     parts = ranks if zero else 1
@@ -67,7 +80,6 @@ def _unit(spec: RunSpec, pieces: Sequence[Piece], routed: bool, at_end: bool) ->
         axis, ranks = (axis, ranks) if layout.replicate == 1 else ("replicate", layout.replicate)
         return {(axis, "all_reduce"): 2 * whole * width.reduce * share(ranks)}
     each = spec.microbatches if layout.pp == 1 else 1  # in a pipeline everything is once a step
-    gathers = each * (1 if at_end else 2) if zero == 3 and layout.pp == 1 else 1
     return {
         (axis, "all_gather"): gathers * whole * width.compute * share(ranks),
         (axis, "reduce_scatter"): (each if zero >= 2 else 1) * whole * width.reduce * share(ranks),
@@ -154,14 +166,10 @@ def _shared(at: Place) -> Traffic:
 
 
 def _scalars(spec: RunSpec) -> Traffic:
-    """The number of targets and the loss over all data ranks, the gradient norm over all its parts."""
-    layout, moe = spec.layout, spec.model.moe
-    same_experts = layout.expert_data_ranks if moe is not None and layout.zero else 1
-    return {
-        ("data", "scalars"): 2 * 2 * SCALAR * share(layout.data_ranks * layout.cp * layout.pp),
-        ("shard", "scalars"): 2 * SCALAR * share(shards(spec)),
-        ("expert_data", "scalars"): 2 * SCALAR * share(same_experts),
-        ("expert", "scalars"): 2 * SCALAR * share(layout.ep * layout.etp),
-        ("tensor", "scalars"): 2 * SCALAR * share(layout.tp),
-        ("pipeline", "scalars"): 2 * SCALAR * share(layout.pp),
-    }
+    """Once a step over all ranks: the norm's square, the loss, the next step's targets, failures and stops.
+
+    With experts their counts go along: E + 4 numbers for each layer of the model that has some.
+    """
+    moe = spec.model.moe
+    counts = balance_counts(spec.model, moe) if moe is not None else 0
+    return {("world", "scalars"): 2 * (_TOTALS + counts) * SCALAR * share(spec.layout.world_size)}

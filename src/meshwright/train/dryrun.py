@@ -26,7 +26,7 @@ from meshwright.model.decoder import Decoder
 from meshwright.model.moe import Moe
 from meshwright.model.trip import Trip
 from meshwright.parallel.expert import Across
-from meshwright.parallel.groups import Groups
+from meshwright.parallel.groups import Groups, Row
 from meshwright.parallel.mesh import Axis, Mesh, build_mesh
 from meshwright.parallel.pipeline import Watch
 from meshwright.parallel.precision import Formats
@@ -79,14 +79,16 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
     memory = FakeMemory(device, attention_cpu.BODIES)
     with _world(spec.layout.world_size, rank):
         heads, experts = spec.model.kv_heads, spec.model.moe is not None
-        mesh = build_mesh(spec.layout, device, heads, _OwnGroups(device.type), experts)
+        mesh = build_mesh(spec.layout, device, heads, _FakeGroups(device.type), experts)
         assert mesh is not None
         with memory:
             trainer = Trainer(spec, mesh, partial(_CountedUnit, memory, spec.microbatches > 1))
             _tell(memory, trainer)
+            batch = _batch(spec)
+            trainer.expect(batch)
             memory.restart()
             mesh.wire.clear()
-            trainer.step(_batch(spec), 1)
+            trainer.step(batch, 1)
     held = memory.at_peak()
     most = {kind: _of(memory.most, kind) for kind in COMPONENTS}
     wire, calls = dict(mesh.wire.bytes), dict(mesh.wire.calls)
@@ -106,16 +108,11 @@ def _world(size: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class _OwnGroups(Groups):
-    """Only the groups that this rank is in, which send nothing: the others' are many."""
+class _FakeGroups(Groups):
+    """Groups that send nothing."""
 
-    def _make(self, ranks: tuple[int, ...], purpose: str, host: bool) -> dist.ProcessGroup | None:
-        key = (purpose, "fake", ranks)
-        if dist.get_rank() not in ranks:
-            return None
-        if key not in self._made:
-            self._made[key] = dist.new_group(list(ranks), backend="fake")
-        return self._made[key]
+    def _make(self, rows: list[Row], own: Row | None, purpose: str) -> dist.ProcessGroup | None:
+        return None if own is None else dist.new_group(list(own), backend="fake")
 
 
 def _batch(spec: RunSpec) -> Batch:
@@ -166,6 +163,12 @@ class _CountedUnit(Unit):
     def _resize(self, size: int) -> None:
         super()._resize(size)
         self._memory.resized(self.full)
+
+    def to_send(self, packed: Tensor) -> Tensor:
+        sent = super().to_send(packed)
+        if sent is not packed:
+            self._memory.mark(sent, BUFFERS, self.name)
+        return sent
 
     def new_part(self) -> Tensor:
         part = super().new_part()

@@ -25,9 +25,9 @@ from meshwright.parallel.precision import DTYPES
 from meshwright.spec import MoeSpec, RunSpec, UserError
 from meshwright.spec.errors import Stopped
 from meshwright.train import state
+from meshwright.train.digest import SampleRecord, parameters_sha256
 from meshwright.train.observer import Observers
 from meshwright.train.peak import matmul_flops_per_second
-from meshwright.train.samples import SampleRecord
 from meshwright.train.step import Step, Trainer
 from meshwright.train.stop import StopSignals
 
@@ -41,8 +41,8 @@ class Run:
 
     def __init__(self, spec: RunSpec, mesh: Mesh, out: Path, observers: Observers) -> None:
         self.spec, self.mesh, self.out, self.observers = spec, mesh, out, observers
-        self.ranks = mesh.control
-        self.corpus: Corpus = self.ranks.together(lambda: open_corpus(spec))
+        self.control = mesh.control
+        self.corpus: Corpus = self.control.together(lambda: open_corpus(spec))
         self.loader = Loader(self.corpus, spec, mesh.data_rank, spec.layout.data_ranks)
         self.trainer = Trainer(spec, mesh)
         self.samples = SampleRecord(mesh)
@@ -68,9 +68,11 @@ class Run:
         try:
             self._start(resume)
             with StopSignals() as stop:
+                if self.done < self.spec.train.last_step:
+                    self.batch = self.control.together(lambda: self.loader.step(self.done))
+                    self.trainer.expect(self.batch)
                 while self.done < self.spec.train.last_step:
-                    self._step()
-                    if self.ranks.any(stop.noted is not None):
+                    if self._step(stop.noted is not None):
                         self._stop(stop.noted or signal.SIGTERM)
             self._save_last()
             return self._end(time.perf_counter() - started)
@@ -110,13 +112,13 @@ class Run:
     def _measure_peak(self) -> None:
         """Measure what a matrix product reaches; of several measurements the best counts."""
         rate = matmul_flops_per_second(DTYPES[self.spec.precision.compute], self.mesh.device)
-        (measured,) = self.ranks.sum([rate])
+        (measured,) = self.control.sum([rate])
         self.peak_flops = max(self.peak_flops, measured)
 
     def _tell_warnings(self) -> None:
         for warning in self.store.warnings[self.warned :]:
             self.observers.on_event("warning", {"message": warning})
-            if self.ranks.rank == 0:
+            if self.mesh.rank == 0:
                 warnings.warn(warning, stacklevel=2)
         self.warned = len(self.store.warnings)
 
@@ -148,27 +150,41 @@ class Run:
 
     # Steps ------------------------------------------------------------------------------------------
 
-    def _step(self) -> None:
+    def _step(self, stop: bool) -> bool:
+        """Run one step; True if any rank was asked to stop before the step's numbers were summed.
+
+        Ranks agree on failures and stops in that sum, and meet on the host only after a failure.
+        """
         begun = time.perf_counter()
-        batch = self.ranks.together(self._ready)
+        batch, failure = self.batch, None
+        following: Batch | None = None
+        try:
+            following = self._following()
+        except Exception as error:  # raised below, on all ranks
+            failure = error
         self._tell_saved()
         self.samples.note(batch)
-        result = self.trainer.step(batch, self.done + 1)
+        result = self.trainer.step(batch, self.done + 1, following, failure is not None, stop)
         self.done += 1
+        if result.failures:
+            self.control.together(lambda: _raise(failure))
         self.loss = result.loss
         self._watch(result)
         self._report(result, time.perf_counter() - begun)
+        if following is not None:
+            self.batch = following
         train = self.spec.train
         if train.eval_every and self.done % train.eval_every == 0 and self.done < train.last_step:
             self._validate(train.eval_tokens)
         every = self.spec.checkpoint.every
         if every and self.done % every == 0:
             self._save(self.spec.checkpoint.asynchronous)
+        return result.stops > 0
 
-    def _ready(self) -> Batch:
-        """The next batch; raises what a background save raised."""
+    def _following(self) -> Batch | None:
+        """The batch after the next, None at the end; raises what a background save or the loader raised."""
         self.store.poll()
-        return self.loader.step(self.done)
+        return self.loader.step(self.done + 1) if self.done + 1 < self.spec.train.last_step else None
 
     def _watch(self, result: Step) -> None:
         """Count steps whose gradients were not finite, and stop after too many in a row."""
@@ -191,7 +207,7 @@ class Run:
         if self.done % self.spec.train.log_every and self.done != self.spec.train.last_step:
             return
         flops = self.spec.model.flops_per_token(self.spec.data.seq_len) * tokens / seconds
-        moe = self.spec.model.moe
+        moe = self.spec.model.moe if self.mesh.rank == 0 else None
         balance = balance_row(moe, self.trainer.layers_balance()) if moe else {}
         self.observers.on_step(
             {
@@ -217,7 +233,7 @@ class Run:
         for batch in self.loader.validation_batches(max_tokens):
             own, count = self.trainer.nll(batch)
             nll, tokens = nll + own, tokens + count
-        nll, tokens = sum_scalars([nll, tokens], self.mesh.data)
+        nll, tokens = sum_scalars([nll, tokens], self.mesh.world)
         size = self.corpus.validation.bytes_for(max_tokens)
         self.validation = {
             "step": self.done,
@@ -277,23 +293,28 @@ class Run:
             "peak_memory_bytes": peak,
             "memory": memory,
             "parameters": self.spec.model.parameters,
-            "parameters_sha256": state.parameters_sha256(self.trainer),
+            "parameters_sha256": parameters_sha256(self.trainer),
             "samples_sha256": self.samples.digest(),
             "steps": self.done,
             "seconds": seconds,
             "layout": self.spec.layout.describe(),
         }
-        if self.ranks.rank == 0 and (text := self.corpus.validation_text_bytes()):
+        if self.mesh.rank == 0 and (text := self.corpus.validation_text_bytes()):
             result["xz_bits_per_byte"] = xz_bits_per_byte(text)
         return result
 
     def _memory(self) -> tuple[dict[str, int], int]:
         """(bytes by component of the rank that holds most, the most that a rank has held); on every rank."""
         own = {**self.trainer.states.memory(), "optimiser": self.trainer.optimiser.memory()}
-        every = self.ranks.gather([own, peak_memory_bytes(self.mesh.device)])
+        every = self.control.gather([own, peak_memory_bytes(self.mesh.device)])
         fullest = max((held for held, _ in every), key=lambda held: sum(held.values()), default=own)
-        memory, peak = self.ranks.broadcast([fullest, max((peak for _, peak in every), default=0)])
+        memory, peak = self.control.broadcast([fullest, max((peak for _, peak in every), default=0)])
         return memory, peak
+
+
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
 
 
 def balance_row(moe: MoeSpec, layers: dict[int, LayerBalance]) -> Row:

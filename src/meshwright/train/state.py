@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from typing import Any
-
-import torch
 
 from meshwright.parallel.precision import LossScale
 from meshwright.parallel.slots import Stored
 from meshwright.spec import RunSpec, UserError
 from meshwright.train.step import Trainer
-from meshwright.train.wholes import wholes
 
 FREE = {
     "model": {"preset", "hf", "family"},
@@ -112,17 +108,3 @@ def _shown(value: Any) -> str:
     if value is None or isinstance(value, str):
         return repr(value or "none")
     return json.dumps(value)
-
-
-def parameters_sha256(trainer: Trainer) -> str:
-    """SHA-256 over the names, forms and SHA-256 of all whole parameters; equal for equal ones in any layout.
-
-    Every rank calls this, and all get it; one parameter at a time is gathered.
-    """
-    rows = []
-    for name, whole in wholes(trainer.states.parameters(), trainer.mesh):
-        bytes_of_it = whole.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        content = hashlib.sha256(bytes_of_it).hexdigest()
-        rows.append(f"{name} {whole.dtype} {tuple(whole.shape)} {content}\n")
-    digest = hashlib.sha256("".join(sorted(rows)).encode()).hexdigest()
-    return str(trainer.mesh.control.broadcast(digest))

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from meshwright.data.loader import Batch
 from meshwright.parallel.apply import initialise, parallelise
 from meshwright.parallel.balance import LayerBalance
-from meshwright.parallel.collectives import sum_scalars
+from meshwright.parallel.collectives import start_all_reduce, sum_scalars
 from meshwright.parallel.context import share
 from meshwright.parallel.data import MakeUnit
-from meshwright.parallel.loss import count_targets, mean_over_targets, share_of_a_sequence
+from meshwright.parallel.loss import count_targets, share_of_a_sequence, weight_of_a_target
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import LossScale
 from meshwright.parallel.unit import Unit
@@ -25,13 +27,29 @@ from meshwright.train.schedule import learning_rate
 
 @dataclass(frozen=True)
 class Step:
-    """What one step did. `loss` is in nats a token, over the global batch; `grad_norm` is before clipping."""
+    """The result of one step: `loss` in nats a token, over the global batch; `grad_norm` before clipping."""
 
     loss: float
     grad_norm: float
     rate: float
     applied: bool
     """False when a gradient was not finite: then nothing was changed, on any rank."""
+    failures: int
+    """Number of ranks that reported a failure."""
+    stops: int
+    """Number of ranks that were asked to stop."""
+
+
+class Totals(NamedTuple):
+    """Numbers of one step that all ranks need, summed over all of them."""
+
+    squares: float
+    """The square of the gradient's norm; with a loss scale, times its square."""
+    loss: float
+    targets: float
+    """Targets of the step after this one."""
+    failures: float
+    stops: float
 
 
 class Trainer:
@@ -42,41 +60,88 @@ class Trainer:
         self.decoder, self.states, self.balance, self.pipeline = parallelise(spec, mesh, make_unit)
         self.optimiser = Optimiser(self.states, spec.train)
         self.loss_scale = LossScale(spec.precision)
+        self._targets: tuple[Batch, int] | None = None
+        """The batch that comes next, with the targets of all ranks in it."""
 
     def initialise(self) -> None:
         """Draw the initial weights."""
         initialise(self.states, self.spec.model, self.spec.train.seed)
 
-    def gradients(self, batch: Batch) -> float:
-        """Forward and backward of the step; leaves the summed gradients, returns the global mean loss."""
-        batch = own_tokens(batch, self.mesh)
-        (targets,) = sum_scalars([self._targets(batch)], self.mesh.data)
-        losses: list[torch.Tensor] = []
+    def expect(self, batch: Batch) -> None:
+        """Count the targets of a batch over all ranks, ahead of the step that takes it."""
+        self._targets = batch, int(sum_scalars([self._own_targets(batch)], self.mesh.world)[0])
 
-        def objective(total: torch.Tensor) -> torch.Tensor:
-            loss = mean_over_targets(total, int(targets))
+    def gradients(self, batch: Batch) -> Tensor:
+        """Forward and backward of the step; leaves the summed gradients.
+
+        Returns this rank's share of the global mean loss, a scalar in float64 on the device: the sum over all
+        ranks is the loss. The number of the batch's targets is that of `expect`, or of the step before.
+        """
+        if self._targets is None or self._targets[0] is not batch:
+            self.expect(batch)
+        assert self._targets is not None
+        weight = weight_of_a_target(self._targets[1])
+        losses: list[Tensor] = []
+
+        def objective(loss: Tensor) -> Tensor:
             losses.append(loss.detach())
-            return loss * self.loss_scale.value
+            return loss
 
-        micros = list(microbatches(batch, self.spec.micro_batch, self.mesh.device))
+        micros = list(microbatches(own_tokens(batch, self.mesh), self.spec.micro_batch, self.mesh.device))
         self.states.begin_step(len(micros))
-        sequences = self.spec.batch_sequences
-        self.balance.begin_step(self.loss_scale.value * share_of_a_sequence(sequences))
+        self.balance.begin_step(self.loss_scale.value * share_of_a_sequence(self.spec.batch_sequences))
+        for stage in self.pipeline.stages.values():
+            stage.target_weight = weight * self.loss_scale.value
         self.pipeline.run(micros, objective)
         self.states.finish_step()
-        self.balance.finish_step(sequences, self.spec.data.seq_len)
-        (loss_sum,) = sum_scalars([math.fsum(map(float, losses))], self.mesh.data)
-        return loss_sum
+        if not losses or self.mesh.tensor.rank > 0:  # tensor ranks find the same loss
+            return torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        return torch.stack(losses).double().sum() / self.loss_scale.value
 
-    def step(self, batch: Batch, number: int) -> Step:
-        """Optimiser step `number` (from 1) on this rank's samples of the global batch."""
-        return self.apply(self.gradients(batch), number)
+    def totals(
+        self, loss: Tensor, following: Batch | None = None, failed: bool = False, stop: bool = False
+    ) -> Totals:
+        """The step's numbers over all ranks, given each rank's share of its loss: one sum on the device.
 
-    def apply(self, loss: float, number: int) -> Step:
+        Joined to them are the targets of the `following` batch, and the counts of the experts' balance.
+        """
+        targets = self._own_targets(following) if following is not None else 0
+        numbers = loss.new_zeros(len(Totals._fields))
+        values: tuple[Tensor | float, ...] = (self.states.squares(), loss, targets, failed, stop)
+        for place, value in enumerate(values):
+            numbers[place] = value
+        counts = self.balance.counts
+        joined = numbers if counts is None else torch.cat([numbers, counts.flatten()])
+        start_all_reduce(joined, self.mesh.world, "scalars").wait()
+        if counts is not None:
+            counts.copy_(joined[len(numbers) :].view_as(counts))
+        found = Totals(*joined[: len(numbers)].tolist())
+        if not math.isfinite(found.squares):  # a row's norm may be beyond fp32 where no element is
+            (squares,) = sum_scalars([float(self.states.squares(exact=True))], self.mesh.world)
+            found = found._replace(squares=squares)
+        self._targets = (following, int(found.targets)) if following is not None else None
+        return found
+
+    def step(
+        self,
+        batch: Batch,
+        number: int,
+        following: Batch | None = None,
+        failed: bool = False,
+        stop: bool = False,
+    ) -> Step:
+        """Optimiser step `number` (from 1) on this rank's samples of the global batch.
+
+        With the batch of the `following` step, that one needs no message before its forward. `failed` and
+        `stop` are reported to all ranks.
+        """
+        return self.apply(self.totals(self.gradients(batch), following, failed, stop), number)
+
+    def apply(self, totals: Totals, number: int) -> Step:
         """Clip the gradients that `gradients` left, update the parameters, and drop the gradients."""
         scale = self.loss_scale.value
-        norm = self.states.gradient_norm() / scale
-        finite = math.isfinite(norm) and math.isfinite(loss)
+        norm = math.sqrt(totals.squares) / scale
+        finite = math.isfinite(norm) and math.isfinite(totals.loss)
         rate = learning_rate(self.spec.train, number)
         if finite:
             clip = self.spec.train.clip
@@ -86,25 +151,27 @@ class Trainer:
             self.balance.update()
         self.loss_scale.update(finite)
         self.states.end_step()
-        return Step(loss, norm, rate, finite)
+        return Step(totals.loss, norm, rate, finite, int(totals.failures), int(totals.stops))
 
     def layers_balance(self) -> dict[int, LayerBalance]:
-        """What the last step did in each layer with experts, of every stage: on the first rank, in order."""
-        own = {layer: list(found) for layer, found in self.balance.found.items()}
-        gathered = self.mesh.control.gather(own if self.mesh.stage.rank == 0 else {})
-        every = {int(layer): LayerBalance(*found) for part in gathered for layer, found in part.items()}
-        return dict(sorted(every.items()))
+        """The balance of the last step in each layer with experts, of every stage, in order of layers."""
+        return self.balance.found(self.spec.batch_sequences, self.spec.data.seq_len)
 
     @torch.no_grad()
     def nll(self, batch: Batch) -> tuple[float, int]:
         """(sum over this rank's targets of the negative log-likelihood in nats, number of those targets)."""
-        batch = own_tokens(batch, self.mesh)
-        micros = list(microbatches(batch, self.spec.micro_batch, self.mesh.device))
-        return math.fsum(map(float, self.pipeline.forward(micros))), self._targets(batch)
+        micros = list(microbatches(own_tokens(batch, self.mesh), self.spec.micro_batch, self.mesh.device))
+        for stage in self.pipeline.stages.values():
+            stage.target_weight = 1.0
+        losses = self.pipeline.forward(micros)
+        counted = losses if self.mesh.tensor.rank == 0 else []
+        return math.fsum(map(float, counted)), self._own_targets(batch)
 
-    def _targets(self, batch: Batch) -> int:
-        """Targets whose loss this rank computes."""
-        return count_targets(batch.targets) if self.pipeline.has_end else 0
+    def _own_targets(self, batch: Batch) -> int:
+        """Targets whose loss this rank computes, and no other of its tensor ranks counts."""
+        if not self.pipeline.has_end or self.mesh.tensor.rank > 0:
+            return 0
+        return count_targets(share(batch.targets, self.mesh.context))
 
 
 def own_tokens(batch: Batch, mesh: Mesh) -> Batch:

@@ -87,16 +87,16 @@ def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
     reference = _reference(spec, corpus, mesh.device) if first else None
     loader = Loader(corpus, spec, mesh.data_rank, spec.layout.data_ranks)
     for number in range(1, steps + 1):
-        loss = trainer.gradients(loader.step(number - 1))
+        totals = trainer.totals(trainer.gradients(loader.step(number - 1)))
         gradients = {name: grad.clone() for name, grad in wholes(trainer.states.gradients(), mesh)}
-        done = trainer.apply(loss, number)
+        done = trainer.apply(totals, number)
         parameters = dict(wholes(trainer.states.parameters(), mesh))
         balance = trainer.layers_balance()
         biases = dict(wholes(trainer.balance.biases().items(), mesh))
         if reference is not None:
             theirs = next(reference)
             at = f"step {number} "
-            comparison.add(at + "loss", {"loss": _scalar(loss)}, {"loss": theirs.loss})
+            comparison.add(at + "loss", {"loss": _scalar(done.loss)}, {"loss": theirs.loss})
             comparison.add(at + "gradient", gradients, theirs.gradients)
             comparison.add(
                 at + "grad norm", {"grad norm": _scalar(done.grad_norm)}, {"grad norm": theirs.norm}

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.parallel.collectives import (
-    Pending,
     start_all_gather,
     start_all_reduce,
     start_all_to_all,
@@ -26,7 +26,7 @@ from meshwright.parallel.collectives import (
     sum_scalars,
 )
 from meshwright.parallel.groups import Groups
-from meshwright.parallel.mesh import Axis, Wire
+from meshwright.parallel.mesh import Axis, Pending, Wire
 from meshwright.planner.hardware import Collective
 from meshwright.train.measure.clock import MOST, Budget, Clock, how_many
 
@@ -56,9 +56,10 @@ def placements(hosts: int, local: int, device: torch.device) -> tuple[Axis, list
     grid = torch.arange(hosts * local).view(hosts, local)
 
     def axis(rows: Tensor, dim: int) -> Axis:
-        group = groups.along(rows, dim)
-        assert group is not None  # rows hold every rank
-        return Axis("profile", group.size(), group.rank(), group, device, wire)
+        found = groups.along(rows, dim)
+        assert found is not None  # rows hold every rank
+        row, group = found
+        return Axis("profile", len(row), row.index(dist.get_rank()), group, device, wire)
 
     world = axis(grid.view(1, -1), 1)
     within = {2**power for power in range(1, local.bit_length()) if local % 2**power == 0} | {local} - {1}

@@ -1,0 +1,105 @@
+"""Digests of parameters and of samples that no rank has to gather: each rank sums hashes of what it has.
+
+The hash of an element depends on its place and its bits, and sums modulo 2^64 do not depend on order, so
+equal parameters have equal digests in any layout. A sum of 64-bit hashes finds every accident, but withstands
+no forger.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+from meshwright.data.loader import Batch
+from meshwright.model.splitmix64 import mix64_, stream
+from meshwright.parallel.collectives import start_all_reduce
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.slots import Slot
+from meshwright.spec.parameters import parameters_of
+from meshwright.spec.stages import stages
+from meshwright.train.step import Trainer
+
+_CHUNK_ELEMENTS = 2**18
+"""Elements hashed at a time: about 6 MiB of temporaries."""
+
+
+def parameters_sha256(trainer: Trainer) -> str:
+    """SHA-256 over names, formats, shapes and summed hashes of all parameters.
+
+    It is equal for equal parameters in any layout. Every rank calls this, and all get it. Each hashes
+    what it stores; what crosses the wire is 8 bytes for each parameter of the model.
+    """
+    spec, mesh, states = trainer.spec, trainer.mesh, trainer.states
+    units = parameters_of(spec.model, stages(spec.model, spec.layout, spec.data.seq_len))
+    shapes = {parameter.name: parameter.shape for listed in units.values() for parameter in listed}
+    places = {name: place for place, name in enumerate(sorted(shapes))}
+    sums = torch.zeros(len(places), dtype=torch.int64, device=mesh.device)
+    for unit in states.units:
+        for slot in unit.counted_slots(states.elsewhere):
+            sums[places[slot.name]] += _sum_of_hashes(unit.local(unit.stored, slot), slot)
+    start_all_reduce(sums, mesh.world, "digest").wait()
+    dtype = states.formats.master
+    rows = [
+        f"{name} {dtype} {shapes[name]} {total}\n" for name, total in zip(places, sums.tolist(), strict=True)
+    ]
+    return hashlib.sha256("".join(rows).encode()).hexdigest()
+
+
+@torch.no_grad()
+def _sum_of_hashes(local: Tensor, slot: Slot) -> Tensor:
+    """The sum of hashes of (parameter, place in the whole, bits) of a part of a parameter, modulo 2^64."""
+    whole = slot.piece.whole
+    key = int.from_bytes(hashlib.sha256(slot.name.encode()).digest()[:8], "little")
+    strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
+    indices = [vector.to(local.device) for vector in slot.indices()]
+    real = int((slot.indices()[0] < whole[0]).sum())  # beyond the whole is padding
+    first, *rest = (vector * stride for vector, stride in zip(indices, strides, strict=True))
+    within = torch.zeros((), dtype=torch.int64, device=local.device)
+    for offsets in rest:
+        within = within.unsqueeze(-1) + offsets
+    bits = local.contiguous().view({4: torch.int32, 8: torch.int64}[local.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=local.device)
+    rows = max(1, _CHUNK_ELEMENTS // max(1, within.numel()))
+    for start in range(0, real, rows):
+        end = min(start + rows, real)
+        places = stream(first[start:end].view(-1, *[1] * within.dim()) + within, key)
+        total += mix64_(mix64_(places).bitwise_xor_(bits[start:end])).sum()
+    return total
+
+
+class SampleRecord:
+    """A hash chain over the samples of each step: d(s) = SHA-256(d(s-1), summed hashes of slots and ids).
+
+    Ranks note what they were fed; `digest` sums the notes over all ranks, so that two runs have equal digests
+    only if they consumed equal samples in an equal order.
+    """
+
+    def __init__(self, mesh: Mesh, digest: str = "") -> None:
+        self.mesh, self._chain = mesh, digest
+        self._noted: list[Tensor] = []
+
+    def note(self, batch: Batch) -> None:
+        """Take down the samples of one step."""
+        slots = mix64_(stream(batch.slots, 1))
+        samples = mix64_(slots.bitwise_xor(stream(batch.ids, 2)))
+        self._noted.append(torch.stack([torch.tensor(len(slots)), slots.sum(), samples.sum()]))
+
+    def digest(self) -> str:
+        """The chain up to the last noted step; every rank calls this and gets the same."""
+        if not self._noted:
+            return self._chain
+        mesh = self.mesh
+        # The stages of a pipeline read the same samples, and so do a sequence's ranks.
+        first = mesh.pipeline.rank == mesh.context.rank == mesh.tensor.rank == 0
+        sums = torch.stack(self._noted).to(mesh.device) * first
+        start_all_reduce(sums, mesh.world, "digest").wait()
+        for count, slots, samples in sums.tolist():
+            expected = mix64_(stream(torch.arange(count), 1)).sum()
+            if slots != int(expected):
+                raise RuntimeError(f"the ranks' {count} samples are not each slot of the batch once")
+            self._chain = hashlib.sha256(f"{self._chain} {samples}".encode()).hexdigest()
+        self._noted.clear()
+        return self._chain
