@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d
 from meshwright.launch.child import tie_to_parent
 from meshwright.parallel.groups import Groups
 from meshwright.parallel.mesh import Mesh, build_mesh
+from meshwright.schedule import schedule_of
 from meshwright.spec import Layout
 from small import measure_peak_quickly
 
@@ -46,7 +47,7 @@ def _serve(rank: int, size: int, port: int, stacks: Path, inbox: Any, outbox: An
     faulthandler.register(signal.SIGUSR1, file=at, all_threads=True)
     store = dist.TCPStore("localhost", port, timeout=WAIT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=WAIT)
-    meshes: dict[tuple[int, ...], Mesh | None] = {}
+    meshes: dict[tuple[object, ...], Mesh | None] = {}
     groups = Groups("cpu", WAIT)
     while (job := inbox.get()) is not None:
         number, layout, function, arguments = job
@@ -55,7 +56,7 @@ def _serve(rank: int, size: int, port: int, stacks: Path, inbox: Any, outbox: An
             split = layout.kv_copies(heads), layout.ulysses(heads)
             experts = any(getattr(model, "moe", None) is not None for model in _models(arguments))
             key = (layout.pp, layout.replicate, layout.dp, layout.cp, layout.tp, *split)
-            key += (layout.ep, layout.etp, experts)
+            key += (layout.ep, layout.etp, experts, schedule_of(layout, 1).rank_of)
             if key not in meshes:
                 meshes[key] = build_mesh(layout, torch.device("cpu"), heads, groups, experts)
             mesh = meshes[key]

@@ -22,6 +22,11 @@ class Groups:
         self.device_type, self.timeout = device_type, timeout
         self._made: dict[tuple[str, str | None, tuple[int, ...]], dist.ProcessGroup | None] = {}
 
+    @property
+    def in_order(self) -> bool:
+        """Whether a device group runs its operations strictly in the order of posting, as NCCL does."""
+        return self.device_type != "cpu"
+
     def along(
         self, grid: Tensor, dim: int, purpose: str = "", host: bool = False
     ) -> dist.ProcessGroup | None:

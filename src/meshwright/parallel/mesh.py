@@ -6,7 +6,8 @@ most sits closest (Narayanan et al. 2021, §3; Grattafiori et al. 2024, §3.3.2)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.groups import Groups
+from meshwright.schedule import Lane, lanes_of, schedule_of
 from meshwright.spec.layout import Layout
 
 
@@ -67,7 +69,8 @@ class Mesh:
     and `stage` all of one place in the pipeline. Without experts these four are of one rank.
     Where there are more tensor ranks than key-value heads, `copies` neighbours hold the same head:
     `split_storage` is the (replicate, shard, parts, copies) mesh of those.
-    `pipeline` carries activations between stages and `gradients` theirs, so that none waits for the other.
+    `pipeline` joins the ranks that share the layers; messages between their stages go over `lanes`: the axis
+    and the tag of each lane that the schedule uses, none without a pipeline.
     `ends` joins the first and the last rank of the pipeline, where the others have none. `control` is a
     gloo group over all ranks for what the host exchanges (never device tensors); `data` is one over the
     ranks that have the same place on the tensor axis. `background` is one more over all, for checkpoints
@@ -92,7 +95,7 @@ class Mesh:
     sequence: Axis
     stage: Axis
     pipeline: Axis
-    gradients: Axis
+    lanes: Mapping[Lane, tuple[Axis, int]]
     ends: Axis | None
     data: Axis
     control: Axis
@@ -143,6 +146,7 @@ def build_mesh(
         **_groups_of_experts(layout, grid, groups, experts),
         **_groups_of_stages(layout, grid, groups, device != host),
     }
+    lanes = _groups_of_lanes(layout, grid, groups)
 
     def axis(key: str) -> Axis | None:
         name, group = of_axes[key]
@@ -154,7 +158,13 @@ def build_mesh(
     if storage is None or split is None or expert_storage is None:
         return None
     axes: dict[str, Any] = {key: axis(key) for key in of_axes}
-    return Mesh(layout, device, storage, split, expert_storage, wire, **axes)
+    pipeline: Axis = axes["pipeline"]
+    over = {
+        lane: (replace(pipeline, group=group), tag)
+        for tag, (lane, group) in enumerate(lanes.items())
+        if group is not None
+    }
+    return Mesh(layout, device, storage, split, expert_storage, wire, lanes=over, **axes)
 
 
 def rank_grid(layout: Layout) -> Tensor:
@@ -205,15 +215,19 @@ def _groups_of_experts(layout: Layout, grid: Tensor, groups: Groups, experts: bo
 
 def _groups_of_stages(layout: Layout, grid: Tensor, groups: Groups, on_device: bool) -> Named:
     """The pipeline's axes, and the groups over all ranks."""
-    # gloo tells messages apart by tags; elsewhere each kind needs a group of its own.
-    apart = ("pipeline", "gradients") if layout.pp > 1 and on_device else ("", "")
     control = groups.apart(grid, "control")
     return {
-        "pipeline": ("pipeline", groups.along(grid, 0, apart[0])),
-        "gradients": ("pipeline", groups.along(grid, 0, apart[1])),
+        "pipeline": ("pipeline", groups.along(grid, 0)),
         "ends": ("pipeline", groups.along(grid[[0, -1]], 0) if layout.pp > 1 else None),
         "data": ("data", groups.along(grid.view(-1, layout.tp), 0, host=True)),
         "control": ("control", control),
         "background": ("background", groups.apart(grid, "background")),
         "world": ("world", groups.apart(grid, "world", host=False) if on_device else control),
     }
+
+
+def _groups_of_lanes(layout: Layout, grid: Tensor, groups: Groups) -> dict[Lane, dist.ProcessGroup | None]:
+    """A group for each lane of the layout's schedule: communicators that keep their order need their own;
+    gloo tells messages on one group apart by tags."""
+    lanes = lanes_of(schedule_of(layout, 1).rank_of)
+    return {lane: groups.along(grid, 0, f"{lane}" if groups.in_order else "") for lane in lanes}
