@@ -30,6 +30,7 @@ from meshwright.parallel.groups import Groups
 from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.schedule import schedule_of
 from meshwright.spec import Layout
+from nccl_rules import InOrderGroups, install
 from small import measure_peak_quickly
 
 RANKS = 8
@@ -48,17 +49,19 @@ def _serve(rank: int, size: int, port: int, stacks: Path, inbox: Any, outbox: An
     store = dist.TCPStore("localhost", port, timeout=WAIT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=WAIT)
     meshes: dict[tuple[object, ...], Mesh | None] = {}
-    groups = Groups("cpu", WAIT)
+    install()
+    gloo = Groups("cpu", WAIT)
+    of_rules = {"gloo": gloo, "nccl": InOrderGroups(gloo)}
     while (job := inbox.get()) is not None:
-        number, layout, function, arguments = job
+        number, layout, function, arguments, rules = job
         try:
             heads = _kv_heads(arguments)
             split = layout.kv_copies(heads), layout.ulysses(heads)
             experts = any(getattr(model, "moe", None) is not None for model in _models(arguments))
             key = (layout.pp, layout.replicate, layout.dp, layout.cp, layout.tp, *split)
-            key += (layout.ep, layout.etp, experts, schedule_of(layout, 1).rank_of)
+            key += (layout.ep, layout.etp, experts, schedule_of(layout, 1).rank_of, rules)
             if key not in meshes:
-                meshes[key] = build_mesh(layout, torch.device("cpu"), heads, groups, experts)
+                meshes[key] = build_mesh(layout, torch.device("cpu"), heads, of_rules[rules], experts)
             mesh = meshes[key]
             result = None
             if mesh is not None:
@@ -138,13 +141,18 @@ class Ranks:
         for process in self._processes:
             process.start()
 
-    def run(self, layout: Layout, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Results of `function(mesh, *arguments)` in the order of ranks. A failure restarts the pool."""
+    def run(
+        self, layout: Layout, function: Callable[..., Any], *arguments: Any, rules: str = "gloo"
+    ) -> list[Any]:
+        """Results of `function(mesh, *arguments)` in the order of ranks. A failure restarts the pool.
+
+        With `rules="nccl"` the mesh's device groups run under NCCL's rules (`nccl_rules.py`).
+        """
         if not self._processes:
             self._start()
         self._number += 1
         for inbox in self._inboxes:
-            inbox.put((self._number, layout, function, arguments))
+            inbox.put((self._number, layout, function, arguments, rules))
         results: dict[int, Any] = {}
         failed: str | None = None
         end = time.monotonic() + PATIENCE_SECONDS
@@ -161,11 +169,14 @@ class Ranks:
             results[rank] = result
             if error is not None and failed is None:
                 failed = f"rank {rank}:\n{error}"
-                end = min(end, time.monotonic() + 5)  # the others may wait for it in a collective
+                # The others may wait for it in a collective; where operations keep their order they say on
+                # what.
+                end = min(end, time.monotonic() + 5)
         if failed is not None or len(results) < self._size:
             if len(results) < self._size:
                 silent = [rank for rank in range(self._size) if rank not in results]
                 failed = failed or f"no answer in {PATIENCE_SECONDS} s{self._where(silent)}"
+            if len(results) < self._size or rules == "nccl":  # its groups may be stuck
                 self.close()
             raise RanksFailedError(failed)
         return [results[rank] for rank in range(layout.world_size)]

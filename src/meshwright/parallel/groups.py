@@ -54,8 +54,12 @@ class Groups:
         (own,) = [part for part in parts if bool((part == dist.get_rank()).any())]
         return DeviceMesh.from_group(mine, self.device_type, mesh=own, mesh_dim_names=names)
 
+    def _backend(self, host: bool) -> str | None:
+        """What carries a group's messages; None for what the default group has."""
+        return "gloo" if host or self.device_type == "cpu" else None
+
     def _make(self, ranks: tuple[int, ...], purpose: str, host: bool) -> dist.ProcessGroup | None:
-        backend = "gloo" if host or self.device_type == "cpu" else None
+        backend = self._backend(host)
         key = (purpose, backend, ranks)
         if key not in self._made:
             made = dist.new_group(list(ranks), timeout=self.timeout, backend=backend)
