@@ -96,6 +96,20 @@ class Pipeline:
         """Whether this rank has the last stage."""
         return max(self.stages) == self.make(1).stages - 1
 
+    def warm_up(self, microbatch: Any, training: bool) -> None:
+        """Run each stage of this rank once on an input of zeros, with its backward if `training`.
+
+        Nothing goes from stage to stage, and no parameter gets a gradient. A compiler then compiles all
+        stages at the same time; without it, each is compiled when its first input comes, one after the other.
+        The ranks that share a stage call this together.
+        """
+        for stage in self.stages.values():
+            x = torch.zeros_like(stage.empty(microbatch)).requires_grad_(training)
+            with torch.set_grad_enabled(training):
+                out = stage(microbatch, x)
+            if training:
+                torch.autograd.grad(out, x, torch.zeros_like(out))
+
     def _checked_posting(self, microbatches: int, training: bool) -> Posting:
         """What this rank posts in a step, or in a forward alone; raises `ScheduleError` where ranks hang."""
         schedule = self.make(microbatches)

@@ -68,6 +68,7 @@ class Run:
         started = time.perf_counter()
         try:
             self._start(resume)
+            self.trainer.compile_stages(evaluate=self.corpus.validation.target_tokens > 0)
             with StopSignals() as stop:
                 while self.done < self.spec.train.last_step:
                     self._step()
