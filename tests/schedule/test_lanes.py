@@ -109,11 +109,17 @@ def test_a_rank_only_sends_or_only_receives_on_a_lane(name: str, ranks: int) -> 
     assert used == set(lanes_of(schedule.rank_of))
 
 
-def test_the_number_of_lanes() -> None:
-    """By the placement: a line of two, a line, a V, a ring of even and of odd length, and no pipeline."""
-    placements = [make("1f1b", 2, 1, 1), make("1f1b", 8, 1, 1), make("zb-v", 8, 2, 1)]
-    placements += [make("interleaved", p, 2, 1) for p in (2, 8, 9)] + [make("1f1b", 1, 1, 1)]
-    assert [len(lanes_of(each.rank_of)) for each in placements] == [2, 4, 8, 4, 4, 6, 0]
+@pytest.mark.parametrize(
+    ("name", "virtual", "expected"),
+    [
+        ("1f1b", 1, {1: 0, 2: 2, 3: 4, 8: 4, 9: 4}),
+        ("interleaved", 2, {2: 4, 3: 6, 8: 4, 9: 6}),
+        ("interleaved", 3, {2: 4, 3: 6, 8: 4, 9: 6}),
+        ("zb-v", 2, {2: 4, 3: 8, 8: 8, 9: 8}),
+    ],
+)
+def test_the_number_of_lanes(name: str, virtual: int, expected: dict[int, int]) -> None:
+    assert {p: len(lanes_of(make(name, p, virtual, 1).rank_of)) for p in expected} == expected
 
 
 # Postings.

@@ -22,12 +22,13 @@ class Lane(NamedTuple):
     up: bool
     """True for messages to the next rank (the first comes after the last), False for the previous one."""
     senders: int
-    """0 for senders of even rank, 1 for odd rank, 2 for the last rank of an odd number of ranks."""
+    """0 for senders of even rank, 1 for those of odd rank; 2 for messages between the last and the first rank
+    where the number of ranks is odd."""
 
     def __str__(self) -> str:
         carried = "gradients" if self.gradients else "activations"
-        senders = ("even ranks", "odd ranks", "the last rank")[self.senders]
-        return f"{carried} {'up' if self.up else 'down'} from {senders}"
+        senders = ("from even ranks", "from odd ranks", "around the ends")[self.senders]
+        return f"{carried} {'up' if self.up else 'down'} {senders}"
 
 
 LaneOf = Callable[[bool, int, int], Hashable]
@@ -38,19 +39,20 @@ def lane_rule(ranks: int) -> Callable[[bool, int, int], Lane]:
     """The lane of each message between neighbours in a pipeline of so many ranks.
 
     Senders of even and of odd rank have lanes of their own, so the receivers of a lane are not among its
-    senders. In a ring of an odd number of ranks the last and the first rank are both even: there the last
-    rank's messages have a third class.
+    senders. In a ring of an odd number of ranks the last and the first rank are both even: messages between
+    these two have a third class.
     """
 
     def lane_of(gradients: bool, sender: int, receiver: int) -> Lane:
-        senders = 2 if ranks % 2 and sender == ranks - 1 else sender % 2
+        around = ranks % 2 and abs(sender - receiver) != 1
+        senders = 2 if around else sender % 2
         return Lane(gradients, receiver == (sender + 1) % ranks, senders)
 
     return lane_of
 
 
 def lanes_of(rank_of: Sequence[int]) -> tuple[Lane, ...]:
-    """The lanes that a pipeline needs whose stage s is on rank `rank_of[s]`, sorted; at most 12.
+    """The lanes that a pipeline needs whose stage s is on rank `rank_of[s]`, sorted; at most 8.
 
     They depend on the placement only, not on the schedule's order nor on the number of microbatches, so
     their communicators can be made before a run knows either.
