@@ -266,9 +266,8 @@ class InOrderGroup(dist.ProcessGroup):
 
 def _create(options: Any, _backend_options: Any) -> InOrderGroup:
     # gloo's own limit only ends the worker of a group that has already failed.
-    gloo = distributed_c10d.ProcessGroupGloo(
-        options.store, options.group_rank, options.group_size, 2 * options.timeout
-    )
+    limit = max(2 * options.timeout, timedelta(minutes=1))
+    gloo = distributed_c10d.ProcessGroupGloo(options.store, options.group_rank, options.group_size, limit)
     group = InOrderGroup(gloo, options.group_rank, options.group_size, options.timeout, options.group_id)
     group.label = f"ranks {options.global_ranks_in_group}"
     return group
