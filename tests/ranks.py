@@ -26,9 +26,10 @@ import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d
 
 from meshwright.launch.child import tie_to_parent
-from meshwright.parallel.groups import Groups, Row
 from meshwright.parallel.mesh import Mesh, build_mesh
+from meshwright.schedule import schedule_of
 from meshwright.spec import Layout
+from nccl_rules import InOrderGroups, PoolGroups, install
 from small import measure_peak_quickly
 
 RANKS = 8
@@ -46,18 +47,19 @@ def _serve(rank: int, size: int, port: int, stacks: Path, inbox: Any, outbox: An
     faulthandler.register(signal.SIGUSR1, file=at, all_threads=True)
     store = dist.TCPStore("localhost", port, timeout=WAIT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=WAIT)
-    meshes: dict[tuple[int, ...], Mesh | None] = {}
-    groups = PoolGroups("cpu", WAIT)
+    meshes: dict[tuple[object, ...], Mesh | None] = {}
+    install()
+    of_rules = {"gloo": PoolGroups("cpu", WAIT), "nccl": InOrderGroups("cpu")}
     while (job := inbox.get()) is not None:
-        number, layout, function, arguments = job
+        number, layout, function, arguments, rules = job
         try:
             heads = _kv_heads(arguments)
             split = layout.kv_copies(heads), layout.ulysses(heads)
             experts = any(getattr(model, "moe", None) is not None for model in _models(arguments))
             key = (layout.pp, layout.replicate, layout.dp, layout.cp, layout.tp, *split)
-            key += (layout.ep, layout.etp, experts)
+            key += (layout.ep, layout.etp, experts, schedule_of(layout, 1).rank_of, rules)
             if key not in meshes:
-                meshes[key] = build_mesh(layout, torch.device("cpu"), heads, groups, experts)
+                meshes[key] = build_mesh(layout, torch.device("cpu"), heads, of_rules[rules], experts)
             mesh = meshes[key]
             result = None
             if mesh is not None:
@@ -70,21 +72,6 @@ def _serve(rank: int, size: int, port: int, stacks: Path, inbox: Any, outbox: An
         except Exception:
             outbox.put((number, rank, traceback.format_exc(), None))
     dist.destroy_process_group()
-
-
-class PoolGroups(Groups):
-    """Groups of worlds of several sizes within one: every rank of the pool names every group."""
-
-    def __init__(self, device_type: str, timeout: timedelta) -> None:
-        super().__init__(device_type, timeout)
-        self._rows: dict[tuple[str, Row], Any] = {}
-
-    def _make(self, rows: list[Row], own: Row | None, purpose: str) -> Any:
-        for row in rows:
-            if (purpose, row) not in self._rows:
-                made = dist.new_group(list(row), self.timeout, "gloo")
-                self._rows[purpose, row] = made if dist.get_rank() in row else None
-        return self._rows[purpose, own] if own is not None else None
 
 
 def _share_one_device() -> None:
@@ -152,13 +139,18 @@ class Ranks:
         for process in self._processes:
             process.start()
 
-    def run(self, layout: Layout, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """Results of `function(mesh, *arguments)` in the order of ranks. A failure restarts the pool."""
+    def run(
+        self, layout: Layout, function: Callable[..., Any], *arguments: Any, rules: str = "gloo"
+    ) -> list[Any]:
+        """Results of `function(mesh, *arguments)` in the order of ranks. A failure restarts the pool.
+
+        With `rules="nccl"` the mesh's device groups run under NCCL's rules (`nccl_rules.py`).
+        """
         if not self._processes:
             self._start()
         self._number += 1
         for inbox in self._inboxes:
-            inbox.put((self._number, layout, function, arguments))
+            inbox.put((self._number, layout, function, arguments, rules))
         results: dict[int, Any] = {}
         failed: str | None = None
         end = time.monotonic() + PATIENCE_SECONDS
@@ -175,11 +167,14 @@ class Ranks:
             results[rank] = result
             if error is not None and failed is None:
                 failed = f"rank {rank}:\n{error}"
-                end = min(end, time.monotonic() + 5)  # the others may wait for it in a collective
+                # The others may wait for it in a collective; where operations keep their order they say on
+                # what.
+                end = min(end, time.monotonic() + 5)
         if failed is not None or len(results) < self._size:
             if len(results) < self._size:
                 silent = [rank for rank in range(self._size) if rank not in results]
                 failed = failed or f"no answer in {PATIENCE_SECONDS} s{self._where(silent)}"
+            if len(results) < self._size or rules == "nccl":  # its groups may be stuck
                 self.close()
             raise RanksFailedError(failed)
         return [results[rank] for rank in range(layout.world_size)]

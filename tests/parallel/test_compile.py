@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
@@ -122,3 +123,69 @@ def test_products_that_overlap_with_their_own_messages(ranks: Ranks) -> None:
     for found in ranks.run(spec.layout, fused, spec):
         assert found["sent"] == pytest.approx(traffic(spec), rel=1e-14)
         torch.testing.assert_close(found["numbers"], wanted["numbers"], rtol=1e-10, atol=0)
+
+
+def pipelined(mesh: Mesh, spec: RunSpec) -> dict[str, Any]:
+    """Steps and an evaluation, and how often the compiler was called before the first step and until here."""
+    torch.compiler.reset()
+    counters.clear()
+    # The compiler is called as often with a backend that generates no code, which takes a tenth of the time.
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        trainer = Trainer(spec, mesh)
+    trainer.initialise()
+    before = {name: stored.full_tensor() for name, stored in trainer.states.parameters()}
+    trainer.compile_stages(evaluate=True)
+    for name, stored in trainer.states.parameters():
+        assert torch.equal(stored.full_tensor(), before[name])
+    calls = [_calls_of_the_compiler()]
+    batches = first_batches(spec, mesh, STEPS)
+    steps = [trainer.step(batch, number) for number, batch in enumerate(batches, 1)]
+    nll, _ = trainer.nll(batches[0])
+    calls.append(_calls_of_the_compiler())
+    return {
+        "numbers": torch.tensor([[step.loss, step.grad_norm] for step in steps], dtype=torch.float64),
+        "nll": nll,
+        "parameters": {name: stored.full_tensor() for name, stored in trainer.states.parameters()},
+        "calls": calls,
+        "balance": trainer.balance.found,
+    }
+
+
+def _calls_of_the_compiler() -> tuple[int, int]:
+    """Frames that were compiled, and graphs that came of them, forward and backward."""
+    return counters["frames"]["total"], counters["aot_autograd"]["total"]
+
+
+PIPELINES: dict[str, dict[str, object]] = {
+    "1f1b": {"pp": 2, "schedule": "1f1b"},
+    "interleaved-zero3": {
+        "pp": 2, "dp": 2, "zero": 3, "schedule": "interleaved", "virtual": 2, "model__layers": 4,
+        "recompute__policy": "selective",
+    },
+    "gpipe-cp2": {"pp": 2, "cp": 2, "schedule": "gpipe", "recompute__policy": "full"},
+    "experts": {
+        "pp": 2, "dp": 2, "ep": 2, "schedule": "1f1b", "model__moe__experts": 4, "model__moe__top_k": 2,
+        "model__moe__ffn": 12, "model__moe__aux_loss": 0.1, "model__moe__bias": "true",
+        "model__moe__router": "sigmoid",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PIPELINES)
+def test_all_stages_compile_before_the_first_step(ranks: Ranks, case: str) -> None:
+    """A compiled pipeline equals an uncompiled one, and calls the compiler in `compile_stages` only."""
+    flags = {key if "__" in key else f"layout__{key}": value for key, value in PIPELINES[case].items()}
+    spec = spec_of(BASE, **flags, train__compile="true", layout__micro_batch=1)
+    plain = spec_of(BASE, **flags, layout__micro_batch=1)
+    wanted = ranks.run(plain.layout, pipelined, plain, rules="nccl")
+    for found, expected in zip(ranks.run(spec.layout, pipelined, spec, rules="nccl"), wanted, strict=True):
+        (frames, graphs), after = found["calls"]
+        assert frames > 0 and graphs > 0 and after == (frames, graphs)
+        assert expected["calls"] == [(0, 0), (0, 0)]
+        torch.testing.assert_close(found["numbers"], expected["numbers"], rtol=1e-10, atol=0)
+        assert found["nll"] == pytest.approx(expected["nll"], rel=1e-10)
+        assert found["balance"].keys() == expected["balance"].keys()
+        for layer, balance in expected["balance"].items():
+            assert found["balance"][layer].load == pytest.approx(balance.load, rel=1e-12)
+        for name, parameter in expected["parameters"].items():
+            torch.testing.assert_close(found["parameters"][name], parameter, rtol=1e-9, atol=1e-9)

@@ -10,6 +10,7 @@ import signal
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,13 +18,14 @@ import torch
 import small
 from meshwright import api
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.data.loader import Batch
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import Stopped, UserError
 from meshwright.train import state
 from meshwright.train.loop import Run
 from meshwright.train.observer import Observers
-from meshwright.train.step import Trainer
+from meshwright.train.step import Step, Trainer
 from ranks import Ranks, RanksFailedError
 
 VOCABULARY = 300
@@ -86,6 +88,28 @@ def run_it(mesh: Mesh, spec: RunSpec, out: Path, resume: str | None) -> tuple[di
 
 def start(ranks: Ranks, spec: RunSpec, out: Path, resume: str | None = None) -> tuple[dict[str, Any], Any]:
     return ranks.run(spec.layout, run_it, spec, out, resume)[0]
+
+
+def calls_of_a_run(mesh: Mesh, spec: RunSpec, out: Path) -> list[object]:
+    """The calls of a run's trainer, in order: `evaluate` of `compile_stages`, and the numbers of steps."""
+    calls: list[object] = []
+    step = Trainer.step
+
+    def noted(trainer: Trainer, batch: Batch, number: int) -> Step:
+        calls.append(number)
+        return step(trainer, batch, number)
+
+    compiled = patch.object(
+        Trainer, "compile_stages", lambda _, evaluate: calls.append(("compile", evaluate))
+    )
+    with compiled, patch.object(Trainer, "step", noted):
+        Run(spec, mesh, out, Observers([])).execute(None)
+    return calls
+
+
+def test_stages_compile_before_the_first_step(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
+    spec = spec_of(corpus, train__steps=2)
+    assert ranks.run(spec.layout, calls_of_a_run, spec, tmp_path)[0] == [("compile", True), 1, 2]
 
 
 @pytest.mark.parametrize(

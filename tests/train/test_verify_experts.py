@@ -45,7 +45,7 @@ def body(mesh: Mesh, spec: RunSpec) -> dict[str, Any] | None:
 
 def worst(ranks: Ranks, run: Any = body, **flags: object) -> float:
     spec = spec_of(BASE, **flags)
-    found = ranks.run(spec.layout, run, spec)[0]
+    found = ranks.run(spec.layout, run, spec, rules="nccl")[0]
     kinds = {row["kind"] for row in found["rows"]}
     assert "step 2 balance" in kinds
     assert ("step 2 router bias" in kinds) == spec.model.moe.bias

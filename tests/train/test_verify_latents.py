@@ -28,7 +28,7 @@ def body(mesh: Mesh, spec: RunSpec) -> dict[str, Any] | None:
 
 def worst(ranks: Ranks, **flags: object) -> float:
     spec = spec_of(BASE, **flags)
-    found = ranks.run(spec.layout, body, spec)[0]
+    found = ranks.run(spec.layout, body, spec, rules="nccl")[0]
     tensors = sum(len(unit) for unit in parameters(spec.model).values())
     assert found is not None and found["compared"] == 2 * (2 + 2 * tensors)
     return float(found["worst_relative"])

@@ -30,7 +30,7 @@ def body(mesh: Mesh, spec: RunSpec) -> dict[str, Any] | None:
 
 def worst(ranks: Ranks, sequences: int, **flags: object) -> float:
     spec = spec_of(BASE, **flags, train__batch_tokens=16 * sequences)
-    found = ranks.run(spec.layout, body, spec)[0]
+    found = ranks.run(spec.layout, body, spec, rules="nccl")[0]
     assert found is not None and found["compared"] > 20
     return float(found["worst_relative"])
 

@@ -33,6 +33,11 @@ class Groups:
         """Number of groups that this process has taken part in making."""
         self._made: dict[tuple[str, tuple[Row, ...]], dist.ProcessGroup | None] = {}
 
+    @property
+    def in_order(self) -> bool:
+        """True if a device group runs its operations strictly in the order of posting, as NCCL does."""
+        return self.device_type != "cpu"
+
     def along(self, grid: Tensor, dim: int, purpose: str = "") -> tuple[Row, dist.ProcessGroup | None] | None:
         """The ranks that differ from this one in `dim` of the grid only, with their group.
 

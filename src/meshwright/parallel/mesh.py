@@ -6,6 +6,7 @@ most sits closest (Narayanan et al. 2021, §3; Grattafiori et al. 2024, §3.3.2)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.control import Control, new_scope
 from meshwright.parallel.groups import Groups
+from meshwright.schedule import Lane, lanes_of, schedule_of
 from meshwright.spec.layout import Layout
 
 
@@ -87,11 +89,12 @@ class Mesh:
     cp x tp. Without experts these three are of one rank.
     Where there are more tensor ranks than key-value heads, `copies` neighbours hold the same head:
     `split_storage` is the (replicate, shard, parts, copies) mesh of those.
-    `pipeline` carries activations between stages and `gradients` theirs, so that none waits for the other.
-    `ends` joins the first and the last rank of the pipeline, where the others have none. `world` is all
-    ranks: it carries the few numbers of a step that all of them need. `control` carries host messages of all
-    ranks, over the store and not a group; `background` is a second one for checkpoints that are written
-    during training: on one they would wait for each other.
+    `pipeline` joins the ranks that share the layers; messages between their stages go over `lanes`: the axis
+    and the tag of each lane that the schedule uses, none without a pipeline. `ends` joins the first and the
+    last rank of the pipeline, where the others have none. `world` is all ranks: it carries the few numbers of
+    a step that all of them need. `control` carries host messages of all ranks, over the store and not a
+    group; `background` is a second one for checkpoints that are written during training: on one they would
+    wait for each other.
     """
 
     layout: Layout
@@ -111,7 +114,7 @@ class Mesh:
     expert_data: Axis
     sequence: Axis
     pipeline: Axis
-    gradients: Axis
+    lanes: Mapping[Lane, tuple[Axis, int]]
     ends: Axis | None
     world: Axis
     control: Control
@@ -164,7 +167,7 @@ def build_mesh(
     lines = {
         **_layer_lines(layout, grid, heads),
         **_expert_lines(layout, grid, experts),
-        **_stage_lines(layout, grid, device.type != "cpu"),
+        **_stage_lines(layout, grid),
     }
 
     def axis(line: _Line) -> Axis | None:
@@ -174,6 +177,8 @@ def build_mesh(
         row, group = found
         return Axis(line.name, len(row), row.index(dist.get_rank()), group, device, wire)
 
+    lanes = {lane: axis(line) for lane, line in _lane_lines(layout, grid, groups.in_order).items()}
+    # What only the ends of a pipeline take part in comes last: torch names groups by how many a rank has.
     axes: dict[str, Any] = {"ends": None} | {key: axis(line) for key, line in lines.items()}
     group = groups.world(tuple(range(size)))
     if storage is None or split is None or expert_storage is None:
@@ -181,7 +186,8 @@ def build_mesh(
     for purpose in ("control", "background"):
         axes[purpose] = groups.connections.control(purpose, size, scope, groups.timeout)
     axes["world"] = Axis("world", size, dist.get_rank(), group if size > 1 else None, device, wire)
-    return Mesh(layout, device, storage, split, expert_storage, wire, **axes)
+    over = {lane: (axis, tag) for tag, (lane, axis) in enumerate(lanes.items()) if axis is not None}
+    return Mesh(layout, device, storage, split, expert_storage, wire, lanes=over, **axes)
 
 
 def rank_grid(layout: Layout) -> Tensor:
@@ -233,10 +239,16 @@ def _expert_lines(layout: Layout, grid: Tensor, experts: bool) -> dict[str, _Lin
     }
 
 
-def _stage_lines(layout: Layout, grid: Tensor, on_device: bool) -> dict[str, _Line]:
+def _stage_lines(layout: Layout, grid: Tensor) -> dict[str, _Line]:
     """The axes of the pipeline, by field of `Mesh`."""
-    # gloo tells messages apart by tags; elsewhere each kind needs a group of its own.
-    apart = ("pipeline", "gradients") if on_device else ("", "")
-    names = ("pipeline", "gradients")
-    lines = {name: _Line("pipeline", grid, 0, purpose) for name, purpose in zip(names, apart, strict=True)}
+    lines = {"pipeline": _Line("pipeline", grid, 0)}
     return lines | ({"ends": _Line("pipeline", grid[[0, -1]], 0)} if layout.pp > 1 else {})
+
+
+def _lane_lines(layout: Layout, grid: Tensor, in_order: bool) -> dict[Lane, _Line]:
+    """The lanes of the layout's schedule: with a group each where groups keep the order of posting.
+
+    gloo tells messages on one group apart by tags.
+    """
+    lanes = lanes_of(schedule_of(layout, 1).rank_of)
+    return {lane: _Line("pipeline", grid, 0, f"{lane}" if in_order else "") for lane in lanes}

@@ -9,10 +9,10 @@ Wire          from stage to stage, each microbatch: N D b forward and N D b back
 Saves         everything but what the own stages need; activations by the schedule: a rank holds those of as
               many microbatches as its list has under way (`schedule.check.peak`).
 
-A list says what is computed and in which order; what is sent and received follows from it. A receive is
-posted one action before it is needed, and a send is waited for when something has come back that proves
-that it arrived, so both run beside the computation. Activations and gradients have a channel each: by kind,
-messages between two ranks come in the order of sending. A split backward (zero bubble, Qi et al. 2023)
+A list says what is computed and in which order; what is sent and received follows from it, and when it is
+posted and waited for (`schedule/posting.py`): what runs here are the operations of that posting, which are
+replayed under NCCL's rules before the first step (`schedule/check.py`). Messages go over lanes, on each of
+which a rank only sends or only receives (`schedule/lanes.py`). A split backward (zero bubble, Qi et al. 2023)
 sends the input's gradient on before the weights' are computed (`later.py`).
 
 One device is the same code: one stage, a list of F and B, and no message.
@@ -20,7 +20,6 @@ One device is the same code: one stage, a list of F and B, and no message.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
@@ -31,9 +30,20 @@ from torch import Tensor, nn
 from meshwright.parallel.collectives import start_receive, start_send
 from meshwright.parallel.later import Later, Work, together
 from meshwright.parallel.mesh import Axis, Mesh, Pending
-from meshwright.schedule import Action, Kind, Schedule
-from meshwright.schedule.actions import source_of, target_of
-from meshwright.schedule.flow import flow_of
+from meshwright.schedule import (
+    Action,
+    Kind,
+    Operation,
+    Posting,
+    Schedule,
+    Verb,
+    check,
+    forward_only,
+    lane_rule,
+    posting,
+    replay,
+)
+from meshwright.schedule.actions import target_of
 
 
 class StageModule(Protocol):
@@ -80,7 +90,7 @@ class Pipeline:
     ) -> None:
         self.stages, self.mesh, self.later, self.begin, self.take = stages, mesh, later, begin, take
         self.make = lru_cache(make)
-        self._proofs = lru_cache(lambda count: proofs(self.make(count), mesh.pipeline.rank))
+        self._posting = lru_cache(self._checked_posting)
         self.watch = Watch()
         self.peak = 0
 
@@ -89,11 +99,34 @@ class Pipeline:
         """Whether this rank has the last stage."""
         return max(self.stages) == self.make(1).stages - 1
 
+    def warm_up(self, microbatch: Any, training: bool) -> None:
+        """Run each stage of this rank once on an input of zeros, with its backward if `training`.
+
+        Nothing goes from stage to stage, and no parameter gets a gradient. A compiler then compiles all
+        stages at the same time; without it, each is compiled when its first input comes, one after the other.
+        The ranks that share a stage call this together.
+        """
+        for stage in self.stages.values():
+            x = torch.zeros_like(stage.empty(microbatch)).requires_grad_(training)
+            with torch.set_grad_enabled(training):
+                out = stage(microbatch, x)
+            if training:
+                torch.autograd.grad(out, x, torch.zeros_like(out))
+
+    def _checked_posting(self, microbatches: int, training: bool) -> Posting:
+        """What this rank posts in a step, or in a forward alone; raises `ScheduleError` where ranks hang."""
+        schedule = self.make(microbatches)
+        if training:
+            check(schedule)
+        else:
+            schedule = forward_only(schedule)
+            replay(schedule)
+        return posting(schedule, self.mesh.pipeline.rank)
+
     def run(self, microbatches: Sequence[Any], objective: Callable[[Tensor], Tensor]) -> None:
         """Forward and backward of every microbatch; `objective` makes the last stage's result a scalar."""
-        schedule = self.make(len(microbatches))
-        run = _Run(self, schedule, microbatches, objective, self._proofs(len(microbatches)))
-        run.execute(schedule.actions[self.mesh.pipeline.rank])
+        run = _Run(self, microbatches, objective)
+        run.execute(self._posting(len(microbatches), True))
         self.peak = run.peak
 
     @torch.no_grad()
@@ -108,107 +141,85 @@ class Pipeline:
             found.append(total)
             return total
 
-        run = _Run(self, self.make(len(microbatches)), microbatches, keep, {})
-        numbers = range(len(microbatches))
-        run.execute([Action(Kind.F, stage, number) for stage in sorted(self.stages) for number in numbers])
+        _Run(self, microbatches, keep).execute(self._posting(len(microbatches), False))
         return found
 
 
-def proofs(schedule: Schedule, rank: int) -> dict[int, list[int]]:
-    """Which sends of a rank have arrived when it has received: position in its list -> positions of sends.
-
-    A message from a rank that it sent after it had taken ours proves that ours arrived. Sends that nothing
-    proves are in no list.
-    """
-    flow = flow_of(schedule)
-    first, end = flow.starts[rank], flow.starts[rank + 1]
-    found: dict[int, list[int]] = defaultdict(list)
-    for sent in range(first, end):
-        target = flow.target[sent]
-        if not flow.crosses[sent]:
-            continue
-        for at in range(sent + 1, end):
-            source = flow.source[at]
-            if source > target and flow.rank_of[source] == flow.rank_of[target]:
-                found[at - first].append(sent - first)
-                break
-    return dict(found)
-
-
 class _Run:
-    """One pass through a list of actions of this rank."""
+    """One pass through the operations of this rank."""
 
     def __init__(
-        self,
-        pipeline: Pipeline,
-        schedule: Schedule,
-        microbatches: Sequence[Any],
-        objective: Callable[[Tensor], Tensor],
-        proofs: Mapping[int, Sequence[int]],
+        self, pipeline: Pipeline, microbatches: Sequence[Any], objective: Callable[[Tensor], Tensor]
     ) -> None:
-        self.of, self.schedule, self.proofs = pipeline, schedule, proofs
+        self.of, self.schedule = pipeline, pipeline.make(len(microbatches))
         self.microbatches, self.objective = microbatches, objective
         self.rank = pipeline.mesh.pipeline.rank
+        self._lane_of = lane_rule(self.schedule.ranks)
         self.held: dict[tuple[int, int], tuple[Tensor | None, Any]] = {}
         """(stage, microbatch) -> its input, and where its backward begins."""
         self.put_off: dict[tuple[int, int], list[Work]] = {}
         self.here: dict[Action, Tensor] = {}
         """What a stage of this rank computed for another one: by what waits for it, as F or B."""
-        self.sent: dict[int, tuple[Pending, Tensor]] = {}
+        self.coming: dict[Action, tuple[Pending, Tensor]] = {}
+        """By the action that needs it."""
+        self.leaving: dict[Action, Tensor] = {}
+        """Results that the next operation sends, by the action."""
+        self.sent: dict[Action, tuple[Pending, Tensor]] = {}
         self.peak = 0
 
-    def execute(self, listed: Sequence[Action]) -> None:
-        """Compute the actions in order."""
-        coming = self._receive(listed[0]) if listed else None
-        for at, action in enumerate(listed):
-            given = self._wait(action, coming)
-            coming = self._receive(listed[at + 1]) if at + 1 < len(listed) else None
-            for number in self.proofs.get(at, ()):
-                self.sent.pop(number)[0].wait()
-            self.of.watch.before(action)
-            result = self._compute(action, given)
-            self.of.watch.after(action, given, result)
-            if result is not None:
-                self._send(at, action, result)
-        for pending, _ in self.sent.values():
-            pending.wait()
+    def execute(self, posting: Posting) -> None:
+        """Carry out the operations in order."""
+        for operation in posting:
+            action = operation.action
+            match operation.verb:
+                case Verb.RECEIVE:
+                    self._receive(operation)
+                case Verb.RECEIVED:
+                    self.coming[action][0].wait()
+                case Verb.COMPUTE:
+                    self._compute(action)
+                case Verb.SEND:
+                    self._send(operation)
+                case Verb.SENT:
+                    self.sent.pop(action)[0].wait()
 
     # Messages ---------------------------------------------------------------------------------------
 
-    def _channel(self, action: Action) -> tuple[Axis, int]:
-        """The axis and the tag of what an action receives, or sends."""
-        mesh = self.of.mesh
-        return (mesh.pipeline, 0) if action.kind is Kind.F else (mesh.gradients, 1)
+    def _lane(self, action: Action, sender: int, receiver: int) -> tuple[Axis, int]:
+        """The axis and the tag of a message."""
+        return self.of.mesh.lanes[self._lane_of(action.kind is not Kind.F, sender, receiver)]
 
-    def _receive(self, action: Action) -> tuple[Tensor, Pending] | None:
-        """Begin to receive what an action waits for, if that comes from another rank."""
-        stage = source_of(action, self.schedule.stages)
-        if stage is None or (source := self.schedule.rank_of[stage]) == self.rank:
-            return None
+    def _receive(self, operation: Operation) -> None:
+        action, sender = operation.action, operation.peer
         room = self.of.stages[action.stage].empty(self.microbatches[action.microbatch])
-        return room, start_receive(room, source, *self._channel(action))
+        pending = start_receive(room, sender, *self._lane(action, sender, self.rank))
+        self.coming[action] = pending, room
 
-    def _wait(self, action: Action, coming: tuple[Tensor, Pending] | None) -> Tensor | None:
-        if coming is None:
-            return self.here.pop(_waits(action), None)
-        room, pending = coming
-        pending.wait()
-        return room
-
-    def _send(self, at: int, action: Action, result: Tensor) -> None:
-        stage = target_of(action, self.schedule.stages)
-        assert stage is not None
-        target = self.schedule.rank_of[stage]
-        if target == self.rank:
-            self.here[_waits(action._replace(stage=stage))] = result
-            return
-        result = result.contiguous()
-        self.sent[at] = (start_send(result, target, *self._channel(action)), result)
+    def _send(self, operation: Operation) -> None:
+        action, receiver = operation.action, operation.peer
+        result = self.leaving.pop(action)
+        pending = start_send(result, receiver, *self._lane(action, self.rank, receiver))
+        self.sent[action] = pending, result
 
     # Computing --------------------------------------------------------------------------------------
 
-    def _compute(self, action: Action, given: Tensor | None) -> Tensor | None:
-        """What the stage beside waits for, if one does."""
+    def _compute(self, action: Action) -> None:
+        """Compute an action of what the neighbouring stage gave, and keep the result where it is needed."""
+        given = self.coming.pop(action)[1] if action in self.coming else self.here.pop(_waits(action), None)
+        self.of.watch.before(action)
+        result = self._result(action, given)
+        self.of.watch.after(action, given, result)
+        if result is None:
+            return
+        stage = target_of(action, self.schedule.stages)
+        assert stage is not None
+        if self.schedule.rank_of[stage] == self.rank:
+            self.here[_waits(action._replace(stage=stage))] = result
+        else:
+            self.leaving[action] = result.contiguous()
+
+    def _result(self, action: Action, given: Tensor | None) -> Tensor | None:
+        """What the neighbouring stage waits for, if one does."""
         place = (action.stage, action.microbatch)
         if action.kind is Kind.F:
             return self._forward(place, given)
@@ -251,5 +262,5 @@ class _Run:
 
 
 def _waits(action: Action) -> Action:
-    """The same for both kinds of action that wait for a gradient."""
+    """The action with I written as B: both wait for the gradient from the next stage."""
     return action if action.kind is Kind.F else action._replace(kind=Kind.B)

@@ -4,6 +4,9 @@ from meshwright.schedule.actions import Action, Kind, Schedule, ScheduleError, S
 from meshwright.schedule.catalogue import NAMES, make, schedule_of
 from meshwright.schedule.check import Report, check
 from meshwright.schedule.controllable import MOST_HELD
+from meshwright.schedule.lanes import Lane, lane_rule, lanes_of
+from meshwright.schedule.posting import Operation, Posting, Verb, forward_only, posting, postings
+from meshwright.schedule.replay import replay
 from meshwright.schedule.simulate import Idle, Link, Path, Simulation, StageCost, ends, simulate
 
 __all__ = [
@@ -12,17 +15,27 @@ __all__ = [
     "Action",
     "Idle",
     "Kind",
+    "Lane",
     "Link",
+    "Operation",
     "Path",
+    "Posting",
     "Report",
     "Schedule",
     "ScheduleError",
     "Simulation",
     "StageCost",
     "Step",
+    "Verb",
     "check",
     "ends",
+    "forward_only",
+    "lane_rule",
+    "lanes_of",
     "make",
+    "posting",
+    "postings",
+    "replay",
     "schedule_of",
     "simulate",
     "steps",

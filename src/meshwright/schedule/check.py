@@ -8,6 +8,7 @@ from itertools import accumulate, chain
 
 from meshwright.schedule.actions import Action, Kind, Schedule, ScheduleError, source_of
 from meshwright.schedule.flow import Flow, flow_of
+from meshwright.schedule.replay import replay
 
 # The kinds that a (stage, microbatch) has seen, as bits: those that each kind needs, and those that bar it.
 _NEEDS = (0b0000, 0b0001, 0b0011, 0b0001)  # by kind: F, I, W, B
@@ -26,7 +27,7 @@ class Report:
     in_order: bool
     """Whether each rank receives what another sends it in the order of sending; else messages need tags."""
     in_order_by_kind: bool
-    """The same of activations and of gradients, each by themselves: then two channels do without tags."""
+    """`in_order` for activations and gradients taken separately; it is what lanes rely on."""
     unbuffered: bool
     """Whether it runs even where a send waits for its receive, each in its place in the lists.
 
@@ -39,13 +40,15 @@ def check(schedule: Schedule) -> Report:
     """Raise `ScheduleError` where the lists are not a schedule; otherwise say what they ask for.
 
     Checked: the placement gives every rank v stages; every action is on its stage's rank; every (stage,
-    microbatch) has one F, then one B, or one I and then one W; and with receives that wait and sends that
-    don't, every list comes to its end.
+    microbatch) has one F, then one B, or one I and then one W; with receives that wait and sends that don't,
+    every list comes to its end; and so do the operations that the runtime posts, on communicators that keep
+    their order as NCCL's do (`replay`).
     """
     _check_placement(schedule)
     _check_actions(schedule)
     flow = flow_of(schedule)
     _check_progress(schedule, flow)
+    replay(schedule)
     return Report(
         peak=tuple(int(peak(listed)) for listed in schedule.actions),
         messages=sum(flow.crosses),

@@ -34,7 +34,7 @@ class Flow:
 
 
 def flow_of(schedule: Schedule) -> Flow:
-    """Number the actions of lists in which each is there once (see `check`)."""
+    """Number the actions of lists in which each is there once (see `check`), or forwards only."""
     microbatches, stages = schedule.microbatches, schedule.stages
     starts = [0, *accumulate(len(listed) for listed in schedule.actions)]
     rank_of = [rank for rank, listed in enumerate(schedule.actions) for _ in listed]
@@ -47,6 +47,7 @@ def flow_of(schedule: Schedule) -> Flow:
     source, target = [-1] * len(rank_of), [-1] * len(rank_of)
     for i in range(microbatches, (stages + 1) * microbatches):
         source[forward[i]], target[forward[i]] = forward[i - microbatches], forward[i + microbatches]
-        source[backward[i]], target[backward[i]] = backward[i + microbatches], backward[i - microbatches]
+        if backward[i] >= 0:
+            source[backward[i]], target[backward[i]] = backward[i + microbatches], backward[i - microbatches]
     crosses = [to >= 0 and rank_of[to] != rank for to, rank in zip(target, rank_of, strict=True)]
     return Flow(starts, rank_of, source, target, crosses)

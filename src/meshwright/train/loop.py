@@ -67,6 +67,7 @@ class Run:
         started = time.perf_counter()
         try:
             self._start(resume)
+            self.trainer.compile_stages(evaluate=self.corpus.validation.target_tokens > 0)
             with StopSignals() as stop:
                 if self.done < self.spec.train.last_step:
                     self.batch = self.control.together(lambda: self.loader.step(self.done))

@@ -71,6 +71,21 @@ class Trainer:
         """Count the targets of a batch over all ranks, ahead of the step that takes it."""
         self._targets = batch, int(sum_scalars([self._own_targets(batch)], self.mesh.world)[0])
 
+    def compile_stages(self, evaluate: bool) -> None:
+        """Compile the blocks of all stages of a pipeline at once, before the first step; every rank calls it.
+
+        In a step they would be compiled one stage after the other, while the ranks behind wait in a receive
+        that has a limit. `evaluate` compiles the forward without gradients too. No state changes.
+        """
+        if not self.spec.train.compile or self.mesh.pipeline.size == 1:
+            return
+        for batch in kinds_of_microbatches(self.spec):
+            micro = own_tokens(batch, self.mesh).to(self.mesh.device)
+            self.pipeline.warm_up(micro, training=True)
+            if evaluate:
+                self.pipeline.warm_up(micro, training=False)
+        self.states.end_step()
+
     def gradients(self, batch: Batch) -> Tensor:
         """Forward and backward of the step; leaves the summed gradients.
 
@@ -172,6 +187,21 @@ class Trainer:
         if not self.pipeline.has_end or self.mesh.tensor.rank > 0:
             return 0
         return count_targets(share(batch.targets, self.mesh.context))
+
+
+def kinds_of_microbatches(spec: RunSpec) -> Iterator[Batch]:
+    """Microbatches of zeros, one for each way in which documents change what a compiler sees.
+
+    One document needs no mask. Several need one, or the power of two above the longest, a number that a
+    compiler takes for a constant until it has seen a second one.
+    """
+    shape = spec.micro_batch, spec.data.seq_len
+    zeros, alone = torch.zeros(shape, dtype=torch.int64), torch.full(shape[:1], -1)
+    places = torch.arange(shape[1])
+    ends = (shape[1], shape[1] // 2, shape[1] - 1) if spec.data.document_mask else (shape[1],)
+    for end in ends:
+        documents = (places >= end).long().expand(shape)
+        yield Batch(zeros, zeros, places.expand(shape), documents, alone, alone)
 
 
 def own_tokens(batch: Batch, mesh: Mesh) -> Batch:
