@@ -19,7 +19,7 @@ from tokenizers import models, pre_tokenizers
 from meshwright.data import corpus as module
 from meshwright.data.corpus import Corpus, open_corpus, xz_bits_per_byte
 from meshwright.data.packing import IGNORE
-from meshwright.data.shards import MANIFEST
+from meshwright.data.manifest import MANIFEST
 from meshwright.data.tokenize import tokenize
 from meshwright.data.tokenizer import train_bpe
 from meshwright.spec import RunSpec, UserError
@@ -28,7 +28,7 @@ MakeSpec = Callable[..., RunSpec]
 
 
 def held_out_texts(corpus: Corpus) -> str:
-    return corpus.validation_text_bytes().decode()
+    return corpus.validation_text().decode()
 
 
 def train_text(corpus: Corpus) -> str:
@@ -59,7 +59,7 @@ def test_both_sides_together_are_the_corpus(make_spec: MakeSpec) -> None:
 
 def test_the_split_is_the_same_under_every_tokenizer(make_spec: MakeSpec) -> None:
     sides = [open_corpus(make_spec({"tokenizer": t})) for t in ("byte", "bpe:300", "bpe:400")]
-    assert len({corpus.validation_text_bytes() for corpus in sides}) == 1
+    assert len({corpus.validation_text() for corpus in sides}) == 1
     assert len({corpus.validation.bytes_for() for corpus in sides}) == 1
     assert len({corpus.digest for corpus in sides}) == 3
 
@@ -137,7 +137,7 @@ def test_one_document_has_no_validation(make_spec: MakeSpec, tmp_path: Path) -> 
     path.write_text("x" * 500)
     corpus = open_corpus(make_spec({"corpus": str(path), "val_fraction": 0.5}))
     assert corpus.validation.target_tokens == corpus.validation.samples == corpus.validation.bytes_for() == 0
-    assert corpus.validation_text_bytes() == b""
+    assert corpus.validation_text() == b""
 
 
 def test_two_documents_have_one_each(make_spec: MakeSpec, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_mixture_shares_one_tokenizer_and_numbers_samples_apart(
     corpus = open_corpus(make_spec({"mixture": weights, "tokenizer": "bpe:300"}))
     parts = [open_corpus(make_spec({"corpus": name})) for name in weights]
     assert corpus.train.documents == sum(part.train.documents for part in parts)
-    assert corpus.validation_text_bytes() == b"".join(part.validation_text_bytes() for part in parts)
+    assert corpus.validation_text() == b"".join(part.validation_text() for part in parts)
     first, second = corpus.train.sizes
     source, sample = corpus.order(seed=0).at(np.arange(1024))
     assert np.bincount(source).tolist() == [768, 256]
@@ -207,7 +207,7 @@ def test_text_mixed_with_a_tokenized_folder_takes_its_tokenizer(
 def test_the_synthetic_corpus_needs_no_disk(make_spec: MakeSpec, tmp_path: Path) -> None:
     corpus = open_corpus(make_spec({"corpus": "synthetic", "tokenizer": "bpe"}, model={"vocab_size": 64}))
     assert not (tmp_path / "cache").exists()
-    assert corpus.validation.bytes_for() == len(corpus.validation_text_bytes())
+    assert corpus.validation.bytes_for() == len(corpus.validation_text())
     assert corpus.train.gather(np.arange(corpus.train.samples)).tokens.max() == 63
     with pytest.raises(UserError, match=r"data\.mixture: 'synthetic' .* cannot be mixed"):
         open_corpus(make_spec({"mixture": {"synthetic": 1.0, "stdlib": 1.0}}))
@@ -313,7 +313,7 @@ def test_a_tokenizer_that_loses_text_has_none_to_compare(make_spec: MakeSpec, tm
     backend.save(str(tmp_path / "tokenizer.json"))
     corpus = open_corpus(make_spec({"tokenizer": str(tmp_path / "tokenizer.json")}))
     assert corpus.validation.text_bytes() and corpus.validation.bytes_for()
-    assert corpus.validation_text_bytes() == b""
+    assert corpus.validation_text() == b""
 
 
 def test_a_corpus_beside_a_mixture_is_refused(make_spec: MakeSpec) -> None:

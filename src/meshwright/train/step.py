@@ -97,11 +97,14 @@ class Trainer:
         return dict(sorted(every.items()))
 
     @torch.no_grad()
-    def nll(self, batch: Batch) -> tuple[float, int]:
-        """(sum over this rank's targets of the negative log-likelihood in nats, number of those targets)."""
+    def nll(self, batch: Batch) -> torch.Tensor:
+        """(2,) in float64 on the device: the sum over this rank's targets of the negative log-likelihood in
+        nats, and their number."""
         batch = own_tokens(batch, self.mesh)
         micros = list(microbatches(batch, self.spec.micro_batch, self.mesh.device))
-        return math.fsum(map(float, self.pipeline.forward(micros))), self._targets(batch)
+        sums = [total.double() for total in self.pipeline.forward(micros)]
+        count = torch.tensor(self._targets(batch), dtype=torch.float64, device=self.mesh.device)
+        return torch.stack([torch.stack(sums).sum() if sums else torch.zeros_like(count), count])
 
     def _targets(self, batch: Batch) -> int:
         """Targets whose loss this rank computes."""
