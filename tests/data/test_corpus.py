@@ -18,8 +18,8 @@ from tokenizers import models, pre_tokenizers
 
 from meshwright.data import corpus as module
 from meshwright.data.corpus import Corpus, open_corpus, xz_bits_per_byte
-from meshwright.data.packing import IGNORE
 from meshwright.data.manifest import MANIFEST
+from meshwright.data.packing import IGNORE
 from meshwright.data.tokenize import tokenize
 from meshwright.data.tokenizer import train_bpe
 from meshwright.spec import RunSpec, UserError

@@ -41,7 +41,7 @@ def test_what_was_written_is_read(tmp_path: Path, vocab_size: int, tokens_per_sh
     assert opened.take(places).tolist() == stream[places].tolist()
     lengths = [len(ids) for ids in docs]
     starts = np.cumsum([0, *(n + 1 for n in lengths)])
-    for first, last in [(0, 30), (0, 1), (29, 30), (7, 19), (12, 12), (30, 30)]:
+    for first, last in [(0, 30), (0, 1), (29, 30), (7, 19), (3, 4)]:
         rows = opened.rows(first, last)
         assert rows.starts.tolist() == starts[first : last + 1].tolist()
         assert rows.bytes.tolist() == [2 * n for n in lengths[first:last]]

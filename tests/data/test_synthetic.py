@@ -36,12 +36,10 @@ def test_the_seed_decides() -> None:
 
 def test_bytes_are_those_of_the_numbers_spelt_out() -> None:
     source, tokenizer = SyntheticTokens(seed=3, vocab_size=2000), number_tokenizer(2000)
+    rows = source.rows(0, 20)
+    rows = source.rows(0, 20)
     for document in range(20):
-        ids = source.take(
-            np.arange(
-                source.rows(0, DOCUMENTS).starts[document] + 1, source.rows(0, DOCUMENTS).starts[document + 1]
-            )
-        )
+        ids = source.take(np.arange(rows.starts[document] + 1, rows.starts[document + 1]))
         text = " ".join(map(str, ids.tolist()))
         assert tokenizer.decode(ids.tolist()) == text
         assert rows.bytes[document] == len(text)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 from pydantic import ValidationError
@@ -19,6 +21,8 @@ from meshwright.data.tokenizer import TOKENIZER_FILES, Tokenizer
 from meshwright.data.verification import Check, Verification
 from meshwright.data.verified import FileState, cache_folder, record_folders, state_of
 from meshwright.spec.errors import UserError
+
+_MAPPED = 2**14  # documents
 
 
 class TokenSource(DocumentTable, Protocol):
@@ -85,22 +89,33 @@ class TokenShards:
 
     def rows(self, first: int, last: int) -> Rows:
         """The documents from number `first` up to `last`."""
-        tables, number = [], int(np.searchsorted(self._first, first, side="right")) - 1
-        starts = []
+        number = int(np.searchsorted(self._first, first, side="right")) - 1
+        tables, starts = [np.empty(0, DOCUMENT)], []
+        end = self._bounds[-1:]
         while first < last:
-            stop = min(last, int(self._first[number + 1]))
-            table = self._map(documents_file(number), DOCUMENT)
-            table = table[first - self._first[number] : stop - self._first[number]]
-            tables.append(table)
-            starts.append(table["start"].astype(np.int64) + self._bounds[number])
-            first, number = stop, number + 1
-        end = self._start_of(last)
-        table = np.concatenate([np.empty(0, DOCUMENT), *tables])
+            begin, size = self._first[number], int(self._first[number + 1] - self._first[number])
+            stop = min(last - begin, size)
+            table = self._records(number, first - begin, min(stop + 1, size))
+            found = table["start"].astype(np.int64) + self._bounds[number]
+            count = stop - (first - begin)
+            tables.append(table[:count])
+            starts.append(found[:count])
+            # A shard's first document begins where the shard does, so the next shard need not be read.
+            end = found[count:] if len(found) > count else self._bounds[number + 1 : number + 2]
+            first, number = int(begin + stop), number + 1
+        table = np.concatenate(tables)
         return Rows(
-            np.append(np.concatenate([np.empty(0, np.int64), *starts]), end),
+            np.concatenate([*starts, end]),
             table["bytes"].astype(np.int64),
             table["hash"].astype(np.uint64),
         )
+
+    def _records(self, number: int, first: int, last: int) -> np.ndarray:
+        """Records of one shard: few from the map, and many by reading, so that no table stays resident."""
+        if last - first <= _MAPPED:
+            return self._map(documents_file(number), DOCUMENT)[first:last]
+        with self._open(documents_file(number)) as file:
+            return np.fromfile(file, DOCUMENT, last - first, offset=first * DOCUMENT.itemsize)
 
     def index(self, val_fraction: float, window: int) -> DocumentIndex:
         """Its documents split in two; built once, beside the tokens or in the cache."""
@@ -110,27 +125,25 @@ class TokenShards:
         whole = self._check != "lazy"
         return index_on_disk(home / name, self, val_fraction, window, check=whole)
 
-    def _start_of(self, document: int) -> int:
-        """The place of a document's END in the stream; behind the last document, the stream's length."""
-        if document == self.documents:
-            return int(self._bounds[-1])
-        number = int(np.searchsorted(self._first, document, side="right")) - 1
-        table = self._map(documents_file(number), DOCUMENT)
-        return int(table["start"][document - self._first[number]]) + int(self._bounds[number])
-
     def _map(self, name: str, dtype: np.dtype[Any]) -> np.ndarray:
-        """A file's content; the first call checks that it is as it was verified."""
+        """A file's content, mapped once."""
         if name not in self._maps:
-            path = self._folder / name
-            try:
-                with path.open("rb") as file:
-                    self._check_unchanged(name, FileState.of(os.fstat(file.fileno())))
-                    size = self.manifest.files[name].bytes
-                    found = np.memmap(file, dtype, mode="r").view(np.ndarray) if size else np.empty(0, dtype)
-            except OSError as error:
-                raise UserError(f"{path}: cannot be read ({error.strerror}); {self._remedy}") from error
+            with self._open(name) as file:
+                empty = not self.manifest.files[name].bytes
+                found = np.empty(0, dtype) if empty else np.memmap(file, dtype, mode="r").view(np.ndarray)
             self._maps[name] = found
         return self._maps[name]
+
+    @contextmanager
+    def _open(self, name: str) -> Iterator[BinaryIO]:
+        """A file that is as it was verified."""
+        path = self._folder / name
+        try:
+            with path.open("rb") as file:
+                self._check_unchanged(name, FileState.of(os.fstat(file.fileno())))
+                yield file
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror}); {self._remedy}") from error
 
     def _read_manifest(self) -> Manifest:
         path = self._folder / MANIFEST
