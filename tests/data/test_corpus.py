@@ -322,3 +322,37 @@ def test_a_corpus_beside_a_mixture_is_refused(make_spec: MakeSpec) -> None:
     ):
         make_spec({"mixture": {"stdlib": 1.0}, "corpus": "mine"})
     assert make_spec({"mixture": {"other": 1.0}, "corpus": "stdlib"}).data.mixture == {"other": 1.0}
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
+def test_the_text_for_xz_is_a_prefix_and_no_more_is_decoded(
+    make_spec: MakeSpec, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = open_corpus(make_spec({"tokenizer": tokenizer, "val_fraction": 0.5}))
+    split = corpus.validation
+    whole = split.text_bytes()
+    decode, decoded = type(corpus.tokenizer).decode_bytes, [0]
+
+    def count(self: Any, ids: Any) -> bytes:
+        found = decode(self, ids)
+        decoded[0] += len(found)
+        return found
+
+    monkeypatch.setattr(type(corpus.tokenizer), "decode_bytes", count)
+    sizes = []
+    for limit in (1, 50, 500, 2000, len(whole) - 1, len(whole)):
+        decoded[0] = 0
+        text = corpus.validation_text(max_bytes=limit)
+        assert whole.startswith(text) and 0 < len(text) <= limit
+        assert decoded[0] <= 8 * limit
+        sizes.append(len(text))
+    assert sizes == sorted(sizes) and sizes[-1] == len(whole)
+    validated = split.text_bytes(700)
+    assert validated.startswith(corpus.validation_text(700)) and corpus.validation_text(700)
+
+
+def test_xz_of_a_mixture_takes_of_each_source(make_spec: MakeSpec, folder: Path, tmp_path: Path) -> None:
+    weights = mixture(folder, tmp_path)
+    corpus = open_corpus(make_spec({"mixture": weights, "val_fraction": 0.5}))
+    text = corpus.validation_text(max_bytes=3000)
+    assert len(text) <= 3000 and b"OTHER" in text and not text.startswith(b"OTHER")

@@ -62,7 +62,7 @@ class TokenShards:
         self._remedy = remedy
         self._check = check
         self._homes = record_folders(folder, cache or cache_folder(None))
-        self.manifest = manifest = self._read_manifest()
+        self.manifest = manifest = read_manifest(folder, remedy)
         self._dtype = np.dtype("<u2" if manifest.dtype == "uint16" else "<u4")
         self.vocab_size = manifest.vocab_size
         self.digest: str = manifest.digest
@@ -145,27 +145,6 @@ class TokenShards:
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror}); {self._remedy}") from error
 
-    def _read_manifest(self) -> Manifest:
-        path = self._folder / MANIFEST
-        try:
-            raw = path.read_bytes()
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror}); {self._remedy}") from error
-        try:
-            fields = json.loads(raw)
-            if fields.get("version") == VERSION:
-                fields.pop("sha256", None)
-                manifest = Manifest.model_validate(fields)
-                whole = raw == manifest.render()
-            else:
-                found = fields.get("version")
-                raise UserError(f"{path}: has version {found!r}, and {VERSION} is read; {self._remedy}")
-        except (ValueError, AttributeError, RecursionError, ValidationError):
-            whole = False
-        if not whole:
-            raise UserError(f"{path}: does not match its own SHA-256, so it was altered; {self._remedy}")
-        return manifest
-
     def _check_list(self) -> None:
         files, shards = self.manifest.files, self.manifest.expected()
         for name in [*shards, *TOKENIZER_FILES]:
@@ -184,6 +163,29 @@ class TokenShards:
             raise UserError(
                 f"{self._folder / name}: was changed after it was verified; start again, or {self._remedy}"
             )
+
+
+def read_manifest(folder: Path, remedy: str) -> Manifest:
+    """The manifest of a folder of tokens. Raises `UserError` for one that is not as it was written."""
+    path = folder / MANIFEST
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
+    try:
+        fields = json.loads(raw)
+        if fields.get("version") == VERSION:
+            fields.pop("sha256", None)
+            manifest = Manifest.model_validate(fields)
+            whole = raw == manifest.render()
+        else:
+            found = fields.get("version")
+            raise UserError(f"{path}: has version {found!r}, and {VERSION} is read; {remedy}")
+    except (ValueError, AttributeError, RecursionError, ValidationError):
+        whole = False
+    if not whole:
+        raise UserError(f"{path}: does not match its own SHA-256, so it was altered; {remedy}")
+    return manifest
 
 
 def _bounds(counts: list[int]) -> I64:

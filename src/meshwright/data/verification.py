@@ -13,6 +13,7 @@ from meshwright.data.manifest import DOCUMENT, Manifest, ShardEntry, documents_f
 from meshwright.data.verified import (
     FileState,
     Verified,
+    drop_record,
     read_record,
     state_of,
     wait_for_tick,
@@ -48,6 +49,8 @@ class Verification:
             if check != "content" and (found := self._valid(check)) is not None:
                 return found  # another process made it meanwhile
             known = (self._record() or {}) if check != "content" else {}
+            if check == "content":  # what turns out to be damaged must not stay recorded as verified
+                drop_record(self._homes[0])
             states = self._states()
             wait_for_tick(states)
             self._hash([n for n, state in states.items() if n not in known or known[n].state != state])

@@ -94,6 +94,11 @@ def write_record(folder: Path, digest: str, files: Mapping[str, Verified]) -> No
         ) from error
 
 
+def drop_record(folder: Path) -> None:
+    """Remove the record in `folder`, if there is one."""
+    (folder / _RECORD).unlink(missing_ok=True)
+
+
 def read_record(folder: Path, digest: str) -> dict[str, Verified] | None:
     """The record of the manifest `digest` in `folder`; None where there is none."""
     try:
