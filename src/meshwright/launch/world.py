@@ -72,9 +72,11 @@ def _wait_for_all(size: int) -> None:
     group = dist.group.WORLD
     assert group is not None
     store = dist.PrefixStore("once_per_host", group.get_group_store())  # type: ignore[attr-defined]
-    if store.add("arrived", 1) % size == 0:
-        store.set("all", "")
+    arrived = store.add("arrived", 1)
+    everybody = f"all of call {(arrived - 1) // size}"
+    if arrived % size == 0:
+        store.set(everybody, "")
     pause = 0.005
-    while not store.check(["all"]):
+    while not store.check([everybody]):
         time.sleep(pause)
         pause = min(1.0, 1.5 * pause)
