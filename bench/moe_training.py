@@ -23,7 +23,7 @@ from meshwright.report.record import Row, read_metrics
 
 SHARED = (
     "--layout.dp 2 --precision.compute bf16 --train.steps 300 --train.batch_tokens 4096 --data.seq_len 256 "
-    "--train.lr 1e-3 --train.eval_every 100 --train.eval_tokens 65536"
+    "--train.lr 1e-3 --train.eval_every 100"
 )
 LAST = 20
 COLOURS = ("#1f6feb", "#d9480f")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from meshwright import api
 from meshwright.cli.main import main
+from meshwright.data.shards import TokenShards
 from meshwright.launch.env import LAUNCHER
 from meshwright.planner.hardware import catalogue
 from meshwright.spec import RunSpec, UserError, load
@@ -156,6 +158,29 @@ def test_checkpoint_verify_exits_with_1_and_a_line_for_each_damage(
     out, err = capsys.readouterr()
     assert err == "meshwright: error: rank0: head.weight is damaged\n"
     assert json.loads(out.splitlines()[-1])["step"] == 4
+
+
+def test_data_verify_names_the_damaged_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("some text " * 50)
+    tokens = tmp_path / "tokens"
+    words = ["--data.corpus", str(tmp_path / "text.txt"), "--data.tokenizer", "byte", "--out", str(tokens)]
+    assert main(["tokenize", *words]) == 0
+    assert main(["data", "verify", str(tokens)]) == 0
+    path = tokens / "00000.tokens.bin"
+    before, raw = path.stat(), bytearray(path.read_bytes())
+    raw[7] ^= 1
+    path.write_bytes(raw)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    capsys.readouterr()
+    for _ in range(2):
+        assert main(["data", "verify", str(tokens), "--json"]) == 1
+        out, err = capsys.readouterr()
+        assert err.startswith(f"meshwright: error: {path}: ") and err.count("\n") == 1
+        assert json.loads(out.splitlines()[-1])["documents"] == 1
+    with pytest.raises(UserError, match="altered"):  # what was found to be damaged is not trusted any more
+        TokenShards(tokens)
+    with pytest.raises(UserError, match=r"holds no meshwright-tokens\.json; give"):
+        main(["data", "verify", str(tmp_path)])
 
 
 def test_spec_show_prints_toml_that_loads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,8 @@ from tokenizers import models, pre_tokenizers
 
 from meshwright.data import corpus as module
 from meshwright.data.corpus import Corpus, open_corpus, xz_bits_per_byte
+from meshwright.data.manifest import MANIFEST
 from meshwright.data.packing import IGNORE
-from meshwright.data.shards import MANIFEST
 from meshwright.data.tokenize import tokenize
 from meshwright.data.tokenizer import train_bpe
 from meshwright.spec import RunSpec, UserError
@@ -28,7 +28,7 @@ MakeSpec = Callable[..., RunSpec]
 
 
 def held_out_texts(corpus: Corpus) -> str:
-    return corpus.validation_text_bytes().decode()
+    return corpus.validation_text().decode()
 
 
 def train_text(corpus: Corpus) -> str:
@@ -38,11 +38,14 @@ def train_text(corpus: Corpus) -> str:
 
 
 def test_a_corpus_is_prepared_once_and_opened_again(make_spec: MakeSpec, tmp_path: Path) -> None:
+    def files() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("[!.]*/**/*")}
+
     first = open_corpus(make_spec())
-    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
+    made = files()
     again = open_corpus(make_spec())
     assert again.digest == first.digest
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")} == made
+    assert files() == made
     assert sum(path.is_dir() for path in (tmp_path / "cache").iterdir()) == 1
 
 
@@ -59,7 +62,7 @@ def test_both_sides_together_are_the_corpus(make_spec: MakeSpec) -> None:
 
 def test_the_split_is_the_same_under_every_tokenizer(make_spec: MakeSpec) -> None:
     sides = [open_corpus(make_spec({"tokenizer": t})) for t in ("byte", "bpe:300", "bpe:400")]
-    assert len({corpus.validation_text_bytes() for corpus in sides}) == 1
+    assert len({corpus.validation_text() for corpus in sides}) == 1
     assert len({corpus.validation.bytes_for() for corpus in sides}) == 1
     assert len({corpus.digest for corpus in sides}) == 3
 
@@ -137,7 +140,7 @@ def test_one_document_has_no_validation(make_spec: MakeSpec, tmp_path: Path) -> 
     path.write_text("x" * 500)
     corpus = open_corpus(make_spec({"corpus": str(path), "val_fraction": 0.5}))
     assert corpus.validation.target_tokens == corpus.validation.samples == corpus.validation.bytes_for() == 0
-    assert corpus.validation_text_bytes() == b""
+    assert corpus.validation_text() == b""
 
 
 def test_two_documents_have_one_each(make_spec: MakeSpec, tmp_path: Path) -> None:
@@ -174,7 +177,7 @@ def test_a_mixture_shares_one_tokenizer_and_numbers_samples_apart(
     corpus = open_corpus(make_spec({"mixture": weights, "tokenizer": "bpe:300"}))
     parts = [open_corpus(make_spec({"corpus": name})) for name in weights]
     assert corpus.train.documents == sum(part.train.documents for part in parts)
-    assert corpus.validation_text_bytes() == b"".join(part.validation_text_bytes() for part in parts)
+    assert corpus.validation_text() == b"".join(part.validation_text() for part in parts)
     first, second = corpus.train.sizes
     source, sample = corpus.order(seed=0).at(np.arange(1024))
     assert np.bincount(source).tolist() == [768, 256]
@@ -207,7 +210,7 @@ def test_text_mixed_with_a_tokenized_folder_takes_its_tokenizer(
 def test_the_synthetic_corpus_needs_no_disk(make_spec: MakeSpec, tmp_path: Path) -> None:
     corpus = open_corpus(make_spec({"corpus": "synthetic", "tokenizer": "bpe"}, model={"vocab_size": 64}))
     assert not (tmp_path / "cache").exists()
-    assert corpus.validation.bytes_for() == len(corpus.validation_text_bytes())
+    assert corpus.validation.bytes_for() == len(corpus.validation_text())
     assert corpus.train.gather(np.arange(corpus.train.samples)).tokens.max() == 63
     with pytest.raises(UserError, match=r"data\.mixture: 'synthetic' .* cannot be mixed"):
         open_corpus(make_spec({"mixture": {"synthetic": 1.0, "stdlib": 1.0}}))
@@ -313,7 +316,7 @@ def test_a_tokenizer_that_loses_text_has_none_to_compare(make_spec: MakeSpec, tm
     backend.save(str(tmp_path / "tokenizer.json"))
     corpus = open_corpus(make_spec({"tokenizer": str(tmp_path / "tokenizer.json")}))
     assert corpus.validation.text_bytes() and corpus.validation.bytes_for()
-    assert corpus.validation_text_bytes() == b""
+    assert corpus.validation_text() == b""
 
 
 def test_a_corpus_beside_a_mixture_is_refused(make_spec: MakeSpec) -> None:
@@ -322,3 +325,50 @@ def test_a_corpus_beside_a_mixture_is_refused(make_spec: MakeSpec) -> None:
     ):
         make_spec({"mixture": {"stdlib": 1.0}, "corpus": "mine"})
     assert make_spec({"mixture": {"other": 1.0}, "corpus": "stdlib"}).data.mixture == {"other": 1.0}
+
+
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe:300"])
+def test_the_text_for_xz_is_a_prefix_and_no_more_is_decoded(
+    make_spec: MakeSpec, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    corpus = open_corpus(make_spec({"tokenizer": tokenizer, "val_fraction": 0.5}))
+    split = corpus.validation
+    whole = split.text_bytes()
+    decode, decoded = type(corpus.tokenizer).decode_bytes, [0]
+
+    def count(self: Any, ids: Any) -> bytes:
+        found = decode(self, ids)
+        decoded[0] += len(found)
+        return found
+
+    monkeypatch.setattr(type(corpus.tokenizer), "decode_bytes", count)
+    sizes = []
+    for limit in (1, 50, 500, 2000, len(whole) - 1, len(whole)):
+        decoded[0] = 0
+        text = corpus.validation_text(max_bytes=limit)
+        assert whole.startswith(text) and 0 < len(text) <= limit
+        assert decoded[0] <= 8 * limit
+        sizes.append(len(text))
+    assert sizes == sorted(sizes) and sizes[-1] == len(whole)
+    validated = split.text_bytes(700)
+    assert validated.startswith(corpus.validation_text(700)) and corpus.validation_text(700)
+
+
+def test_xz_of_a_mixture_takes_of_each_source(make_spec: MakeSpec, folder: Path, tmp_path: Path) -> None:
+    weights = mixture(folder, tmp_path)
+    corpus = open_corpus(make_spec({"mixture": weights, "val_fraction": 0.5}))
+    text = corpus.validation_text(max_bytes=3000)
+    assert len(text) <= 3000 and b"OTHER" in text and not text.startswith(b"OTHER")
+
+
+def test_other_ranks_of_a_host_do_not_read_the_text(
+    make_spec: MakeSpec, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = make_spec({"mixture": mixture(folder, tmp_path), "tokenizer": "bpe:300"})
+    digest = open_corpus(spec, "lazy").digest  # nobody has opened it yet: then it is made all the same
+    monkeypatch.setattr(module, "open_source", pytest.fail)
+    assert open_corpus(spec, "lazy").digest == digest
+    monkeypatch.undo()
+    (folder / "new.txt").write_text("one more")
+    changed = open_corpus(spec).digest
+    assert changed != digest and open_corpus(spec, "lazy").digest == changed

@@ -170,3 +170,39 @@ def test_a_share_that_is_not_whole_is_a_bug(make_spec: MakeSpec) -> None:
     for rank, ranks in ((0, 3), (2, 2), (-1, 2)):
         with pytest.raises(ValueError, match="for a batch of 8 sequences"):
             Loader(corpus, spec, rank, ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_validation_batches_are_as_large_as_a_step(make_spec: MakeSpec, ranks: int) -> None:
+    spec = make_spec({"val_fraction": 0.5}, train={"batch_tokens": 32 * 16}, layout={"micro_batch": 2})
+    corpus = open_corpus(spec)
+    sizes = [len(batch.ids) for batch in Loader(corpus, spec, ranks - 1, ranks).validation_batches()]
+    assert set(sizes[:-1]) == {16 // ranks} and len(sizes) > 1
+    left = corpus.validation.samples - ranks * sum(sizes[:-1])
+    assert sizes[-1] % 2 == 0 and 0 <= ranks * sizes[-1] - left < 2 * ranks
+
+
+def test_a_short_validation_of_a_mixture_takes_of_each_source(
+    make_spec: MakeSpec, folder: Any, tmp_path: Any
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for number in range(40):
+        (other / f"{number}.txt").write_text(f"Z{number} " + "Z" * 300)
+    spec = make_spec({"mixture": {str(folder): 1.0, str(other): 1.0}, "val_fraction": 0.5})
+    corpus = open_corpus(spec)
+    whole = np.array(corpus.validation.tokens_by_source)
+    for limit in (0, 1, 500, int(whole.sum()) - 1):
+        shares = corpus.validation.shares(limit)
+        assert sum(shares) == limit
+        assert np.allclose(shares, limit * whole / whole.sum(), atol=1)
+        batches = list(Loader(corpus, spec, 0, 1).validation_batches(limit))
+        counted = [(batch.targets != IGNORE).sum().item() for batch in batches]
+        assert sum(counted) == limit
+        spelt = b"".join(
+            part.text_bytes(share)
+            for part, share in zip(corpus.validation._windows, shares, strict=True)
+            if share
+        )
+        assert corpus.validation.text_bytes(limit) == spelt
+        assert corpus.validation.bytes_for(limit) == len(spelt)

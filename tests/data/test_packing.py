@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -7,8 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.data import document_index, packing
+from meshwright.data.document_index import DocumentIndex, Rows, index_in_memory
 from meshwright.data.packing import IGNORE, Samples, Windows
-from meshwright.data.shards import ShardWriter, TokenShards
+from meshwright.data.shard_writer import ShardWriter
+from meshwright.data.shards import TokenShards, TokenSource
 from meshwright.data.tokenizer import byte_tokenizer
 
 END = 256
@@ -19,6 +23,7 @@ class Memory:
 
     def __init__(self, lengths: list[int]) -> None:
         self.docs = [[END, *(1000 * (d + 1) + i for i in range(n))] for d, n in enumerate(lengths)]
+        self.documents = len(lengths)
         self.starts = np.cumsum([0, *(len(doc) for doc in self.docs)])
         self.stream = np.array([t for doc in self.docs for t in doc], dtype=np.int64)
         self.bytes = np.array(lengths, dtype=np.int64)
@@ -28,11 +33,34 @@ class Memory:
     def take(self, place: np.ndarray) -> np.ndarray:
         return self.stream[place]
 
+    def rows(self, first: int, last: int) -> Rows:
+        return Rows(self.starts[first : last + 1], self.bytes[first:last], self.hashes[first:last])
+
+    def index(self, val_fraction: float, window: int) -> DocumentIndex:
+        return index_in_memory(self, val_fraction, window)
+
+
+@pytest.fixture(autouse=True, scope="module", params=[1, 3, 256])
+def small_blocks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Look-ups that cross blocks, empty ones too, and indices that are built in several chunks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(document_index, "BLOCK", request.param)
+        patch.setattr(packing, "BLOCK", request.param)
+        patch.setattr(document_index, "_CHUNK", 2 * request.param)
+        yield
+
+
+def side(source: TokenSource, share: float, seq_len: int, pack: bool, held: bool, mask: bool) -> Windows:
+    index = source.index(share, 0 if pack else seq_len)
+    return Windows(source, index, byte_tokenizer(), held=held, seq_len=seq_len, pack=pack, document_mask=mask)
+
 
 def windows(source: Memory, documents: list[int], seq_len: int, pack: bool, mask: bool = True) -> Windows:
-    return Windows(
-        source, np.array(documents), byte_tokenizer(), seq_len=seq_len, pack=pack, document_mask=mask
-    )
+    """The samples of just these documents, which are given the high hashes."""
+    number = np.arange(source.documents, dtype=np.uint64)
+    source.hashes = number + np.where(np.isin(number, documents), np.uint64(2**63), np.uint64(0))
+    share = 0.5 if len(documents) < source.documents else 0.0
+    return side(source, share, seq_len, pack, held=False, mask=mask)
 
 
 def expected_targets(source: Memory, documents: list[int]) -> list[int]:
@@ -116,10 +144,10 @@ def test_bytes_of_a_prefix_are_the_bytes_that_its_targets_spell(tmp_path: Path) 
     tokenizer = byte_tokenizer()
     with ShardWriter(tmp_path, tokenizer) as writer:
         for ids, word in zip(tokenizer.encode_batch(words), words, strict=True):
-            writer.add(ids, len(word.encode()), 0)
+            writer.add(ids, len(word.encode()), 0 if word == "plain" else 2**63)
         writer.finish()
     chosen = [0, 1, 3]
-    split = windows(TokenShards(tmp_path), chosen, 4, pack=True)  # type: ignore[arg-type]
+    split = side(TokenShards(tmp_path), 0.5, 4, pack=True, held=False, mask=True)
     samples = split.gather(np.arange(split.count))
     targets = samples.targets[samples.targets != IGNORE]
     for limit in range(split.target_tokens + 1):

@@ -6,8 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.data import shards
-from meshwright.data.shards import DOCUMENT, MANIFEST, VERSION, ShardWriter, TokenShards
+from meshwright.data import shard_writer, verified
+from meshwright.data.files import sha256_file
+from meshwright.data.manifest import DOCUMENT, MANIFEST, VERSION, Manifest
+from meshwright.data.shard_writer import ShardWriter
+from meshwright.data.shards import TokenShards
 from meshwright.data.tokenizer import byte_tokenizer, number_tokenizer
 from meshwright.spec import UserError
 
@@ -37,9 +40,12 @@ def test_what_was_written_is_read(tmp_path: Path, vocab_size: int, tokens_per_sh
     places = np.random.default_rng(0).integers(0, len(stream), (5, 7))
     assert opened.take(places).tolist() == stream[places].tolist()
     lengths = [len(ids) for ids in docs]
-    assert opened.starts.tolist() == np.cumsum([0, *(n + 1 for n in lengths)]).tolist()
-    assert opened.bytes.tolist() == [2 * n for n in lengths]
-    assert opened.hashes.tolist() == [2**64 - 1 - i for i in range(30)]
+    starts = np.cumsum([0, *(n + 1 for n in lengths)])
+    for first, last in [(0, 30), (0, 1), (29, 30), (7, 19), (3, 4)]:
+        rows = opened.rows(first, last)
+        assert rows.starts.tolist() == starts[first : last + 1].tolist()
+        assert rows.bytes.tolist() == [2 * n for n in lengths[first:last]]
+        assert rows.hashes.tolist() == [2**64 - 1 - i for i in range(first, last)]
     names = {path.name for path in (tmp_path / "s").glob("*.tokens.bin")}
     assert len(names) == {2**28: 1, 1: 30}.get(tokens_per_shard, len(names))
     assert (len(names) > 1) == (tokens_per_shard < 2**28)
@@ -47,16 +53,23 @@ def test_what_was_written_is_read(tmp_path: Path, vocab_size: int, tokens_per_sh
 
 def test_the_writer_flushes_and_hashes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = TokenShards(write(tmp_path / "a", documents(30, 256)))
-    monkeypatch.setattr(shards, "_WRITE_BUFFER", 16)
+    monkeypatch.setattr(shard_writer, "_WRITE_BUFFER", 16)
     pieces = TokenShards(write(tmp_path / "b", documents(30, 256)))
     assert pieces.digest == whole.digest
 
 
-def test_a_flipped_bit_anywhere_is_refused_by_file_name(tmp_path: Path) -> None:
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_file())
+
+
+def test_a_flipped_bit_anywhere_is_refused_by_file_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verified, "_TICK", 0)  # no record is written between two flips
     folder = write(tmp_path / "s", documents(12, 256), tokens_per_shard=100)
     rng = np.random.default_rng(0)
     flips = 0
-    for path in sorted(folder.iterdir()):
+    for path in files_of(folder):
         raw = path.read_bytes()
         for place in {0, len(raw) - 1, *rng.integers(0, len(raw), 30).tolist()}:
             flipped = bytearray(raw)
@@ -74,7 +87,7 @@ def test_a_flipped_bit_anywhere_is_refused_by_file_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [1, 2, 24, 10**9])
 def test_a_truncated_or_grown_file_is_refused(tmp_path: Path, cut: int) -> None:
     good = write(tmp_path / "good", documents(12, 256))
-    for name in sorted(path.name for path in good.iterdir()):
+    for name in [path.name for path in files_of(good)]:
         raw = (good / name).read_bytes()
         for changed in (raw[: max(0, len(raw) - cut)], raw + b"\0" * min(cut, 100)):
             (good / name).write_bytes(changed)
@@ -85,7 +98,7 @@ def test_a_truncated_or_grown_file_is_refused(tmp_path: Path, cut: int) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    for name in sorted(path.name for path in write(tmp_path / "x", documents(3, 256)).iterdir()):
+    for name in [path.name for path in files_of(write(tmp_path / "x", documents(3, 256)))]:
         folder = write(tmp_path / name, documents(3, 256))
         (folder / name).unlink()
         with pytest.raises(UserError, match=name.replace(".", r"\.")):
@@ -96,7 +109,7 @@ def forge(folder: Path, **changes: object) -> None:
     """Rewrite the manifest with its own hash right: what only a hand, not an accident, can do."""
     fields = json.loads((folder / MANIFEST).read_bytes())
     fields.pop("sha256")
-    manifest = shards.Manifest.model_validate({**fields, **changes})
+    manifest = Manifest.model_validate({**fields, **changes})
     (folder / MANIFEST).write_bytes(manifest.render())
 
 
@@ -145,9 +158,9 @@ def test_a_document_table_that_does_not_fill_the_tokens_is_refused(tmp_path: Pat
     table["start"] = table["start"][::-1]
     path.write_bytes(table.tobytes())
     files = json.loads((folder / MANIFEST).read_bytes())["files"]
-    entry = {"bytes": path.stat().st_size, "sha256": shards.sha256_file(path)}
+    entry = {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
     forge(folder, files={**files, path.name: entry})
-    with pytest.raises(UserError, match="documents do not fill the token files"):
+    with pytest.raises(UserError, match=r"00000\.documents\.bin: its documents do not fill the token file"):
         TokenShards(folder)
 
 

@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 
 from meshwright.data.order import hash64
-from meshwright.data.split import held_out
+from meshwright.data.split import SplitSurvey
+
+
+def held_out(hashes: np.ndarray, fraction: float, piece: int = 7) -> np.ndarray:
+    survey = SplitSurvey(fraction)
+    for start in range(0, len(hashes), piece):
+        survey.add(hashes[start : start + piece])
+    rule = survey.rule()
+    parts = [rule.mask(hashes[start : start + 3], start) for start in range(0, len(hashes), 3)]
+    return np.concatenate([np.empty(0, np.bool_), *parts])
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5, 0.9])

@@ -10,10 +10,11 @@ from meshwright.data.tokenizer import number_tokenizer
 @pytest.mark.parametrize("vocab_size", [2, 64, 50_000])
 def test_tokens_are_within_the_vocabulary_and_documents_vary(vocab_size: int) -> None:
     source = SyntheticTokens(seed=1, vocab_size=vocab_size)
-    ids = source.take(np.arange(source.starts[-1]))
-    lengths = np.diff(source.starts) - 1
+    starts = source.rows(0, DOCUMENTS).starts
+    ids = source.take(np.arange(starts[-1]))
+    lengths = np.diff(starts) - 1
     assert ids.min() >= 0 and ids.max() == vocab_size - 1
-    assert np.array_equal(np.flatnonzero(ids == vocab_size - 1), source.starts[:-1])
+    assert np.array_equal(np.flatnonzero(ids == vocab_size - 1), starts[:-1])
     assert len(lengths) == DOCUMENTS and len(np.unique(lengths)) > 500
     assert lengths.min() >= SHORTEST and lengths.max() <= LONGEST
 
@@ -35,11 +36,13 @@ def test_the_seed_decides() -> None:
 
 def test_bytes_are_those_of_the_numbers_spelt_out() -> None:
     source, tokenizer = SyntheticTokens(seed=3, vocab_size=2000), number_tokenizer(2000)
+    rows = source.rows(0, 20)
+    rows = source.rows(0, 20)
     for document in range(20):
-        ids = source.take(np.arange(source.starts[document] + 1, source.starts[document + 1]))
+        ids = source.take(np.arange(rows.starts[document] + 1, rows.starts[document + 1]))
         text = " ".join(map(str, ids.tolist()))
         assert tokenizer.decode(ids.tolist()) == text
-        assert source.bytes[document] == len(text)
+        assert rows.bytes[document] == len(text)
 
 
 def test_there_is_a_skew_to_learn() -> None:

@@ -12,7 +12,7 @@ from meshwright.data import tokenize as module
 from meshwright.data.files import publishing
 from meshwright.data.ingest import open_source
 from meshwright.data.shards import TokenShards
-from meshwright.data.split import held_out
+from meshwright.data.split import SplitSurvey
 from meshwright.data.tokenize import build_tokenizer, tokenize
 from meshwright.data.tokenizer import byte_tokenizer, train_bpe
 from meshwright.spec import UserError
@@ -21,7 +21,7 @@ from meshwright.spec import UserError
 def decoded(folder: Path) -> list[str]:
     """Every document of a folder of shards."""
     opened = TokenShards(folder)
-    bounds = opened.starts.tolist()
+    bounds = opened.rows(0, opened.documents).starts.tolist()
     return [
         opened.tokenizer.decode(opened.take(np.arange(start + 1, stop)).tolist())
         for start, stop in pairwise(bounds)
@@ -35,8 +35,9 @@ def test_every_document_comes_back(folder: Path, tmp_path: Path, tokenizer: str)
     assert counts.documents == 40 and counts.utf8_bytes == sum(len(t.encode()) for t in texts(40))
     assert counts.vocab_size <= {"byte": 257, "bpe": 320, "bpe:300": 300}[tokenizer]
     opened = TokenShards(tmp_path / "out")
-    assert (counts.tokens, counts.sha256) == (opened.starts[-1], opened.digest)
-    assert opened.bytes.tolist() == [len(t.encode()) for t in texts(40)]
+    rows = opened.rows(0, opened.documents)
+    assert (counts.tokens, counts.sha256) == (rows.starts[-1], opened.digest)
+    assert rows.bytes.tolist() == [len(t.encode()) for t in texts(40)]
     assert counts.to_json()["documents"] == 40
 
 
@@ -73,7 +74,10 @@ def test_text_without_a_place_to_cut_comes_back_too(tmp_path: Path, monkeypatch:
 def test_a_bpe_never_sees_what_is_held_out(folder: Path, tmp_path: Path) -> None:
     tokenize(str(folder), "bpe", tmp_path / "out", vocab_size=300, val_fraction=0.3)
     opened = TokenShards(tmp_path / "out")
-    mask = held_out(opened.hashes, 0.3)
+    hashes = opened.rows(0, opened.documents).hashes
+    survey = SplitSurvey(0.3)
+    survey.add(hashes)
+    mask = survey.rule().mask(hashes)
     assert 0 < mask.sum() < 40
     seen = [text for text, out in zip(texts(40), mask.tolist(), strict=True) if not out]
     assert opened.tokenizer.digest == train_bpe(iter(seen), 300).digest
@@ -101,7 +105,8 @@ def test_hashes_are_of_the_text_not_of_the_tokens(folder: Path, tmp_path: Path) 
     hashes = []
     for tokenizer in ("byte", "bpe"):
         tokenize(str(folder), tokenizer, tmp_path / tokenizer, vocab_size=300)
-        hashes.append(TokenShards(tmp_path / tokenizer).hashes.tolist())
+        opened = TokenShards(tmp_path / tokenizer)
+        hashes.append(opened.rows(0, opened.documents).hashes.tolist())
     assert hashes[0] == hashes[1] and len(set(hashes[0])) == 40
 
 

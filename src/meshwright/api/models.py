@@ -80,6 +80,35 @@ def tokenize(
     )
 
 
+def data_verify(folder: Path) -> Result:
+    """Hash every file of a folder of tokens again, whatever an earlier verification recorded.
+
+    Returns `files`, `bytes`, `documents`, `tokens`, `sha256` and `problems`: a sentence about the first
+    damaged file, or nothing. Raises `UserError` where `folder` holds no tokens.
+    """
+    from meshwright.data.manifest import MANIFEST, is_shards
+    from meshwright.data.shards import TokenShards, read_manifest
+
+    folder = Path(folder)
+    if not is_shards(folder):
+        raise UserError(f"{folder}: holds no {MANIFEST}; give a folder made by `meshwright tokenize`")
+    remedy = "copy it again, or tokenize the corpus again"
+    manifest = read_manifest(folder, remedy)
+    problems = []
+    try:
+        TokenShards(folder, remedy, check="content")
+    except UserError as error:
+        problems.append(str(error))
+    return {
+        "files": len(manifest.files),
+        "bytes": sum(file.bytes for file in manifest.files.values()),
+        "documents": manifest.documents,
+        "tokens": manifest.tokens,
+        "sha256": manifest.digest,
+        "problems": problems,
+    }
+
+
 def export(run: Path, folder: Path, dtype: str | None = None) -> None:
     """Write a run's newest checkpoint as an HF folder, in 'float32', 'bfloat16' or 'float16', or as saved."""
     import torch

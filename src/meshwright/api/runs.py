@@ -56,8 +56,9 @@ def train(
 def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: bool = False) -> Result:
     """Train as one rank of the world that torchrun describes, or alone; every rank returns the result."""
     from meshwright.checkpoint import Lease
+    from meshwright.data.corpus import open_corpus
     from meshwright.infer.sample import held_out_sample
-    from meshwright.launch.world import mesh_of
+    from meshwright.launch.world import mesh_of, once_per_host
     from meshwright.report import write_report
     from meshwright.train.loop import Run
     from meshwright.train.observer import Observers
@@ -75,7 +76,8 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
             return _observers(spec, out, quiet)
 
         watching = stack.enter_context(ranks.together(start))
-        run = Run(spec, mesh, out, watching)
+        once_per_host(ranks, lambda: open_corpus(spec))
+        run = Run(spec, mesh, out, watching, check="lazy")
         ranks.together(lambda: _keep_tokenizer(run.corpus, out, spec.model.max_seq_len) if first else None)
         result = run.execute(resume)
         result["sample"] = held_out_sample(run.trainer, run.corpus)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from meshwright.cli import show
 from meshwright.cli.verb import JSON, Argument, Call, Flag, Verb, folder_name, whole
 from meshwright.launch.env import Worker, resolve, worker
 from meshwright.spec import RunSpec, UserError
-from meshwright.spec.load import read_tree
+from meshwright.spec.load import one_line, read_tree
 
 RUN = Argument("RUN", "a run file (TOML), or the folder of an earlier run", required=False)
 NPROC = Flag(
@@ -140,6 +141,17 @@ def tokenize(call: Call) -> int:
     return 0
 
 
+def data_verify(call: Call) -> int:
+    """Hash every file of a folder of tokens: exit code 1, and a line for the first damaged one."""
+    from meshwright import api
+
+    result = api.data_verify(Path(call.words[0]))
+    show.as_json(result) if call.flags["json"] else show.pairs(result)
+    for problem in result["problems"]:
+        print(f"meshwright: error: {one_line(problem)}", file=sys.stderr)
+    return 1 if result["problems"] else 0
+
+
 VERBS = (
     Verb(
         "train",
@@ -184,5 +196,12 @@ VERBS = (
         (RUN,),
         (Flag("out", "folder to write", "DIR", folder_name, required=True), JSON),
         keys=True,
+    ),
+    Verb(
+        "data verify",
+        "hash every file of a folder of tokens again",
+        data_verify,
+        (Argument("FOLDER", "a folder made by `meshwright tokenize`"),),
+        (JSON,),
     ),
 )

@@ -7,21 +7,27 @@ import json
 import lzma
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
-from meshwright.data.files import build_once
+from meshwright.data.files import build_once, write_atomically
 from meshwright.data.ingest import SYNTHETIC, TextSource, open_source
+from meshwright.data.manifest import VERSION, digest_of, is_shards
 from meshwright.data.mixture import Mixture
 from meshwright.data.order import I64
 from meshwright.data.packing import Samples, Windows
-from meshwright.data.shards import VERSION, TokenShards, TokenSource, digest_of, is_shards
-from meshwright.data.split import held_out
+from meshwright.data.shards import TokenShards, TokenSource
 from meshwright.data.synthetic import SyntheticTokens
 from meshwright.data.tokenize import bpe_size, build_tokenizer, check_tokenizer, write_shards
 from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, number_tokenizer
+from meshwright.data.verification import Check
+from meshwright.data.verified import cache_folder
 from meshwright.spec import RunSpec, UserError
+
+XZ_BYTES = 8 * 10**6
+"""Of the held-out text that is compressed, at most: `xz -9e` takes about a second for 1.4 MB."""
 
 
 class Split:
@@ -59,13 +65,17 @@ class Split:
         back = np.argsort(np.concatenate(parts))
         return Samples(*(np.concatenate(column)[back] for column in zip(*found, strict=True)))
 
-    def targets_before(self, id_N: I64) -> I64:
-        """Targets in all samples before each of these, in [0, samples]."""
-        total_N = np.zeros_like(id_N)
-        for part, bound in zip(self._windows, self._bounds.tolist(), strict=False):
-            if part.count:
-                total_N += part.targets_before(np.clip(id_N - bound, 0, part.count))
-        return total_N
+    def shares(self, max_tokens: int | None = None) -> list[int]:
+        """Targets of each source among `max_tokens` (default all) of the split, in proportion to what they
+        have.
+
+        They are the first targets of each source.
+        """
+        if max_tokens is None or max_tokens >= self.target_tokens:
+            return self.tokens_by_source
+        behind = np.cumsum([0, *self.tokens_by_source]).tolist()
+        cuts = [max_tokens * stop // self.target_tokens for stop in behind]
+        return [stop - start for start, stop in pairwise(cuts)]
 
     def bytes_for(self, max_tokens: int | None = None) -> int:
         """UTF-8 bytes that the first `max_tokens` targets (default all) spell; END spells nothing."""
@@ -76,14 +86,53 @@ class Split:
         return b"".join(part.text_bytes(targets) for part, targets in self._first(max_tokens))
 
     def _first(self, max_tokens: int | None) -> list[tuple[Windows, int]]:
-        left = self.target_tokens if max_tokens is None else max_tokens
-        shares = []
-        for part in self._windows:
-            targets = min(left, part.target_tokens)
-            left -= targets
-            if targets:
-                shares.append((part, targets))
-        return shares
+        shares = zip(self._windows, self.shares(max_tokens), strict=True)
+        return [(part, targets) for part, targets in shares if targets]
+
+    def head(self, max_tokens: int | None = None) -> Head:
+        """The samples that hold the first `max_tokens` targets (default all)."""
+        return Head(self._windows, self._bounds, self.shares(max_tokens))
+
+    def sample_text(self, max_tokens: int | None, max_bytes: int) -> bytes:
+        """Whole documents of that text, of each source its first ones, at most `max_bytes` together.
+
+        Decoded no further than that. Empty where the tokenizer loses text: the tokens then spell another
+        number of bytes than were read. A source whose first document is larger than its share gives its
+        beginning if the tokenizer is byte-level, and else nothing.
+        """
+        found = []
+        first = self._first(max_tokens)
+        size = sum(part.byte_count(targets) for part, targets in first)
+        for part, targets in first:
+            own = max_bytes * part.byte_count(targets) // max(size, 1) if size > max_bytes else max_bytes
+            text = part.sample_text(targets, own)
+            if text is None:
+                return b""
+            found.append(text)
+        return b"".join(found)
+
+
+class Head:
+    """The first samples of each source of a split, numbered one source after the other.
+
+    `samples` is their number. Only the first `shares[i]` targets of source i count.
+    """
+
+    def __init__(self, windows: Sequence[Windows], bounds: I64, shares: Sequence[int]) -> None:
+        self._windows, self._in_split, self._shares = windows, bounds, np.array(shares, dtype=np.int64)
+        counts = [part.samples_for(share) for part, share in zip(windows, shares, strict=True)]
+        self._bounds: I64 = np.cumsum([0, *counts])
+        self.samples = int(self._bounds[-1])
+
+    def at(self, number_N: I64) -> tuple[I64, I64]:
+        """(number in the split, targets that count) of each sample with a number in [0, samples)."""
+        source_N = np.searchsorted(self._bounds, number_N, side="right") - 1
+        index_N = number_N - self._bounds[source_N]
+        before_N = np.zeros_like(index_N)
+        for source in np.unique(source_N).tolist():
+            here = source_N == source
+            before_N[here] = self._windows[source].targets_before(index_N[here])
+        return self._in_split[source_N] + index_N, self._shares[source_N] - before_N
 
 
 class Corpus:
@@ -109,20 +158,22 @@ class Corpus:
             weights=list(weights),
             tokenizer=tokenizer.digest,
         )
-        masks = [held_out(source.hashes, data.val_fraction) for source in sources]
+        window = 0 if data.pack else data.seq_len
+        indices = [source.index(data.val_fraction, window) for source in sources]
 
         def split(held: bool) -> Split:
             return Split(
                 [
                     Windows(
                         source,
-                        np.flatnonzero(mask == held),
+                        index,
                         tokenizer,
+                        held=held,
                         seq_len=data.seq_len,
                         pack=data.pack,
                         document_mask=data.document_mask,
                     )
-                    for source, mask in zip(sources, masks, strict=True)
+                    for source, index in zip(sources, indices, strict=True)
                 ]
             )
 
@@ -133,21 +184,22 @@ class Corpus:
         """The order of the training samples: global sample index -> (source, sample within it)."""
         return Mixture(self.train.sizes, self.weights, seed)
 
-    def validation_text_bytes(self, max_tokens: int | None = None) -> bytes:
-        """UTF-8 of the held-out documents, one after the other, as far as `max_tokens` targets go.
+    def validation_text(self, max_tokens: int | None = None, max_bytes: int = XZ_BYTES) -> bytes:
+        """UTF-8 of the first held-out documents: of those that `max_tokens` targets hold, `max_bytes` at
+        most.
 
-        Empty where the tokenizer loses text: what its tokens spell is then not what was counted as read, and
-        must not be compared with it.
+        Empty where the tokenizer loses text, since the text must not be compared with what was counted as
+        read.
         """
-        text = self.validation.text_bytes(max_tokens)
-        return text if len(text) == self.validation.bytes_for(max_tokens) else b""
+        return self.validation.sample_text(max_tokens, max_bytes)
 
 
-def open_corpus(spec: RunSpec) -> Corpus:
+def open_corpus(spec: RunSpec, check: Check = "files") -> Corpus:
     """Open what `data.corpus` or `data.mixture` names; text that is not tokenized yet is, into `data.cache`.
 
-    Any number of processes may call it at once: one tokenizes and the others wait. The hash of every file is
-    checked. Raises `UserError`.
+    Any number of processes may call it at once: one tokenizes, hashes files that nobody has verified, and
+    indexes documents, and the others wait. `check` says what is compared with the record of a verification:
+    "lazy" is for ranks of a host on which another process has just opened the corpus. Raises `UserError`.
     """
     mixture = spec.data.mixture or {spec.data.corpus: 1.0}
     names, weights = list(mixture), list(mixture.values())
@@ -160,7 +212,7 @@ def open_corpus(spec: RunSpec) -> Corpus:
         sources = [SyntheticTokens(spec.train.seed, spec.model.vocab_size)]
         tokenizer = number_tokenizer(spec.model.vocab_size)
     else:
-        shards = _open_shards(spec, names)
+        shards = _open_shards(spec, names, check)
         _check_tokenizers(spec, names, shards)
         tokenizer = shards[0].tokenizer
         sources = list(shards)
@@ -176,16 +228,48 @@ def xz_bits_per_byte(data: bytes) -> float:
     return 8 * len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME)) / len(data)
 
 
-def _open_shards(spec: RunSpec, names: Sequence[str]) -> list[TokenShards]:
+def _open_shards(spec: RunSpec, names: Sequence[str], check: Check) -> list[TokenShards]:
     folders = {name: Path(name).expanduser() for name in names}
-    ready = {name: TokenShards(path) for name, path in folders.items() if name and is_shards(path)}
-    texts = {name: open_source(name, spec.data.text_key) for name in names if name not in ready}
+    cache = cache_folder(spec.data.cache)
+    ready = {
+        name: TokenShards(path, cache=cache, check=check)
+        for name, path in folders.items()
+        if name and is_shards(path)
+    }
+    texts = [name for name in names if name not in ready]
     if texts:
         given = next(iter(ready.values())).tokenizer if ready else None
-        cached = _cached(spec, list(texts.values()), given)
+        note = _note(spec, texts, given)
+        cached = _noted(note) if check == "lazy" else None
+        if cached is None:
+            cached = _cached(spec, [open_source(name, spec.data.text_key) for name in texts], given)
+            write_atomically(note, cached.name.encode())
         remedy = f"delete {cached} and it will be made again"
-        ready |= {name: TokenShards(_part(cached, i), remedy) for i, name in enumerate(texts)}
+        ready |= {
+            name: TokenShards(_part(cached, i), remedy, cache=cache, check=check)
+            for i, name in enumerate(texts)
+        }
     return [ready[name] for name in names]
+
+
+def _note(spec: RunSpec, texts: Sequence[str], given: Tokenizer | None) -> Path:
+    """The file that says which folder of the cache the last opening of these texts chose.
+
+    Other ranks of the host read it and so need not hash the text, which that folder's name depends on.
+    """
+    data = spec.data
+    paths = [str(Path(name).expanduser().absolute()) for name in texts]
+    asked = [VERSION, texts, paths, data.text_key, data.tokenizer, data.val_fraction, spec.model.vocab_size]
+    key = hashlib.sha256(json.dumps([*asked, given.digest if given else None]).encode()).hexdigest()[:16]
+    return cache_folder(data.cache) / f".opened-{key}"
+
+
+def _noted(note: Path) -> Path | None:
+    """The folder that a note names; None where there is no note, or no such folder."""
+    if not note.is_file():
+        return None
+    folder = note.with_name(Path(note.read_text(encoding="utf-8")).name)
+    return folder if folder.is_dir() else None
 
 
 def _cached(spec: RunSpec, sources: Sequence[TextSource], given: Tokenizer | None) -> Path:
@@ -209,8 +293,7 @@ def _cached(spec: RunSpec, sources: Sequence[TextSource], given: Tokenizer | Non
     }
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
     stem = re.sub(r"[^A-Za-z0-9]+", "-", Path(sources[0].name).name).strip("-")[:40] or "corpus"
-    root = Path(data.cache).expanduser() if data.cache else Path.home() / ".cache" / "meshwright"
-    target = root / f"{stem}-{key}"
+    target = cache_folder(data.cache) / f"{stem}-{key}"
 
     def build(folder: Path) -> None:
         tokenizer = known or build_tokenizer(data.tokenizer, vocab_size, sources, data.val_fraction)

@@ -54,7 +54,7 @@ def build_once(target: Path, key: str, build: Callable[[Path], None]) -> None:
     """
     if target.is_dir():
         return
-    with _locked(target.parent / f".{target.name}.lock", key):
+    with locked(target.parent / f".{target.name}.lock", key):
         if target.is_dir():
             return
         for stale in _temporaries(target):
@@ -98,7 +98,7 @@ def _in_use(folder: Path) -> Iterator[bool]:
 
 
 @contextmanager
-def _locked(path: Path, key: str) -> Iterator[None]:
+def locked(path: Path, key: str) -> Iterator[None]:
     """Hold an exclusive lock on `path`; the kernel releases it when the process ends, however it ends."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -112,6 +112,26 @@ def _locked(path: Path, key: str) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Make `path`, in the cache, a file of this content: at no moment is it there in part. Raises
+    `UserError`."""
+    temporary = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(
+            f"data.cache: {path} cannot be written ({error.strerror}); make room there, "
+            "or give another folder"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def sha256_file(path: Path, look: Callable[[bytes], None] | None = None) -> str:

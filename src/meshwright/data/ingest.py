@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.data.files import sha256_file
-from meshwright.data.shards import MANIFEST, TOKENS_FILE
+from meshwright.data.manifest import MANIFEST, TOKENS_FILE
 from meshwright.spec.errors import UserError, did_you_mean
 
 ROWS = (".jsonl", ".ndjson")

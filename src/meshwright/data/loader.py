@@ -56,7 +56,7 @@ class Loader:
         self._order = corpus.order(spec.train.seed)
         self._sequences = spec.batch_sequences
         self._rank, self._ranks = rank, ranks
-        self._eval_sequences = spec.micro_batch
+        self._micro_batch = spec.micro_batch
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
         self._next: tuple[int, Future[Batch]] | None = None
 
@@ -73,20 +73,23 @@ class Loader:
     def validation_batches(self, max_tokens: int | None = None) -> Iterator[Batch]:
         """The held-out tokens, each once over all ranks; the first `max_tokens` of them, by default all.
 
-        Every rank yields the same number of batches; samples beyond the last have no targets.
+        Every rank yields the same number of batches, each of as many sequences as its share of a step, but
+        for the last, which has as few as whole microbatches allow. Samples beyond the last have no targets.
         """
         split = self._corpus.validation
-        limit = split.target_tokens if max_tokens is None else min(max_tokens, split.target_tokens)
-        before = split.targets_before(np.arange(split.samples + 1))
-        count = int(np.searchsorted(before, limit))  # samples that hold the first `limit` targets
-        turn = self._eval_sequences * self._ranks
-        for first in range(0, count, turn):
-            slot = first + self._rank * self._eval_sequences + np.arange(self._eval_sequences)
-            real = slot < count
-            samples = split.gather(np.minimum(slot, count - 1))
-            allowed = np.where(real, limit - before[np.minimum(slot, count - 1)], 0)
-            samples.targets[np.arange(samples.targets.shape[1]) >= allowed[:, None]] = IGNORE
-            yield _batch(samples, np.where(real, slot, NO_SAMPLE), slot)
+        head = split.head(max_tokens)
+        micro, first = self._micro_batch, 0
+        while first < head.samples:
+            needed = -(-(head.samples - first) // (self._ranks * micro)) * micro
+            rows = min(self._sequences // self._ranks, needed)
+            slot = first + self._rank * rows + np.arange(rows)
+            first += self._ranks * rows
+            real = slot < head.samples
+            ids, allowed = head.at(np.minimum(slot, head.samples - 1))
+            samples = split.gather(ids)
+            limit = np.where(real, allowed, 0)
+            samples.targets[np.arange(samples.targets.shape[1]) >= limit[:, None]] = IGNORE
+            yield _batch(samples, np.where(real, ids, NO_SAMPLE), slot)
 
     def close(self) -> None:
         """End the background thread."""

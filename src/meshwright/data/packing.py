@@ -11,10 +11,12 @@ Padding is END with the target `IGNORE`.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from meshwright.data.document_index import BLOCK, DocumentIndex
 from meshwright.data.order import I64
 from meshwright.data.shards import TokenSource
 from meshwright.data.tokenizer import Tokenizer
@@ -31,34 +33,45 @@ class Samples(NamedTuple):
     documents: I64
 
 
+class _Documents(NamedTuple):
+    """Some documents of a side of the split, in order; all arrays (documents,)."""
+
+    start: I64
+    """Their places in the stream of the side."""
+    stop: I64
+    origin: I64
+    """What is added to such a place to make it one of the source's stream."""
+    bytes: I64
+    windows: I64
+    """Windows of the side before them, when unpacked."""
+
+
 class Windows:
-    """The samples that some documents of one source make, read in any order."""
+    """The samples that one side of a source's split makes, read in any order; `held` is the held-out side."""
 
     def __init__(
         self,
         source: TokenSource,
-        documents_D: I64,
+        index: DocumentIndex,
         tokenizer: Tokenizer,
         *,
+        held: bool,
         seq_len: int,
         pack: bool,
         document_mask: bool,
     ) -> None:
         self._source = source
+        self._held_out, self._held = index.held_out, held
+        self._sums = index.side(held)
         self._tokenizer = tokenizer
         self._end = tokenizer.end_id
         self._seq_len = seq_len
         self._pack = pack
         self._mask = pack and document_mask
-        lengths_D = source.starts[documents_D + 1] - source.starts[documents_D]
-        self._starts: I64 = np.concatenate([[0], np.cumsum(lengths_D)])
-        self._origin_D = source.starts[documents_D] - self._starts[:-1]
-        self._bytes_D = source.bytes[documents_D]
-        windows_D = -(-lengths_D // seq_len)
-        self._first: I64 = np.concatenate([[0], np.cumsum(windows_D)])  # of each document, when unpacked
-        self.documents = len(documents_D)
-        self.target_tokens = int(self._starts[-1])
-        self.count = -(-self.target_tokens // seq_len) if pack else int(self._first[-1])
+        self.documents = int(self._sums.documents[-1])
+        self.target_tokens = int(self._sums.targets[-1])
+        self.utf8_bytes = int(self._sums.bytes[-1])
+        self.count = -(-self.target_tokens // seq_len) if pack else int(self._sums.windows[-1])
 
     def targets_before(self, index_N: I64) -> I64:
         """Targets in all samples before each of these, in [0, count]."""
@@ -66,14 +79,23 @@ class Windows:
             np.minimum(index_N * self._seq_len, self.target_tokens) if self._pack else self._unpacked(index_N)
         )
 
+    def samples_for(self, targets: int) -> int:
+        """How many samples hold the first so many targets."""
+        if self._pack or not targets:
+            return -(-targets // self._seq_len)
+        found = self._around(self._sums.targets, np.array([targets - 1]))
+        last = int(np.searchsorted(found.start, targets - 1, side="right")) - 1
+        return int(found.windows[last] + (targets - 1 - found.start[last]) // self._seq_len) + 1
+
     def gather(self, index_N: I64) -> Samples:
         """The samples with these numbers, in [0, count)."""
         start_N = self.targets_before(index_N)
         stop_N = self.targets_before(index_N + 1)
         place = start_N[:, None] + np.arange(self._seq_len + 1)
         inside = np.minimum(place, self.target_tokens - 1)
-        document = np.searchsorted(self._starts, inside, side="right") - 1
-        ids = self._source.take(inside + self._origin_D[document])
+        found = self._between(inside[:, 0], inside[:, -1])
+        document = np.searchsorted(found.start, inside, side="right") - 1
+        ids = self._source.take(inside + found.origin[document])
         ids[place >= self.target_tokens] = self._end
         used = place[:, :-1] < stop_N[:, None]
         tokens = np.where(used, ids[:, :-1], self._end)
@@ -82,7 +104,7 @@ class Windows:
         if not self._mask:
             positions = np.broadcast_to(np.arange(self._seq_len), tokens.shape).copy()
             return Samples(tokens, targets, positions, np.zeros_like(tokens))
-        positions = place - np.maximum(self._starts[document], start_N[:, None])
+        positions = place - np.maximum(found.start[document], start_N[:, None])
         return Samples(tokens, targets, positions, document - document[:, :1])
 
     def text_bytes(self, targets: int) -> bytes:
@@ -90,10 +112,14 @@ class Windows:
 
         Exact for byte-level tokenizers; others may have normalised the text.
         """
-        place = np.arange(1, min(targets, self.target_tokens - 1) + 1)
-        document = np.searchsorted(self._starts, place, side="right") - 1
-        text = self._starts[document] != place
-        ids = self._source.take((place + self._origin_D[document])[text])
+        last = min(targets, self.target_tokens - 1)
+        if last < 1:
+            return b""
+        found = self._between(np.array([0]), np.array([last]))
+        place = np.arange(1, last + 1)
+        document = np.searchsorted(found.start, place, side="right") - 1
+        text = found.start[document] != place
+        ids = self._source.take((place + found.origin[document])[text])
         cuts = np.flatnonzero(np.diff(document[text])) + 1
         return b"".join(self._tokenizer.decode_bytes(part.tolist()) for part in np.split(ids, cuts))
 
@@ -103,16 +129,75 @@ class Windows:
         They were counted when the text was read, so they are exact for any tokenizer; a document that
         `targets` cuts is decoded for it.
         """
-        targets = min(targets, self.target_tokens)
-        whole = int(np.searchsorted(self._starts, targets, side="right")) - 1
-        counted = int(self._bytes_D[:whole].sum())
-        if targets == self._starts[whole]:
+        if targets >= self.target_tokens:
+            return self.utf8_bytes
+        block = int(np.searchsorted(self._sums.targets, targets, side="right")) - 1
+        found = self._of_blocks(np.array([block]))
+        whole = int(np.searchsorted(found.start, targets, side="right")) - 1
+        counted = int(self._sums.bytes[block]) + int(found.bytes[:whole].sum())
+        start = int(found.start[whole])
+        if targets == start:
             return counted
-        start = int(self._starts[whole])
-        ids = self._source.take(np.arange(start + 1, targets + 1) + self._origin_D[whole])
+        ids = self._source.take(np.arange(start + 1, targets + 1) + found.origin[whole])
         return counted + len(self._tokenizer.decode_bytes(ids.tolist()))
 
+    def whole_documents(self, max_bytes: int) -> int:
+        """Targets of the first documents that have at most so many UTF-8 bytes together."""
+        if max_bytes >= self.utf8_bytes:
+            return self.target_tokens
+        block = int(np.searchsorted(self._sums.bytes, max_bytes, side="right")) - 1
+        found = self._of_blocks(np.array([block]))
+        behind = int(self._sums.bytes[block]) + np.cumsum(found.bytes)
+        count = int(np.searchsorted(behind, max_bytes, side="right"))
+        return int(found.start[count])
+
+    def sample_text(self, targets: int, max_bytes: int) -> bytes | None:
+        """The text of the first whole documents of these targets that have at most `max_bytes` together, or
+        the beginning of a first one that is larger; None where what the tokens spell is not what was read."""
+        count = min(targets, self.whole_documents(max_bytes))
+        if count or not targets:
+            text = self.text_bytes(count)
+            return text if len(text) == self.byte_count(count) else None
+        if not self._tokenizer.is_byte_level:
+            return None
+        return self.text_bytes(min(targets, max_bytes))[:max_bytes]
+
     def _unpacked(self, index_N: I64) -> I64:
-        document = np.minimum(np.searchsorted(self._first, index_N, side="right") - 1, self.documents - 1)
-        start = self._starts[document] + (index_N - self._first[document]) * self._seq_len
-        return np.minimum(start, self._starts[document + 1])
+        inside = np.minimum(index_N, self.count - 1)
+        found = self._around(self._sums.windows, inside)
+        document = np.searchsorted(found.windows, inside, side="right") - 1
+        start = found.start[document] + (index_N - found.windows[document]) * self._seq_len
+        return np.minimum(start, found.stop[document])
+
+    def _around(self, sums: I64, value_N: I64) -> _Documents:
+        """The documents of the blocks in which a column of sums goes beyond these values."""
+        return self._of_blocks(np.unique(np.searchsorted(sums, value_N, side="right") - 1))
+
+    def _between(self, first_N: I64, last_N: I64) -> _Documents:
+        """The documents that hold the places from `first_N` to `last_N`, and their blocks' others."""
+        sums = self._sums.targets
+        begin = np.searchsorted(sums, first_N, side="right") - 1
+        end = np.searchsorted(sums, last_N, side="right")
+        parts = [a + np.flatnonzero(np.diff(sums[a : b + 1])) for a, b in zip(begin, end, strict=True)]
+        return self._of_blocks(np.unique(np.concatenate(parts)))
+
+    def _of_blocks(self, blocks: I64) -> _Documents:
+        """The side's documents in these blocks, which ascend."""
+        cuts = [0, *(np.flatnonzero(np.diff(blocks) > 1) + 1).tolist(), len(blocks)]
+        parts = [self._of_run(int(blocks[a]), int(blocks[b - 1]) + 1) for a, b in pairwise(cuts)]
+        return _Documents(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+    def _of_run(self, first: int, last: int) -> _Documents:
+        """The side's documents from block `first` up to block `last`."""
+        rows = self._source.rows(first * BLOCK, min(last * BLOCK, self._source.documents))
+        here = self._held_out.mask(rows.hashes, first * BLOCK) == self._held
+        lengths = np.diff(rows.starts)[here]
+        stop = self._sums.targets[first] + np.cumsum(lengths)
+        windows = np.zeros_like(lengths) if self._pack else -(-lengths // self._seq_len)
+        return _Documents(
+            start=stop - lengths,
+            stop=stop,
+            origin=rows.starts[:-1][here] - (stop - lengths),
+            bytes=rows.bytes[here],
+            windows=self._sums.windows[first] + np.cumsum(windows) - windows,
+        )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from meshwright.data.document_index import DocumentIndex, Rows, index_in_memory
+from meshwright.data.manifest import digest_of
 from meshwright.data.order import I64, U64, hash64
-from meshwright.data.shards import digest_of
 
 DOCUMENTS = 4096
 SHORTEST, LONGEST = 16, 1024
@@ -22,30 +23,39 @@ class SyntheticTokens:
     def __init__(self, seed: int, vocab_size: int) -> None:
         self._seed = seed
         self._vocab_size = vocab_size
+        self.documents = DOCUMENTS
         document = np.arange(DOCUMENTS)
         span = np.log(LONGEST / SHORTEST)
         lengths = (SHORTEST * np.exp(span * _uniform(hash64(seed, _LENGTH, document)))).astype(np.int64)
-        self.starts: I64 = np.concatenate([[0], np.cumsum(lengths + 1)])
-        self.hashes: U64 = hash64(seed, _CONTENT, document)
-        self.bytes: I64 = self._count_bytes()
+        self._starts: I64 = np.concatenate([[0], np.cumsum(lengths + 1)])
+        self._hashes: U64 = hash64(seed, _CONTENT, document)
+        self._bytes: I64 = self._count_bytes()
         self.digest = digest_of([], synthetic=1, seed=seed, vocab_size=vocab_size)
 
     def take(self, place: I64) -> I64:
         """Token ids at these places of the stream, in the shape of `place`."""
-        document = np.searchsorted(self.starts, place, side="right") - 1
-        position = place - self.starts[document]
+        document = np.searchsorted(self._starts, place, side="right") - 1
+        position = place - self._starts[document]
         uniform = _uniform(hash64(self._seed, _TOKEN, document, position))
         ids = ((self._vocab_size - 1) * uniform**3).astype(np.int64)
         return np.where(position == 0, self._vocab_size - 1, ids)
 
+    def rows(self, first: int, last: int) -> Rows:
+        """The documents from number `first` up to `last`."""
+        return Rows(self._starts[first : last + 1], self._bytes[first:last], self._hashes[first:last])
+
+    def index(self, val_fraction: float, window: int) -> DocumentIndex:
+        """Its documents split in two."""
+        return index_in_memory(self, val_fraction, window)
+
     def _count_bytes(self) -> I64:
         """Bytes of each document spelt in decimal numbers with one space between."""
-        ids = self.take(np.arange(self.starts[-1]))
-        ids[self.starts[:-1]] = 0
+        ids = self.take(np.arange(self._starts[-1]))
+        ids[self._starts[:-1]] = 0
         digits = 1 + (ids[:, None] >= 10 ** np.arange(1, 10)).sum(axis=1)
         sums = np.concatenate([[0], np.cumsum(digits + 1)])
         # END counts as one digit and a space, and so does the space after the last number.
-        return sums[self.starts[1:]] - sums[self.starts[:-1]] - 3
+        return sums[self._starts[1:]] - sums[self._starts[:-1]] - 3
 
 
 def _uniform(word: U64) -> np.ndarray:

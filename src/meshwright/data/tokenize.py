@@ -14,9 +14,9 @@ import numpy as np
 
 from meshwright.data.files import publishing
 from meshwright.data.ingest import TextSource, open_source
-from meshwright.data.order import U64, mix64
-from meshwright.data.shards import ShardWriter
-from meshwright.data.split import held_out
+from meshwright.data.order import mix64
+from meshwright.data.shard_writer import ShardWriter
+from meshwright.data.split import HeldOut, SplitSurvey
 from meshwright.data.tokenizer import SMALLEST_BPE, IDs, Tokenizer, byte_tokenizer, train_bpe
 from meshwright.spec.errors import UserError
 
@@ -90,17 +90,16 @@ def build_tokenizer(
     size = bpe_size(setting, vocab_size)
     if size is None:
         return Tokenizer.open(Path(setting).expanduser())
-    surveys = [_survey(source) for source in sources]
+    surveys = [_survey(source, val_fraction) for source in sources]
     total = sum(utf8_bytes for _, utf8_bytes in surveys)
     keep = min(1.0, BPE_BYTES / total) if total else 1.0
 
     def texts() -> Iterator[str]:
-        for source, (hashes, _) in zip(sources, surveys, strict=True):
-            wanted = ~held_out(hashes, val_fraction)
-            if keep < 1:
-                wanted &= mix64(hashes) < np.uint64(keep * 2.0**64)
-            for text, take in zip(source.documents(), wanted.tolist(), strict=True):
-                if take:
+        for source, (split, _) in zip(sources, surveys, strict=True):
+            for number, text in enumerate(source.documents()):
+                hashed = np.array([content_hash(text.encode())], dtype=np.uint64)
+                sampled = keep == 1 or mix64(hashed)[0] < np.uint64(keep * 2.0**64)
+                if sampled and not split.mask(hashed, number)[0]:
                     yield from _pieces(text, TRAIN_PIECE, "\n \t")
 
     return train_bpe(texts(), size)
@@ -142,15 +141,15 @@ def content_hash(raw: bytes) -> int:
     return int.from_bytes(blake2b(raw, digest_size=8).digest(), "little")
 
 
-def _survey(source: TextSource) -> tuple[U64, int]:
-    """Hashes of all documents, and their UTF-8 bytes in all."""
-    hashes: list[int] = []
+def _survey(source: TextSource, val_fraction: float) -> tuple[HeldOut, int]:
+    """The split of all documents, and their UTF-8 bytes in all."""
+    survey = SplitSurvey(val_fraction)
     total = 0
     for text in source.documents():
         raw = text.encode()
-        hashes.append(content_hash(raw))
+        survey.add(np.array([content_hash(raw)], dtype=np.uint64))
         total += len(raw)
-    return np.array(hashes, dtype=np.uint64), total
+    return survey.rule(), total
 
 
 def _encode(texts: Iterator[str], tokenizer: Tokenizer) -> Iterator[tuple[IDs, int, int]]:

@@ -21,13 +21,15 @@ def held_out_sample(trainer: Trainer, corpus: Corpus) -> dict[str, str] | None:
     """{"prompt", "text"}: the start of the first held-out document and what the decoder writes after it.
 
     None where the corpus has no held-out text. On several ranks all call this, since each may hold a part of
-    the parameters. Where layers, sequences or experts are split the first rank writes on a whole copy, and
-    the others get None; of a model that is too large for that, all do.
+    the parameters. Where layers, sequences, experts or (ZeRO-3) parameters are split, the first rank writes
+    on a whole copy, which is gathered once, and the others get None; of a model that is too large for that,
+    all do.
     """
     if not corpus.validation.target_tokens or not corpus.has_text:
         return None
     layout = trainer.mesh.layout
     split = layout.tp * layout.cp * layout.pp * layout.ep * layout.etp > 1
+    split |= layout.zero == 3 and layout.dp > 1
     decoder = _whole(trainer) if split else trainer.decoder
     return None if decoder is None else _write(decoder, corpus)
 

@@ -68,7 +68,7 @@ class TrainSpec(Part):
     )
     eval_every: int = Field(0, ge=0, description="steps between validations; 0 validates at the end only")
     eval_tokens: PositiveInt | None = Field(
-        None, description="tokens of a validation during the run; the last one takes all"
+        10_000_000, description="held-out tokens of a validation at most; 'none' for all of them"
     )
     log_every: PositiveInt = 1
     compile: bool = Field(False, description="torch.compile each block")

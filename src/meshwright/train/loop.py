@@ -18,8 +18,8 @@ import torch
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.corpus import Corpus, open_corpus, xz_bits_per_byte
 from meshwright.data.loader import Batch, Loader
+from meshwright.data.verification import Check
 from meshwright.parallel.balance import LayerBalance
-from meshwright.parallel.collectives import sum_scalars
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import DTYPES
 from meshwright.spec import MoeSpec, RunSpec, UserError
@@ -37,12 +37,17 @@ MOST_LOADS = 4096
 
 
 class Run:
-    """One run of one spec on one rank; `execute` does all of it and returns the result."""
+    """One run of one spec on one rank; `execute` does all of it and returns the result.
 
-    def __init__(self, spec: RunSpec, mesh: Mesh, out: Path, observers: Observers) -> None:
+    `check` is what opening the corpus checks: "lazy" where another process of this host has just opened it.
+    """
+
+    def __init__(
+        self, spec: RunSpec, mesh: Mesh, out: Path, observers: Observers, check: Check = "files"
+    ) -> None:
         self.spec, self.mesh, self.out, self.observers = spec, mesh, out, observers
         self.control = mesh.control
-        self.corpus: Corpus = self.control.together(lambda: open_corpus(spec))
+        self.corpus: Corpus = self.control.together(lambda: open_corpus(spec, check))
         self.loader = Loader(self.corpus, spec, mesh.data_rank, spec.layout.data_ranks)
         self.trainer = Trainer(spec, mesh)
         self.samples = SampleRecord(mesh)
@@ -176,7 +181,7 @@ class Run:
             self.batch = following
         train = self.spec.train
         if train.eval_every and self.done % train.eval_every == 0 and self.done < train.last_step:
-            self._validate(train.eval_tokens)
+            self._validate()
         every = self.spec.checkpoint.every
         if every and self.done % every == 0:
             self._save(self.spec.checkpoint.asynchronous)
@@ -226,15 +231,16 @@ class Run:
             }
         )
 
-    def _validate(self, max_tokens: int | None) -> None:
-        """Evaluate on the first `max_tokens` held-out tokens, or on all; no held-out text, no validation."""
+    def _validate(self) -> None:
+        """Evaluate on the first `train.eval_tokens` held-out tokens; no held-out text, no validation."""
         if self.corpus.validation.target_tokens == 0:
             return
-        nll = tokens = 0.0
+        max_tokens = self.spec.train.eval_tokens
+        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         for batch in self.loader.validation_batches(max_tokens):
-            own, count = self.trainer.nll(batch)
-            nll, tokens = nll + own, tokens + count
-        nll, tokens = sum_scalars([nll, tokens], self.mesh.world)
+            total += self.trainer.nll(batch)
+        start_all_reduce(total, self.mesh.world, "scalars").wait()
+        nll, tokens = total.tolist()
         size = self.corpus.validation.bytes_for(max_tokens)
         self.validation = {
             "step": self.done,
@@ -278,7 +284,7 @@ class Run:
     # End --------------------------------------------------------------------------------------------
 
     def _end(self, seconds: float) -> Row:
-        self._validate(None)
+        self._validate()
         self._measure_peak()
         speeds = sorted(self.speeds)
         speed = speeds[len(speeds) // 2] if speeds else None
@@ -300,8 +306,10 @@ class Run:
             "seconds": seconds,
             "layout": self.spec.layout.describe(),
         }
-        if self.mesh.rank == 0 and (text := self.corpus.validation_text_bytes()):
-            result["xz_bits_per_byte"] = xz_bits_per_byte(text)
+        if self.mesh.rank == 0:
+            text = self.corpus.validation_text(self.spec.train.eval_tokens)
+            if text:
+                result["xz_bits_per_byte"], result["xz_bytes"] = xz_bits_per_byte(text), len(text)
         return result
 
     def _memory(self) -> tuple[dict[str, int], int]:

@@ -173,14 +173,20 @@ class Trainer:
         return self.balance.found(self.spec.batch_sequences, self.spec.data.seq_len)
 
     @torch.no_grad()
-    def nll(self, batch: Batch) -> tuple[float, int]:
-        """(sum over this rank's targets of the negative log-likelihood in nats, number of those targets)."""
+    def nll(self, batch: Batch) -> Tensor:
+        """This rank's share of the negative log-likelihood and of the targets, (2,) in float64 on the device.
+
+        The sums over all ranks are in nats, and the number of targets.
+        """
         micros = list(microbatches(own_tokens(batch, self.mesh), self.spec.micro_batch, self.mesh.device))
         for stage in self.pipeline.stages.values():
             stage.target_weight = 1.0
         losses = self.pipeline.forward(micros)
-        counted = losses if self.mesh.tensor.rank == 0 else []
-        return math.fsum(map(float, counted)), self._own_targets(batch)
+        found = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        if losses and self.mesh.tensor.rank == 0:
+            found[0] = torch.stack(losses).double().sum()
+            found[1] = self._own_targets(batch)
+        return found
 
     def _own_targets(self, batch: Batch) -> int:
         """Targets whose loss this rank computes, and no other of its tensor ranks counts."""

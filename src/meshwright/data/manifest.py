@@ -1,0 +1,110 @@
+"""The format of a folder of token shards: memory-mapped token files, every file of it under a SHA-256.
+
+    meshwright-tokens.json     the manifest: sizes and hashes of the files below, counts, and its own hash
+    tokenizer.json, tokenizer_config.json
+    00000.tokens.bin           little-endian uint16 or uint32; each document is [END, t1..tn]
+    00000.documents.bin        one record per document, see `DOCUMENT`
+    .meshwright/               what is derived: the record of a verification, indices (may be deleted)
+
+A document lies in one shard. UTF-8 bytes are kept per document, so bits per byte are exact for any tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from meshwright.spec.base import Part
+
+MANIFEST = "meshwright-tokens.json"
+TOKENS_FILE = re.compile(r"\d{5,}\.tokens\.bin")
+VERSION = 2
+DOCUMENT = np.dtype([("start", "<u8"), ("bytes", "<u8"), ("hash", "<u8")])
+"""Place of the document's END within its shard, UTF-8 bytes of its text, 64-bit hash of its text."""
+
+
+class FileEntry(Part):
+    """What a file must be."""
+
+    bytes: int = Field(ge=0)
+    sha256: str
+
+
+class ShardEntry(Part):
+    """What a pair of files `NNNNN.tokens.bin` and `NNNNN.documents.bin` holds."""
+
+    tokens: int = Field(ge=0)
+    documents: int = Field(ge=0)
+
+
+class Manifest(Part):
+    """The manifest's content, but for its own hash."""
+
+    version: int
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: int = Field(ge=1)
+    end_id: int = Field(ge=0)
+    tokenizer: str
+    utf8_bytes: int
+    shards: tuple[ShardEntry, ...]
+    files: dict[str, FileEntry]
+
+    @property
+    def documents(self) -> int:
+        """Documents in all shards."""
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all shards, ENDs included."""
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the manifest, and through its entries of every file."""
+        return _sha256(self.model_dump())
+
+    def render(self) -> bytes:
+        """The file's bytes; no other bytes are read back."""
+        return _canonical({**self.model_dump(), "sha256": self.digest})
+
+    def expected(self) -> dict[str, int]:
+        """Bytes of the files that the shards must have."""
+        token = np.dtype(self.dtype).itemsize
+        sizes = {tokens_file(i): shard.tokens * token for i, shard in enumerate(self.shards)}
+        return sizes | {
+            documents_file(i): shard.documents * DOCUMENT.itemsize for i, shard in enumerate(self.shards)
+        }
+
+
+def is_shards(path: Path) -> bool:
+    """Whether `path` is a folder of shards."""
+    return (path / MANIFEST).is_file()
+
+
+def digest_of(sources: Sequence[str], **settings: Any) -> str:
+    """SHA-256 of several sources' digests and of the settings that turn their tokens into samples."""
+    return _sha256({"sources": list(sources), **settings})
+
+
+def tokens_file(number: int) -> str:
+    return f"{number:05d}.tokens.bin"
+
+
+def documents_file(number: int) -> str:
+    return f"{number:05d}.documents.bin"
+
+
+def _canonical(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode() + b"\n"
+
+
+def _sha256(body: dict[str, Any]) -> str:
+    return hashlib.sha256(_canonical(body)).hexdigest()

@@ -1,0 +1,134 @@
+"""Documents into a folder of token shards."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+
+from meshwright.data.files import sha256_file
+from meshwright.data.manifest import (
+    DOCUMENT,
+    MANIFEST,
+    VERSION,
+    FileEntry,
+    Manifest,
+    ShardEntry,
+    documents_file,
+    tokens_file,
+)
+from meshwright.data.tokenizer import TOKENIZER_FILES, IDs, Tokenizer
+from meshwright.data.verified import BESIDE, FileState, Verified, wait_for_tick, write_record
+
+TOKENS_PER_SHARD = 2**28
+
+_WRITE_BUFFER = 2**22  # tokens
+
+
+class ShardWriter:
+    """Write documents into a folder of shards, in bounded memory; `finish` writes the manifest.
+
+    The caller makes the folder appear at once (`files.publishing`).
+    """
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, tokens_per_shard: int = TOKENS_PER_SHARD) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self._tokens_per_shard = tokens_per_shard
+        self._dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
+        self._end = np.full(1, tokenizer.end_id, dtype=self._dtype)
+        self._shards: list[ShardEntry] = []
+        self._files: dict[str, FileEntry] = {}
+        self._utf8_bytes = 0
+        self._open_shard()
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tokens.close()
+        self._table.close()
+
+    def add(self, ids: IDs, utf8_bytes: int, content_hash: int) -> None:
+        """Append one document of n >= 0 token ids, without its END."""
+        if self._length and self._length + len(ids) + 1 > self._tokens_per_shard:
+            self._close_shard()
+            self._open_shard()
+        if len(ids) and int(ids.max()) >= self._tokenizer.vocab_size:
+            raise ValueError(f"token id {ids.max()} is beyond the vocabulary of {self._tokenizer.vocab_size}")
+        self._records.append((self._length, utf8_bytes, content_hash))
+        self._pending += [self._end, ids.astype(self._dtype)]
+        self._length += len(ids) + 1
+        self._pending_length += len(ids) + 1
+        self._utf8_bytes += utf8_bytes
+        if self._pending_length >= _WRITE_BUFFER:
+            self._flush()
+
+    def finish(self) -> Manifest:
+        """Write what is left, the tokenizer and the manifest."""
+        self._close_shard()
+        self._tokenizer.save(self._folder)
+        for name in TOKENIZER_FILES:
+            path = self._folder / name
+            self._files[name] = FileEntry(bytes=path.stat().st_size, sha256=sha256_file(path))
+        manifest = Manifest(
+            version=VERSION,
+            dtype="uint16" if self._dtype.itemsize == 2 else "uint32",
+            vocab_size=self._tokenizer.vocab_size,
+            end_id=self._tokenizer.end_id,
+            tokenizer=self._tokenizer.digest,
+            utf8_bytes=self._utf8_bytes,
+            shards=tuple(self._shards),
+            files=self._files,
+        )
+        (self._folder / MANIFEST).write_bytes(manifest.render())
+        self._leave_record(manifest)
+        return manifest
+
+    def _leave_record(self, manifest: Manifest) -> None:
+        """Record the files as verified: what went into them was hashed."""
+        states = {name: FileState.of((self._folder / name).stat()) for name in manifest.files}
+        wait_for_tick(states)
+        files = {name: Verified(state, manifest.files[name].sha256) for name, state in states.items()}
+        write_record(self._folder / BESIDE, manifest.digest, files)
+
+    def _open_shard(self) -> None:
+        number = len(self._shards)
+        self._tokens = _HashedFile(self._folder / tokens_file(number))
+        self._table = _HashedFile(self._folder / documents_file(number))
+        self._length = self._documents = self._pending_length = 0
+        self._pending: list[np.ndarray] = []
+        self._records: list[tuple[int, int, int]] = []
+
+    def _flush(self) -> None:
+        self._tokens.write(np.concatenate([np.empty(0, self._dtype), *self._pending]).tobytes())
+        self._table.write(np.array(self._records, dtype=DOCUMENT).tobytes())
+        self._documents += len(self._records)
+        self._pending, self._pending_length, self._records = [], 0, []
+
+    def _close_shard(self) -> None:
+        self._flush()
+        number = len(self._shards)
+        self._files[tokens_file(number)] = self._tokens.close()
+        self._files[documents_file(number)] = self._table.close()
+        self._shards.append(ShardEntry(tokens=self._length, documents=self._documents))
+
+
+class _HashedFile:
+    """A file that is hashed as it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._hash = hashlib.sha256()
+        self._size = 0
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._hash.update(data)
+        self._size += len(data)
+
+    def close(self) -> FileEntry:
+        self._file.close()
+        return FileEntry(bytes=self._size, sha256=self._hash.hexdigest())

@@ -1,0 +1,210 @@
+"""A corpus is hashed once, and a file that was changed is found all the same."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshwright.data import document_index, verification, verified
+from meshwright.data.files import sha256_file
+from meshwright.data.manifest import MANIFEST
+from meshwright.data.shards import TokenShards
+from meshwright.data.tokenize import tokenize
+from meshwright.data.verification import Check
+from meshwright.data.verified import BESIDE
+from meshwright.spec import UserError
+
+
+@pytest.fixture
+def tokens(folder: Path, tmp_path: Path) -> Path:
+    """A folder of tokens that came from elsewhere: without a record."""
+    tokenize(str(folder), "byte", tmp_path / "tokens", vocab_size=2048)
+    shutil.rmtree(tmp_path / "tokens" / BESIDE)
+    return tmp_path / "tokens"
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of files that were hashed, in order."""
+    names: list[str] = []
+
+    def count(path: Path, look: Callable[[bytes], None] | None = None) -> str:
+        names.append(path.name)
+        return sha256_file(path, look)
+
+    monkeypatch.setattr(verification, "sha256_file", count)
+    monkeypatch.setattr(document_index, "sha256_file", count)
+    return names
+
+
+def listed(folder: Path) -> list[str]:
+    return sorted(json.loads((folder / MANIFEST).read_bytes())["files"])
+
+
+def flip(path: Path, keep_time: bool = False) -> None:
+    """Change a byte, and with `keep_time` hide it from those who look at sizes and times."""
+    before = path.stat()
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+    if keep_time:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def open_and_log(folder: Path, log: Path) -> int:
+    """Open a corpus in another process, with a line in `log` for each file that is hashed."""
+
+    def count(path: Path, look: Callable[[bytes], None] | None = None) -> str:
+        with log.open("a") as file:
+            file.write(f"{path.name}\n")
+        return sha256_file(path, look)
+
+    verification.sha256_file = count  # type: ignore[attr-defined]
+    opened = TokenShards(folder)
+    opened.index(0.1, 0)
+    return opened.documents
+
+
+def test_of_many_processes_one_reads_each_file_once(tokens: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with multiprocessing.get_context("spawn").Pool(4) as pool:
+        found = pool.starmap(open_and_log, [(tokens, log)] * 8, chunksize=1)
+    assert found == [40] * 8
+    assert sorted(log.read_text().splitlines()) == listed(tokens)
+
+
+def test_what_was_written_here_is_not_hashed_again(folder: Path, tmp_path: Path, hashed: list[str]) -> None:
+    tokenize(str(folder), "byte", tmp_path / "tokens", vocab_size=2048)
+    TokenShards(tmp_path / "tokens")
+    assert hashed == []
+
+
+def test_only_a_changed_file_is_hashed_again(tokens: Path, hashed: list[str]) -> None:
+    TokenShards(tokens)
+    assert sorted(hashed) == listed(tokens)
+    hashed.clear()
+    path = tokens / "00000.tokens.bin"
+    path.write_bytes(path.read_bytes())
+    for _ in range(2):
+        TokenShards(tokens)
+        assert hashed == [path.name]
+    flip(path)
+    with pytest.raises(UserError, match=r"00000\.tokens\.bin: .*altered"):
+        TokenShards(tokens)
+
+
+def test_a_change_right_after_the_record_has_another_time(tokens: Path) -> None:
+    path = tokens / "00000.tokens.bin"
+    for _ in range(20):
+        path.write_bytes(path.read_bytes())
+        TokenShards(tokens)
+        flip(path)
+        with pytest.raises(UserError, match="altered"):
+            TokenShards(tokens)
+        flip(path)
+
+
+def test_all_bytes_are_read_when_that_is_asked_for(tokens: Path, hashed: list[str]) -> None:
+    TokenShards(tokens)
+    flip(tokens / "00000.tokens.bin", keep_time=True)
+    TokenShards(tokens)  # as it must: its state is that of the record
+    hashed.clear()
+    with pytest.raises(UserError, match=r"00000\.tokens\.bin: .*altered"):
+        TokenShards(tokens, check="content")
+    assert "00000.tokens.bin" in hashed  # the rest need not be read any more
+
+
+def test_a_rank_looks_at_a_file_when_it_maps_it(tokens: Path, hashed: list[str]) -> None:
+    TokenShards(tokens)
+    hashed.clear()
+    flip(tokens / "00000.tokens.bin")
+    opened = TokenShards(tokens, check="lazy")
+    with pytest.raises(UserError, match=r"00000\.tokens\.bin: was changed after it was verified"):
+        opened.take(np.arange(3))
+    assert hashed == []
+
+
+def damage(record: Path) -> list[Callable[[], None]]:
+    """Ways to spoil a record; none of them spells another one that holds."""
+    raw = record.read_bytes()
+    body = json.loads(raw)
+
+    def rewrite(**changes: object) -> None:
+        changed = {**body, **changes}
+        changed.pop("sha256")
+        record.write_text(json.dumps({**changed, "sha256": verified._sha256(changed)}))
+
+    size, mtime, inode, sha256 = body["files"]["00000.tokens.bin"]
+    return [
+        lambda: record.unlink(),
+        lambda: record.write_bytes(b""),
+        lambda: record.write_bytes(raw[: len(raw) // 2]),
+        lambda: record.write_bytes(raw.replace(b'"version": 1', b'"version": 2')),
+        lambda: record.write_bytes(raw.replace(str(inode).encode(), str(inode + 1).encode())),
+        lambda: record.write_text("[]"),
+        lambda: rewrite(version=99),
+        lambda: rewrite(manifest="0" * 64),
+        lambda: rewrite(files={}),
+        lambda: rewrite(files={**body["files"], "00000.tokens.bin": [size, mtime, inode]}),
+        lambda: rewrite(files={**body["files"], "00000.tokens.bin": [size, mtime, inode, "0" * 64]}),
+        lambda: rewrite(files={**body["files"], "00000.tokens.bin": [size, mtime - 1, inode, sha256]}),
+    ]
+
+
+@pytest.mark.parametrize("check", ["files", "lazy"])
+def test_a_bad_record_is_no_record(tokens: Path, hashed: list[str], check: Check) -> None:
+    TokenShards(tokens)
+    record = tokens / BESIDE / "verified.json"
+    for spoil in damage(record)[: None if check == "files" else -1]:
+        spoil()
+        hashed.clear()
+        TokenShards(tokens, check=check)
+        assert "00000.tokens.bin" in hashed
+        hashed.clear()
+        TokenShards(tokens, check=check)
+        assert hashed == []
+
+
+def test_a_copy_is_verified_anew(tokens: Path, tmp_path: Path, hashed: list[str]) -> None:
+    TokenShards(tokens)
+    hashed.clear()
+    shutil.copytree(tokens, tmp_path / "copy", copy_function=shutil.copy2)  # as `cp -a` does
+    TokenShards(tmp_path / "copy")
+    assert sorted(hashed) == listed(tokens)
+
+
+def test_the_record_of_a_read_only_folder_is_in_the_cache(
+    tokens: Path, tmp_path: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access = os.access
+
+    def read_only(path: Path, mode: int) -> bool:
+        return access(path, mode) and not (Path(path) == tokens and mode & os.W_OK)
+
+    monkeypatch.setattr(os, "access", read_only)
+    for _ in range(2):
+        opened = TokenShards(tokens, cache=tmp_path / "cache")
+        opened.index(0.1, 0)
+        files, hashed[:] = [name for name in hashed if name != "sums.npy"], []
+        assert sorted(files) == (listed(tokens) if _ == 0 else [])
+    assert not (tokens / BESIDE).exists()
+    assert {path.name for path in (tmp_path / "cache" / "verified").glob("*/*")} >= {"verified.json"}
+
+
+def test_a_damaged_index_is_built_again(tokens: Path) -> None:
+    sums = TokenShards(tokens).index(0.1, 0).side(held=False).targets.tolist()
+    (table,) = (tokens / BESIDE).glob("index-*/sums.npy")
+    raw = table.read_bytes()
+    for spoilt in (raw[:-8], raw[:-1] + b"\x7f", b"", b"\x93NUMPY"):
+        table.write_bytes(spoilt)
+        assert TokenShards(tokens).index(0.1, 0).side(held=False).targets.tolist() == sums
+        assert table.read_bytes() == raw
+    (table.parent / "index.json").write_text("{}")
+    assert TokenShards(tokens, check="lazy").index(0.1, 0).side(held=False).targets.tolist() == sums

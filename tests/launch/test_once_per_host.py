@@ -1,0 +1,58 @@
+"""What one rank of a host does for hours, while the others wait without a limit."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from meshwright.launch.env import init_process_group, worker
+from meshwright.launch.world import once_per_host
+from meshwright.parallel.control import Connections
+from meshwright.spec import UserError
+
+RANKS = 3
+LIMIT_S = 2.0
+
+
+def rank_of(rank: int, port: int, folder: Path) -> None:
+    environment = {"RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in environment.items()})
+    init_process_group(worker(), "cpu")
+    dist.barrier()
+    control = Connections().control("test", RANKS, "scope", timedelta(seconds=LIMIT_S))
+    done = []
+
+    def work() -> None:
+        done.append(rank)
+        if rank == 2:
+            time.sleep(1.5 * LIMIT_S)
+        (folder / f"{len(done)}-{rank}").write_text("")
+        if len(done) == 2 and rank == 2:
+            raise UserError("data.corpus: is damaged")
+
+    once_per_host(control, work)
+    assert {path.name for path in folder.glob("1-*")} == {"1-0", "1-2"}
+    dist.barrier()
+    try:
+        once_per_host(control, work)
+    except UserError as error:
+        (folder / f"error{rank}").write_text(str(error))
+    assert {path.name for path in folder.glob("2-*")} == {"2-0", "2-2"}
+    dist.destroy_process_group()
+
+
+def test_ranks_wait_longer_than_a_collective_may(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    mp.spawn(rank_of, (port, tmp_path), nprocs=RANKS)
+    assert {path.name for path in tmp_path.glob("?-*")} == {
+        f"{turn}-{rank}" for turn in "12" for rank in "02"
+    }
+    assert [path.read_text() for path in tmp_path.glob("error*")] == ["data.corpus: is damaged"] * RANKS
