@@ -14,7 +14,7 @@ from meshwright.checkpoint.disk import MANIFEST, Disk
 from meshwright.checkpoint.errors import BadCheckpointError
 from meshwright.checkpoint.manifest import Manifest, check_cover
 from meshwright.checkpoint.pieces import Part, Piece, Rectangle
-from meshwright.checkpoint.reader import check_size, read_manifest, read_part, read_parts, verify_piece
+from meshwright.checkpoint.reader import check_size, read_manifest, read_part, verify_piece
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
     for step, path in published(directory).items():
         try:
             manifest = read_manifest(path, Disk())
-            for part in read_parts(path, manifest, Disk()):
-                _check_files(path, part)
+            for number in range(manifest.part_count):
+                _check_files(path, read_part(path, manifest, number, Disk()))
         except BadCheckpointError as error:
             rows.append(CheckpointInfo(step, path, path == latest, problem=str(error)))
             continue
@@ -97,7 +97,7 @@ def verify_checkpoint(directory: Path, step: int | None = None) -> VerifyReport:
         return VerifyReport(None, path, 0, 0, 0, (str(error),))
     problems: list[str] = []
     places: dict[str, list[Rectangle]] = {name: [] for name in manifest.tensors}
-    for number in range(max(1, len(manifest.parts))):
+    for number in range(manifest.part_count):
         try:
             part = read_part(path, manifest, number, disk)
         except BadCheckpointError as error:

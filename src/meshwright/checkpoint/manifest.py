@@ -91,6 +91,11 @@ class Manifest:
         return sum(entry.bytes for entry in self.tensors.values())
 
     @property
+    def part_count(self) -> int:
+        """Parts that there are to read."""
+        return 1 if self.inside is not None else len(self.parts)
+
+    @property
     def forms(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Each tensor's (dtype, shape)."""
         return {name: (entry.dtype, entry.shape) for name, entry in self.tensors.items()}

@@ -82,12 +82,6 @@ def read_part(path: Path, manifest: Manifest, number: int, disk: Disk) -> Part:
         raise BadCheckpointError(f"{where} cannot be trusted: {error}") from error
 
 
-def read_parts(path: Path, manifest: Manifest, disk: Disk) -> Iterator[Part]:
-    """Every part of the manifest, one after the other. Raises BadCheckpointError."""
-    for number in range(1 if manifest.inside is not None else len(manifest.parts)):
-        yield read_part(path, manifest, number, disk)
-
-
 def check_size(path: Path, size: int, expected: int) -> None:
     """Raise BadCheckpointError unless a file has the bytes that its manifest says."""
     if size != expected:

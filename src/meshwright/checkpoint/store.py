@@ -31,7 +31,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.checkpoint.chunks import Chunk, describe, own_share
+from meshwright.checkpoint.chunks import describe, own_share
 from meshwright.checkpoint.directory import candidates, history, latest_step, published, superseded
 from meshwright.checkpoint.disk import (
     LATEST,
@@ -131,11 +131,10 @@ class CheckpointStore:
         checkpoints stay.
         """
         self._join()
-        self._ranks.together(self._deliver)
+        text, description = self._ranks.together(lambda: self._prepare(tensors, state))
         self.claim()
-        text = self._ranks.together(lambda: json.dumps(dict(state)))
-        chunks = self._plan(tensors)
-        self._ranks.together(lambda: self._image.stage(chunks))
+        self._agree(description)
+        self._ranks.together(lambda: self._image.stage(own_share(tensors, self._own)))
         if not asynchronous:
             self._commit(step, text)
             return
@@ -246,19 +245,23 @@ class CheckpointStore:
                 "set checkpoint.dir to one that this user may write"
             ) from error
 
-    def _plan(self, tensors: Mapping[str, Tensor | Trimmed]) -> list[Chunk]:
-        """The chunks that this rank writes: a function of its tensors, once ranks know what several hold."""
-        description = self._ranks.together(lambda: describe(tensors, self._ranks.rank))
-        if self._ranks.any(description != self._description):
-            self._description = None  # an agreement that fails is sought again
-            first = {name: form for name, (*form, first) in description.items() if first == self._ranks.rank}
-            listed = self._ranks.gather(first)
-            self._needed, owners = self._ranks.on_first(lambda: self._owners(listed))
-            self._own = [
-                name for name, (_, _, first) in description.items() if owners.get(name, first) == first
-            ]
-            self._description = description
-        return self._ranks.together(lambda: own_share(tensors, self._own))
+    def _prepare(
+        self, tensors: Mapping[str, Tensor | Trimmed], state: Mapping[str, Any]
+    ) -> tuple[str, dict[str, Any]]:
+        """The state's text, and what this rank holds."""
+        self._deliver()
+        return json.dumps(dict(state)), describe(tensors, self._ranks.rank)
+
+    def _agree(self, description: dict[str, Any]) -> None:
+        """Learn which tensors this rank has a share in writing; who writes which piece follows from that."""
+        if not self._ranks.any(description != self._description):
+            return
+        self._description = None  # an agreement that fails is sought again
+        first = {name: form for name, (*form, first) in description.items() if first == self._ranks.rank}
+        listed = self._ranks.gather(first)
+        self._needed, owners = self._ranks.on_first(lambda: self._owners(listed))
+        self._own = [name for name, (_, _, first) in description.items() if owners.get(name, first) == first]
+        self._description = description
 
     def _owners(self, listed: list[dict[str, Any]]) -> tuple[int, dict[str, int]]:
         """On rank 0, from what the first rank of each mesh holds: bytes of all, and who writes what is there
