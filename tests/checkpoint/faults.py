@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -194,6 +196,29 @@ class PowerLossDisk(Gate):
 
     def _away(self) -> Path:
         return self.attic / str(len(list(self.attic.iterdir())) + len(self.calls) * 1000)
+
+
+def write_root(checkpoint: Path, body: dict[str, Any]) -> None:
+    """Write a manifest's root with a right hash."""
+    text = json.dumps(body, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (checkpoint / "manifest.json").write_text(f'{{"sha256":"{digest}","body":{text}}}\n')
+
+
+def as_version_1(checkpoint: Path) -> dict[str, Any]:
+    """Make one file of a manifest in parts, as version 1 had it; returns its body."""
+    body = json.loads((checkpoint / "manifest.json").read_text())["body"]
+    parts = [json.loads((checkpoint / file).read_text()) for file, _, _ in body.pop("parts")]
+    del body["spreads"]
+    for name, entry in body["tensors"].items():
+        del entry["spread"]
+        entry["pieces"] = [row for part in parts for row in part["tensors"].get(name, [])]
+    files = {file: size for part in parts for file, size in part["files"].items()}
+    body |= {"version": 1, "files": files}
+    write_root(checkpoint, body)
+    for path in checkpoint.glob("part-*.json"):
+        path.unlink()
+    return dict(body)
 
 
 def bury(directory: Path) -> None:

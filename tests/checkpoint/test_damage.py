@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from faults import same, tensors, zeros_like
+from faults import as_version_1, same, tensors, write_root, zeros_like
 
 from meshwright.checkpoint import BadCheckpointError, CheckpointError, CheckpointStore
 from meshwright.checkpoint.inspect import verify_checkpoint
+from meshwright.spec import UserError
 
 
 @pytest.fixture
@@ -32,8 +33,9 @@ def checkpoint(tmp_path: Path) -> Path:
 def refused(checkpoint: Path) -> str:
     """Loading fails with a sentence and leaves the live tensors alone; returns the sentence."""
     target = tensors(77)
-    with pytest.raises(BadCheckpointError) as refusal:
+    with pytest.raises(UserError) as refusal:
         CheckpointStore(checkpoint.parent, 2).load(10, target)
+    assert isinstance(refusal.value, BadCheckpointError) or "shape" in str(refusal.value)
     assert same(target, tensors(77))
     assert not verify_checkpoint(checkpoint.parent, 10).good
     return str(refusal.value)
@@ -41,7 +43,7 @@ def refused(checkpoint: Path) -> str:
 
 def test_no_flipped_bit_goes_unseen(checkpoint: Path) -> None:
     draw = random.Random(0)
-    for file in ("rank-00000.bin", "manifest.json"):
+    for file in ("rank-00000.bin", "part-00000.json", "manifest.json"):
         path = checkpoint / file
         original = path.read_bytes()
         for position in [0, len(original) - 1, *draw.sample(range(len(original)), 250)]:
@@ -53,7 +55,7 @@ def test_no_flipped_bit_goes_unseen(checkpoint: Path) -> None:
     assert verify_checkpoint(checkpoint.parent).good
 
 
-@pytest.mark.parametrize("file", ["rank-00000.bin", "manifest.json"])
+@pytest.mark.parametrize("file", ["rank-00000.bin", "part-00000.json", "manifest.json"])
 def test_no_cut_or_grown_file_goes_unseen(checkpoint: Path, file: str) -> None:
     path = checkpoint / file
     original = path.read_bytes()
@@ -83,13 +85,25 @@ def test_a_checkpoint_under_another_step_is_refused(checkpoint: Path) -> None:
         CheckpointStore(checkpoint.parent, 2).load(30, tensors(1))
 
 
-def forge(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Rewrite the manifest with a change and a right hash, as an attacker would."""
-    path = checkpoint / "manifest.json"
-    body = json.loads(path.read_text())["body"]
+def forge(checkpoint: Path, change: Callable[[dict[str, Any]], None], version: int) -> None:
+    """Rewrite the manifest with a change and right hashes, as an attacker would.
+
+    The change is made to the form of version 1. In version 2 each tensor's spread is then its whole shape.
+    """
+    body = as_version_1(checkpoint)
+    body["version"] = version
     change(body)
-    text = json.dumps(body, separators=(",", ":"))
-    path.write_text(f'{{"sha256":"{hashlib.sha256(text.encode()).hexdigest()}","body":{text}}}\n')
+    if version == 2 and all(isinstance(body[key], dict) for key in ("tensors", "files")):
+        pieces = {name: entry.pop("pieces") for name, entry in body["tensors"].items()}
+        text = json.dumps({"tensors": pieces, "files": body.pop("files")})
+        (checkpoint / "part-00000.json").write_text(text)
+        body["parts"] = [["part-00000.json", len(text), hashlib.sha256(text.encode()).hexdigest()]]
+        body["spreads"] = []
+        for entry in body["tensors"].values():
+            shape = entry["shape"]
+            entry["spread"] = len(body["spreads"])
+            body["spreads"].append([[0, [0] * len(shape), shape]] if 0 not in shape else [])
+    write_root(checkpoint, body)
 
 
 def piece(body: dict[str, Any]) -> list[Any]:
@@ -147,17 +161,61 @@ ATTACKS: dict[str, Callable[[dict[str, Any]], None]] = {
     "text for a number": lambda body: piece(body).__setitem__(4, "140"),
     "true for a number": lambda body: body.update(step=True),
     "many dims": lambda body: body["tensors"]["model/a.weight"].update(shape=[1] * 1000),
-    "another version": lambda body: body.update(version=2),
+    "another version": lambda body: body.update(version=3),
     "list for tensors": lambda body: body.update(tensors=[]),
     "list for files": lambda body: body.update(files=[]),
     "piece too short": lambda body: piece(body).pop(),
 }
 
 
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_a_forged_manifest_is_refused(checkpoint: Path, attack: str) -> None:
-    forge(checkpoint, ATTACKS[attack])
-    assert "manifest.json" in refused(checkpoint) or "rank-00000.bin" in refused(checkpoint)
+def test_a_forged_manifest_is_refused(checkpoint: Path, attack: str, version: int) -> None:
+    forge(checkpoint, ATTACKS[attack], version)
+    words = refused(checkpoint)
+    assert any(file in words for file in ("manifest.json", "part-00000.json", "rank-00000.bin", "shape"))
+
+
+def root_change(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def forged(checkpoint: Path) -> None:
+        body = json.loads((checkpoint / "manifest.json").read_text())["body"]
+        change(body)
+        write_root(checkpoint, body)
+
+    return forged
+
+
+def first_spread(body: dict[str, Any]) -> list[Any]:
+    return body["spreads"][body["tensors"]["model/a.weight"]["spread"]]
+
+
+ROOT_ATTACKS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "part elsewhere": lambda body: body["parts"][0].__setitem__(0, "../part-00000.json"),
+    "part of another name": lambda body: body["parts"][0].__setitem__(0, "rank-00000.bin"),
+    "part with another hash": lambda body: body["parts"][0].__setitem__(2, "0" * 64),
+    "part of another size": lambda body: body["parts"][0].__setitem__(1, 1 << 50),
+    "no parts": lambda body: body.update(parts=[]),
+    "spread of no part": lambda body: first_spread(body)[0].__setitem__(0, 1),
+    "spread of nothing": lambda body: first_spread(body).clear(),
+    "spread outside the shape": lambda body: first_spread(body)[0].__setitem__(1, [1, 0]),
+    "spread with other dims": lambda body: first_spread(body)[0].__setitem__(1, [0]),
+    "no such spread": lambda body: body["tensors"]["model/a.weight"].update(spread=99),
+}
+
+
+@pytest.mark.parametrize("attack", ROOT_ATTACKS)
+def test_a_forged_root_is_refused(checkpoint: Path, attack: str) -> None:
+    root_change(ROOT_ATTACKS[attack])(checkpoint)
+    assert "manifest.json" in refused(checkpoint) or "part-00000.json" in refused(checkpoint)
+
+
+def test_a_part_of_another_checkpoint_is_refused(checkpoint: Path) -> None:
+    store = CheckpointStore(checkpoint.parent, 2)
+    store.save(20, tensors(20), {})
+    store.close()
+    other = (checkpoint.parent / "step-00000020" / "part-00000.json").read_bytes()
+    (checkpoint / "part-00000.json").write_bytes(other)
+    assert "part-00000.json" in refused(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +226,7 @@ def test_a_manifest_that_is_none_is_refused(checkpoint: Path, text: str) -> None
     assert "manifest.json" in refused(checkpoint)
 
 
-@pytest.mark.parametrize("file", ["rank-00000.bin", "manifest.json"])
+@pytest.mark.parametrize("file", ["rank-00000.bin", "part-00000.json", "manifest.json"])
 @pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
 def test_links_pipes_and_directories_are_not_opened(checkpoint: Path, file: str, kind: str) -> None:
     path = checkpoint / file

@@ -159,12 +159,15 @@ def fsdp_over_tensor_parallel_weights_round_trip(control: Control, directory: Pa
 
 def replicas_share_the_writing(control: Control, directory: Path) -> None:
     store = CheckpointStore(directory, 2, control)
-    store.save(1, {f"model/{i}": torch.full((64, 8), float(i)) for i in range(8)}, {})
+    mesh = init_device_mesh("cpu", (2, RANKS // 2))
+    everywhere = (Replicate(), Replicate())
+    small = {f"model/{i}": torch.full((64, 8), float(i)) for i in range(8)}
+    store.save(1, placed(small, mesh, everywhere), {})
     sizes = [path.stat().st_size for path in sorted((directory / "step-00000001").glob("rank-*.bin"))]
     assert sizes == [8 * 64 * 8 * 4 // RANKS] * RANKS
     chunks_module.PIECE_BYTES, before = 256, chunks_module.PIECE_BYTES
     try:  # one large tensor is cut, so that it is shared too
-        big = {"model/big": torch.arange(64 * 8.0).reshape(64, 8)}
+        big = placed({"model/big": torch.arange(64 * 8.0).reshape(64, 8)}, mesh, everywhere)
         store.save(2, big, {})
         sizes = [path.stat().st_size for path in sorted((directory / "step-00000002").glob("rank-*.bin"))]
         assert sizes == [64 * 8 * 4 // RANKS] * RANKS

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import FailingWrites, HeldDisk, leftovers, same, tensors, zeros_like
+from faults import FailingWrites, HeldDisk, as_version_1, leftovers, same, tensors, zeros_like
 
 from meshwright.checkpoint import BadCheckpointError, CheckpointError, CheckpointStore
 from meshwright.checkpoint.directory import published
@@ -240,6 +240,27 @@ def test_inspection_lists_what_is_there(tmp_path: Path) -> None:
     assert report.good
     assert (report.step, report.bytes) == (20, good.bytes)
     assert not verify_checkpoint(tmp_path, 10).good
+
+
+def test_a_checkpoint_of_version_1_still_loads(tmp_path: Path) -> None:
+    saved(tmp_path, 10)
+    body = as_version_1(tmp_path / "step-00000010")
+    assert body["version"] == 1
+    target = zeros_like(tensors(10))
+    assert CheckpointStore(tmp_path, 3).load(None, target)["step"] == 10
+    assert same(target, tensors(10))
+    (row,) = list_checkpoints(tmp_path)
+    report = verify_checkpoint(tmp_path)
+    assert row.problem is None
+    assert report.good
+    assert (report.tensors, report.bytes) == (row.tensors, row.bytes) == (len(tensors(10)), sum_of_bytes(10))
+    path = tmp_path / "step-00000010" / "rank-00000.bin"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    assert not verify_checkpoint(tmp_path).good
+
+
+def sum_of_bytes(step: int) -> int:
+    return sum(tensor.nbytes for tensor in tensors(step).values())
 
 
 def test_nothing_on_the_disk_is_a_pickle(tmp_path: Path) -> None:

@@ -1,32 +1,28 @@
-"""Which rectangles of which tensors a rank holds, and who writes what: the plan of a save.
+"""Which rectangles of which tensors a rank holds, and which of them it writes.
 
 A DTensor's local part is one rectangle of the global tensor, or several where a `_StridedShard` interleaves.
-Replicas hold the same rectangles; `torch.distributed.checkpoint`'s planner gives each to one of its holders,
-by load. Rectangles are cut along their first dim into at most PIECE_BYTES, so that replicas share the writing
-evenly and a reader under another layout verifies (and reads) little more than it needs.
+Replicas hold the same rectangles, and all of them know that they do, so each computes its own share of the
+writing and no plan is exchanged (`replicas.py`). Rectangles are cut along their first dim into at most
+PIECE_BYTES, so that replicas share the writing evenly and a reader under another layout verifies (and reads)
+little more than it needs.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshwright.checkpoint.manifest import ITEM_BYTES
+from meshwright.checkpoint.pieces import ITEM_BYTES, Rectangle
+from meshwright.checkpoint.replicas import Replicas, deal
 from meshwright.parallel.slots import Trimmed
 
 PIECE_BYTES = 64 << 20
@@ -42,10 +38,6 @@ class Chunk:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     local: Tensor
-
-    @property
-    def key(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-        return self.name, self.offsets, self.sizes
 
 
 def local_chunks(name: str, tensor: Tensor | Trimmed) -> list[Chunk]:
@@ -64,20 +56,42 @@ def local_chunks(name: str, tensor: Tensor | Trimmed) -> list[Chunk]:
         return []
     with torch.no_grad():
         local = tensor.to_local()
-    indices = _global_indices(name, tensor, coordinate)
+    sizes = [tensor.device_mesh.size(axis) for axis in range(tensor.device_mesh.ndim)]
+    indices = _global_indices(name, tensor.shape, tensor.placements, sizes, coordinate)
     if tuple(local.shape) != tuple(len(index) for index in indices):
         raise RuntimeError(
             f"{name}: the local shape is {tuple(local.shape)}, its placements {tensor.placements} give "
             f"{tuple(len(index) for index in indices)}"
         )
     chunks = []
-    for runs in itertools.product(*(list(_runs(index)) for index in indices)):
+    for places, (offsets, lengths) in _rectangles(indices):
         view = local
-        for dim, (start, _, length) in enumerate(runs):
+        for dim, (start, length) in enumerate(zip(places, lengths, strict=True)):
             view = view.narrow(dim, start, length)
-        offsets = tuple(offset for _, offset, _ in runs)
-        chunks.append(Chunk(name, offsets, tuple(view.shape), view))
+        chunks.append(Chunk(name, offsets, lengths, view))
     return chunks
+
+
+def rectangles(
+    name: str,
+    shape: Sequence[int],
+    placements: Sequence[Placement],
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+) -> list[Rectangle]:
+    """The rectangles of a tensor on the rank at `coordinate` of a mesh of these `sizes`.
+
+    Raises ValueError for a Partial placement.
+    """
+    indices = _global_indices(name, shape, placements, sizes, coordinate)
+    return [rectangle for _, rectangle in _rectangles(indices)]
+
+
+def _rectangles(indices: list[Tensor]) -> Iterator[tuple[tuple[int, ...], Rectangle]]:
+    """(where it lies in the local part, the rectangle) for each product of runs of the dims."""
+    for runs in itertools.product(*(list(_runs(index)) for index in indices)):
+        places, offsets, lengths = (tuple(run[part] for run in runs) for part in range(3))
+        yield places, (offsets, lengths)
 
 
 def _first_rows(chunk: Chunk, rows: int) -> Chunk:
@@ -86,13 +100,19 @@ def _first_rows(chunk: Chunk, rows: int) -> Chunk:
     return Chunk(chunk.name, chunk.offsets, (count, *chunk.sizes[1:]), chunk.local.narrow(0, 0, count))
 
 
-def _global_indices(name: str, tensor: DTensor, coordinate: Sequence[int]) -> list[Tensor]:
+def _global_indices(
+    name: str,
+    shape: Sequence[int],
+    placements: Sequence[Placement],
+    sizes: Sequence[int],
+    coordinate: Sequence[int],
+) -> list[Tensor]:
     """Per dim, the global index of each local index: placements applied from the first axis to the last."""
-    indices = [torch.arange(length) for length in tensor.shape]
-    for axis, placement in enumerate(tensor.placements):
+    indices = [torch.arange(length) for length in shape]
+    for axis, placement in enumerate(placements):
         if isinstance(placement, Partial):
             raise ValueError(f"{name} is Partial over axis {axis} of its mesh: reduce it before it is saved")
-        size, place = tensor.device_mesh.size(axis), coordinate[axis]
+        size, place = sizes[axis], coordinate[axis]
         if isinstance(placement, _StridedShard):
             blocks = indices[placement.dim].chunk(int(placement.split_factor))
             parts = [_part(block, size, place) for block in blocks]
@@ -122,62 +142,47 @@ def _cut(chunk: Chunk) -> Iterator[Chunk]:
     if not chunk.sizes:
         yield chunk
         return
-    row_bytes = math.prod(chunk.sizes[1:]) * chunk.local.element_size()
-    rows = max(1, PIECE_BYTES // row_bytes)
-    for start in range(0, chunk.sizes[0], rows):
-        view = chunk.local.narrow(0, start, min(rows, chunk.sizes[0] - start))
+    for start, rows in cut_rows(chunk.sizes, chunk.local.element_size()):
         offsets = (chunk.offsets[0] + start, *chunk.offsets[1:])
+        view = chunk.local.narrow(0, start, rows)
         yield Chunk(chunk.name, offsets, tuple(view.shape), view)
 
 
-def local_plan(tensors: Mapping[str, Tensor | Trimmed]) -> tuple[dict[str, Any], list[Chunk]]:
-    """What this rank could write: a JSON description for rank 0, and the chunks themselves.
+def cut_rows(sizes: Sequence[int], item_bytes: int) -> Iterator[tuple[int, int]]:
+    """(first, number) of the rows of each piece of a rectangle with at least one dim."""
+    rows = max(1, PIECE_BYTES // (math.prod(sizes[1:]) * item_bytes))
+    for start in range(0, sizes[0], rows):
+        yield start, min(rows, sizes[0] - start)
 
-    The description is {name: [dtype, shape, [[offsets, sizes], ...]]}. Raises ValueError for a dtype that a
-    checkpoint cannot hold.
+
+def describe(tensors: Mapping[str, Tensor | Trimmed], rank: int) -> dict[str, Any]:
+    """{name: [dtype, shape, first rank of the tensor's mesh]} of what this rank is in the mesh of.
+
+    A plain tensor counts as held by `rank` alone. Raises ValueError for a dtype that cannot be stored.
     """
-    description: dict[str, Any] = {}
-    chunks: list[Chunk] = []
+    found: dict[str, Any] = {}
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPE_NAMES:
             raise ValueError(f"{name} has dtype {tensor.dtype}, which a checkpoint cannot hold")
-        own = [piece for chunk in local_chunks(name, tensor) for piece in _cut(chunk)]
-        rows = [[list(chunk.offsets), list(chunk.sizes)] for chunk in own]
-        description[name] = [DTYPE_NAMES[tensor.dtype], list(tensor.shape), rows]
-        chunks += own
-    return description, chunks
+        replicas = Replicas.of(tensor)
+        if replicas is not None:
+            found[name] = [DTYPE_NAMES[tensor.dtype], list(tensor.shape), replicas.first(rank)]
+    return found
 
 
-def merge_plans(plans: Sequence[Mapping[str, Any]]) -> tuple[list[list[Any]], dict[str, Any]]:
-    """On rank 0: give each piece to one of its holders.
-
-    Returns per rank the (name, offsets, sizes) it writes, and {name: [dtype, shape]} of all tensors. Raises
-    ValueError where ranks disagree on a tensor or where their pieces overlap or leave a hole.
-    """
-    tensors: dict[str, Any] = {}
-    for plan in plans:
-        for name, (dtype, shape, _) in plan.items():
-            if tensors.setdefault(name, [dtype, shape]) != [dtype, shape]:
-                raise ValueError(f"{name} is {dtype} {shape} on one rank and {tensors[name]} on another")
-    proposals = [SavePlan(_write_items(plan)) for plan in plans]
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    merged, _ = planner.create_global_plan(proposals)
-    return [[_key(item) for item in plan.items] for plan in merged], tensors
-
-
-def _write_items(plan: Mapping[str, Any]) -> list[WriteItem]:
-    items = []
-    for name, (dtype, shape, rows) in plan.items():
-        properties = TensorProperties(dtype=DTYPES[dtype])
-        for offsets, sizes in rows:
-            chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-            data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(shape))
-            items.append(WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data))
-    return items
-
-
-def _key(item: WriteItem) -> list[Any]:
-    if item.tensor_data is None:
-        raise RuntimeError(f"the planner returned an item without a tensor: {item.index}")
-    chunk = item.tensor_data.chunk
-    return [item.index.fqn, list(chunk.offsets), list(chunk.sizes)]
+def own_share(tensors: Mapping[str, Tensor | Trimmed], names: Collection[str]) -> list[Chunk]:
+    """The pieces of the tensors `names` that this rank writes: its equal share of what its replicas hold."""
+    pieces: dict[Replicas, list[Chunk]] = defaultdict(list)
+    for name in sorted(names):
+        replicas = Replicas.of(tensors[name])
+        if replicas is not None:
+            chunks = local_chunks(name, tensors[name])
+            pieces[replicas] += [piece for chunk in chunks for piece in _cut(chunk)]
+    return [
+        piece
+        for replicas, held in pieces.items()
+        for piece, writer in zip(
+            held, deal([each.local.nbytes for each in held], replicas.count), strict=True
+        )
+        if writer == replicas.index
+    ]

@@ -20,6 +20,7 @@ WRITE_BYTES = 16 << 20  # one write call; large enough for the bandwidth of para
 
 _STEP = re.compile(r"step-(\d{8,18})(?:\.(\d{1,9}))?")
 _RANK_FILE = re.compile(r"rank-\d{5,9}\.bin")
+_PART_FILE = re.compile(r"part-\d{5,9}\.json")
 
 
 def step_name(step: int, attempt: int = 0) -> str:
@@ -46,8 +47,21 @@ def is_rank_file(name: str) -> bool:
     return _RANK_FILE.fullmatch(name) is not None
 
 
+def part_file(first_rank: int) -> str:
+    """Name of the part of the manifest that lists the files of ``first_rank`` and the ranks after it."""
+    return f"part-{first_rank:05d}.json"
+
+
+def is_part_file(name: str) -> bool:
+    """Return True for the name of a part of a manifest, which never leaves the directory."""
+    return _PART_FILE.fullmatch(name) is not None
+
+
 class Disk:
-    """The calls that change the disk. Tests override them to fail, to kill, or to lose what is not synced."""
+    """The calls that change the disk, and those that read pieces.
+
+    Tests override them to fail, to kill, to lose what is not synced, or to count.
+    """
 
     def make_directory(self, path: Path) -> None:
         os.mkdir(path)
@@ -78,13 +92,24 @@ class Disk:
     def remove_directory(self, path: Path) -> None:
         os.rmdir(path)
 
-    def write_file(self, path: Path, data: memoryview) -> None:
-        """Create ``path``, write all of ``data`` and sync it."""
+    @contextmanager
+    def opened(self, path: Path) -> Iterator[tuple[int, int]]:
+        """Open a plain file for reading and yield (descriptor, size). Raises OSError as `open_regular`."""
+        with open_regular(path) as descriptor:
+            yield descriptor, os.fstat(descriptor).st_size
+
+    def read(self, descriptor: int, target: memoryview, start: int) -> int:
+        """Fill ``target`` from byte ``start`` on as far as one call does; return the number of bytes."""
+        return os.preadv(descriptor, [target], start)
+
+    def write_file(self, path: Path, *blocks: memoryview) -> None:
+        """Create ``path``, write the blocks one after another and sync it."""
         descriptor = self.create(path)
         try:
-            done = 0
-            while done < len(data):
-                done += self.write(descriptor, data[done : done + WRITE_BYTES])
+            for data in blocks:
+                done = 0
+                while done < len(data):
+                    done += self.write(descriptor, data[done : done + WRITE_BYTES])
             self.sync(descriptor)
         finally:
             os.close(descriptor)

@@ -1,13 +1,14 @@
-"""The manifest of a checkpoint: where each piece of each tensor lies, and the SHA-256 of each.
+"""The manifest of a checkpoint: a small root, and parts that say where each piece lies, with its SHA-256.
 
     manifest.json   {"sha256": H, "body": {"version", "step", "saved_at", "ranks", "generation", "state",
-                     "tensors": {name: {"dtype", "shape", "pieces": [piece]}}, "files": {name: bytes}}}
-    piece           [offsets, sizes, file, start, bytes, sha256]
+                     "tensors": {name: {"dtype", "shape", "spread"}}, "spreads": [[[part, offsets, sizes]]],
+                     "parts": [[file, bytes, sha256]]}}
 
 H is over the body as it is written, and a file whose text is not exactly what this module would write is
-refused, so no altered byte passes. Hashes find accidents, not forgers: whatever the hash says,
-`Manifest.parse` also checks that pieces tile their tensor and their file, so a made-up manifest cannot make a
-reader leave the directory, read elsewhere, or allocate more than the files on the disk hold.
+refused, so no altered byte passes. A tensor's spread, one of the list since many have the same, gives the
+rectangle around its pieces in each part that has any: a reader opens the parts that touch what it needs.
+Version 1 had no parts: its tensors have their pieces in the root, and its files are listed there
+(`pieces.py`), so it is read as a root with one part inside.
 """
 
 from __future__ import annotations
@@ -15,62 +16,64 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from bisect import bisect_right, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright.checkpoint.disk import is_rank_file
+from meshwright.checkpoint.disk import is_part_file
 from meshwright.checkpoint.errors import BadCheckpointError
+from meshwright.checkpoint.pieces import (
+    ITEM_BYTES,
+    MAX_BYTES,
+    Part,
+    Rectangle,
+    common,
+    count,
+    counts,
+    covers_once,
+    hull,
+    text,
+    within,
+)
 
-VERSION = 1
-MAX_DIMS = 16
-MAX_BYTES = 1 << 62
-
-# Bytes per element. Nothing else can be stored: a reader refuses a dtype that is not in the list.
-ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-}
+VERSION = 2
+Spread = tuple[tuple[int, Rectangle], ...]
+"""(number of a part, rectangle around the tensor's pieces in it) for each part that has any."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A rectangle of a tensor, contiguous in row-major order at ``start`` of ``file``."""
+class PartFile:
+    """A part of the manifest: a file of the directory, its bytes and its SHA-256."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
     file: str
-    start: int
     bytes: int
     sha256: str
 
-    def row(self) -> list[Any]:
-        return [list(self.offsets), list(self.sizes), self.file, self.start, self.bytes, self.sha256]
 
-
-@dataclass
+@dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of the checkpoint: its dtype (a key of ``ITEM_BYTES``), global shape and pieces."""
+    """A tensor of the checkpoint: its dtype (a key of ``ITEM_BYTES``), global shape and spread."""
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: list[Piece] = field(default_factory=list)
+    spread: Spread
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    def parts_of(self, rectangles: Sequence[Rectangle]) -> set[int]:
+        """Numbers of the parts that may have pieces of these rectangles of the tensor."""
+        touched = (
+            (number, any(common(around, each) for each in rectangles)) for number, around in self.spread
+        )
+        return {number for number, touches in touched if touches}
 
 
 @dataclass
 class Manifest:
-    """All that a checkpoint says of itself."""
+    """The root of a checkpoint's manifest."""
 
     step: int
     saved_at: str
@@ -78,15 +81,36 @@ class Manifest:
     generation: int
     state: dict[str, Any]
     tensors: dict[str, TensorEntry]
-    files: dict[str, int]
+    parts: list[PartFile] = field(default_factory=list)
+    inside: Part | None = None
+    """The one part of a checkpoint of version 1."""
 
     @property
     def bytes(self) -> int:
         """Bytes of tensor data."""
-        return sum(self.files.values())
+        return sum(entry.bytes for entry in self.tensors.values())
+
+    @property
+    def part_count(self) -> int:
+        """Parts that there are to read."""
+        return 1 if self.inside is not None else len(self.parts)
+
+    @property
+    def forms(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Each tensor's (dtype, shape)."""
+        return {name: (entry.dtype, entry.shape) for name, entry in self.tensors.items()}
 
     def render(self) -> str:
         """The text of manifest.json."""
+        spreads: dict[Spread, int] = {}
+        tensors = {
+            name: {
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "spread": spreads.setdefault(entry.spread, len(spreads)),
+            }
+            for name, entry in self.tensors.items()
+        }
         return _seal(
             {
                 "version": VERSION,
@@ -95,146 +119,148 @@ class Manifest:
                 "ranks": self.ranks,
                 "generation": self.generation,
                 "state": self.state,
-                "tensors": {
-                    name: {
-                        "dtype": entry.dtype,
-                        "shape": list(entry.shape),
-                        "pieces": [piece.row() for piece in entry.pieces],
-                    }
-                    for name, entry in self.tensors.items()
-                },
-                "files": self.files,
+                "tensors": tensors,
+                "spreads": [[[number, *around] for number, around in spread] for spread in spreads],
+                "parts": [[part.file, part.bytes, part.sha256] for part in self.parts],
             }
         )
 
     @classmethod
-    def parse(cls, text: str, where: str) -> Manifest:
+    def parse(cls, content: str, where: str) -> Manifest:
         """Read a manifest's text; ``where`` names it in errors.
 
         Raises BadCheckpointError when a byte was altered or when anything in it does not add up.
         """
         try:
-            return cls._from_body(_unseal(text))
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            body = _unseal(content)
+            if body["version"] == 1:
+                return cls._of_version_1(body)
+            if body["version"] != VERSION:
+                raise ValueError(f"its version is {body['version']!r}, this program reads up to {VERSION}")
+            return cls._of_body(body)
+        except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
             reason = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise BadCheckpointError(f"{where} cannot be trusted: {reason}") from error
 
     @classmethod
-    def _from_body(cls, body: dict[str, Any]) -> Manifest:
-        if body["version"] != VERSION:
-            raise ValueError(f"its version is {body['version']!r}, this program reads version {VERSION}")
-        if not all(isinstance(body[key], dict) for key in ("state", "tensors", "files")):
-            raise ValueError("its state, tensors or files are not a JSON object")
-        manifest = cls(
-            step=_count(body["step"], "step"),
-            saved_at=str(body["saved_at"]),
-            ranks=_count(body["ranks"], "ranks"),
-            generation=_count(body["generation"], "generation"),
-            state=body["state"],
-            tensors={name: _parse_entry(name, raw) for name, raw in body["tensors"].items()},
-            files={name: _count(size, f"size of {name}") for name, size in body["files"].items()},
-        )
-        manifest.check()
+    def _of_body(cls, body: dict[str, Any]) -> Manifest:
+        if not isinstance(body["tensors"], dict):
+            raise ValueError("its tensors are not a JSON object")
+        parts = [
+            PartFile(text(file, "a part"), count(size, f"size of {file}"), text(digest, f"sha256 of {file}"))
+            for file, size, digest in body["parts"]
+        ]
+        for part in parts:
+            if not is_part_file(part.file):
+                raise ValueError(f"{part.file!r} is not the name of a part of this directory's manifest")
+        spreads = [_parse_spread(spread, len(parts)) for spread in body["spreads"]]
+        tensors = {
+            name: TensorEntry(
+                dtype=text(raw["dtype"], f"dtype of {name}"),
+                shape=counts(raw["shape"], f"shape of {name}"),
+                spread=spreads[count(raw["spread"], f"spread of {name}")],
+            )
+            for name, raw in body["tensors"].items()
+        }
+        for name, entry in tensors.items():
+            _check_entry(name, entry)
+        return cls(**_common_fields(body), tensors=tensors, parts=parts)
+
+    @classmethod
+    def _of_version_1(cls, body: dict[str, Any]) -> Manifest:
+        if not all(isinstance(body[key], dict) for key in ("tensors", "files")):
+            raise ValueError("its tensors or files are not a JSON object")
+        pieces = {name: raw["pieces"] for name, raw in body["tensors"].items()}
+        part = Part.parse({"tensors": pieces, "files": body["files"]})
+        tensors: dict[str, TensorEntry] = {}
+        for name, raw in body["tensors"].items():
+            dtype, shape = text(raw["dtype"], f"dtype of {name}"), counts(raw["shape"], f"shape of {name}")
+            around: Spread = ((0, ((0,) * len(shape), shape)),) if part.tensors[name] else ()
+            tensors[name] = TensorEntry(dtype, shape, around)
+            _check_entry(name, tensors[name])
+        manifest = cls(**_common_fields(body), tensors=tensors, inside=part)
+        part.check(manifest.forms)
+        for name, found in part.tensors.items():
+            check_cover(name, tensors[name].shape, [(piece.offsets, piece.sizes) for piece in found])
         return manifest
 
-    def check(self) -> None:
-        """Raise ValueError unless the pieces tile each tensor and each file exactly."""
-        by_file: dict[str, list[Piece]] = {name: [] for name in self.files}
-        for name in self.files:
-            if not is_rank_file(name):
-                raise ValueError(f"{name!r} is not the name of a piece file of this directory")
-        for name, entry in self.tensors.items():
-            check_entry(name, entry)
-            for piece in entry.pieces:
-                if piece.file not in by_file:
-                    raise ValueError(f"tensor {name} lies in {piece.file!r}, which is not among its files")
-                by_file[piece.file].append(piece)
-        for name, pieces in by_file.items():
-            end = 0
-            for piece in sorted(pieces, key=lambda piece: (piece.start, piece.bytes)):
-                if piece.start != end:
-                    raise ValueError(f"the pieces in {name} overlap or leave a gap at byte {end}")
-                end += piece.bytes
-            if end != self.files[name]:
-                raise ValueError(f"the pieces in {name} end at byte {end} of {self.files[name]}")
+
+def check_cover(name: str, shape: tuple[int, ...], rectangles: Sequence[Rectangle]) -> None:
+    """Raise ValueError unless the pieces of a tensor fill its shape once."""
+    if not covers_once(rectangles, shape):
+        raise ValueError(f"the pieces of tensor {name} do not cover its shape {shape} exactly once")
 
 
-def check_entry(name: str, entry: TensorEntry) -> None:
-    """Raise ValueError unless dtype and bytes are right and the pieces cover the tensor once."""
+def report(part: Part, file: PartFile) -> dict[str, Any]:
+    """What the root must know of a part, as JSON: its file, and each tensor's bytes and place in it."""
+    hulls: dict[Rectangle, int] = {}
+    tensors = {}
+    for name, pieces in part.tensors.items():
+        around = hull([(piece.offsets, piece.sizes) for piece in pieces])
+        tensors[name] = [hulls.setdefault(around, len(hulls)), sum(piece.bytes for piece in pieces)]
+    return {"file": [file.file, file.bytes, file.sha256], "hulls": list(hulls), "tensors": tensors}
+
+
+def join(
+    forms: Mapping[str, tuple[str, Sequence[int]]], reports: Iterable[dict[str, Any]]
+) -> tuple[dict[str, TensorEntry], list[PartFile]]:
+    """The tensors, given as (dtype, shape), and the parts of a root from the reports of all parts.
+
+    Raises ValueError where the pieces of a tensor have not as many bytes as the tensor.
+    """
+    parts: list[PartFile] = []
+    spreads: dict[str, list[tuple[int, Rectangle]]] = {name: [] for name in forms}
+    found = dict.fromkeys(forms, 0)
+    for number, each in enumerate(reports):
+        parts.append(PartFile(*each["file"]))
+        hulls = [(number, (tuple(offsets), tuple(sizes))) for offsets, sizes in each["hulls"]]
+        for name, (index, size) in each["tensors"].items():
+            spreads[name].append(hulls[index])
+            found[name] += size
+    tensors = {}
+    for name, (dtype, shape) in forms.items():
+        tensors[name] = TensorEntry(dtype, tuple(shape), tuple(spreads[name]))
+        if found[name] != tensors[name].bytes:
+            raise ValueError(
+                f"the pieces of tensor {name} have {found[name]} bytes, its shape {tuple(shape)} has "
+                f"{tensors[name].bytes}: they overlap or leave a hole"
+            )
+    return tensors, parts
+
+
+def _common_fields(body: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(body["state"], dict):
+        raise ValueError("its state is not a JSON object")
+    return {
+        "step": count(body["step"], "step"),
+        "saved_at": str(body["saved_at"]),
+        "ranks": count(body["ranks"], "ranks"),
+        "generation": count(body["generation"], "generation"),
+        "state": body["state"],
+    }
+
+
+def _parse_spread(raw: Sequence[Any], parts: int) -> Spread:
+    found = []
+    for number, offsets, sizes in raw:
+        if count(number, "part of a spread") >= parts:
+            raise ValueError(f"a spread names part {number} of {parts}")
+        found.append((number, (counts(offsets, "offsets of a spread"), counts(sizes, "sizes of a spread"))))
+    return tuple(found)
+
+
+def _check_entry(name: str, entry: TensorEntry) -> None:
     if entry.dtype not in ITEM_BYTES:
         raise ValueError(f"tensor {name} has the unknown dtype {entry.dtype!r}")
-    if math.prod(entry.shape) * ITEM_BYTES[entry.dtype] > MAX_BYTES:
+    if entry.bytes > MAX_BYTES:
         raise ValueError(f"tensor {name} of shape {entry.shape} is too large to exist")
-    for piece in entry.pieces:
-        if len(piece.offsets) != len(entry.shape) or len(piece.sizes) != len(entry.shape):
-            raise ValueError(f"a piece of tensor {name} has other dims than the tensor")
-        rows = zip(piece.offsets, piece.sizes, entry.shape, strict=True)
-        if any(size < 1 or offset + size > length for offset, size, length in rows):
-            raise ValueError(f"a piece of tensor {name} lies outside its shape {entry.shape}")
-        if piece.bytes != math.prod(piece.sizes) * ITEM_BYTES[entry.dtype]:
-            raise ValueError(f"a piece of tensor {name} has {piece.bytes} bytes for sizes {piece.sizes}")
-    volume = sum(math.prod(piece.sizes) for piece in entry.pieces)
-    if volume != math.prod(entry.shape) or _overlapping(entry.pieces):
-        raise ValueError(f"the pieces of tensor {name} do not cover its shape {entry.shape} exactly once")
-
-
-def _overlapping(pieces: Sequence[Piece]) -> bool:
-    """Whether two rectangles share an element: a sweep along the first dim that is split."""
-    if len(pieces) < 2:
-        return False
-    dims = range(len(pieces[0].offsets))
-    # Sweep where most starts differ, so that few rectangles are open at once.
-    sweep = max(dims, key=lambda dim: len({piece.offsets[dim] for piece in pieces}), default=None)
-    if sweep is None:
-        return True  # a scalar can be covered by one piece only
-    open_: list[tuple[int, int]] = []
-    for index in sorted(range(len(pieces)), key=lambda index: pieces[index].offsets[sweep]):
-        piece = pieces[index]
-        del open_[: bisect_right(open_, (piece.offsets[sweep], len(pieces)))]
-        for _, other in open_:
-            if all(
-                piece.offsets[dim] < pieces[other].offsets[dim] + pieces[other].sizes[dim]
-                and pieces[other].offsets[dim] < piece.offsets[dim] + piece.sizes[dim]
-                for dim in dims
-            ):
-                return True
-        insort(open_, (piece.offsets[sweep] + piece.sizes[sweep], index))
-    return False
-
-
-def _parse_entry(name: str, raw: Mapping[str, Any]) -> TensorEntry:
-    shape = _counts(raw["shape"], f"shape of {name}")
-    pieces = []
-    for offsets, sizes, file, start, length, digest in raw["pieces"]:
-        pieces.append(
-            Piece(
-                offsets=_counts(offsets, f"offsets in {name}"),
-                sizes=_counts(sizes, f"sizes in {name}"),
-                file=_text(file, f"file of {name}"),
-                start=_count(start, f"start in {name}"),
-                bytes=_count(length, f"bytes in {name}"),
-                sha256=_text(digest, f"sha256 in {name}"),
-            )
-        )
-    return TensorEntry(dtype=_text(raw["dtype"], f"dtype of {name}"), shape=shape, pieces=pieces)
-
-
-def _count(value: object, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_BYTES:
-        raise ValueError(f"{what} is {value!r}, not a count")
-    return value
-
-
-def _counts(values: object, what: str) -> tuple[int, ...]:
-    if not isinstance(values, list) or len(values) > MAX_DIMS:
-        raise ValueError(f"{what} is not a list of at most {MAX_DIMS} counts")
-    return tuple(_count(value, what) for value in values)
-
-
-def _text(value: object, what: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{what} is {value!r}, not text")
-    return value
+    for _, (offsets, sizes) in entry.spread:
+        if len(offsets) != len(entry.shape) or len(sizes) != len(entry.shape):
+            raise ValueError(f"a spread of tensor {name} has other dims than the tensor")
+        if not within(offsets, sizes, entry.shape):
+            raise ValueError(f"a spread of tensor {name} lies outside its shape {entry.shape}")
+    if sum(math.prod(sizes) for _, (_, sizes) in entry.spread) < math.prod(entry.shape):
+        raise ValueError(f"the spread of tensor {name} does not fill its shape {entry.shape}")
 
 
 def _seal(body: dict[str, Any]) -> str:

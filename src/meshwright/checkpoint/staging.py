@@ -1,8 +1,9 @@
 """A rank's piece file as an image in host memory: training waits for the copy, the writer works from it.
 
 Pieces lie one after another, widest dtype first, so that each is aligned to its elements without padding:
-every byte of a piece file belongs to a piece and is covered by its hash. The buffer is kept from save to
-save.
+every byte of a piece file belongs to a piece and is covered by its hash. The image is a row of blocks of at
+most BLOCK_BYTES, since torch rounds what it pins up to a power of two, which would be up to twice a rank's
+state. They are kept from save to save.
 """
 
 from __future__ import annotations
@@ -11,21 +12,26 @@ import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from meshwright.checkpoint.chunks import DTYPE_NAMES, DTYPES, Chunk
-from meshwright.checkpoint.manifest import ITEM_BYTES, Piece
+from meshwright.checkpoint.pieces import ITEM_BYTES
+
+BLOCK_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a chunk lies in the image."""
+    """Where a chunk lies in the image: from byte ``start`` of a block on."""
 
     name: str
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     dtype: str
+    block: int
     start: int
 
     @property
@@ -34,51 +40,58 @@ class Slot:
 
 
 class Image:
-    """A reusable host buffer that holds the bytes of one piece file."""
+    """Reusable host memory that holds the bytes of one piece file."""
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self.slots: list[Slot] = []
-        self.bytes = 0
+        self._blocks: list[Tensor] = []
+        self._lengths: list[int] = []
+        self._slots: list[Slot] = []
+
+    @property
+    def bytes(self) -> int:
+        """Of the file."""
+        return sum(self._lengths)
 
     def stage(self, chunks: Iterable[Chunk]) -> None:
         """Copy the chunks to the host; when this returns, training may change the tensors."""
         chunks = sorted(chunks, key=lambda chunk: -chunk.local.element_size())
-        self.slots, self.bytes = [], 0
-        for chunk in chunks:
-            dtype = DTYPE_NAMES[chunk.local.dtype]
-            slot = Slot(chunk.name, chunk.offsets, chunk.sizes, dtype, self.bytes)
-            self.slots.append(slot)
-            self.bytes += slot.bytes
+        self._place(chunks)
         devices = {chunk.local.device for chunk in chunks if chunk.local.is_cuda}
-        if self._buffer.numel() < self.bytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # free the old one first
-            self._buffer = torch.empty(self.bytes, dtype=torch.uint8, pin_memory=bool(devices))
+        for number, length in enumerate(self._lengths):
+            if number == len(self._blocks):
+                self._blocks.append(torch.empty(0, dtype=torch.uint8))
+            if self._blocks[number].numel() < length:
+                self._blocks[number] = torch.empty(0, dtype=torch.uint8)  # free the old one first
+                self._blocks[number] = torch.empty(length, dtype=torch.uint8, pin_memory=bool(devices))
         with torch.no_grad():
-            for slot, chunk in zip(self.slots, chunks, strict=True):
-                place = self._buffer[slot.start : slot.start + slot.bytes]
+            for slot, chunk in zip(self._slots, chunks, strict=True):
+                place = self._blocks[slot.block][slot.start : slot.start + slot.bytes]
                 place.view(DTYPES[slot.dtype]).view(slot.sizes).copy_(chunk.local, non_blocking=True)
         for device in devices:
             torch.cuda.synchronize(device)
 
-    def data(self) -> memoryview:
-        """The file's bytes."""
-        return self._buffer.numpy().data[: self.bytes]
+    def _place(self, chunks: Iterable[Chunk]) -> None:
+        """Find a slot for each chunk: a block ends where the next chunk would exceed BLOCK_BYTES."""
+        self._slots, self._lengths = [], []
+        for chunk in chunks:
+            size = chunk.local.nbytes
+            if not self._lengths or self._lengths[-1] + size > BLOCK_BYTES:
+                self._lengths.append(0)
+            dtype, block = DTYPE_NAMES[chunk.local.dtype], len(self._lengths) - 1
+            self._slots.append(Slot(chunk.name, chunk.offsets, chunk.sizes, dtype, block, self._lengths[-1]))
+            self._lengths[-1] += size
 
-    def pieces(self, file: str) -> list[tuple[str, Piece]]:
-        """Hash each slot: (tensor name, piece) in the order of the file."""
-        data = self.data()
-        return [
-            (
-                slot.name,
-                Piece(
-                    offsets=slot.offsets,
-                    sizes=slot.sizes,
-                    file=file,
-                    start=slot.start,
-                    bytes=slot.bytes,
-                    sha256=hashlib.sha256(data[slot.start : slot.start + slot.bytes]).hexdigest(),
-                ),
-            )
-            for slot in self.slots
-        ]
+    def data(self) -> list[memoryview]:
+        """The file's bytes, block by block."""
+        blocks = zip(self._blocks, self._lengths, strict=False)
+        return [block.numpy().data[:length] for block, length in blocks]
+
+    def rows(self) -> list[list[Any]]:
+        """[tensor, offsets, sizes, start, bytes, sha256] of each piece, in the order of the file."""
+        data, found, start = self.data(), [], 0
+        for slot in self._slots:
+            content = data[slot.block][slot.start : slot.start + slot.bytes]
+            digest = hashlib.sha256(content).hexdigest()
+            found.append([slot.name, list(slot.offsets), list(slot.sizes), start, slot.bytes, digest])
+            start += slot.bytes
+        return found

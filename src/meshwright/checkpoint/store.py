@@ -1,13 +1,15 @@
 """Save and load training state on any layout, so that a crash at any moment costs no published checkpoint.
 
-    DIR/step-00000020/manifest.json      what lies where, with the SHA-256 of each piece and of itself
+    DIR/step-00000020/manifest.json      the tensors, the parts of the manifest and their SHA-256
+                      part-00000.json    where each piece of some ranks lies, with its SHA-256
                       rank-00000.bin     the pieces that rank 0 wrote
     DIR/LATEST                           the name of the newest
     DIR/lease.json, lease.lock           who may write
 
-A save: every rank writes its own pieces into a directory with a temporary name and syncs them; rank 0
-collects the hashes, writes the manifest, syncs, and renames once; then LATEST is replaced, then old ones are
-removed. A reader sees a whole checkpoint or none. Nothing is pickled.
+A save: every rank writes its own pieces into a directory with a temporary name and syncs them; one rank of
+some lists theirs in a part of the manifest; rank 0 writes the root over the parts, syncs the directory, and
+renames once; then LATEST is replaced, then old ones are removed. A reader sees a whole checkpoint or none.
+Nothing is pickled.
 
 Training waits for the copy to host memory only; the rest happens behind it (CheckFreq, Mohan et al. 2021).
 """
@@ -15,7 +17,9 @@ Training waits for the copy to host memory only; the rest happens behind it (Che
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
+import math
 import os
 import secrets
 import threading
@@ -27,7 +31,7 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.checkpoint.chunks import Chunk, local_plan, merge_plans
+from meshwright.checkpoint.chunks import describe, own_share
 from meshwright.checkpoint.directory import candidates, history, latest_step, published, superseded
 from meshwright.checkpoint.disk import (
     LATEST,
@@ -37,16 +41,22 @@ from meshwright.checkpoint.disk import (
     free_bytes,
     in_words,
     parse_step_name,
+    part_file,
     rank_file,
     step_name,
 )
 from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError
 from meshwright.checkpoint.lease import Lease
-from meshwright.checkpoint.manifest import Manifest, Piece, TensorEntry
-from meshwright.checkpoint.reader import check_directory, match_tensors, read_manifest_text, read_tensors
+from meshwright.checkpoint.manifest import Manifest, PartFile, join, report
+from meshwright.checkpoint.pieces import ITEM_BYTES, Part
+from meshwright.checkpoint.reader import Reading, check_name, match_tensors, read_manifest_text
 from meshwright.checkpoint.staging import Image
 from meshwright.parallel.control import Control
+from meshwright.parallel.mesh import Wire
 from meshwright.parallel.slots import Trimmed
+
+PART_RANKS, PARTS = 64, 128
+"""Ranks that a part of a manifest lists at least, and parts that a manifest has at most."""
 
 
 class CheckpointStore:
@@ -59,6 +69,7 @@ class CheckpointStore:
 
     ``warnings`` collects sentences about what went on although something was wrong: a fallback to an older
     checkpoint, an old one that could not be removed. ``loaded`` is the step that the last `load` took.
+    What replicas give each other on a load is recorded in ``wire``.
     """
 
     def __init__(
@@ -69,6 +80,7 @@ class CheckpointStore:
         *,
         holder: str = "meshwright",
         disk: Disk | None = None,
+        wire: Wire | None = None,
     ) -> None:
         if keep < 1:
             raise CheckpointError(f"checkpoint.keep is {keep}, it must be at least 1")
@@ -77,12 +89,15 @@ class CheckpointStore:
         self.warnings: list[str] = []
         self.loaded: int | None = None
         self._disk = disk or Disk()
+        self._wire = wire or Wire()
         self._ranks = control or Control()
         self._lease = Lease(self.directory, holder, disk=self._disk)
         self._image = Image()
         self._description: dict[str, Any] | None = None
-        self._owned: set[tuple[str, tuple[int, ...], tuple[int, ...]]] = set()
-        self._tensors: dict[str, Any] = {}
+        self._own: list[str] = []
+        """Tensors that this rank has a share in writing."""
+        self._forms: dict[str, tuple[str, list[int]]] = {}
+        """On rank 0: (dtype, shape) of every tensor."""
         self._needed = 0
         self._claimed = False
         self._thread: threading.Thread | None = None
@@ -116,11 +131,10 @@ class CheckpointStore:
         checkpoints stay.
         """
         self._join()
-        self._ranks.together(self._deliver)
+        text, description = self._ranks.together(lambda: self._prepare(tensors, state))
         self.claim()
-        text = self._ranks.together(lambda: json.dumps(dict(state)))
-        chunks = self._plan(tensors)
-        self._ranks.together(lambda: self._image.stage(chunks))
+        self._agree(description)
+        self._ranks.together(lambda: self._image.stage(own_share(tensors, self._own)))
         if not asynchronous:
             self._commit(step, text)
             return
@@ -177,8 +191,8 @@ class CheckpointStore:
         """Fill ``tensors`` in place from a checkpoint written under any layout; return its state.
 
         ``step`` None takes the latest, or, where that is damaged, the best before it, and says so in
-        ``warnings``; a damaged one asked for by number is refused. Every byte is verified on every rank
-        before the first tensor changes. ``check`` is given the state first and raises UserError to refuse it.
+        ``warnings``; a damaged one asked for by number is refused. Every byte that is read is verified before
+        the first tensor changes on any rank. ``check`` is given the state first and may raise UserError.
         Raises UserError when a tensor is missing or differs in shape or dtype, when all checkpoints are
         damaged, and when there is none.
         """
@@ -204,15 +218,15 @@ class CheckpointStore:
         tensors: Mapping[str, Tensor | Trimmed],
         check: Callable[[dict[str, Any]], None] | None,
     ) -> dict[str, Any]:
-        text = self._ranks.on_first(lambda: read_manifest_text(path))
+        text = self._ranks.on_first(lambda: read_manifest_text(path, self._disk))
         manifest = self._ranks.together(lambda: Manifest.parse(text, str(path / MANIFEST)))
-        self._ranks.together(lambda: check_directory(path, manifest))
+        self._ranks.together(lambda: check_name(path, manifest))
         if check is not None:
             self._ranks.together(lambda: check(manifest.state))
         self._ranks.together(lambda: match_tensors(manifest, tensors, str(path)))
-        staged = self._ranks.together(lambda: read_tensors(path, manifest, tensors))
-        for part in staged:
-            part.commit()
+        reading = Reading(path, manifest, tensors, self._disk)
+        self._ranks.together(reading.read)
+        reading.commit(self._wire)
         self.loaded = manifest.step
         return manifest.state
 
@@ -231,17 +245,39 @@ class CheckpointStore:
                 "set checkpoint.dir to one that this user may write"
             ) from error
 
-    def _plan(self, tensors: Mapping[str, Tensor | Trimmed]) -> list[Chunk]:
-        """The chunks that this rank writes. The plan is made once, and again when a rank's tensors change."""
-        description, chunks = self._ranks.together(lambda: local_plan(tensors))
-        if self._ranks.any(description != self._description):
-            self._description = None  # a plan that fails is made again
-            plans = self._ranks.gather(description)
-            shares, named = self._ranks.together(lambda: merge_plans(plans) if plans else ([], {}))
-            share = self._ranks.broadcast(shares)[self._ranks.rank]
-            self._owned = {(name, tuple(offsets), tuple(sizes)) for name, offsets, sizes in share}
-            self._tensors, self._description = named, description
-        return [chunk for chunk in chunks if chunk.key in self._owned]
+    def _prepare(
+        self, tensors: Mapping[str, Tensor | Trimmed], state: Mapping[str, Any]
+    ) -> tuple[str, dict[str, Any]]:
+        """The state's text, and what this rank holds."""
+        self._deliver()
+        return json.dumps(dict(state)), describe(tensors, self._ranks.rank)
+
+    def _agree(self, description: dict[str, Any]) -> None:
+        """Learn which tensors this rank has a share in writing; who writes which piece follows from that."""
+        if not self._ranks.any(description != self._description):
+            return
+        self._description = None  # an agreement that fails is sought again
+        first = {name: form for name, (*form, first) in description.items() if first == self._ranks.rank}
+        listed = self._ranks.gather(first)
+        self._needed, owners = self._ranks.on_first(lambda: self._owners(listed))
+        self._own = [name for name, (_, _, first) in description.items() if owners.get(name, first) == first]
+        self._description = description
+
+    def _owners(self, listed: list[dict[str, Any]]) -> tuple[int, dict[str, int]]:
+        """On rank 0, from what the first rank of each mesh holds: bytes of all, and who writes what is there
+        more than once: the lowest of these ranks."""
+        self._forms = {}
+        owners: dict[str, int] = {}
+        several: dict[str, int] = {}
+        for rank, held in enumerate(listed):
+            for name, (dtype, shape) in held.items():
+                known = self._forms.setdefault(name, (dtype, shape))
+                if known != (dtype, shape):
+                    raise ValueError(f"{name} is {dtype} {shape} on rank {rank} and {known} on another")
+                if owners.setdefault(name, rank) != rank:
+                    several[name] = owners[name]
+        needed = sum(math.prod(shape) * ITEM_BYTES[dtype] for dtype, shape in self._forms.values())
+        return needed, several
 
     def _commit_behind(self, step: int, state: str) -> None:
         try:
@@ -251,42 +287,50 @@ class CheckpointStore:
 
     def _commit(self, step: int, state: str) -> None:
         """Write the staged image and publish it."""
-        self._needed = self._ranks.broadcast(sum(self._ranks.gather(self._image.bytes)))
-        token = self._ranks.broadcast(secrets.token_hex(6))
-        temporary = self.directory / f"{TEMPORARY}step-{step:08d}-{token}"
-        file = rank_file(self._ranks.rank)
+        temporary = self.directory / self._ranks.on_first(lambda: self._open(step))
         try:
-            self._ranks.on_first(lambda: self._open(temporary, step))
-            rows = self._ranks.together(lambda: self._write_pieces(temporary, step, file))
-            plans = self._ranks.gather(rows)
-            self._ranks.on_first(lambda: self._publish(temporary, step, json.loads(state), plans))
+            rows = self._ranks.together(lambda: self._write_pieces(temporary, step))
+            count = max(PART_RANKS, -(-self._ranks.size // PARTS))
+            listed = self._ranks.gather(rows, within=count)
+            part = self._ranks.together(lambda: self._write_part(temporary, step, listed))
+            parts = self._ranks.gather(part)
+            self._ranks.on_first(lambda: self._publish(temporary, step, json.loads(state), parts))
         except Exception:
             if self._ranks.rank == 0:
                 self._discard(temporary)
             raise
 
-    def _open(self, temporary: Path, step: int) -> None:
+    def _open(self, step: int) -> str:
+        """On rank 0: make the directory under a temporary name, which is returned."""
+        temporary = self.directory / f"{TEMPORARY}step-{step:08d}-{secrets.token_hex(6)}"
         with self._told("begin", step):
             if free_bytes(self.directory) < self._needed:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._disk.make_directory(temporary)
+        return temporary.name
 
-    def _write_pieces(self, temporary: Path, step: int, file: str) -> list[Any]:
-        """Write this rank's file, if it has any piece. Returns [name, *piece] rows for the manifest."""
+    def _write_pieces(self, temporary: Path, step: int) -> list[list[Any]]:
+        """Write this rank's file, if it has any piece. Returns the pieces' rows."""
         if not self._image.bytes:
             return []
         with self._told("write", step):
-            self._disk.write_file(temporary / file, self._image.data())
-            self._disk.sync_directory(temporary)
-        return [[name, *piece.row()] for name, piece in self._image.pieces(file)]
+            self._disk.write_file(temporary / rank_file(self._ranks.rank), *self._image.data())
+        return self._image.rows()
 
-    def _publish(self, temporary: Path, step: int, state: dict[str, Any], plans: list[Any]) -> None:
-        """On rank 0: manifest, one rename, LATEST, and the removal of old checkpoints."""
-        tensors = {name: TensorEntry(dtype, tuple(shape)) for name, (dtype, shape) in self._tensors.items()}
-        files: dict[str, int] = {}
-        for name, offsets, sizes, file, start, length, digest in (row for rows in plans for row in rows):
-            tensors[name].pieces.append(Piece(tuple(offsets), tuple(sizes), file, start, length, digest))
-            files[file] = files.get(file, 0) + length
+    def _write_part(self, temporary: Path, step: int, listed: list[list[Any]]) -> dict[str, Any] | None:
+        """Write the part of the manifest with the pieces of this rank and the next ones, and report it."""
+        part = Part.of(listed, self._ranks.rank)
+        if not part.files:
+            return None
+        content = part.render().encode()
+        file = PartFile(part_file(self._ranks.rank), len(content), hashlib.sha256(content).hexdigest())
+        with self._told("write", step):
+            self._disk.write_file(temporary / file.file, memoryview(content))
+        return report(part, file)
+
+    def _publish(self, temporary: Path, step: int, state: dict[str, Any], parts: list[Any]) -> None:
+        """On rank 0: the manifest's root, one rename, LATEST, and the removal of old checkpoints."""
+        tensors, files = join(self._forms, [part for part in parts if part is not None])
         manifest = Manifest(
             step=step,
             saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -294,14 +338,13 @@ class CheckpointStore:
             generation=self._lease.generation,
             state=state,
             tensors=tensors,
-            files=files,
+            parts=files,
         )
-        manifest.check()
         self._lease.check()
         token = temporary.name.rpartition("-")[2]
         with self._told("publish", step):
             self._disk.write_file(temporary / MANIFEST, memoryview(manifest.render().encode()))
-            self._disk.sync_directory(temporary)
+            self._disk.sync_directory(temporary)  # every rank's files have their names by now
             with self._lease.fenced():
                 target = self._next_name(step)
                 self._disk.rename(temporary, target)

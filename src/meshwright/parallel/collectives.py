@@ -66,6 +66,19 @@ def start_all_reduce(tensor: Tensor, axis: Axis, operation: str = "all_reduce") 
     return axis.wire.start(axis.name, operation, sent, work)
 
 
+def start_broadcast(tensor: Tensor, source: int, axis: Axis) -> Pending:
+    """Give `tensor` of rank `source` of the axis to all its ranks, in place.
+
+    Recorded as S (n-1)/n for S bytes: what a rank sends on average when blocks pass along a chain of ranks.
+    """
+    if axis.size == 1:
+        return DONE
+    axis.wire.record(axis.name, "broadcast", _bytes(tensor) * (axis.size - 1) / axis.size)
+    work: Pending | None = dist.broadcast(tensor, group=axis.group, group_src=source, async_op=True)
+    assert work is not None
+    return work
+
+
 def start_all_to_all(received: Tensor, sent: Tensor, axis: Axis) -> Pending:
     """Give slice i of `sent` (n equal ones along its first dim) to rank i; `received` has them by sender."""
     if axis.size == 1:

@@ -5,10 +5,11 @@ need no process group, hence no sockets between ranks, where each gloo group ove
 No pickle crosses the wire. Each operation is a round, numbered in the program's order, in which a rank
 makes a bounded number of store operations, whatever the size of the world:
 
-    <round>/block/<b>   arrivals of 32 ranks: a bit for each, and how many of them raised a flag
-    <round>/blocks      how many blocks are complete, and the flags in them
-    <round>/all         set by whoever completes the last block
-    <round>/value       a broadcast message; <round>/messages: the gathered ones, one JSON line each
+    <round>/block/<b>      arrivals of 32 ranks: a bit for each, and how many of them raised a flag
+    <round>/blocks         how many blocks are complete, and the flags in them
+    <round>/all            set by whoever completes the last block
+    <round>/value          a broadcast message
+    <round>/messages/<r>   those that rank r gathers, one JSON line each
 
 Once a round is complete every rank has left the one before, whose keys are then deleted.
 """
@@ -106,20 +107,23 @@ class Control:
         """Return when every rank has called this."""
         self._vote("barrier", False)
 
-    def gather(self, message: Any) -> list[Any]:
+    def gather(self, message: Any, within: int | None = None) -> list[Any]:
         """Every rank's message, in the order of ranks, on rank 0; an empty list on the others.
 
-        Only rank 0 waits.
+        With `within`, every run of so many ranks gathers on its first. Only who receives waits.
         """
         if self.size == 1:
             return [message]
         self._begin("gather")
-        if self.rank == 0:
+        count = within or self.size
+        first = self.rank - self.rank % count
+        if self.rank == first:
             self._arrive(announce=True)
-            return [message, *self._gathered()]
+            return [message, *self._gathered(first, min(count, self.size - first) - 1)]
         text = json.dumps(message)
         parts = self._put_parts(f"long/{self.rank}", text)
-        self._store.append(self._key("messages"), f"[{self.rank},{parts},{'null' if parts else text}]\n")
+        line = f"[{self.rank},{parts},{'null' if parts else text}]\n"
+        self._store.append(self._key(f"messages/{first}"), line)
         self._arrive(announce=True)
         return []
 
@@ -232,18 +236,19 @@ class Control:
     def _take_parts(self, name: str, parts: int) -> bytes:
         return b"".join(self._store.multi_get([self._key(f"{name}/{index}") for index in range(parts)]))
 
-    def _gathered(self) -> list[Any]:
-        """On rank 0: the others' messages, which leave the store."""
+    def _gathered(self, first: int, count: int) -> list[Any]:
+        """On rank `first`: the messages of the `count` ranks after it, which leave the store."""
         self._wait("all")
-        found: list[Any] = [None] * (self.size - 1)
-        for line in self._store.get(self._key("messages")).splitlines():
+        found: list[Any] = [None] * count
+        key = self._key(f"messages/{first}")
+        for line in self._store.get(key).splitlines() if count else []:
             rank, parts, message = json.loads(line)
             if parts:
                 message = json.loads(self._take_parts(f"long/{rank}", parts))
                 for index in range(parts):
                     self._store.delete_key(self._key(f"long/{rank}/{index}"))
-            found[rank - 1] = message
-        self._store.delete_key(self._key("messages"))
+            found[rank - first - 1] = message
+        self._store.delete_key(key)
         return found
 
     def _wait(self, name: str) -> bytes:

@@ -51,7 +51,9 @@ class Run:
         self.loader = Loader(self.corpus, spec, mesh.data_rank, spec.layout.data_ranks)
         self.trainer = Trainer(spec, mesh)
         self.samples = SampleRecord(mesh)
-        self.store = CheckpointStore(spec.checkpoint.folder(out), spec.checkpoint.keep, mesh.background)
+        self.store = CheckpointStore(
+            spec.checkpoint.folder(out), spec.checkpoint.keep, mesh.background, wire=mesh.wire
+        )
         self.store.claim()
         self.done = 0
         self.saved: int | None = None
