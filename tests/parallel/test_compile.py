@@ -147,7 +147,7 @@ def pipelined(mesh: Mesh, spec: RunSpec) -> dict[str, Any]:
         "nll": nll,
         "parameters": {name: stored.full_tensor() for name, stored in trainer.states.parameters()},
         "calls": calls,
-        "balance": trainer.balance.found,
+        "balance": trainer.layers_balance(),
     }
 
 

@@ -59,7 +59,7 @@ def evaluate(mesh: Mesh, spec: RunSpec) -> tuple[list[float], list[int], list[in
         total += found
         expected.append(-(-len(batch.ids) // spec.micro_batch))
     loader.close()
-    return sum_scalars(total.tolist(), mesh.data), passes, expected
+    return sum_scalars(total.tolist(), mesh.world), passes, expected
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from meshwright.data.corpus import Corpus, open_corpus, xz_bits_per_byte
 from meshwright.data.loader import Batch, Loader
 from meshwright.data.verification import Check
 from meshwright.parallel.balance import LayerBalance
+from meshwright.parallel.collectives import start_all_reduce
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import DTYPES
 from meshwright.spec import MoeSpec, RunSpec, UserError
