@@ -35,6 +35,8 @@ def _show(result: dict[str, Any]) -> None:
         "step": f"{show.count(result['microbatches'], 'microbatch')} of "
         f"{show.count(result['micro_batch'], 'sequence')} on each rank",
         "assumed": "; ".join(result["assumed"]),
+        "set-up": _counts(result["counts"]["setup"]),
+        "a step's": _counts(result["counts"]["step"]),
     }
     show.pairs(facts)
     if len(result["ranks"]) > 1:
@@ -45,6 +47,17 @@ def _show(result: dict[str, Any]) -> None:
     for title, table in (("", _components(row)), ("at the peak", _modules(row)), ("sent", _wire(row))):
         print(f"\n{title}" if title else "")
         show.table(table)
+
+
+def _counts(counts: dict[str, float]) -> str:
+    """Counts of the set-up or of one step, most of any rank shown."""
+    text = (
+        f"{counts['groups']} groups made, {counts['host_collectives']} host collectives, "
+        f"{counts['collectives']} device collectives, {counts['device_waits']} waits for the device"
+    )
+    if "kernels" in counts:
+        text += f", {counts['kernels']} kernels ({counts['kernels_a_block']:g} a block and microbatch)"
+    return text
 
 
 def _stage(row: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ experts alike, since what data would decide is not known.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -61,6 +62,8 @@ class Rehearsal:
     wire: dict[tuple[str, str], float]
     """(axis, operation) -> bytes that the rank sends."""
     calls: dict[tuple[str, str], int]
+    counts: dict[str, dict[str, float]]
+    """By "setup" and "step": groups, messages, waits and kernels (see `_counts`, `_kernels`)."""
 
     @property
     def states(self) -> int:
@@ -79,20 +82,58 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
     memory = FakeMemory(device, attention_cpu.BODIES)
     with _world(spec.layout.world_size, rank):
         heads, experts = spec.model.kv_heads, spec.model.moe is not None
-        mesh = build_mesh(spec.layout, device, heads, _FakeGroups(device.type), experts)
+        groups, started = _FakeGroups(device.type), time.process_time()
+        mesh = build_mesh(spec.layout, device, heads, groups, experts)
         assert mesh is not None
         with memory:
             trainer = Trainer(spec, mesh, partial(_CountedUnit, memory, spec.microbatches > 1))
             _tell(memory, trainer)
-            batch = _batch(spec)
-            trainer.expect(batch)
+            first, second = _batch(spec), _batch(spec)
+            trainer.expect(first)
+            setup = _counts(mesh, groups, memory, started)
             memory.restart()
+            memory.operators.clear()
             mesh.wire.clear()
-            trainer.step(batch, 1)
+            started = time.process_time()
+            trainer.step(first, 1, following=second)
+            step = _counts(mesh, groups, memory, started)
+    step |= {key: step[key] - setup[key] for key in _SUMS}
+    counts = {"setup": setup, "step": step | _kernels(memory, spec)}
     held = memory.at_peak()
     most = {kind: _of(memory.most, kind) for kind in COMPONENTS}
     wire, calls = dict(mesh.wire.bytes), dict(mesh.wire.calls)
-    return Rehearsal(memory.peak, _by_component(held), _by_module(held), most, wire, calls)
+    return Rehearsal(memory.peak, _by_component(held), _by_module(held), most, wire, calls, counts)
+
+
+# Counts -------------------------------------------------------------------------------------------------
+
+_SUMS = ("groups", "host_collectives", "device_waits")
+"""Counts that go on from the set-up to the step; the others begin anew."""
+
+
+def _counts(mesh: Mesh, groups: Groups, memory: FakeMemory, started: float) -> dict[str, float]:
+    """What a rank has made, sent and waited for so far.
+
+    `groups` are constructions of process groups, `host_collectives` rounds of the control plane,
+    `collectives` those on devices, messages included, and `device_waits` reads of the host that wait for the
+    device. `seconds` are of the processor, since `started`; faked tensors take most of them.
+    """
+    return {
+        "groups": groups.constructions,
+        "host_collectives": mesh.control.rounds + mesh.background.rounds,
+        "device_waits": memory.waits,
+        "collectives": sum(mesh.wire.calls.values()),
+        "seconds": time.process_time() - started,
+    }
+
+
+def _kernels(memory: FakeMemory, spec: RunSpec) -> dict[str, float]:
+    """Operators that a step launches on the device: all, and those of the block with most, a microbatch."""
+    blocks = [count for name, count in memory.operators.items() if name.startswith("blocks.")]
+    return {
+        "kernels": sum(memory.operators.values()),
+        "kernels_a_block": round(max(blocks, default=0) / spec.microbatches, 2),
+    }
 
 
 # The world ----------------------------------------------------------------------------------------------
@@ -109,7 +150,11 @@ def _world(size: int, rank: int) -> Iterator[None]:
 
 
 class _FakeGroups(Groups):
-    """Groups that send nothing."""
+    """Groups that send nothing. Like NCCL's they keep the order of posting, so each lane has its own."""
+
+    @property
+    def in_order(self) -> bool:
+        return True
 
     def _make(self, rows: list[Row], own: Row | None, purpose: str) -> dist.ProcessGroup | None:
         return None if own is None else dist.new_group(list(own), backend="fake")

@@ -35,6 +35,27 @@ _POINT_TO_POINT = ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
 ASSUMED = 1.0
 """What the host reads of a number that has no value."""
 
+_WAITS = {
+    _aten._local_scalar_dense.default: 1,
+    _aten.bincount.default: 2,  # CUDA's looks for the least and the largest value
+    _aten.nonzero.default: 1,
+    _aten.masked_select.default: 1,
+    _aten.repeat_interleave.Tensor: 1,
+    _aten._unique2.default: 1,
+}
+"""Operators in which the host waits for the device, and how often."""
+_READS = {_aten._local_scalar_dense.default}
+_NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::resize_", "aten::set_", "aten::detach", "prim::")
+
+
+@cache
+def _launches(func: Any) -> bool:
+    """True for an operator that launches work on the device: not for a view, or for room without values."""
+    if func.namespace == "c10d" or func.name().startswith(_NO_KERNEL):
+        return False
+    returns = func._schema.returns
+    return not any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+
 
 @cache
 def _written(func: Any) -> int | str | None:
@@ -60,6 +81,15 @@ class Held:
     born: int = 0
 
 
+def _waits(func: Any, args: Any, device: torch.device) -> int:
+    """How often the host waits for the device in an operator."""
+    if func is _aten.index.Tensor:
+        return int(any(index is not None and index.dtype == torch.bool for index in args[1]))
+    if func is _aten.copy_.default:
+        return int(args[0].device != device and args[1].device == device)
+    return _WAITS.get(func, 0)
+
+
 class _WithoutValues(FakeTensorMode):
     """Else a single number that is copied from the host would stay there, with its value."""
 
@@ -71,7 +101,8 @@ class FakeMemory(TorchDispatchMode):
     """Fakes one device while it is entered, and counts. `bodies` says what operators compute inside.
 
     `now` counts the storages made so far, `kinds` the bytes that are there by kind; `most` is the most that
-    there were of each kind at a time, and `peak` of all together.
+    there were of each kind at a time, and `peak` of all together. `operators` counts what is launched on the
+    device by the part of the model that it serves, and `waits` how often the host waits for what it launched.
     """
 
     def __init__(self, device: torch.device, bodies: Mapping[Any, Callable[..., Any]] | None = None) -> None:
@@ -81,6 +112,10 @@ class FakeMemory(TorchDispatchMode):
         self.kinds: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
         self.kind, self.module = PLAIN, ""
+        self.operators: Counter[str] = Counter()
+        self.waits = 0
+        self._busy = False
+        """Whether anything was launched since the host last waited."""
         self._fake = _WithoutValues(allow_non_fake_inputs=True)
         self._held: dict[int, Held] = {}
         self._peak_at = 0
@@ -98,6 +133,7 @@ class FakeMemory(TorchDispatchMode):
         made_here = kwargs.get("device") == self.device
         if not made_here and not any(isinstance(x, FakeTensor) for x in leaves):
             return func(*args, **kwargs)
+        self._count_operator(func, args)
         if func is _aten._local_scalar_dense.default:
             return ASSUMED
         if func is _aten.bincount.default:  # its length is the data's; here all ask for as many as there are
@@ -118,6 +154,15 @@ class FakeMemory(TorchDispatchMode):
                 if isinstance(leaf, FakeTensor):
                     self.mark(leaf, kind, only=PLAIN)
         return found
+
+    def _count_operator(self, func: Any, args: Any) -> None:
+        waits = _waits(func, args, self.device)
+        if waits and self._busy:  # reads in a row wait once
+            self.waits += waits
+            self._busy = False
+        if func not in _READS and (_launches(func) or func.namespace == "c10d"):
+            self.operators[self.module] += func.namespace != "c10d"
+            self._busy = True
 
     def _look_inside(self, func: Any, args: Any, kwargs: Any) -> None:
         """Let what an operator makes inside, its results too, be there for a moment."""

@@ -25,6 +25,7 @@ def rehearsals(
     grid = rank_grid(spec.layout).view(stages, -1)
     place = int((grid == rank).nonzero()[0, 1])
     ranks = [int(each) for each in grid[:, place]] if all_stages else [rank]
+    rows = [_row(spec, each, rehearse(spec, each, torch.device(device))) for each in ranks]
     return {
         "world_size": size,
         "layout": spec.layout.describe(),
@@ -32,7 +33,11 @@ def rehearsals(
         "micro_batch": spec.micro_batch,
         "device": device,
         "assumed": _assumed(spec),
-        "ranks": [_row(spec, each, rehearse(spec, each, torch.device(device))) for each in ranks],
+        "counts": {
+            part: {key: max(row["counts"][part][key] for row in rows) for key in rows[0]["counts"][part]}
+            for part in ("setup", "step")
+        },
+        "ranks": rows,
     }
 
 
@@ -80,6 +85,7 @@ def _row(spec: RunSpec, rank: int, found: Rehearsal) -> dict[str, Any]:
         "modules": found.by_module,
         "most": found.most,
         "states": found.states,
+        "counts": found.counts,
         "wire": [
             {"axis": axis, "operation": operation, "bytes": sent, "calls": found.calls[axis, operation]}
             for (axis, operation), sent in sorted(found.wire.items())
