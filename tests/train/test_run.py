@@ -95,9 +95,9 @@ def calls_of_a_run(mesh: Mesh, spec: RunSpec, out: Path) -> list[object]:
     calls: list[object] = []
     step = Trainer.step
 
-    def noted(trainer: Trainer, batch: Batch, number: int) -> Step:
+    def noted(trainer: Trainer, batch: Batch, number: int, *more: Any) -> Step:
         calls.append(number)
-        return step(trainer, batch, number)
+        return step(trainer, batch, number, *more)
 
     compiled = patch.object(
         Trainer, "compile_stages", lambda _, evaluate: calls.append(("compile", evaluate))
@@ -255,7 +255,8 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
     spec, number = spec_of(corpus, layout__dp=dp), signal.Signals[name]
     found = ranks.run(spec.layout, stopped, spec, tmp_path / "halves", number)
     for sentence, code, events in found:
-        assert f"after step {HALF}, which is saved" in sentence and code in (
+        # Ranks agree on stops in each step's sum: a signal after that of step HALF counts in the next one.
+        assert f"after step {HALF + 1}, which is saved" in sentence and code in (
             128 + number,
             128 + signal.SIGTERM,
         )
@@ -301,16 +302,18 @@ def test_the_result_counts_the_gradients_of_a_sharded_layout(
 def poisoned(mesh: Mesh, spec: RunSpec, out: Path, bad_steps: range) -> tuple[list[Any], list[Any], bool]:
     """Make this one rank's gradient NaN in some steps; whether the parameters stayed finite comes last."""
     run = Run(spec, mesh, out, Observers([notes := Notes()]))
-    honest = run.trainer.states.finish_step
+    states = run.trainer.states
+    honest = states._sum_over_tensor
 
-    def finish() -> None:
-        honest()
-        if run.done in bad_steps and mesh.control.rank == mesh.control.size - 1:
-            unit = run.trainer.states.units[1]
+    def spoil() -> None:
+        if run.done in bad_steps and mesh.rank == mesh.world.size - 1:
+            unit = states.units[1]
             assert unit.gradient is not None
             unit.gradient[:1] = math.nan
+            states._squares.append(unit.gradient.double().square().sum())
+        honest()
 
-    run.trainer.states.finish_step = finish  # type: ignore[method-assign]
+    states._sum_over_tensor = spoil  # type: ignore[method-assign]
     run.execute(None)
     finite = all(bool(tensor.full_tensor().isfinite().all()) for _, tensor in run.trainer.states.parameters())
     return notes.rows, notes.events, finite

@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,8 @@ class Run:
     def execute(self, resume: str | None) -> Row:
         """Train to the last step, from the initial weights or from checkpoint `resume` ("auto" or a step).
 
-        A first SIGINT or SIGTERM on any rank ends the run after the step that runs, with a checkpoint: then
-        every rank raises `Stopped`.
+        A first SIGINT or SIGTERM on any rank ends the run after the step that runs, or where that has already
+        ended its backward after the next one, with a checkpoint: then every rank raises `Stopped`.
         """
         started = time.perf_counter()
         try:
@@ -81,7 +82,7 @@ class Run:
                     self.batch = self.control.together(lambda: self.loader.step(self.done))
                     self.trainer.expect(self.batch)
                 while self.done < self.spec.train.last_step:
-                    if self._step(stop.noted is not None):
+                    if self._step(lambda: stop.noted is not None):
                         self._stop(stop.noted or signal.SIGTERM)
             self._save_last()
             return self._end(time.perf_counter() - started)
@@ -159,7 +160,7 @@ class Run:
 
     # Steps ------------------------------------------------------------------------------------------
 
-    def _step(self, stop: bool) -> bool:
+    def _step(self, stop: Callable[[], bool]) -> bool:
         """Run one step; True if any rank was asked to stop before the step's numbers were summed.
 
         Ranks agree on failures and stops in that sum, and meet on the host only after a failure.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -143,14 +143,16 @@ class Trainer:
         number: int,
         following: Batch | None = None,
         failed: bool = False,
-        stop: bool = False,
+        stop: Callable[[], bool] | None = None,
     ) -> Step:
         """Optimiser step `number` (from 1) on this rank's samples of the global batch.
 
-        With the batch of the `following` step, that one needs no message before its forward. `failed` and
-        `stop` are reported to all ranks.
+        With the batch of the `following` step, that one needs no message before its forward. `failed`, and
+        what `stop` returns after the backward, are reported to all ranks.
         """
-        return self.apply(self.totals(self.gradients(batch), following, failed, stop), number)
+        loss = self.gradients(batch)
+        asked = stop is not None and stop()
+        return self.apply(self.totals(loss, following, failed, asked), number)
 
     def apply(self, totals: Totals, number: int) -> Step:
         """Clip the gradients that `gradients` left, update the parameters, and drop the gradients."""
