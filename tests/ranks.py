@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from meshwright.launch.child import tie_to_parent
 from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.schedule import schedule_of
 from meshwright.spec import Layout
+from meshwright.train.measure import links
 from nccl_rules import InOrderGroups, PoolGroups, install
 from small import measure_peak_quickly
 
@@ -49,6 +51,7 @@ def _serve(rank: int, size: int, port: int, stacks: Path, inbox: Any, outbox: An
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=WAIT)
     meshes: dict[tuple[object, ...], Mesh | None] = {}
     install()
+    links.Groups = partial(PoolGroups, timeout=WAIT)  # type: ignore[misc, assignment]
     of_rules = {"gloo": PoolGroups("cpu", WAIT), "nccl": InOrderGroups("cpu")}
     while (job := inbox.get()) is not None:
         number, layout, function, arguments, rules = job

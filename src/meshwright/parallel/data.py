@@ -111,7 +111,7 @@ class DataParallel:
             self._hook(index, module, turns[place + 1][0] if place + 1 < len(turns) else None)
         self._before_head = {index for index, _ in turns[-2:]}
         """Groups whose backward comes next after the last forward: the last block and the head."""
-        self._head = turns[-1][0]
+        self._head = turns[-1][0] if turns else None  # a stage may hold nothing
         on_gradient = _weak(self._on_gradient)
         for unit in self.units:
             for parameter in unit.parameters.values():
