@@ -3,8 +3,10 @@ PYTHON ?= python3
 PY := .venv/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 OUT ?= runs/first-$(shell date +%Y%m%d-%H%M%S)
+RESULTS ?= bench/results
+TODAY := $(shell date +%Y%m%d)
 
-.PHONY: train test lint format bench gpu docs clean
+.PHONY: train test lint format bench gpu gpu-test gpu-bench docs clean
 
 .venv/run.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -49,9 +51,15 @@ bench: .venv/dev.done
 	$(PY) bench/experts.py
 	$(PY) bench/schedules.py
 
-## gpu: the GPU tests and benchmarks, from the source tree, with the system's Python (which has a CUDA torch)
-gpu:
-	PYTHONPATH=src:tests $(PYTHON) -m pytest -m gpu $(ARGS)
+## gpu: the GPU tests and benchmarks, from the source tree, with the system's Python (which has a CUDA torch);
+## `make -k gpu` goes on to the benchmarks after a test that failed
+gpu: gpu-test gpu-bench
+
+gpu-test:
+	PYTHONPATH=src:tests $(PYTHON) -m pytest -m gpu -rs tests/gpu $(ARGS)
+
+gpu-bench:
+	PYTHONPATH=src $(PYTHON) bench/blocks_mfu.py --device cuda --out $(RESULTS)/blocks_mfu-$(TODAY).json
 	PYTHONPATH=src $(PYTHON) bench/throughput.py --device cuda
 
 docs: .venv/docs.done

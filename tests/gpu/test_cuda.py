@@ -35,13 +35,13 @@ def spec_of(**flags: object) -> RunSpec:
 
 
 def mesh_of(spec: RunSpec) -> Mesh:
-    mesh = build_mesh(spec.layout, torch.device("cuda", 0))
+    mesh = build_mesh(spec.layout, torch.device("cuda", 0), experts=spec.model.moe is not None)
     assert mesh is not None
     return mesh
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-@pytest.mark.parametrize("preset", ["tiny", "qwen3-8b", "gpt3-175b"])
+@pytest.mark.parametrize("preset", ["tiny", "qwen3-8b", "gpt3-175b", "moe-tiny", "deepseek-v3"])
 def test_equals_one_device(world: dist.ProcessGroup, preset: str, recompute: str) -> None:
     spec = spec_of(model__preset=preset, recompute__policy=recompute, layout__micro_batch=2)
     found = verify(spec, mesh_of(spec), 3)
