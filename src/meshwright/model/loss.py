@@ -5,9 +5,11 @@ gradient is known as soon as they are: so the forward computes the gradients of 
 chunk, and the backward multiplies them by the incoming gradient (Wijmans et al. 2024, cut cross-entropy, §3;
 Hsu et al. 2024, Liger kernel, §3.2). Three matmuls in all, as without chunks.
 
-What a target counts in the objective (one over their number, times a loss scale) enters before anything is
-rounded to the format of the logits: bf16 has 8 bits, so a later product with 1/N, itself rounded to bf16,
-would put every gradient below the head off by up to 2^-9, all in one direction.
+The weight of a target in the objective enters before anything is rounded to the format of the logits; it
+should be a power of two, which is exact in every format. bf16 has 8 bits, so a later product with 1/N, itself
+rounded to bf16, would put every gradient below the head off by up to 2^-9, all in one direction; and so would
+logits' gradients that hold 1/N, since at the targets of a model that has learned little they are all close to
+-1/N, and rounded alike (see `parallel/loss.py`).
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ accumulation and no uneven padding can then change the mathematics.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,16 @@ def weight_of_a_target(global_targets: int) -> float:
     A batch without any target has loss 0 and gradients 0, rather than NaN.
     """
     return 1.0 / max(global_targets, 1)
+
+
+def power_and_rest(weight: float) -> tuple[float, float]:
+    """The power of two in a target's weight, and the factor in [0.5, 1) that is left.
+
+    The backward runs with the power, which half formats take without rounding; the rest multiplies what it
+    found, in the format of the masters. So gradients in bf16 do not depend on the number of targets.
+    """
+    rest, exponent = math.frexp(weight)
+    return 2.0**exponent, rest
 
 
 def share_of_a_sequence(global_sequences: int) -> float:

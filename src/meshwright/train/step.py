@@ -16,7 +16,7 @@ from meshwright.parallel.balance import LayerBalance
 from meshwright.parallel.collectives import start_all_reduce, sum_scalars
 from meshwright.parallel.context import share
 from meshwright.parallel.data import MakeUnit
-from meshwright.parallel.loss import count_targets, share_of_a_sequence, weight_of_a_target
+from meshwright.parallel.loss import count_targets, power_and_rest, share_of_a_sequence, weight_of_a_target
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import LossScale
 from meshwright.parallel.unit import Unit
@@ -44,7 +44,7 @@ class Totals(NamedTuple):
     """Numbers of one step that all ranks need, summed over all of them."""
 
     squares: float
-    """The square of the gradient's norm; with a loss scale, times its square."""
+    """The square of the norm of the gradients that the backward left, without `Trainer.gradient_factor`."""
     loss: float
     targets: float
     """Targets of the step after this one."""
@@ -60,8 +60,15 @@ class Trainer:
         self.decoder, self.states, self.balance, self.pipeline = parallelise(spec, mesh, make_unit)
         self.optimiser = Optimiser(self.states, spec.train)
         self.loss_scale = LossScale(spec.precision)
+        self.rest = 1.0
         self._targets: tuple[Batch, int] | None = None
         """The batch that comes next, with the targets of all ranks in it."""
+
+    @property
+    def gradient_factor(self) -> float:
+        """The factor that makes gradients of what the last backward left: what is no power of two in 1/N, for
+        N targets, and one over the loss scale."""
+        return self.rest / self.loss_scale.value
 
     def initialise(self) -> None:
         """Draw the initial weights."""
@@ -87,7 +94,7 @@ class Trainer:
         self.states.end_step()
 
     def gradients(self, batch: Batch) -> Tensor:
-        """Forward and backward of the step; leaves the summed gradients.
+        """Forward and backward of the step; leaves the summed gradients, without `gradient_factor`.
 
         Returns this rank's share of the global mean loss, a scalar in float64 on the device: the sum over all
         ranks is the loss. The number of the batch's targets is that of `expect`, or of the step before.
@@ -95,7 +102,7 @@ class Trainer:
         if self._targets is None or self._targets[0] is not batch:
             self.expect(batch)
         assert self._targets is not None
-        weight = weight_of_a_target(self._targets[1])
+        power, self.rest = power_and_rest(weight_of_a_target(self._targets[1]))
         losses: list[Tensor] = []
 
         def objective(loss: Tensor) -> Tensor:
@@ -104,14 +111,15 @@ class Trainer:
 
         micros = list(microbatches(own_tokens(batch, self.mesh), self.spec.micro_batch, self.mesh.device))
         self.states.begin_step(len(micros))
-        self.balance.begin_step(self.loss_scale.value * share_of_a_sequence(self.spec.batch_sequences))
+        sequence = share_of_a_sequence(self.spec.batch_sequences)
+        self.balance.begin_step(sequence * self.loss_scale.value / self.rest)
         for stage in self.pipeline.stages.values():
-            stage.target_weight = weight * self.loss_scale.value
+            stage.target_weight = power * self.loss_scale.value
         self.pipeline.run(micros, objective)
         self.states.finish_step()
         if not losses or self.mesh.tensor.rank > 0:  # tensor ranks find the same loss
             return torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        return torch.stack(losses).double().sum() / self.loss_scale.value
+        return torch.stack(losses).double().sum() * self.gradient_factor
 
     def totals(
         self, loss: Tensor, following: Batch | None = None, failed: bool = False, stop: bool = False
@@ -156,14 +164,13 @@ class Trainer:
 
     def apply(self, totals: Totals, number: int) -> Step:
         """Clip the gradients that `gradients` left, update the parameters, and drop the gradients."""
-        scale = self.loss_scale.value
-        norm = math.sqrt(totals.squares) / scale
+        norm = math.sqrt(totals.squares) * self.gradient_factor
         finite = math.isfinite(norm) and math.isfinite(totals.loss)
         rate = learning_rate(self.spec.train, number)
         if finite:
             clip = self.spec.train.clip
             shrink = min(1.0, clip / (norm + 1e-6)) if clip is not None else 1.0
-            self.states.scale_gradients(shrink / scale)
+            self.states.scale_gradients(shrink * self.gradient_factor)
             self.optimiser.step(rate)
             self.balance.update()
         self.loss_scale.update(finite)

@@ -88,7 +88,8 @@ def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
     loader = Loader(corpus, spec, mesh.data_rank, spec.layout.data_ranks)
     for number in range(1, steps + 1):
         totals = trainer.totals(trainer.gradients(loader.step(number - 1)))
-        gradients = {name: grad.clone() for name, grad in wholes(trainer.states.gradients(), mesh)}
+        found = wholes(trainer.states.gradients(), mesh)
+        gradients = {name: grad * trainer.gradient_factor for name, grad in found}
         done = trainer.apply(totals, number)
         parameters = dict(wholes(trainer.states.parameters(), mesh))
         balance = trainer.layers_balance()
