@@ -44,10 +44,10 @@ class SecondStep(Trainer):
         assert isinstance(make_unit, partial)
         self._memory: FakeMemory = make_unit.args[0]
 
-    def step(self, batch: Batch, number: int) -> Step:
-        super().step(batch, number)
+    def step(self, batch: Batch, number: int, following: Batch | None = None, *_: Any, **__: Any) -> Step:
+        super().step(batch, number, following)
         self._memory.restart()
-        return super().step(batch, number + 1)
+        return super().step(following or batch, number + 1)
 
 
 def planned(spec: RunSpec) -> Memory:
