@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from meshwright.data.corpus import open_corpus
@@ -43,6 +43,7 @@ from meshwright.spec import RunSpec
 from meshwright.train.peak import matmul_flops_per_second
 from meshwright.train.step import Trainer
 from throughput import SEQ_LEN, SEQUENCES, Step, small_run, timed
+from world import join
 
 BASELINES = ("loop", "transformers eager", "transformers grouped_mm")
 
@@ -80,9 +81,7 @@ class Loop(nn.Module):
         return found.view_as(x_BTD) + self.shared(x_BTD)
 
 
-def ours(
-    spec: RunSpec, device: torch.device, groups: Groups, loop: bool
-) -> tuple[Step, list[Batch], DeviceMesh]:
+def ours(spec: RunSpec, device: torch.device, groups: Groups, loop: bool) -> tuple[Step, list[Batch]]:
     mesh = build_mesh(spec.layout, device, spec.model.kv_heads, groups)
     assert mesh is not None
     trainer = Trainer(spec, mesh)
@@ -97,10 +96,10 @@ def ours(
     def step(batch: Batch) -> None:
         trainer.step(batch, 1)
 
-    return step, batches, mesh.storage["shard"]
+    return step, batches
 
 
-def theirs(implementation: str, spec: RunSpec, mesh: DeviceMesh, device: torch.device) -> Step:
+def theirs(implementation: str, spec: RunSpec, device: torch.device) -> Step:
     """A plain training loop's body over Qwen2-MoE: forward with labels, backward, clip, AdamW."""
     from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
@@ -117,6 +116,7 @@ def theirs(implementation: str, spec: RunSpec, mesh: DeviceMesh, device: torch.d
     )  # fmt: skip
     net = Qwen2MoeForCausalLM(config).to(device)
     bf16 = spec.precision.compute == "bf16"
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     for layer in [*net.model.layers, net]:
         sharded = fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -139,14 +139,14 @@ def theirs(implementation: str, spec: RunSpec, mesh: DeviceMesh, device: torch.d
 def measure(precision: str, device: torch.device, rounds: int, baselines: list[str]) -> None:
     groups, spec = Groups(device.type), our_spec(precision, ep=2)
     use_fast_fp32_matmul(device)
-    mine, batches, mesh = ours(spec, device, groups, loop=False)
+    mine, batches = ours(spec, device, groups, loop=False)
     for baseline in baselines:
         gflops = matmul_flops_per_second(DTYPES[precision], device) / 1e9 * 2
         other: Callable[[Batch], None]
         if baseline == "loop":
-            other, _, _ = ours(our_spec(precision, ep=1), device, groups, loop=True)
+            other, _ = ours(our_spec(precision, ep=1), device, groups, loop=True)
         else:
-            other = theirs(baseline.split()[1], spec, mesh, device)
+            other = theirs(baseline.split()[1], spec, device)
         seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
         for turn in range(rounds + 1):
             for side, step in (("ours", mine), ("theirs", other)):
@@ -168,11 +168,7 @@ def measure(precision: str, device: torch.device, rounds: int, baselines: list[s
 
 def rank_main(rank: int, store: str, options: argparse.Namespace) -> None:
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // 2))
-    device = torch.device(options.device, rank) if options.device == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2)
+    device = join(options.device, store, rank, 2)
     for precision in options.precision:
         measure(precision, device, options.rounds, options.baseline)
     dist.destroy_process_group()

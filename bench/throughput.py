@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from meshwright.data.corpus import open_corpus
@@ -41,6 +41,7 @@ from meshwright.parallel.precision import DTYPES, use_fast_fp32_matmul
 from meshwright.spec import RunSpec, load
 from meshwright.train.peak import matmul_flops_per_second
 from meshwright.train.step import Trainer
+from world import join
 
 SEQ_LEN, SEQUENCES = 512, 8
 CASES = {"one": (1, 0), "replicate": (2, 0), "zero3": (2, 3)}
@@ -96,8 +97,9 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def their_step(name: str, case: str, precision: str, mesh: DeviceMesh, device: torch.device) -> Step:
+def their_step(name: str, case: str, precision: str, device: torch.device) -> Step:
     """A plain training loop's body: forward with labels, backward, clip, AdamW."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     torch.manual_seed(0)
     model = llama().to(device)
     if name == "bf16 weights":
@@ -167,7 +169,7 @@ def measure(case: str, precision: str, device: torch.device, rounds: int, steps:
         setting = default if name == "default matmul" else ours_setting
         torch.set_float32_matmul_precision(ours_setting)
         gflops = matmul_flops_per_second(DTYPES[precision], device) / 1e9 * mesh.control.size
-        theirs = their_step(name, case, precision, mesh.storage["shard"], device)
+        theirs = their_step(name, case, precision, device)
         seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
         for turn in range(rounds + 1):
             torch.set_float32_matmul_precision(ours_setting)
@@ -195,11 +197,7 @@ def measure(case: str, precision: str, device: torch.device, rounds: int, steps:
 def rank_main(rank: int, processes: int, store: str, case: str, options: argparse.Namespace) -> None:
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     torch.set_num_threads(threads)
-    device = torch.device(options.device, rank) if options.device == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=processes)
+    device = join(options.device, store, rank, processes)
     for precision in options.precision:
         measure(case, precision, device, options.rounds, options.steps)
     dist.destroy_process_group()

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from meshwright.data.loader import Batch
+from meshwright.model.embedding import embedding
 from meshwright.model.loss import linear_cross_entropy
+from meshwright.model.norm import LayerNorm, RmsNorm
 from meshwright.parallel.loss import power_and_rest, weight_of_a_target
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
@@ -50,6 +52,39 @@ def test_the_head_scales_gradients_as_at_a_power_of_two(
     even, found = slopes(dtype, EVEN, loss_scale), slopes(dtype, count, loss_scale)
     assert found == pytest.approx(even, abs=TOLERANCE)
     assert max(found) - min(found) < 2 * TOLERANCE  # the head's weight like all that is below it
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [1_024, 65_536])
+def test_a_token_that_occurs_often_loses_no_gradient(dtype: torch.dtype, count: int) -> None:
+    """torch's own backward gave slopes of 0.977 and 0.157 after 1,024 and 16,384 occurrences in bf16."""
+    weight = torch.zeros(16, 8, dtype=dtype, requires_grad=True)
+    tokens = torch.cat([torch.full((count,), 3), torch.arange(16)])
+    grad = torch.rand(len(tokens), 8, generator=torch.Generator().manual_seed(0)).to(dtype) / 128
+    embedding(tokens, weight).backward(grad)
+    assert weight.grad is not None
+    exact = torch.zeros(16, 8, dtype=torch.float64).index_add_(0, tokens, grad.double())
+    torch.testing.assert_close(weight.grad, exact.to(dtype), atol=0, rtol=torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [RmsNorm, LayerNorm])
+def test_norms_lose_no_gradient_over_many_rows(kind: type[RmsNorm | LayerNorm], dtype: torch.dtype) -> None:
+    """torch's own backward gave a bias a slope of 0.25 over 16,384 rows in bf16."""
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(65_536, 16, generator=generator).to(dtype) for _ in range(2))
+    grad = (grad + 0.5) / 1024
+    found = []
+    for form in (dtype, torch.float64):
+        norm = kind(16, 1e-5).to(form)
+        for name, parameter in norm.named_parameters():
+            torch.nn.init.constant_(parameter, float(name == "weight"))
+        rows = x.clone().to(form).detach().requires_grad_()
+        norm(rows).backward(grad.to(form))
+        found.append([rows.grad, *(parameter.grad for parameter in norm.parameters())])
+    for mine, exact in zip(*found, strict=True):
+        assert mine is not None and exact is not None
+        assert float((mine.double() - exact).norm() / exact.norm()) < torch.finfo(dtype).eps
 
 
 def gradients_of(mesh: Mesh, spec: RunSpec, targets: int) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from meshwright.model.attention import Attention, KeyValueCache, attention_mask
 from meshwright.model.attention_mla import LatentAttention
+from meshwright.model.embedding import embedding
 from meshwright.model.loss import linear_cross_entropy
 from meshwright.model.mlp import Mlp
 from meshwright.model.moe import Moe
@@ -35,8 +36,8 @@ class Embed(nn.Module):
         self.positions = nn.Parameter(torch.empty(spec.max_seq_len, spec.hidden)) if learned else None
 
     def forward(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
-        x_BTD = F.embedding(tokens_BT, self.weight)
-        return x_BTD if self.positions is None else x_BTD + F.embedding(positions, self.positions)
+        x_BTD = embedding(tokens_BT, self.weight)
+        return x_BTD if self.positions is None else x_BTD + embedding(positions, self.positions)
 
 
 class Block(nn.Module):

@@ -41,6 +41,31 @@ class _RmsNormOnCpu(torch.autograd.Function):
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 
+class _LayerNormOnCpu(torch.autograd.Function):
+    """LayerNorm of half formats, with statistics and gradients in fp32.
+
+    torch's CPU kernel adds the gradients of weight and bias over the rows in their own format: of 16,384
+    rows in bf16 three quarters of the bias's gradient are lost.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        size = weight.shape
+        normed, mean, scale = torch.native_layer_norm(x, size, weight.float(), bias.float(), eps)
+        ctx.save_for_backward(x, mean, scale, weight, bias)
+        return normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, mean, scale, weight, bias = ctx.saved_tensors
+        found = torch.ops.aten.native_layer_norm_backward(
+            grad.float(), x.float(), weight.shape, mean, scale, weight.float(), bias.float(), [True] * 3
+        )
+        grad_x, grad_weight, grad_bias = (each.to(x.dtype) for each in found)
+        return grad_x, grad_weight, grad_bias, None
+
+
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -70,6 +95,9 @@ class LayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu" and x.dtype.itemsize < 4:
+            normed: Tensor = _LayerNormOnCpu.apply(x, self.weight, self.bias, self.eps)
+            return normed
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 

@@ -29,11 +29,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.model.attention_mla import LatentAttention
 from meshwright.model.decoder import Decoder, Embed, Head
+from meshwright.model.embedding import embedding
 from meshwright.model.linear import Linear, project
 from meshwright.model.loss import VocabularyPart, linear_cross_entropy
 from meshwright.model.moe import Moe
@@ -103,12 +103,12 @@ class TensorParallel:
         """Vocabulary-parallel rows: those of other ranks are zeros here, and added."""
         row = tokens_BT - piece.first
         elsewhere = (row < 0) | (row >= piece.size)
-        found = F.embedding(row.masked_fill(elsewhere, 0), embed.weight)
+        found = embedding(row.masked_fill(elsewhere, 0), embed.weight)
         found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
         x_BTD: Tensor = Leave.apply(found, self.axis, self.sequence)
         if embed.positions is None:
             return x_BTD
-        return x_BTD + F.embedding(self._own(positions.expand(tokens_BT.shape)), embed.positions)
+        return x_BTD + embedding(self._own(positions.expand(tokens_BT.shape)), embed.positions)
 
     def _own(self, whole_BT: Tensor) -> Tensor:
         """This rank's tokens: (B, T) -> (B, T/n)."""

@@ -113,7 +113,7 @@ class Sizes:
     def numbers(self, norms: int, tokens: int) -> int:
         """Bytes of what norms keep beside their input: a scale, or a mean and a scale."""
         model, width = self.spec.model, self.width
-        return norms * tokens * (width.exact if model.norm == "rmsnorm" else 2 * width.compute)
+        return norms * tokens * width.exact * (1 if model.norm == "rmsnorm" else 2)
 
 
 def activations(spec: RunSpec) -> Activations:
@@ -259,9 +259,9 @@ def head_moments(s: Sizes, casts: bool) -> tuple[int, int, int]:
 def _in_norm(s: Sizes) -> int:
     """What a norm's backward makes."""
     b, exact = s.width.compute, s.width.exact
-    if s.spec.model.norm != "rmsnorm":
-        return b * s.stream
-    return s.stream * (3 * exact + b if b != exact else 2 * exact)  # in wider numbers
+    if b != exact:  # in wider numbers
+        return s.stream * (3 * exact + b)
+    return s.stream * exact * (2 if s.spec.model.norm == "rmsnorm" else 1)
 
 
 def at_feed_forward(s: Sizes, layer: int) -> int:

@@ -187,6 +187,7 @@ class _Step(_Units):
     def __init__(self, at: Place, listed: Sequence[Unit], kept: Activations, casts: bool) -> None:
         super().__init__(at, listed)
         self.sizes, self.kept = Sizes(at.spec), kept
+        self.casts = casts
         self.stream = self.width.compute * self.sizes.stream
         self.weight = self.sizes.rows * at.spec.model.hidden
         self.head = head_moments(self.sizes, casts)
@@ -262,8 +263,12 @@ class _Step(_Units):
 
     def _embedding(self, last: bool) -> None:
         (unit,) = self.groups["embed"]
-        found = self.width.compute * self.weight
-        self.look(self.stream + found)
+        width, sizes = self.width, self.sizes
+        found = width.compute * self.weight
+        added = found  # and what it is made of, where a CPU adds up in wider numbers
+        if self.casts and width.exact != width.compute:
+            added = width.exact * self.weight + max(found, width.exact * sizes.whole)
+        self.look(max(self.stream, width.compute * sizes.whole) + added)
         self.pack(unit)
         self.look(found * (2 if self.tied else 1))
         if self.tied:
