@@ -36,13 +36,13 @@ import torch
 
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Loader
+from meshwright.hardware.catalogue import CLUSTERS, CUDA_NAMES
 from meshwright.launch.env import process_group
-from meshwright.model.loss import linear_cross_entropy
+from meshwright.model.chunked_cross_entropy import linear_cross_entropy
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.precision import use_fast_fp32_matmul
-from meshwright.planner.catalogue import CLUSTERS, CUDA_NAMES
 from meshwright.spec import RunSpec, load
-from meshwright.train.peak import matmul_flops_per_second
+from meshwright.train.matmul_peak import matmul_flops_per_second
 from meshwright.train.step import Trainer
 
 Row = dict[str, Any]

@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshwright.checkpoint.chunks import cut_rows, rectangles
 from meshwright.checkpoint.manifest import Manifest, PartFile, join, report
 from meshwright.checkpoint.pieces import Part, Rectangle
+from meshwright.checkpoint.save_plan import cut_rows, rectangles
 from meshwright.checkpoint.store import PART_RANKS, PARTS
 
 T = TypeVar("T")

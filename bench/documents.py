@@ -31,7 +31,7 @@ from meshwright.data.manifest import (
     documents_file,
     tokens_file,
 )
-from meshwright.data.order import hash64
+from meshwright.data.permutation import hash64
 from meshwright.data.shard_writer import TOKENS_PER_SHARD
 from meshwright.data.tokenizer import TOKENIZER_FILES, byte_tokenizer
 from meshwright.data.verified import BESIDE, FileState, Verified, write_record

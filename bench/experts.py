@@ -36,11 +36,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Batch, Loader
 from meshwright.model.moe import Moe
-from meshwright.parallel.groups import Groups
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.precision import DTYPES, use_fast_fp32_matmul
+from meshwright.parallel.process_groups import Groups
 from meshwright.spec import RunSpec
-from meshwright.train.peak import matmul_flops_per_second
+from meshwright.train.matmul_peak import matmul_flops_per_second
 from meshwright.train.step import Trainer
 from throughput import SEQ_LEN, SEQUENCES, Step, small_run, timed
 from world import join

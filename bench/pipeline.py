@@ -50,12 +50,12 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Batch, Loader
 from meshwright.model.decoder import Decoder
-from meshwright.parallel.apply import DecoderStage
 from meshwright.parallel.mesh import build_mesh
+from meshwright.parallel.parallelize import DecoderStage
 from meshwright.schedule import Link, StageCost, make, simulate
 from meshwright.spec import Layout, RunSpec
 from meshwright.spec.stages import stages
-from meshwright.train.peak import matmul_flops_per_second
+from meshwright.train.matmul_peak import matmul_flops_per_second
 from meshwright.train.step import Trainer
 from throughput import SEQ_LEN, SEQUENCES, Step, llama, small_run, timed
 from waiting import run_waiting

@@ -28,10 +28,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from meshwright.planner.engines import Engines
-from meshwright.planner.estimate import step_time
-from meshwright.planner.hardware import Cluster, cluster
-from meshwright.planner.own_memory import fullest
+from meshwright.hardware.cluster import Cluster, cluster
+from meshwright.planner.cost.model import CostModel
+from meshwright.planner.cost.step import step_time
+from meshwright.planner.memory.exact import fullest
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import UserError
 from namespaces import Hosts, here, two_hosts
@@ -71,8 +71,8 @@ def work(jobs: Path, out: Path) -> None:
     import torch
 
     from meshwright.launch.env import keep_freed_memory, limit_threads, process_group, worker
-    from meshwright.parallel.groups import Groups
     from meshwright.parallel.precision import use_fast_fp32_matmul
+    from meshwright.parallel.process_groups import Groups
 
     given = json.loads(jobs.read_text(encoding="utf-8"))
     place = worker()
@@ -152,7 +152,7 @@ def profiled(hosts: Hosts, options: argparse.Namespace) -> Cluster:
 
 def compare(specs: list[RunSpec], times: Times, found: Cluster) -> dict[str, Any]:
     """The table of layouts by predicted time, the correlations and the regret."""
-    on = Engines(found)
+    on = CostModel(found)
     rows = []
     for spec, each in zip(specs, times, strict=True):
         timed = step_time(spec, on)

@@ -26,12 +26,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from meshwright.model.sight import sight
-from meshwright.parallel.context import zigzag
+from meshwright.model.attention_intervals import sight
+from meshwright.parallel.context_parallel import zigzag
 from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.parallel.precision import DTYPES
-from meshwright.parallel.recompute import Kept
-from meshwright.parallel.ring import ring_attention
+from meshwright.parallel.recompute import RecomputeCache
+from meshwright.parallel.ring_attention import ring_attention
 from meshwright.spec import Layout
 
 PROCESSES, HEADS, KV_HEADS, DIM = 2, 8, 4, 64
@@ -61,7 +61,7 @@ def make_side(mesh: Mesh, side: str, whole: list[Tensor]) -> Callable[[], None]:
 
     def run() -> None:
         if side != "one" or rank == 0:
-            out = ring_attention(*leaves, seen, places, axis, Kept())
+            out = ring_attention(*leaves, seen, places, axis, RecomputeCache())
             torch.autograd.grad(out, leaves, grad)
 
     return run

@@ -54,7 +54,7 @@ from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Batch, Loader
 from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.spec import RunSpec
-from meshwright.train.peak import matmul_flops_per_second
+from meshwright.train.matmul_peak import matmul_flops_per_second
 from meshwright.train.step import Trainer
 from throughput import SEQ_LEN, SEQUENCES, Step, llama, small_run, timed
 

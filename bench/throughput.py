@@ -39,7 +39,7 @@ from meshwright.data.loader import Batch, Loader
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.precision import DTYPES, use_fast_fp32_matmul
 from meshwright.spec import RunSpec, load
-from meshwright.train.peak import matmul_flops_per_second
+from meshwright.train.matmul_peak import matmul_flops_per_second
 from meshwright.train.step import Trainer
 from world import join
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.parallel.later import Later
+from meshwright.parallel.deferred_wgrad import WeightGradStore
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.pipeline import Pipeline
+from meshwright.parallel.pipeline_parallel import Pipeline
 from meshwright.schedule import Action, Kind, Link, Schedule, StageCost, make
 
 Links = Callable[[int, int], Link]
@@ -54,7 +54,13 @@ class WaitingStage:
     """Stage `index` of a schedule; `log` gets each action that it has done."""
 
     def __init__(
-        self, schedule: Schedule, index: int, cost: StageCost, links: Links, later: Later, log: list[Action]
+        self,
+        schedule: Schedule,
+        index: int,
+        cost: StageCost,
+        links: Links,
+        later: WeightGradStore,
+        log: list[Action],
     ) -> None:
         self.index, self.later, self.log = index, later, log
         self.seconds = {
@@ -112,7 +118,7 @@ def run_waiting(mesh: Mesh, name: str, microbatches: int, cost: StageCost, links
         return make(name, mesh.pipeline.size, mesh.layout.chunks, count)
 
     schedule = scheduled(microbatches)
-    later, log, taken = Later(), list[Action](), list[Tensor]()
+    later, log, taken = WeightGradStore(), list[Action](), list[Tensor]()
     stages = {
         index: WaitingStage(schedule, index, cost, links, later, log)
         for index in schedule.stages_of(mesh.pipeline.rank)

@@ -28,9 +28,9 @@ from torch.distributed import distributed_c10d
 
 from meshwright.launch.child import tie_to_parent
 from meshwright.parallel.mesh import Mesh, build_mesh
+from meshwright.profile import links
 from meshwright.schedule import schedule_of
 from meshwright.spec import Layout
-from meshwright.train.measure import links
 from nccl_rules import InOrderGroups, PoolGroups, install
 from small import measure_peak_quickly
 

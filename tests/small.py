@@ -11,7 +11,8 @@ from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Batch, Loader
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec, load
-from meshwright.train import loop, peak
+from meshwright.train import loop
+from meshwright.train import matmul_peak as peak
 
 MODEL = {"layers": 2, "hidden": 32, "ffn": 40, "heads": 4, "kv_heads": 2}
 

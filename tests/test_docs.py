@@ -13,11 +13,11 @@ import pytest
 
 from meshwright import api
 from meshwright.cli.main import VERBS
-from meshwright.cli.verb import Call, Verb, parse
+from meshwright.cli.parser import Call, Verb, parse
 from meshwright.launch.env import resolve
 from meshwright.spec import load
-from meshwright.spec.keys import Key, known_keys
 from meshwright.spec.load import from_tree, read_tree
+from meshwright.spec.schema import Key, known_keys
 
 ROOT = Path(__file__).resolve().parent.parent
 READMES = (ROOT / "README.md", ROOT / "README.es.md")

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.model.attention_parts import (
+from meshwright.model.attention_intervals import AttentionIntervals
+from meshwright.model.partial_attention import (
     PartOperators,
     by_key_head,
     by_query_head,
@@ -18,7 +19,6 @@ from meshwright.model.attention_parts import (
     from_key_head,
     from_query_head,
 )
-from meshwright.model.sight import Sight
 
 
 @contextmanager
@@ -124,7 +124,13 @@ def _each_head(k: Tensor, q: Tensor) -> Tensor:
 
 
 def in_parts(
-    operators: PartOperators, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, seen: Sight, pieces: list[Tensor]
+    operators: PartOperators,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad: Tensor,
+    seen: AttentionIntervals,
+    pieces: list[Tensor],
 ) -> list[Tensor]:
     """[out, log-sum-exp, and the gradients of q, k, v] of the queries of `seen`, the keys part by part.
 

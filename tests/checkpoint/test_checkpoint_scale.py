@@ -23,7 +23,7 @@ from meshwright.checkpoint.disk import Disk
 from meshwright.checkpoint.manifest import PartFile, join, report
 from meshwright.checkpoint.pieces import Part
 from meshwright.checkpoint.replicas import deal
-from meshwright.parallel.mesh import Mesh, Wire
+from meshwright.parallel.mesh import Mesh, TrafficCounter
 from meshwright.spec import Layout
 from ranks import RANKS, Ranks, RanksFailedError
 
@@ -83,7 +83,7 @@ def placed(shape: tuple[int, ...], placements: tuple[Placement, ...]) -> dict[st
 def save_and_load(mesh: Mesh, name: str, directory: Path, part_ranks: int) -> dict[str, Any]:
     store_module.PART_RANKS, before = part_ranks, store_module.PART_RANKS
     try:
-        saved, disk, wire = placed(*MESHES[name]), CountingDisk(), Wire()
+        saved, disk, wire = placed(*MESHES[name]), CountingDisk(), TrafficCounter()
         store = CheckpointStore(directory, 2, mesh.background, disk=disk, wire=wire)
         store.save(1, saved, {})
         synced = disk.directories

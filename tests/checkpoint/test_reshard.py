@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.checkpoint import BadCheckpointError, CheckpointError, CheckpointStore
-from meshwright.checkpoint import chunks as chunks_module
-from meshwright.checkpoint.chunks import local_chunks
+from meshwright.checkpoint import save_plan as chunks_module
 from meshwright.checkpoint.inspect import verify_checkpoint
+from meshwright.checkpoint.save_plan import local_chunks
 from meshwright.parallel.control import Connections, Control, new_scope
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import Layout

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.cli.main import VERBS, main
-from meshwright.cli.verb import Call, Verb, parse
+from meshwright.cli.parser import Call, Verb, parse
 from meshwright.spec import UserError
 
 
@@ -169,7 +169,7 @@ def test_help_is_readable(words: list[str], capsys: pytest.CaptureFixture[str]) 
 
 
 def test_help_names_every_verb_and_every_key(capsys: pytest.CaptureFixture[str]) -> None:
-    from meshwright.spec.keys import known_keys
+    from meshwright.spec.schema import known_keys
 
     main(["--help"])
     program = capsys.readouterr().out

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from meshwright import api
-from meshwright.cli import show
+from meshwright.cli import output as show
 from meshwright.cli.main import main
-from meshwright.launch import choose
-from meshwright.planner.hardware import Collective, Matmul, Measured, cluster
-from meshwright.planner.hardware_file import write
+from meshwright.hardware.cluster import Collective, Matmul, Measured, cluster
+from meshwright.hardware.hardware_file import write
+from meshwright.launch import auto_layout as choose
 from meshwright.spec import RunSpec
 
 MOE = [

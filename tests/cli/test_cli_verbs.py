@@ -15,8 +15,8 @@ import pytest
 from meshwright import api
 from meshwright.cli.main import main
 from meshwright.data.shards import TokenShards
+from meshwright.hardware.cluster import catalogue
 from meshwright.launch.env import LAUNCHER
-from meshwright.planner.hardware import catalogue
 from meshwright.spec import RunSpec, UserError, load
 from meshwright.spec.load import from_tree
 

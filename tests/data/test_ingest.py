@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.data.ingest import open_source
+from meshwright.data.readers import open_source
 from meshwright.spec import UserError
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.order import SampleOrder, hash64, permute
+from meshwright.data.permutation import SampleOrder, hash64, permute
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 31, 32, 33, 127, 128, 129, 1023, 1024, 1025, 10007, 65535, 65536, 65537]
 

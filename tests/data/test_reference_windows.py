@@ -9,8 +9,8 @@ import pytest
 
 from meshwright.data import document_index, packing
 from meshwright.data.document_index import index_on_disk
-from meshwright.data.order import I64, hash64
 from meshwright.data.packing import IGNORE, Samples, Windows
+from meshwright.data.permutation import I64, hash64
 from meshwright.data.shard_writer import ShardWriter
 from meshwright.data.shards import TokenShards
 from meshwright.data.tokenizer import byte_tokenizer

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from meshwright.data import shard_writer, verified
-from meshwright.data.files import sha256_file
 from meshwright.data.manifest import DOCUMENT, MANIFEST, VERSION, Manifest
+from meshwright.data.publish import sha256_file
 from meshwright.data.shard_writer import ShardWriter
 from meshwright.data.shards import TokenShards
 from meshwright.data.tokenizer import byte_tokenizer, number_tokenizer

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from meshwright.data.order import hash64
+from meshwright.data.permutation import hash64
 from meshwright.data.split import SplitSurvey
 
 

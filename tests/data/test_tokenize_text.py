@@ -9,8 +9,8 @@ import pytest
 from sample_texts import texts
 
 from meshwright.data import tokenize as module
-from meshwright.data.files import publishing
-from meshwright.data.ingest import open_source
+from meshwright.data.publish import publishing
+from meshwright.data.readers import open_source
 from meshwright.data.shards import TokenShards
 from meshwright.data.split import SplitSurvey
 from meshwright.data.tokenize import build_tokenizer, tokenize

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from meshwright.data import document_index, verification, verified
-from meshwright.data.files import sha256_file
 from meshwright.data.manifest import MANIFEST
+from meshwright.data.publish import sha256_file
 from meshwright.data.shards import TokenShards
 from meshwright.data.tokenize import tokenize
 from meshwright.data.verification import Check

@@ -26,8 +26,8 @@ import torch.distributed as dist
 
 from meshwright.launch.env import init_process_group, worker
 from meshwright.launch.local import run_ranks
-from meshwright.parallel.groups import Groups
 from meshwright.parallel.mesh import build_mesh
+from meshwright.parallel.process_groups import Groups
 from meshwright.train.verify import verify
 from small import spec_of
 

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from meshwright.model.attention import attend, attention_mask
 from meshwright.model.attention_flash import FLASH, Packed, part_operators
-from meshwright.model.attention_parts import TILES
+from meshwright.model.attention_intervals import sight
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
-from meshwright.model.sight import sight
-from meshwright.parallel.context import zigzag
+from meshwright.model.partial_attention import TILES
+from meshwright.parallel.context_parallel import zigzag
 from meshwright.parallel.recompute import apply_recompute
 from meshwright.spec import load
-from meshwright.spec.parts import FullRecompute, NoRecompute, RecomputeSpec, SelectiveRecompute
+from meshwright.spec.sections import FullRecompute, NoRecompute, RecomputeSpec, SelectiveRecompute
 from varlen import in_parts
 
 pytestmark = [

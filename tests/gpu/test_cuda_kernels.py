@@ -18,8 +18,8 @@ from torch import Tensor
 from meshwright.model.attention import attend, attention_mask
 from meshwright.model.attention_flash import Packed
 from meshwright.model.attention_mla import LatentAttention
+from meshwright.model.chunked_cross_entropy import IGNORE, linear_cross_entropy
 from meshwright.model.experts import outer, times, times_transposed
-from meshwright.model.loss import IGNORE, linear_cross_entropy
 from meshwright.model.mlp import _SiluProduct
 from meshwright.model.norm import LayerNorm, RmsNorm
 from meshwright.model.rope import rope_table, rotate

@@ -15,10 +15,10 @@ from meshwright.model.init import fill_
 from meshwright.model.splitmix64 import mix64_, stream
 from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.spec import RunSpec, load
+from meshwright.train.callbacks import Observers
 from meshwright.train.digest import parameters_sha256
-from meshwright.train.loop import Run
-from meshwright.train.observer import Observers
-from meshwright.train.schedule import learning_rate
+from meshwright.train.loop import TrainingRun
+from meshwright.train.lr_schedule import learning_rate
 from meshwright.train.step import Trainer
 from meshwright.train.verify import _adamw
 
@@ -127,8 +127,8 @@ def test_fused_adamw() -> None:
 def test_one_rank_steps_saves_loads_and_validates(tmp_path: Path) -> None:
     spec = spec_of(precision__compute="bf16", train__eval_every=1, checkpoint__every=2, train__stop_at=2)
 
-    def run() -> Run:
-        return Run(spec, mesh_on(DEVICE, spec), tmp_path, Observers([]))
+    def run() -> TrainingRun:
+        return TrainingRun(spec, mesh_on(DEVICE, spec), tmp_path, Observers([]))
 
     half = run()
     first = half.execute(None)

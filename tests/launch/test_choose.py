@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.launch.choose import check_room, planned, present
-from meshwright.planner.hardware import cluster
+from meshwright.hardware.cluster import cluster
+from meshwright.launch.auto_layout import check_room, planned, present
 from meshwright.planner.plan import Plans
 from meshwright.spec import UserError
 from meshwright.spec.load import from_tree
@@ -54,7 +54,7 @@ def test_no_layout_for_a_number_of_ranks_is_a_sentence() -> None:
 
 def test_the_present_host_is_planned_for_by_its_own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """And any power of two of them, or all."""
-    monkeypatch.setattr("meshwright.train.measure.machine.cores", lambda: 12)
+    monkeypatch.setattr("meshwright.profile.machine.cores", lambda: 12)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     host = present()
     assert host.device.units == 12 and host.count == 12
@@ -65,8 +65,8 @@ def test_the_present_host_is_planned_for_by_its_own_cores(monkeypatch: pytest.Mo
         planned_for.append(gpus)
         raise UserError("none fits")
 
-    monkeypatch.setattr("meshwright.launch.choose.plan", seen)
-    monkeypatch.setattr("meshwright.launch.choose.count_devices", lambda: 12)
+    monkeypatch.setattr("meshwright.launch.auto_layout.plan", seen)
+    monkeypatch.setattr("meshwright.launch.auto_layout.count_devices", lambda: 12)
     with pytest.raises(UserError, match="none fits"):
         planned(TREE)
     assert planned_for == [1, 2, 4, 8, 12]

@@ -40,14 +40,14 @@ from meshwright.model.attention_flash import (
     varlen_attention,
     varlen_attention_backward,
 )
-from meshwright.model.attention_parts import (
+from meshwright.model.attention_intervals import sight
+from meshwright.model.partial_attention import (
     TILES,
     by_key_head,
     by_query_head,
     empty_result,
 )
-from meshwright.model.sight import sight
-from meshwright.parallel.context import zigzag
+from meshwright.parallel.context_parallel import zigzag
 from varlen import exact_kernel, in_parts
 
 problems = st.fixed_dictionaries(

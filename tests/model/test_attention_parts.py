@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshwright.model import attention_parts
+from meshwright.model import partial_attention as attention_parts
 from meshwright.model.attention import attention_mask
 from meshwright.model.attention_cpu import blocked_attention
-from meshwright.model.attention_parts import (
-    Part,
+from meshwright.model.attention_intervals import AttentionIntervals, sight
+from meshwright.model.partial_attention import (
+    PartialAttention,
     by_key_head,
     by_query_head,
     empty_result,
@@ -24,7 +25,6 @@ from meshwright.model.attention_parts import (
     part_backward,
     part_forward,
 )
-from meshwright.model.sight import Sight, sight
 
 HEADS, KV_HEADS, DIM = 4, 2, 4
 GROUP = HEADS // KV_HEADS
@@ -68,7 +68,7 @@ def deal(length: int, pieces: int, seed: int) -> list[Tensor]:
     return [torch.nonzero(owner == piece).flatten() for piece in range(pieces)]
 
 
-def visible(seen: Sight, keys_at: Tensor) -> Tensor:
+def visible(seen: AttentionIntervals, keys_at: Tensor) -> Tensor:
     """(B, T, S) of whether a query sees a key, by definition."""
     return (keys_at >= seen.first.unsqueeze(2)) & (keys_at <= seen.at.unsqueeze(1))
 
@@ -125,7 +125,7 @@ def test_tiles_hold_each_visible_pair_once() -> None:
     check()
 
 
-def whole_softmax(q: Tensor, k: Tensor, v: Tensor, seen: Sight) -> tuple[Tensor, Tensor]:
+def whole_softmax(q: Tensor, k: Tensor, v: Tensor, seen: AttentionIntervals) -> tuple[Tensor, Tensor]:
     """(out, log-sum-exp) (B, T, H, d), (B, T, H) of the whole by definition, with probabilities."""
     scores = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(GROUP, 2)) * DIM**-0.5
     scores = scores.masked_fill(~visible(seen, torch.arange(seen.length)).unsqueeze(1), -math.inf)
@@ -134,7 +134,7 @@ def whole_softmax(q: Tensor, k: Tensor, v: Tensor, seen: Sight) -> tuple[Tensor,
 
 
 def in_parts(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, seen: Sight, pieces: list[Tensor]
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, seen: AttentionIntervals, pieces: list[Tensor]
 ) -> tuple[list[Tensor], Tensor]:
     """[out and the gradients of q, k, v], log-sum-exp, with the keys part by part."""
     queries, grads = by_query_head(q, KV_HEADS), by_query_head(grad, KV_HEADS)
@@ -202,7 +202,7 @@ def test_a_query_that_sees_no_key_of_a_part_keeps_what_it_has() -> None:
     assert bool(torch.isfinite(out).all()) and bool(torch.isfinite(lse[:, :, :6]).all())
 
 
-def part_of(seen: Sight, first: int, last: int) -> Part:
+def part_of(seen: AttentionIntervals, first: int, last: int) -> PartialAttention:
     return make_part(seen, torch.arange(first, last), KV_HEADS, GROUP)
 
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.model.loss import IGNORE, linear_cross_entropy
-from meshwright.parallel.loss import count_targets, weight_of_a_target
+from meshwright.model.chunked_cross_entropy import IGNORE, linear_cross_entropy
+from meshwright.parallel.loss_normalization import count_targets, weight_of_a_target
 
 
 def draw(tokens: int, vocab: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:

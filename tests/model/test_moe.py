@@ -16,7 +16,7 @@ from meshwright.model.decoder import Decoder
 from meshwright.model.experts import times
 from meshwright.model.init import init_whole_
 from meshwright.model.moe import Moe, Router, with_room
-from meshwright.model.trip import ALIGN, Trip
+from meshwright.model.token_dispatcher import ALIGN, TokenDispatcher
 from meshwright.spec import ModelSpec, MoeSpec
 
 DEEPSEEK = {"router": "sigmoid", "groups": 4, "top_groups": 2, "scale": 2.5, "bias": True}
@@ -129,7 +129,7 @@ def test_every_copy_has_a_row_of_its_expert_and_comes_home(
     draw = torch.Generator().manual_seed(tokens)
     picked = torch.rand(tokens, experts, generator=draw).argsort(-1)[:, :top_k]
     admitted = torch.rand(tokens, top_k, generator=draw) < 0.7 if limited else None
-    trip = Trip(picked, admitted, experts)
+    trip = TokenDispatcher(picked, admitted, experts)
     assert all(size % ALIGN == 0 for size in trip.sizes)
     owner = torch.arange(experts).repeat_interleave(torch.tensor(trip.sizes))
     assert torch.equal(picked.flatten()[trip.pair[trip.place]], owner[trip.place])

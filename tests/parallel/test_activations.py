@@ -11,7 +11,7 @@ from torch import Tensor
 from allocations import measure
 from meshwright.model.moe import Router
 from meshwright.parallel.mesh import Mesh
-from meshwright.planner.activations import activations
+from meshwright.planner.memory.activations import activations
 from meshwright.spec import RunSpec
 from ranks import Ranks
 from small import spec_of

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from meshwright.parallel import tensor
+from meshwright.parallel import tensor_parallel as tensor
 from meshwright.parallel.mesh import Mesh
-from meshwright.planner.wire import traffic
+from meshwright.planner.traffic.traffic import traffic
 from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer
 from ranks import Ranks

@@ -15,12 +15,12 @@ from torch import Tensor
 from meshwright.model.attention import attention_mask
 from meshwright.model.attention_cpu import blocked_attention
 from meshwright.model.attention_flash import FLASH
-from meshwright.model.attention_parts import make_part
-from meshwright.model.sight import sight
-from meshwright.parallel import ring
-from meshwright.parallel.context import ContextAttention, share, zigzag
+from meshwright.model.attention_intervals import sight
+from meshwright.model.partial_attention import make_part
+from meshwright.parallel import ring_attention as ring
+from meshwright.parallel.context_parallel import ContextAttention, share, zigzag
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.recompute import Kept
+from meshwright.parallel.recompute import RecomputeCache
 from meshwright.spec import Layout
 from meshwright.spec.layout import ContextMode, ulysses_ranks
 from ranks import Ranks
@@ -108,7 +108,9 @@ def worst(found: list[Tensor], exact: list[Tensor], whole: list[Tensor]) -> floa
 def difference(mesh: Mesh, case: Case) -> float:
     whole = one_device(case, torch.float64)
     exact = [share(x, mesh.context) for x in whole]
-    return worst(sharded(mesh, ContextAttention(mesh, mesh.layout.context_mode, Kept()), case), exact, whole)
+    return worst(
+        sharded(mesh, ContextAttention(mesh, mesh.layout.context_mode, RecomputeCache()), case), exact, whole
+    )
 
 
 def allowed(mode: ContextMode, ranks: int, kv_heads: int) -> bool:
@@ -179,7 +181,7 @@ def test_bf16_is_as_close_as_one_device(ranks: Ranks, mode: ContextMode) -> None
 def sent_bytes(mesh: Mesh, case: Case) -> tuple[dict[Any, float], dict[Any, float]]:
     """What one layer sends in its forward, and in its backward."""
     axis = mesh.context
-    attention = ContextAttention(mesh, mesh.layout.context_mode, Kept())
+    attention = ContextAttention(mesh, mesh.layout.context_mode, RecomputeCache())
     *inputs, grad = (share(x, axis).clone() for x in case.tensors())
     inputs = [x.requires_grad_() for x in inputs]
     at = zigzag(case.length, axis.size, axis.rank)
@@ -260,7 +262,7 @@ def test_work_is_balanced_and_documents_reduce_it() -> None:
 def kept(mesh: Mesh, case: Case) -> tuple[int, int]:
     """Bytes that are kept for the backward, and the number of local tokens."""
     axis = mesh.context
-    attention = ContextAttention(mesh, mesh.layout.context_mode, Kept())
+    attention = ContextAttention(mesh, mesh.layout.context_mode, RecomputeCache())
     *inputs, _ = (share(x, axis).clone() for x in case.tensors())
     inputs = [x.requires_grad_() for x in inputs]
     at = zigzag(case.length, axis.size, axis.rank)
@@ -284,7 +286,7 @@ def test_the_ring_keeps_no_probabilities_and_no_received_block(ranks: Ranks) -> 
 
 def in_evaluation(mesh: Mesh, case: Case) -> float:
     axis = mesh.context
-    attention = ContextAttention(mesh, mesh.layout.context_mode, Kept())
+    attention = ContextAttention(mesh, mesh.layout.context_mode, RecomputeCache())
     *inputs, _ = (share(x, axis) for x in case.tensors())
     at = zigzag(case.length, axis.size, axis.rank)
     with torch.no_grad():

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from meshwright.data.loader import Batch
+from meshwright.model.chunked_cross_entropy import linear_cross_entropy
 from meshwright.model.embedding import embedding
-from meshwright.model.loss import linear_cross_entropy
 from meshwright.model.norm import LayerNorm, RmsNorm
-from meshwright.parallel.loss import power_and_rest, weight_of_a_target
+from meshwright.parallel.loss_normalization import power_and_rest, weight_of_a_target
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.parallel.mesh import rank_grid
-from meshwright.planner.axes import axes
+from meshwright.planner.group_shapes import axes
 from meshwright.spec import Layout, RunSpec, UserError
 from meshwright.spec.layout import Order
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from meshwright.parallel import mesh as meshes
-from meshwright.parallel.data import DataParallel
-from meshwright.parallel.mesh import Pending, Wire
+from meshwright.parallel.data_parallel import DataParallel
+from meshwright.parallel.mesh import Pending, TrafficCounter
 from meshwright.spec import RunSpec
 from meshwright.train.dryrun import rehearse
-from meshwright.train.fake_memory import FakeMemory
+from meshwright.train.memory_tracker import FakeMemory
 from small import spec_of
 
 COMPUTE = ("mm", "addmm", "bmm", "embedding", "linalg_vector_norm", "_grouped_mm")
@@ -34,7 +34,7 @@ class Collective:
 
 
 @dataclass
-class Trace(Wire):
+class Trace(TrafficCounter):
     """A wire that notes when collectives are started and waited for."""
 
     computed: int = 0

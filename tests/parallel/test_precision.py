@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright.parallel.precision import LossScale, formats, use_fast_fp32_matmul
-from meshwright.spec.parts import PrecisionSpec
+from meshwright.spec.sections import PrecisionSpec
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
 from meshwright.parallel.recompute import apply_recompute
 from meshwright.spec import load
-from meshwright.spec.parts import FullRecompute, NoRecompute, RecomputeSpec, SelectiveRecompute
+from meshwright.spec.sections import FullRecompute, NoRecompute, RecomputeSpec, SelectiveRecompute
 from varlen import exact_kernel
 
 LAYERS, LINEARS = 3, 7

@@ -10,10 +10,10 @@ from unittest.mock import patch
 
 import pytest
 
-from meshwright.parallel.expert import Across
+from meshwright.parallel.expert_parallel import AllToAllDispatcher
 from meshwright.parallel.mesh import Mesh
-from meshwright.planner.expert_wire import Copies
-from meshwright.planner.wire import traffic
+from meshwright.planner.traffic.traffic import traffic
+from meshwright.planner.traffic.traffic_moe import Copies
 from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer
 from ranks import Ranks
@@ -31,9 +31,9 @@ Sent = dict[tuple[str, str], float]
 def counted_copies() -> Iterator[list[tuple[int, int]]]:
     """What each trip of a first forward sends to experts on other ranks, and gets from others."""
     found: list[tuple[int, int]] = []
-    settle = Across._settle
+    settle = AllToAllDispatcher._settle
 
-    def count(trip: Across, *args: Any) -> None:
+    def count(trip: AllToAllDispatcher, *args: Any) -> None:
         settle(trip, *args)
         if not trip._kept.second:
             here = trip._axis.rank
@@ -42,7 +42,7 @@ def counted_copies() -> Iterator[list[tuple[int, int]]]:
             )
             found.append((sent, received))
 
-    with patch.object(Across, "_settle", count):
+    with patch.object(AllToAllDispatcher, "_settle", count):
         yield found
 
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from meshwright.planner.bounds import rank_ends
-from meshwright.planner.space import WHOLE
+from meshwright.planner.cost.lower_bounds import rank_ends
+from meshwright.planner.layout_space import WHOLE
 from meshwright.schedule import MOST_HELD, NAMES, Kind, Link, StageCost, ends, make
 
 VIRTUAL = {"interleaved": (1, 2, 3), "bfs": (1, 2)} | dict.fromkeys(

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.hardware.cluster import Rates, cluster, with_network
 from meshwright.parallel.mesh import rank_grid
-from meshwright.planner import estimate
-from meshwright.planner.axes import Group, axes
-from meshwright.planner.engines import Engines
-from meshwright.planner.estimate import step_time
-from meshwright.planner.hardware import Rates, cluster, with_network
-from meshwright.planner.kernels import Kernels, peak
-from meshwright.planner.links import Links
-from meshwright.planner.memory import memory
-from meshwright.planner.stack import STACKS
+from meshwright.planner.cost import step as estimate
+from meshwright.planner.cost.collectives import CollectiveCosts
+from meshwright.planner.cost.kernels import KernelCosts, peak
+from meshwright.planner.cost.model import CostModel
+from meshwright.planner.cost.software import STACKS
+from meshwright.planner.cost.step import step_time
+from meshwright.planner.group_shapes import GroupShape, axes
+from meshwright.planner.memory.generic import memory
 from meshwright.spec import Layout, RunSpec
 
 A100 = cluster("a100", 64)
@@ -40,14 +40,14 @@ def run(layout: dict, model: str = "llama2-7b", sequences: int = 64, length: int
 def test_no_product_is_faster_than_the_device(format: str, shape: tuple[int, int, int]) -> None:
     device = A100.device
     m, n, k = shape
-    seconds = Kernels(device).matmul(format, m, n, k)
+    seconds = KernelCosts(device).matmul(format, m, n, k)
     width = 2 if format == "bf16" else 4
     assert seconds >= 2 * m * n * k / peak(device, format)
     assert seconds >= width * (m * k + k * n + m * n) / device.bandwidth
 
 
 def test_a_wave_that_is_not_full_costs_a_full_one() -> None:
-    kernels, units = Kernels(A100.device), A100.device.units
+    kernels, units = KernelCosts(A100.device), A100.device.units
     full = kernels.matmul("bf16", 256 * units, 128, 8192)
     more = kernels.matmul("bf16", 256 * units + 256, 128, 8192)
     assert full < more < 2.01 * full
@@ -55,21 +55,21 @@ def test_a_wave_that_is_not_full_costs_a_full_one() -> None:
 
 
 def test_sizes_that_words_do_not_divide_are_slow() -> None:
-    kernels = Kernels(A100.device)
+    kernels = KernelCosts(A100.device)
     assert kernels.matmul("bf16", 8192, 4096, 4097) > 1.5 * kernels.matmul("bf16", 8192, 4096, 4096)
     batched = kernels.matmul("bf16", 2048, 2048, 108, batch=32)
     assert batched > 5 * kernels.matmul("bf16", 2048, 2048, 112, batch=32)
 
 
 def test_an_all_reduce_is_a_scatter_and_a_gather() -> None:
-    links, group = Links(A100), Group(8, 1)
+    links, group = CollectiveCosts(A100), GroupShape(8, 1)
     both = sum(links.collective(each, 512 * MB, group) for each in ("reduce_scatter", "all_gather"))
     assert links.collective("all_reduce", 512 * MB, group) == pytest.approx(both, rel=0.01)
 
 
 def test_neighbours_share_a_node_and_others_the_network() -> None:
-    links = Links(A100)
-    near, far = Group(8, 1), Group(8, 8)
+    links = CollectiveCosts(A100)
+    near, far = GroupShape(8, 1), GroupShape(8, 8)
     assert links.path(near).level == "node"
     assert links.path(far).level != "node"
     slower = links.collective("all_gather", 512 * MB, far) / links.collective("all_gather", 512 * MB, near)
@@ -78,8 +78,8 @@ def test_neighbours_share_a_node_and_others_the_network() -> None:
 
 
 def test_a_ring_uses_the_interfaces_of_all_its_members() -> None:
-    links, flat = Links(A100), Links(A100, flat_rings=True)
-    whole = Group(64, 1)
+    links, flat = CollectiveCosts(A100), CollectiveCosts(A100, flat_rings=True)
+    whole = GroupShape(64, 1)
     assert flat.collective("all_gather", 4096 * MB, whole) > 5 * links.collective(
         "all_gather", 4096 * MB, whole
     )
@@ -87,22 +87,25 @@ def test_a_ring_uses_the_interfaces_of_all_its_members() -> None:
 
 def test_an_oversubscribed_network_is_slower() -> None:
     large, size = A100.resized(2048), 1024 * MB
-    plain, thin = Links(large), Links(with_network(large, oversubscription=4.0).resized(2048))
-    apart, within = Group(8, 256), Group(8, 8)
+    plain, thin = (
+        CollectiveCosts(large),
+        CollectiveCosts(with_network(large, oversubscription=4.0).resized(2048)),
+    )
+    apart, within = GroupShape(8, 256), GroupShape(8, 8)
     assert thin.collective("all_reduce", size, apart) > 3 * plain.collective("all_reduce", size, apart)
     assert thin.collective("all_reduce", size, within) == plain.collective("all_reduce", size, within)
 
 
 def test_one_rank_sends_nothing() -> None:
     for operation in ("all_reduce", "all_gather", "all_to_all"):
-        assert Links(A100).collective(operation, MB, Group(1, 1)) == 0
+        assert CollectiveCosts(A100).collective(operation, MB, GroupShape(1, 1)) == 0
 
 
 def test_strides_follow_the_mesh() -> None:
     layout = run({"dp": 2, "cp": 2, "tp": 2, "pp": 4, "replicate": 2, "zero": 1}).layout
     at = axes(layout)
-    assert (at.tensor, at.context, at.shard) == (Group(2, 1), Group(2, 2), Group(4, 2))
-    assert (at.replicate, at.pipeline) == (Group(2, 8), Group(4, 16))
+    assert (at.tensor, at.context, at.shard) == (GroupShape(2, 1), GroupShape(2, 2), GroupShape(4, 2))
+    assert (at.replicate, at.pipeline) == (GroupShape(2, 8), GroupShape(4, 16))
 
 
 @pytest.mark.parametrize("order", ["pp-replicate-dp-tp", "replicate-pp-dp-tp", "replicate-dp-pp-tp"])
@@ -133,7 +136,7 @@ def test_ranks_with_the_same_experts_are_as_far_apart_as_in_the_mesh(
 )
 def test_parts_add_up_to_the_step(stack: str, layout: dict) -> None:
     spec = run(layout)
-    found = step_time(spec, Engines(cluster("a100", spec.layout.world_size), STACKS[stack]))
+    found = step_time(spec, CostModel(cluster("a100", spec.layout.world_size), STACKS[stack]))
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
     assert min(found.parts.values()) >= 0
     flops = spec.model.flops_per_token(4096) * spec.train.batch_tokens / spec.layout.world_size
@@ -148,15 +151,15 @@ def test_microbatches_that_are_not_simulated_cost_the_same(
 ) -> None:
     layout = {"pp": 4, "schedule": schedule, "micro_batch": 1}
     spec = run(layout, sequences=128, length=512)
-    short = step_time(spec, Engines(cluster("a100", 4)))
+    short = step_time(spec, CostModel(cluster("a100", 4)))
     monkeypatch.setattr(estimate, "_SIMULATED", 10**6)
-    long = step_time(spec, Engines(cluster("a100", 4)))
+    long = step_time(spec, CostModel(cluster("a100", 4)))
     assert long.repeated == 0 < short.repeated
     assert short.seconds == pytest.approx(long.seconds, rel=0.01)
 
 
 def test_sharding_more_holds_less() -> None:
-    held = [memory(run({"dp": 8, "zero": zero}), Engines(A100)) for zero in (0, 1, 2, 3)]
+    held = [memory(run({"dp": 8, "zero": zero}), CostModel(A100)) for zero in (0, 1, 2, 3)]
     assert held[0].optimiser == pytest.approx(8 * held[1].optimiser)
     assert held[1].gradients == pytest.approx(8 * held[2].gradients)
     sizes = [each.parameters + each.gradients + each.optimiser for each in held]
@@ -166,7 +169,7 @@ def test_sharding_more_holds_less() -> None:
 
 def test_recomputing_more_keeps_less_and_takes_longer() -> None:
     specs = [run({"dp": 8}, recompute={"policy": policy}) for policy in ("none", "selective", "full")]
-    on = Engines(A100)
+    on = CostModel(A100)
     assert [memory(spec, on).activations for spec in specs] == sorted(
         (memory(spec, on).activations for spec in specs), reverse=True
     )
@@ -177,16 +180,16 @@ def test_recomputing_more_keeps_less_and_takes_longer() -> None:
 def test_a_faster_device_is_faster() -> None:
     spec = run({"dp": 8, "zero": 1})
     slow = replace(A100, device=replace(A100.device, rates=Rates(matmul=0.4, memory=0.4)))
-    assert step_time(spec, Engines(slow)).seconds > step_time(spec, Engines(A100)).seconds
+    assert step_time(spec, CostModel(slow)).seconds > step_time(spec, CostModel(A100)).seconds
 
 
 def test_experts_cost_what_they_compute_and_send() -> None:
     layout = {"dp": 8, "ep": 8, "zero": 1}
     spec = run(layout, model="mixtral-8x7b", sequences=32)
-    found = step_time(spec, Engines(cluster("h100", 8)))
+    found = step_time(spec, CostModel(cluster("h100", 8)))
     assert found.parts["expert axis"] > 0
     alone = step_time(
         spec.model_copy(update={"layout": spec.layout.model_copy(update={"ep": 1})}),
-        Engines(cluster("h100", 8)),
+        CostModel(cluster("h100", 8)),
     )
     assert alone.parts["expert axis"] == 0

@@ -8,20 +8,20 @@ from functools import cache
 
 import pytest
 
-from meshwright.planner.assumptions import MOST, figures
-from meshwright.planner.candidates import TIE
-from meshwright.planner.communication import communication
-from meshwright.planner.engines import Engines
-from meshwright.planner.estimate import step_time
-from meshwright.planner.explain import Explanation, explain
-from meshwright.planner.explain_text import WIDTH, text
-from meshwright.planner.hardware import cluster
-from meshwright.planner.neighbours import TERMS, changes
-from meshwright.planner.own_memory import fullest, needs
-from meshwright.planner.reasons import reasons
-from meshwright.planner.stack import STACKS
-from meshwright.planner.timing import Timing
-from meshwright.planner.wire import traffic
+from meshwright.hardware.cluster import cluster
+from meshwright.planner.cost.model import CostModel
+from meshwright.planner.cost.software import STACKS
+from meshwright.planner.cost.step import step_time
+from meshwright.planner.cost.timing import Timing
+from meshwright.planner.explain.candidate import TIE
+from meshwright.planner.explain.explanation import Explanation, explain
+from meshwright.planner.explain.link_load import communication
+from meshwright.planner.explain.neighbours import TERMS, changes
+from meshwright.planner.explain.reasons import reasons
+from meshwright.planner.explain.sensitivity import MOST, figures
+from meshwright.planner.explain.text import WIDTH, text
+from meshwright.planner.memory.exact import fullest, needs
+from meshwright.planner.traffic.traffic import traffic
 from meshwright.spec import RunSpec, UserError
 
 LAYOUTS = {
@@ -44,8 +44,8 @@ def run(layout: dict, model: str = "llama2-7b", sequences: int = 64) -> RunSpec:
     )
 
 
-def engines(spec: RunSpec, name: str = "h100") -> Engines:
-    return Engines(cluster(name, spec.layout.world_size))
+def engines(spec: RunSpec, name: str = "h100") -> CostModel:
+    return CostModel(cluster(name, spec.layout.world_size))
 
 
 @cache
@@ -128,7 +128,7 @@ def test_nothing_is_hidden_by_a_stack_that_overlaps_nothing() -> None:
     )
     hidden = []
     for stack in (bare, STACKS["megatron-core"]):
-        on = Engines(cluster("h100", 8), stack)
+        on = CostModel(cluster("h100", 8), stack)
         hidden.append([each.hidden for each in communication(spec, on, step_time(spec, on))])
     assert hidden[0] == pytest.approx([0.0, 0.0])
     assert all(share > 0.1 for share in hidden[1])
@@ -209,7 +209,7 @@ def test_a_quick_look_is_no_more_than_the_step_and_an_exact_one_is_the_step(name
             assert timing.least(on) <= timed.seconds * (1 + 1e-9), change.words
 
 
-def preferred(found: Explanation, on: Engines, capacity: float) -> set[str]:
+def preferred(found: Explanation, on: CostModel, capacity: float) -> set[str]:
     """By timing everything again: what is ahead of the chosen layout then, and was not before."""
     chosen, holds = step_time(found.spec, on).seconds, found.fullest.device <= capacity
     ahead = set()
@@ -294,4 +294,4 @@ def test_the_text_is_within_its_columns_and_json_is_plain(name: str) -> None:
 def test_a_cluster_of_another_size_is_a_sentence() -> None:
     spec = run({"dp": 8})
     with pytest.raises(UserError, match=r"is 8 ranks, but h100-sxm has 16 devices"):
-        explain(spec, Engines(cluster("h100", 16)))
+        explain(spec, CostModel(cluster("h100", 16)))

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.planner.fault_simulation import simulate
-from meshwright.planner.goodput import (
+from meshwright.reliability.goodput import (
     DAY,
     HOUR,
     Faults,
@@ -22,6 +21,7 @@ from meshwright.planner.goodput import (
     system_mtbf,
     young,
 )
+from meshwright.reliability.monte_carlo import simulate
 from meshwright.spec import UserError
 
 LLAMA_3 = 54 * 24 * 16384 / 419

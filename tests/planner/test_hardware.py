@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.planner.catalogue import ALIASES, CUDA_NAMES
-from meshwright.planner.hardware import (
+from meshwright.hardware.catalogue import ALIASES, CUDA_NAMES
+from meshwright.hardware.cluster import (
     FORMATS,
     Attention,
     Cluster,
@@ -24,7 +24,7 @@ from meshwright.planner.hardware import (
     to_json,
     with_network,
 )
-from meshwright.planner.hardware_file import write
+from meshwright.hardware.hardware_file import write
 from meshwright.spec.errors import UserError
 
 KNOWN = catalogue()

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.planner.bounds import shape
-from meshwright.planner.engines import Engines
-from meshwright.planner.hardware import cluster
-from meshwright.planner.in_flight import peak_activations
-from meshwright.planner.memory import held_microbatches, memory
-from meshwright.planner.own_memory import fullest, shortened
-from meshwright.planner.states import states
+from meshwright.hardware.cluster import cluster
+from meshwright.planner.cost.lower_bounds import shape
+from meshwright.planner.cost.model import CostModel
+from meshwright.planner.memory.exact import fullest, shortened
+from meshwright.planner.memory.generic import held_microbatches, memory
+from meshwright.planner.memory.in_flight import peak_activations
+from meshwright.planner.memory.states import states
 from meshwright.schedule import NAMES, make
-from meshwright.schedule.check import peak
+from meshwright.schedule.validate import peak
 from meshwright.spec import RunSpec
 from meshwright.spec.layout import HOLD_ALL, ONE_STAGE
 from small import spec_of
@@ -43,7 +43,7 @@ def test_no_more_is_held_than_the_lists_of_all_microbatches_hold(name: str, rank
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ranks", [2, 3, 6])
 def test_the_run_that_is_looked_at_needs_what_the_whole_one_does(name: str, ranks: int) -> None:
-    on = Engines(cluster("h100", ranks))
+    on = CostModel(cluster("h100", ranks))
     few, many = run(name, ranks, 5 * ranks), run(name, ranks, 11 * ranks)
     for rank in range(ranks):
         assert states(few, rank) == states(many, rank) == states(shortened(many), rank)

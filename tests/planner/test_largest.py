@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from meshwright import api
-from meshwright.planner.hardware import cluster
-from meshwright.planner.largest import described, feasible, largest_model, sized, with_model
-from meshwright.planner.stack import MESHWRIGHT
-from meshwright.planner.wish import Wish, base_run
+from meshwright.hardware.cluster import cluster
+from meshwright.planner.cost.software import MESHWRIGHT
+from meshwright.planner.search.objectives import described, feasible, largest_model, sized, with_model
+from meshwright.planner.search.request import PlanRequest, base_run
 from meshwright.spec import ModelSpec, RunSpec, UserError, load
 from meshwright.spec.toml import to_toml
 
 SMALL: dict[str, Any] = {"seq_len": 1024, "batch_tokens": "64k"}
 
 
-def wish(model: str, gpus: int, seq_len: int = 1024) -> Wish:
+def wish(model: str, gpus: int, seq_len: int = 1024) -> PlanRequest:
     where = cluster("h100", gpus)
-    return Wish(base_run(model, where, seq_len, 64 * seq_len, ())[0], where, MESHWRIGHT)
+    return PlanRequest(base_run(model, where, seq_len, 64 * seq_len, ())[0], where, MESHWRIGHT)
 
 
 SHAPES = ("llama3-8b", "qwen3-32b", "gpt3-175b", "mixtral-8x7b", "deepseek-v3", "base")

@@ -8,8 +8,8 @@ from math import inf, log
 
 import pytest
 
-from meshwright.planner.hardware import Attention, Collective, Matmul, Measured
-from meshwright.planner.measured import attention_seconds, collective_seconds, matmul_seconds
+from meshwright.hardware.cluster import Attention, Collective, Matmul, Measured
+from meshwright.hardware.measurements import attention_seconds, collective_seconds, matmul_seconds
 
 
 def machine(m: int, n: int, k: int) -> float:

@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.planner.axes import Group
-from meshwright.planner.engines import Engines
-from meshwright.planner.estimate import step_time
-from meshwright.planner.hardware import (
+from meshwright.hardware.cluster import (
     Attention,
     Cluster,
     Collective,
@@ -23,10 +20,13 @@ from meshwright.planner.hardware import (
     Measured,
     cluster,
 )
-from meshwright.planner.kernels import Kernels
-from meshwright.planner.links import Links
-from meshwright.planner.shared_cores import Places, SharedCores, makespan, period, shared_cores
-from meshwright.planner.stack import MESHWRIGHT, MESHWRIGHT_ON_CPU
+from meshwright.planner.cost.collectives import CollectiveCosts
+from meshwright.planner.cost.kernels import KernelCosts
+from meshwright.planner.cost.model import CostModel
+from meshwright.planner.cost.shared_cores import Places, SharedCores, makespan, period, shared_cores
+from meshwright.planner.cost.software import MESHWRIGHT, MESHWRIGHT_ON_CPU
+from meshwright.planner.cost.step import step_time
+from meshwright.planner.group_shapes import GroupShape
 from meshwright.schedule import StageCost, schedule_of, simulate
 from meshwright.spec import Layout, RunSpec
 
@@ -85,43 +85,43 @@ def run(layout: dict[str, Any], **train: int) -> RunSpec:
 
 
 def seconds(on: Cluster, layout: dict[str, Any]) -> float:
-    return step_time(run(layout), Engines(on)).seconds
+    return step_time(run(layout), CostModel(on)).seconds
 
 
 def test_measured_products_and_messages_are_taken_where_they_are() -> None:
     found = profiled()
-    kernels = Kernels(found.device, measured=found.measured)
+    kernels = KernelCosts(found.device, measured=found.measured)
     assert kernels.matmul("fp32", 512, 512, 512) == pytest.approx(2 * 512**3 / RATE)
     assert kernels.matmul("fp32", 512, 512, 512, batch=3) == pytest.approx(6 * 512**3 / RATE)
     assert kernels.moved(MEMORY) == pytest.approx(1.0)
-    links = Links(found)
+    links = CollectiveCosts(found)
     for name in OPERATIONS[:5]:
-        assert links.collective(name, 2**24, Group(4, 1)) == pytest.approx(1e-4 + 2**24 / 1e9)
+        assert links.collective(name, 2**24, GroupShape(4, 1)) == pytest.approx(1e-4 + 2**24 / 1e9)
     assert links.message(2**17, 1) == pytest.approx(1e-4 + 2**17 / 1e9)
 
 
 def test_what_was_not_measured_is_computed() -> None:
     found = profiled()
-    bare, known = Kernels(found.device), Kernels(found.device, measured=found.measured)
+    bare, known = KernelCosts(found.device), KernelCosts(found.device, measured=found.measured)
     assert known.matmul("bf16", 512, 512, 512) == bare.matmul("bf16", 512, 512, 512)
     assert known.attention_of("bf16", 1, 8, 4, 64, 512) is None
     assert found.measured is not None
     without = replace(found, measured=replace(found.measured, collectives=()))
-    assert Links(without).collective("all_reduce", 2**20, Group(4, 1)) == Links(
+    assert CollectiveCosts(without).collective("all_reduce", 2**20, GroupShape(4, 1)) == CollectiveCosts(
         replace(found, measured=None)
-    ).collective("all_reduce", 2**20, Group(4, 1))
+    ).collective("all_reduce", 2**20, GroupShape(4, 1))
 
 
 def test_a_stack_is_that_of_the_device() -> None:
-    assert Engines(profiled()).stack is MESHWRIGHT_ON_CPU
-    assert Engines(cluster("h100")).stack is MESHWRIGHT
+    assert CostModel(profiled()).stack is MESHWRIGHT_ON_CPU
+    assert CostModel(cluster("h100")).stack is MESHWRIGHT
 
 
 @pytest.mark.parametrize(
     "layout", [{"dp": 4}, {"tp": 4}, {"pp": 4}, {"tp": 2, "pp": 2}, {"cp": 4, "zero": 3}]
 )
 def test_parts_add_up_on_a_measured_machine(layout: dict[str, Any]) -> None:
-    found = step_time(run(layout), Engines(profiled()))
+    found = step_time(run(layout), CostModel(profiled()))
     assert sum(found.parts.values()) == pytest.approx(found.seconds)
     assert min(found.parts.values()) >= 0
 
@@ -131,7 +131,9 @@ def test_slower_measurements_make_slower_steps() -> None:
     assert here.measured is not None
     slow = tuple(each._replace(seconds=3 * each.seconds) for each in here.measured.collectives)
     other = replace(here, measured=replace(here.measured, collectives=slow))
-    messages = sum(step_time(run(layout), Engines(here)).parts[axis] for axis in ("tensor axis", "data axis"))
+    messages = sum(
+        step_time(run(layout), CostModel(here)).parts[axis] for axis in ("tensor axis", "data axis")
+    )
     assert seconds(other, layout) > seconds(here, layout) + messages
 
 
@@ -193,7 +195,7 @@ def test_a_bubble_costs_less_where_cores_are_shared() -> None:
 
 def test_a_slow_link_keeps_tensor_ranks_inside_a_host() -> None:
     """The best of all layouts has no tensor ranks on two hosts, whatever schedule or stage it has."""
-    two, best = Engines(profiled(hosts=2, local=2, cores=1)), {}
+    two, best = CostModel(profiled(hosts=2, local=2, cores=1)), {}
     for sizes in product((1, 2, 4), repeat=4):
         shape = dict(zip(("dp", "cp", "tp", "pp"), sizes, strict=True))
         if prod(sizes) != 4:

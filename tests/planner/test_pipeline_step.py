@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.planner.activations import activations
-from meshwright.planner.pipeline import Durations, Machine, PipelineStep, message_bytes, step
+from meshwright.planner.memory.activations import activations
+from meshwright.planner.simulated_pipeline import Durations, Machine, PipelineStep, message_bytes, step
 from meshwright.schedule import NAMES, Link, ScheduleError, StageCost, make, simulate
 from meshwright.spec import RunSpec
 from meshwright.spec.load import from_tree

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from meshwright import api
-from meshwright.planner.hardware import cluster
+from meshwright.hardware.cluster import cluster
+from meshwright.planner.cost.uncertainty import SIGMA_TIME, SURE, fits_probability, fitting, interval
 from meshwright.planner.plan import Plan
-from meshwright.planner.uncertainty import SIGMA_TIME, SURE, fits_probability, fitting, interval
-from meshwright.planner.wish import batch_of
+from meshwright.planner.search.request import batch_of
 from meshwright.spec import RunSpec, UserError, load
 from meshwright.spec.toml import to_toml
 

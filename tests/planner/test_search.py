@@ -10,17 +10,17 @@ from typing import Any, get_args
 
 import pytest
 
-from meshwright.planner.engines import Engines
-from meshwright.planner.estimate import step_time
-from meshwright.planner.hardware import Cluster, cluster
-from meshwright.planner.least import least_memory
-from meshwright.planner.memory import memory
-from meshwright.planner.search import search
-from meshwright.planner.space import Space
-from meshwright.planner.stack import MESHWRIGHT, STACKS
+from meshwright.hardware.cluster import Cluster, cluster
+from meshwright.planner.cost.model import CostModel
+from meshwright.planner.cost.software import MESHWRIGHT, STACKS
+from meshwright.planner.cost.step import step_time
+from meshwright.planner.layout_space import LayoutSpace
+from meshwright.planner.memory.generic import memory
+from meshwright.planner.search.branch_and_bound import search
+from meshwright.planner.search.least_memory import least_memory
 from meshwright.spec import RunSpec, UserError
+from meshwright.spec.arithmetic import divisors
 from meshwright.spec.layout import ContextMode, Order, ScheduleName
-from meshwright.spec.numbers import divisors
 
 
 def run(model: dict[str, Any], seq_len: int = 64, sequences: int = 8) -> RunSpec:
@@ -38,7 +38,7 @@ DENSE = {"preset": "tiny", "layers": 5, "kv_heads": 2}
 EXPERTS = {"preset": "moe-tiny", "layers": 3, "moe": {"experts": 4, "ffn": 2}}
 
 
-def every_spec(space: Space) -> Iterator[RunSpec]:
+def every_spec(space: LayoutSpace) -> Iterator[RunSpec]:
     """Each layout of a space, level by level."""
     for inner in space.inner():
         for ep, etp in space.experts(space.ranks):
@@ -94,14 +94,14 @@ def essence(spec: RunSpec) -> tuple[Any, ...]:
 @pytest.mark.parametrize(("model", "ranks"), [(DENSE, 4), (DENSE, 3), (EXPERTS, 2), (DENSE, 1)])
 def test_the_space_is_what_the_rules_accept(model: dict[str, Any], ranks: int) -> None:
     base = run(model, seq_len=48, sequences=6 if ranks == 3 else 4)
-    made = [essence(spec) for spec in every_spec(Space(base, ranks, {"policy": "none"}))]
+    made = [essence(spec) for spec in every_spec(LayoutSpace(base, ranks, {"policy": "none"}))]
     assert len(made) == len(set(made)) > 0
     assert set(made) == {essence(spec) for spec in accepted(base, ranks)}
 
 
 def test_every_layout_of_a_larger_space_validates() -> None:
     base, chosen = run(EXPERTS, sequences=16), random.Random(5)
-    for spec in every_spec(Space(base, 8)):
+    for spec in every_spec(LayoutSpace(base, 8)):
         if chosen.random() < 0.01:
             assert RunSpec.model_validate(spec.to_json()).to_json() == spec.to_json()
             assert spec.layout.world_size == 8
@@ -115,11 +115,11 @@ def test_the_search_finds_what_brute_force_does(seed: int) -> None:
     sequences = ranks * chosen.choice([1, 2, 4])
     base = run(model, chosen.choice([32, 256]), sequences)
     stack = STACKS[chosen.choice(["meshwright", "megatron-2021", "fsdp"])]
-    on = Engines(cluster(chosen.choice(["h100", "rtx-4090", "gh200"]), ranks), stack)
+    on = CostModel(cluster(chosen.choice(["h100", "rtx-4090", "gh200"]), ranks), stack)
     fixed: dict[str, Any] = {"sequence_parallel": True} if seed % 3 else {"context_mode": "ring"}
     fixed |= {"policy": chosen.choice(["none", "selective", "full"])} if ranks > 2 else {}
     fixed |= {"context_mode": "ring", "etp": chosen.choice([1, 2])} if seed % 2 and ranks > 2 else {}
-    space = Space(base, ranks, fixed)
+    space = LayoutSpace(base, ranks, fixed)
     every = []
     for spec in every_spec(space):
         every.append((step_time(spec, on).seconds, memory(spec, on).device))
@@ -152,29 +152,34 @@ def test_no_order_of_the_axes_is_better_than_the_best_that_is_found(
     seq_len: int, sequences: int, batch: int
 ) -> None:
     base, ranks = run(DENSE, seq_len, sequences), 4
-    on, fixed = Engines(small_nodes(ranks)), {"policy": "none", "micro_batch": batch, "context_mode": "ring"}
+    on, fixed = (
+        CostModel(small_nodes(ranks)),
+        {"policy": "none", "micro_batch": batch, "context_mode": "ring"},
+    )
     every = []
     for order in get_args(Order):
-        for spec in every_spec(Space(base, ranks, fixed | {"order": order})):
+        for spec in every_spec(LayoutSpace(base, ranks, fixed | {"order": order})):
             every.append(step_time(spec, on).seconds)
     levels = [level.devices for level in on.cluster.levels]
-    (best,) = search(Space(base, ranks, fixed, levels=levels), on, 80e9, 1).best
+    (best,) = search(LayoutSpace(base, ranks, fixed, levels=levels), on, 80e9, 1).best
     assert best.seconds == pytest.approx(min(every), rel=1e-9)
 
 
 def test_an_order_that_brings_pipeline_ranks_closer_is_among_the_choices() -> None:
     base = run(DENSE, sequences=8)
-    space = Space(base, 4, {"policy": "none"}, levels=[2, 4])
+    space = LayoutSpace(base, 4, {"policy": "none"}, levels=[2, 4])
     assert {spec.layout.order for spec in every_spec(space)} == set(get_args(Order))
-    assert {spec.layout.order for spec in every_spec(Space(base, 4, levels=[4]))} == {"pp-replicate-dp-tp"}
+    assert {spec.layout.order for spec in every_spec(LayoutSpace(base, 4, levels=[4]))} == {
+        "pp-replicate-dp-tp"
+    }
 
 
 def test_the_search_knows_that_ranks_share_cores() -> None:
     base, on = (
         run(DENSE, sequences=8),
-        Engines(replace(cluster("cpu", 4), device=replace(cluster("cpu", 4).device, units=2))),
+        CostModel(replace(cluster("cpu", 4), device=replace(cluster("cpu", 4).device, units=2))),
     )
-    space = Space(base, 4, {"policy": "none", "sequence_parallel": True, "context_mode": "ring"})
+    space = LayoutSpace(base, 4, {"policy": "none", "sequence_parallel": True, "context_mode": "ring"})
     every = sorted(step_time(spec, on).seconds for spec in every_spec(space))
     found = search(space, on, 80e9, 8)
     assert on.shared is not None
@@ -183,8 +188,8 @@ def test_the_search_knows_that_ranks_share_cores() -> None:
 
 def test_any_layout_that_fits_is_an_answer_where_any_will_do() -> None:
     base = run(DENSE)
-    on = Engines(cluster("h100", 4))
-    space = Space(base, 4)
+    on = CostModel(cluster("h100", 4))
+    space = LayoutSpace(base, 4)
     found = search(space, on, 80e9, any_will_do=True)
     assert len(found.best) == 1 and found.best[0].memory <= 80e9
     assert not search(space, on, 0.5e9, any_will_do=True).best  # less than a context takes
@@ -193,18 +198,18 @@ def test_any_layout_that_fits_is_an_answer_where_any_will_do() -> None:
 def test_estimates_do_not_depend_on_what_was_asked_before() -> None:
     """Engines remember blocks; what data ranks change is not of them."""
     base, seen = run(EXPERTS, sequences=16), random.Random(1)
-    specs = [spec for spec in every_spec(Space(base, 8, {"policy": "full"})) if seen.random() < 0.004]
-    on = Engines(cluster("h100", 8), MESHWRIGHT)
+    specs = [spec for spec in every_spec(LayoutSpace(base, 8, {"policy": "full"})) if seen.random() < 0.004]
+    on = CostModel(cluster("h100", 8), MESHWRIGHT)
     for spec in specs:
-        alone = Engines(cluster("h100", 8), MESHWRIGHT)
+        alone = CostModel(cluster("h100", 8), MESHWRIGHT)
         assert step_time(spec, on).seconds == step_time(spec, alone).seconds
         assert memory(spec, on) == memory(spec, alone)
 
 
 def test_the_best_so_far_is_told_as_it_is_found() -> None:
     told: list[float] = []
-    on = Engines(cluster("h100", 8))
-    found = search(Space(run(DENSE), 8), on, 80e9, 1, lambda best, _: told.append(best.seconds))
+    on = CostModel(cluster("h100", 8))
+    found = search(LayoutSpace(run(DENSE), 8), on, 80e9, 1, lambda best, _: told.append(best.seconds))
     assert told == sorted(told, reverse=True) and told[-1] == found.best[0].seconds
     times = [each.seconds for each in found.seen]
     needs = [each.memory for each in found.seen]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.planner.states import states
+from meshwright.planner.memory.states import states
 from meshwright.spec import load
 
 MEASURED = {0: 575_824_972, 1: 287_912_524, 2: 191_941_708, 3: 127_961_164}

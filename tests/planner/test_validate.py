@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.planner import validation_page
-from meshwright.planner.calibration import is_used
-from meshwright.planner.published import PUBLISHED, PredictionError, case_of, read
-from meshwright.planner.validate import Validation, kendall, report, skipped_rows, validate
+from meshwright.planner.validation import page as validation_page
+from meshwright.planner.validation.calibration import is_used
+from meshwright.planner.validation.cases import PUBLISHED, PredictionError, case_of, read
+from meshwright.planner.validation.metrics import Validation, kendall, report, skipped_rows, validate
 from meshwright.spec import UserError
 
 DOCS = Path(__file__).parents[2] / "docs"

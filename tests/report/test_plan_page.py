@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.planner.engines import Engines
-from meshwright.planner.estimate import step_time
-from meshwright.planner.explain import describe
-from meshwright.planner.hardware import cluster
-from meshwright.planner.neighbours import TERMS
-from meshwright.planner.own_memory import fullest
-from meshwright.planner.words import gigabytes, seconds
+from meshwright.hardware.cluster import cluster
+from meshwright.planner.cost.model import CostModel
+from meshwright.planner.cost.step import step_time
+from meshwright.planner.explain.explanation import describe
+from meshwright.planner.explain.neighbours import TERMS
+from meshwright.planner.memory.exact import fullest
 from meshwright.report.plan_page import AXIS_COLOURS, MEMORY_COLOURS, TIME_COLOURS, write_plan_page
 from meshwright.spec import RunSpec, UserError
+from meshwright.units import gigabytes, seconds
 
 
 def run(layout: dict, model: str = "llama2-7b") -> RunSpec:
@@ -39,7 +39,7 @@ PLANS = (
     run({"dp": 8, "tp": 4, "zero": 1}),
     run({"dp": 16, "tp": 4, "zero": 1}),
 )
-ON = Engines(cluster("h100", 32))
+ON = CostModel(cluster("h100", 32))
 PARETO = tuple((step_time(spec, ON).seconds, fullest(spec, ON).device) for spec in PLANS[:2])
 SECTIONS = (
     "Where the time goes",
@@ -106,7 +106,7 @@ def test_plans_are_told_in_their_order_also_those_of_more_devices(html: str) -> 
     rows = re.findall(r"<tr><td.*?</tr>", part(html, "The plans in numbers"))
     assert len(rows) == len(PLANS)
     for row, spec in zip(rows, PLANS, strict=True):
-        on = Engines(cluster("h100", spec.layout.world_size))
+        on = CostModel(cluster("h100", spec.layout.world_size))
         assert describe(spec) in row and f">{seconds(step_time(spec, on).seconds)}<" in row
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from meshwright.report import Progress
 from meshwright.report import format as fmt
-from meshwright.train.observer import Observers
+from meshwright.train.callbacks import Observers
 
 
 class Clock:

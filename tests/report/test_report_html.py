@@ -14,7 +14,7 @@ import pytest
 
 from meshwright.report import RunRecord, write_report
 from meshwright.spec import UserError, load
-from meshwright.train.observer import Observers
+from meshwright.train.callbacks import Observers
 
 VOID = {"meta", "input", "br", "img", "link", "hr"}
 RESULT: dict[str, Any] = {

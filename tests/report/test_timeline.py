@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from meshwright.planner.words import seconds
 from meshwright.report import write_timeline, write_trace
 from meshwright.report.timeline import TICKS
 from meshwright.schedule import Link, Simulation, StageCost, make, simulate
 from meshwright.spec import UserError
+from meshwright.units import seconds
 
 COST = StageCost(0.011, 0.012, 0.007, activations=1e6, output=1e6)
 

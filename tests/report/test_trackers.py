@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.report import make_trackers
 from meshwright.spec import UserError
-from meshwright.train.observer import Observers
+from meshwright.train.callbacks import Observers
 
 
 def drive(name: str, out: Path, first: int, last: int, end: bool) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.schedule import NAMES, StageCost, make, simulate
-from meshwright.schedule.closed_form import idle
+from meshwright.schedule.bubble_formulas import idle
 
 V = ("zb-v", "v-half", "v-min", "dualpipe-v")
 seconds = st.floats(0.01, 10)

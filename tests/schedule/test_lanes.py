@@ -25,7 +25,7 @@ from meshwright.schedule import (
     replay,
     steps,
 )
-from meshwright.schedule.flow import flow_of
+from meshwright.schedule.dependency_graph import flow_of
 from meshwright.schedule.lanes import LaneOf
 from meshwright.schedule.posting import proofs
 from meshwright.spec import Layout

@@ -22,7 +22,7 @@ from meshwright.schedule import (
     make,
     simulate,
 )
-from meshwright.schedule.flow import flow_of
+from meshwright.schedule.dependency_graph import flow_of
 
 UNIT = StageCost(1, 1, 1)
 V = ("zb-v", "v-half", "v-min", "dualpipe-v")

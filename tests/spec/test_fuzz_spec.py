@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.spec import UserError
-from meshwright.spec.keys import known_keys
 from meshwright.spec.load import from_tree
+from meshwright.spec.schema import known_keys
 from meshwright.spec.toml import to_toml
 
 KEYS = sorted(known_keys())

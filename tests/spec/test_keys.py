@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from meshwright.spec import ModelSpec, RunSpec
-from meshwright.spec.keys import known_keys, optional_tables, parts_of, schema
 from meshwright.spec.load import from_tree
+from meshwright.spec.schema import known_keys, optional_tables, parts_of, schema
 
 
 def leaves(tree: dict, prefix: str = "") -> set[str]:

@@ -20,7 +20,7 @@ def model(layers: int, vocab_size: int = 2048) -> ModelSpec:
 
 
 def test_the_names_are_those_of_the_schedules() -> None:
-    from meshwright.spec.keys import known_keys
+    from meshwright.spec.schema import known_keys
 
     assert known_keys()["layout.schedule"].choices == schedule.NAMES
 

@@ -12,12 +12,12 @@ from layouts import draw
 from meshwright import api
 from meshwright.cli.main import main
 from meshwright.parallel.mesh import Mesh
-from meshwright.planner.in_flight import peak_activations
-from meshwright.planner.states import states
-from meshwright.planner.wire import traffic
+from meshwright.planner.memory.in_flight import peak_activations
+from meshwright.planner.memory.states import states
+from meshwright.planner.traffic.traffic import traffic
 from meshwright.spec import RunSpec, UserError, load
 from meshwright.train.dryrun import ACTIVATIONS, MESSAGES, STATES, rehearse
-from meshwright.train.fake_memory import PLAIN, FakeMemory
+from meshwright.train.memory_tracker import PLAIN, FakeMemory
 from meshwright.train.step import Trainer
 from ranks import Ranks
 from small import first_batches, spec_of

@@ -17,14 +17,14 @@ import torch
 
 from layouts import draw
 from meshwright.data.loader import Batch
+from meshwright.hardware.cluster import cluster
 from meshwright.parallel.mesh import Mesh
-from meshwright.planner.engines import Engines
-from meshwright.planner.hardware import cluster
-from meshwright.planner.memory import Memory
-from meshwright.planner.own_memory import needs
+from meshwright.planner.cost.model import CostModel
+from meshwright.planner.memory.exact import needs
+from meshwright.planner.memory.generic import Memory
 from meshwright.spec import RunSpec, load
 from meshwright.train import dryrun
-from meshwright.train.fake_memory import FakeMemory
+from meshwright.train.memory_tracker import FakeMemory
 from meshwright.train.step import Step, Trainer
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ class SecondStep(Trainer):
 
 
 def planned(spec: RunSpec) -> Memory:
-    (found,) = needs(spec, Engines(cluster("h100", spec.layout.world_size)))
+    (found,) = needs(spec, CostModel(cluster("h100", spec.layout.world_size)))
     return found
 
 
@@ -105,5 +105,5 @@ def test_adding_formats_takes_a_copy_on_a_cpu() -> None:
     spec = llama(layout__zero=3, recompute__policy="full", train__batch_tokens=64 * 8192)
     on = cluster("h100", 64)
     cpu = replace(on, device=replace(on.device, kind="cpu"))
-    (there,) = needs(spec, Engines(cpu))
+    (there,) = needs(spec, CostModel(cpu))
     assert there.allocated > planned(spec).allocated

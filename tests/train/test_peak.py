@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.train import peak
+from meshwright.train import matmul_peak as peak
 
 
 @pytest.mark.parametrize("fastest", peak.CPU_SIZES)

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from meshwright import api
+from meshwright.hardware.cluster import Cluster, Collective, cluster
+from meshwright.hardware.measurements import attention_seconds, collective_seconds, matmul_seconds
 from meshwright.parallel.mesh import Mesh
-from meshwright.planner.hardware import Cluster, Collective, cluster
-from meshwright.planner.measured import attention_seconds, collective_seconds, matmul_seconds
+from meshwright.profile.clock import Clock
+from meshwright.profile.links import Spent, collectives, never_less, placements
 from meshwright.spec import Layout, UserError
-from meshwright.train.measure.clock import Clock
-from meshwright.train.measure.links import Spent, collectives, never_less, placements
 from ranks import Ranks
 
 

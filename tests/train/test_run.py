@@ -23,8 +23,8 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import Stopped, UserError
 from meshwright.train import state
-from meshwright.train.loop import Run
-from meshwright.train.observer import Observers
+from meshwright.train.callbacks import Observers
+from meshwright.train.loop import TrainingRun
 from meshwright.train.step import Step, Trainer
 from ranks import Ranks, RanksFailedError
 
@@ -80,7 +80,7 @@ class Notes:
 
 def run_it(mesh: Mesh, spec: RunSpec, out: Path, resume: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The result, and the parameters as float lists by name."""
-    run = Run(spec, mesh, out, Observers([]))
+    run = TrainingRun(spec, mesh, out, Observers([]))
     result = run.execute(resume)
     tensors = {name: tensor.full_tensor().clone() for name, tensor in run.trainer.states.parameters()}
     return result, tensors
@@ -103,7 +103,7 @@ def calls_of_a_run(mesh: Mesh, spec: RunSpec, out: Path) -> list[object]:
         Trainer, "compile_stages", lambda _, evaluate: calls.append(("compile", evaluate))
     )
     with compiled, patch.object(Trainer, "step", noted):
-        Run(spec, mesh, out, Observers([])).execute(None)
+        TrainingRun(spec, mesh, out, Observers([])).execute(None)
     return calls
 
 
@@ -210,7 +210,7 @@ def test_another_run_is_told_by_its_keys(corpus: Path) -> None:
 
 def run_and_watch(mesh: Mesh, spec: RunSpec, out: Path) -> tuple[list[Any], list[Any]]:
     notes = Notes()
-    Run(spec, mesh, out, Observers([notes])).execute(None)
+    TrainingRun(spec, mesh, out, Observers([notes])).execute(None)
     return notes.rows, notes.events
 
 
@@ -243,7 +243,7 @@ def stopped(mesh: Mesh, spec: RunSpec, out: Path, number: int) -> tuple[str, int
     notes = Signals(number, HALF) if mesh.control.rank == mesh.control.size - 1 else Notes()
     before = signal.getsignal(number)
     with pytest.raises(Stopped) as caught:
-        Run(spec, mesh, out, Observers([notes])).execute(None)
+        TrainingRun(spec, mesh, out, Observers([notes])).execute(None)
     assert signal.getsignal(number) is before
     return str(caught.value), caught.value.code, notes.events
 
@@ -282,7 +282,7 @@ class Published(Notes):
 
 def run_published(mesh: Mesh, spec: RunSpec, out: Path) -> list[int]:
     notes = Published(out / "checkpoints")
-    Run(spec, mesh, out, Observers([notes] if mesh.control.rank == 0 else [])).execute(None)
+    TrainingRun(spec, mesh, out, Observers([notes] if mesh.control.rank == 0 else [])).execute(None)
     return [fields["step"] for kind, fields in notes.events if kind == "checkpoint"]
 
 
@@ -301,7 +301,7 @@ def test_the_result_counts_the_gradients_of_a_sharded_layout(
 
 def poisoned(mesh: Mesh, spec: RunSpec, out: Path, bad_steps: range) -> tuple[list[Any], list[Any], bool]:
     """Make this one rank's gradient NaN in some steps; whether the parameters stayed finite comes last."""
-    run = Run(spec, mesh, out, Observers([notes := Notes()]))
+    run = TrainingRun(spec, mesh, out, Observers([notes := Notes()]))
     states = run.trainer.states
     honest = states._sum_over_tensor
 
@@ -370,7 +370,7 @@ def test_compiled_blocks_train_alike(
 
 def trained(mesh: Mesh, spec: RunSpec, out: Path) -> dict[str, torch.Tensor]:
     """Every parameter and moment of the run's last step, whole."""
-    run = Run(spec, mesh, out, Observers([]))
+    run = TrainingRun(spec, mesh, out, Observers([]))
     run.execute(None)
     return {name: tensor.full_tensor() for name, tensor in state.tensors(run.trainer).items()}
 

@@ -10,8 +10,8 @@ from test_run import Notes
 
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
-from meshwright.train.loop import Run
-from meshwright.train.observer import Observers
+from meshwright.train.callbacks import Observers
+from meshwright.train.loop import TrainingRun
 from ranks import Ranks
 from small import spec_of
 
@@ -32,7 +32,7 @@ class Rounds(Notes):
 
 def rounds_of(mesh: Mesh, spec: RunSpec, out: Path) -> list[tuple[int, int]]:
     notes = Rounds(mesh)
-    Run(spec, mesh, out, Observers([notes])).execute(None)
+    TrainingRun(spec, mesh, out, Observers([notes])).execute(None)
     return notes.seen
 
 

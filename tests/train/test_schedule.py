@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from meshwright.spec.parts import TrainSpec
-from meshwright.train.schedule import learning_rate, peak_rate
+from meshwright.spec.sections import TrainSpec
+from meshwright.train.lr_schedule import learning_rate, peak_rate
 
 
 def rates(**fields: object) -> list[float]:

@@ -11,8 +11,8 @@ from test_run import Notes
 
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
-from meshwright.train.loop import Run
-from meshwright.train.observer import Observers
+from meshwright.train.callbacks import Observers
+from meshwright.train.loop import TrainingRun
 from ranks import Ranks
 from small import spec_of
 
@@ -45,7 +45,7 @@ class Soak(Notes):
 
 def soaked(mesh: Mesh, spec: RunSpec, out: Path) -> list[tuple[int, int, int, int]]:
     soak = Soak()
-    Run(spec, mesh, out, Observers([soak])).execute(None)
+    TrainingRun(spec, mesh, out, Observers([soak])).execute(None)
     return soak.seen
 
 

@@ -16,8 +16,8 @@ from meshwright.infer.sample import held_out_sample
 from meshwright.parallel.collectives import sum_scalars
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
-from meshwright.train.loop import Run
-from meshwright.train.observer import Observers
+from meshwright.train.callbacks import Observers
+from meshwright.train.loop import TrainingRun
 from meshwright.train.step import Trainer
 from ranks import Ranks
 
@@ -84,7 +84,7 @@ def test_a_layout_validates_as_one_device(ranks: Ranks, corpus: Path, flags: dic
 
 
 def last_validation(mesh: Mesh, spec: RunSpec, out: Path) -> dict[str, Any]:
-    return Run(spec, mesh, out, Observers([])).execute(None)
+    return TrainingRun(spec, mesh, out, Observers([])).execute(None)
 
 
 def test_the_last_validation_and_xz_are_limited_too(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from meshwright.model.moe import Router
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
-from meshwright.train.narrow import narrowed
+from meshwright.train.shrink import shrink
 from meshwright.train.verify import verify
 from ranks import Ranks
 from small import spec_of
@@ -157,7 +157,7 @@ def test_a_narrowed_copy_chooses_experts_the_same_way() -> None:
         model__head_dim=192,
         data__seq_len=512, train__batch_tokens=512 * 64,
     )  # fmt: skip
-    small, note = narrowed(spec)
+    small, note = shrink(spec)
     assert note is not None and small.model.moe is not None and spec.model.moe is not None
     kept = {"top_k", "groups", "top_groups", "router", "bias", "scale", "renormalise", "aux_loss"}
     assert small.model.moe.model_dump(include=kept) == spec.model.moe.model_dump(include=kept)

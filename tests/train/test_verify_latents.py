@@ -9,7 +9,7 @@ import pytest
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.spec.parameters import parameters
-from meshwright.train.narrow import narrowed
+from meshwright.train.shrink import shrink
 from meshwright.train.verify import verify
 from ranks import Ranks
 from small import spec_of
@@ -69,7 +69,7 @@ def test_a_narrowed_copy_keeps_the_latents() -> None:
         model__mla__v_dim=128, model__mla__rope_dim=64, model__mla__kv_rank=512, data__seq_len=4096,
         train__batch_tokens=4096 * 8, layout__tp=4,
     )  # fmt: skip
-    small, note = narrowed(spec)
+    small, note = shrink(spec)
     assert note is not None and small.model.parameters < spec.model.parameters / 100
     found = small.model.mla
     assert found is not None and found.q_rank is not None and found.v_dim < small.model.head_dim

@@ -14,7 +14,7 @@ import pytest
 
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
-from meshwright.train.narrow import narrowed
+from meshwright.train.shrink import shrink
 from meshwright.train.verify import verify
 from ranks import RANKS, Ranks
 from small import spec_of
@@ -120,7 +120,7 @@ def test_a_narrowed_copy_still_goes_with_its_layout() -> None:
         layout__cp=8,
         layout__context_mode="ulysses",
     )
-    small, note = narrowed(spec)
+    small, note = shrink(spec)
     assert note is not None and small.layout.describe() == spec.layout.describe()
     assert small.model.parameters < spec.model.parameters / 10
 

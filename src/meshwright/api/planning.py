@@ -6,16 +6,16 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.planner.engines import Engines
-from meshwright.planner.explain import Explanation
-from meshwright.planner.explain import explain as explain_on
-from meshwright.planner.hardware import Cluster
-from meshwright.planner.hardware import cluster as hardware_of
-from meshwright.planner.hardware_file import check_writable
-from meshwright.planner.hardware_file import write as write_hardware
-from meshwright.planner.pipeline import Durations, Machine
-from meshwright.planner.pipeline import step as pipeline_step
-from meshwright.planner.stack import stack_named
+from meshwright.hardware.cluster import Cluster
+from meshwright.hardware.cluster import cluster as hardware_of
+from meshwright.hardware.hardware_file import check_writable
+from meshwright.hardware.hardware_file import write as write_hardware
+from meshwright.planner.cost.model import CostModel
+from meshwright.planner.cost.software import stack_named
+from meshwright.planner.explain.explanation import Explanation
+from meshwright.planner.explain.explanation import explain as explain_on
+from meshwright.planner.simulated_pipeline import Durations, Machine
+from meshwright.planner.simulated_pipeline import step as pipeline_step
 from meshwright.spec import RunSpec, UserError
 
 if TYPE_CHECKING:
@@ -69,15 +69,15 @@ def explain(
     """Say why a run's layout takes what it takes on a cluster, without torch.
 
     `cluster` is a name of the catalogue, a hardware file or a `Cluster`; it is taken with as many devices as
-    the layout has ranks. `stack` is the program that runs (`meshwright.planner.stack.STACKS`). `out` is the
-    page to write. The explanation has `time`, `memories`, `axes`, `neighbours`, `assumptions`, `to_json()`,
-    and is text by `meshwright.planner.explain_text.text`. Raises `UserError`.
+    the layout has ranks. `stack` is the program that runs (`meshwright.planner.cost.software.STACKS`). `out`
+    is the page to write. The explanation has `time`, `memories`, `axes`, `neighbours`, `assumptions`,
+    `to_json()`, and is text by `meshwright.planner.explain.text.text`. Raises `UserError`.
     """
     from meshwright.report.plan_page import write_explanation
 
     ranks = spec.layout.world_size
     found = hardware_of(cluster, ranks) if isinstance(cluster, str) else cluster.resized(ranks)
-    result = explain_on(spec, Engines(found, stack_named(stack)))
+    result = explain_on(spec, CostModel(found, stack_named(stack)))
     if out is not None:
         write_explanation(Path(out), result)
     return result
@@ -107,8 +107,8 @@ def goodput(
     `restarting`, `tokens_per_day`, `days`, `cost` (of `tokens`, at `price` a device-hour) and more. `every`
     is a number of steps between saves to take instead; `runs` simulates so many runs too. Raises `UserError`.
     """
-    from meshwright.planner import goodput as planner
-    from meshwright.planner.fault_simulation import simulate as play
+    from meshwright.reliability import goodput as planner
+    from meshwright.reliability.monte_carlo import simulate as play
 
     mtbf = planner.system_mtbf(mtbf_hours, device_mtbf_hours, devices)
     faults = planner.Faults(mtbf, save_seconds, restart_seconds, background_seconds)
@@ -135,8 +135,8 @@ def validate(table: Path | None = None, *, rows: bool = False, by: str = "source
     `by_source`, and by what the column `by` says (source, model or gpu); with `rows`, `each` row too, and
     of those that are not predicted `skipped_rows` (row, source, reason). Raises `UserError`.
     """
-    from meshwright.planner import validate as planner
-    from meshwright.planner.published import PUBLISHED
+    from meshwright.planner.validation import metrics as planner
+    from meshwright.planner.validation.cases import PUBLISHED
 
     found = planner.validate(Path(table) if table else PUBLISHED)
     result = planner.report(found, by)
@@ -173,7 +173,7 @@ def profile(*, nproc: int | None = None, seconds: float = 120.0, out: Path | Non
 def profile_worker(*, seconds: float = 120.0, out: Path | None = None) -> Cluster | None:
     """`profile` as one rank: the first returns the cluster and writes the file, others return None."""
     from meshwright.launch.world import device_of
-    from meshwright.train.measure.profile import profile as profile_rank
+    from meshwright.profile.profile import profile as profile_rank
 
     check_writable(out)
     with device_of() as device:
@@ -199,6 +199,6 @@ def dryrun(
     `pipeline_rank` and `units`, and in bytes `peak`, `components` and `modules` at the peak, `most` of each
     component at any time, `states`, and `wire` (rows of axis, operation, bytes, calls). Raises `UserError`.
     """
-    from meshwright.train.rehearsals import rehearsals
+    from meshwright.train.dryrun_report import rehearsals
 
     return rehearsals(spec, world=world, rank=rank, all_stages=all_stages, device=device)

@@ -14,7 +14,7 @@ from meshwright.spec.rules import ranks_match
 
 if TYPE_CHECKING:
     from meshwright.data.corpus import Corpus
-    from meshwright.train.observer import Observers
+    from meshwright.train.callbacks import Observers
 
 Result = dict[str, Any]
 
@@ -35,7 +35,7 @@ def train(
     `samples_sha256`, `steps` and more. Raises `UserError`.
     """
     from meshwright.launch import run_ranks
-    from meshwright.launch.choose import check_room
+    from meshwright.launch.auto_layout import check_room
 
     ranks = spec.layout.world_size if nproc is None else nproc
     ranks_match(spec, ranks)
@@ -60,8 +60,8 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
     from meshwright.infer.sample import held_out_sample
     from meshwright.launch.world import mesh_of, once_per_host
     from meshwright.report import write_report
-    from meshwright.train.loop import Run
-    from meshwright.train.observer import Observers
+    from meshwright.train.callbacks import Observers
+    from meshwright.train.loop import TrainingRun
 
     with mesh_of(spec) as mesh, ExitStack() as stack:
         first, ranks = mesh.control.rank == 0, mesh.control
@@ -77,7 +77,7 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
 
         watching = stack.enter_context(ranks.together(start))
         once_per_host(ranks, lambda: open_corpus(spec))
-        run = Run(spec, mesh, out, watching, check="lazy")
+        run = TrainingRun(spec, mesh, out, watching, check="lazy")
         ranks.together(lambda: _keep_tokenizer(run.corpus, out, spec.model.max_seq_len) if first else None)
         result = run.execute(resume)
         result["sample"] = held_out_sample(run.trainer, run.corpus)
@@ -126,7 +126,7 @@ def _keep_tokenizer(corpus: Corpus, out: Path, max_seq_len: int) -> None:
 
 def _observers(spec: RunSpec, out: Path, quiet: bool) -> Observers:
     from meshwright.report import Progress, RunRecord, make_trackers
-    from meshwright.train.observer import Observers
+    from meshwright.train.callbacks import Observers
 
     record = RunRecord(out)
     shown = [] if quiet else [Progress()]

@@ -17,13 +17,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from meshwright.checkpoint.hf_pieces import Piece, Shapes, pieces
+from meshwright.checkpoint.hf_pieces import HfTensor, Shapes, pieces
 from meshwright.checkpoint.hf_tokenizer import Ends, write_json, write_tokenizer
 from meshwright.model.decoder import Decoder
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.hf_json import read_json_object
 from meshwright.spec.hf_write import write_hf_config
-from meshwright.spec.tokens import copy_side_files
+from meshwright.spec.special_tokens import copy_side_files
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {
@@ -67,7 +67,7 @@ class HfWeights:
             if piece.expert == shape[0] - 1:
                 yield parameter, stacked.pop()
 
-    def _listed(self) -> list[Piece]:
+    def _listed(self) -> list[HfTensor]:
         """The tensors that should be there, experts and rotary channels in the form that the files have."""
         config = read_json_object(self.folder / "config.json", "model.hf")
         stacked = any(name.endswith(".experts.gate_up_proj") for name in self._files)
@@ -247,7 +247,7 @@ def _check_tensors(wanted: Mapping[str, torch.Size], tensors: Mapping[str, Tenso
 
 
 def _write_weights(
-    folder: Path, shards: list[list[Piece]], tensors: Mapping[str, Tensor], dtype: torch.dtype
+    folder: Path, shards: list[list[HfTensor]], tensors: Mapping[str, Tensor], dtype: torch.dtype
 ) -> None:
     """One file for each shard, with an index for several; one of them in memory at a time."""
     weight_map: dict[str, str] = {}
@@ -263,9 +263,11 @@ def _write_weights(
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _deal(every: list[Piece], shapes: Shapes, dtype: torch.dtype, max_shard_bytes: int) -> list[list[Piece]]:
+def _deal(
+    every: list[HfTensor], shapes: Shapes, dtype: torch.dtype, max_shard_bytes: int
+) -> list[list[HfTensor]]:
     """Consecutive pieces, as many to a shard as fit; a piece larger than a shard has one to itself."""
-    shards: list[list[Piece]] = [[]]
+    shards: list[list[HfTensor]] = [[]]
     room = max_shard_bytes
     for piece in every:
         size = piece.elements(shapes) * dtype.itemsize

@@ -1,4 +1,4 @@
-"""The tensors of HF files, each as a `Piece`: how it is made of the decoder's parameters, and back."""
+"""The tensors of HF files, each as a `HfTensor`: how it is made of the decoder's parameters, and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Piece:
+class HfTensor:
     """One tensor of an HF file: the parameters that it joins along `dim`.
 
     It is `transposed` (GPT-2's Conv1D keeps its weights the other way round), or the part of a parameter
@@ -75,7 +75,7 @@ def _turned(rows: Tensor, heads: int, channels: int, pairs: bool) -> Tensor:
     return torch.cat([still, turning], 1).flatten(0, 1)
 
 
-def pieces(spec: ModelSpec, stacked: bool = False, paired: bool = True) -> list[Piece]:
+def pieces(spec: ModelSpec, stacked: bool = False, paired: bool = True) -> list[HfTensor]:
     """Every tensor of the family's files, in the order of the model; those of one parameter in a row.
 
     Published files have a tensor for each expert; with `stacked` they are those of transformers 5, one for
@@ -86,8 +86,8 @@ def pieces(spec: ModelSpec, stacked: bool = False, paired: bool = True) -> list[
     return list(_llama(spec, stacked, paired))
 
 
-def _llama(spec: ModelSpec, stacked: bool, paired: bool) -> Iterator[Piece]:
-    yield Piece("model.embed_tokens.weight", ("embed.weight",))
+def _llama(spec: ModelSpec, stacked: bool, paired: bool) -> Iterator[HfTensor]:
+    yield HfTensor("model.embed_tokens.weight", ("embed.weight",))
     norms = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     for layer in range(spec.layers):
         ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
@@ -101,24 +101,24 @@ def _llama(spec: ModelSpec, stacked: bool, paired: bool) -> Iterator[Piece]:
             yield from _mixture(spec, f"{ours}.mlp", theirs, stacked)
         else:
             yield from _mlp(f"{ours}.mlp", f"{theirs}.mlp", spec.mlp_bias)
-    yield Piece("model.norm.weight", ("head.norm.weight",))
+    yield HfTensor("model.norm.weight", ("head.norm.weight",))
     if not spec.tied:
-        yield Piece("lm_head.weight", ("head.weight",))
+        yield HfTensor("lm_head.weight", ("head.weight",))
 
 
-def _leaves(hf: str, ours: str, bias: bool = False) -> Iterator[Piece]:
+def _leaves(hf: str, ours: str, bias: bool = False) -> Iterator[HfTensor]:
     for leaf in ("weight", "bias") if bias else ("weight",):
-        yield Piece(f"{hf}.{leaf}", (f"{ours}.{leaf}",))
+        yield HfTensor(f"{hf}.{leaf}", (f"{ours}.{leaf}",))
 
 
-def _attention(spec: ModelSpec, ours: str, theirs: str) -> Iterator[Piece]:
+def _attention(spec: ModelSpec, ours: str, theirs: str) -> Iterator[HfTensor]:
     for x in "qkvo":
         yield from _leaves(f"{theirs}.{x}_proj", f"{ours}.{x}", spec.out_bias if x == "o" else spec.qkv_bias)
     for x in "qk" if spec.qk_norm else "":
         yield from _leaves(f"{theirs}.{x}_norm", f"{ours}.{x}_norm")
 
 
-def _latents(spec: ModelSpec, ours: str, theirs: str, paired: bool) -> Iterator[Piece]:
+def _latents(spec: ModelSpec, ours: str, theirs: str, paired: bool) -> Iterator[HfTensor]:
     assert spec.mla is not None
     rope_dim = spec.mla.rope_dim
     names = {"kv_a_norm": "kv_a_layernorm", "kv": "kv_b_proj", "o": "o_proj"}
@@ -130,38 +130,38 @@ def _latents(spec: ModelSpec, ours: str, theirs: str, paired: bool) -> Iterator[
     turning |= {"kv_a": ("kv_a_proj_with_mqa", 1)}
     for name, (hf, heads) in turning.items():
         pairs = (heads, rope_dim) if paired else None
-        yield Piece(f"{theirs}.{hf}.weight", (f"{ours}.{name}.weight",), turning=pairs)
+        yield HfTensor(f"{theirs}.{hf}.weight", (f"{ours}.{name}.weight",), turning=pairs)
 
 
-def _mlp(ours: str, theirs: str, bias: bool) -> Iterator[Piece]:
+def _mlp(ours: str, theirs: str, bias: bool) -> Iterator[HfTensor]:
     for x in ("gate", "up", "down"):
         yield from _leaves(f"{theirs}.{x}_proj", f"{ours}.{x}", bias)
 
 
-def _mixture(spec: ModelSpec, ours: str, layer: str, stacked: bool) -> Iterator[Piece]:
+def _mixture(spec: ModelSpec, ours: str, layer: str, stacked: bool) -> Iterator[HfTensor]:
     assert spec.moe is not None
     mixtral = spec.family == "mixtral" and not stacked
     theirs = f"{layer}.block_sparse_moe" if mixtral else f"{layer}.mlp"
     yield from _leaves(f"{theirs}.gate", f"{ours}.router")
     if spec.moe.bias:
-        yield Piece(f"{theirs}.gate.e_score_correction_bias", (f"{ours}.router.bias",), exact=True)
+        yield HfTensor(f"{theirs}.gate.e_score_correction_bias", (f"{ours}.router.bias",), exact=True)
     if stacked:
         both = (f"{ours}.experts.gate", f"{ours}.experts.up")
-        yield Piece(f"{theirs}.experts.gate_up_proj", both, dim=1)
-        yield Piece(f"{theirs}.experts.down_proj", (f"{ours}.experts.down",))
+        yield HfTensor(f"{theirs}.experts.gate_up_proj", both, dim=1)
+        yield HfTensor(f"{theirs}.experts.down_proj", (f"{ours}.experts.down",))
     else:
         names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
         for name, hf in zip(("gate", "up", "down"), names, strict=True):
             for expert in range(spec.moe.experts):
                 of_one = f"{theirs}.experts.{expert}.{hf}.weight"
-                yield Piece(of_one, (f"{ours}.experts.{name}",), expert=expert)
+                yield HfTensor(of_one, (f"{ours}.experts.{name}",), expert=expert)
     if spec.moe.shared_ffn:
         yield from _mlp(f"{ours}.shared", f"{theirs}.shared_experts", False)
 
 
-def _gpt2(spec: ModelSpec) -> Iterator[Piece]:
-    yield Piece("transformer.wte.weight", ("embed.weight",))
-    yield Piece("transformer.wpe.weight", ("embed.positions",))
+def _gpt2(spec: ModelSpec) -> Iterator[HfTensor]:
+    yield HfTensor("transformer.wte.weight", ("embed.weight",))
+    yield HfTensor("transformer.wpe.weight", ("embed.positions",))
     norms = {"ln_1": "attn_norm", "ln_2": "mlp_norm"}
     linears = {
         "attn.c_attn": ("attn.q", "attn.k", "attn.v"),
@@ -176,7 +176,7 @@ def _gpt2(spec: ModelSpec) -> Iterator[Piece]:
         for leaf in ("weight", "bias"):
             for hf, names in linears.items():
                 joined = tuple(f"{ours}.{name}.{leaf}" for name in names)
-                yield Piece(f"{theirs}.{hf}.{leaf}", joined, transposed=leaf == "weight")
+                yield HfTensor(f"{theirs}.{hf}.{leaf}", joined, transposed=leaf == "weight")
     yield from _leaves("transformer.ln_f", "head.norm", bias=True)
     if not spec.tied:
-        yield Piece("lm_head.weight", ("head.weight",))
+        yield HfTensor("lm_head.weight", ("head.weight",))

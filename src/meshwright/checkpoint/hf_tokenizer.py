@@ -12,7 +12,7 @@ import tokenizers
 
 from meshwright.spec import UserError
 from meshwright.spec.hf_json import read_json_object
-from meshwright.spec.tokens import KNOWN_ENDS, find_bos, token_name
+from meshwright.spec.special_tokens import KNOWN_ENDS, find_bos, token_name
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshwright.checkpoint.chunks import DTYPE_NAMES, DTYPES, Chunk, local_chunks
 from meshwright.checkpoint.disk import MANIFEST, Disk, parse_step_name
 from meshwright.checkpoint.errors import BadCheckpointError
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.pieces import Part, Piece, Rectangle, common, covers_once
 from meshwright.checkpoint.replicas import Replicas, deal
-from meshwright.parallel.mesh import Wire
-from meshwright.parallel.slots import Trimmed
+from meshwright.checkpoint.save_plan import DTYPE_NAMES, DTYPES, Chunk, local_chunks
+from meshwright.parallel.flat_param import UnpaddedDTensor
+from meshwright.parallel.mesh import TrafficCounter
 from meshwright.spec.errors import UserError, did_you_mean
 
 READ_BYTES = 16 << 20
@@ -99,7 +99,7 @@ def verify_piece(descriptor: int, name: str, piece: Piece, path: Path, disk: Dis
     _check_digest(digest, name, piece, path)
 
 
-def match_tensors(manifest: Manifest, tensors: Mapping[str, Tensor | Trimmed], where: str) -> None:
+def match_tensors(manifest: Manifest, tensors: Mapping[str, Tensor | UnpaddedDTensor], where: str) -> None:
     """Raise UserError, naming the tensor, unless the checkpoint has each with its dtype and shape."""
     for name, tensor in tensors.items():
         entry = manifest.tensors.get(name)
@@ -119,7 +119,7 @@ def match_tensors(manifest: Manifest, tensors: Mapping[str, Tensor | Trimmed], w
 
 
 @dataclass
-class Staged:
+class StagedTensor:
     """A verified rectangle of a live tensor, on the host, that waits for the other ranks' verdict."""
 
     chunk: Chunk
@@ -135,7 +135,7 @@ class Staged:
 class _Copy:
     """What a piece has of a staged rectangle."""
 
-    target: Staged
+    target: StagedTensor
     shared: Rectangle
 
     def run(self, data: Tensor, piece: Piece) -> None:
@@ -171,11 +171,11 @@ class Reading:
     """
 
     def __init__(
-        self, path: Path, manifest: Manifest, tensors: Mapping[str, Tensor | Trimmed], disk: Disk
+        self, path: Path, manifest: Manifest, tensors: Mapping[str, Tensor | UnpaddedDTensor], disk: Disk
     ) -> None:
         self.path, self.manifest, self.tensors, self.disk = path, manifest, tensors, disk
         self._readers = _readers(tensors)
-        self._staged: dict[str, list[Staged]] = {}
+        self._staged: dict[str, list[StagedTensor]] = {}
 
     def read(self) -> None:
         """Read and verify this rank's share; nothing live is written. Raises BadCheckpointError.
@@ -186,7 +186,7 @@ class Reading:
             if reader == replicas.index:
                 tensor = self.tensors[name]
                 self._staged[name] = [
-                    Staged(chunk, torch.empty(chunk.sizes, dtype=tensor.dtype))
+                    StagedTensor(chunk, torch.empty(chunk.sizes, dtype=tensor.dtype))
                     for chunk in local_chunks(name, tensor)
                 ]
         fetches: dict[str, list[_Fetch]] = defaultdict(list)
@@ -200,7 +200,7 @@ class Reading:
         for file, each in sorted(fetches.items()):
             self._read_file(self.path / file, sizes[file], each)
 
-    def commit(self, wire: Wire) -> None:
+    def commit(self, wire: TrafficCounter) -> None:
         """Write what was read into the live tensors, and give it to the ranks that hold the same."""
         with torch.no_grad():
             for name, (replicas, reader) in self._readers.items():
@@ -208,7 +208,7 @@ class Reading:
                     staged.chunk.local.copy_(staged.data)
                 if replicas.count > 1:
                     tensor = self.tensors[name]
-                    local = tensor.padded if isinstance(tensor, Trimmed) else tensor
+                    local = tensor.padded if isinstance(tensor, UnpaddedDTensor) else tensor
                     assert isinstance(local, DTensor)
                     replicas.broadcast(local.to_local(), reader, wire)
 
@@ -256,7 +256,7 @@ class Reading:
             raise BadCheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _readers(tensors: Mapping[str, Tensor | Trimmed]) -> dict[str, tuple[Replicas, int]]:
+def _readers(tensors: Mapping[str, Tensor | UnpaddedDTensor]) -> dict[str, tuple[Replicas, int]]:
     """Of each tensor that this rank holds, by name: its replicas, and which of them reads it."""
     shared: dict[Replicas, list[str]] = defaultdict(list)
     for name in sorted(tensors):

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.parallel.collectives import start_broadcast
-from meshwright.parallel.mesh import Axis, Wire
-from meshwright.parallel.slots import Trimmed
+from meshwright.parallel.flat_param import UnpaddedDTensor
+from meshwright.parallel.mesh import Axis, TrafficCounter
 
 
 def deal(sizes: Sequence[int], count: int) -> list[int]:
@@ -38,9 +38,9 @@ class Replicas:
     """The replicated dims of the mesh, those of one rank left out."""
 
     @classmethod
-    def of(cls, tensor: Tensor | Trimmed) -> Replicas | None:
+    def of(cls, tensor: Tensor | UnpaddedDTensor) -> Replicas | None:
         """The replicas of a tensor's local part; None on a rank outside the tensor's mesh."""
-        tensor = tensor.padded if isinstance(tensor, Trimmed) else tensor
+        tensor = tensor.padded if isinstance(tensor, UnpaddedDTensor) else tensor
         if not isinstance(tensor, DTensor):
             return cls(None, ())
         mesh = tensor.device_mesh
@@ -72,7 +72,7 @@ class Replicas:
         """The first rank of the tensor's mesh; `rank` of a plain tensor."""
         return rank if self.mesh is None else int(self.mesh.mesh.view(-1)[0])
 
-    def broadcast(self, local: Tensor, source: int, wire: Wire) -> None:
+    def broadcast(self, local: Tensor, source: int, wire: TrafficCounter) -> None:
         """Give `local` of replica `source` to all of them, in place; each of them calls this.
 
         One dim of the mesh after the other: first along the line of ranks that goes through the source, then
@@ -97,7 +97,7 @@ class Replicas:
         coordinate = self.mesh.get_coordinate() if self.mesh is not None else None
         return [coordinate[dim] for dim in self.dims] if coordinate is not None else []
 
-    def _axis(self, dim: int, device: torch.device, wire: Wire) -> Axis:
+    def _axis(self, dim: int, device: torch.device, wire: TrafficCounter) -> Axis:
         assert self.mesh is not None
         names = self.mesh.mesh_dim_names
         name, rank = names[dim] if names else "storage", self.mesh.get_local_rank(dim)

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.chunks import DTYPE_NAMES, DTYPES, Chunk
 from meshwright.checkpoint.pieces import ITEM_BYTES
+from meshwright.checkpoint.save_plan import DTYPE_NAMES, DTYPES, Chunk
 
 BLOCK_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class Slot:
+class ImageSlot:
     """Where a chunk lies in the image: from byte ``start`` of a block on."""
 
     name: str
@@ -39,13 +39,13 @@ class Slot:
         return math.prod(self.sizes) * ITEM_BYTES[self.dtype]
 
 
-class Image:
+class HostImage:
     """Reusable host memory that holds the bytes of one piece file."""
 
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
         self._lengths: list[int] = []
-        self._slots: list[Slot] = []
+        self._slots: list[ImageSlot] = []
 
     @property
     def bytes(self) -> int:
@@ -78,7 +78,9 @@ class Image:
             if not self._lengths or self._lengths[-1] + size > BLOCK_BYTES:
                 self._lengths.append(0)
             dtype, block = DTYPE_NAMES[chunk.local.dtype], len(self._lengths) - 1
-            self._slots.append(Slot(chunk.name, chunk.offsets, chunk.sizes, dtype, block, self._lengths[-1]))
+            self._slots.append(
+                ImageSlot(chunk.name, chunk.offsets, chunk.sizes, dtype, block, self._lengths[-1])
+            )
             self._lengths[-1] += size
 
     def data(self) -> list[memoryview]:

@@ -31,7 +31,6 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.checkpoint.chunks import describe, own_share
 from meshwright.checkpoint.directory import candidates, history, latest_step, published, superseded
 from meshwright.checkpoint.disk import (
     LATEST,
@@ -50,10 +49,11 @@ from meshwright.checkpoint.lease import Lease
 from meshwright.checkpoint.manifest import Manifest, PartFile, join, report
 from meshwright.checkpoint.pieces import ITEM_BYTES, Part
 from meshwright.checkpoint.reader import Reading, check_name, match_tensors, read_manifest_text
-from meshwright.checkpoint.staging import Image
+from meshwright.checkpoint.save_plan import describe, own_share
+from meshwright.checkpoint.staging import HostImage
 from meshwright.parallel.control import Control
-from meshwright.parallel.mesh import Wire
-from meshwright.parallel.slots import Trimmed
+from meshwright.parallel.flat_param import UnpaddedDTensor
+from meshwright.parallel.mesh import TrafficCounter
 
 PART_RANKS, PARTS = 64, 128
 """Ranks that a part of a manifest lists at least, and parts that a manifest has at most."""
@@ -80,7 +80,7 @@ class CheckpointStore:
         *,
         holder: str = "meshwright",
         disk: Disk | None = None,
-        wire: Wire | None = None,
+        wire: TrafficCounter | None = None,
     ) -> None:
         if keep < 1:
             raise CheckpointError(f"checkpoint.keep is {keep}, it must be at least 1")
@@ -89,10 +89,10 @@ class CheckpointStore:
         self.warnings: list[str] = []
         self.loaded: int | None = None
         self._disk = disk or Disk()
-        self._wire = wire or Wire()
+        self._wire = wire or TrafficCounter()
         self._ranks = control or Control()
         self._lease = Lease(self.directory, holder, disk=self._disk)
-        self._image = Image()
+        self._image = HostImage()
         self._description: dict[str, Any] | None = None
         self._own: list[str] = []
         """Tensors that this rank has a share in writing."""
@@ -119,7 +119,7 @@ class CheckpointStore:
     def save(
         self,
         step: int,
-        tensors: Mapping[str, Tensor | Trimmed],
+        tensors: Mapping[str, Tensor | UnpaddedDTensor],
         state: Mapping[str, Any],
         asynchronous: bool = False,
     ) -> None:
@@ -185,7 +185,7 @@ class CheckpointStore:
     def load(
         self,
         step: int | None,
-        tensors: Mapping[str, Tensor | Trimmed],
+        tensors: Mapping[str, Tensor | UnpaddedDTensor],
         check: Callable[[dict[str, Any]], None] | None = None,
     ) -> dict[str, Any]:
         """Fill ``tensors`` in place from a checkpoint written under any layout; return its state.
@@ -215,7 +215,7 @@ class CheckpointStore:
     def _load(
         self,
         path: Path,
-        tensors: Mapping[str, Tensor | Trimmed],
+        tensors: Mapping[str, Tensor | UnpaddedDTensor],
         check: Callable[[dict[str, Any]], None] | None,
     ) -> dict[str, Any]:
         text = self._ranks.on_first(lambda: read_manifest_text(path, self._disk))
@@ -246,7 +246,7 @@ class CheckpointStore:
             ) from error
 
     def _prepare(
-        self, tensors: Mapping[str, Tensor | Trimmed], state: Mapping[str, Any]
+        self, tensors: Mapping[str, Tensor | UnpaddedDTensor], state: Mapping[str, Any]
     ) -> tuple[str, dict[str, Any]]:
         """The state's text, and what this rank holds."""
         self._deliver()

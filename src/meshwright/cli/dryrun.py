@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.cli import show
+from meshwright.cli import output as show
+from meshwright.cli.parser import JSON, Call, Flag, Verb, choice, whole
 from meshwright.cli.runs import RUN, spec_of
-from meshwright.cli.verb import JSON, Call, Flag, Verb, choice, whole
 
 
 def dryrun(call: Call) -> int:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.cli import show
+from meshwright.cli import output as show
+from meshwright.cli.parser import JSON, Call, Flag, Verb, file_name
 from meshwright.cli.runs import RUN, spec_of
-from meshwright.cli.verb import JSON, Call, Flag, Verb, file_name
 
 
 def explain(call: Call) -> int:
     """Explain the layout of a run on a cluster."""
     from meshwright import api
-    from meshwright.planner.explain_text import text
+    from meshwright.planner.explain.text import text
 
     flags = call.flags
     out = Path(flags["out"]) if flags["out"] else None

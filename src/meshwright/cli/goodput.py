@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from meshwright.cli import show
-from meshwright.cli.verb import JSON, Call, Flag, Verb, above_zero, number, tokens, whole
+from meshwright.cli import output as show
+from meshwright.cli.parser import JSON, Call, Flag, Verb, above_zero, number, tokens, whole
 from meshwright.spec import UserError
 
 

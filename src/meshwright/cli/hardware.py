@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli import show
-from meshwright.cli.verb import JSON, Argument, Call, Flag, Verb, file_name, number, whole
+from meshwright.cli import output as show
+from meshwright.cli.parser import JSON, Argument, Call, Flag, Verb, file_name, number, whole
+from meshwright.hardware.cluster import FORMATS, Cluster, Measured, catalogue, cluster, to_json
+from meshwright.hardware.hardware_file import check_writable
 from meshwright.launch.env import nproc_of, worker
-from meshwright.planner.hardware import FORMATS, Cluster, Measured, catalogue, cluster, to_json
-from meshwright.planner.hardware_file import check_writable
 
 LEAST_SECONDS = 1.0
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from meshwright.cli.verb import Flag, Verb
-from meshwright.spec.keys import Key, known_keys, parts_of
+from meshwright.cli.parser import Flag, Verb
 from meshwright.spec.run import RunSpec
+from meshwright.spec.schema import Key, known_keys, parts_of
 
 WIDTH = 100
 

@@ -11,9 +11,10 @@ from types import FrameType
 from typing import NoReturn
 
 from meshwright import __version__
-from meshwright.cli import dryrun, explain, goodput, hardware, models, plan, runs, simulate, specs, validate
+from meshwright.cli import dryrun, explain, goodput, hardware, models, plan, runs, simulate, validate
 from meshwright.cli import help as helps
-from meshwright.cli.verb import Verb, parse
+from meshwright.cli import spec as specs
+from meshwright.cli.parser import Verb, parse
 from meshwright.launch.child import leave
 from meshwright.launch.env import LAUNCHER
 from meshwright.launch.failure import RanksFailed, exit_code, record

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from meshwright.cli import show
-from meshwright.cli.verb import JSON, Argument, Call, Flag, Verb, choice, folder_name, number, whole
+from meshwright.cli import output as show
+from meshwright.cli.parser import JSON, Argument, Call, Flag, Verb, choice, folder_name, number, whole
 from meshwright.spec import UserError
 from meshwright.spec.load import one_line
 

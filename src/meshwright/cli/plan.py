@@ -7,8 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.cli import show
-from meshwright.cli.verb import (
+from meshwright.cli import output as show
+from meshwright.cli.parser import (
     JSON,
     Argument,
     Call,
@@ -26,14 +26,14 @@ from meshwright.spec.toml import to_toml
 
 if TYPE_CHECKING:
     from meshwright.planner.plan import Plan, Plans
-    from meshwright.planner.search import Counts, Found
+    from meshwright.planner.search.branch_and_bound import SearchCounts, TimedLayout
 
 OBJECTIVES = ("time", "cost", "longest-context", "largest-model")
 
 
 def plan(call: Call) -> int:
     """Search, and say what is best."""
-    from meshwright.planner.hardware_file import check_writable
+    from meshwright.hardware.hardware_file import check_writable
     from meshwright.planner.plan import plan as find
 
     flags = call.flags
@@ -79,15 +79,15 @@ def _check_new(path: Path | None) -> None:
 
 def _page(found: Plans, path: Path) -> None:
     """Why the best plan, and why not its neighbours and the other plans on as many devices."""
-    from meshwright.planner.engines import Engines
+    from meshwright.planner.cost.model import CostModel
     from meshwright.report.plan_page import write_plan_page
 
     best = found.best
     alike = [each.spec for each in found.plans if each.cluster.count == best.cluster.count]
-    write_plan_page(path, alike, Engines(best.cluster, found.stack), found.pareto)
+    write_plan_page(path, alike, CostModel(best.cluster, found.stack), found.pareto)
 
 
-def _say(found: Found, counts: Counts) -> None:
+def _say(found: TimedLayout, counts: SearchCounts) -> None:
     print(f"{found.seconds:9.4g} s a step, {brief(found.spec)}", file=sys.stderr, flush=True)
 
 
@@ -125,9 +125,9 @@ def brief(spec: RunSpec) -> str:
 
 def _show(found: Plans, limit: float | None, why: bool) -> None:
     """`limit` is what --max-memory says, in bytes."""
-    from meshwright.planner.largest import described
-    from meshwright.planner.uncertainty import room
-    from meshwright.planner.words import gigabytes, short
+    from meshwright.planner.cost.uncertainty import room
+    from meshwright.planner.search.objectives import described
+    from meshwright.units import gigabytes, short
 
     best = found.best
     model = best.spec.model.preset or best.spec.model.hf or best.spec.model.family
@@ -171,7 +171,7 @@ def _show(found: Plans, limit: float | None, why: bool) -> None:
 
 def _why(found: Plans) -> None:
     """Why not the neighbours of the best plan, and which assumption would change the choice."""
-    from meshwright.planner.explain_text import assumption_lines, neighbour_lines
+    from meshwright.planner.explain.text import assumption_lines, neighbour_lines
 
     why = found.reasons
     print("\nWhy not its neighbours:")

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli import show
-from meshwright.cli.verb import JSON, Argument, Call, Flag, Verb, folder_name, whole
+from meshwright.cli import output as show
+from meshwright.cli.parser import JSON, Argument, Call, Flag, Verb, folder_name, whole
 from meshwright.launch.env import Worker, resolve, worker
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import one_line, read_tree
@@ -61,7 +61,7 @@ def _given(call: Call, place: Worker | None) -> RunSpec:
 
 def _planned(call: Call, quiet: bool) -> RunSpec:
     """The spec of a new run; where it sizes no axis, with a layout that is planned, and why in one line."""
-    from meshwright.launch.choose import planned
+    from meshwright.launch.auto_layout import planned
 
     path = call.path()
     tree = read_tree(path) if path else {}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli import show
+from meshwright.cli import output as show
+from meshwright.cli.parser import JSON, Call, Flag, Verb, above_zero, file_name, number
 from meshwright.cli.runs import RUN, spec_of
-from meshwright.cli.verb import JSON, Call, Flag, Verb, above_zero, file_name, number
 from meshwright.spec import UserError
 
 MOST_RANKS = 16
@@ -19,7 +19,7 @@ def simulate(call: Call) -> int:
     spec = spec_of(call)
     flags, times = call.flags, _durations(call.flags)
     from meshwright import api
-    from meshwright.planner.pipeline import Machine
+    from meshwright.planner.simulated_pipeline import Machine
 
     out, trace = (Path(flags[name]) if flags[name] else None for name in ("out", "trace"))
     result = api.simulate(
@@ -58,8 +58,8 @@ def _durations(flags: dict[str, Any]) -> tuple[float, float, float] | None:
 
 
 def _show(result: dict[str, Any]) -> None:
-    from meshwright.planner.words import seconds
     from meshwright.report.format import percent, size
+    from meshwright.units import seconds
 
     bubbles, ideal, flops = result["bubbles"], result["closed_form_bubble"], result["flops"]
     peak, held = max(result["peak_activations"]), max(result["peak_activation_bytes"])
@@ -90,8 +90,8 @@ def _show(result: dict[str, Any]) -> None:
 
 def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     """A row a rank."""
-    from meshwright.planner.words import seconds
     from meshwright.report.format import percent, size
+    from meshwright.units import seconds
 
     lists = (result["blocks"], result["bubbles"], result["peak_activations"], result["peak_activation_bytes"])
     return [

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli import show
-from meshwright.cli.verb import JSON, Argument, Call, Flag, Verb, choice, file_name
+from meshwright.cli import output as show
+from meshwright.cli.parser import JSON, Argument, Call, Flag, Verb, choice, file_name
 from meshwright.spec import UserError
 
 _NAMED = 24
@@ -16,7 +16,7 @@ _NAMED = 24
 def validate(call: Call) -> int:
     """Predict every run of a table."""
     from meshwright import api
-    from meshwright.planner import validation_page
+    from meshwright.planner.validation import page as validation_page
 
     by = call.flags["by"] or "source"
     result = api.validate(call.path(), rows=bool(call.flags["rows"]), by=by)

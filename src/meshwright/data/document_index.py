@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from meshwright.data.files import build_once, sha256_file
-from meshwright.data.order import I64, U64
+from meshwright.data.permutation import I64, U64
+from meshwright.data.publish import build_once, sha256_file
 from meshwright.data.split import HeldOut, SplitSurvey
 
 BLOCK = 256

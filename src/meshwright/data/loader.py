@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from meshwright.data.corpus import Corpus
-from meshwright.data.order import I64
 from meshwright.data.packing import IGNORE, Samples
+from meshwright.data.permutation import I64
 from meshwright.spec import RunSpec
 
 NO_SAMPLE = -1

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from meshwright.spec.base import Part
+from meshwright.spec.base import FrozenModel
 
 MANIFEST = "meshwright-tokens.json"
 TOKENS_FILE = re.compile(r"\d{5,}\.tokens\.bin")
@@ -30,21 +30,21 @@ DOCUMENT = np.dtype([("start", "<u8"), ("bytes", "<u8"), ("hash", "<u8")])
 """Place of the document's END within its shard, UTF-8 bytes of its text, 64-bit hash of its text."""
 
 
-class FileEntry(Part):
+class FileEntry(FrozenModel):
     """What a file must be."""
 
     bytes: int = Field(ge=0)
     sha256: str
 
 
-class ShardEntry(Part):
+class ShardEntry(FrozenModel):
     """What a pair of files `NNNNN.tokens.bin` and `NNNNN.documents.bin` holds."""
 
     tokens: int = Field(ge=0)
     documents: int = Field(ge=0)
 
 
-class Manifest(Part):
+class Manifest(FrozenModel):
     """The manifest's content, but for its own hash."""
 
     version: int

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from meshwright.data.order import I64, SampleOrder, hash64, permute
+from meshwright.data.permutation import I64, SampleOrder, hash64, permute
 from meshwright.spec.errors import UserError
 
 _SMALLEST_BLOCK = 2**10

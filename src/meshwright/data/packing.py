@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshwright.data.document_index import BLOCK, DocumentIndex
-from meshwright.data.order import I64
+from meshwright.data.permutation import I64
 from meshwright.data.shards import TokenSource
 from meshwright.data.tokenizer import Tokenizer
 

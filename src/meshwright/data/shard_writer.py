@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.data.files import sha256_file
 from meshwright.data.manifest import (
     DOCUMENT,
     MANIFEST,
@@ -18,6 +17,7 @@ from meshwright.data.manifest import (
     documents_file,
     tokens_file,
 )
+from meshwright.data.publish import sha256_file
 from meshwright.data.tokenizer import TOKENIZER_FILES, IDs, Tokenizer
 from meshwright.data.verified import BESIDE, FileState, Verified, wait_for_tick, write_record
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from meshwright.data.document_index import FORMAT, DocumentIndex, DocumentTable, Rows, index_on_disk
 from meshwright.data.manifest import DOCUMENT, MANIFEST, VERSION, Manifest, documents_file, tokens_file
-from meshwright.data.order import I64
+from meshwright.data.permutation import I64
 from meshwright.data.tokenizer import TOKENIZER_FILES, Tokenizer
 from meshwright.data.verification import Check, Verification
 from meshwright.data.verified import FileState, cache_folder, record_folders, state_of

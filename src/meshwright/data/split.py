@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.order import U64
+from meshwright.data.permutation import U64
 
 
 @dataclass(frozen=True)

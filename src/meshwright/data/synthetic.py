@@ -6,7 +6,7 @@ import numpy as np
 
 from meshwright.data.document_index import DocumentIndex, Rows, index_in_memory
 from meshwright.data.manifest import digest_of
-from meshwright.data.order import I64, U64, hash64
+from meshwright.data.permutation import I64, U64, hash64
 
 DOCUMENTS = 4096
 SHORTEST, LONGEST = 16, 1024

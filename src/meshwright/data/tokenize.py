@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.data.files import publishing
-from meshwright.data.ingest import TextSource, open_source
-from meshwright.data.order import mix64
+from meshwright.data.permutation import mix64
+from meshwright.data.publish import publishing
+from meshwright.data.readers import TextSource, open_source
 from meshwright.data.shard_writer import ShardWriter
 from meshwright.data.split import HeldOut, SplitSurvey
 from meshwright.data.tokenizer import SMALLEST_BPE, IDs, Tokenizer, byte_tokenizer, train_bpe

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from meshwright.spec.errors import UserError
-from meshwright.spec.tokens import KNOWN_ENDS, find_bos, token_name
+from meshwright.spec.special_tokens import KNOWN_ENDS, find_bos, token_name
 
 END = "<|endoftext|>"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")

@@ -8,8 +8,8 @@ from typing import Literal
 
 import numpy as np
 
-from meshwright.data.files import locked, sha256_file
 from meshwright.data.manifest import DOCUMENT, Manifest, ShardEntry, documents_file, tokens_file
+from meshwright.data.publish import locked, sha256_file
 from meshwright.data.verified import (
     FileState,
     Verified,

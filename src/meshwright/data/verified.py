@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from meshwright.data.files import write_atomically
+from meshwright.data.publish import write_atomically
 
 BESIDE = ".meshwright"
 """The folder beside the tokens."""

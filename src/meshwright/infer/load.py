@@ -13,8 +13,8 @@ from meshwright.checkpoint.store import CheckpointStore
 from meshwright.model.decoder import Decoder
 from meshwright.spec import ModelSpec, RunSpec, UserError
 from meshwright.spec.load import load
-from meshwright.spec.parts import DataSpec
-from meshwright.spec.tokens import copy_side_files
+from meshwright.spec.sections import DataSpec
+from meshwright.spec.special_tokens import copy_side_files
 from meshwright.train.state import imported_state
 
 

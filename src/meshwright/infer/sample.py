@@ -7,8 +7,8 @@ import numpy as np
 from meshwright.data.corpus import Corpus
 from meshwright.infer.generate import generate
 from meshwright.model.decoder import Decoder
+from meshwright.train.gather_full import gather_full
 from meshwright.train.step import Trainer
-from meshwright.train.wholes import wholes
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 96
 
@@ -43,7 +43,7 @@ def _whole(trainer: Trainer) -> Decoder | None:
         decoder = Decoder(trainer.spec.model).to(trainer.mesh.device, trainer.states.formats.master)
     mine = decoder.tensors() if decoder is not None else {}
     stored = [*trainer.states.parameters(), *trainer.balance.biases().items()]
-    for name, whole in wholes(stored, trainer.mesh):
+    for name, whole in gather_full(stored, trainer.mesh):
         mine[name].data.copy_(whole)
     return decoder
 

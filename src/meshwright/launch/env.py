@@ -73,7 +73,7 @@ def count_devices() -> int:
     """CUDA devices that are visible here, or else the cores that this process may use."""
     import torch
 
-    from meshwright.train.measure.machine import cores
+    from meshwright.profile.machine import cores
 
     return torch.cuda.device_count() or cores()
 
@@ -135,7 +135,7 @@ def limit_threads(local_world_size: int) -> int:
     """Share this machine's cores among its ranks; returns the number of threads that torch now uses."""
     import torch
 
-    from meshwright.train.measure.machine import cores
+    from meshwright.profile.machine import cores
 
     threads = max(1, cores() // local_world_size)
     torch.set_num_threads(threads)
@@ -165,7 +165,7 @@ def init_process_group(place: Worker | None, device_type: str) -> ProcessGroup:
     import torch
     import torch.distributed as dist
 
-    from meshwright.parallel.groups import TIMEOUT
+    from meshwright.parallel.process_groups import TIMEOUT
 
     if device_type not in ("cpu", "cuda"):
         raise UserError(f"device: {device_type!r} is not run by this version; it runs 'cpu' and 'cuda'")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from meshwright.spec.tiles import query_rows
+from meshwright.spec.tiling import query_rows
 
 
 def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:

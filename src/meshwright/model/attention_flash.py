@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from meshwright.model.attention_parts import TILES, PartOperators, merge
-from meshwright.model.sight import Sight, document_starts
+from meshwright.model.attention_intervals import AttentionIntervals, document_starts
+from meshwright.model.partial_attention import TILES, PartOperators, merge
 
 _MOST_CHANNELS = 256
 
@@ -183,7 +183,7 @@ Rows = tuple[Tensor, Tensor]
 """(row of the batch, row in it) of each place, int64."""
 
 
-class Run(NamedTuple):
+class FlashCall(NamedTuple):
     """One call of the kernel on queries and keys of a part, each sequence's after another's."""
 
     queries: Rows
@@ -198,11 +198,11 @@ class Run(NamedTuple):
 class FlashPart:
     """What the queries see of one part of the keys, a query in one run at most."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[FlashCall, ...]
     batch: int
 
 
-def make_flash_part(sight: Sight, keys_at: Tensor, _kv_heads: int, _group: int) -> FlashPart:
+def make_flash_part(sight: AttentionIntervals, keys_at: Tensor, _kv_heads: int, _group: int) -> FlashPart:
     """Plan the attention of the queries of `sight` to keys at places `keys_at` (S,), rising, on the CPU.
 
     A sequence is a run of queries whose intervals of the part's rows begin at one row, and end either at one
@@ -232,12 +232,12 @@ def _begins(low: Tensor, high: Tensor) -> Tensor:
     return begins
 
 
-def _run(table: Tensor, causal: bool, device: torch.device) -> Run:
+def _run(table: Tensor, causal: bool, device: torch.device) -> FlashCall:
     """The run of sequences (batch row, first query, queries, first key, keys), (number of sequences, 5)."""
     longest, totals = table.amax(0).tolist(), table.sum(0).tolist()
     row, query, queries, key, keys = _to(table.t().contiguous(), device)
     query_ends, key_ends = (F.pad(counts.cumsum(0), (1, 0)).int() for counts in (queries, keys))
-    return Run(
+    return FlashCall(
         _spread(row, query, queries, totals[2]),
         _spread(row, key, keys, totals[4]),
         (query_ends, key_ends, _bound(longest[2]), _bound(longest[4]), causal, None),
@@ -306,6 +306,6 @@ def _tokens(x: Tensor, batch: int, at: Rows) -> Tensor:
 FLASH = PartOperators(make_flash_part, flash_forward, _whole_output, flash_backward)
 
 
-def part_operators(q_BTHd: Tensor, sight: Sight) -> PartOperators:
+def part_operators(q_BTHd: Tensor, sight: AttentionIntervals) -> PartOperators:
     """What computes the attention of these queries, part by part."""
     return FLASH if not sight.windowed and flash_takes(q_BTHd, q_BTHd.shape[-1]) else TILES

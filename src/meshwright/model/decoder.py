@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from meshwright.model.attention import Attention, KeyValueCache, attention_mask
 from meshwright.model.attention_mla import LatentAttention
+from meshwright.model.chunked_cross_entropy import linear_cross_entropy
 from meshwright.model.embedding import embedding
-from meshwright.model.loss import linear_cross_entropy
 from meshwright.model.mlp import Mlp
 from meshwright.model.moe import Moe
 from meshwright.model.norm import make_norm

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from meshwright.model.experts import Experts
 from meshwright.model.mlp import Mlp
-from meshwright.model.trip import Trip
+from meshwright.model.token_dispatcher import TokenDispatcher
 from meshwright.spec import ModelSpec, MoeSpec
 
 
@@ -100,7 +100,7 @@ class Router(nn.Module):
         return scores_NE.topk(moe.top_k).indices
 
 
-Sort = Callable[[Tensor, Tensor | None], Trip]
+Sort = Callable[[Tensor, Tensor | None], TokenDispatcher]
 """(experts (N, k), which copies are admitted or None for all) -> the way of the tokens there and back."""
 
 Settle = Callable[[Routing, int], tuple[Tensor, Tensor | None]]
@@ -144,8 +144,8 @@ class Moe(nn.Module):
         found = self.leave((homes[0] if len(homes) == 1 else torch.cat(homes)).view(own.shape))
         return found if shared is None else found + shared
 
-    def _sort(self, experts_Nk: Tensor, admitted_Nk: Tensor | None) -> Trip:
-        return Trip(experts_Nk, admitted_Nk, self.moe.experts)
+    def _sort(self, experts_Nk: Tensor, admitted_Nk: Tensor | None) -> TokenDispatcher:
+        return TokenDispatcher(experts_Nk, admitted_Nk, self.moe.experts)
 
     def _settle(self, routing: Routing, batch: int) -> tuple[Tensor, Tensor | None]:
         experts = routing.experts.unflatten(0, (batch, -1))

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.control import Control, new_scope
-from meshwright.parallel.groups import Groups
+from meshwright.parallel.process_groups import Groups
 from meshwright.schedule import Lane, lanes_of, schedule_of
 from meshwright.spec.layout import Layout
 
@@ -34,7 +34,7 @@ class Pending(Protocol):
 
 
 @dataclass
-class Wire:
+class TrafficCounter:
     """Traffic of each axis: (axis, operation) -> bytes that one rank sends, and the number of calls.
 
     Bytes are those of a bandwidth-optimal algorithm over n ranks and a whole tensor of S bytes: all-gather
@@ -74,7 +74,7 @@ class Axis:
     """None on an axis of one rank, where nothing is sent."""
     device: torch.device
     """Where the group's collectives take tensors."""
-    wire: Wire
+    wire: TrafficCounter
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Mesh:
     storage: DeviceMesh
     split_storage: DeviceMesh
     expert_storage: DeviceMesh
-    wire: Wire
+    wire: TrafficCounter
     replicate: Axis
     shard: Axis
     context: Axis
@@ -155,7 +155,7 @@ def build_mesh(
         raise ValueError(f"the layout needs {size} ranks and the process group has {dist.get_world_size()}")
     heads = kv_heads if kv_heads is not None else layout.tp * layout.cp
     copies = layout.kv_copies(heads)
-    groups, wire, scope = groups or Groups(device.type), Wire(), new_scope()
+    groups, wire, scope = groups or Groups(device.type), TrafficCounter(), new_scope()
     grid = rank_grid(layout)
     heads_grid, expert_grid = grid.unflatten(-1, (-1, copies)), grid.view(_expert_shape(layout))
     storage = groups.device_mesh(grid, ("replicate", "shard", "tp"))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.spec.parts import PrecisionSpec
+from meshwright.spec.sections import PrecisionSpec
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

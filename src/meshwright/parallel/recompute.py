@@ -25,8 +25,8 @@ from torch.utils.checkpoint import (
 )
 
 from meshwright.model import attention_cpu, attention_flash  # noqa: F401 - they register torch.ops.meshwright's
-from meshwright.parallel import joint  # noqa: F401 - so does this
-from meshwright.spec.parts import NoRecompute, RecomputeSpec, SavedOp, SelectiveRecompute
+from meshwright.parallel import fused_comm_ops as joint  # noqa: F401 - so does this
+from meshwright.spec.sections import NoRecompute, RecomputeSpec, SavedOp, SelectiveRecompute
 
 _aten = torch.ops.aten
 OPERATORS: dict[SavedOp, tuple[Any, ...]] = {
@@ -53,7 +53,7 @@ Results = tuple[torch.Tensor, ...]
 Context = AbstractContextManager[Any]
 
 
-class Kept:
+class RecomputeCache:
     """Lets a computation of many operators and messages count as one for the policy.
 
     What runs in `run` is kept whole in a block's first forward and taken from there in the second where its
@@ -123,7 +123,9 @@ def _unseen_by_policy() -> Iterator[None]:
         yield
 
 
-def apply_recompute(blocks: Iterable[nn.Module], recompute: RecomputeSpec, kept: Kept | None = None) -> None:
+def apply_recompute(
+    blocks: Iterable[nn.Module], recompute: RecomputeSpec, kept: RecomputeCache | None = None
+) -> None:
     """Replace each block's `forward` by one that recomputes by the policy; its parts run in `kept`."""
     if isinstance(recompute, NoRecompute):
         return
@@ -143,7 +145,7 @@ def _recomputing(forward: Callable[..., Any], given: dict[str, Any]) -> Callable
     return run
 
 
-def _contexts(saved: frozenset[SavedOp], kept: Kept | None) -> tuple[Context, Context]:
+def _contexts(saved: frozenset[SavedOp], kept: RecomputeCache | None) -> tuple[Context, Context]:
     """What a block's first and second forward run in."""
     operators = frozenset(op for kind in saved for op in OPERATORS[kind])
     first, second = (

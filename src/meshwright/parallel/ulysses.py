@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from meshwright.parallel.collectives import start_all_to_all
-from meshwright.parallel.joint import Joint, Tensors, empty
+from meshwright.parallel.fused_comm_ops import FusedCommOp, Tensors, empty
 from meshwright.parallel.mesh import Axis
 
 
@@ -88,7 +88,7 @@ class _ToTokens(torch.autograd.Function):
 # The same as operators of a compiled block --------------------------------------------------------------
 
 
-class _JointExchange(Joint):
+class _JointExchange(FusedCommOp):
     kind = "exchange"
 
     def __init__(self, axis: Axis, exchange: Callable[[int], Exchange]) -> None:

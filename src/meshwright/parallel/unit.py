@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.autograd import _unsafe_preserve_version_counter as preserve_version  # type: ignore[attr-defined]
 
 from meshwright.parallel.collectives import DONE, start_all_gather
+from meshwright.parallel.flat_param import ParamSlot, Stored, stored
 from meshwright.parallel.mesh import Axis, Mesh, Pending
 from meshwright.parallel.precision import Formats
-from meshwright.parallel.slots import Slot, Stored, stored
 
 
 class Unit:
@@ -33,7 +33,7 @@ class Unit:
 
     def __init__(
         self,
-        slots: list[Slot],
+        slots: list[ParamSlot],
         mesh: Mesh,
         shards: Axis | None,
         replicas: Axis,
@@ -68,13 +68,13 @@ class Unit:
         """Parameter -> gradients that are still to come before the unit is done."""
         self._packed_format = formats.reduce
 
-    def _whole(self, slot: Slot) -> Tensor:
+    def _whole(self, slot: ParamSlot) -> Tensor:
         """One parameter's part of `full`, with a dim of `ranks` before that of their rows."""
         begin, dim = slot.start * self.ranks, slot.dim
         shape = (*slot.part[:dim], self.ranks, *slot.part[dim:])
         return self.full[begin : begin + slot.padded * self.ranks].view(shape)
 
-    def _compute_parameter(self, slot: Slot) -> nn.Parameter:
+    def _compute_parameter(self, slot: ParamSlot) -> nn.Parameter:
         rows = self._whole(slot).flatten(slot.dim, slot.dim + 1)
         parameter = nn.Parameter(rows.narrow(slot.dim, 0, slot.shape[slot.dim]))
         for module, attribute in slot.owners:
@@ -83,7 +83,7 @@ class Unit:
 
     # Stored form ------------------------------------------------------------------------------------
 
-    def local(self, flat: Tensor, slot: Slot) -> Tensor:
+    def local(self, flat: Tensor, slot: ParamSlot) -> Tensor:
         """This rank's rows of one parameter, as a view of `flat` (`stored`, `gradient`, or a moment)."""
         part = flat[slot.start : slot.start + slot.padded].view(slot.part)
         return part.narrow(slot.dim, 0, slot.rows)
@@ -157,7 +157,7 @@ class Unit:
         self.waiting = dict(gradients)
         self._packed_format = self.formats.master if several else self.formats.reduce
 
-    def pack(self, slot: Slot, grad: Tensor) -> None:
+    def pack(self, slot: ParamSlot, grad: Tensor) -> None:
         """Take a parameter's gradient over into `packed`: copied the first time, added after that."""
         if self.packed is None:
             self.packed = self._new_packed()
@@ -201,18 +201,18 @@ class Unit:
         """Room for this rank's part (P/n,) of the gradients' sum, in the format of the wire."""
         return torch.empty(self.part, dtype=self.formats.reduce, device=self.stored.device)
 
-    def _packed_rows(self, slot: Slot) -> Tensor:
+    def _packed_rows(self, slot: ParamSlot) -> Tensor:
         assert self.packed is not None
         return self.packed.view(self.ranks, self.part)[:, slot.start : slot.start + slot.padded]
 
-    def slots_summed(self) -> Iterator[tuple[Axis, Slot]]:
+    def slots_summed(self) -> Iterator[tuple[Axis, ParamSlot]]:
         """(axis, slot) of each parameter whose gradients the ranks of that part of the tensor axis add up."""
         for slot in self.slots:
             if slot.piece.summed:
                 whole = slot.piece.copies == self.mesh.tensor.size
                 yield (self.mesh.tensor if whole else self.mesh.copies), slot
 
-    def counted_slots(self, without: Collection[str] = ()) -> list[Slot]:
+    def counted_slots(self, without: Collection[str] = ()) -> list[ParamSlot]:
         """The parameters that this rank counts, of ranks that store the same, but for those in `without`."""
         if self.mesh.replicate.rank > 0 or (self.shards is None and self._axis.rank > 0):
             return []
@@ -228,7 +228,7 @@ class Unit:
             found.append((begin, slot.start + slot.padded))
         return [self.gradient[begin:end] for begin, end in found]
 
-    def gradient_of(self, slot: Slot) -> Tensor:
+    def gradient_of(self, slot: ParamSlot) -> Tensor:
         """A parameter's part of `gradient`, padding included."""
         assert self.gradient is not None
         return self.gradient[slot.start : slot.start + slot.padded]

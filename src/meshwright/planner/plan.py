@@ -10,23 +10,23 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from meshwright.planner import hardware
-from meshwright.planner.engines import Engines
-from meshwright.planner.estimate import step_time
-from meshwright.planner.explain import describe
-from meshwright.planner.hardware import Cluster
-from meshwright.planner.kernels import peak
-from meshwright.planner.largest import largest_model, longest_context
-from meshwright.planner.memory import Memory
-from meshwright.planner.own_memory import fullest
-from meshwright.planner.reasons import Reasons, reasons
-from meshwright.planner.search import Counts, Progress, Result
-from meshwright.planner.shortfall import shortfall
-from meshwright.planner.stack import MESHWRIGHT, Stack, stack_named
-from meshwright.planner.uncertainty import fits_probability, interval, room, spread
-from meshwright.planner.wish import (
+from meshwright.hardware import cluster as hardware
+from meshwright.hardware.cluster import Cluster
+from meshwright.planner.cost.kernels import peak
+from meshwright.planner.cost.model import CostModel
+from meshwright.planner.cost.software import MESHWRIGHT, SoftwareStack, stack_named
+from meshwright.planner.cost.step import step_time
+from meshwright.planner.cost.uncertainty import fits_probability, interval, room, spread
+from meshwright.planner.explain.explanation import describe
+from meshwright.planner.explain.reasons import Reasons, reasons
+from meshwright.planner.memory.exact import fullest
+from meshwright.planner.memory.generic import Memory
+from meshwright.planner.search.branch_and_bound import Progress, SearchCounts, SearchResult
+from meshwright.planner.search.infeasible import shortfall
+from meshwright.planner.search.objectives import largest_model, longest_context
+from meshwright.planner.search.request import (
     Overrides,
-    Wish,
+    PlanRequest,
     amount,
     base_run,
     check_count,
@@ -104,11 +104,11 @@ class Plans:
 
     plans: tuple[Plan, ...]
     objective: str
-    stack: Stack
+    stack: SoftwareStack
     note: str | None
     """What was taken for what was said, in words."""
     tokens: float | None
-    searched: Counts
+    searched: SearchCounts
     pareto: tuple[tuple[float, float], ...]
     """(step seconds, bytes of a device) of what nothing else timed is better than in both, fastest first."""
     capacity: float
@@ -129,7 +129,7 @@ class Plans:
         best = self.best
         alike = [each.spec for each in self.plans[1:] if each.cluster.count == best.cluster.count]
         others = {describe(each): each for each in alike}
-        return reasons(best.spec, Engines(best.cluster, self.stack), self.capacity, others, _NEIGHBOURS)
+        return reasons(best.spec, CostModel(best.cluster, self.stack), self.capacity, others, _NEIGHBOURS)
 
     def to_json(self, why: bool = True) -> dict[str, Any]:
         """Plain values, for `meshwright plan --json`; unless `why` counts, without the reasons."""
@@ -152,14 +152,14 @@ class Plans:
         }
 
 
-def estimate(spec: RunSpec, cluster: Cluster, stack: Stack = MESHWRIGHT) -> Plan:
+def estimate(spec: RunSpec, cluster: Cluster, stack: SoftwareStack = MESHWRIGHT) -> Plan:
     """What one layout takes on a cluster with as many devices as it has ranks. Raises `UserError`."""
     if spec.layout.world_size != cluster.count:
         raise UserError(
             f"layout: {spec.layout.describe()} has {spec.layout.world_size:,} ranks, but the cluster has "
             f"{cluster.count:,} devices; give as many"
         )
-    on = Engines(cluster, stack)
+    on = CostModel(cluster, stack)
     timed = step_time(spec, on)
     needs = fullest(spec, on)
     wider, model = spread(cluster, stack), spec.model
@@ -214,7 +214,7 @@ def plan(
     whole = _total(tokens)
     base = _trained_on(base, whole)
     fixed = fixed_keys(overrides)
-    wishes = [Wish(base, kind.resized(count), chosen, fixed, max_memory) for count in sizes]
+    wishes = [PlanRequest(base, kind.resized(count), chosen, fixed, max_memory) for count in sizes]
     if objective == "longest-context":
         wishes = [longest_context(wishes[-1])]
     if objective == "largest-model":
@@ -271,7 +271,9 @@ def _rank(each: Plan, objective: str) -> tuple[int, float]:
     return round(1e9 * log(value)) if value else 0, each.memory.device
 
 
-def _best(wish: Wish, top: int, objective: str, progress: Progress | None) -> tuple[Result, list[Plan]]:
+def _best(
+    wish: PlanRequest, top: int, objective: str, progress: Progress | None
+) -> tuple[SearchResult, list[Plan]]:
     """The `top` plans of a wish that fit, best first."""
     result = wish.search(top, progress)
     specs = [RunSpec.model_validate(each.spec.to_json()) for each in result.best]
@@ -318,11 +320,11 @@ def _total(tokens: float | str | None) -> float | None:
         raise UserError(f"--tokens: '{tokens}' is not valid: {error}") from None
 
 
-def _together(found: Sequence[tuple[Wish, Result, list[Plan]]]) -> Counts:
+def _together(found: Sequence[tuple[PlanRequest, SearchResult, list[Plan]]]) -> SearchCounts:
     """What all searches did."""
     counts = [result.counts for _, result, _ in found]
     first = [each.first_seconds for each in counts if each.first_seconds is not None]
-    return Counts(
+    return SearchCounts(
         sum(each.branches for each in counts),
         sum(each.simulated for each in counts),
         sum(each.timed for each in counts),
@@ -331,7 +333,7 @@ def _together(found: Sequence[tuple[Wish, Result, list[Plan]]]) -> Counts:
     )
 
 
-def _front(found: Sequence[tuple[Wish, Result, list[Plan]]]) -> tuple[tuple[float, float], ...]:
+def _front(found: Sequence[tuple[PlanRequest, SearchResult, list[Plan]]]) -> tuple[tuple[float, float], ...]:
     """The Pareto front of the largest cluster's search."""
     seen = [result.seen for _, result, _ in found if result.seen]
     return tuple((each.seconds, each.memory) for each in seen[-1]) if seen else ()

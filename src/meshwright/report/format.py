@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, TypeGuard
 
-from meshwright.planner import words
+from meshwright import units as words
 
 ABSENT = "-"
 

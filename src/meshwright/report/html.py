@@ -17,7 +17,7 @@ from typing import Any
 from meshwright.report import format as fmt
 from meshwright.report.chart import Chart, Series, moving_mean
 from meshwright.report.experts import experts_section
-from meshwright.report.record import Row, Run, read_run, write_atomically
+from meshwright.report.record import RecordedRun, Row, read_run, write_atomically
 
 REPORT = "report.html"
 # A longer history shows its newest part: a page is for reading, events.jsonl for searching.
@@ -37,7 +37,7 @@ def write_report(out: Path) -> Path:
     return path
 
 
-def render(run: Run) -> str:
+def render(run: RecordedRun) -> str:
     """The page of a run, as HTML."""
     title = text(run.out.resolve().name)
     body = "".join(
@@ -80,12 +80,12 @@ def text(value: Any) -> str:
     return escape("".join("\ufffd" if 0x7F <= ord(c) < 0xA0 else c for c in visible))
 
 
-def _rows(run: Run, key: str) -> list[Row]:
+def _rows(run: RecordedRun, key: str) -> list[Row]:
     """The metrics rows that have `key`, by step."""
     return sorted((row for row in run.metrics if key in row and "step" in row), key=lambda row: row["step"])
 
 
-def _header(run: Run, title: str) -> str:
+def _header(run: RecordedRun, title: str) -> str:
     info = run.info
     parts = [
         f"Meshwright {info['version']}" if "version" in info else "",
@@ -103,7 +103,7 @@ def _header(run: Run, title: str) -> str:
     return f"<header><h1>{title}</h1><p>{about}</p>{note}</header>"
 
 
-def _so_far(run: Run) -> dict[str, Any]:
+def _so_far(run: RecordedRun) -> dict[str, Any]:
     """The result, or for a run without one what its rows tell."""
     if run.result is not None:
         return run.result
@@ -121,7 +121,7 @@ def _so_far(run: Run) -> dict[str, Any]:
     return found
 
 
-def _figures(run: Run) -> str:
+def _figures(run: RecordedRun) -> str:
     """The headline figures; what the run does not know is left out, except the loss."""
     found = _so_far(run)
     loss, bits, steps = found.get("final_loss"), found.get("val_bits_per_byte"), found.get("steps")
@@ -164,7 +164,7 @@ def _series(name: str, rows: Sequence[Row], key: str, colour: int = 0, css: str 
     return Series(name, [row["step"] for row in rows], values, colour, css)
 
 
-def _charts(run: Run) -> str:
+def _charts(run: RecordedRun) -> str:
     train, evaluations = _rows(run, "loss"), _rows(run, "val_loss")
     loss = _series("training", train, "loss")
     curves = [loss]
@@ -183,11 +183,11 @@ def _charts(run: Run) -> str:
     return f'<h2>Curves</h2><div class="charts">{"".join(chart.html() for chart in charts)}</div>'
 
 
-def _single(run: Run, key: str, title: str, name: str, colour: int, **options: bool) -> Chart:
+def _single(run: RecordedRun, key: str, title: str, name: str, colour: int, **options: bool) -> Chart:
     return Chart(key.replace("_", "-"), title, [_series(name, _rows(run, key), key, colour)], **options)
 
 
-def _memory(run: Run) -> str:
+def _memory(run: RecordedRun) -> str:
     """A stacked bar of one rank's memory; what its components do not explain of the peak is one more part."""
     found = dict((run.result or {}).get("memory") or {})
     peak = found.pop("peak", (run.result or {}).get("peak_memory_bytes"))
@@ -226,7 +226,7 @@ _AXES = {
 }
 
 
-def _layout(run: Run) -> str:
+def _layout(run: RecordedRun) -> str:
     layout = (run.info.get("spec") or {}).get("layout")
     named = (run.result or {}).get("layout", run.info.get("layout"))
     if not isinstance(layout, dict):
@@ -274,7 +274,7 @@ def _ways(layout: dict[str, Any]) -> list[str]:
     return found
 
 
-def _sample(run: Run) -> str:
+def _sample(run: RecordedRun) -> str:
     sample = (run.result or {}).get("sample")
     if not isinstance(sample, dict):
         return ""
@@ -285,14 +285,14 @@ def _sample(run: Run) -> str:
     )
 
 
-def _tables(run: Run) -> str:
+def _tables(run: RecordedRun) -> str:
     parts = [_events(run), _spec(run), _fingerprints(run)]
     if not any(parts):
         return ""
     return f"<h2>Details</h2>{''.join(parts)}"
 
 
-def _events(run: Run) -> str:
+def _events(run: RecordedRun) -> str:
     if not run.events:
         return ""
     shown = run.events[-MOST_EVENTS:]
@@ -312,7 +312,7 @@ def _events(run: Run) -> str:
     )
 
 
-def _spec(run: Run) -> str:
+def _spec(run: RecordedRun) -> str:
     spec = run.info.get("spec")
     if not isinstance(spec, dict):
         return ""
@@ -328,7 +328,7 @@ def _key_values(part: dict[str, Any]) -> str:
     return "".join(_table_row(text(key), text(fmt.value_text(value))) for key, value in part.items())
 
 
-def _fingerprints(run: Run) -> str:
+def _fingerprints(run: RecordedRun) -> str:
     names = {"parameters_sha256": "Parameters, SHA-256", "samples_sha256": "Samples consumed, SHA-256"}
     found = {title: (run.result or {}).get(key) for key, title in names.items()}
     body = "".join(_table_row(title, text(value), css="mono") for title, value in found.items() if value)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshwright.planner.assumptions import MOST
-from meshwright.planner.engines import Engines
-from meshwright.planner.explain import Explanation, describe, explain
-from meshwright.planner.explain_text import ranked
-from meshwright.planner.memory import Memory
-from meshwright.planner.neighbours import TERMS, estimate, named
-from meshwright.planner.uncertainty import fits_probability, room
-from meshwright.planner.words import gigabytes, percent, seconds
+from meshwright.planner.cost.model import CostModel
+from meshwright.planner.cost.uncertainty import fits_probability, room
+from meshwright.planner.explain.explanation import Explanation, describe, explain
+from meshwright.planner.explain.neighbours import TERMS, estimate, named
+from meshwright.planner.explain.sensitivity import MOST
+from meshwright.planner.explain.text import ranked
+from meshwright.planner.memory.generic import Memory
 from meshwright.report import format as fmt
 from meshwright.report.html import asset, details, document, figure, text
-from meshwright.report.plan_parts import Bar, Points, bars, facts, keys, legend, plot, table
 from meshwright.report.record import write_atomically
 from meshwright.report.timeline import section
+from meshwright.report.widgets import Bar, Points, bars, facts, keys, legend, plot, table
 from meshwright.spec import RunSpec
+from meshwright.units import gigabytes, percent, seconds
 
 Pareto = Sequence[tuple[float, float]]
 """(step seconds, bytes of a device)."""
@@ -62,7 +62,7 @@ _FAR = 1.7
 """Neighbours beyond this many times the layout's seconds, or the memory, are not in the plot."""
 
 
-def write_plan_page(path: Path, plans: Sequence[RunSpec], on: Engines, pareto: Pareto) -> None:
+def write_plan_page(path: Path, plans: Sequence[RunSpec], on: CostModel, pareto: Pareto) -> None:
     """Write the page of `plans`, the first of which is the chosen one, to `path`.
 
     `on` are the engines of the chosen plan's devices; `pareto` has (step seconds, bytes of a device) of what
@@ -273,7 +273,7 @@ def _plans(found: Explanation, plans: Sequence[RunSpec], pareto: Pareto) -> str:
     for place, spec in enumerate(plans):
         ranks = spec.layout.world_size
         same = ranks == found.on.cluster.count
-        on = found.on if same else Engines(found.on.cluster.resized(ranks), found.on.stack, found.on.format)
+        on = found.on if same else CostModel(found.on.cluster.resized(ranks), found.on.stack, found.on.format)
         each = estimate(spec, on)
         needs = each.memory.device
         rows.append(

@@ -157,7 +157,7 @@ def last_checkpoint(out: Path) -> int | None:
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """All that a run's folder tells: what was asked, what happened, and the result if it ended."""
 
     out: Path
@@ -167,12 +167,12 @@ class Run:
     result: dict[str, Any] | None
 
 
-def read_run(out: Path) -> Run:
+def read_run(out: Path) -> RecordedRun:
     """Read the record of the run in folder `out`; raises `UserError` where there is none."""
     info = _read_object(out / RUN)
     if info is None:
         raise UserError(f"{out}: holds no {RUN}, so it is not the folder of a run; give the --out of one")
-    return Run(out, info, read_metrics(out), read_events(out), _read_object(out / RESULT))
+    return RecordedRun(out, info, read_metrics(out), read_events(out), _read_object(out / RESULT))
 
 
 class RunRecord:

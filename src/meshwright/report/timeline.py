@@ -14,11 +14,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from meshwright.planner.words import seconds
 from meshwright.report import format as fmt
 from meshwright.report.html import asset, document, text
 from meshwright.report.record import write_atomically
 from meshwright.schedule import Kind, Simulation
+from meshwright.units import seconds
 
 # Times in the page are whole numbers of ticks, this many a step: a quarter of a nanosecond for one second.
 TICKS = 2**32 - 1

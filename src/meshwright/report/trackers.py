@@ -16,7 +16,7 @@ from typing import Any
 from meshwright.report.format import is_number
 from meshwright.report.record import write_atomically
 from meshwright.spec import UserError
-from meshwright.train.observer import Observer
+from meshwright.train.callbacks import Observer
 
 PROJECT = "meshwright"
 _IDS = "trackers.json"

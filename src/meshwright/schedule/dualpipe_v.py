@@ -9,7 +9,7 @@ the list has them side by side: F0 B1, F1 B0.
 from __future__ import annotations
 
 from meshwright.schedule.actions import Action, Lists
-from meshwright.schedule.tape import Tape
+from meshwright.schedule.builder import ScheduleBuilder
 
 
 def dualpipe_v(ranks: int, microbatches: int) -> Lists:
@@ -20,7 +20,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Lists:
 def _rank(rank: int, ranks: int, microbatches: int) -> list[Action]:
     above = ranks - rank - 1
     full = max(microbatches, 2 * ranks)  # the pattern needs as many; the tape leaves out what is not there
-    tape = Tape([rank, 2 * ranks - 1 - rank], microbatches)
+    tape = ScheduleBuilder([rank, 2 * ranks - 1 - rank], microbatches)
     tape.write("F0", 2 * above)
     tape.write("F0 F1", rank + 1)
     tape.write("I1 W1 F1", above)

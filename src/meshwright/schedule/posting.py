@@ -15,7 +15,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from meshwright.schedule.actions import Action, Kind, Schedule
-from meshwright.schedule.flow import Flow, flow_of
+from meshwright.schedule.dependency_graph import DependencyGraph, flow_of
 
 
 class Verb(IntEnum):
@@ -79,7 +79,7 @@ def forward_only(schedule: Schedule) -> Schedule:
     )
 
 
-def _operations(schedule: Schedule, flow: Flow, rank: int) -> Iterator[Operation]:
+def _operations(schedule: Schedule, flow: DependencyGraph, rank: int) -> Iterator[Operation]:
     listed = schedule.actions[rank]
     first = flow.starts[rank]
     proven = proofs(flow, rank)
@@ -100,19 +100,19 @@ def _operations(schedule: Schedule, flow: Flow, rank: int) -> Iterator[Operation
     yield from (Operation(Verb.SENT, listed[sent]) for sent in sorted(unproven))
 
 
-def _receive(flow: Flow, at: int, action: Action) -> Iterator[Operation]:
+def _receive(flow: DependencyGraph, at: int, action: Action) -> Iterator[Operation]:
     sender = _sender(flow, at)
     if sender >= 0:
         yield Operation(Verb.RECEIVE, action, sender)
 
 
-def _sender(flow: Flow, at: int) -> int:
+def _sender(flow: DependencyGraph, at: int) -> int:
     """The rank whose message an action needs; -1 where it needs none."""
     source = flow.source[at]
     return flow.rank_of[source] if source >= 0 and flow.crosses[source] else -1
 
 
-def proofs(flow: Flow, rank: int) -> dict[int, list[int]]:
+def proofs(flow: DependencyGraph, rank: int) -> dict[int, list[int]]:
     """Position in a rank's list -> positions of the sends that have arrived once this action has its input.
 
     A message that a rank sent after it had taken ours proves that ours arrived. Sends that nothing proves are

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshwright.schedule.actions import Schedule, ScheduleError
-from meshwright.schedule.check import peak
-from meshwright.schedule.flow import Flow, flow_of
+from meshwright.schedule.dependency_graph import DependencyGraph, flow_of
+from meshwright.schedule.validate import peak
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Path(NamedTuple):
 
 
 def ends(
-    schedule: Schedule, costs: Sequence[StageCost], link: Link = Link(), flow: Flow | None = None
+    schedule: Schedule, costs: Sequence[StageCost], link: Link = Link(), flow: DependencyGraph | None = None
 ) -> tuple[tuple[float, ...], Path]:
     """When each rank's last action ends, as in `simulate`, and the path that the last of all waited for.
 
@@ -189,7 +189,9 @@ def ends(
     return done, _path(schedule, flow, start, end, last)
 
 
-def _path(schedule: Schedule, flow: Flow, start: Sequence[float], end: Sequence[float], rank: int) -> Path:
+def _path(
+    schedule: Schedule, flow: DependencyGraph, start: Sequence[float], end: Sequence[float], rank: int
+) -> Path:
     """Back from the last action of `rank` to what each one waited for."""
     counts = [[0, 0, 0, 0] for _ in range(schedule.stages)]
     at, messages = flow.starts[rank + 1] - 1, 0
@@ -237,7 +239,7 @@ def _lanes(schedule: Schedule, costs: Sequence[StageCost], links: Links) -> list
 
 
 def _run(
-    flow: Flow, durations: list[float], lanes: list[Lane | None]
+    flow: DependencyGraph, durations: list[float], lanes: list[Lane | None]
 ) -> tuple[list[float], list[float], list[float]]:
     """Start and end of each action, and when what it needs arrived.
 
@@ -288,7 +290,7 @@ def _run(
 
 def _result(
     schedule: Schedule,
-    flow: Flow,
+    flow: DependencyGraph,
     costs: Sequence[StageCost],
     finals: Sequence[float],
     times: tuple[list[float], list[float], list[float]],
@@ -310,7 +312,9 @@ def _result(
     )
 
 
-def _idle(flow: Flow, rank: int, drain: float, times: tuple[list[float], list[float], list[float]]) -> Idle:
+def _idle(
+    flow: DependencyGraph, rank: int, drain: float, times: tuple[list[float], list[float], list[float]]
+) -> Idle:
     """The gaps of a rank, each split where what it waited for was sent."""
     start, end, arrival = times
     first, stop = flow.starts[rank], flow.starts[rank + 1]

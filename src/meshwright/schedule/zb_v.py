@@ -8,7 +8,7 @@ backward to do soon.
 from __future__ import annotations
 
 from meshwright.schedule.actions import Action, Lists
-from meshwright.schedule.tape import Tape
+from meshwright.schedule.builder import ScheduleBuilder
 
 
 def zb_v(ranks: int, microbatches: int) -> Lists:
@@ -25,7 +25,7 @@ def _rank(rank: int, ranks: int, microbatches: int) -> list[Action]:
     full = max(
         microbatches, 2 * ranks - 1
     )  # the pattern needs as many; the tape leaves out what is not there
-    tape = Tape([rank, 2 * ranks - 1 - rank], microbatches)
+    tape = ScheduleBuilder([rank, 2 * ranks - 1 - rank], microbatches)
     tape.write("F0", 2 * above - 1)  # until the first microbatch is back
     tape.write("F1 F0", rank)
     tape.write("F1 I1 W1", above)

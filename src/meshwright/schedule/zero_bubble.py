@@ -9,7 +9,7 @@ are its work while those finish.
 from __future__ import annotations
 
 from meshwright.schedule.actions import Action, Lists
-from meshwright.schedule.tape import Tape
+from meshwright.schedule.builder import ScheduleBuilder
 
 
 def zb_h1(ranks: int, microbatches: int) -> Lists:
@@ -33,7 +33,7 @@ def zb_h2(ranks: int, microbatches: int) -> Lists:
 def _rank(rank: int, microbatches: int, warm: int, held: int) -> list[Action]:
     warm = min(warm, microbatches)
     left = microbatches - warm  # forwards after the warm-up
-    tape = Tape([rank], microbatches)
+    tape = ScheduleBuilder([rank], microbatches)
     tape.write("F0", warm)
     tape.write("I0 W0 F0", left - held)
     tape.write("I0 F0", min(left, held))

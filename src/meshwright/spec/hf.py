@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.spec.errors import UserError
 from meshwright.spec.hf_json import Config, read_json_object
-from meshwright.spec.hf_sparse import read_experts, read_latents
+from meshwright.spec.hf_moe_mla import read_experts, read_latents
 
 FAMILIES = ("llama", "qwen3", "mistral", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3")
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, field_validator
 
-from meshwright.spec.base import Part
+from meshwright.spec.base import FrozenModel
 from meshwright.spec.errors import UserError
 
 ContextMode = Literal["ring", "ulysses", "gather", "ring+ulysses"]
@@ -43,7 +43,7 @@ def ulysses_ranks(ranks: int, kv_heads: int, mode: ContextMode) -> int:
     return max(size for size in proper if kv_heads % size == 0)
 
 
-class Layout(Part):
+class Layout(FrozenModel):
     """Sizes of the mesh's axes. World size = replicate x dp x cp x tp x pp; ep x etp folds into it."""
 
     dp: int = Field(1, ge=1, description="data-parallel ranks; ZeRO shards over dp x cp")

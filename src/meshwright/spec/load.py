@@ -13,11 +13,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from meshwright.spec.base import Part
+from meshwright.spec.base import FrozenModel
 from meshwright.spec.errors import UserError, did_you_mean
-from meshwright.spec.keys import Key, known_keys, optional_tables
 from meshwright.spec.layout import Layout
 from meshwright.spec.run import RunSpec
+from meshwright.spec.schema import Key, known_keys, optional_tables
 
 Overrides = Sequence[tuple[str, str]]
 """Dotted flags in the order given: [("layout.dp", "2"), ...]."""
@@ -80,7 +80,7 @@ def fixed_layout(overrides: Overrides) -> dict[str, Any]:
     return {name: getattr(layout, name) for name in tree["layout"]}
 
 
-class _LayoutAlone(Part):
+class _LayoutAlone(FrozenModel):
     layout: Layout
 
 

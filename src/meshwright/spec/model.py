@@ -6,21 +6,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from meshwright.spec.base import Part
+from meshwright.spec.base import FrozenModel
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.hf import read_hf_config
+from meshwright.spec.moe_mla import MlaSpec, MoeSpec
 from meshwright.spec.presets import PRESETS
-from meshwright.spec.sparse import MlaSpec, MoeSpec
 
 
-class LinearRope(Part):
+class LinearRope(FrozenModel):
     """Positions divided by `factor` (Chen et al. 2023, position interpolation)."""
 
     kind: Literal["linear"] = "linear"
     factor: float = Field(gt=0)
 
 
-class Llama3Rope(Part):
+class Llama3Rope(FrozenModel):
     """Long wavelengths divided by `factor`, short ones kept, a ramp between (Llama 3.1, 2024)."""
 
     kind: Literal["llama3"] = "llama3"
@@ -30,7 +30,7 @@ class Llama3Rope(Part):
     original_max_seq_len: int = Field(8192, ge=1)
 
 
-class YarnRope(Part):
+class YarnRope(FrozenModel):
     """Wavelengths that turn seldom divided by `factor`, others kept, a ramp between (Peng et al. 2023, YaRN).
 
     The ramp is between the channels that turn `beta_fast` and `beta_slow` times in the original length.
@@ -53,7 +53,7 @@ class YarnRope(Part):
 RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator="kind")]
 
 
-class ModelSpec(Part):
+class ModelSpec(FrozenModel):
     """A decoder-only transformer. `preset` or `hf` fill the fields; fields given beside them win."""
 
     preset: str | None = Field("tiny", description="one of the named models (`meshwright spec presets`)")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from meshwright.spec.arithmetic import divisors, nearest
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import ONE_STAGE, TWO_STAGES
-from meshwright.spec.numbers import divisors, nearest
-from meshwright.spec.sparse_rules import SPARSE_RULES
+from meshwright.spec.rules_moe_mla import SPARSE_RULES
 from meshwright.spec.stages import even
 
 if TYPE_CHECKING:

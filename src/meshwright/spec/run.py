@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import Field, ValidationInfo, model_validator
 
-from meshwright.spec.base import Part
+from meshwright.spec.base import FrozenModel
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.parts import (
+from meshwright.spec.sections import (
     CheckpointSpec,
     DataSpec,
     NoRecompute,
@@ -26,7 +26,7 @@ def _default_model() -> ModelSpec:
     return ModelSpec.model_validate({})
 
 
-class RunSpec(Part):
+class RunSpec(FrozenModel):
     """Model + data + training + layout + precision + recompute + checkpoint + recovery.
 
     Validated once, by its parts' types and by `rules.check`, which raises `UserError`.

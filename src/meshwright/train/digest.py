@@ -16,8 +16,8 @@ from torch import Tensor
 from meshwright.data.loader import Batch
 from meshwright.model.splitmix64 import mix64_, stream
 from meshwright.parallel.collectives import start_all_reduce
+from meshwright.parallel.flat_param import ParamSlot
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.slots import Slot
 from meshwright.spec.parameters import parameters_of
 from meshwright.spec.stages import stages
 from meshwright.train.step import Trainer
@@ -49,7 +49,7 @@ def parameters_sha256(trainer: Trainer) -> str:
 
 
 @torch.no_grad()
-def _sum_of_hashes(local: Tensor, slot: Slot) -> Tensor:
+def _sum_of_hashes(local: Tensor, slot: ParamSlot) -> Tensor:
     """The sum of hashes of (parameter, place in the whole, bits) of a part of a parameter, modulo 2^64."""
     whole = slot.piece.whole
     key = int.from_bytes(hashlib.sha256(slot.name.encode()).digest()[:8], "little")

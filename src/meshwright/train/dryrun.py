@@ -25,19 +25,19 @@ from meshwright.data.loader import Batch
 from meshwright.model import attention_cpu
 from meshwright.model.decoder import Decoder
 from meshwright.model.moe import Moe
-from meshwright.model.trip import Trip
-from meshwright.parallel.expert import Across
-from meshwright.parallel.groups import Groups, Row
+from meshwright.model.token_dispatcher import TokenDispatcher
+from meshwright.parallel.expert_parallel import AllToAllDispatcher
+from meshwright.parallel.flat_param import ParamSlot
 from meshwright.parallel.mesh import Axis, Mesh, build_mesh
-from meshwright.parallel.pipeline import Watch
+from meshwright.parallel.pipeline_parallel import ActionHook
 from meshwright.parallel.precision import Formats
-from meshwright.parallel.recompute import Kept
-from meshwright.parallel.slots import Slot
+from meshwright.parallel.process_groups import Groups, Row
+from meshwright.parallel.recompute import RecomputeCache
 from meshwright.parallel.unit import Unit
-from meshwright.planner.expert_wire import admitted
+from meshwright.planner.traffic.traffic_moe import admitted
 from meshwright.schedule import Action, Kind
 from meshwright.spec import RunSpec
-from meshwright.train.fake_memory import COLLECTIVES, MESSAGES, PLAIN, FakeMemory, Held
+from meshwright.train.memory_tracker import COLLECTIVES, MESSAGES, PLAIN, FakeMemory, TrackedStorage
 from meshwright.train.step import Trainer
 
 PARAMETERS, MASTERS, GRADIENTS, OPTIMISER, BALANCE, BATCH, ACTIVATIONS, BUFFERS = KINDS = (
@@ -181,7 +181,7 @@ class _CountedUnit(Unit):
         self,
         memory: FakeMemory,
         several: bool,
-        slots: list[Slot],
+        slots: list[ParamSlot],
         mesh: Mesh,
         shards: Axis | None,
         replicas: Axis,
@@ -243,14 +243,14 @@ class _CountedUnit(Unit):
             self._memory.becomes(gradient.untyped_storage(), GRADIENTS, self.name)
 
 
-def _unit_of(slots: list[Slot]) -> str:
+def _unit_of(slots: list[ParamSlot]) -> str:
     """embed (tied ends too), blocks.0, ..., or head."""
     names = {slot.name for slot in slots}
     first = "embed.weight" if "embed.weight" in names and len(names) < 4 else min(names)
     return ".".join(first.split(".")[: 2 if first.startswith("blocks.") else 1])
 
 
-class _Watch(Watch):
+class _Watch(ActionHook):
     """Tells activations, which an action leaves for another, from temporaries."""
 
     def __init__(self, memory: FakeMemory) -> None:
@@ -328,7 +328,7 @@ def _even(copies: int, experts: int) -> list[int]:
     return [copies // experts + (expert < copies % experts) for expert in range(experts)]
 
 
-class _EvenTrip(Trip):
+class _EvenTrip(TokenDispatcher):
     """Every expert is chosen by equally many; `share` of the copies find room."""
 
     def __init__(self, share: float, experts: int, experts_Nk: Tensor, room_Nk: Tensor | None) -> None:
@@ -339,7 +339,7 @@ class _EvenTrip(Trip):
         return [_even(round(self.tokens * self.top_k * self._share), counts_SE.shape[1])]
 
 
-class _EvenAcross(Across):
+class _EvenAcross(AllToAllDispatcher):
     """The same of every rank."""
 
     def __init__(
@@ -347,7 +347,7 @@ class _EvenAcross(Across):
         share: float,
         axis: Axis,
         slices: int,
-        kept: Kept,
+        kept: RecomputeCache,
         experts: int,
         experts_Nk: Tensor,
         room_Nk: Tensor | None,
@@ -379,15 +379,15 @@ def _of(kinds: Counter[str], kind: str) -> int:
     return kinds[kind] + (kinds[COLLECTIVES] if kind == MESSAGES else 0)
 
 
-def _by_component(held: list[Held]) -> dict[str, int]:
+def _by_component(held: list[TrackedStorage]) -> dict[str, int]:
     kinds: Counter[str] = Counter()
     for storage in held:
         kinds[storage.kind] += storage.size
     return {kind: _of(kinds, kind) for kind in COMPONENTS}
 
 
-def _by_module(held: list[Held]) -> dict[str, dict[str, int]]:
-    found: dict[str, list[Held]] = {}
+def _by_module(held: list[TrackedStorage]) -> dict[str, dict[str, int]]:
+    found: dict[str, list[TrackedStorage]] = {}
     for storage in held:
         found.setdefault(storage.module, []).append(storage)
     return {module: _by_component(listed) for module, listed in found.items()}

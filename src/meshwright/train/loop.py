@@ -20,25 +20,25 @@ from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.corpus import Corpus, open_corpus, xz_bits_per_byte
 from meshwright.data.loader import Batch, Loader
 from meshwright.data.verification import Check
-from meshwright.parallel.balance import LayerBalance
 from meshwright.parallel.collectives import start_all_reduce
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import DTYPES
+from meshwright.parallel.router_balance import LayerBalance
 from meshwright.spec import MoeSpec, RunSpec, UserError
 from meshwright.spec.errors import Stopped
 from meshwright.train import state
+from meshwright.train.callbacks import Observers
 from meshwright.train.digest import SampleRecord, parameters_sha256
-from meshwright.train.observer import Observers
-from meshwright.train.peak import matmul_flops_per_second
+from meshwright.train.matmul_peak import matmul_flops_per_second
+from meshwright.train.signals import StopSignals
 from meshwright.train.step import Step, Trainer
-from meshwright.train.stop import StopSignals
 
 Row = dict[str, Any]
 MOST_LOADS = 4096
 """Loads of single experts that one row of metrics holds at most."""
 
 
-class Run:
+class TrainingRun:
     """One run of one spec on one rank; `execute` does all of it and returns the result.
 
     `check` is what opening the corpus checks: "lazy" where another process of this host has just opened it.

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from meshwright.parallel.data import DataParallel
-from meshwright.parallel.slots import Stored
+from meshwright.parallel.data_parallel import DataParallel
+from meshwright.parallel.flat_param import Stored
 from meshwright.parallel.unit import Unit
-from meshwright.spec.parts import TrainSpec
+from meshwright.spec.sections import TrainSpec
 
 
 class Optimiser:

@@ -6,8 +6,8 @@ import json
 import math
 from typing import Any
 
+from meshwright.parallel.flat_param import Stored
 from meshwright.parallel.precision import LossScale
-from meshwright.parallel.slots import Stored
 from meshwright.spec import RunSpec, UserError
 from meshwright.train.step import Trainer
 

@@ -11,18 +11,23 @@ import torch
 from torch import Tensor
 
 from meshwright.data.loader import Batch
-from meshwright.parallel.apply import initialise, parallelise
-from meshwright.parallel.balance import LayerBalance
 from meshwright.parallel.collectives import start_all_reduce, sum_scalars
-from meshwright.parallel.context import share
-from meshwright.parallel.data import MakeUnit
-from meshwright.parallel.loss import count_targets, power_and_rest, share_of_a_sequence, weight_of_a_target
+from meshwright.parallel.context_parallel import share
+from meshwright.parallel.data_parallel import MakeUnit
+from meshwright.parallel.loss_normalization import (
+    count_targets,
+    power_and_rest,
+    share_of_a_sequence,
+    weight_of_a_target,
+)
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.parallelize import initialise, parallelise
 from meshwright.parallel.precision import LossScale
+from meshwright.parallel.router_balance import LayerBalance
 from meshwright.parallel.unit import Unit
 from meshwright.spec import RunSpec
+from meshwright.train.lr_schedule import learning_rate
 from meshwright.train.optimiser import Optimiser
-from meshwright.train.schedule import learning_rate
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,15 @@ from meshwright.data.corpus import Corpus, open_corpus
 from meshwright.data.loader import Batch, Loader
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
-from meshwright.parallel.balance import LayerBalance
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.router_balance import LayerBalance
 from meshwright.spec import RunSpec
-from meshwright.spec.parts import TrainSpec
-from meshwright.train.narrow import narrowed
-from meshwright.train.router_reference import RouterReference
-from meshwright.train.schedule import learning_rate
+from meshwright.spec.sections import TrainSpec
+from meshwright.train.gather_full import gather_full
+from meshwright.train.lr_schedule import learning_rate
+from meshwright.train.shrink import shrink
 from meshwright.train.step import Trainer
-from meshwright.train.wholes import wholes
+from meshwright.train.verify_router import RouterReference
 
 TOLERANCE = 1e-10
 FLOOR = 1e-4
@@ -78,7 +78,7 @@ def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
     The samples are synthetic documents of the run's own length and packing. The precision is float64 whatever
     the spec says: what is checked is the layout, not rounding.
     """
-    spec, note = narrowed(_exact(spec, steps))
+    spec, note = shrink(_exact(spec, steps))
     corpus = open_corpus(spec)
     trainer = Trainer(spec, mesh)
     trainer.initialise()
@@ -88,12 +88,12 @@ def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
     loader = Loader(corpus, spec, mesh.data_rank, spec.layout.data_ranks)
     for number in range(1, steps + 1):
         totals = trainer.totals(trainer.gradients(loader.step(number - 1)))
-        found = wholes(trainer.states.gradients(), mesh)
+        found = gather_full(trainer.states.gradients(), mesh)
         gradients = {name: grad * trainer.gradient_factor for name, grad in found}
         done = trainer.apply(totals, number)
-        parameters = dict(wholes(trainer.states.parameters(), mesh))
+        parameters = dict(gather_full(trainer.states.parameters(), mesh))
         balance = trainer.layers_balance()
-        biases = dict(wholes(trainer.balance.biases().items(), mesh))
+        biases = dict(gather_full(trainer.balance.biases().items(), mesh))
         if reference is not None:
             theirs = next(reference)
             at = f"step {number} "

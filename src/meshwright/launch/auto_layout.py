@@ -1,0 +1,130 @@
+"""A layout for a run that sizes no axis: planned for the machine that it starts on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.hardware import cluster as hardware
+from meshwright.hardware.cluster import Cluster
+from meshwright.launch.env import count_devices, fit_layout, nproc_of, resolve, sets_layout
+from meshwright.planner.cost.model import CostModel
+from meshwright.planner.explain.candidate import TIE
+from meshwright.planner.explain.explanation import describe
+from meshwright.planner.memory.exact import needs
+from meshwright.planner.plan import Plan, Plans, plan
+from meshwright.spec import RunSpec, UserError
+from meshwright.spec.load import Overrides, from_tree
+from meshwright.units import gigabytes, short
+
+
+def present() -> Cluster:
+    """This machine, by what its GPUs are called, or as a host with so many cores; not measured."""
+    import torch
+
+    from meshwright.hardware.catalogue import CUDA_NAMES, host
+    from meshwright.profile import machine
+
+    if not torch.cuda.is_available():
+        return host(machine.processor(), machine.cores(), machine.host_memory())
+    called = torch.cuda.get_device_name(0)
+    name = next((known for part, known in CUDA_NAMES.items() if part in called), None)
+    if name is None:
+        raise UserError(
+            f"layout: no axis is sized, and the GPU '{called}' is not in the catalogue to plan for it; give "
+            f"layout.dp, or --cluster FILE as `meshwright profile` writes it"
+        )
+    return hardware.cluster(name)
+
+
+def check_room(spec: RunSpec) -> None:
+    """Refuse a run whose ranks need more than this host's memory together. Raises `UserError`."""
+    import torch
+
+    from meshwright.profile import machine
+
+    if torch.cuda.is_available():  # each rank has a device's memory to itself, and finds out
+        return
+    layout, room = spec.layout, machine.host_memory()
+    each = needs(spec, CostModel(present().resized(layout.world_size)))
+    total = sum(rank.device for rank in each) * layout.world_size / layout.pp
+    if total > room:
+        ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
+        raise UserError(
+            f"layout: {ranks} of a model of {short(spec.model.parameters)} parameters need "
+            f"{gigabytes(total)} together, but this host has {gigabytes(room)}; a smaller model, shorter "
+            f"sequences or more hosts would work"
+        )
+
+
+def planned(
+    tree: dict[str, Any],
+    overrides: Overrides = (),
+    nproc: str | int | None = None,
+    source: str = "",
+    on: str | None = None,
+) -> tuple[RunSpec, str | None]:
+    """The spec of a run, and in one line why it has its layout; None where the run sizes an axis itself.
+
+    `nproc` is a number of ranks, or None or 'auto' for all devices of this machine or any power of two of
+    them. `on` is a hardware file, or a cluster's name, to plan for; by default this machine, by its GPUs or
+    its cores. Raises `UserError`.
+    """
+    if sets_layout(tree, overrides):
+        return resolve(tree, overrides, nproc, source), None
+    alone = from_tree(tree, fit_layout(tree, overrides, 1), source)
+    cluster = hardware.cluster(on) if on else present()
+    sizes = _sizes(count_devices()) if nproc is None or nproc == "auto" else [nproc_of(nproc)]
+    if sizes == [1]:
+        return alone, None
+    wanted = [*_fixed(tree, alone), *overrides]
+    found: list[Plans] = []
+    problem: UserError | None = None
+    for ranks in sizes:
+        try:
+            found.append(plan(alone, cluster, gpus=ranks, top=2, overrides=wanted))
+        except UserError as error:  # other numbers of ranks may do
+            problem = error
+    if not found:
+        raise problem or UserError("layout: nothing is planned for no ranks; give --nproc 1 or more")
+    best = min((each.best for each in found), key=lambda each: each.step_seconds)
+    others = [each for plans in found for each in plans.plans if each is not best]
+    return _with(alone, best), _why(best, others)
+
+
+def _sizes(devices: int) -> list[int]:
+    """Numbers of ranks to plan for."""
+    return sorted({devices} | {1 << power for power in range(devices.bit_length())})
+
+
+def _fixed(tree: dict[str, Any], alone: RunSpec) -> list[tuple[str, str]]:
+    """What the run file says of its layout and recomputation, as flags that stay as they are."""
+    table = tree.get("layout") or {}
+    found = [(f"layout.{key}", str(getattr(alone.layout, key))) for key in table]
+    if tree.get("recompute"):
+        found.append(("recompute.policy", alone.recompute.policy))
+    return found
+
+
+def _with(alone: RunSpec, best: Plan) -> RunSpec:
+    """The run with the plan's layout and recomputation; all else is as it was given."""
+    chosen = {"layout": best.spec.layout.model_dump(), "recompute": best.spec.recompute.model_dump()}
+    return RunSpec.model_validate({**alone.to_json(), **chosen})
+
+
+def _why(best: Plan, others: list[Plan]) -> str:
+    """One line."""
+    ranks = best.spec.layout.world_size
+    where = best.cluster.device.name
+    where = (
+        f"{ranks} x {where}"
+        if best.cluster.device.kind != "cpu"
+        else f"{ranks} process{'es' * (ranks > 1)} on {where}"
+    )
+    said = f"layout: {describe(best.spec)}; planned for {where}: {best.step_seconds:.3g} s a step"
+    if others:
+        next_best = min(others, key=lambda each: each.step_seconds)
+        more = next_best.step_seconds / best.step_seconds - 1
+        said += f"; next is {describe(next_best.spec)}, " + (
+            "as fast" if more < TIE else f"{more:.1%} slower"
+        )
+    return said

@@ -1,0 +1,152 @@
+"""Cross-entropy of a linear head, without ever holding the logits of more than a chunk of tokens.
+
+The logits of N tokens over a vocabulary of V are the largest tensor of a training step (N x V). Their
+gradient is known as soon as they are: so the forward computes the gradients of x and of the weight chunk by
+chunk, and the backward multiplies them by the incoming gradient (Wijmans et al. 2024, cut cross-entropy, §3;
+Hsu et al. 2024, Liger kernel, §3.2). Three matmuls in all, as without chunks.
+
+The weight of a target in the objective enters before anything is rounded to the format of the logits; it
+should be a power of two, which is exact in every format. bf16 has 8 bits, so a later product with 1/N, itself
+rounded to bf16, would put every gradient below the head off by up to 2^-9, all in one direction; and so would
+logits' gradients that hold 1/N, since at the targets of a model that has learned little they are all close to
+-1/N, and rounded alike (see `parallel/loss_normalization.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from meshwright.spec.tiling import loss_rows
+
+IGNORE = -100
+"""The target of a token that is not predicted."""
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """Rows `first` to `first + rows` of a vocabulary whose other rows are elsewhere.
+
+    `combine` takes (2, N): the part's log-sum-exp, and the target's logit where the part has it, 0 elsewhere.
+    It returns the same of the whole vocabulary: log of the summed exponentials, sum of the logits.
+    """
+
+    first: int
+    rows: int
+    combine: Callable[[Tensor], Tensor]
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        ignore: int,
+        chunk: int,
+        with_grad: bool,
+        part: VocabularyPart | None,
+        scale: float,
+    ) -> Tensor:
+        exact = torch.promote_types(x.dtype, torch.float32)
+        total = torch.zeros((), dtype=exact, device=x.device)
+        grad_x = torch.empty_like(x) if with_grad else None
+        # Sums over chunks are kept in fp32, also for bf16 weights.
+        grad_weight = torch.zeros_like(weight, dtype=exact) if with_grad else None
+        for first in range(0, x.shape[0], chunk):
+            rows = slice(first, first + chunk)
+            loss, grad = _chunk(x[rows] @ weight.T, targets[rows], ignore, exact, with_grad, part, scale)
+            total += loss
+            if grad is not None and grad_x is not None and grad_weight is not None:
+                torch.mm(grad, weight, out=grad_x[rows])
+                _accumulate(grad_weight, grad, x[rows])
+            del grad  # two chunks' logits are never there together
+        ctx.grads, ctx.weight_dtype = (grad_x, grad_weight), weight.dtype
+        return total * scale
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.grads is None:
+            raise RuntimeError("the loss was differentiated before, and its gradients were used up")
+        (grad_x, grad_weight), ctx.grads = ctx.grads, None  # scaled in place: the largest tensors of a step
+        found = grad_weight.mul_(grad).to(ctx.weight_dtype)
+        return grad_x.mul_(grad.to(grad_x.dtype)), found, *[None] * 6
+
+
+def _chunk(
+    logits: Tensor,
+    targets: Tensor,
+    ignore: int,
+    exact: torch.dtype,
+    with_grad: bool,
+    part: VocabularyPart | None,
+    scale: float,
+) -> tuple[Tensor, Tensor | None]:
+    """Summed loss of a chunk, and `scale` times its gradient by the logits in their dtype.
+
+    `logits` is used up.
+    """
+    valid = targets != ignore
+    if part is not None:
+        logits[:, part.rows :] = float("-inf")
+        here = valid & (targets >= part.first) & (targets < part.first + part.rows)
+        targets = targets - part.first
+    else:
+        here = valid
+    index = targets.masked_fill(~here, 0).unsqueeze(1)
+    log_probabilities = torch.log_softmax(logits, -1, dtype=exact)
+    target_log = log_probabilities.gather(1, index).squeeze(1)
+    if part is not None:
+        own = logits[:, 0].to(exact) - log_probabilities[:, 0]
+        whole, target = part.combine(torch.stack([own, torch.where(here, target_log + own, 0)]))
+        log_probabilities += (own - whole).unsqueeze(1)
+        target_log = target - whole
+    loss = -torch.where(valid, target_log, 0).sum()
+    if not with_grad:
+        return loss, None
+    grad = log_probabilities.exp_()
+    # p - 1 at the target, from the logarithm: exact also where p is close to 1.
+    at_target = target_log.expm1()
+    if part is not None:
+        at_target = torch.where(here, at_target, grad.gather(1, index).squeeze(1))
+    grad.scatter_(1, index, at_target.unsqueeze(1))
+    return loss, logits.copy_(grad.mul_(valid.to(exact).mul_(scale).unsqueeze(1)))
+
+
+def _accumulate(grad_weight: Tensor, grad: Tensor, x: Tensor) -> None:
+    """grad_weight += grad^T x."""
+    if grad_weight.dtype == grad.dtype:
+        torch.addmm(grad_weight, grad.T, x, out=grad_weight)
+    else:
+        grad_weight += grad.T @ x
+
+
+def linear_cross_entropy(
+    x_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    ignore: int = IGNORE,
+    chunk: int | None = None,
+    part: VocabularyPart | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """`scale` times the SUM over tokens of -log softmax(x W^T)[target], without targets of `ignore`.
+
+    A scalar in fp32 (fp64 for fp64 inputs). `chunk` is the number of tokens whose logits exist at one time.
+    Without a gradient to compute, the forward computes the loss only. With `part`, `weight_VD` is that part
+    of the vocabulary (rows beyond it are ignored), the loss is the whole's, and the gradient of x is this
+    part's share, to be summed.
+    """
+    if chunk is None:
+        chunk = loss_rows(weight_VD.shape[0], x_ND.device.type == "cpu")
+    with_grad = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
+    given = (x_ND, weight_VD, targets_N, ignore, chunk, with_grad, part, scale)
+    loss: Tensor = _LinearCrossEntropy.apply(*given)
+    return loss

@@ -1,0 +1,404 @@
+"""Data parallelism: replicas that see different samples, and ZeRO's three stages of sharing their states.
+
+Splits        samples over replicate x dp, states over the shard axis, dp x cp (Rajbhandari et al. 2020).
+              `replicate` copies of that sharded group make the hybrid (Zhao et al. 2023, FSDP, §3.2.2).
+Wire          for P parameters over n ranks, each rank and step, with b bytes to compute and r to reduce in,
+              a microbatches, f = (n-1)/n:
+                ZeRO-0  all-reduce       2 P r f        once a step
+                ZeRO-1  all-gather + reduce-scatter     P b f + P r f          once a step
+                ZeRO-2  all-gather once, reduce-scatter each microbatch        P b f + a P r f
+                ZeRO-3  two all-gathers and a reduce-scatter each microbatch   2 a P b f + a P r f
+                        (less what is kept whole, see below)
+              replicate adds one all-reduce of P/n.
+              Routed experts likewise, over the n ranks that hold the same ones.
+              In a pipeline microbatches are under way together, so a unit is gathered once a step and reduced
+              once a step, in every stage: a rank's stages are whole while it runs, and P is theirs.
+Saves         optimiser states (1), and gradients (2), and parameters (3), to 1/n of their size.
+
+A gather is started one unit ahead of its use, so that it runs during the computation, and only a step's
+first is waited for at once. With ZeRO-3 the head and the last block stay whole from their forward to their
+backward, which comes next; the first block stays whole from its backward to its forward in the next
+microbatch, and during that backward the embedding is gathered for it. Tied ends are one unit, which stays
+whole for the step.
+
+A reduction is waited for one block later, those over the shard axis and those over replicas each in a queue
+of its own, and the last ones while the gradient's norm is computed. All are sums; the one division is in
+`loss.py`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.parallel.collectives import start_all_reduce, start_reduce_scatter
+from meshwright.parallel.flat_param import Owners, ParamSlot, Stored, make_slots
+from meshwright.parallel.grad_norm import sum_of_squares
+from meshwright.parallel.mesh import Axis, Mesh, Pending
+from meshwright.parallel.precision import Formats
+from meshwright.parallel.unit import Unit
+from meshwright.spec.parameters import Piece
+
+UnitModules = Sequence[nn.Module]
+"""The modules of one unit, in the order in which the forward runs them."""
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """A reduction under way, and what follows when it has ended."""
+
+    work: Pending
+    then: Callable[[], None]
+
+    def finish(self) -> None:
+        self.work.wait()
+        self.then()
+
+
+MakeUnit = Callable[[list[ParamSlot], Mesh, Axis | None, Axis, Formats], Unit]
+"""What makes a unit: `Unit`, or one that tells what it holds."""
+
+
+class DataParallel:
+    """Stores the parameters of a decoder for one rank, and moves them and their gradients as it runs.
+
+    The decoder may be on the meta device: its parameters are replaced by views of the units' buffers. After
+    construction the values are zeros; fill them through `stored_slots` or a checkpoint. `names` are those of
+    the decoder's parameters. `apart` names a parameter that the first and the last rank of a pipeline each
+    hold: tied embeddings.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[UnitModules],
+        mesh: Mesh,
+        formats: Formats,
+        pieces: Mapping[str, Piece],
+        names: Mapping[nn.Parameter, str],
+        apart: str | None = None,
+        make_unit: MakeUnit = Unit,
+    ) -> None:
+        self._new_unit = make_unit
+        self.mesh, self.formats, self._pieces, self._names, self._apart = mesh, formats, pieces, names, apart
+        self.zero = mesh.layout.zero if max(mesh.shard.size, mesh.expert_data.size) > 1 else 0
+        self.each_microbatch = mesh.pipeline.size == 1
+        """Whether units are gathered and reduced for each microbatch, where the stage of ZeRO says so."""
+        self.modules = units
+        """What computes with the units of each group, in the order of the forward."""
+        self._groups = [list(self._make_units(modules)) for modules in units]
+        self.units = [unit for group in self._groups for unit in group]
+        self._places = {
+            unit.parameters[slot.name]: (unit, slot) for unit in self.units for slot in unit.slots
+        }
+        self._depth = {id(unit): len(group) for group in self._groups for unit in group}
+        ends = mesh.ends
+        self.elsewhere = {apart} if apart and ends is not None and ends.rank > 0 else set()
+        """Parameters that this rank has, but another rank of the pipeline counts."""
+        self._scattering: deque[_Reduction] = deque()
+        self._replicating: deque[_Reduction] = deque()
+        self._squares: list[Tensor] = []
+        self._unsquared: list[Unit] = []
+        self._microbatches, self._last_microbatch = 1, True
+        self._gradient_bytes = 0
+        turns = [(index, modules[0]) for index, modules in enumerate(units)]
+        turns += [(index, module) for index, modules in enumerate(units) for module in modules[1:]]
+        for place, (index, module) in enumerate(turns):
+            self._hook(index, module, turns[place + 1][0] if place + 1 < len(turns) else None)
+        self._before_head = {index for index, _ in turns[-2:]}
+        """Groups whose backward comes next after the last forward: the last block and the head."""
+        self._head = turns[-1][0] if turns else None  # a stage may hold nothing
+        on_gradient = _weak(self._on_gradient)
+        for unit in self.units:
+            for parameter in unit.parameters.values():
+                parameter.register_post_accumulate_grad_hook(on_gradient)
+
+    def _make_units(self, modules: UnitModules) -> Iterator[Unit]:
+        """What moves together with these modules: their parameters, and apart from them routed experts."""
+        owners: dict[str, list[tuple[nn.Module, str]]] = {}
+        for root in modules:
+            for module in root.modules():
+                for attribute, parameter in module.named_parameters(recurse=False):
+                    owners.setdefault(self._names[parameter], []).append((module, attribute))
+        listed: list[tuple[str, Piece, Owners]] = [
+            (name, self._pieces[name], tuple(places)) for name, places in owners.items()
+        ]
+        mesh = self.mesh
+        for routed, shards in ((False, mesh.shard), (True, mesh.expert_data)):
+            own = [parameter for parameter in listed if (parameter[1].experts is not None) == routed]
+            if own:
+                yield self._make_unit(own, shards)
+
+    def _make_unit(self, listed: list[tuple[str, Piece, Owners]], ranks: Axis) -> Unit:
+        mesh = self.mesh
+        if self.zero and ranks.size > 1:
+            slots = make_slots(listed, ranks.size, ranks.rank)
+            return self._new_unit(slots, mesh, ranks, mesh.replicate, self.formats)
+        replicas = mesh.replicate if mesh.replicate.size > 1 else ranks
+        return self._new_unit(make_slots(listed, 1, 0), mesh, None, replicas, self.formats)
+
+    # When things move -------------------------------------------------------------------------------
+
+    def _hook(self, index: int, module: nn.Module, after: int | None) -> None:
+        """Let a module of group `index` gather what it needs, and then group `after`, which runs next."""
+        module.register_forward_pre_hook(lambda _module, _args: self._gather(index, after))
+        module.register_forward_hook(lambda module, _args, output: self._after_forward(index, module, output))
+
+    def _gather(self, index: int, ahead: int | None) -> None:
+        """Wait for the units of group `index`, and begin to gather those of `ahead`, if there is one."""
+        for unit in self._groups[index]:
+            unit.finish_gather()
+        if ahead is not None:
+            for unit in self._groups[ahead]:
+                unit.start_gather()
+
+    def _after_forward(self, index: int, module: nn.Module, output: Tensor) -> None:
+        modules = self.modules[index]
+        if self.zero < 3 or module is not modules[-1]:
+            return
+        if not (torch.is_grad_enabled() and output.requires_grad):
+            self._release(index)
+            return
+        if not self.each_microbatch:
+            return
+        if index not in self._before_head:
+            self._release(index)
+        if index not in (0, self._head):
+            output.register_hook(lambda _grad: self._before_backward(index))
+
+    def _release(self, index: int) -> None:
+        for unit in self._groups[index]:
+            unit.release()
+
+    def _before_backward(self, index: int) -> None:
+        """Gather for the backward of block `index`, and for what comes next.
+
+        The embedding's backward reads no weights, but its forward in the next microbatch does.
+        """
+        self._gather(index, None if index == 1 and self._last_microbatch else index - 1)
+
+    def _stays(self, unit: Unit) -> bool:
+        """True if a unit stays whole after its backward, for the next forward: tied ends, the first block."""
+        if not self.each_microbatch or self._last_microbatch:
+            return False
+        return unit in self._groups[1] or (len(self.modules[0]) > 1 and unit in self._groups[0])
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        grad, parameter.grad = parameter.grad, None
+        if grad is not None:  # else the backward left it to `take`
+            self.take(parameter, grad)
+
+    def take(self, parameter: nn.Parameter, grad: Tensor) -> None:
+        """Add a gradient that was found apart from the backward."""
+        unit, slot = self._places[parameter]
+        unit.pack(slot, grad)
+        unit.waiting[slot.name] -= 1
+        if not unit.waiting[slot.name]:
+            del unit.waiting[slot.name]
+        if not unit.waiting:
+            self._unit_done(unit)
+
+    def begin_step(self, microbatches: int) -> None:
+        """Call before a step's first forward."""
+        self._microbatches = microbatches
+        self._expect(1 if self.each_microbatch else microbatches)
+
+    def begin_microbatch(self, last: bool) -> None:
+        """Call before each microbatch's forward; `last` says that the step's gradients are due after it."""
+        if self.each_microbatch:
+            self._last_microbatch = last
+            self._expect(1)
+
+    def _expect(self, gradients: int) -> None:
+        """Expect so many gradients of each parameter from each stage that reads it before a unit is done."""
+        for unit in self.units:
+            # In a pipeline two stages of a rank may each have a gradient of tied ends.
+            readers = {slot.name: 1 if self.each_microbatch else len(slot.owners) for slot in unit.slots}
+            waits = not self.each_microbatch or self.zero < 2 or unit.shards is None
+            several = (waits and self._microbatches > 1) or max(readers.values()) > 1
+            unit.expect({name: gradients * count for name, count in readers.items()}, several)
+
+    def finish_step(self) -> None:
+        """Call after the last microbatch's backward: every gradient is summed over every rank.
+
+        Squares for the norm are taken while the last reductions run.
+        """
+        for unit in self.units:
+            if unit.waiting:  # a parameter that the loss does not depend on
+                unit.waiting = {}
+                self._unit_done(unit)
+        self._square_finished()
+        while self._scattering:
+            self._scattering.popleft().finish()
+        while self._replicating:
+            self._replicating.popleft().finish()
+            self._square_finished()
+        self._square_finished()
+        self._sum_over_tensor()
+        if self._apart is not None and self.mesh.ends is not None:
+            for part in self._gradients_apart():
+                start_all_reduce(part, self.mesh.ends).wait()
+        self._square_late()
+
+    def _gradients_apart(self) -> Iterator[Tensor]:
+        """This rank's gradient of the parameter that the other end of the pipeline holds too."""
+        for unit in self.units:
+            for slot in unit.slots:
+                if slot.name == self._apart:
+                    yield unit.gradient_of(slot)
+
+    def _sum_over_tensor(self) -> None:
+        """Add up the gradients of pieces that several tensor ranks hold, each with a part of the sum."""
+        of_axis: dict[str, tuple[Axis, list[Tensor]]] = {}
+        for unit in self.units:
+            for axis, slot in unit.slots_summed():
+                key = "tensor" if axis is self.mesh.tensor else "copies"
+                of_axis.setdefault(key, (axis, []))[1].append(unit.gradient_of(slot))
+        for axis, flats in of_axis.values():
+            joined = torch.cat(flats)
+            start_all_reduce(joined, axis).wait()
+            torch._foreach_copy_(flats, list(joined.split([flat.numel() for flat in flats])))
+
+    # What moves -------------------------------------------------------------------------------------
+
+    def _unit_done(self, unit: Unit) -> None:
+        if self.zero == 3 and not self._stays(unit):
+            unit.release()
+        due = self._last_microbatch
+        if not due and (self.zero < 2 or unit.shards is None):
+            return
+        packed = unit.take_packed()
+        if unit.shards is None and unit.replicas.size == 1:
+            unit.gradient = packed.to(self.formats.master)
+            self._unsquared.append(unit)
+            return
+        sent = unit.to_send(packed)
+        if unit.shards is None:
+            work = start_all_reduce(sent, unit.replicas)
+            self._scattering.append(_Reduction(work, lambda: self._replicated(unit, sent, packed)))
+        else:
+            part = unit.new_part()
+            work = start_reduce_scatter(part, sent, unit.shards)
+            self._scattering.append(_Reduction(work, lambda: self._scattered(unit, part, sent, due)))
+        depth = self._depth[id(unit)]
+        while len(self._replicating) >= depth:  # before what the others start now is added
+            self._replicating.popleft().finish()
+        while len(self._scattering) > depth:
+            self._scattering.popleft().finish()
+
+    def _replicated(self, unit: Unit, summed: Tensor, packed: Tensor) -> None:
+        """The all-reduce of a unit that is not sharded has ended."""
+        if packed.dtype == self.formats.master:
+            unit.gradient = packed if summed is packed else packed.copy_(summed)
+        else:
+            unit.gradient = summed.to(self.formats.master)
+        self._unsquared.append(unit)
+
+    def _scattered(self, unit: Unit, part: Tensor, _sent: Tensor, due: bool) -> None:
+        """A reduce-scatter has ended; `_sent`, its input, had to live until now."""
+        if unit.gradient is None:
+            unit.gradient = part.to(self.formats.master)
+        else:
+            unit.gradient.add_(part)
+        if due and unit.replicas.size > 1:
+            work = start_all_reduce(unit.gradient, unit.replicas)
+            self._replicating.append(_Reduction(work, lambda: self._unsquared.append(unit)))
+        elif due:
+            self._unsquared.append(unit)
+
+    # The gradient's norm ----------------------------------------------------------------------------
+
+    def _square_finished(self) -> None:
+        """Take the squares of gradients that have arrived, but for what is still to be summed."""
+        flats = [flat for unit in self._unsquared for flat in unit.counted_gradients(self._late(unit))]
+        self._unsquared.clear()
+        if flats:
+            self._squares.append(sum_of_squares(flats, self.mesh.device))
+
+    def _square_late(self) -> None:
+        """Take the squares of what the tensor axis and the ends of the pipeline have summed."""
+        flats = []
+        for unit in self.units:
+            early = {slot.name for slot in unit.slots} - self._late(unit)
+            flats += unit.counted_gradients(early | self.elsewhere)
+        self._squares.append(sum_of_squares(flats, self.mesh.device))
+
+    def _late(self, unit: Unit) -> set[str]:
+        """The parameters of a unit whose gradients are summed once more after the reductions of the units."""
+        summed = {slot.name for _, slot in unit.slots_summed()}
+        return summed | ({self._apart} if self._apart and self.mesh.ends is not None else set())
+
+    def squares(self, exact: bool = False) -> Tensor:
+        """This rank's share of the square of the gradient's norm, a scalar in float64 on the device.
+
+        The sum over all ranks is the square of the norm. It is that of the gradients as `finish_step` left
+        them; `exact` takes it anew, and is finite wherever every element is.
+        """
+        if not exact:
+            return torch.stack(self._squares).sum()
+        flats = [flat for unit in self.units for flat in unit.counted_gradients(self.elsewhere)]
+        return sum_of_squares(flats, self.mesh.device, exact=True)
+
+    # After the step ---------------------------------------------------------------------------------
+
+    def gradients(self) -> Iterator[tuple[str, Stored]]:
+        """(name, gradient) of every parameter, between `finish_step` and `end_step`."""
+        for unit in self.units:
+            assert unit.gradient is not None
+            yield from unit.tensors(unit.gradient)
+
+    def parameters(self) -> Iterator[tuple[str, Stored]]:
+        """(name, parameter) as stored; they share the memory that the optimiser updates."""
+        for unit in self.units:
+            yield from unit.tensors(unit.stored)
+
+    def _flat_gradients(self) -> list[Tensor]:
+        return [unit.gradient for unit in self.units if unit.gradient is not None]
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply every gradient, in place."""
+        if factor != 1.0 and self.units:
+            torch._foreach_mul_(self._flat_gradients(), factor)
+
+    def end_step(self) -> None:
+        """Call after the optimiser: gradients are dropped, parameters are gathered anew when next used."""
+        self._gradient_bytes = self._bytes_of_gradients()
+        self._squares.clear()
+        for unit in self.units:
+            unit.gradient = None
+            unit.arrived = set()
+            unit.expire()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that this rank holds: stored parameters, their whole copies, gradients at the last update."""
+        copies = sum(0 if u.aliased else u.full.untyped_storage().nbytes() for u in self.units)
+        return {
+            "parameters": sum(u.stored.untyped_storage().nbytes() for u in self.units),
+            "compute copies": copies,
+            "gradients": max(self._gradient_bytes, self._bytes_of_gradients()),
+        }
+
+    def _bytes_of_gradients(self) -> int:
+        storages = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+            for unit in self.units
+            for tensor in (unit.packed, unit.gradient)
+            if tensor is not None
+        }
+        return sum(storages.values())
+
+
+def _weak(method: Callable[[nn.Parameter], None]) -> Callable[[nn.Parameter], None]:
+    """The method as a hook that does not hold its object: autograd's hooks are not garbage-collected."""
+    reference = WeakMethod(method)
+
+    def hook(parameter: nn.Parameter) -> None:
+        bound = reference()
+        assert bound is not None, "a backward through parameters whose `DataParallel` is gone"
+        bound(parameter)
+
+    return hook

@@ -1,0 +1,266 @@
+"""Pipeline parallelism: the decoder cut into stages, run by the very lists that `meshwright.schedule` makes.
+
+Splits        the decoder's units over pp ranks, one stage or more on each (Huang et al. 2019; Narayanan et
+              al. 2021).
+Wire          from stage to stage, each microbatch: N D b forward and N D b backward, for N tokens of a
+              context rank (1 / tp of them with sequence sharding), D channels of b bytes to compute in.
+              Nothing where both stages are on one rank. Once a step, the gradient of tied embeddings whose
+              ends are on two ranks.
+Saves         everything but what the own stages need; activations by the schedule: a rank holds those of as
+              many microbatches as its list has under way (`schedule.check.peak`).
+
+A list says what is computed and in which order; what is sent and received follows from it, and when it is
+posted and waited for (`schedule/posting.py`): what runs here are the operations of that posting, which are
+replayed under NCCL's rules before the first step (`schedule/validate.py`). Messages go over lanes, on each of
+which a rank only sends or only receives (`schedule/lanes.py`). A split backward (zero bubble, Qi et al. 2023)
+sends the input's gradient on before the weights' are computed (`later.py`).
+
+One device is the same code: one stage, a list of F and B, and no message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.parallel.collectives import start_receive, start_send
+from meshwright.parallel.deferred_wgrad import WeightGradStore, Work, together
+from meshwright.parallel.mesh import Axis, Mesh, Pending
+from meshwright.schedule import (
+    Action,
+    Kind,
+    Operation,
+    Posting,
+    Schedule,
+    Verb,
+    check,
+    forward_only,
+    lane_rule,
+    posting,
+    replay,
+)
+from meshwright.schedule.actions import target_of
+
+
+class StageModule(Protocol):
+    """What a rank computes of one stage."""
+
+    target_weight: float
+    """Factor of each target's loss, where the stage gives the loss."""
+
+    def __call__(self, microbatch: Any, x: Tensor | None, /) -> Tensor:
+        """The input of the next stage, or what the objective takes; `x` is from the stage before."""
+        ...
+
+    def empty(self, microbatch: Any) -> Tensor:
+        """Room for what goes from stage to stage."""
+        ...
+
+
+class ActionHook:
+    """What is told of each action that a rank computes; this one does nothing with it."""
+
+    def before(self, action: Action) -> None:
+        """An action is about to be computed."""
+
+    def after(self, action: Action, given: Tensor | None, result: Tensor | None) -> None:
+        """It was, of what a stage beside had `given`; a stage beside will have the result."""
+
+
+class Pipeline:
+    """Runs the stages of one rank.
+
+    `make` gives the schedule for a number of microbatches; `begin` is told before each forward whether it is
+    the last microbatch's; `take` gets each gradient that a schedule puts off. `peak` is the most activations
+    (of one microbatch in one stage) that the last run held at a time.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, StageModule],
+        mesh: Mesh,
+        make: Callable[[int], Schedule],
+        later: WeightGradStore,
+        begin: Callable[[bool], None],
+        take: Callable[[nn.Parameter, Tensor], None],
+    ) -> None:
+        self.stages, self.mesh, self.later, self.begin, self.take = stages, mesh, later, begin, take
+        self.make = lru_cache(make)
+        self._posting = lru_cache(self._checked_posting)
+        self.watch = ActionHook()
+        self.peak = 0
+
+    @property
+    def has_end(self) -> bool:
+        """Whether this rank has the last stage."""
+        return max(self.stages) == self.make(1).stages - 1
+
+    def warm_up(self, microbatch: Any, training: bool) -> None:
+        """Run each stage of this rank once on an input of zeros, with its backward if `training`.
+
+        Nothing goes from stage to stage, and no parameter gets a gradient. A compiler then compiles all
+        stages at the same time; without it, each is compiled when its first input comes, one after the other.
+        The ranks that share a stage call this together.
+        """
+        for stage in self.stages.values():
+            x = torch.zeros_like(stage.empty(microbatch)).requires_grad_(training)
+            with torch.set_grad_enabled(training):
+                out = stage(microbatch, x)
+            if training:
+                torch.autograd.grad(out, x, torch.zeros_like(out))
+
+    def _checked_posting(self, microbatches: int, training: bool) -> Posting:
+        """What this rank posts in a step, or in a forward alone; raises `ScheduleError` where ranks hang."""
+        schedule = self.make(microbatches)
+        if training:
+            check(schedule)
+        else:
+            schedule = forward_only(schedule)
+            replay(schedule)
+        return posting(schedule, self.mesh.pipeline.rank)
+
+    def run(self, microbatches: Sequence[Any], objective: Callable[[Tensor], Tensor]) -> None:
+        """Forward and backward of every microbatch; `objective` makes the last stage's result a scalar."""
+        run = _Run(self, microbatches, objective)
+        run.execute(self._posting(len(microbatches), True))
+        self.peak = run.peak
+
+    @torch.no_grad()
+    def forward(self, microbatches: Sequence[Any]) -> list[Tensor]:
+        """What the last stage gives for each microbatch, on the rank that has it; nothing elsewhere.
+
+        Stage by stage, all microbatches (breadth first).
+        """
+        found: list[Tensor] = []
+
+        def keep(total: Tensor) -> Tensor:
+            found.append(total)
+            return total
+
+        _Run(self, microbatches, keep).execute(self._posting(len(microbatches), False))
+        return found
+
+
+class _Run:
+    """One pass through the operations of this rank."""
+
+    def __init__(
+        self, pipeline: Pipeline, microbatches: Sequence[Any], objective: Callable[[Tensor], Tensor]
+    ) -> None:
+        self.of, self.schedule = pipeline, pipeline.make(len(microbatches))
+        self.microbatches, self.objective = microbatches, objective
+        self.rank = pipeline.mesh.pipeline.rank
+        self._lane_of = lane_rule(self.schedule.ranks)
+        self.held: dict[tuple[int, int], tuple[Tensor | None, Any]] = {}
+        """(stage, microbatch) -> its input, and where its backward begins."""
+        self.put_off: dict[tuple[int, int], list[Work]] = {}
+        self.here: dict[Action, Tensor] = {}
+        """What a stage of this rank computed for another one: by what waits for it, as F or B."""
+        self.coming: dict[Action, tuple[Pending, Tensor]] = {}
+        """By the action that needs it."""
+        self.leaving: dict[Action, Tensor] = {}
+        """Results that the next operation sends, by the action."""
+        self.sent: dict[Action, tuple[Pending, Tensor]] = {}
+        self.peak = 0
+
+    def execute(self, posting: Posting) -> None:
+        """Carry out the operations in order."""
+        for operation in posting:
+            action = operation.action
+            match operation.verb:
+                case Verb.RECEIVE:
+                    self._receive(operation)
+                case Verb.RECEIVED:
+                    self.coming[action][0].wait()
+                case Verb.COMPUTE:
+                    self._compute(action)
+                case Verb.SEND:
+                    self._send(operation)
+                case Verb.SENT:
+                    self.sent.pop(action)[0].wait()
+
+    # Messages ---------------------------------------------------------------------------------------
+
+    def _lane(self, action: Action, sender: int, receiver: int) -> tuple[Axis, int]:
+        """The axis and the tag of a message."""
+        return self.of.mesh.lanes[self._lane_of(action.kind is not Kind.F, sender, receiver)]
+
+    def _receive(self, operation: Operation) -> None:
+        action, sender = operation.action, operation.peer
+        room = self.of.stages[action.stage].empty(self.microbatches[action.microbatch])
+        pending = start_receive(room, sender, *self._lane(action, sender, self.rank))
+        self.coming[action] = pending, room
+
+    def _send(self, operation: Operation) -> None:
+        action, receiver = operation.action, operation.peer
+        result = self.leaving.pop(action)
+        pending = start_send(result, receiver, *self._lane(action, self.rank, receiver))
+        self.sent[action] = pending, result
+
+    # Computing --------------------------------------------------------------------------------------
+
+    def _compute(self, action: Action) -> None:
+        """Compute an action of what the neighbouring stage gave, and keep the result where it is needed."""
+        given = self.coming.pop(action)[1] if action in self.coming else self.here.pop(_waits(action), None)
+        self.of.watch.before(action)
+        result = self._result(action, given)
+        self.of.watch.after(action, given, result)
+        if result is None:
+            return
+        stage = target_of(action, self.schedule.stages)
+        assert stage is not None
+        if self.schedule.rank_of[stage] == self.rank:
+            self.here[_waits(action._replace(stage=stage))] = result
+        else:
+            self.leaving[action] = result.contiguous()
+
+    def _result(self, action: Action, given: Tensor | None) -> Tensor | None:
+        """What the neighbouring stage waits for, if one does."""
+        place = (action.stage, action.microbatch)
+        if action.kind is Kind.F:
+            return self._forward(place, given)
+        if action.kind is Kind.W:
+            self._weights(place)
+            return None
+        if action.kind is Kind.B:
+            return self._backward(place, given)
+        with self.of.later.during() as put_off:
+            self.put_off[place] = put_off
+            return self._backward(place, given)
+
+    def _forward(self, place: tuple[int, int], x: Tensor | None) -> Tensor | None:
+        stage, number = place
+        training = torch.is_grad_enabled()
+        if training:
+            self.of.begin(number == len(self.microbatches) - 1)
+        x = x.requires_grad_() if training and x is not None else x
+        out = self.of.stages[stage](self.microbatches[number], x)
+        last = stage == self.schedule.stages - 1
+        if last:
+            out = self.objective(out)
+        if training:
+            # Of what is sent on only the graph is needed here.
+            self.held[place] = x, out if last else torch.autograd.graph.get_gradient_edge(out)
+            self.peak = max(self.peak, len(self.held.keys() | self.put_off.keys()))
+        return None if last else out.detach()
+
+    def _backward(self, place: tuple[int, int], grad: Tensor | None) -> Tensor | None:
+        x, begin = self.held.pop(place)
+        torch.autograd.backward([begin], [grad])
+        return None if x is None else x.grad
+
+    @torch.no_grad()
+    def _weights(self, place: tuple[int, int]) -> None:
+        for parameters, found in together(self.put_off.pop(place)):
+            for parameter, grad in zip(parameters, found, strict=True):
+                if parameter is not None and grad is not None:
+                    self.of.take(parameter, grad)
+
+
+def _waits(action: Action) -> Action:
+    """The action with I written as B: both wait for the gradient from the next stage."""
+    return action if action.kind is Kind.F else action._replace(kind=Kind.B)

@@ -1,0 +1,1 @@
+"""Why a layout takes what it takes, and why not another."""

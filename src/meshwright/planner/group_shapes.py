@@ -1,0 +1,45 @@
+"""Where the ranks of each axis of a layout are: how many, and how far apart."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meshwright.spec.layout import Layout
+
+
+class GroupShape(NamedTuple):
+    """`ranks` ranks, each `stride` from the next."""
+
+    ranks: int
+    stride: int
+
+
+class Axes(NamedTuple):
+    """The groups of a layout, as `parallel/mesh.py` makes them: tensor ranks are neighbours."""
+
+    tensor: GroupShape
+    context: GroupShape
+    shard: GroupShape
+    """dp x cp: what ZeRO shards over."""
+    replicate: GroupShape
+    pipeline: GroupShape
+    expert: GroupShape
+    expert_data: GroupShape
+
+
+def axes(layout: Layout) -> Axes:
+    """The groups of `layout`."""
+    stride = layout.strides
+    data, folded = stride["dp"], layout.ep * layout.etp
+    near = data == layout.tp or layout.dp * layout.cp == 1  # ranks of a stage follow each other
+    return Axes(
+        tensor=GroupShape(layout.tp, stride["tp"]),
+        context=GroupShape(layout.cp, data),
+        shard=GroupShape(layout.shard_ranks, data),
+        replicate=GroupShape(layout.replicate, stride["replicate"]),
+        pipeline=GroupShape(layout.pp, stride["pp"]),
+        expert=GroupShape(folded, 1 if near or folded <= layout.tp else data),
+        expert_data=GroupShape(
+            layout.expert_data_ranks, folded if near else data * max(1, folded // layout.tp)
+        ),
+    )

@@ -1,0 +1,112 @@
+"""What a rank has of a run, by formula: its stages, their parameters, and the width of its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, prod
+
+from meshwright.schedule import Schedule, schedule_of
+from meshwright.spec import RunSpec
+from meshwright.spec.parameters import Parameter, Piece, expert_piece, parameters_of, piece_of
+from meshwright.spec.sections import SavedOp, SelectiveRecompute
+from meshwright.spec.stages import Stage, stages
+
+Traffic = dict[tuple[str, str], float]
+"""(axis, operation) -> bytes."""
+
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes of an element: to compute in, of master weights, of gradients on the wire, of exact sums."""
+
+    compute: int
+    master: int
+    reduce: int
+    exact: int
+
+
+def widths(spec: RunSpec) -> Widths:
+    """The formats of a run; fp64 is fp64 throughout."""
+    compute = BYTES[spec.precision.compute]
+    if compute == 8:
+        return Widths(8, 8, 8, 8)
+    return Widths(compute, 4, BYTES[spec.precision.reduce], 4)
+
+
+@dataclass(frozen=True)
+class RankView:
+    """A rank's place in the pipeline: its stages, and what of the model they hold."""
+
+    spec: RunSpec
+    schedule: Schedule
+    own: tuple[Stage, ...]
+
+    @property
+    def layers(self) -> int:
+        """Number of its blocks."""
+        return sum(len(stage.blocks) for stage in self.own)
+
+    @property
+    def routed(self) -> int:
+        """Number of its blocks with routed experts."""
+        return sum(self.spec.model.has_experts(layer) for stage in self.own for layer in stage.blocks)
+
+    @property
+    def mapped(self) -> int:
+        """Number of its blocks with maps that all tokens take after attention: dense, or shared experts."""
+        moe = self.spec.model.moe
+        return self.layers if moe is not None and moe.shared_ffn else self.layers - self.routed
+
+    @property
+    def embed(self) -> bool:
+        """Whether it has the embedding."""
+        return any(stage.embed for stage in self.own)
+
+    @property
+    def head(self) -> bool:
+        """Whether it has the head."""
+        return any(stage.head for stage in self.own)
+
+    def pieces(self) -> dict[str, list[tuple[Parameter, Piece]]]:
+        """What a rank holds of each unit's parameters."""
+        spec, layout = self.spec, self.spec.layout
+
+        def piece(p: Parameter) -> Piece:
+            if p.expert:
+                return expert_piece(p, layout.ep, layout.etp, 0)
+            return piece_of(p, spec.model, layout.tp, 0, layout.sequence_parallel)
+
+        listed = parameters_of(spec.model, self.own)
+        return {unit: [(p, piece(p)) for p in parameters] for unit, parameters in listed.items()}
+
+
+def place_of(spec: RunSpec, rank: int) -> RankView:
+    """The place of pipeline rank `rank`."""
+    schedule = schedule_of(spec.layout, spec.microbatches)
+    every = stages(spec.model, spec.layout, spec.data.seq_len)
+    return RankView(spec, schedule, tuple(every[index] for index in schedule.stages_of(rank)))
+
+
+def share(ranks: int) -> float:
+    """The share of what lies on `ranks` ranks that is on others."""
+    return (ranks - 1) / ranks
+
+
+def shards(spec: RunSpec) -> int:
+    """Ranks that each hold a part of the states."""
+    return spec.layout.shard_ranks if spec.layout.zero else 1
+
+
+def part_elements(piece: Piece, ranks: int) -> int:
+    """Elements that one of `ranks` stores of a piece, padding included."""
+    rows = piece.shape[piece.rows_dim]
+    return ceil(rows / ranks) * (prod(piece.shape) // rows)
+
+
+def recomputed(spec: RunSpec, kind: SavedOp) -> bool:
+    """Whether a block's backward first does again what is of this kind."""
+    if isinstance(spec.recompute, SelectiveRecompute):
+        return kind not in spec.recompute.save
+    return spec.recompute.policy == "full"

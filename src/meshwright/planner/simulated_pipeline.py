@@ -1,0 +1,140 @@
+"""One step of a run's pipeline, timed: what its stages cost by formula, in the order of its schedule.
+
+What is timed is the pipeline of one replica: F, I and W of every microbatch, and the messages between
+stages. A rank of it is tp x cp devices, which share a stage's FLOPs; bytes are those of one of them. The
+traffic of the other axes and the optimiser's step are not in it.
+
+A block of M FLOPs in weights and A in attention's two products, forward, takes M + A for F, M + 2 A for I
+and M for W, since attention has no weights (Qi et al. 2023, table 1); what is recomputed is added to I. The
+head's loss computes its gradients in the forward, as the program does (`model/chunked_cross_entropy.py`):
+three times its forward for F. Norms, the embedding and whatever else is no matrix product count nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.planner.memory.activations import activations
+from meshwright.planner.rank_view import recomputed, widths
+from meshwright.schedule import Link, ScheduleError, Simulation, StageCost, schedule_of, simulate
+from meshwright.schedule.bubble_formulas import idle
+from meshwright.spec import RunSpec
+from meshwright.spec.stages import Stage, stages
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a step is timed on. The defaults are round figures of no machine in particular."""
+
+    flops: float = 400e12
+    """FLOP/s that one device attains."""
+    latency: float = 5e-6
+    """Seconds of a message between stages."""
+    bandwidth: float = 50e9
+    """Bytes per second of a link between devices of neighbouring stages, one way."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.flops < math.inf:
+            raise ScheduleError(f"flops is {self.flops}; it should be above 0 FLOP/s, and finite")
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Seconds of one microbatch in every stage, where they are measured and not counted."""
+
+    forward: float
+    input: float
+    weight: float
+
+
+def message_bytes(spec: RunSpec) -> int:
+    """Bytes of one microbatch's activations, or of their gradients, from one stage to the next."""
+    layout = spec.layout
+    shared = layout.tp if layout.sequence_parallel else 1
+    tokens = spec.micro_batch * spec.data.seq_len // layout.cp // shared
+    return tokens * spec.model.hidden * widths(spec).compute
+
+
+def stage_costs(spec: RunSpec, cut: Sequence[Stage], costs: Machine | Durations) -> tuple[StageCost, ...]:
+    """What a microbatch costs in each stage of `cut`: seconds by its FLOPs, or as given; bytes by formula."""
+    held, message = activations(spec), message_bytes(spec)
+    found = []
+    for stage in cut:
+        times = _counted(spec, stage, costs.flops) if isinstance(costs, Machine) else costs
+        kept = float(held.of(stage))
+        found.append(StageCost(times.forward, times.input, times.weight, kept, float(message)))
+    return tuple(found)
+
+
+def _counted(spec: RunSpec, stage: Stage, flops: float) -> Durations:
+    """Seconds of one microbatch in a stage, whose tensor and context ranks share its FLOPs evenly."""
+    model, layout, length = spec.model, spec.layout, spec.data.seq_len
+    matmul = sum(map(model.block_weight_flops, stage.blocks))
+    attention = sum(model.block_flops(length, layer) for layer in stage.blocks) - matmul
+    again = recomputed(spec, "matmul") * matmul + recomputed(spec, "attention") * attention
+    head = model.head_flops if stage.head else 0
+    second = flops * layout.tp * layout.cp / (spec.micro_batch * spec.data.seq_len)  # FLOPs of one token
+    return Durations(
+        forward=(matmul + attention + 3 * head) / second,
+        input=(matmul + 2 * attention + again) / second,
+        weight=matmul / second,
+    )
+
+
+@dataclass(frozen=True)
+class PipelineStep:
+    """A timed step, and what its stages hold and cost."""
+
+    simulation: Simulation
+    stages: tuple[Stage, ...]
+    costs: tuple[StageCost, ...]
+
+    @property
+    def closed_form_bubble(self) -> float | None:
+        """The bubble by the schedule's formula for the mean rank, with links that cost nothing, or None."""
+        made = self.simulation.schedule
+        forward, input, weight = (
+            sum(getattr(cost, name) for cost in self.costs) / made.ranks
+            for name in ("forward", "input", "weight")
+        )
+        lost = idle(made.name, made.ranks, made.virtual, made.microbatches, forward, input, weight)
+        return None if lost is None else lost / (lost + made.microbatches * (forward + input + weight))
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures, without the times of single actions; lists are by rank."""
+        timed, made = self.simulation, self.simulation.schedule
+        blocks = [
+            sum(len(self.stages[index].blocks) for index in made.stages_of(rank))
+            for rank in range(made.ranks)
+        ]
+        return {
+            "schedule": made.name,
+            "ranks": made.ranks,
+            "virtual": made.virtual,
+            "microbatches": made.microbatches,
+            "step_seconds": timed.makespan,
+            "bubble": timed.bubble,
+            "bubbles": list(timed.bubbles),
+            "bubble_without_sync": timed.bubble_without_sync,
+            "closed_form_bubble": self.closed_form_bubble,
+            "peak_activations": [held / made.virtual for held in timed.peak],
+            "peak_activation_bytes": [round(held) for held in timed.peak_bytes],
+            "blocks": blocks,
+            "message_bytes": round(self.costs[0].output),
+        }
+
+
+def step(spec: RunSpec, machine: Machine, durations: Durations | None = None) -> PipelineStep:
+    """A step of the run's pipeline; with `durations`, only the links of `machine` count.
+
+    A run without a pipeline is one rank with one stage, whatever its schedule. Raises `ScheduleError` for a
+    machine or durations that cannot be.
+    """
+    schedule = schedule_of(spec.layout, spec.microbatches)
+    cut = stages(spec.model, spec.layout, spec.data.seq_len)
+    costs = stage_costs(spec, cut, durations or machine)
+    timed = simulate(schedule, costs, Link(machine.latency, machine.bandwidth))
+    return PipelineStep(timed, cut, costs)

@@ -1,0 +1,178 @@
+"""Products, attention, memory and the optimiser, over shapes like those of a decoder's training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate, cycle
+from math import ceil, prod
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.hardware.cluster import Attention, Matmul
+from meshwright.model.attention import attend
+from meshwright.parallel.precision import DTYPES
+from meshwright.profile.clock import Budget, Clock
+
+FORMATS = ("fp32", "bf16")
+
+Shape = TypeVar("Shape", bound=tuple[int, ...])
+
+Meet = Callable[[], object]
+"""Lets all ranks start at once."""
+
+_ROWS = (32, 256, 2048, 8192)
+_SMALL = (
+    *((64, 64), (128, 128), (256, 256), (512, 512), (1024, 1024), (2048, 2048)),  # square
+    *((64, 512), (512, 64), (128, 512), (512, 128), (384, 1024), (1024, 384)),  # up and down
+    *((4096, 256), (256, 4096), (512, 2048), (2048, 512), (1024, 4096), (4096, 1024)),
+)
+_LARGE = (
+    *((512, 512), (1024, 1024), (2048, 2048), (4096, 4096), (8192, 8192)),
+    *((1024, 4096), (4096, 1024), (14336, 4096), (4096, 14336), (128256, 4096), (128, 4096), (4096, 128)),
+)
+_SEQUENCES = ((1, 128), (8, 128), (1, 512), (4, 512), (1, 1024), (1, 2048), (1, 4096), (1, 8192))
+_HEADS = ((4, 4, 32), (8, 8, 64), (8, 2, 64), (8, 8, 128), (32, 8, 128))
+
+
+def product_shapes(flops: float, cuda: bool) -> list[tuple[int, int, int]]:
+    """(m, n, k), small and skinny ones among them, the largest first; as many as `flops` are enough for."""
+    rows = (*_ROWS, 32768) if cuda else _ROWS
+    found = {(m, n, k) for n, k in (_LARGE if cuda else _SMALL) for m in rows}
+    found |= {(n, k, m) for n, k in ((256, 256), (256, 1024), (1024, 256)) for m in rows[1:]}  # of a weight
+    return _afforded(found, _product_work, flops)
+
+
+def _product_work(shape: tuple[int, int, int]) -> int:
+    """FLOPs, and for each number that is made and moved as much time as for 100 of them."""
+    m, n, k = shape
+    return 2 * m * n * k + 100 * (m * k + n * k + m * n)
+
+
+def _afforded(shapes: Iterable[Shape], work: Callable[[Shape], int], flops: float) -> list[Shape]:
+    """The smallest shapes of which `flops` allow three calls at half the rate; the largest first."""
+    ranked = sorted(shapes, key=lambda each: (work(each), each))
+    spent = accumulate(2 * 3 * work(each) for each in ranked)
+    return [each for each, total in zip(ranked, spent, strict=True) if total <= flops][::-1]
+
+
+def products(
+    clock: Clock, name: str, shapes: list[tuple[int, int, int]], seconds: float, meet: Meet
+) -> Iterator[Matmul]:
+    """Times of x (m, k) with weights (n, k), as a linear map has them; `seconds` for all shapes.
+
+    Each call has other weights: a step reads each once a pass, from memory and not from a cache.
+    """
+    budget = Budget(seconds, len(shapes))
+    pool = _random(clock.device, name, _elements(clock.device))
+    for m, n, k in shapes:
+        x, weights = _random(clock.device, name, m, k), _copies(pool, name, n, k)
+        meet()
+        yield Matmul(name, m, n, k, clock.during(_with_next(x, weights), budget.share()))
+
+
+def _copies(pool: Tensor, name: str, n: int, k: int) -> Iterator[Tensor]:
+    """Weights (n, k), each beside the one before, round and round a pool of numbers."""
+    count = pool.numel() // (n * k)
+    if count < 2:
+        return cycle([_random(pool.device, name, n, k)])
+    return cycle(pool[: count * n * k].view(count, n, k).unbind())
+
+
+def _with_next(x: Tensor, weights: Iterator[Tensor]) -> Callable[[], object]:
+    return lambda: F.linear(x, next(weights))
+
+
+def _call(function: Callable[..., object], *arguments: object) -> Callable[[], object]:
+    return lambda: function(*arguments)
+
+
+def probe(clock: Clock, name: str) -> float:
+    """FLOP/s of one product of middle size."""
+    size = 4096 if clock.cuda else 512
+    x, weight = (_random(clock.device, name, size, size) for _ in range(2))
+    return 2 * size**3 / clock.during(lambda: F.linear(x, weight), 0.02)
+
+
+def attention_shapes(flops: float, cuda: bool) -> list[tuple[int, int, int, int, int]]:
+    """(sequences, heads, key-value heads, channels of a head, length), the largest first.
+
+    `flops` are those of products; attention is taken to be slower by a factor of 4.
+    """
+    heads = _HEADS if cuda else _HEADS[:4]
+    found = [(batch, *shape, length) for batch, length in _SEQUENCES for shape in heads]
+    return _afforded(found, lambda each: 4 * 7 * each[0] * each[1] * each[3] * each[4] ** 2, flops)
+
+
+def attentions(
+    clock: Clock,
+    name: str,
+    shapes: list[tuple[int, int, int, int, int]],
+    seconds: float,
+    meet: Meet,
+) -> Iterator[Attention]:
+    """Times of the model's own causal attention, forward and backward."""
+    budget = Budget(seconds, len(shapes))
+    for batch, heads, kv_heads, dim, length in shapes:
+        q, k, v = (_random(clock.device, name, batch, length, n, dim) for n in (heads, kv_heads, kv_heads))
+        for x in (q, k, v):
+            x.requires_grad_()
+        meet()
+        share = budget.share()
+        forward = clock.during(_call(attend, q, k, v, None), share / 3)
+        out = attend(q, k, v, None)
+        grad = torch.ones_like(out)
+        backward = clock.during(_backward(out, (q, k, v), grad), share * 2 / 3)
+        yield Attention(name, batch, heads, kv_heads, dim, length, forward, backward)
+
+
+def _backward(out: Tensor, inputs: tuple[Tensor, ...], grad: Tensor) -> Callable[[], object]:
+    return lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True)
+
+
+def copy_rate(clock: Clock, seconds: float) -> float:
+    """Bytes a second that a large copy reads and writes."""
+    a, b = (torch.ones(_elements(clock.device), device=clock.device) for _ in range(2))
+    return 2 * _bytes(a) / clock.during(lambda: a.copy_(b), seconds)
+
+
+def elementwise_rate(clock: Clock, seconds: float) -> float:
+    """Bytes a second that a large sum of two tensors reads and writes."""
+    a, b, c = (torch.ones(_elements(clock.device), device=clock.device) for _ in range(3))
+    return 3 * _bytes(a) / clock.during(lambda: torch.add(a, b, out=c), seconds)
+
+
+def optimiser_rate(clock: Clock, seconds: float) -> float:
+    """Bytes a second of fused AdamW on fp32, which reads 16 of each parameter and writes 12."""
+    weight = torch.ones(_elements(clock.device) // 4, device=clock.device, requires_grad=True)
+    weight.grad = torch.ones_like(weight)
+    adam = torch.optim.AdamW([weight], lr=1e-3, fused=True)
+    return 7 * _bytes(weight) / clock.during(adam.step, seconds)
+
+
+def launch_time(clock: Clock) -> float:
+    """Seconds of an operator on one number, many in a row."""
+    count, one = 1000, torch.ones(1, device=clock.device)
+
+    def row() -> None:
+        for _ in range(count):
+            one.mul_(1.0)
+
+    return clock.during(row, 0.05) / count
+
+
+def _elements(device: torch.device) -> int:
+    """Of a tensor of fp32 that no cache holds."""
+    return 2**28 if device.type == "cuda" else 2**24
+
+
+def _random(device: torch.device, name: str, *shape: int) -> Tensor:
+    """Normal numbers; large tensors repeat them, as drawing takes longer than using them."""
+    drawn = torch.randn(min(prod(shape), 2**16), device=device).to(DTYPES[name])
+    return drawn.repeat(ceil(prod(shape) / drawn.numel()))[: prod(shape)].view(shape)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

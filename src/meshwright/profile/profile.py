@@ -1,0 +1,199 @@
+"""Measure the machine that the ranks of the world run on, and make a cluster of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from statistics import fmean
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from meshwright.hardware.cluster import Attention, Cluster, Collective, Kind, Level, Link, Matmul, Measured
+from meshwright.parallel.collectives import sum_scalars
+from meshwright.parallel.control import Connections, Control, new_scope
+from meshwright.parallel.mesh import Axis
+from meshwright.parallel.process_groups import TIMEOUT
+from meshwright.profile import compute, links, machine
+from meshwright.profile.clock import Clock
+from meshwright.spec.errors import UserError
+
+# Of all seconds: products, products alone, attention, collectives, overlap; the rest is quick.
+_PRODUCTS, _ALONE, _ATTENTION, _LINKS, _OVERLAP = 0.25, 0.12, 0.13, 0.42, 0.03
+_QUICK = 0.02
+PASSES = 2
+"""Over everything that has shapes: other work comes in bursts."""
+
+Point = TypeVar("Point", Matmul, Attention, Collective)
+
+
+@dataclass(frozen=True)
+class _World:
+    """This rank among all."""
+
+    clock: Clock
+    ranks: Control
+    hosts: int
+    local: int
+    axis: Axis
+    places: list[links.Placement]
+
+    def meet(self) -> None:
+        """Wait for all ranks."""
+        sum_scalars([0.0], self.axis)
+
+
+def profile(device: torch.device, seconds: float) -> Cluster | None:
+    """Measure for some `seconds`. Every rank of the default group calls this; the first gets the cluster.
+
+    Products, attention and memory are timed on all ranks at once and averaged over them; of collectives the
+    slowest rank counts. Raises `UserError` when hosts do not have equal numbers of ranks, in order.
+    """
+    world = _world(device)
+    matmul, attention, alone = _computed(world, seconds)
+    rates = _rates(world, seconds)
+    share = seconds * _LINKS / PASSES
+    spent = links.Spent()
+    passes = [
+        list(links.collectives(world.places, world.axis, world.clock, share, spent)) for _ in range(PASSES)
+    ]
+    # Of differences of times none is right by being the least.
+    collectives = _merge(world, _combine(passes, fmean if world.clock.crowded else min), max)
+    by_place = groupby(collectives, key=lambda point: (point.operation, point.ranks, point.level))
+    collectives = tuple(point for _, points in by_place for point in links.never_less(list(points)))
+    measured = Measured(
+        matmul, attention, collectives, alone, *rates, ranks=world.local, taken=machine.taken(device)
+    )
+    if world.places:
+        slower = links.overlap(world.places[-1].axis, world.clock, seconds * _OVERLAP)
+        compute_by, collective_by = _mean(world, slower)
+        measured = replace(measured, overlap_compute=compute_by, overlap_collective=collective_by)
+        if not world.clock.cuda:
+            shares = dict(zip(spent.shares, _mean(world, list(spent.shares.values())), strict=True))
+            measured = replace(measured, collective_compute=shares)
+    return _cluster(world, measured) if world.ranks.rank == 0 else None
+
+
+def _world(device: torch.device) -> _World:
+    ranks = Connections().control("profile", dist.get_world_size(), new_scope(), TIMEOUT)
+    hosts = ranks.broadcast(ranks.gather(machine.host_id()))
+    sizes = set(Counter(hosts).values())
+    changes = 1 + sum(before != after for before, after in pairwise(hosts))
+    if len(sizes) > 1 or changes != len(set(hosts)):
+        raise UserError(
+            f"hosts: they run {', '.join(str(n) for n in Counter(hosts).values())} ranks, or not in order; "
+            f"start equally many on each, host by host, as torchrun does"
+        )
+    local = sizes.pop()
+    clock = Clock(device, local / machine.cores() if device.type == "cpu" else 1.0)
+    axis, places = links.placements(len(set(hosts)), local, device)
+    return _World(clock, ranks, len(set(hosts)), local, axis, places)
+
+
+def _computed(
+    world: _World, seconds: float
+) -> tuple[tuple[Matmul, ...], tuple[Attention, ...], tuple[Matmul, ...]]:
+    """Products with all ranks at work, attention likewise, and products of one rank of each host."""
+    clock, cuda, names = world.clock, world.clock.cuda, compute.FORMATS
+    with torch.no_grad():
+        rates = _mean(world, [compute.probe(clock, name) for name in names])
+    share = seconds / len(names) / PASSES
+    matmul: list[list[Matmul]] = []
+    attention: list[list[Attention]] = []
+    alone: list[list[Matmul]] = []
+    for _ in range(PASSES):
+        for found in (matmul, attention, alone):
+            found.append([])
+        for name, rate in zip(names, rates, strict=True):
+            shapes = compute.product_shapes(rate * share * _PRODUCTS, cuda)
+            with torch.no_grad():
+                matmul[-1] += compute.products(clock, name, shapes, share * _PRODUCTS, world.meet)
+                if not cuda:  # a GPU does not wait for its neighbours
+                    alone[-1] += _alone(world, name, shapes[::2], share * _ALONE)
+            sizes = compute.attention_shapes(rate * share * _ATTENTION, cuda)
+            attention[-1] += compute.attentions(clock, name, sizes, share * _ATTENTION, world.meet)
+    return (
+        _merge(world, _combine(matmul, min), fmean),
+        _merge(world, _combine(attention, min), fmean),
+        _merge(world, _combine(alone, min), fmean),
+    )
+
+
+def _alone(world: _World, name: str, shapes: list[tuple[int, int, int]], seconds: float) -> Iterable[Matmul]:
+    """Products on the first rank of each host, while the others wait."""
+    if world.local == 1:
+        return
+    world.meet()
+    if world.ranks.rank % world.local == 0:
+        yield from compute.products(world.clock.alone(), name, shapes, seconds, lambda: None)
+    world.meet()
+
+
+def _rates(world: _World, seconds: float) -> tuple[float, float, float, float]:
+    """(elementwise, copy, optimiser) bytes a second, and the seconds of a launch."""
+    found = []
+    for measure in (compute.elementwise_rate, compute.copy_rate, compute.optimiser_rate):
+        world.meet()
+        found.append(measure(world.clock, seconds * _QUICK))
+    world.meet()
+    elementwise, copy, optimiser, launch = _mean(world, [*found, compute.launch_time(world.clock)])
+    return elementwise, copy, optimiser, launch
+
+
+def _mean(world: _World, values: Sequence[float]) -> list[float]:
+    """Over all ranks."""
+    return [total / world.axis.size for total in sum_scalars(values, world.axis)]
+
+
+def _merge(world: _World, mine: list[Point], by: Callable[[Iterable[float]], float]) -> tuple[Point, ...]:
+    """The points of all ranks that have any, their times combined, on the first rank; () on the others."""
+    rows = [[type(mine[0])(*point) for point in each] for each in world.ranks.gather(mine) if each]
+    return tuple(_combine(rows, by))
+
+
+def _combine(rows: list[list[Point]], by: Callable[[Iterable[float]], float]) -> list[Point]:
+    """Points of the same shapes, their times combined."""
+    found: list[Point] = []
+    for points in zip(*rows, strict=True):
+        kind = type(points[0])
+        times = 2 if kind is Attention else 1
+        combined = [by(each) for each in zip(*(point[-times:] for point in points), strict=True)]
+        found.append(kind(*points[0][:-times], *combined))
+    return found
+
+
+def _cluster(world: _World, measured: Measured) -> Cluster:
+    cuda, total = world.clock.cuda, world.hosts * world.local
+    levels = [Level("host", world.local, _link(measured, "host"), kind=_inside(world, measured))]
+    if world.hosts > 1:
+        kind: Kind = "infiniband" if cuda and machine.has_infiniband() else "ethernet"
+        levels.append(Level("network", total, _link(measured, "network"), kind=kind))
+    device = machine.device_of(world.clock.device, measured)
+    return Cluster(
+        machine.host_name(),
+        device,
+        total,
+        tuple(levels),
+        None,
+        f"meshwright profile, {measured.taken['date']}, {world.hosts} x {world.local} processes",
+        measured,
+        sharing=1 if cuda else world.local,
+    )
+
+
+def _inside(world: _World, measured: Measured) -> Kind:
+    """What joins the devices of a host: on GPUs, what is faster than PCIe's 5th generation is NVLink."""
+    if not world.clock.cuda:
+        return "memory"
+    return "nvlink" if _link(measured, "host").bandwidth > 64e9 else "pcie"
+
+
+def _link(measured: Measured, level: str) -> Link:
+    """By messages from a rank to a neighbour; within a lone process, by its memory."""
+    sends = [each for each in measured.collectives if each.operation == "send" and each.level == level]
+    if not sends:
+        return Link(measured.launch or 0.0, (measured.copy_bandwidth or 0.0) / 2)
+    return Link(min(each.seconds for each in sends), max(each.bytes / each.seconds for each in sends))

@@ -1,0 +1,1 @@
+"""Failures: how often to save, and what they leave of a run's time."""

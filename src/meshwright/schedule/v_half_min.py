@@ -1,0 +1,184 @@
+"""V-Half and V-Min: pipelines with a half and a third of 1F1B's activations (Qi et al. 2024, §3).
+
+A schedule is one microbatch's *block*, repeated every 6 units, the time of its two chunks' F, I and W where
+each takes 1. How long the block holds its activations decides how many there are at a time. In a V, chunk 0
+of a rank holds long where chunk 1 holds briefly, so that all ranks hold alike; the closer the block, the
+fewer.
+
+The blocks are those of the code that the authors published. Repeated as they are they leave gaps while the
+pipeline fills and drains. The authors close these by squeezing and reordering; here `_backfill` does both.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable
+from itertools import accumulate, chain
+
+from meshwright.schedule.actions import Action, Kind, Lists, Schedule, v_shape
+from meshwright.schedule.dependency_graph import flow_of
+
+PERIOD = 6
+Block = tuple[int, int, int, int]
+"""When a rank computes F of chunk 0, F of chunk 1, I of chunk 1 and I of chunk 0 of microbatch 0."""
+
+_F, _I, _W = Kind.F, Kind.I, Kind.W
+_CHANGE = (1, 0, -1)
+"""What F, I and W add to the activations that their rank holds."""
+
+_NEVER = sys.maxsize
+
+MOST_HELD: dict[str, Callable[[int], int]] = {
+    "v-half": lambda ranks: 2 * ((ranks + 2) // 2),
+    "v-min": lambda ranks: 2 * ((ranks + 4) // 3),
+}
+"""Activations of a chunk, half a rank's layers each, that a rank of so many holds at most (ib.)."""
+
+
+def v_half(ranks: int, microbatches: int) -> Lists:
+    """At most about p + 2 activations of a chunk: 1F1B holds 2p such."""
+    gap = 3 if ranks % 2 == 0 else 0  # else two actions of a rank would fall on one time
+
+    def block(rank: int) -> Block:
+        last = 3 * ranks - 2
+        return 2 * rank, last - rank, last + 1 + gap + 2 * rank, 2 * last + 2 + gap - rank
+
+    return _repeat(block, ranks, microbatches)
+
+
+def v_min(ranks: int, microbatches: int) -> Lists:
+    """At most 2 (p + 4) / 3 activations of a chunk: the fewest of the paper's blocks."""
+    gap = 2 if ranks % 3 == 0 else 0  # else two actions of a rank would fall on one time
+
+    def block(rank: int) -> Block:
+        last = 2 * ranks - 1
+        return rank, last - rank, last + 1 + gap + rank, 2 * last + 1 + gap - rank
+
+    return _repeat(block, ranks, microbatches)
+
+
+def _repeat(block: Callable[[int], Block], ranks: int, microbatches: int) -> Lists:
+    lists = [_pattern(block(rank), (rank, 2 * ranks - 1 - rank), microbatches) for rank in range(ranks)]
+    return _backfill(lists, ranks, microbatches)
+
+
+def _pattern(block: Block, stages: tuple[int, int], microbatches: int) -> list[Action]:
+    """A rank's block, repeated, with a W that is owed wherever a unit is free."""
+    kinds = ((_F, stages[0]), (_F, stages[1]), (_I, stages[1]), (_I, stages[0]))
+    slots = {at % PERIOD: (at, *kind) for at, kind in zip(block, kinds, strict=True)}
+    assert len(slots) == len(block), "no two actions at one time"
+    listed: list[Action] = []
+    owed: deque[Action] = deque()
+    for now in range(block[-1] + PERIOD * (microbatches - 1) + 1):
+        first, kind, stage = slots.get(now % PERIOD, (now + 1, _F, 0))
+        microbatch = (now - first) // PERIOD
+        if 0 <= microbatch < microbatches:
+            listed.append(Action(kind, stage, microbatch))
+            if kind is _I:
+                owed.append(Action(_W, stage, microbatch))
+        elif owed:
+            listed.append(owed.popleft())
+    return [*listed, *owed]
+
+
+class _Line:
+    """A rank's list while it is reordered: what is still to come, and how many activations it then holds."""
+
+    def __init__(self, listed: list[Action], needs: list[int], cap: int) -> None:
+        self.listed = listed
+        self.needs = needs  # position -> the action, over all ranks, that it waits for
+        self.cap = cap
+        self.result: list[Action] = []
+        self.level = 0  # activations held now
+        self.held = list(accumulate(_CHANGE[action.kind] for action in listed))  # after each position to come
+        self.taken = bytearray(len(listed) + 1)
+        self.head = 0
+        streams: dict[tuple[Kind, int], list[int]] = {}
+        for at, action in enumerate(listed):
+            streams.setdefault((action.kind, 0 if action.kind is _W else action.stage), []).append(at)
+        self.weights = streams.pop((_W, 0))[::-1]
+        self.streams = [places[::-1] for places in streams.values()]
+
+    def take(self, now: int, done: list[int]) -> int:
+        """The position of what the rank computes in unit `now`, or -1: the next that can be, W last."""
+        best = self.head
+        if best == len(self.listed):
+            return -1
+        if self.listed[best].kind is _W or done[self.needs[best]] >= now:
+            best = len(self.listed)
+            for stream in self.streams:
+                left = self._left(stream)
+                if left and left[-1] < best and done[self.needs[left[-1]]] < now and self._fits(left[-1]):
+                    best = left[-1]
+            if best == len(self.listed):
+                left = self._left(self.weights)
+                if not left or done[self.needs[left[-1]]] >= now:
+                    return -1
+                best = left[-1]
+        self._pull(best)
+        return best
+
+    def _left(self, places: list[int]) -> list[int]:
+        """The positions of a kind and stage, or of every W, that are still to come; the next is the last."""
+        while places and self.taken[places[-1]]:
+            places.pop()
+        return places
+
+    def _fits(self, at: int) -> bool:
+        """Whether the rank never holds too much if it computes position `at` before those that come first."""
+        if self.listed[at].kind is not _F or at == self.head:
+            return True
+        return max(self.level, *self.held[self.head : at]) < self.cap
+
+    def _pull(self, at: int) -> None:
+        """Compute position `at` now, before the others that are still to come."""
+        change = _CHANGE[self.listed[at].kind]
+        self.level += change
+        if change:
+            for i in range(self.head, at):
+                self.held[i] += change
+        self.taken[at] = 1
+        self.result.append(self.listed[at])
+        while self.taken[self.head]:
+            self.head += 1
+
+
+def _backfill(lists: list[list[Action]], ranks: int, microbatches: int) -> Lists:
+    """Run the lists in units; a rank that would wait takes the next action that can be and fits its memory.
+
+    F fits where the rank then never holds more activations than the most that the lists themselves hold. W
+    waits for a unit in which nothing else can be. As each action is taken when what it needs is done, and the
+    others keep their order, the result runs to its end.
+    """
+    flow = flow_of(Schedule("", ranks, 2, microbatches, v_shape(ranks), tuple(map(tuple, lists))))
+    needs = _needs(lists, flow.source, microbatches)
+    cap = max(max(accumulate(_CHANGE[action.kind] for action in listed)) for listed in lists)
+    lines = [
+        _Line(listed, needs[start : start + len(listed)], cap)
+        for listed, start in zip(lists, flow.starts, strict=False)
+    ]
+    # The unit in which each action is computed; behind them, at -1, what those need that need nothing.
+    done = [*[_NEVER] * flow.actions, -1]
+    now, left = 0, flow.actions
+    while left:
+        for line, start in zip(lines, flow.starts, strict=False):
+            at = line.take(now, done)
+            if at >= 0:
+                done[start + at] = now
+                left -= 1
+        now += 1
+    return [line.result for line in lines]
+
+
+def _needs(lists: list[list[Action]], source: list[int], microbatches: int) -> list[int]:
+    """What each action waits for, its own stage included: W for I, and the last stage's I for F; else -1."""
+    needs = source.copy()
+    last = 2 * len(lists) - 1
+    own = [-1] * (2 * len(lists) * microbatches)  # the latest of each stage and microbatch
+    for at, (kind, stage, microbatch) in enumerate(chain.from_iterable(lists)):
+        place = stage * microbatches + microbatch
+        if kind is _W or (kind is _I and stage == last):
+            needs[at] = own[place]
+        own[place] = at
+    return needs

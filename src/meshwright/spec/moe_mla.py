@@ -1,0 +1,65 @@
+"""What DeepSeek's kind of model adds to a decoder: a mixture of experts, and attention over latents."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from meshwright.spec.base import FrozenModel
+
+
+class MoeSpec(FrozenModel):
+    """A mixture of experts in place of the feed-forward layer: each token takes `top_k` of `experts`.
+
+    Routers: softmax over all experts (Shazeer et al. 2017; Jiang et al. 2024, Mixtral), or sigmoid scores
+    (DeepSeek-AI 2024, DeepSeek-V3, §2.1.2). Both choose within the best `top_groups` of `groups`, by the sum
+    of a group's two best scores, and by the score plus a bias where there is one.
+    """
+
+    experts: int = Field(ge=1, description="routed experts of a layer")
+    top_k: int = Field(ge=1, description="experts that a token takes")
+    ffn: int = Field(ge=1, description="channels of one routed expert")
+    shared_ffn: int = Field(0, ge=0, description="channels of the shared experts together, which all take")
+    router: Literal["softmax", "sigmoid"] = Field("softmax", description="how logits become scores")
+    renormalise: bool = Field(True, description="divide the scores of a token's experts by their sum")
+    scale: float = Field(1.0, gt=0, description="factor on the weights of the routed experts")
+    groups: int = Field(1, ge=1, description="groups that the experts are dealt into")
+    top_groups: int = Field(1, ge=1, description="groups that a token chooses its experts from")
+    bias: bool = Field(
+        False, description="balance by a bias on the scores that choose, not on those that weigh"
+    )
+    bias_rate: float = Field(0.001, ge=0, description="step of that bias, after each optimiser step")
+    aux_loss: float = Field(0.0, ge=0, description="factor of the balance loss, a mean over sequences")
+    z_loss: float = Field(0.0, ge=0, description="factor of the router z-loss, a mean over sequences")
+    capacity_factor: float | None = Field(
+        None,
+        gt=0,
+        description="most tokens of a sequence in one expert, in even shares; by default none is dropped",
+    )
+    dense_first: int = Field(0, ge=0, description="first layers that are dense, of `model.ffn` channels")
+    every: int = Field(1, ge=1, description="of the layers after those, each n-th has experts")
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether layer `layer` (from 0) has experts."""
+        return layer >= self.dense_first and (layer - self.dense_first + 1) % self.every == 0
+
+    def capacity(self, length: int) -> int | None:
+        """Most tokens of a sequence of `length` in one expert, at least one; None where there is no limit."""
+        if self.capacity_factor is None:
+            return None
+        return max(1, -int(-self.capacity_factor * self.top_k * length // self.experts))
+
+
+class MlaSpec(FrozenModel):
+    """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, §2.1).
+
+    Keys and values are made of a latent of `kv_rank` channels, and so are queries where `q_rank` is given.
+    Of a head's `model.head_dim` channels the last `rope_dim` carry the position; those of the keys are shared
+    by all heads.
+    """
+
+    kv_rank: int = Field(ge=1, description="channels of the latent of keys and values")
+    q_rank: int | None = Field(None, ge=1, description="channels of the latent of queries; none: no latent")
+    rope_dim: int = Field(ge=2, description="channels of a head that carry the position")
+    v_dim: int = Field(ge=1, description="channels of a head's values")

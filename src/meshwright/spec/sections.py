@@ -1,0 +1,153 @@
+"""The smaller parts of a `RunSpec`: data, training, precision, recomputation, checkpoints, recovery."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from meshwright.spec.base import FrozenModel
+from meshwright.spec.errors import UserError
+
+Tracker = Literal["tensorboard", "wandb", "trackio"]
+
+
+class DataSpec(FrozenModel):
+    """Where tokens come from, and how they become samples of `seq_len` tokens."""
+
+    corpus: str = Field(
+        "stdlib",
+        min_length=1,
+        description="'stdlib' (the interpreter's own sources), 'synthetic', a file or folder of text, JSONL, "
+        "parquet or sources, a folder made by `meshwright tokenize`, or 'hf:NAME[:CONFIG]' of the hub",
+    )
+    mixture: dict[str, PositiveFloat] = Field(
+        default_factory=dict, description="several corpora with their weights; replaces corpus"
+    )
+    tokenizer: str = Field(
+        "bpe", description="'bpe' (trained to the model's vocabulary), 'bpe:N', 'byte', or a tokenizer.json"
+    )
+    text_key: str = Field("text", description="the key of the text in JSONL and parquet rows")
+    seq_len: int = Field(512, ge=1, description="tokens in one sample")
+    pack: bool = Field(True, description="join documents to fill samples; false gives each its own, padded")
+    document_mask: bool = Field(True, description="no attention across documents, positions restart")
+    val_fraction: float = Field(0.02, ge=0, lt=1, description="share of documents held out for validation")
+    cache: str | None = Field(
+        None, min_length=1, description="folder of tokenized corpora; default ~/.cache/meshwright"
+    )
+
+
+class TrainSpec(FrozenModel):
+    """How long, how fast and by which optimiser."""
+
+    steps: PositiveInt | None = Field(
+        None, description="optimiser steps in all, also on resume (default 100)"
+    )
+    tokens: PositiveInt | None = Field(None, description="tokens in all, instead of steps")
+    stop_at: PositiveInt | None = Field(None, description="stop after this step; the schedule is unchanged")
+    batch_tokens: PositiveInt = Field(8192, description="tokens of one optimiser step over all ranks")
+    seed: int = Field(0, ge=0, lt=2**63)
+    lr: PositiveFloat = 3e-4
+    schedule: Literal["cosine", "wsd", "constant"] = Field(
+        "cosine", description="after warm-up: cosine to min_lr_ratio, stable then decay, or constant"
+    )
+    warmup_steps: int | None = Field(None, ge=0, description="default 2% of the steps")
+    decay_fraction: float = Field(0.2, ge=0, le=1, description="share of the steps that wsd decays in")
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="last learning rate / lr, for cosine and wsd")
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        "none", description="scale lr with batch_tokens / lr_base_batch_tokens (Goyal 2017; Malladi 2022)"
+    )
+    lr_base_batch_tokens: PositiveInt = 8192
+    weight_decay: float = Field(0.1, ge=0, description="decoupled; not on norms and biases")
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: PositiveFloat = 1e-8
+    clip: PositiveFloat | None = Field(
+        1.0, description="largest global gradient norm; 'none' for no clipping"
+    )
+    eval_every: int = Field(0, ge=0, description="steps between validations; 0 validates at the end only")
+    eval_tokens: PositiveInt | None = Field(
+        10_000_000, description="held-out tokens of a validation at most; 'none' for all of them"
+    )
+    log_every: PositiveInt = 1
+    compile: bool = Field(False, description="torch.compile each block")
+    trackers: tuple[Tracker, ...] = ()
+
+    @model_validator(mode="after")
+    def _one_length(self) -> TrainSpec:
+        if self.steps is not None and self.tokens is not None:
+            raise UserError(
+                f"train.tokens: {self.tokens} is given beside train.steps = {self.steps}; give one of them, "
+                f"and 'none' for one that a run file or an earlier run has"
+            )
+        return self
+
+    @property
+    def total_steps(self) -> int:
+        """Optimiser steps of the whole run; `tokens` are rounded up to whole steps."""
+        if self.tokens is not None:
+            return -(-self.tokens // self.batch_tokens)
+        return self.steps if self.steps is not None else 100
+
+    @property
+    def last_step(self) -> int:
+        """The step after which this start of the run stops."""
+        return min(self.stop_at or self.total_steps, self.total_steps)
+
+
+class PrecisionSpec(FrozenModel):
+    """Which number formats compute, and which sum gradients."""
+
+    compute: Literal["fp64", "fp32", "bf16", "fp16"] = Field(
+        "fp32", description="bf16 and fp16 keep fp32 master weights, cast as they are gathered"
+    )
+    reduce: Literal["fp32", "bf16"] = Field("fp32", description="format that gradients are summed in")
+    loss_scale: PositiveFloat = Field(65536.0, description="first loss scale of fp16")
+    loss_scale_window: PositiveInt = Field(1000, description="good steps before fp16's loss scale doubles")
+
+
+class NoRecompute(FrozenModel):
+    """Keep every activation."""
+
+    policy: Literal["none"] = "none"
+
+
+class FullRecompute(FrozenModel):
+    """Keep each block's input only (Chen et al. 2016)."""
+
+    policy: Literal["full"] = "full"
+
+
+SavedOp = Literal["attention", "matmul"]
+
+
+class SelectiveRecompute(FrozenModel):
+    """Keep the outputs of these operators, recompute the rest (Korthikanti et al. 2022)."""
+
+    policy: Literal["selective"] = "selective"
+    save: tuple[SavedOp, ...] = ("attention", "matmul")
+
+
+RecomputeSpec = Annotated[NoRecompute | FullRecompute | SelectiveRecompute, Field(discriminator="policy")]
+
+
+class CheckpointSpec(FrozenModel):
+    """When and where checkpoints are written."""
+
+    dir: str | None = Field(None, min_length=1, description="default: checkpoints/ in the run's folder")
+    every: int = Field(0, ge=0, description="steps between checkpoints; 0 saves at the end only")
+    keep: PositiveInt = Field(3, description="newest checkpoints that are kept")
+    asynchronous: bool = Field(True, description="training waits for the copy only, not for the disk")
+
+    def folder(self, out: Path) -> Path:
+        """Where the checkpoints of the run in folder `out` are."""
+        return Path(self.dir) if self.dir else out / "checkpoints"
+
+
+class RecoverySpec(FrozenModel):
+    """What a run does about a bad step."""
+
+    max_skipped: int = Field(
+        10, ge=0, description="steps in a row with a gradient that is not finite before the run stops"
+    )

@@ -1,0 +1,35 @@
+"""Learning rates as a function of the step."""
+
+from __future__ import annotations
+
+import math
+
+from meshwright.spec.sections import TrainSpec
+
+
+def peak_rate(train: TrainSpec) -> float:
+    """`lr` scaled with the batch: linearly (Goyal et al. 2017) or by its root (Malladi et al. 2022)."""
+    ratio = train.batch_tokens / train.lr_base_batch_tokens
+    return train.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[train.lr_scaling]
+
+
+def learning_rate(train: TrainSpec, step: int) -> float:
+    """The learning rate of optimiser step `step` (1 to `total_steps`).
+
+    Linear warm-up, then: cosine to `min_lr_ratio` (Loshchilov & Hutter 2017); stable, then a linear decay in
+    the last `decay_fraction` of the steps (warm-up-stable-decay, Hu et al. 2024); or constant.
+    """
+    total = train.total_steps
+    warmup = train.warmup_steps if train.warmup_steps is not None else max(1, round(0.02 * total))
+    peak = peak_rate(train)
+    if step <= warmup:
+        return peak * step / warmup
+    if train.schedule == "constant":
+        return peak
+    if train.schedule == "cosine":
+        done = (step - warmup) / max(1, total - warmup)
+        fall = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    else:
+        decay = max(1, round(train.decay_fraction * total))
+        fall = min(1.0, (total - step) / decay)
+    return peak * (train.min_lr_ratio + (1 - train.min_lr_ratio) * fall)

@@ -1,0 +1,275 @@
+"""Tensors without memory on one device, and a count of the bytes that they would take.
+
+On the device that is faked every tensor is one of torch's FakeTensors: it has a shape, a format and a storage
+of so many bytes, and no values. Tensors of the host stay real, so what is planned there is planned as ever:
+the program tells the two apart everywhere, since a GPU would ask it to. To fake the CPU itself its device has
+an index, `cpu:0`, which the host's tensors have not.
+
+A storage counts from the operator that makes it until nothing holds it, wherever that is: autograd's graph, a
+message under way, a view. What is inside an operator is not seen, but for those whose bodies are given.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_aten = torch.ops.aten
+PLAIN = "temporaries"
+"""The kind of what nobody has told more of."""
+COLLECTIVES, MESSAGES = "collectives", "messages"
+"""Tensors that ranks of an axis share a collective over, and those that one gives another."""
+
+_POINT_TO_POINT = ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
+ASSUMED = 1.0
+"""What the host reads of a number that has no value."""
+
+_WAITS = {
+    _aten._local_scalar_dense.default: 1,
+    _aten.bincount.default: 2,  # CUDA's looks for the least and the largest value
+    _aten.nonzero.default: 1,
+    _aten.masked_select.default: 1,
+    _aten.repeat_interleave.Tensor: 1,
+    _aten._unique2.default: 1,
+}
+"""Operators in which the host waits for the device, and how often."""
+_READS = {_aten._local_scalar_dense.default}
+_NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::resize_", "aten::set_", "aten::detach", "prim::")
+
+
+@cache
+def _launches(func: Any) -> bool:
+    """True for an operator that launches work on the device: not for a view, or for room without values."""
+    if func.namespace == "c10d" or func.name().startswith(_NO_KERNEL):
+        return False
+    returns = func._schema.returns
+    return not any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+
+
+@cache
+def _written(func: Any) -> int | str | None:
+    """The argument, by place or name, that an operator writes and returns: with no values nothing is done."""
+    returns, name = func._schema.returns, func._schema.name
+    if func.namespace != "aten" or len(returns) != 1 or name in ("aten::resize_", "aten::set_"):
+        return None
+    if returns[0].alias_info is None or not returns[0].alias_info.is_write:
+        return None
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            return argument.name if argument.kwarg_only else place
+    return None
+
+
+@dataclass(eq=False, slots=True)
+class TrackedStorage:
+    """A storage: its bytes, what it is for, the part of the model that it serves, and when it was made."""
+
+    size: int
+    kind: str
+    module: str
+    born: int = 0
+
+
+def _waits(func: Any, args: Any, device: torch.device) -> int:
+    """How often the host waits for the device in an operator."""
+    if func is _aten.index.Tensor:
+        return int(any(index is not None and index.dtype == torch.bool for index in args[1]))
+    if func is _aten.copy_.default:
+        return int(args[0].device != device and args[1].device == device)
+    return _WAITS.get(func, 0)
+
+
+class _WithoutValues(FakeTensorMode):
+    """Else a single number that is copied from the host would stay there, with its value."""
+
+    def may_turn_const(self, t: Tensor) -> bool:
+        return False
+
+
+class FakeMemory(TorchDispatchMode):
+    """Fakes one device while it is entered, and counts. `bodies` says what operators compute inside.
+
+    `now` counts the storages made so far, `kinds` the bytes that are there by kind; `most` is the most that
+    there were of each kind at a time, and `peak` of all together. `operators` counts what is launched on the
+    device by the part of the model that it serves, and `waits` how often the host waits for what it launched.
+    """
+
+    def __init__(self, device: torch.device, bodies: Mapping[Any, Callable[..., Any]] | None = None) -> None:
+        super().__init__()
+        self.device, self.bodies = device, bodies or {}
+        self.now = self.total = self.peak = 0
+        self.kinds: Counter[str] = Counter()
+        self.most: Counter[str] = Counter()
+        self.kind, self.module = PLAIN, ""
+        self.operators: Counter[str] = Counter()
+        self.waits = 0
+        self._busy = False
+        """Whether anything was launched since the host last waited."""
+        self._fake = _WithoutValues(allow_non_fake_inputs=True)
+        self._held: dict[int, TrackedStorage] = {}
+        self._peak_at = 0
+        self._gone: list[TrackedStorage] = []
+        """What was there at the peak and is no more."""
+        self._inside: dict[Any, int] = {}
+
+    # Operators --------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default:
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
+        leaves = pytree.arg_tree_leaves(*args, **kwargs)
+        made_here = kwargs.get("device") == self.device
+        if not made_here and not any(isinstance(x, FakeTensor) for x in leaves):
+            return func(*args, **kwargs)
+        self._count_operator(func, args)
+        if func is _aten._local_scalar_dense.default:
+            return ASSUMED
+        if func is _aten.bincount.default:  # its length is the data's; here all ask for as many as there are
+            length = kwargs["minlength"] if "minlength" in kwargs else args[2]
+            with self:
+                return args[0].new_empty(length, dtype=torch.int64)
+        if (written := _written(func)) is not None:
+            return args[written] if isinstance(written, int) else kwargs[written]
+        if func in self.bodies:
+            self._look_inside(func, args, kwargs)
+        found = self._fake.dispatch(func, types, args, kwargs)
+        for leaf in pytree.tree_leaves(found):
+            if isinstance(leaf, FakeTensor):
+                self._count(leaf)
+        if func.namespace == "c10d":
+            kind = MESSAGES if func.name() in _POINT_TO_POINT else COLLECTIVES
+            for leaf in leaves:
+                if isinstance(leaf, FakeTensor):
+                    self.mark(leaf, kind, only=PLAIN)
+        return found
+
+    def _count_operator(self, func: Any, args: Any) -> None:
+        waits = _waits(func, args, self.device)
+        if waits and self._busy:  # reads in a row wait once
+            self.waits += waits
+            self._busy = False
+        if func not in _READS and (_launches(func) or func.namespace == "c10d"):
+            self.operators[self.module] += func.namespace != "c10d"
+            self._busy = True
+
+    def _look_inside(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Let what an operator makes inside, its results too, be there for a moment."""
+        shapes = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in args]
+        key = (func, str(shapes))
+        if key not in self._inside:
+            within = FakeMemory(self.device)
+            within._fake = self._fake
+            for x in args:
+                if isinstance(x, Tensor):  # what is there already counts here
+                    within._held[x.untyped_storage()._cdata] = TrackedStorage(0, PLAIN, "")
+            with within:
+                self.bodies[func](*args, **kwargs)
+            self._inside[key] = within.peak
+        moment = TrackedStorage(self._inside[key], PLAIN, self.module)
+        self._add(moment)
+        self._remove(moment)
+
+    # Storages ---------------------------------------------------------------------------------------
+
+    def _count(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._held and tensor.device == self.device:
+            self._hold(key, storage.nbytes(), self.kind, self.module)
+            weakref.finalize(storage, self._drop, key).atexit = False
+        return tensor
+
+    def _hold(self, key: int, size: int, kind: str, module: str) -> None:
+        held = self._held[key] = TrackedStorage(size, kind, module)
+        self._add(held)
+
+    def _drop(self, key: int) -> None:
+        self._remove(self._held.pop(key))
+
+    def _add(self, held: TrackedStorage) -> None:
+        self.now += 1
+        held.born = self.now
+        self.total += held.size
+        self._change(held.kind, held.size)
+        if self.total > self.peak:
+            self.peak, self._peak_at = self.total, self.now
+            self._gone.clear()
+
+    def _remove(self, held: TrackedStorage) -> None:
+        self.total -= held.size
+        self.kinds[held.kind] -= held.size
+        if held.born <= self._peak_at:
+            self._gone.append(held)
+
+    def _change(self, kind: str, size: int) -> None:
+        self.kinds[kind] += size
+        self.most[kind] = max(self.most[kind], self.kinds[kind])
+
+    # What is told of them ---------------------------------------------------------------------------
+
+    def resized(self, tensor: Tensor) -> None:
+        """The storage of `tensor` has another size than before."""
+        self._again(tensor.untyped_storage())
+
+    def _again(self, storage: UntypedStorage, kind: str | None = None, module: str | None = None) -> None:
+        before = self._held.pop(storage._cdata)
+        self._remove(before)
+        self._hold(
+            storage._cdata,
+            storage.nbytes(),
+            before.kind if kind is None else kind,
+            before.module if module is None else module,
+        )
+
+    def becomes(self, storage: UntypedStorage, kind: str, module: str | None = None) -> None:
+        """From now on a storage is for something else than before."""
+        self._again(storage, kind, module)
+
+    def mark(self, tensor: Tensor, kind: str, module: str | None = None, only: str | None = None) -> None:
+        """Say what the storage of `tensor` is for, whatever was said before, or where that was `only`."""
+        held = self._held.get(tensor.untyped_storage()._cdata)
+        if held is None or held.kind == kind or (only is not None and held.kind != only):
+            return
+        self.kinds[held.kind] -= held.size
+        held.kind = kind
+        held.module = held.module if module is None else module
+        self._change(kind, held.size)
+
+    def settle(self, since: int, kind: str) -> None:
+        """What was made after `since` (a value of `now`) and is there still is no temporary, but `kind`."""
+        for held in self._held.values():
+            if held.born > since and held.kind in (PLAIN, COLLECTIVES):
+                self.kinds[held.kind] -= held.size
+                held.kind = kind
+                self._change(kind, held.size)
+
+    @contextmanager
+    def serving(self, module: str) -> Iterator[None]:
+        """What is made meanwhile serves this part of the model."""
+        before, self.module = self.module, module
+        try:
+            yield
+        finally:
+            self.module = before
+
+    def at_peak(self) -> list[TrackedStorage]:
+        """All that was there at the peak."""
+        return [held for held in (*self._gone, *self._held.values()) if held.born <= self._peak_at]
+
+    def restart(self) -> None:
+        """Forget what was the most so far; what is there stays."""
+        self.peak, self._peak_at = self.total, self.now
+        self._gone.clear()
+        self.most = Counter(self.kinds)

@@ -1,0 +1,58 @@
+"""What a router's losses, statistics and bias should be, a sequence and an expert at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshwright.model.moe import Moe, Routing
+
+
+class RouterReference:
+    """One layer's routing of a whole batch on one device, written apart from `parallel/router_balance.py`."""
+
+    def __init__(self, layer: int, mixture: Moe) -> None:
+        self.layer, self.mixture, self.moe = layer, mixture, mixture.moe
+        self._settle = mixture._settle
+        mixture.settle = self._watch
+        self._counts = torch.zeros(0)
+        self.found: dict[str, Tensor] = {}
+
+    def _watch(self, routing: Routing, batch: int) -> tuple[Tensor, Tensor | None]:
+        self._routing = routing
+        self._weights, self._room = self._settle(routing, batch)
+        return self._weights, self._room
+
+    def loss(self, sequences: int) -> Tensor:
+        """What this layer adds to the mean loss; fills `found`."""
+        moe, routing = self.moe, self._routing
+        shares = routing.scores / routing.scores.sum(1, keepdim=True)
+        chosen = torch.zeros_like(shares)
+        for choice in range(moe.top_k):
+            chosen[torch.arange(len(chosen)), routing.experts[:, choice]] = 1.0
+        aux = z = shares.new_zeros(())
+        for own, share, logits in zip(
+            chosen.chunk(sequences), shares.chunk(sequences), routing.logits.chunk(sequences), strict=True
+        ):
+            aux = aux + moe.experts / moe.top_k * (own.mean(0) * share.mean(0)).sum() / sequences
+            z = z + logits.exp().sum(1).log().square().mean() / sequences
+        self._counts = chosen.sum(0)
+        dropped = 0.0 if self._room is None else float((~self._room).double().mean())
+        self._find("load", self._counts / self._counts.mean())
+        self._find("dropped", torch.tensor([dropped], dtype=torch.float64))
+        self._find("entropy", -(shares * shares.log()).sum(1).mean().reshape(1))
+        self._find("aux_loss", (aux if moe.aux_loss else torch.zeros_like(aux)).reshape(1))
+        self._find("z_loss", (z if moe.z_loss else torch.zeros_like(z)).reshape(1))
+        return moe.aux_loss * aux + moe.z_loss * z
+
+    def _find(self, name: str, value: Tensor) -> None:
+        self.found[f"blocks.{self.layer} {name}"] = value.detach().cpu()
+
+    def move_bias(self) -> None:
+        """A step up where the load is below the mean, and down where it is above."""
+        bias, mean = self.mixture.router.bias, float(self._counts.mean())
+        if bias is None:
+            return
+        for expert, count in enumerate(self._counts.tolist()):
+            if count != mean:
+                bias[expert] += self.moe.bias_rate if count < mean else -self.moe.bias_rate
