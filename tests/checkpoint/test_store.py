@@ -150,6 +150,18 @@ def test_the_latest_that_is_bad_falls_back_with_a_warning_and_a_numbered_one_is_
     assert "optim/exp_avg/a.weight" in report.problems[0]
 
 
+def test_a_damaged_checkpoint_takes_no_place_of_a_good_one(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20, 30)
+    os.truncate(tmp_path / "step-00000030" / "rank-00000.bin", 40)
+    store = CheckpointStore(tmp_path, 2)
+    store.load(None, zeros_like(tensors(10)))
+    store.save(40, tensors(40), {"step": 40})
+    assert store.steps() == [20, 30, 40]
+    store.save(50, tensors(50), {"step": 50})
+    assert store.steps() == [30, 40, 50]
+    store.close()
+
+
 def test_when_all_are_bad_the_run_stops(tmp_path: Path) -> None:
     saved(tmp_path, 10, 20)
     for step in (10, 20):

@@ -176,9 +176,14 @@ def test_data_verify_names_the_damaged_file(tmp_path: Path, capsys: pytest.Captu
         assert main(["data", "verify", str(tokens), "--json"]) == 1
         out, err = capsys.readouterr()
         assert err.startswith(f"meshwright: error: {path}: ") and err.count("\n") == 1
-        assert json.loads(out.splitlines()[-1])["documents"] == 1
+        found = json.loads(out.splitlines()[-1])
+        assert found["documents"] == 1 and found["damaged"] == 1
     with pytest.raises(UserError, match="altered"):  # what was found to be damaged is not trusted any more
         TokenShards(tokens)
+    (tokens / "meshwright-tokens.json").write_text("{")
+    assert main(["data", "verify", str(tokens)]) == 1  # damaged too, where 2 would be a mistake of the caller
+    out, err = capsys.readouterr()
+    assert err.startswith("meshwright: error: ") and "documents" in out
     with pytest.raises(UserError, match=r"holds no meshwright-tokens\.json; give"):
         main(["data", "verify", str(tmp_path)])
 

@@ -338,6 +338,12 @@ def test_a_run_stops_after_too_many_skipped_steps(ranks: Ranks, corpus: Path, tm
         ranks.run(spec.layout, poisoned, spec, tmp_path, range(2, 8))
 
 
+def test_skipped_steps_are_counted_in_the_result(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
+    flags = {"train__steps": 3, "layout__dp": 2, "precision__compute": "fp16", "precision__loss_scale": 1e30}
+    result, _ = start(ranks, spec_of(corpus, **flags), tmp_path / "skipped")
+    assert (result["steps"], result["skipped_steps"]) == (3, 3)
+
+
 def test_fp16_trains(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
     flags = {"layout__dp": 2, "train__steps": 40}
     spec = spec_of(corpus, **flags, precision__compute="fp16", precision__loss_scale=1024)

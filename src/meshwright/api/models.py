@@ -83,8 +83,9 @@ def tokenize(
 def data_verify(folder: Path) -> Result:
     """Hash every file of a folder of tokens again, whatever an earlier verification recorded.
 
-    Returns `files`, `bytes`, `documents`, `tokens`, `sha256` and `problems`: a sentence about the first
-    damaged file, or nothing. Raises `UserError` where `folder` holds no tokens.
+    Returns `files`, `bytes`, `documents`, `tokens` and `sha256` as the manifest has them (None where that
+    cannot be read), `damaged` (0 or 1) and `problems`: a sentence about the first damaged file, or nothing.
+    Raises `UserError` where `folder` holds no tokens.
     """
     from meshwright.data.manifest import MANIFEST, is_shards
     from meshwright.data.shards import TokenShards, read_manifest
@@ -93,20 +94,21 @@ def data_verify(folder: Path) -> Result:
     if not is_shards(folder):
         raise UserError(f"{folder}: holds no {MANIFEST}; give a folder made by `meshwright tokenize`")
     remedy = "copy it again, or tokenize the corpus again"
-    manifest = read_manifest(folder, remedy)
+    facts: Result = dict.fromkeys(("files", "bytes", "documents", "tokens", "sha256"))
     problems = []
     try:
+        manifest = read_manifest(folder, remedy)
+        facts = {
+            "files": len(manifest.files),
+            "bytes": sum(file.bytes for file in manifest.files.values()),
+            "documents": manifest.documents,
+            "tokens": manifest.tokens,
+            "sha256": manifest.digest,
+        }
         TokenShards(folder, remedy, check="content")
     except UserError as error:
         problems.append(str(error))
-    return {
-        "files": len(manifest.files),
-        "bytes": sum(file.bytes for file in manifest.files.values()),
-        "documents": manifest.documents,
-        "tokens": manifest.tokens,
-        "sha256": manifest.digest,
-        "problems": problems,
-    }
+    return facts | {"damaged": len(problems), "problems": problems}
 
 
 def export(run: Path, folder: Path, dtype: str | None = None) -> None:

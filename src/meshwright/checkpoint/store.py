@@ -88,6 +88,8 @@ class CheckpointStore:
         self.keep = keep
         self.warnings: list[str] = []
         self.loaded: int | None = None
+        self._damaged: set[str] = set()
+        """Names of checkpoints that a load found damaged; they do not count for `keep`."""
         self._disk = disk or Disk()
         self._wire = wire or TrafficCounter()
         self._ranks = control or Control()
@@ -206,6 +208,7 @@ class CheckpointStore:
                 if step is not None:
                     raise
                 failures.append(str(error))
+                self._damaged.add(name)
                 continue
             if failures:
                 self.warnings.append(f"{'; '.join(failures)}; {self.directory / name} is used instead")
@@ -358,9 +361,13 @@ class CheckpointStore:
         return self.directory / step_name(step, parsed[1] + 1 if parsed else 0)
 
     def _prune(self, token: str) -> None:
-        """Remove what is beyond ``keep``, each under a temporary name first: no half of one is ever seen."""
+        """Remove what is beyond ``keep``, each under a temporary name first: no half of one is ever seen.
+
+        Checkpoints that a load found damaged stay, and take no place of a good one.
+        """
+        good = [path for path in history(self.directory) if path.name not in self._damaged]
         try:
-            for path in superseded(self.directory) + history(self.directory)[self.keep :]:
+            for path in superseded(self.directory) + good[self.keep :]:
                 away = self.directory / f"{TEMPORARY}old-{path.name}-{token}"
                 self._disk.rename(path, away)
             for away in sorted(self.directory.glob(f"{TEMPORARY}old-*")):

@@ -178,7 +178,6 @@ def build_mesh(
         return Axis(line.name, len(row), row.index(dist.get_rank()), group, device, wire)
 
     lanes = {lane: axis(line) for lane, line in _lane_lines(layout, grid, groups.in_order).items()}
-    # What only the ends of a pipeline take part in comes last: torch names groups by how many a rank has.
     axes: dict[str, Any] = {"ends": None} | {key: axis(line) for key, line in lines.items()}
     group = groups.world(tuple(range(size)))
     if storage is None or split is None or expert_storage is None:

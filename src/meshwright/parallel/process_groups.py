@@ -85,15 +85,21 @@ class Groups:
         key = (purpose, tuple(rows))
         if key not in self._made:
             self._made[key] = self._make(rows, own, purpose)
-            self.constructions += self._made[key] is not None
+            self.constructions += 1
         return self._made[key]
 
     def _make(self, rows: list[Row], own: Row | None, purpose: str) -> dist.ProcessGroup | None:
+        """Make the groups of all rows, and for each rank that is in none of them a group of its own.
+
+        torch names a group by its ranks and by how many groups a rank has made, so those counts must stay
+        equal on all ranks: else the next group that they make, perhaps for another mesh, hangs.
+        """
+        rank = dist.get_rank()
         if self.device_type == "cuda":
-            # One split of the world's communicator makes the groups of all rows; every rank takes part in it.
-            listed = [list(row) for row in rows]
-            return dist.split_group(split_ranks=listed, timeout=self.timeout, group_desc=purpose or None)
-        if own is None:
-            return None
-        # torch names the group by the number of groups of its ranks, which must be equal on all of them.
-        return dist.new_group(list(own), self.timeout, "gloo", use_local_synchronization=True)
+            # One split of the world's communicator makes all of them; every rank takes part in it.
+            outside = sorted({*range(dist.get_world_size())} - {member for row in rows for member in row})
+            listed = [*map(list, rows), *([each] for each in outside)]
+            made = dist.split_group(split_ranks=listed, timeout=self.timeout, group_desc=purpose or None)
+        else:
+            made = dist.new_group(list(own or (rank,)), self.timeout, "gloo", use_local_synchronization=True)
+        return None if own is None else made

@@ -32,9 +32,10 @@ def figures(row: dict[str, Any], seconds_left: float | None) -> str:
 def summary(result: dict[str, Any]) -> str:
     """The end of a run in one line, of what its result holds."""
     bits, xz = result.get("val_bits_per_byte"), result.get("xz_bits_per_byte")
+    skipped = f", {fmt.count(result['skipped_steps'])} skipped" if result.get("skipped_steps") else ""
     against = f" (xz -9e {fmt.fixed(xz)})" if fmt.is_number(xz) else ""
     parts = {
-        "steps": f"{fmt.count(result.get('steps'))} steps in {fmt.duration(result.get('seconds'))}",
+        "steps": f"{fmt.count(result.get('steps'))} steps in {fmt.duration(result.get('seconds'))}{skipped}",
         "final_loss": f"loss {fmt.fixed(result.get('final_loss'))}",
         "val_bits_per_byte": f"validation {fmt.fixed(bits)} bits per byte{against}",
         "tokens_per_second": f"{fmt.count(result.get('tokens_per_second'))} tok/s",

@@ -60,7 +60,7 @@ class TrainingRun:
         self.done = 0
         self.saved: int | None = None
         self.writing: int | None = None
-        self.skipped_in_a_row = 0
+        self.skipped = self.skipped_in_a_row = 0
         self.speeds: deque[float] = deque(maxlen=20)
         self.loss = math.nan
         self.validation: Row = {}
@@ -201,14 +201,17 @@ class TrainingRun:
         self.skipped_in_a_row = 0 if result.applied else self.skipped_in_a_row + 1
         if result.applied:
             return
+        self.skipped += 1
         fields = {"step": self.done, "grad_norm": str(result.grad_norm), "in_a_row": self.skipped_in_a_row}
         self.observers.on_event("skipped_step", fields)
         most = self.spec.recovery.max_skipped
         if self.skipped_in_a_row > most:
+            fp16 = self.spec.precision.compute == "fp16"
             raise UserError(
                 f"the gradient was not finite in {self.skipped_in_a_row} steps in a row, up to step "
-                f"{self.done}, more than recovery.max_skipped = {most}; lower train.lr, or resume from an "
-                f"earlier checkpoint"
+                f"{self.done}, more than recovery.max_skipped = {most}; lower "
+                + (f"precision.loss_scale ({self.spec.precision.loss_scale:g}) or " if fp16 else "")
+                + "train.lr, or resume from an earlier checkpoint"
             )
 
     def _report(self, result: Step, seconds: float) -> None:
@@ -307,6 +310,7 @@ class TrainingRun:
             "parameters_sha256": parameters_sha256(self.trainer),
             "samples_sha256": self.samples.digest(),
             "steps": self.done,
+            "skipped_steps": self.skipped,
             "seconds": seconds,
             "layout": self.spec.layout.describe(),
         }
