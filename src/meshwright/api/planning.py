@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.hardware.cluster import Cluster
-from meshwright.hardware.cluster import cluster as hardware_of
+from meshwright.hardware.find import cluster as hardware_of
 from meshwright.hardware.hardware_file import check_writable
 from meshwright.hardware.hardware_file import write as write_hardware
 from meshwright.planner.cost.model import CostModel

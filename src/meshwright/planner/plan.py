@@ -10,7 +10,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from meshwright.hardware import cluster as hardware
+from meshwright.hardware import find as hardware
 from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.kernels import peak
 from meshwright.planner.cost.model import CostModel

@@ -9,7 +9,8 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from meshwright.hardware.cluster import NETWORKS, Cluster, catalogue
+from meshwright.hardware.cluster import NETWORKS, Cluster
+from meshwright.hardware.find import catalogue
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import SoftwareStack
 from meshwright.planner.cost.uncertainty import fitting, room, spread

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from meshwright.hardware.cluster import Cluster, cluster, with_network
+from meshwright.hardware.cluster import Cluster, with_network
+from meshwright.hardware.find import catalogue, cluster
 from meshwright.planner.cost.software import STACKS, SoftwareStack
 from meshwright.planner.validation.table import FORMATS
 
@@ -67,12 +68,10 @@ def program_of(row: Row) -> SoftwareStack:
 
 def cluster_of(row: Row, gpus: int) -> Cluster | None:
     """The catalogue's cluster of the row's GPU, with the network that its source has."""
-    from meshwright.hardware.catalogue import CLUSTERS
-
     named = row.words["gpu"].lower().replace("_", "-")
     name = next((found for words, found in _DEVICES if re.search(words, named)), None)
     if name is None:
-        name = next((found for found in CLUSTERS if found in named or named.split("-")[0] == found), None)
+        name = next((found for found in catalogue() if found in named or named.split("-")[0] == found), None)
     if name is None:
         return None
     found = cluster(name, gpus)
