@@ -136,7 +136,7 @@ def validate(table: Path | None = None, *, rows: bool = False, by: str = "source
     of those that are not predicted `skipped_rows` (row, source, reason). Raises `UserError`.
     """
     from meshwright.planner.validation import metrics as planner
-    from meshwright.planner.validation.cases import PUBLISHED
+    from meshwright.planner.validation.table import PUBLISHED
 
     found = planner.validate(Path(table) if table else PUBLISHED)
     result = planner.report(found, by)
