@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import uuid
+import secrets
 from pathlib import Path
 
 
@@ -13,7 +13,7 @@ def write(path: Path, content: str | bytes) -> None:
     A reader, or a crash at any moment, finds the old content or the new one, never a part. Text is written in
     UTF-8. Raises `OSError`, and leaves the old file.
     """
-    temporary = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")
+    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(6)}")
     try:
         with temporary.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
