@@ -211,6 +211,7 @@ def test_figures_of_the_catalogue_without_a_source_are_refused(group: str) -> No
     [
         ("memory", "80G", r'^file: clusters\.l4: memory: "80G" is not valid: it should be a whole number'),
         ("memori", 80, r"^file: clusters\.l4: memori: unknown key; did you mean 'memory'"),
+        ("rates", "ampire", r"^file: rates: there is no table 'ampire'; the tables are ampere, hopper"),
         ("extends", "l5", r"^file: clusters\.l4\.extends: 'l5' is not a table above it"),
     ],
 )

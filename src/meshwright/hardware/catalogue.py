@@ -12,6 +12,7 @@ from pydantic.dataclasses import dataclass
 from meshwright.hardware.cluster import Cluster, Device, Kind, Level, Link, Network, Rates
 from meshwright.hardware.sourced import SOURCE_KEYS, resolve
 from meshwright.spec import records
+from meshwright.spec.errors import UserError
 from meshwright.spec.records import Count, Integer, NotNegative, Positive, Record
 
 _GIB, _MIB, _TERA, _GIGA, _GIGABIT = 2**30, 2**20, 1e12, 1e9, 1e9 / 8
@@ -108,14 +109,17 @@ class _ClusterTable(Record):
 def read_catalogue(tree: Mapping[str, Any], where: str) -> dict[str, Cluster]:
     """The clusters, by name, that the tables of a TOML file such as `data/clusters.toml` describe.
 
-    Raises `UserError`, which starts with `where`, for a table without a source, an unknown key and an
-    invalid value.
+    Raises `UserError`, which starts with `where`, for a table without a source, an unknown key, an invalid
+    value, and the name of a table that is not there.
     """
     groups = {
         name: resolve(tree[name], f"{where}: {name}") for name in ("rates", "links", "networks", "clusters")
     }
 
     def part(kind: type[records.T], group: str, name: str) -> records.T:
+        if name not in groups[group]:
+            hint = f"the tables are {', '.join(groups[group])}"
+            raise UserError(f"{where}: {group}: there is no table '{name}'; {hint}")
         figures = {key: value for key, value in groups[group][name].items() if key not in SOURCE_KEYS}
         return records.read(kind, figures, f"{where}: {group}.{name}")
 
