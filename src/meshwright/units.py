@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from math import inf
+
 DTYPE_BYTES: dict[str, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of an element, by the formats that tensors of a run are stored in."""
 
@@ -10,6 +13,8 @@ FORMAT_BYTES: dict[str, float] = {**DTYPE_BYTES, "tf32": 4, "fp8": 1, "fp4": 0.5
 
 FORMATS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 """Number formats that a device may have a peak for, widest first."""
+
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "b": 3, "t": 4}
 
 
 def seconds(value: float) -> str:
@@ -40,3 +45,16 @@ def short(count: float) -> str:
 def percent(share: float) -> str:
     """A share as a percentage with one decimal: 0.0312 is 3.1%."""
     return f"{100 * share:.1f}%"
+
+
+def amount(text: str, unit: int = 1000) -> float:
+    """The number, at least 1, that a text such as 16M or 1.5e13 states; k, M, B (G) and T are powers of
+    `unit`.
+
+    Raises `ValueError`.
+    """
+    match = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)([kmgbt]?)", text.strip().lower())
+    value = float(re.sub("[_,]", "", match[1])) * unit ** _POWERS[match[2]] if match else 0.0
+    if not 1 <= value < inf:
+        raise ValueError("a number of at least 1 is needed, which may end in k, M, B or T, such as 16M")
+    return value
