@@ -1,7 +1,7 @@
 """Calibrate the planner's constants on a tenth of the published runs: `python bench/calibrate.py`.
 
-One set of constants a GPU type and one a software stack (`hardware/peak_rates.py`,
-`planner/cost/software.py`), moved one at a time to where the mean absolute logarithm of predicted over
+One set of constants a GPU type and one a software stack (`hardware/data/clusters.toml`,
+`planner/cost/stacks.toml`), moved one at a time to where the mean absolute logarithm of predicted over
 measured step time, over the rows that `planner/validation/calibration.py` names, is least; each is held near
 where it starts by a small penalty, so that rows that say nothing about it leave it where it was. Prints what
 it found; nothing is written.
@@ -15,8 +15,9 @@ import time
 from dataclasses import replace
 
 from meshwright.planner.validation import calibration
-from meshwright.planner.validation.cases import PUBLISHED, Case, PredictionError, case_of, read
+from meshwright.planner.validation.cases import Case, case_of
 from meshwright.planner.validation.metrics import predict
+from meshwright.planner.validation.table import PUBLISHED, PredictionError, read
 
 _PRIOR = 0.02
 """Loss of moving a constant by a factor of e; a factor of 1.2 costs 0.0007, which a row must be worth."""

@@ -28,7 +28,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from meshwright.hardware.cluster import Cluster, cluster
+from meshwright.hardware.cluster import Cluster
+from meshwright.hardware.find import cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.step import step_time
 from meshwright.planner.memory.exact import fullest

@@ -10,7 +10,8 @@ import pytest
 from meshwright import api
 from meshwright.cli import output as show
 from meshwright.cli.main import main
-from meshwright.hardware.cluster import Collective, Matmul, Measured, cluster
+from meshwright.hardware.cluster import Collective, Matmul, Measured
+from meshwright.hardware.find import cluster
 from meshwright.hardware.hardware_file import write
 from meshwright.launch import auto_layout as choose
 from meshwright.spec import RunSpec

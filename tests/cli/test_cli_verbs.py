@@ -15,7 +15,7 @@ import pytest
 from meshwright import api
 from meshwright.cli.main import main
 from meshwright.data.shards import TokenShards
-from meshwright.hardware.cluster import catalogue
+from meshwright.hardware.find import catalogue
 from meshwright.launch.env import LAUNCHER
 from meshwright.spec import RunSpec, UserError, load
 from meshwright.spec.load import from_tree

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.hardware.cluster import cluster
+from meshwright.hardware.find import cluster
 from meshwright.launch.auto_layout import check_room, planned, present
 from meshwright.planner.plan import Plans
 from meshwright.spec import UserError

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.hardware.cluster import Rates, cluster, with_network
+from meshwright.hardware.cluster import Rates, with_network
+from meshwright.hardware.find import cluster
 from meshwright.parallel.mesh import rank_grid
 from meshwright.planner.cost import step as estimate
 from meshwright.planner.cost.collectives import CollectiveCosts

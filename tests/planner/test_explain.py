@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from meshwright.hardware.cluster import cluster
+from meshwright.hardware.find import cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import STACKS
 from meshwright.planner.cost.step import step_time

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from meshwright.hardware.catalogue import ALIASES, CUDA_NAMES
+from meshwright.hardware.catalogue import ALIASES, CUDA_NAMES, DATA, read_catalogue
 from meshwright.hardware.cluster import (
-    FORMATS,
     Attention,
     Cluster,
     Collective,
@@ -18,14 +20,12 @@ from meshwright.hardware.cluster import (
     Link,
     Matmul,
     Measured,
-    catalogue,
-    cluster,
-    from_json,
-    to_json,
     with_network,
 )
-from meshwright.hardware.hardware_file import write
+from meshwright.hardware.find import catalogue, cluster
+from meshwright.hardware.hardware_file import from_json, to_json, write
 from meshwright.spec.errors import UserError
+from meshwright.units import FORMATS
 
 KNOWN = catalogue()
 every_cluster = pytest.mark.parametrize("known", KNOWN.values(), ids=KNOWN)
@@ -131,21 +131,21 @@ def test_a_measured_file_comes_back(tmp_path: Path) -> None:
         (["cuont"], 3, ["cuont: unknown key", "'count'"]),
         (["device", "peak", "fp7"], 1, ["fp7", "fp8"]),
         (["device", "peak"], {}, ["device.peak", "is empty", "bf16"]),
-        (["device", "rates", "matmul"], 2.5, ["device.rates.matmul: 2.5", "no share", "up to 1"]),
-        (["device", "rates", "network"], 0, ["device.rates.network: 0", "no share"]),
+        (["device", "rates", "matmul"], 2.5, ["device.rates.matmul: 2.5", "not a share", "up to 1"]),
+        (["device", "rates", "network"], 0, ["device.rates.network: 0", "not a share"]),
         (["device", "rates", "launch"], -1, ["device.rates.launch: -1", "0 or more"]),
         (["device", "memory"], "80G", ["device.memory", '"80G"', "whole number"]),
-        (["device", "memory"], 0, ["device.memory", "above 0"]),
+        (["device", "memory"], 0, ["device.memory: 0", "at least 1"]),
         (["count"], 3, ["levels", "3 devices"]),
         (["levels"], [], ["levels"]),
         (["levels"], 7, ["levels", "a list"]),
         (["price"], -1, ["price", "-1"]),
         (["price"], float("nan"), ["price", "nan"]),
         (["levels", 0, "kind"], "nvlnk", ["levels[0].kind", "nvlink"]),
-        (["levels", 0, "link", "bandwidth"], 0, ["bandwidth", "above 0"]),
-        (["levels", 0, "oversubscription"], 0.5, ["'host'", "oversubscription", "0.5"]),
+        (["levels", 0, "link", "bandwidth"], 0, ["levels[0].link.bandwidth: 0", "above 0"]),
+        (["levels", 0, "oversubscription"], 0.5, ["levels[0].oversubscription: 0.5", "at least 1"]),
         (["measured", "matmul"], [["bf16", 8, 8, 8]], ["measured.matmul[0]", "format, m, n, k, seconds"]),
-        (["measured", "matmul"], [["bf16", 8, 8, 8, 0]], ["measured.matmul[0]", "above 0"]),
+        (["measured", "matmul"], [["bf16", 8, 8, 8, 0]], ["measured.matmul[0].seconds: 0", "above 0"]),
         (["measured", "taken"], 3, ["measured.taken", "a table"]),
     ],
 )
@@ -191,3 +191,48 @@ def test_what_is_changed_of_a_level_counts_in_larger_and_smaller_clusters() -> N
         assert slow.resized(count).levels[0].link.latency == 3.0
         assert slow.resized(count).levels[-1].devices == count
     assert slow.resized(64).levels[1:] == cluster("h100", 64).levels[1:]
+
+
+def catalogue_tree() -> dict[str, Any]:
+    return tomllib.loads(DATA.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("group", ["rates", "links", "networks", "clusters"])
+def test_figures_of_the_catalogue_without_a_source_are_refused(group: str) -> None:
+    tree = catalogue_tree()
+    for name, table in tree[group].items():
+        bare = {key: value for key, value in table.items() if key not in ("source", "fitted_on")}
+        with pytest.raises(UserError, match=rf"^file: {group}\.{name}: has neither 'source' nor 'fitted_on'"):
+            read_catalogue(tree | {group: tree[group] | {name: bare}}, "file")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("memory", "80G", r'^file: clusters\.l4: memory: "80G" is not valid: it should be a whole number'),
+        ("memori", 80, r"^file: clusters\.l4: memori: unknown key; did you mean 'memory'"),
+        ("rates", "ampire", r"^file: rates: there is no table 'ampire'; the tables are ampere, hopper"),
+        ("extends", "l5", r"^file: clusters\.l4\.extends: 'l5' is not a table above it"),
+    ],
+)
+def test_broken_tables_of_the_catalogue_are_refused(key: str, value: object, sentence: str) -> None:
+    tree = catalogue_tree()
+    tree["clusters"]["l4"][key] = value
+    with pytest.raises(UserError, match=sentence):
+        read_catalogue(tree, "file")
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Link(-1, 1e9), "latency: -1 is not valid: it should be at least 0"),
+        (lambda: Link(1e-6, 0), "bandwidth: 0 is not valid: it should be above 0"),
+        (lambda: cluster("h100").resized(0), "count: 0"),
+        (lambda: with_network(cluster("h100"), oversubscription=0.5), "oversubscription: 0.5 is not valid"),
+        (lambda: with_network(cluster("h100"), nics=0), "nics: 0 is not valid: it should be at least 1"),
+        (lambda: replace(cluster("h100").device, peak={}), "device.peak: is empty"),
+    ],
+)
+def test_hardware_that_python_code_makes_is_checked_too(make: Callable[[], object], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        make()

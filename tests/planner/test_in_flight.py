@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.hardware.cluster import cluster
+from meshwright.hardware.find import cluster
 from meshwright.planner.cost.lower_bounds import shape
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.memory.exact import fullest, shortened

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright import api
-from meshwright.hardware.cluster import cluster
+from meshwright.hardware.find import cluster
 from meshwright.planner.cost.software import MESHWRIGHT
 from meshwright.planner.search.objectives import described, feasible, largest_model, sized, with_model
 from meshwright.planner.search.request import PlanRequest, base_run

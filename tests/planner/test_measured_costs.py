@@ -9,17 +9,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.hardware.cluster import (
-    Attention,
-    Cluster,
-    Collective,
-    Device,
-    Level,
-    Link,
-    Matmul,
-    Measured,
-    cluster,
-)
+from meshwright.hardware.cluster import Attention, Cluster, Collective, Device, Level, Link, Matmul, Measured
+from meshwright.hardware.find import cluster
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.kernels import KernelCosts
 from meshwright.planner.cost.model import CostModel

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from meshwright import api
-from meshwright.hardware.cluster import cluster
+from meshwright.hardware.find import cluster
 from meshwright.planner.cost.uncertainty import SIGMA_TIME, SURE, fits_probability, fitting, interval
 from meshwright.planner.plan import Plan
 from meshwright.planner.search.request import batch_of

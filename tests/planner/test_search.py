@@ -10,7 +10,8 @@ from typing import Any, get_args
 
 import pytest
 
-from meshwright.hardware.cluster import Cluster, cluster
+from meshwright.hardware.cluster import Cluster
+from meshwright.hardware.find import cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import MESHWRIGHT, STACKS
 from meshwright.planner.cost.step import step_time

@@ -9,8 +9,9 @@ import pytest
 
 from meshwright.planner.validation import page as validation_page
 from meshwright.planner.validation.calibration import is_used
-from meshwright.planner.validation.cases import PUBLISHED, PredictionError, case_of, read
+from meshwright.planner.validation.cases import case_of
 from meshwright.planner.validation.metrics import Validation, kendall, report, skipped_rows, validate
+from meshwright.planner.validation.table import PUBLISHED, PredictionError, read
 from meshwright.spec import UserError
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -115,19 +116,19 @@ def test_any_kind_of_speed_is_a_time(tmp_path: Path) -> None:
         ({"global_batch_seqs": ""}, "batch is not known"),
         ({"global_batch_seqs": "33"}, "not shared evenly"),
         (EMPTY, "no measurement"),
-        ({"layers": "many"}, "'layers' is no number"),
-        ({"gpus": "nan"}, "'gpus' is 'nan', which is no whole number of at least 1"),
-        ({"gpus": "-8"}, "'gpus' is '-8', which is no whole number"),
-        ({"gpus": "1.5"}, "'gpus' is '1.5', which is no whole number"),
-        ({"gpus": "inf"}, "'gpus' is 'inf', which is no whole number"),
-        ({"gpus": "1e8"}, "'gpus' is '1e8', which cannot be meant; give at most 10,000,000"),
-        ({"layers": "1e9"}, "'layers' is '1e9', which cannot be meant; give at most 10,000"),
+        ({"layers": "many"}, "'layers' is 'many', which is not a number"),
+        ({"gpus": "nan"}, "'gpus' is 'nan', which is not a whole number of at least 1"),
+        ({"gpus": "-8"}, "'gpus' is '-8', which is not a whole number"),
+        ({"gpus": "1.5"}, "'gpus' is '1.5', which is not a whole number"),
+        ({"gpus": "inf"}, "'gpus' is 'inf', which is not a whole number"),
+        ({"gpus": "1e8"}, "'gpus' is '1e8', which is implausible; give at most 10,000,000"),
+        ({"layers": "1e9"}, "'layers' is '1e9', which is implausible; give at most 10,000"),
         ({"seq_len": "1e9"}, "give at most 100,000,000"),
-        ({"tp": "-1"}, "'tp' is '-1', which is no whole number of at least 0"),
-        ({"step_seconds": "nan"}, "'step_seconds' is 'nan', which is no measurement"),
-        ({"step_seconds": "-3"}, "'step_seconds' is '-3', which is no measurement"),
-        ({"peak_mem_gib": "inf"}, "'peak_mem_gib' is 'inf', which is no measurement"),
-        ({"peak_mem_gib": "0"}, "'peak_mem_gib' is '0', which is no measurement"),
+        ({"tp": "-1"}, "'tp' is '-1', which is not a whole number of at least 0"),
+        ({"step_seconds": "nan"}, "'step_seconds' is 'nan', which is not a measurement"),
+        ({"step_seconds": "-3"}, "'step_seconds' is '-3', which is not a measurement"),
+        ({"peak_mem_gib": "inf"}, "'peak_mem_gib' is 'inf', which is not a measurement"),
+        ({"peak_mem_gib": "0"}, "'peak_mem_gib' is '0', which is not a measurement"),
         ({"layers": "", "params_b": "1e6"}, "which model"),
         ({"precision": "int4"}, "the precision 'int4' is not one of fp8, bf16, fp16, fp32"),
         ({"recompute": "sometimes"}, "the recompute 'sometimes' is not one of none, full, selective"),
@@ -216,5 +217,5 @@ def test_figures_by_another_column_add_up(whole: Validation) -> None:
     by_gpu = report(whole, "gpu")["by_gpu"]
     assert sum(part["rows"] for part in by_gpu.values()) == 303 and len(by_gpu) > 2
     assert sum(part["time"]["rows"] for part in by_gpu.values()) == report(whole)["time"]["rows"]
-    with pytest.raises(UserError, match=r"by: 'gpus' is no column .* source, model, gpu"):
+    with pytest.raises(UserError, match=r"by: 'gpus' is not a column .* source, model, gpu"):
         report(whole, "gpus")

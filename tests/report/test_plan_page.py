@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.hardware.cluster import cluster
+from meshwright.hardware.find import cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.step import step_time
 from meshwright.planner.explain.explanation import describe

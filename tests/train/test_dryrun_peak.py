@@ -17,7 +17,7 @@ import torch
 
 from layouts import draw
 from meshwright.data.loader import Batch
-from meshwright.hardware.cluster import cluster
+from meshwright.hardware.find import cluster
 from meshwright.parallel.mesh import Mesh
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.memory.exact import needs

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from meshwright import api
-from meshwright.hardware.cluster import Cluster, Collective, cluster
+from meshwright.hardware.cluster import Cluster, Collective
+from meshwright.hardware.find import cluster
 from meshwright.hardware.measurements import attention_seconds, collective_seconds, matmul_seconds
 from meshwright.parallel.mesh import Mesh
 from meshwright.profile.clock import Clock

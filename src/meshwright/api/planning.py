@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.hardware.cluster import Cluster
-from meshwright.hardware.cluster import cluster as hardware_of
+from meshwright.hardware.find import cluster as hardware_of
 from meshwright.hardware.hardware_file import check_writable
 from meshwright.hardware.hardware_file import write as write_hardware
 from meshwright.planner.cost.model import CostModel
@@ -136,7 +136,7 @@ def validate(table: Path | None = None, *, rows: bool = False, by: str = "source
     of those that are not predicted `skipped_rows` (row, source, reason). Raises `UserError`.
     """
     from meshwright.planner.validation import metrics as planner
-    from meshwright.planner.validation.cases import PUBLISHED
+    from meshwright.planner.validation.table import PUBLISHED
 
     found = planner.validate(Path(table) if table else PUBLISHED)
     result = planner.report(found, by)

@@ -8,9 +8,11 @@ from typing import Any
 
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, Verb, file_name, number, whole
-from meshwright.hardware.cluster import FORMATS, Cluster, Measured, catalogue, cluster, to_json
-from meshwright.hardware.hardware_file import check_writable
+from meshwright.hardware.cluster import Cluster, Measured
+from meshwright.hardware.find import catalogue, cluster
+from meshwright.hardware.hardware_file import check_writable, to_json
 from meshwright.launch.env import nproc_of, worker
+from meshwright.units import FORMATS
 
 LEAST_SECONDS = 1.0
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshwright import units
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import did_you_mean
 from meshwright.spec.schema import known_keys
@@ -117,9 +118,7 @@ def tokens(unit: int = 1000) -> Callable[[str], int]:
     """A reader of whole numbers of tokens, such as 16M, with suffixes that stand for powers of `unit`."""
 
     def read(text: str) -> int:
-        from meshwright.planner.search.request import amount
-
-        value = amount(text, unit)
+        value = units.amount(text, unit)
         if not value.is_integer():
             raise ValueError(f"it is {value:,} tokens; a whole number is needed")
         return int(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from meshwright import atomic
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, Verb, choice, file_name
 from meshwright.spec import UserError
@@ -34,7 +35,7 @@ def validate(call: Call) -> int:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        atomic.write(path, text)
     except OSError as error:
         raise UserError(f"--markdown: {path} cannot be written: {error.strerror}") from None
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from meshwright import atomic
 from meshwright.spec.errors import UserError
 
 CHUNK = 1 << 22
@@ -117,21 +118,14 @@ def locked(path: Path, key: str) -> Iterator[None]:
 def write_atomically(path: Path, content: bytes) -> None:
     """Make `path`, in the cache, a file of this content: at no moment is it there in part. Raises
     `UserError`."""
-    temporary = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        atomic.write(path, content)
     except OSError as error:
         raise UserError(
             f"data.cache: {path} cannot be written ({error.strerror}); make room there, "
             "or give another folder"
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def sha256_file(path: Path, look: Callable[[bytes], None] | None = None) -> str:

@@ -1,1 +1,1 @@
-"""Clusters and devices: what is known of them, measured or from data sheets."""
+"""Clusters and devices, with figures of datasheets or measurements."""

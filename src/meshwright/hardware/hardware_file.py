@@ -1,25 +1,44 @@
-"""Hardware files: a `Cluster` as JSON on the disk."""
+"""Hardware files: a `Cluster` as JSON."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from meshwright.hardware.cluster import Cluster, from_json, to_json
+from meshwright import atomic
+from meshwright.hardware.cluster import Cluster
+from meshwright.spec import records
 from meshwright.spec.errors import UserError, did_you_mean
+
+
+def to_json(cluster: Cluster) -> dict[str, Any]:
+    """The cluster as plain values, from which `from_json` makes an equal one."""
+    tree = asdict(cluster)
+    if cluster.measured is None:
+        del tree["measured"]
+    return tree
+
+
+def from_json(tree: Any, source: str = "") -> Cluster:
+    """The cluster that plain values describe. Raises `UserError`, which starts with `source`, a file."""
+    cluster = records.read(Cluster, tree, source)
+    try:
+        cluster.device.rates.check_shares()
+    except UserError as error:
+        raise UserError(f"{source}: {error}" if source else str(error)) from None
+    return cluster
 
 
 def read(path: Path) -> Cluster:
     """The cluster of a hardware file. Raises `UserError`."""
     if not path.is_file():
-        near = did_you_mean(path.name, [beside.name for beside in path.parent.glob("*.json")])
+        near = did_you_mean(path.name, [file.name for file in path.parent.glob("*.json")])
         raise UserError(f"there is no hardware file {path}{near or '; meshwright profile --out writes one'}")
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        return from_json(tree, str(path))
+        return from_json(json.loads(path.read_text(encoding="utf-8")), str(path))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as JSON ({error})") from None
     except RecursionError:
@@ -30,33 +49,33 @@ def read(path: Path) -> Cluster:
 
 
 def check_writable(path: Path | None, flag: str = "--out") -> None:
-    """Refuse a name that no file can be written under, before anything is done. Raises `UserError`."""
+    """Refuse an output file that cannot be written, before any work is done. Raises `UserError`."""
     if path is None:
         return
     folder = path.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+    replaceable = os.access(folder, os.W_OK) and (not path.exists() or os.access(path, os.W_OK))
+    if path.is_dir() or not folder.is_dir() or not replaceable:
         why = "is a folder" if path.is_dir() else f"cannot be written in the folder {folder.absolute()}"
-        raise UserError(f"{flag}: {path} {why}; give the name of a file in a folder that is there")
+        raise UserError(f"{flag}: {path} {why}; give the name of a file in an existing folder")
 
 
 def write(cluster: Cluster, path: Path) -> None:
-    """Write it for people too: one line for each measured point. Raises `UserError`."""
+    """Write the cluster to a file in one step, with one line per measured point. Raises `UserError`."""
     tree = to_json(cluster)
     measured = tree.pop("measured", None)
     text = json.dumps(tree, indent=2)
     if measured is not None:
-        text = f'{text[:-2]},\n  "measured": {_with_rows(measured)}\n}}'
+        lines = []
+        for name, value in measured.items():
+            shown = json.dumps(value)
+            if isinstance(value, (list, tuple)) and value:
+                shown = "[\n" + ",\n".join(f"      {json.dumps(row)}" for row in value) + "\n    ]"
+            lines.append(f"    {json.dumps(name)}: {shown}")
+        text = f'{text[:-2]},\n  "measured": {{\n' + ",\n".join(lines) + "\n  }\n}"
     try:
-        path.write_text(text + "\n", encoding="utf-8")
+        atomic.write(path, text + "\n")
     except OSError as error:
-        raise UserError(f"--out: {path} cannot be written ({error.strerror})") from None
-
-
-def _with_rows(tree: Mapping[str, Any]) -> str:
-    lines = []
-    for name, value in tree.items():
-        shown = json.dumps(value)
-        if isinstance(value, (list, tuple)) and value:
-            shown = "[\n" + ",\n".join(f"      {json.dumps(row)}" for row in value) + "\n    ]"
-        lines.append(f"    {json.dumps(name)}: {shown}")
-    return "{\n" + ",\n".join(lines) + "\n  }"
+        raise UserError(
+            f"--out: {path} cannot be written ({error.strerror}); give a file in a folder with space and "
+            "write permission"
+        ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.hardware import cluster as hardware
+from meshwright.hardware import find as hardware
 from meshwright.hardware.cluster import Cluster
 from meshwright.launch.env import count_devices, fit_layout, nproc_of, resolve, sets_layout
 from meshwright.planner.cost.model import CostModel

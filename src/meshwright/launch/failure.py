@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright import atomic
 from meshwright.spec import UserError
 from meshwright.spec.errors import Stopped
 
@@ -86,9 +87,7 @@ def record(error: BaseException) -> None:
         "plain_code": exit_code(error) if plain else None,
         "py_callstack": sentence if plain else "".join(traceback.format_exception(error)),
     }
-    written = Path(f"{name}.{os.getpid()}")
-    written.write_text(json.dumps({"message": {"message": sentence, "extraInfo": extra}}), encoding="utf-8")
-    written.replace(name)
+    atomic.write(Path(name), json.dumps({"message": {"message": sentence, "extraInfo": extra}}))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from meshwright.hardware import cluster as hardware
+from meshwright.hardware import find as hardware
 from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.kernels import peak
 from meshwright.planner.cost.model import CostModel
@@ -27,13 +27,13 @@ from meshwright.planner.search.objectives import largest_model, longest_context
 from meshwright.planner.search.request import (
     Overrides,
     PlanRequest,
-    amount,
     base_run,
     check_count,
     fixed_keys,
     node,
 )
 from meshwright.spec import ModelSpec, RunSpec, UserError
+from meshwright.units import amount
 
 OBJECTIVES = ("time", "cost", "longest-context", "largest-model")
 """Least seconds for a token, least money for a token; the longest sequences, the largest model that fits."""

@@ -10,11 +10,10 @@ from meshwright.spec import RunSpec
 from meshwright.spec.parameters import Parameter, Piece, expert_piece, parameters_of, piece_of
 from meshwright.spec.sections import SavedOp, SelectiveRecompute
 from meshwright.spec.stages import Stage, stages
+from meshwright.units import DTYPE_BYTES
 
 Traffic = dict[tuple[str, str], float]
 """(axis, operation) -> bytes."""
-
-BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
@@ -29,10 +28,10 @@ class Widths:
 
 def widths(spec: RunSpec) -> Widths:
     """The formats of a run; fp64 is fp64 throughout."""
-    compute = BYTES[spec.precision.compute]
+    compute = DTYPE_BYTES[spec.precision.compute]
     if compute == 8:
         return Widths(8, 8, 8, 8)
-    return Widths(compute, 4, BYTES[spec.precision.reduce], 4)
+    return Widths(compute, 4, DTYPE_BYTES[spec.precision.reduce], 4)
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Failures: how often to save, and what they leave of a run's time."""
+"""Failures during training: checkpoint intervals and goodput, by formulas and by simulation."""

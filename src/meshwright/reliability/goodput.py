@@ -1,26 +1,25 @@
-"""What failures leave of a run's time: the best checkpoint interval, the effective share, tokens a day, cost.
+"""Goodput under failures: best checkpoint interval, effective share of the time, tokens per day, cost.
 
-Failures come at random, at a constant rate: the time to the next is exponential with mean M
-(`mtbf_seconds`), whatever the run is doing. After one, a restart takes R, and begins again when a failure
-comes into it. Training goes on from the last complete checkpoint. Every tau seconds of training a save stops
-it for C; then it is finished behind training in W seconds, until when a restart can't use it. One save is in
-flight at most: the next waits for it, as the program's does (`checkpoint/store.py`).
+Failures occur at a constant rate: the time to the next is exponential with mean M (`mtbf_seconds`), whatever
+the run is doing. After a failure a restart takes R seconds, and starts over if a failure interrupts it.
+Training continues from the last complete checkpoint. After every tau seconds of training a save stops it for
+C seconds; the checkpoint is then completed in the background in W seconds, and a restart cannot use it
+before. At most one save is in flight: the next one waits for it, as in `checkpoint/store.py`.
 
-From one restart's end to the next a run is as new, so by renewal and reward the effective share is the
-training that an attempt keeps, over how long it and its restart take. Checkpoint k is complete at
-tau + C + (k - 1) p + W with p = max(tau, W) + C, an attempt lasts M on average and its restart
+Each end of a restart is a renewal, so by the renewal-reward theorem the effective share is the expected
+training that an attempt keeps, over the expected duration of the attempt and its restart. Checkpoint k is
+complete at tau + C + (k - 1) p + W with p = max(tau, W) + C, an attempt lasts M on average and its restart
 M (e^(R/M) - 1), hence
 
     effective = tau e^(-(tau + C + W) / M) / ((1 - e^(-p/M)) M e^(R/M)).
 
-Where W = 0 that is tau / (M e^(R/M) (e^((tau + C) / M) - 1)), the complete cost function of Daly (2006). The
-formula is exact in the long run; `reliability/monte_carlo.py` plays the same events one by one.
+With W = 0 this is tau / (M e^(R/M) (e^((tau + C) / M) - 1)), the complete cost function of Daly (2006). The
+formula is exact in the long run; `reliability/monte_carlo.py` simulates the same process event by event.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,26 +28,26 @@ from meshwright.units import short
 
 HOUR, DAY = 3600.0, 86400.0
 LEAST, MOST = 1e-6, 1e12
-"""Seconds that a duration may have: a microsecond to 30 thousand years."""
+"""Valid durations in seconds: a microsecond to 30 thousand years."""
 HOPELESS = 50.0
-"""Mean times between failures that hardly anything outlives: one in e^50."""
+"""Mean times between failures that almost no attempt survives: one in e^50."""
 
 
 @dataclass(frozen=True)
 class Faults:
-    """How often the whole system fails, and what saves and restarts take, in seconds.
+    """Failure rate of a system, and the durations of saves and restarts, in seconds.
 
-    Raises `UserError` for what can't be, and for restarts that would hardly ever end.
+    Raises `UserError` for an invalid duration, and for restarts that would almost never complete.
     """
 
     mtbf_seconds: float
     """Mean time between failures of the whole system."""
     save_seconds: float
-    """How long a save stops training."""
+    """Seconds that a save stops training."""
     restart_seconds: float
-    """From a failure until training goes on: detection, restart, load."""
+    """Seconds from a failure until training continues: detection, restart, load."""
     background_seconds: float = 0.0
-    """From the end of that stop until the checkpoint is complete, beside training."""
+    """Seconds from the end of that stop until the checkpoint is complete, during training."""
 
     def __post_init__(self) -> None:
         check_seconds("mtbf_seconds", self.mtbf_seconds)
@@ -57,13 +56,13 @@ class Faults:
         if self.restart_seconds > HOPELESS * self.mtbf_seconds:
             raise UserError(
                 f"restart_seconds: {self.restart_seconds:g} is more than {HOPELESS:g} times the "
-                f"{self.mtbf_seconds:g} s between failures, so hardly a restart would ever end; it should be "
-                f"well below {self.mtbf_seconds:g}"
+                f"{self.mtbf_seconds:g} s between failures, so restarts would almost never complete; it "
+                f"should be well below {self.mtbf_seconds:g}"
             )
 
 
 def check_seconds(name: str, value: float, least: float = LEAST) -> None:
-    """Raise `UserError` unless a duration is a number from `least` to MOST."""
+    """Raise `UserError` unless a duration is between `least` and MOST seconds."""
     if not least <= value <= MOST:
         raise UserError(f"{name}: {value} is not a number of seconds from {least:g} to {MOST:g}")
 
@@ -71,16 +70,16 @@ def check_seconds(name: str, value: float, least: float = LEAST) -> None:
 def system_mtbf(
     mtbf_hours: float | None = None, device_mtbf_hours: float | None = None, devices: int | None = None
 ) -> float:
-    """Seconds between failures of a system of `devices`, from its own hours or those of one device.
+    """Mean seconds between failures of a system, from its hours, or from those of one of its `devices`.
 
-    Rates add up, so the system's mean time is a device's over their number. Raises `UserError` unless just
-    one of the two is given, and the second with `devices`.
+    Failure rates add up, so the system's mean time is one device's divided by their number. Raises
+    `UserError` unless exactly one of the two is given, the second one with `devices`.
     """
     _positive("mtbf_hours", mtbf_hours)
     _positive("device_mtbf_hours", device_mtbf_hours)
     if mtbf_hours is not None and device_mtbf_hours is not None:
         raise UserError(
-            f"device_mtbf_hours: {device_mtbf_hours:g} is given beside mtbf_hours; give one of them"
+            f"device_mtbf_hours: {device_mtbf_hours:g} is given together with mtbf_hours; give one of them"
         )
     if mtbf_hours is not None:
         return _seconds("mtbf_hours", mtbf_hours)
@@ -93,22 +92,22 @@ def system_mtbf(
 
 
 def _seconds(name: str, hours: float, devices: int = 1) -> float:
-    found = hours * HOUR / devices
-    if not LEAST <= found <= MOST:
+    seconds = hours * HOUR / devices
+    if not LEAST <= seconds <= MOST:
         of = f" of {devices:,} devices" if devices > 1 else ""
         raise UserError(
-            f"{name}: {hours:g}{of} is a failure every {found:g} s; it should be from {LEAST:g} to {MOST:g} s"
+            f"{name}: {hours:g}{of} is a failure every {seconds:g} s; give one of {LEAST:g} to {MOST:g} s"
         )
-    return found
+    return seconds
 
 
 def young(save_seconds: float, mtbf_seconds: float) -> float:
-    """The best interval to first order, sqrt(2 C M) seconds of training (Young, 1974)."""
+    """Best checkpoint interval to first order, sqrt(2 C M) seconds of training (Young, 1974)."""
     return math.sqrt(2 * save_seconds * mtbf_seconds)
 
 
 def daly(save_seconds: float, mtbf_seconds: float) -> float:
-    """The best interval to higher order, in seconds of training (Daly, 2006)."""
+    """Best checkpoint interval to higher order, in seconds of training (Daly, 2006)."""
     if save_seconds >= 2 * mtbf_seconds:
         return mtbf_seconds
     half = save_seconds / (2 * mtbf_seconds)
@@ -118,21 +117,21 @@ def daly(save_seconds: float, mtbf_seconds: float) -> float:
 
 @dataclass(frozen=True)
 class Shares:
-    """Where a long run's time goes; the four add up to 1."""
+    """Shares of a long run's time; the four add up to 1."""
 
     effective: float
-    """Training that was kept."""
+    """Training whose result was kept."""
     saving: float
-    """Training stood still for a save, or waited for the one in flight."""
+    """Training stopped for a save, or waited for the one in flight."""
     lost_work: float
-    """Training that a failure undid."""
+    """Training that was lost to failures."""
     restarting: float
 
 
 def shares(faults: Faults, interval_seconds: float) -> Shares:
-    """Where the time goes with a save after every `interval_seconds` of training, by the formulas above.
+    """Shares of the time with a save after every `interval_seconds` of training, by the formulas above.
 
-    Raises `UserError` where hardly a checkpoint would ever be complete.
+    Raises `UserError` if checkpoints would almost never complete.
     """
     check_interval(faults, interval_seconds)
     tau, M, C = interval_seconds, faults.mtbf_seconds, faults.save_seconds
@@ -142,7 +141,7 @@ def shares(faults: Faults, interval_seconds: float) -> Shares:
     kept = tau * math.exp(-first / M) / again
 
     def stopped(begin: float, length: float) -> float:
-        """Seconds of [begin, begin + length] that an attempt reaches, on average."""
+        """Expected seconds of [begin, begin + length] before an attempt fails."""
         return -M * math.exp(-begin / M) * math.expm1(-length / M)
 
     saving = stopped(tau, C) + stopped(tau + C + tau, period - tau) / again
@@ -156,9 +155,9 @@ def shares(faults: Faults, interval_seconds: float) -> Shares:
 
 
 def check_interval(faults: Faults, interval_seconds: float, name: str = "interval_seconds") -> None:
-    """Raise `UserError` where hardly a checkpoint would ever be complete, for what takes longest of it.
+    """Raise `UserError`, about the longest of its parts, if checkpoints would almost never complete.
 
-    `name` is what the interval comes from.
+    `name` is the argument that the interval comes from.
     """
     M = faults.mtbf_seconds
     needs = {name: interval_seconds}
@@ -167,14 +166,14 @@ def check_interval(faults: Faults, interval_seconds: float, name: str = "interva
     if first > HOPELESS * M:
         raise UserError(
             f"{longest}: a checkpoint would be complete after {first:g} s, more than {HOPELESS:g} times the "
-            f"{M:g} s between failures, so hardly one would ever be; it should be well below {M:g} s"
+            f"{M:g} s between failures, so almost none would be; it should be well below {M:g} s"
         )
 
 
 def optimal_seconds(faults: Faults) -> float:
-    """The training between saves that leaves most effective time, of any length.
+    """The checkpoint interval with the largest effective share, in seconds of training.
 
-    With x = tau / M the share is greatest where e^x (1 - x) = e^(-C/M) (Daly's equation with Lambert's
+    With x = tau / M the share is largest where e^x (1 - x) = e^(-C/M) (Daly's equation with Lambert's
     function), or, with y = -log(1 - x), where y - (1 - e^-y) = C/M, which is found by bisection. W moves it
     only where saves would have to wait for each other: then the share rises with tau up to W, or M.
     """
@@ -187,29 +186,29 @@ def optimal_seconds(faults: Faults) -> float:
 
 
 def optimal_interval(faults: Faults, step_seconds: float) -> int:
-    """The number of steps between saves that leaves most effective time, at least 1.
+    """The checkpoint interval with the largest effective share, in steps, at least 1.
 
-    The share rises to its one maximum and falls after it, so the whole numbers around that are compared.
+    The share has a single maximum, so the two whole numbers of steps around it are compared.
     """
     check_seconds("step_seconds", step_seconds)
     below = max(1, math.floor(optimal_seconds(faults) / step_seconds))
-    return max((below, below + 1), key=lambda steps: _effective(faults, steps * step_seconds))
 
+    def effective(steps: int) -> float:
+        first = steps * step_seconds + faults.save_seconds + faults.background_seconds
+        hopeless = first > HOPELESS * faults.mtbf_seconds
+        return 0.0 if hopeless else shares(faults, steps * step_seconds).effective
 
-def _effective(faults: Faults, interval_seconds: float) -> float:
-    """The effective share, and 0 where hardly a checkpoint would ever be complete."""
-    first = interval_seconds + faults.save_seconds + faults.background_seconds
-    return shares(faults, interval_seconds).effective if first <= HOPELESS * faults.mtbf_seconds else 0.0
+    return max((below, below + 1), key=effective)
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """A run under failures. What needs tokens, devices or a price is None without them."""
+    """A run under failures. Figures that depend on tokens, devices or a price are None without them."""
 
     interval_steps: int
-    """Steps between saves: the best number, or the one that was asked for."""
+    """Steps between saves: the best number, or the requested one."""
     interval_seconds: float
-    """Of training between saves."""
+    """Seconds of training between saves."""
     young_seconds: float
     daly_seconds: float
     mtbf_seconds: float
@@ -219,20 +218,25 @@ class Goodput:
     steps: int | None
     days: float | None
     failures: float | None
-    """Expected number during the whole run."""
+    """Expected number of failures during the whole run."""
     device_hours: float | None
     cost: float | None
-    """In the price's currency."""
+    """Cost of the whole run in the price's currency."""
 
     @property
     def saves(self) -> int | None:
-        """Checkpoints of the whole run, or None where its steps are not known."""
+        """Checkpoints of the whole run, or None if its steps are unknown."""
         return None if self.steps is None else math.ceil(self.steps / self.interval_steps)
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers by name, the shares among them."""
-        fields = asdict(self)
-        return {**fields.pop("shares"), **fields}
+        return with_shares(self)
+
+
+def with_shares(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass by name, with those of its field `shares` in place of it."""
+    fields = asdict(record)
+    return {**fields.pop("shares"), **fields}
 
 
 def goodput(
@@ -245,34 +249,34 @@ def goodput(
     price: float | None = None,
     every: int | None = None,
 ) -> Goodput:
-    """What is left of a run of `tokens` in steps of `batch_tokens`, and what it costs.
+    """Goodput, duration and cost of a run of `tokens` in steps of `batch_tokens`.
 
-    `price` is that of a device for an hour, `every` the steps between saves (default: the best). The
-    wait for the last save in the background is left out. Raises `UserError`.
+    `price` is per device and hour, `every` the steps between saves (default: the best number). The wait for
+    the last save in the background is left out. Raises `UserError`.
     """
     check_seconds("step_seconds", step_seconds)
-    for name, value in (("batch_tokens", batch_tokens), ("tokens", tokens), ("devices", devices)):
+    given = {"batch_tokens": batch_tokens, "tokens": tokens, "devices": devices, "price": price}
+    for name, value in (*given.items(), ("every", every)):
         _positive(name, value)
-    for name, value in (("price", price), ("every", every)):
-        _positive(name, value)
-    _needs("tokens", tokens, [("batch_tokens", batch_tokens)])
-    _needs("price", price, [("tokens", tokens), ("devices", devices)])
-    found = every if every is not None else optimal_interval(faults, step_seconds)
-    check_interval(faults, found * step_seconds, "step_seconds" if every is None else "every")
-    where = shares(faults, found * step_seconds)
+    for name, other in (("tokens", "batch_tokens"), ("price", "tokens"), ("price", "devices")):
+        if (value := given[name]) is not None and given[other] is None:
+            raise UserError(f"{name}: {short(value)} is given without {other}; give {other} too")
+    interval = every if every is not None else optimal_interval(faults, step_seconds)
+    check_interval(faults, interval * step_seconds, "step_seconds" if every is None else "every")
+    time = shares(faults, interval * step_seconds)
     steps = days = device_hours = None
     if tokens is not None and batch_tokens is not None:
         steps = math.ceil(tokens / batch_tokens)
-        days = steps * step_seconds / where.effective / DAY
+        days = steps * step_seconds / time.effective / DAY
         device_hours = None if devices is None else days * 24 * devices
-    rate = DAY / step_seconds * where.effective  # steps that are kept in a day
+    rate = DAY / step_seconds * time.effective  # kept steps per day
     return Goodput(
-        interval_steps=found,
-        interval_seconds=found * step_seconds,
+        interval_steps=interval,
+        interval_seconds=interval * step_seconds,
         young_seconds=young(faults.save_seconds, faults.mtbf_seconds),
         daly_seconds=daly(faults.save_seconds, faults.mtbf_seconds),
         mtbf_seconds=faults.mtbf_seconds,
-        shares=where,
+        shares=time,
         failures_per_day=DAY / faults.mtbf_seconds,
         tokens_per_day=None if batch_tokens is None else rate * batch_tokens,
         steps=steps,
@@ -285,11 +289,4 @@ def goodput(
 
 def _positive(name: str, value: float | None) -> None:
     if value is not None and not 0 < value < math.inf:
-        raise UserError(f"{name}: {value} is not a number above 0")
-
-
-def _needs(name: str, value: float | None, others: Iterable[tuple[str, float | None]]) -> None:
-    """Raise `UserError` where a value is given without one that it says nothing without."""
-    missing = [other for other, given in others if given is None]
-    if value is not None and missing:
-        raise UserError(f"{name}: {short(value)} is given without {missing[0]}; give {missing[0]} too")
+        raise UserError(f"{name}: {value} is not a number above 0; give one")

@@ -1,53 +1,52 @@
-"""A run under failures, played event by event: what the formulas of `reliability/goodput.py` are held to.
+"""Monte Carlo simulation of runs under failures, event by event, against which the formulas are tested.
 
-It shares with them the assumptions that are written there, and no formula. It also says what a formula for
-the mean can't: how much runs differ by luck.
+It makes the assumptions of `reliability/goodput.py`, and uses none of its formulas. It also gives the spread
+between runs, which a formula for the mean does not.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from meshwright.reliability.goodput import Faults, Shares, shares
+from meshwright.reliability.goodput import Faults, Shares, shares, with_shares
 from meshwright.spec.errors import UserError
 
 MOST_EVENTS = 1e7
-"""Expected saves, failures and restarts of all runs: some ten seconds of a core."""
+"""Limit on the expected saves, failures and restarts of all runs: about ten seconds on one core."""
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """What `runs` simulated runs did."""
+    """Results of `runs` simulated runs."""
 
     runs: int
     shares: Shares
-    """Of all runs' time together."""
+    """Shares of the total time of all runs."""
     standard_error: float
-    """Of the effective share."""
+    """Standard error of the effective share."""
     low: float
-    """The effective share that 95% of the runs reach."""
+    """Effective share that 95% of the runs reach."""
     high: float
-    """The effective share that 5% of the runs reach."""
+    """Effective share that 5% of the runs reach."""
     failures: float
-    """Mean number of a run."""
+    """Mean number of failures per run."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers by name, the shares among them."""
-        fields = asdict(self)
-        return {**fields.pop("shares"), **fields}
+        return with_shares(self)
 
 
 def simulate(
     faults: Faults, interval_seconds: float, saves: int = 1000, runs: int = 100, seed: int = 0
 ) -> Simulated:
-    """Play `runs` runs of `saves` intervals of training, each followed by a save; the last is waited for.
+    """Simulate `runs` runs of `saves` intervals of training, each followed by a save; the last is awaited.
 
-    The same arguments give the same figures. Raises `UserError` for fewer than 2 runs, no save, and more
-    events than are played in reasonable time.
+    The result is a function of the arguments. Raises `UserError` for fewer than 2 runs, no save, and more
+    events than can be simulated in reasonable time.
     """
     _check(faults, interval_seconds, saves, runs)
     clocks = [_Clock(faults, Random(f"{seed} {run}")) for run in range(runs)]
@@ -76,35 +75,35 @@ def simulate(
 
 def _check(faults: Faults, interval_seconds: float, saves: int, runs: int) -> None:
     if saves < 1:
-        raise UserError(f"saves: {saves} is not a number of saves; give 1 or more")
+        raise UserError(f"saves: {saves} is too few; give 1 or more")
     if runs < 2:
-        raise UserError(f"runs: {runs} tell no spread; give 2 or more")
+        raise UserError(f"runs: {runs} is too few to estimate a spread; give 2 or more")
     wall = saves * interval_seconds / shares(faults, interval_seconds).effective
     events = wall / (interval_seconds + faults.save_seconds) + 2 * wall / faults.mtbf_seconds
     if runs * events > MOST_EVENTS:
         fewer = int(MOST_EVENTS / events)
         raise UserError(
             f"runs: {runs} with {events:.2g} saves and failures each would take too long; "
-            + (f"give {fewer} or fewer" if fewer >= 2 else "not even 2 can be simulated, so leave it away")
+            + (f"give {fewer} or fewer" if fewer >= 2 else "not even 2 can be simulated, so omit it")
         )
 
 
 class _Clock:
-    """A run's time as it passes: to the next failure, and to the end of the save in flight."""
+    """State of a simulated run: time spent, time to the next failure, and the save in flight."""
 
     def __init__(self, faults: Faults, random: Random) -> None:
         self.faults, self.random = faults, random
         self.spent = {"training": 0.0, "saving": 0.0, "restarting": 0.0}
         self.kept = self.failures = 0  # intervals in the last complete checkpoint; failures so far
-        self.in_flight: int | None = None  # intervals in the one that is being written
-        self.left = 0.0  # seconds until that is complete
+        self.in_flight: int | None = None  # intervals in the checkpoint in flight
+        self.left = 0.0  # seconds until the checkpoint in flight is complete
         self.to_failure = self._next()
 
     def _next(self) -> float:
         return self.random.expovariate(1 / self.faults.mtbf_seconds)
 
     def spend(self, kind: str, seconds: float) -> bool:
-        """Let `seconds` pass; False where a failure cut them short, and with it what was in flight."""
+        """Let `seconds` pass; False if a failure cut them short, which also loses the save in flight."""
         passed = min(seconds, self.to_failure)
         self.spent[kind] += passed
         if self.in_flight is not None:
@@ -120,7 +119,7 @@ class _Clock:
         return False
 
     def save(self, intervals: int) -> bool:
-        """Wait for the save in flight, stop for the next, and leave that in flight; False on a failure."""
+        """Wait for the save in flight, then stop for the next and leave it in flight; False on a failure."""
         if not self.spend("saving", self.left + self.faults.save_seconds):
             return False
         self.in_flight, self.left = intervals, self.faults.background_seconds
@@ -128,7 +127,7 @@ class _Clock:
 
 
 def _attempt(clock: _Clock, interval_seconds: float, saves: int) -> bool:
-    """Go on from the last complete checkpoint until a failure, or until all is saved: then True."""
+    """Train from the last complete checkpoint until a failure, or until all is saved: then True."""
     for done in range(clock.kept, saves):
         if not (clock.spend("training", interval_seconds) and clock.save(done + 1)):
             return False

@@ -7,7 +7,6 @@ are written as null, since JSON has no NaN.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import math
@@ -18,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from meshwright import __version__
+from meshwright import __version__, atomic
 from meshwright.spec import UserError
 
 RUN, METRICS, EVENTS, RESULT = "run.json", "metrics.jsonl", "events.jsonl", "result.json"
@@ -50,16 +49,9 @@ def _unwritable(path: Path, error: OSError) -> UserError:
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace `path` by `text` in one rename; on failure the old file stays and `UserError` is raised."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        atomic.write(path, text)
     except OSError as error:
-        with contextlib.suppress(OSError):  # the first failure is the one to tell
-            temporary.unlink(missing_ok=True)
         raise _unwritable(path, error) from error
 
 

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from meshwright.spec.base import FrozenModel
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.layout import Layout
+from meshwright.spec.records import show
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schema import Key, known_keys, optional_tables
 
@@ -207,7 +208,7 @@ def _tidy(node: dict[str, Any], prefix: str, mistake: _Mistake) -> None:
             node[name] = None
         elif key is not None and not _fits(key, value):
             wanted = key.text.replace("|", " or ")
-            raise UserError(f"{mistake.where(key.name)}: {_show(value)} is not valid: it should be {wanted}")
+            raise UserError(f"{mistake.where(key.name)}: {show(value)} is not valid: it should be {wanted}")
 
 
 def _is_none(value: Any) -> bool:
@@ -248,14 +249,14 @@ def _explain(error: ValidationError, mistake: _Mistake) -> str:
             return f"{where}: needs {tag}, one of {_choices(known[tag])}"
         value = first["ctx"]["tag"]
         hint = did_you_mean(str(value), map(str, known[tag].choices))
-        return f"{mistake.where(tag)}: {_show(value)} is not one of {_choices(known[tag])}{hint}"
+        return f"{mistake.where(tag)}: {show(value)} is not one of {_choices(known[tag])}{hint}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return f"{where}: is a table of keys, not {_show(value)}"
+        return f"{where}: is a table of keys, not {show(value)}"
     if kind == "literal_error":
         hint = did_you_mean(str(value), map(str, known[key].choices))
-        return f"{where}: {_show(value)} is not valid: it should be {first['ctx']['expected']}{hint}"
+        return f"{where}: {show(value)} is not valid: it should be {first['ctx']['expected']}{hint}"
     message = first["msg"].replace("Input should", "it should").replace("tuple", "list")
-    return f"{where}: {_show(value)} is not valid: {message[0].lower()}{message[1:]}"
+    return f"{where}: {show(value)} is not valid: {message[0].lower()}{message[1:]}"
 
 
 def _without_branch(location: list[str]) -> tuple[str, str]:
@@ -291,8 +292,3 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     if own:
         return f"; the keys of [{table}] are {', '.join(key.rpartition('.')[2] for key in own)}"
     return f"; the tables are {', '.join(RunSpec.model_fields)}"
-
-
-def _show(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.planner.cost.collectives import CollectiveCosts
-from meshwright.planner.cost.kernels import FORMAT_BYTES
 from meshwright.planner.cost.software import SoftwareStack
 from meshwright.planner.group_shapes import GroupShape, axes
 from meshwright.spec import RunSpec
+from meshwright.units import FORMAT_BYTES
 
 AXES = ("shard", "expert_data", "replicate")
 """What the data ranks are divided into, each with messages of its own."""

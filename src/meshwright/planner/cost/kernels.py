@@ -1,10 +1,10 @@
-"""Seconds of one operator on one device, from its shape: matrix products, attention, what only moves bytes.
+"""Seconds of one operator on one device, from its shape: matrix products, attention, memory-bound operators.
 
-A matrix product is cut into tiles that the device's units compute in waves; a last wave that is not full
-costs as much as a full one, a short sum along K does not pay its tiles' start, sizes that the tensor cores'
-words do not divide are slow, and nothing is faster than its operands can be moved (Williams et al. 2009,
-the roofline; NVIDIA 2023, Matrix Multiplication Background User's Guide). What a large, even product
-attains is the device's own rate. Where a machine was measured, its own times are interpolated instead.
+A matrix product is cut into tiles, which the device's units compute in waves. A partial last wave costs as
+much as a full one, a small K does not amortise the start of a tile, sizes that are not multiples of the
+tensor cores' word size are slow, and no product is faster than moving its operands (Williams et al. 2009,
+roofline; NVIDIA 2023, Matrix Multiplication Background User's Guide). Large, aligned products attain the
+device's own rate. Measured times of a machine, where present, are interpolated instead.
 """
 
 from __future__ import annotations
@@ -13,21 +13,24 @@ from math import ceil
 
 from meshwright.hardware.cluster import Device, Measured
 from meshwright.hardware.measurements import attention_seconds, matmul_seconds
+from meshwright.units import FORMAT_BYTES
 
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.80), (64, 64, 0.62))
-"""Rows, columns, and the rate of a product in such tiles over that in the largest."""
+"""Rows, columns, and rate relative to the largest tiles. Source: the sizes are cuBLAS's (NVIDIA 2023,
+section "Tile quantization"); fitted on: the published runs, by hand (relative rates)."""
 _DEPTH = 180.0
-"""Steps of K in which a tile would compute what its start and its end cost."""
+"""Start and end of a tile, in steps of K. Fitted on: the published runs, by hand."""
 _WORD = 16
-"""Bytes that K and N should be a multiple of."""
+"""Bytes that K and N should be a multiple of. Source: NVIDIA 2023, section "Tensor core requirements"."""
 _SHORT = 400.0
-"""Tokens of a sequence by which causal tiles that are half masked weigh more."""
-
-FORMAT_BYTES = {"fp64": 8.0, "fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
+"""Tokens of a sequence that half-masked causal tiles are worth. Fitted on: the published runs, by hand."""
+_UNALIGNED, _UNALIGNED_BATCHED = 0.5, 0.07
+"""Factor on the rate per unaligned size, of one product and of batched ones. Fitted on: the published runs,
+by hand (attention without fused kernels)."""
 
 
 def peak(device: Device, format: str) -> float:
-    """FLOP/s of the format, or of the nearest one that the device has: tf32 for fp32, bf16 for fp8."""
+    """Peak FLOP/s in the format, or in the nearest one that the device has: tf32 for fp32, bf16 for fp8."""
     if format == "fp32" and "tf32" in device.peak:
         return device.peak["tf32"]
     for name in (format, "bf16", "fp16", "fp32"):
@@ -37,7 +40,7 @@ def peak(device: Device, format: str) -> float:
 
 
 class KernelCosts:
-    """Operators of one device. Seconds do not include what it costs to launch them."""
+    """Seconds of the operators of one device, without their launches."""
 
     def __init__(
         self,
@@ -55,12 +58,12 @@ class KernelCosts:
             self._bandwidth = measured.memory_bandwidth
 
     def matmul(self, format: str, m: int, n: int, k: int, batch: int = 1) -> float:
-        """Seconds of `batch` products of (m, k) and (k, n)."""
+        """Seconds of `batch` products (m, k) x (k, n)."""
         key = (format, m, n, k, batch)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._product(format, m, n, k, batch)
-        return found
+        seconds = self._known.get(key)
+        if seconds is None:
+            seconds = self._known[key] = self._product(format, m, n, k, batch)
+        return seconds
 
     def _product(self, format: str, m: int, n: int, k: int, batch: int) -> float:
         if min(m, n, k, batch) < 1:
@@ -69,7 +72,7 @@ class KernelCosts:
         moved = batch * (width * (m * k + k * n) + max(width, 2.0) * m * n)
         if self.measured is not None:
             seconds = matmul_seconds(self.measured, format, m, n, k)
-            if seconds is not None:  # beyond the measured shapes no faster than operands are moved
+            if seconds is not None:  # beyond the measured shapes the memory bandwidth still bounds it
                 return max(batch * seconds, moved / self._bandwidth)
         device = self.device
         rate = peak(device, format) * device.rates.matmul * self._matmul * _alignment(format, n, k, batch)
@@ -83,9 +86,10 @@ class KernelCosts:
         return max(compute, moved / self._bandwidth)
 
     def attention(self, format: str, flops: float, length: float, backward: bool) -> float:
-        """Seconds of fused attention of `flops` over sequences of `length` tokens, one way.
+        """Seconds of the forward or the backward of fused attention over sequences of `length` tokens.
 
-        `flops` are those that are done: of two products forward and five backward, the causal half only.
+        `flops` counts executed operations: two products in the forward and five in the backward, over the
+        causal half only.
         """
         rates = self.device.rates
         rate = peak(self.device, "bf16" if format == "fp8" else format)
@@ -95,33 +99,37 @@ class KernelCosts:
     def attention_of(
         self, format: str, sequences: int, heads: int, kv_heads: int, head_dim: int, length: int
     ) -> tuple[float, float] | None:
-        """Seconds of causal attention, (forward, backward), where it was measured; else None."""
+        """Measured seconds of causal attention, (forward, backward), or None if it was not measured."""
         if self.measured is None:
             return None
         return attention_seconds(self.measured, format, sequences, heads, kv_heads, head_dim, length)
 
     def launched(self, otherwise: float, operators: float) -> float:
-        """Seconds of the host for an operator: so many bare ones where one was measured and that is said."""
+        """Host seconds to launch one operator.
+
+        That is `operators` times the measured launch, or `otherwise` if none was measured or `operators` is
+        0.
+        """
         if self.measured is None or self.measured.launch is None or not operators:
             return otherwise
         return operators * self.measured.launch
 
     def updated(self, whole: float, parts: float) -> float:
-        """Seconds of the optimiser for a parameter: `whole` bytes, of which `parts` are not AdamW's."""
+        """Seconds of the optimiser to move `whole` bytes, of which `parts` are not moved by AdamW itself."""
         if self.measured is None or not self.measured.optimiser_bandwidth:
             return self.moved(whole)
         return (whole - parts) / self.measured.optimiser_bandwidth + self.moved(parts)
 
     def moved(self, size: float) -> float:
-        """Seconds of operators that read and write `size` bytes and compute next to nothing."""
+        """Seconds of memory-bound operators that read and write `size` bytes."""
         return size / self._bandwidth
 
 
 def _alignment(format: str, n: int, k: int, batch: int) -> float:
-    """The share of the rate that is left where sizes are no multiple of the tensor cores' words."""
+    """Factor on the rate for sizes that are not multiples of the tensor cores' word size."""
     words = int(_WORD / FORMAT_BYTES[format])
-    found = 1.0
+    share = 1.0
     for size in (n, k):
         if size % words:
-            found *= 0.5 if batch == 1 else 0.07
-    return found
+            share *= _UNALIGNED if batch == 1 else _UNALIGNED_BATCHED
+    return share

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from meshwright.planner.cost import layer_communication as own_messages
 from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds
 from meshwright.planner.cost.collectives import CollectiveCosts
-from meshwright.planner.cost.kernels import FORMAT_BYTES, KernelCosts
+from meshwright.planner.cost.kernels import KernelCosts
 from meshwright.planner.cost.software import SoftwareStack
 from meshwright.planner.group_shapes import GroupShape, axes
 from meshwright.spec import ModelSpec, MoeSpec, RunSpec
 from meshwright.spec.parameters import block_parameters
+from meshwright.units import FORMAT_BYTES
 
 _AGAIN = 8
 """Operators that selective recomputation launches again."""

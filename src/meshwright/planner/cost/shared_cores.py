@@ -1,10 +1,10 @@
-"""Pipelines whose ranks share a host's cores: who waits leaves its core to the others.
+"""Pipelines whose ranks share a host's cores: a waiting rank leaves its core to the others.
 
-Where each rank has a device of its own, a bubble is lost time. Where ranks share cores, a step takes about
-the longer of its critical path, at the speed of a rank that has a core to itself, and all ranks' work over
-all cores. Both follow from processor sharing (Kleinrock 1967): here the actions of a schedule are run event
-by event, at a speed that depends on how many ranks of the host compute at that moment. Durations are those
-while all ranks of a host compute, as `meshwright profile` takes them.
+If each rank has its own device, a pipeline bubble is lost time. If ranks share cores, a step takes about the
+longer of its critical path, at the speed of a rank with a core to itself, and the total work over all cores.
+Both follow from processor sharing (Kleinrock 1967): the actions of a schedule are simulated event by event,
+at a speed that depends on the number of ranks of the host that compute at the time. Durations are those while
+all ranks of a host compute, as `meshwright profile` measures them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from meshwright.schedule.dependency_graph import flow_of
 
 @dataclass(frozen=True)
 class SharedCores:
-    """What ranks of a host get of its cores: the speed of each over that at which all compute."""
+    """Speeds of the ranks of a host that share its cores, relative to the speed while all of them compute."""
 
     ranks: int
-    """On a host."""
+    """Ranks of a host."""
     cores: float
+    """Cores of a host."""
     alone: float
-    """Speed of a rank while the others wait, over that while all compute."""
+    """Relative speed of a rank while all others wait."""
 
     def speed(self, active: int) -> float:
-        """Of each of so many ranks, while the others wait."""
+        """Relative speed of each of `active` computing ranks, while the others wait."""
         full = min(self.cores, self.ranks)
         if active >= full:
             return max(1.0, self.ranks / active)
@@ -39,31 +40,31 @@ class SharedCores:
 
 
 def shared_cores(cluster: Cluster) -> SharedCores | None:
-    """How the hosts of a cluster are shared; None where each rank has its device."""
+    """Sharing of the hosts of a cluster; None if each rank has its own device."""
     if cluster.device.kind != "cpu" or cluster.sharing == 1:
         return None
     ranks, cores = cluster.sharing, cluster.device.units
-    known, ratios = cluster.measured, [ranks / min(cores, ranks)]
-    if known is not None and known.ranks == ranks:
-        together = {point[:-1]: point.seconds for point in known.matmul}
-        alone = known.matmul_alone
+    measured, ratios = cluster.measured, [ranks / min(cores, ranks)]
+    if measured is not None and measured.ranks == ranks:
+        together = {point[:-1]: point.seconds for point in measured.matmul}
+        alone = measured.matmul_alone
         ratios = [together[p[:-1]] / p.seconds for p in alone if p[:-1] in together] or ratios
     return SharedCores(ranks, cores, min(float(ranks), median(ratios)))
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where a pipeline's ranks are: each stands for `stride` ranks beside each other."""
+    """Placement of pipeline ranks on hosts: each stands for `stride` consecutive ranks."""
 
     shared: SharedCores
     stride: int
 
     def host(self, rank: int) -> int:
-        """The first host of a pipeline rank."""
+        """Host of the first rank of a pipeline rank."""
         return rank * self.stride // self.shared.ranks
 
     def speed(self, computing: int) -> float:
-        """Of each of so many pipeline ranks that compute on one host."""
+        """Relative speed of each of `computing` pipeline ranks that compute on one host."""
         return self.shared.speed(min(self.shared.ranks, computing * self.stride))
 
 
@@ -74,9 +75,9 @@ def makespan(
     places: Places,
     delay: float = 0.0,
 ) -> float:
-    """Seconds of a step: every rank's list, and then its final seconds.
+    """Seconds of a step: every rank runs its list of actions, and then its `finals` seconds.
 
-    `delay` is for how long a message between ranks is under way beside compute.
+    `delay` is the seconds of a message between ranks, which overlaps compute.
     """
     flow = flow_of(schedule)
     table = [(cost.forward, cost.input, cost.weight, cost.input + cost.weight) for cost in costs]
@@ -84,19 +85,19 @@ def makespan(
     ends: list[float] = [inf] * len(seconds)
     head, stops = list(flow.starts[:-1]), flow.starts[1:]
     left: dict[int, float] = {}
-    """Rank -> what is left of what it computes."""
+    """Rank -> remaining seconds of its current action."""
     waiting, now = set(range(schedule.ranks)), 0.0
     hosts = [places.host(rank) for rank in range(schedule.ranks)]
     while waiting or left:
         coming = inf
         for rank in sorted(waiting):
-            at = head[rank]
+            action = head[rank]
             ready = 0.0
-            if at < stops[rank] and flow.source[at] >= 0:
-                source = flow.source[at]
+            if action < stops[rank] and flow.source[action] >= 0:
+                source = flow.source[action]
                 ready = ends[source] + (delay if flow.rank_of[source] != rank else 0.0)
             if ready <= now:
-                left[rank] = seconds[at] if at < stops[rank] else finals[rank]
+                left[rank] = seconds[action] if action < stops[rank] else finals[rank]
                 waiting.discard(rank)
             coming = min(coming, max(ready, now))
         active = [hosts[rank] for rank in left]
@@ -117,10 +118,10 @@ def makespan(
 
 
 def period(work: Sequence[float], places: Places) -> float:
-    """Seconds of a microbatch in a full pipeline, whose ranks have so much work each."""
+    """Seconds per microbatch of a full pipeline, whose ranks have `work` seconds each per microbatch."""
     hosts = [places.host(rank) for rank in range(len(work))]
     shares = []
     for host in set(hosts):
-        own = [each for each, at in zip(work, hosts, strict=True) if at == host]
+        own = [seconds for seconds, place in zip(work, hosts, strict=True) if place == host]
         shares += [max(own) / places.speed(1), sum(own) / len(own) / places.speed(len(own))]
     return max(shares)

@@ -1,295 +1,151 @@
-"""Software stacks: what a program does with the same layout, as far as it changes time or memory.
+"""Software stacks: training programs, with the properties that change the time or memory of a layout.
 
-One entry a stack that really differs, none a model, a paper or a run. Shares and seconds are calibrated on
-the rows that `planner/validation/calibration.py` lists; flags are what the programs do, read in their papers
-and sources.
+The figures are in `stacks.toml`, each table with its source or the runs that it was fitted on.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
 
+from pydantic.dataclasses import dataclass
+
+from meshwright.hardware.sourced import SOURCE_KEYS, resolve
+from meshwright.spec import records
 from meshwright.spec.errors import UserError, did_you_mean
+from meshwright.spec.records import Count, Integer, NotNegative, Record
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Bytes of a parameter's states in mixed precision, and which of them ZeRO shards at which stage."""
+class Recipe(Record):
+    """Bytes per parameter of the training states in mixed precision, and the ZeRO stage that shards each."""
 
-    copy: int = 2
-    """The copy that computes, whole below ZeRO-3; 0 where shards are cast as they are gathered."""
-    gradient: int = 4
-    """A gradient; whole below ZeRO-2."""
-    optimiser: int = 12
-    """The master copy and both moments; whole at ZeRO-0."""
-    wide: int = 0
-    """Of a gradient more where it computes in bf16, whose sums need an accumulator of their own."""
+    copy: Integer
+    """Copy that computes, whole below ZeRO-3; 0 where shards are cast as they are gathered."""
+    gradient: Integer
+    """Gradient, whole below ZeRO-2."""
+    optimiser: Integer
+    """Master copy and both moments, whole at ZeRO-0."""
+    wide: Integer
+    """Extra bytes per gradient when computing in bf16, for the fp32 accumulator."""
 
 
 @dataclass(frozen=True)
-class SoftwareStack:
-    """A training program."""
+class SoftwareStack(Record):
+    """A training program; seconds, bytes and shares as `stacks.toml` has them."""
 
     name: str
     describes: str
-    fused_attention: bool = True
-    """Attention keeps no scores (Dao et al. 2022, FlashAttention)."""
-    elementwise: float = 1.0
-    """Bytes that norms, activations, residuals and copies move, over what one fused pass each would."""
-    dropout: bool = False
-    """Hidden states and scores are dropped out, and masks kept."""
-    launch: float = 0.0
-    """Seconds of the host for each operator of a block, below which the device waits for it."""
-    blocking: bool = False
-    """The host waits for each operator before it launches the next, so that launches add up."""
-    native_attention: bool = True
-    """Attention's kernels are written for the device's generation."""
-    by_tensor: bool = False
-    """Gradients and parameters cross the data axis tensor by tensor, and not in buckets."""
-    step: float = 0.0
-    """Seconds of a step that belong to no operator: the loader, the loss's scale, the host's agreement."""
-    overlap_data: float = 1.0
-    """Share of the data axis's messages that may run beside the backward (and, at ZeRO-3, the forward)."""
-    overlap_gather_parameters: float = 0.0
-    """Share of parameters' gathers at ZeRO-1 and 2 that may run beside the forward."""
-    contention: float = 0.1
-    """Seconds that compute loses for each second of a collective beside it."""
-    overlap_gather: float = 0.0
-    """Share of the tensor axis's gathers in the backward that run beside the products for inputs."""
-    overlap_expert: float = 0.0
-    """Share of the expert axis's messages that run beside other compute."""
-    selective: str = "attention"
-    """What selective recomputation does again: 'attention', 'half' the products, or 'elementwise'."""
-    cast_bytes: float = 3.0
-    """Bytes moved to cast an element to fp8, with scales."""
-    overlap_tensor: float = 0.0
-    """Share of the tensor axis's messages that run beside matrix products."""
-    overlap_pipeline: bool = True
-    """Whether messages between stages run beside compute."""
-    scatter_pipeline: bool = False
-    """Tensor ranks share a message between stages and gather it there (Narayanan et al. 2021, §4.1)."""
-    gradient_bytes: int = 4
-    """Bytes of a gradient as it is reduced over the data axis."""
-    gather_bytes: int = 2
-    """Bytes of a parameter as ZeRO gathers it."""
-    network: float = 1.0
-    """Share of what a node's network interfaces carry that its collectives over the data axis reach."""
-    flat_rings: bool = False
-    """A group's ring crosses each node through one interface, though more of its members are there."""
-    recipe: Recipe = field(default_factory=lambda: Recipe())
-    """Bytes of its states."""
-    kept: float = 1.0
-    """What a block keeps for its backward, over what its operators' inputs are."""
-    unit: float = 1.0
+    fused_attention: bool
+    """Attention stores no score matrix (Dao et al. 2022, FlashAttention)."""
+    elementwise: NotNegative
+    """Bytes that norms, activations, residuals and copies move, as a multiple of one fused pass each."""
+    dropout: bool
+    """Hidden states and attention scores have dropout, whose masks are kept."""
+    launch: NotNegative
+    """Host seconds per operator of a block; a faster device waits for the host."""
+    blocking: bool
+    """The host waits for each operator before it launches the next, so that launch times add up."""
+    native_attention: bool
+    """The attention kernels are written for the device's generation."""
+    by_tensor: bool
+    """Gradients and parameters are communicated tensor by tensor over the data axis, not in buckets."""
+    step: NotNegative
+    """Seconds of a step outside operators: the data loader, loss scaling, agreement between hosts."""
+    overlap_data: NotNegative
+    """Share of the data axis's communication that can overlap the backward (at ZeRO-3 also the forward)."""
+    overlap_gather_parameters: NotNegative
+    """Share of the parameter all-gathers of ZeRO-1 and 2 that can overlap the forward."""
+    contention: NotNegative
+    """Seconds that compute loses per second of overlapped collective."""
+    overlap_gather: NotNegative
+    """Share of the tensor axis's all-gathers in the backward that overlap the input-gradient products."""
+    overlap_expert: NotNegative
+    """Share of the expert axis's communication that overlaps other compute."""
+    selective: Literal["attention", "half", "elementwise"]
+    """Operators that selective recomputation repeats: attention, half the products, or elementwise ones."""
+    cast_bytes: NotNegative
+    """Bytes moved to cast one element to fp8, scales included."""
+    overlap_tensor: NotNegative
+    """Share of the tensor axis's communication that overlaps matrix products."""
+    overlap_pipeline: bool
+    """True if messages between pipeline stages overlap compute."""
+    scatter_pipeline: bool
+    """Tensor ranks send a slice each between stages, and gather it there (Narayanan et al. 2021, 4.1)."""
+    gradient_bytes: Count
+    """Bytes per gradient as it is reduced over the data axis."""
+    gather_bytes: Count
+    """Bytes per parameter as ZeRO gathers it."""
+    network: NotNegative
+    """Share of a node's network bandwidth that collectives over the data axis attain."""
+    flat_rings: bool
+    """A group's ring enters each node through one interface, even if several members are in the node."""
+    recipe: Recipe
+    """Bytes of the training states."""
+    kept: NotNegative
+    """Activation bytes kept for the backward, as a multiple of the operators' inputs."""
+    unit: NotNegative
     """Share of a block's parameters that ZeRO-3 gathers at a time."""
-    logits: float = 6.0
-    """Bytes of a logit at the loss's peak, copies in wider numbers and gradients included."""
-    whole_gradients: bool = False
-    """In a pipeline gradients stay whole from microbatch to microbatch, whatever ZeRO's stage."""
-    fragmentation: float = 0.06
-    """Share of the allocated bytes that the allocator reserves beyond."""
-    habitual_zero: int = 0
-    """ZeRO's stage where a published run does not say."""
-    habitual_sequence_parallel: bool = True
-    """Whether its tensor ranks share tokens between layers, where a published run does not say."""
-    microbatches_are_stages: bool = False
-    """A pipeline has as many microbatches as ranks, unless told otherwise."""
-    tuned: str = "no"
-    """Whether published runs that do not tell their virtual stages chose them well: 'no', 'always', or
-    'untold', where they do not tell their microbatch either."""
-    matmul: float = 1.0
-    """Rate of its matrix products over the device's calibrated one."""
-    host: float = 0.0
-    """Bare operators, as profiled, that the host's work for an operator of a block is worth: Python, autograd
-    and views. 0 where `launch` says it in seconds."""
-    ends: float = 0.0
-    """Operators of a microbatch that belong to no block, launched one by one."""
-    packed: float = 0.0
-    """Bytes moved to lay down a parameter's gradient in each microbatch."""
-    unpacked: float = 0.0
-    """Bytes moved to lay out a gathered parameter."""
-    own: bool = False
-    """This program: messages are counted call by call (`planner/cost/layer_communication.py`), and parameters
-    are gathered in the format that computes."""
-    agreements: int = 0
-    """Sums of single numbers over ranks in a step."""
+    logits: NotNegative
+    """Bytes per logit at the peak of the loss, wider copies and gradients included."""
+    whole_gradients: bool
+    """In a pipeline, gradients stay unsharded from microbatch to microbatch at any ZeRO stage."""
+    fragmentation: NotNegative
+    """Bytes that the allocator reserves beyond the allocated ones, as a share of these."""
+    habitual_zero: Integer
+    """ZeRO stage to assume where a published run does not state it."""
+    habitual_sequence_parallel: bool
+    """Sequence parallelism to assume where a published run does not state it."""
+    microbatches_are_stages: bool
+    """Assume as many microbatches as pipeline ranks where a published run does not state them."""
+    tuned: Literal["no", "always", "untold"]
+    """When to assume tuned virtual stages where a published run does not state them: never, always, or if it
+    does not state its microbatch size either."""
+    matmul: NotNegative
+    """Further factor on the device's attained rate of matrix products."""
+    host: NotNegative
+    """Host work per operator of a block (Python, autograd, views), in measured launches of a bare operator. 0
+    where `launch` has it in seconds."""
+    ends: NotNegative
+    """Operators per microbatch outside blocks, launched one by one."""
+    packed: NotNegative
+    """Bytes moved per parameter and microbatch to lay out its gradient."""
+    unpacked: NotNegative
+    """Bytes moved per parameter to lay it out after a gather."""
+    own: bool
+    """This program's own messages are counted call by call (`planner/cost/layer_communication.py`), and
+    parameters are gathered in the compute format."""
+    agreements: Integer
+    """All-reduces of single numbers over all ranks per step."""
 
     @property
     def ours(self) -> bool:
-        """Whether it is this program."""
+        """True for this program, on any device."""
         return self.name.startswith("meshwright")
 
 
-MESHWRIGHT = SoftwareStack(
-    "meshwright",
-    "this program",
-    elementwise=1.6,
-    launch=10e-6,
-    step=5e-3,
-    contention=0.3,
-    native_attention=False,
-    overlap_gather_parameters=1.0,
-    selective="elementwise",
-    logits=1.5,
-    whole_gradients=True,
-)
-"""Never timed on a GPU: there its constants are those of eager FSDP."""
+def read_stacks(tree: Mapping[str, Any], where: str) -> dict[str, SoftwareStack]:
+    """The software stacks, by name, that the tables of a TOML file such as `stacks.toml` describe.
 
-MESHWRIGHT_ON_CPU = replace(
-    MESHWRIGHT,
-    name="meshwright-cpu",
-    describes="this program on processors",
-    blocking=True,
-    overlap_pipeline=False,
-    overlap_gather_parameters=1.0,
-    host=6.0,
-    ends=200.0,
-    packed=10.0,
-    unpacked=8.0,
-    own=True,
-    agreements=4,
-)
-"""The host is the device, so what it does adds up, and so do messages within its memory. `host` and `ends`
-are those of steps of blocks that compute next to nothing (one core, 2026-11-22: 0.9 ms a dense block and
-microbatch, 2.8 ms one with 16 experts, 3 ms beyond blocks, where an operator on one number took 2.0 us)."""
+    Raises `UserError`, which starts with `where`, for a table without a source and for an invalid value.
+    """
+    stacks = {}
+    for name, table in resolve(tree, where).items():
+        if name != "defaults":
+            figures = {key: value for key, value in table.items() if key not in SOURCE_KEYS}
+            stacks[name] = records.read(SoftwareStack, {"name": name, **figures}, f"{where}: {name}")
+    return stacks
 
-STACKS = {
-    stack.name: stack
-    for stack in (
-        MESHWRIGHT,
-        MESHWRIGHT_ON_CPU,
-        SoftwareStack(
-            "megatron-2021",
-            "Megatron-LM before fused attention (2021-2023)",
-            fused_attention=False,
-            dropout=True,
-            elementwise=1.02,
-            launch=80e-6,
-            step=0.03,
-            overlap_data=0.0,
-            overlap_pipeline=False,
-            scatter_pipeline=True,
-            habitual_sequence_parallel=False,
-            tuned="untold",
-        ),
-        SoftwareStack(
-            "megatron-deepspeed",
-            "Megatron-LM under DeepSpeed's pipeline engine (2021-2022)",
-            fused_attention=False,
-            dropout=True,
-            elementwise=0.98,
-            launch=93e-6,
-            blocking=True,
-            step=0.03,
-            overlap_data=0.0,
-            overlap_pipeline=False,
-            gradient_bytes=2,
-            recipe=Recipe(2, 4, 12, wide=4),
-            habitual_sequence_parallel=False,
-            habitual_zero=1,
-        ),
-        SoftwareStack(
-            "deepspeed-zero3",
-            "DeepSpeed's ZeRO-3 of 2021",
-            fused_attention=False,
-            dropout=True,
-            elementwise=1.1,
-            launch=40e-6,
-            step=0.03,
-            flat_rings=True,
-            gradient_bytes=2,
-            habitual_sequence_parallel=False,
-            habitual_zero=3,
-            unit=0.25,
-            matmul=0.9,
-            network=1.0,
-            overlap_data=0.72,
-        ),
-        SoftwareStack(
-            "megatron-core",
-            "Megatron-Core and NeMo (2024 on)",
-            elementwise=1.14,
-            launch=8e-6,
-            step=0.02,
-            overlap_tensor=0.6,
-            overlap_gather_parameters=1.0,
-            habitual_zero=1,
-            tuned="always",
-            overlap_data=0.65,
-        ),
-        SoftwareStack(
-            "hai-llm",
-            "DeepSeek's own program, whose messages to experts run beside compute (2024)",
-            elementwise=1.1,
-            launch=8e-6,
-            step=0.02,
-            overlap_expert=0.95,
-            overlap_gather_parameters=1.0,
-            recipe=Recipe(2, 4, 8),
-            selective="elementwise",
-            habitual_zero=1,
-        ),
-        SoftwareStack(
-            "fsdp",
-            "PyTorch FSDP, eager: torchtitan",
-            elementwise=1.6,
-            launch=10e-6,
-            step=0.02,
-            contention=0.3,
-            native_attention=False,
-            selective="half",
-            recipe=Recipe(0, 4, 12),
-            logits=16.0,
-            habitual_zero=3,
-            microbatches_are_stages=True,
-        ),
-        SoftwareStack(
-            "llm-foundry",
-            "PyTorch FSDP under Composer, with a fused loss: llm-foundry",
-            elementwise=1.5,
-            launch=10e-6,
-            step=0.02,
-            contention=0.49,
-            native_attention=False,
-            selective="half",
-            recipe=Recipe(0, 4, 12),
-            logits=4.0,
-            habitual_zero=3,
-            microbatches_are_stages=True,
-            overlap_data=0.78,
-        ),
-        SoftwareStack(
-            "fsdp-compiled",
-            "PyTorch FSDP with compiled blocks: torchtitan",
-            elementwise=0.69,
-            launch=5e-6,
-            step=0.02,
-            contention=0.3,
-            native_attention=False,
-            selective="half",
-            recipe=Recipe(0, 4, 12),
-            logits=13.0,
-            habitual_zero=3,
-            microbatches_are_stages=True,
-        ),
-        SoftwareStack(
-            "nanotron",
-            "nanotron",
-            elementwise=1.3,
-            launch=10e-6,
-            step=0.06,
-            overlap_data=0.0,
-            overlap_pipeline=False,
-            by_tensor=True,
-            kept=1.4,
-            logits=8.0,
-        ),
-    )
-}
+
+_DATA = Path(__file__).parent / "stacks.toml"
+STACKS = read_stacks(tomllib.loads(_DATA.read_text(encoding="utf-8")), _DATA.name)
+MESHWRIGHT, MESHWRIGHT_ON_CPU = STACKS["meshwright"], STACKS["meshwright-cpu"]
 
 
 def stack_named(name: str) -> SoftwareStack:
-    """One of the software stacks. Raises `UserError`."""
+    """The software stack of this name. Raises `UserError`."""
     if name not in STACKS:
         hint = did_you_mean(name, STACKS) or f"; they are {', '.join(STACKS)}"
         raise UserError(f"--stack: there is no stack '{name}'{hint}")

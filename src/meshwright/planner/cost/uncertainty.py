@@ -1,8 +1,8 @@
-"""How sure a prediction is, from the residuals of published runs (`meshwright validate`).
+"""Prediction intervals, from the residuals of published runs (`meshwright validate`).
 
-The logarithm of measured over predicted step time is taken as normal. Errors have longer tails than a
-normal's, so the deviation is that which makes intervals of 90% hold 90% of the runs. What was not known of
-a run widens it, and so does a program that no measured run has timed on such a device.
+ln(measured / predicted) step time is modelled as normal. Its tails are longer than a normal distribution's,
+so the standard deviation is chosen such that 90% intervals hold 90% of the runs. Unknown properties of a run
+widen the interval, and so does a software stack that no measured run has timed on such a device.
 """
 
 from __future__ import annotations
@@ -14,44 +14,45 @@ from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.software import SoftwareStack
 
 SIGMA_TIME = 0.09
-"""Standard deviation of ln(measured / predicted) step seconds, for stacks that were timed on a device."""
+"""Standard deviation of ln(measured / predicted) step seconds. Fitted on: all published runs, rounded."""
 SIGMA_GUESS = 0.03
-"""What each thing that was not known of a run adds to it, in squares."""
+"""Standard deviation that each inferred property of a run adds, in squares. Fitted on: all published runs."""
 SIGMA_MEMORY = 0.06
-"""Standard deviation of measured / predicted - 1 of a device's memory."""
+"""Standard deviation of measured / predicted - 1 of a device's memory. Fitted on: all published runs."""
 UNTIMED = 2.0
-"""How many times as wide both are where no run of the stack on such a device is known."""
+"""Factor on both deviations for a stack without any run on such a device. Source: assumed."""
 SURE = 0.8
-"""Probability with which a plan fits at least."""
+"""Least probability with which a plan must fit. Source: a choice, not a measurement."""
 _Z = 1.6449
-"""Standard deviations on each side of the middle that hold 90% of a normal distribution."""
+"""Half-width of the central 90% of a normal distribution, in standard deviations. Source: its 95%
+quantile."""
 
 
 def spread(cluster: Cluster, stack: SoftwareStack) -> float:
-    """Factor on both standard deviations: what is not known of a stack on a device makes them wider."""
+    """Factor on both standard deviations for this stack on this cluster."""
     return UNTIMED if stack.ours and cluster.device.kind != "cpu" else 1.0
 
 
 def interval(seconds: float, wider: float = 1.0, unknown: int = 0) -> tuple[float, float]:
-    """The seconds between which a step of predicted `seconds` is in 9 of 10 cases, log-normally.
+    """90% prediction interval, (low, high) in seconds, of a step of predicted `seconds`; log-normal.
 
-    `unknown` is how many things about the run were inferred.
+    `unknown` is the number of inferred properties of the run.
     """
     factor = exp(_Z * sqrt((SIGMA_TIME * wider) ** 2 + unknown * SIGMA_GUESS**2))
     return seconds / factor, seconds * factor
 
 
 def fits_probability(need: float, room: float, wider: float = 1.0) -> float:
-    """The probability that predicted `need` bytes are at most `room`."""
+    """Probability that a predicted need of `need` bytes is at most `room` bytes."""
     return 0.5 * (1 + erf((room - need) / (SIGMA_MEMORY * wider * need) / sqrt(2)))
 
 
 def fitting(room: float, wider: float = 1.0) -> float:
-    """The most bytes that fit into `room` with a probability of `SURE`."""
+    """Largest predicted need, in bytes, that fits into `room` bytes with probability `SURE`."""
     return room / (1 + NormalDist().inv_cdf(SURE) * SIGMA_MEMORY * wider)
 
 
 def room(cluster: Cluster) -> float:
-    """Bytes of memory that one rank has."""
+    """Memory of one rank in bytes."""
     shared = cluster.sharing if cluster.device.kind == "cpu" else 1
     return cluster.device.memory / shared

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf
 from pathlib import Path
 from typing import Any
 
-from meshwright.hardware.cluster import NETWORKS, Cluster, catalogue
+from meshwright.hardware.cluster import NETWORKS, Cluster
+from meshwright.hardware.find import catalogue
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import SoftwareStack
 from meshwright.planner.cost.uncertainty import fitting, room, spread
@@ -20,8 +19,8 @@ from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import did_you_mean
 from meshwright.spec.load import fixed_layout, from_tree, read_tree
 from meshwright.spec.presets import PRESETS
+from meshwright.units import amount
 
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "b": 3, "t": 4}
 _SLACK = 1.1
 """Of a device's memory, what the search's formulas may need where those of our own program decide."""
 Overrides = Sequence[tuple[str, str]]
@@ -127,15 +126,6 @@ def _tree(name: str) -> tuple[dict[str, Any], bool]:
     raise UserError(
         f"MODEL: '{name}' is neither a preset, nor an HF folder or config.json, nor a run file{hint}"
     )
-
-
-def amount(text: str, unit: int = 1000) -> float:
-    """A number of at least 1, whose suffix stands for a power of `unit`: 16M, 1.5e13. Raises `ValueError`."""
-    found = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)([kmgbt]?)", text.strip().lower())
-    value = float(re.sub("[_,]", "", found[1])) * unit ** _POWERS[found[2]] if found else 0.0
-    if not 1 <= value < inf:
-        raise ValueError("a number of at least 1 is needed, which may end in k, M, B or T, such as 16M")
-    return value
 
 
 def batch_of(wanted: int | str, seq_len: int) -> tuple[int, str | None]:

@@ -1,1 +1,1 @@
-"""Predictions beside measured runs."""
+"""Validation of predictions against published and measured runs."""

@@ -1,18 +1,16 @@
-"""How a published run was laid out, from its row, and from its program's habits where it does not say."""
+"""The layout of a published run, from its row, and from its program's habits where the row does not state
+it."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright.planner.cost.software import SoftwareStack
+from meshwright.planner.validation.table import Guesses, PredictionError, Row
 from meshwright.spec import Layout, ModelSpec, RunSpec
 from meshwright.spec.sections import FullRecompute, NoRecompute, SelectiveRecompute
-
-if TYPE_CHECKING:
-    from meshwright.planner.validation.cases import Row
 
 _SCHEDULES = {
     "zb-2p": "zb-h2",
@@ -26,60 +24,48 @@ _SCHEDULES = {
     "dualpipe": "dualpipe-v",
     "1f1b": "1f1b",
 }
+"""Names of schedules in publications -> names of this program."""
 _POLICIES = {"none": NoRecompute(), "full": FullRecompute(), "selective": SelectiveRecompute()}
-_TRIED = (1, 2, 4, 8, 16)
-"""Sequences of a microbatch that authors are taken to have chosen from, where they do not say."""
-
-
+_MICRO_BATCHES = (1, 2, 4, 8, 16)
+"""Microbatch sizes to try where a row does not state one. Source: assumed."""
 _MOST_VIRTUAL = 4
-"""Stages of a pipeline rank that authors are taken to have tried."""
+"""Most stages per pipeline rank to try. Source: assumed."""
 
 
-@dataclass
-class Guess:
-    """What a row did not say, and what it was taken for."""
-
-    said: list[str] = field(default_factory=list)
-
-    def say(self, name: str, value: object) -> None:
-        """Remember an inference."""
-        text = f"{name} = {value}"
-        if text not in self.said:
-            self.said.append(text)
-
-
-def layout_of(row: Row, gpus: int, program: SoftwareStack, model: ModelSpec, guess: Guess) -> Layout | str:
-    """The layout but for what `choices` tries, or why there is none."""
+def layout_of(row: Row, gpus: int, program: SoftwareStack, guesses: Guesses) -> Layout:
+    """The layout, except for properties that `choices` tries. Raises `PredictionError`."""
     tp, cp, pp = (row.whole(name) or 1 for name in ("tp", "cp", "pp"))
     if gpus % (tp * cp * pp):
-        return f"tp x cp x pp = {tp * cp * pp} does not divide its {gpus} GPUs"
-    dp = gpus // (tp * cp * pp)
+        raise PredictionError(f"tp x cp x pp = {tp * cp * pp} does not divide its {gpus} GPUs")
     zero = row.whole("zero")
     if zero is None:
-        zero = program.habitual_zero
-        guess.say("zero", zero)
-    shared = row.words["sequence_parallel"].lower()
-    if not shared and tp > 1:
-        guess.say("sequence_parallel", "yes" if program.habitual_sequence_parallel else "no")
-    sequence = shared == "yes" if shared else program.habitual_sequence_parallel
-    schedule, virtual = _schedule(row, pp)
+        zero = guesses["zero"] = program.habitual_zero
+    stated = row.words["sequence_parallel"].lower()
+    sequence_parallel = stated == "yes" if stated else program.habitual_sequence_parallel
+    if not stated and tp > 1:
+        guesses["sequence_parallel"] = "yes" if sequence_parallel else "no"
+    virtual = row.whole("vp")
+    named = re.search(r"schedule ?= ?([\w*-]+)", row.words["where"].lower())
+    schedule = _SCHEDULES.get(named[1].rstrip("*"), "1f1b") if named else "1f1b"
+    if schedule == "1f1b" and virtual and virtual > 1 and pp > 1:
+        schedule = "interleaved"
     return Layout.model_validate(
         {
-            "dp": dp,
+            "dp": gpus // (tp * cp * pp),
             "tp": tp,
             "cp": cp,
             "pp": pp,
-            "zero": min(3, max(0, zero)),
+            "zero": zero,
             "ep": row.whole("ep") or 1,
-            "sequence_parallel": sequence,
+            "sequence_parallel": sequence_parallel,
             "schedule": schedule,
-            "virtual": virtual,
+            "virtual": (virtual or 2) if schedule == "interleaved" else None,
         }
     )
 
 
 def contradiction(row: Row, layout: Layout, model: ModelSpec, batch: int) -> str | None:
-    """Why a layout cannot have been run with the row's batch and model, or None."""
+    """The reason why a layout cannot have run with the row's batch and model, or None."""
     stages, folded = layout.pp * (layout.virtual or 1), layout.data_ranks * layout.cp * layout.tp
     if stages > model.layers + 2:
         return f"pp x vp = {stages} stages are more than its {model.layers} layers"
@@ -91,71 +77,60 @@ def contradiction(row: Row, layout: Layout, model: ModelSpec, batch: int) -> str
         return f"ep = {layout.ep} does not divide the {folded} GPUs of a stage"
     if batch % layout.data_ranks:
         return f"{batch} sequences are not shared evenly by {layout.data_ranks} data ranks"
-    each, micro = batch // layout.data_ranks, row.whole("micro_batch")
-    if micro and micro > each:
-        return f"micro_batch = {micro} is more than the {each} sequences of a data rank"
+    per_rank, micro = batch // layout.data_ranks, row.whole("micro_batch")
+    if micro and micro > per_rank:
+        return f"micro_batch = {micro} is more than the {per_rank} sequences of a data rank"
     return None
 
 
-def _schedule(row: Row, pp: int) -> tuple[str, int | None]:
-    """The schedule that the row names, or what its virtual stages mean."""
-    virtual = row.whole("vp")
-    named = re.search(r"schedule ?= ?([\w*-]+)", row.words["where"].lower())
-    name = _SCHEDULES.get(named[1].rstrip("*"), "1f1b") if named else "1f1b"
-    if name == "1f1b" and virtual and virtual > 1 and pp > 1:
-        name = "interleaved"
-    return name, (virtual or 2) if name == "interleaved" else None
-
-
-def batch_of(row: Row, table: Sequence[Row], layout: Layout, guess: Guess) -> int | None:
-    """Sequences of a step: the row's, or those of a data rank in another row of the same table and model."""
+def batch_of(row: Row, table: Sequence[Row], layout: Layout, guesses: Guesses) -> int | None:
+    """Sequences per step: the row's, or as many per data rank as another row of its source and model has."""
     if (batch := row.whole("global_batch_seqs")) is not None:
         return batch
-    alike = ("source", "model")
     for other in table:
-        if "broken" in other.words:
-            continue
         sequences, gpus = other.whole("global_batch_seqs"), other.whole("gpus")
-        if sequences is None or not gpus or any(other.words[name] != row.words[name] for name in alike):
+        related = all(other.words[name] == row.words[name] for name in ("source", "model"))
+        if "broken" in other.words or sequences is None or not gpus or not related:
             continue
         model_ranks = (other.whole("tp") or 1) * (other.whole("cp") or 1) * (other.whole("pp") or 1)
-        ranks = max(1, gpus // model_ranks)
-        found = sequences * layout.data_ranks // ranks
-        guess.say("global_batch_seqs", f"{found}, as in another row of its table")
-        return found
+        batch = sequences * layout.data_ranks // max(1, gpus // model_ranks)
+        guesses["global_batch_seqs"] = f"{batch}, as in another row of its table"
+        return batch
     return None
 
 
-def recomputes(row: Row, guess: Guess) -> list[Any]:
-    """The policy that the row names; where it names none, every one, the least first."""
+def recomputes(row: Row, guesses: Guesses) -> list[Any]:
+    """The recomputation policy of the row; if it states none, all of them, the least recomputation first."""
     name = row.words["recompute"].lower()
     if name in _POLICIES:
         return [_POLICIES[name]]
-    guess.say("recompute", "the least that fits")
+    guesses["recompute"] = "the least that fits"
     return list(_POLICIES.values())
 
 
 def choices(
-    row: Row, base: RunSpec, program: SoftwareStack, policies: Sequence[Any], guess: Guess
+    row: Row, base: RunSpec, program: SoftwareStack, policies: Sequence[Any], guesses: Guesses
 ) -> Iterator[RunSpec]:
-    """The runs that the row may mean: microbatch, virtual stages, recomputation where it does not say."""
-    layout, batch = base.layout, base.batch_sequences
-    if batch % layout.data_ranks:
+    """All runs that the row may describe: microbatches, virtual stages and policies that it does not
+    state."""
+    layout = base.layout
+    per_rank, remainder = divmod(base.batch_sequences, layout.data_ranks)
+    if remainder:
         return
-    each = batch // layout.data_ranks
     micro = row.whole("micro_batch")
-    sizes: list[int] = [micro] if micro else []
-    if not sizes and program.microbatches_are_stages and layout.pp > 1:
-        sizes = [max(1, each // layout.pp)]
-        guess.say("micro_batch", f"{sizes[0]}, as many microbatches as pipeline ranks")
-    elif not sizes:
-        sizes = [size for size in _TRIED if each % size == 0]
-        guess.say("micro_batch", "the fastest that fits")
-    untold = row.whole("vp") is None and "schedule" not in row.words["where"].lower()
-    tuned = untold and (program.tuned == "always" or (program.tuned == "untold" and not micro))
+    if micro:
+        sizes = [micro]
+    elif program.microbatches_are_stages and layout.pp > 1:
+        sizes = [max(1, per_rank // layout.pp)]
+        guesses["micro_batch"] = f"{sizes[0]}, as many microbatches as pipeline ranks"
+    else:
+        sizes = [size for size in _MICRO_BATCHES if per_rank % size == 0]
+        guesses["micro_batch"] = "the fastest that fits"
+    unstated = row.whole("vp") is None and "schedule" not in row.words["where"].lower()
+    tuned = unstated and (program.tuned == "always" or (program.tuned == "untold" and not micro))
     for policy in policies:
         for size in sizes:
-            for schedule, virtual in _interleavings(base, each // size, tuned, program.tuned == "always"):
+            for schedule, virtual in _interleavings(base, per_rank // size, tuned, program.tuned == "always"):
                 changed = {"micro_batch": size, "schedule": schedule, "virtual": virtual}
                 yield base.model_copy(
                     update={"layout": layout.model_copy(update=changed), "recompute": policy}
@@ -165,7 +140,7 @@ def choices(
 def _interleavings(
     base: RunSpec, microbatches: int, tuned: bool, uneven: bool
 ) -> Iterator[tuple[str, int | None]]:
-    """(schedule, stages a rank): the row's, and where its authors may have tuned it, interleaved ones."""
+    """(schedule, stages per rank) of the row, and interleaved ones if its authors may have tuned them."""
     layout, layers = base.layout, base.model.layers
     if layout.schedule == "interleaved" and microbatches % layout.pp:
         yield "1f1b", None

@@ -1,17 +1,13 @@
-"""Which program, device and number format a published run had, from what its row says."""
+"""Software stack, cluster and number format of a published run, from its row."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
-from meshwright.hardware.cluster import Cluster, cluster, with_network
+from meshwright.hardware.cluster import Cluster, with_network
+from meshwright.hardware.find import catalogue, cluster
 from meshwright.planner.cost.software import STACKS, SoftwareStack
-from meshwright.planner.validation.table import FORMATS
-
-if TYPE_CHECKING:
-    from meshwright.planner.validation.cases import Row
-    from meshwright.planner.validation.infer_layout import Guess
+from meshwright.planner.validation.table import FORMATS, Guesses, Row
 
 _PROGRAMS = (
     (r"deepseek|hai-llm", "hai-llm"),
@@ -23,13 +19,13 @@ _PROGRAMS = (
     (r"bloom|bigscience|\btr11|mt-nlg|turing", "megatron-deepspeed"),
     (r"megatron-core|mcore|nemo|dgxc|\bcore_r", "megatron-core"),
 )
-"""Words of a source -> the program that it ran; the first that is there."""
+"""Pattern of a row's text -> its software stack; the first match counts."""
 _FUSED = 2207
-"""Year and month of FlashAttention (Dao et al. 2022, arXiv 2205.14135) in programs."""
+"""Year and month from which training programs have FlashAttention (Dao et al. 2022, arXiv 2205.14135)."""
 _NETWORKS = {r"bloom|bigscience|\btr11": (4, 100.0)}
-"""Clusters whose network is not that of their GPU's usual node: NICs and Gbit/s of each.
+"""Pattern of a row's text -> NICs per node and Gbit/s of each, where they differ from the catalogue.
 
-Jean Zay's nodes of 8 A100 have 4 Omni-Path links of 100 Gbit/s (BigScience 2022, BLOOM's model card).
+Source: Jean Zay's nodes of 8 A100 have 4 Omni-Path links of 100 Gbit/s (BigScience 2022, BLOOM's model card).
 """
 _DEVICES = (
     (r"a100.*40", "a100-40-sxm"),
@@ -47,15 +43,16 @@ _DEVICES = (
     (r"4090", "rtx-4090"),
     (r"\bl4\b", "l4"),
 )
+"""Pattern of a GPU's name -> its cluster in the catalogue; the first match counts."""
 
 
 def program_of(row: Row) -> SoftwareStack:
-    """The stack that a row's source names, or that its year and sharding tell."""
+    """The software stack that the row names, or the one of its year and ZeRO stage."""
     text, zero = row.text, row.whole("zero")
     if zero == 3 and re.search(r"megatron|deepspeed|zero-3", text) and not re.search(r"fsdp|core", text):
         return STACKS["deepspeed-zero3"]
-    for words, name in _PROGRAMS:
-        if re.search(words, text):
+    for pattern, name in _PROGRAMS:
+        if re.search(pattern, text):
             return STACKS[name]
     written = re.search(r"arxiv:(\d{4})\.", text)
     if zero == 3:
@@ -66,32 +63,30 @@ def program_of(row: Row) -> SoftwareStack:
 
 
 def cluster_of(row: Row, gpus: int) -> Cluster | None:
-    """The catalogue's cluster of the row's GPU, with the network that its source has."""
-    from meshwright.hardware.catalogue import CLUSTERS
-
+    """The catalogue's cluster of the row's GPU with the row's network, or None for an unknown GPU."""
     named = row.words["gpu"].lower().replace("_", "-")
-    name = next((found for words, found in _DEVICES if re.search(words, named)), None)
+    name = next((name for pattern, name in _DEVICES if re.search(pattern, named)), None)
     if name is None:
-        name = next((found for found in CLUSTERS if found in named or named.split("-")[0] == found), None)
+        name = next((name for name in catalogue() if name in named or named.split("-")[0] == name), None)
     if name is None:
         return None
-    found = cluster(name, gpus)
-    told = re.search(r"(\d+) ?x ?(\d+) ?gb", row.text)
-    network = (int(told[1]), float(told[2])) if told else None
-    for words, facts in _NETWORKS.items():
-        if re.search(words, row.text):
-            network = facts
-    if network is None or len(found.levels) == 1:
-        return found
-    return with_network(found, nics=network[0], nic_bandwidth=network[1] * 1e9 / 8).resized(gpus)
+    usual = cluster(name, gpus)
+    stated = re.search(r"(\d+) ?x ?(\d+) ?gb", row.text)
+    network = (int(stated[1]), float(stated[2])) if stated else None
+    for pattern, known in _NETWORKS.items():
+        if re.search(pattern, row.text):
+            network = known
+    if network is None or len(usual.levels) == 1:
+        return usual
+    return with_network(usual, nics=network[0], nic_bandwidth=network[1] * 1e9 / 8).resized(gpus)
 
 
-def format_of(row: Row, on: Cluster, guess: Guess) -> str:
-    """The number format of matrix products."""
+def format_of(row: Row, cluster: Cluster, guesses: Guesses) -> str:
+    """The number format of matrix products; if the row states none, fp16 on an A100 and bf16 on others."""
     text = row.words["precision"].lower()
     for name in FORMATS:
         if name in text:
             return name
-    older = on.device.name.startswith("A100")
-    guess.say("precision", "fp16" if older else "bf16")
-    return "fp16" if older else "bf16"
+    guess = "fp16" if cluster.device.name.startswith("A100") else "bf16"
+    guesses["precision"] = guess
+    return guess

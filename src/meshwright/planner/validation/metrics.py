@@ -1,8 +1,8 @@
-"""How far predictions are from measured runs: time, memory, order, choice, and what does not fit.
+"""Errors of predictions against measured runs: time, memory, ranking, choice of layout, and out of memory.
 
-Each row is predicted from what it says alone. Where it does not say which of several things was run, the
-one that its authors would have chosen is taken: the fastest of those that are predicted to fit. Rows that
-cannot be predicted are counted by reason.
+Each row is predicted from its own cells. Of several runs that it may describe, the one that its authors would
+have chosen counts: the fastest of those predicted to fit. Rows that cannot be predicted are counted by
+reason.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from meshwright.planner.cost.step import step_time
 from meshwright.planner.cost.uncertainty import interval
 from meshwright.planner.memory.generic import Memory, memory
 from meshwright.planner.validation.calibration import is_used
-from meshwright.planner.validation.cases import PUBLISHED, Case, PredictionError, Row, case_of, read
+from meshwright.planner.validation.cases import Case, case_of
+from meshwright.planner.validation.table import PUBLISHED, PredictionError, Row, read
 from meshwright.spec import RunSpec, UserError
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A row, and what was predicted for it."""
+    """The predicted time and memory of a measured run."""
 
     case: Case
     spec: RunSpec
-    """The one of the case's runs that was taken."""
+    """The chosen run of the case."""
     seconds: float
     memory: Memory
 
@@ -41,18 +42,18 @@ class Prediction:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Seconds between which 90% of such runs lie; what was inferred widens it."""
+        """90% prediction interval in seconds, (low, high); inferred properties widen it."""
         return interval(self.seconds, unknown=len(self.case.inferred))
 
     @property
     def covers(self) -> bool:
-        """Whether the measured time lies within the interval."""
+        """True if the measured time lies within the interval."""
         low, high = self.interval
         return self.case.seconds is not None and low <= self.case.seconds <= high
 
     @property
     def bytes(self) -> float:
-        """What the row's measurement counts: what is allocated, or all that the driver sees."""
+        """Predicted bytes of the kind that the row measured: allocated, or all that the driver reports."""
         return self.memory.device if self.case.memory_kind == "device" else self.memory.allocated
 
     @property
@@ -63,95 +64,92 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether it was predicted to fit."""
+        """True if the run was predicted to fit into memory."""
         return self.memory.device <= self.case.cluster.device.memory
 
 
 COLUMNS = ("source", "model", "gpu")
-"""What a report can be made by."""
+"""Columns that a report can be broken down by."""
 _NEARLY = 1.1
-"""What a policy may need over the device's memory, to be the one of a run that is known to have fitted."""
+"""A run that is known to have fitted may be predicted at up to this multiple of the device's memory. Source:
+assumed."""
 
 
 def predict(case: Case) -> Prediction:
-    """The fastest of the case's runs that fit, with the least recomputation that does."""
-    on = CostModel(case.cluster, case.stack, case.format)
+    """The fastest of the case's runs that fit, with the least recomputation that fits."""
+    costs = CostModel(case.cluster, case.stack, case.format)
     capacity = case.cluster.device.memory
-    held = [(spec, memory(spec, on)) for spec in case.specs]
-    possible = [each for each in held if each[1].device <= capacity * _NEARLY] or held[-1:]
-    alike = [each for each in possible if each[0].recompute == possible[0][0].recompute]
-    fitting = [each for each in alike if each[1].device <= capacity]
-    timed = (
-        Prediction(case, spec, _seconds(spec, on, case.block_only), needed)
-        for spec, needed in fitting or alike
-    )
-    return min(timed, key=lambda each: each.seconds)
+    needs = [(spec, memory(spec, costs)) for spec in case.specs]
+    possible = [(spec, need) for spec, need in needs if need.device <= capacity * _NEARLY] or needs[-1:]
+    least = [(spec, need) for spec, need in possible if spec.recompute == possible[0][0].recompute]
+    fitting = [(spec, need) for spec, need in least if need.device <= capacity]
 
+    def seconds(spec: RunSpec) -> float:
+        return costs.blocks(spec).passes(False).total if case.block_only else step_time(spec, costs).seconds
 
-def _seconds(spec: RunSpec, on: CostModel, block_only: bool) -> float:
-    return on.blocks(spec).passes(False).total if block_only else step_time(spec, on).seconds
+    timed = (Prediction(case, spec, seconds(spec), need) for spec, need in fitting or least)
+    return min(timed, key=lambda prediction: prediction.seconds)
 
 
 @dataclass(frozen=True)
 class Validation:
-    """All rows of a table."""
+    """The rows of a table, and their predictions."""
 
     table: Path
     read: tuple[Row, ...]
     predictions: tuple[Prediction, ...]
     skipped: dict[int, str]
-    """Row -> why it cannot be predicted."""
+    """Number of a row -> reason why it cannot be predicted."""
 
 
 def validate(table: Path = PUBLISHED) -> Validation:
-    """Predict every row of a table. Raises `UserError` for a file that is none."""
+    """Predict every row of a table. Raises `UserError` for a file that is not a table of runs."""
     rows = read(table)
-    made: list[Prediction] = []
+    predictions: list[Prediction] = []
     skipped: dict[int, str] = {}
     for row in rows:
         try:
-            made.append(predict(case_of(row, rows)))
-        except (PredictionError, UserError) as why:
-            skipped[row.number] = str(why)
-    return Validation(table, tuple(rows), tuple(made), skipped)
+            predictions.append(predict(case_of(row, rows)))
+        except (PredictionError, UserError) as reason:
+            skipped[row.number] = str(reason)
+    return Validation(table, tuple(rows), tuple(predictions), skipped)
 
 
-def errors(found: Iterable[float | None]) -> dict[str, float | int | None]:
-    """Mean, median and 90th percentile of absolute errors, in percent."""
-    sizes = sorted(100 * abs(error) for error in found if error is not None)
-    if not sizes:
-        return {"mean_abs_pct": None, "median_abs_pct": None, "p90_abs_pct": None, "rows": 0}
-    high = sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))]
+def errors(relative: Iterable[float | None]) -> dict[str, float | int | None]:
+    """Mean, median and 90th percentile of absolute relative errors, in percent; None is left out."""
+    sizes = sorted(100 * abs(error) for error in relative if error is not None)
+    high = sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))] if sizes else None
     return {
-        "mean_abs_pct": fmean(sizes),
-        "median_abs_pct": median(sizes),
+        "mean_abs_pct": fmean(sizes) if sizes else None,
+        "median_abs_pct": median(sizes) if sizes else None,
         "p90_abs_pct": high,
         "rows": len(sizes),
     }
 
 
 def groups(predictions: Iterable[Prediction]) -> list[list[Prediction]]:
-    """Runs of one model and batch on one cluster that differ in how they were laid out, three or more."""
-    found: dict[tuple[Any, ...], list[Prediction]] = {}
-    for each in predictions:
-        if each.case.seconds is None or each.case.block_only:
+    """Groups of three or more runs of one model and batch on one cluster that differ in their layouts."""
+    by_key: dict[tuple[Any, ...], list[Prediction]] = {}
+    for prediction in predictions:
+        if prediction.case.seconds is None or prediction.case.block_only:
             continue
-        row = each.case.row
+        row = prediction.case.row
         key = (
             row.words["source"],
             row.words["model"],
             row.words["gpu"],
             row.numbers["gpus"],
             row.numbers["seq_len"],
-            each.spec.train.batch_tokens,
-            each.case.format,
+            prediction.spec.train.batch_tokens,
+            prediction.case.format,
         )
-        found.setdefault(key, []).append(each)
-    return [listed for listed in found.values() if len(listed) > 2]
+        by_key.setdefault(key, []).append(prediction)
+    return [group for group in by_key.values() if len(group) > 2]
 
 
 def kendall(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Kendall's tau-b of (predicted, measured): 1 where the order is the same, -1 where it is reversed."""
+    """Kendall's tau-b of (predicted, measured): 1 for equal order, -1 for reversed order, None if
+    undefined."""
     agree = apart = ties_one = ties_other = 0
     for i, (a, b) in enumerate(pairs):
         for c, d in pairs[:i]:
@@ -160,85 +158,81 @@ def kendall(pairs: Sequence[tuple[float, float]]) -> float | None:
             apart += first * second < 0
             ties_one += first == 0 and second != 0
             ties_other += second == 0 and first != 0
-    either = agree + apart
-    scale = ((either + ties_one) * (either + ties_other)) ** 0.5
+    untied = agree + apart
+    scale = ((untied + ties_one) * (untied + ties_other)) ** 0.5
     return (agree - apart) / scale if scale else None
 
 
-def regret(listed: Sequence[Prediction]) -> float:
-    """By how much the measured time of what is predicted fastest exceeds the fastest, in percent."""
-    chosen = min(listed, key=lambda each: each.seconds)
-    times = [each.case.seconds for each in listed if each.case.seconds is not None]
-    assert chosen.case.seconds is not None
-    return 100 * (chosen.case.seconds / min(times) - 1)
+def regret(group: Sequence[Prediction]) -> float:
+    """Measured time of the layout predicted fastest, over the fastest measured time, less 1, in percent."""
+    times = [(prediction.seconds, prediction.case.seconds or 0.0) for prediction in group]
+    chosen = min(times, key=lambda pair: pair[0])
+    return 100 * (chosen[1] / min(measured for _, measured in times) - 1)
 
 
 def confusion(predictions: Iterable[Prediction]) -> dict[str, int]:
-    """What fitted and what did not, predicted and measured."""
-    found = {"true_fit": 0, "false_fit": 0, "true_oom": 0, "false_oom": 0}
-    for each in predictions:
-        if each.case.ran is not None:
-            word = "fit" if each.fits else "oom"
-            found[f"{'true' if each.fits == each.case.ran else 'false'}_{word}"] += 1
-    return found
+    """Counts of runs predicted to fit or not ('fit', 'oom'), by whether that was 'true' or 'false'."""
+    counts = {"true_fit": 0, "false_fit": 0, "true_oom": 0, "false_oom": 0}
+    for prediction in predictions:
+        if prediction.case.ran is not None:
+            word = "fit" if prediction.fits else "oom"
+            counts[f"{'true' if prediction.fits == prediction.case.ran else 'false'}_{word}"] += 1
+    return counts
 
 
-def summary(found: Validation, rows: Sequence[Row]) -> dict[str, Any]:
+def summary(validation: Validation, rows: Sequence[Row]) -> dict[str, Any]:
     """The figures of a table, or of some of its rows."""
     numbers = {row.number for row in rows}
-    predictions = [each for each in found.predictions if each.case.row.number in numbers]
-    listed = groups(predictions)
-    taus = [
-        tau
-        for each in listed
-        if (tau := kendall([(x.seconds, x.case.seconds or 0.0) for x in each])) is not None
-    ]
+    predictions = [each for each in validation.predictions if each.case.row.number in numbers]
+    comparable = groups(predictions)
+    taus = [kendall([(each.seconds, each.case.seconds or 0.0) for each in group]) for group in comparable]
+    defined = [tau for tau in taus if tau is not None]
     return {
         "rows": len(rows),
         "predicted": len(predictions),
-        "skipped": dict(Counter(why for number, why in found.skipped.items() if number in numbers)),
+        "skipped": dict(Counter(why for number, why in validation.skipped.items() if number in numbers)),
         "time": errors(each.time_error for each in predictions),
         "memory": errors(each.memory_error for each in predictions),
-        "tau": fmean(taus) if taus else None,
-        "regret_pct": fmean(map(regret, listed)) if listed else None,
-        "groups": len(listed),
+        "tau": fmean(defined) if defined else None,
+        "regret_pct": fmean(map(regret, comparable)) if comparable else None,
+        "groups": len(comparable),
         "oom": confusion(predictions),
     }
 
 
-def _by(found: Validation, column: str) -> dict[str, Any]:
-    """What a column says -> the figures of the rows that say it."""
-    listed: dict[str, list[Row]] = {}
-    for row in found.read:
-        listed.setdefault(row.words[column] or "(not said)", []).append(row)
-    return {name: summary(found, rows) for name, rows in listed.items()}
+def _by(validation: Validation, column: str) -> dict[str, Any]:
+    """Value of a column -> the figures of the rows that have it."""
+    rows: dict[str, list[Row]] = {}
+    for row in validation.read:
+        rows.setdefault(row.words[column] or "(not said)", []).append(row)
+    return {name: summary(validation, some) for name, some in rows.items()}
 
 
-def report(found: Validation, by: str = "source") -> dict[str, Any]:
+def report(validation: Validation, by: str = "source") -> dict[str, Any]:
     """The figures of all rows, of those that did not calibrate the constants, by source and by `by`.
 
-    Raises `UserError` for a column that is none of `COLUMNS`.
+    Raises `UserError` for a column that is not in `COLUMNS`.
     """
     if by not in COLUMNS:
-        raise UserError(f"by: '{by}' is no column of runs to report by; give {', '.join(COLUMNS)}")
-    published = found.table == PUBLISHED
-    used = [row.number for row in found.read if published and is_used(row.number)]
-    others = [each for each in found.predictions if each.case.row.number not in used]
-    timed = [each for each in found.predictions if each.case.seconds is not None]
+        raise UserError(f"by: '{by}' is not a column to report by; give one of {', '.join(COLUMNS)}")
+    published = validation.table == PUBLISHED
+    used = [row.number for row in validation.read if published and is_used(row.number)]
+    others = [each for each in validation.predictions if each.case.row.number not in used]
+    timed = [each for each in validation.predictions if each.case.seconds is not None]
     return {
-        **summary(found, found.read),
+        **summary(validation, validation.read),
         "covered": fmean(each.covers for each in timed) if timed else None,
         "calibrated_rows": used,
         "others": {
             "time": errors(each.time_error for each in others),
             "memory": errors(each.memory_error for each in others),
         },
-        **{f"by_{column}": _by(found, column) for column in {"source": None, by: None}},
+        **{f"by_{column}": _by(validation, column) for column in {"source": None, by: None}},
     }
 
 
-def each_row(found: Validation) -> list[dict[str, Any]]:
-    """Every row that was predicted: what it was taken for, and both figures."""
+def each_row(validation: Validation) -> list[dict[str, Any]]:
+    """Every predicted row: the run that it was taken for, and the measured and predicted figures."""
     return [
         {
             "row": each.case.row.number,
@@ -260,14 +254,14 @@ def each_row(found: Validation) -> list[dict[str, Any]]:
             "fitted": each.case.ran,
             "predicted_to_fit": each.fits,
         }
-        for each in found.predictions
+        for each in validation.predictions
     ]
 
 
-def skipped_rows(found: Validation) -> list[dict[str, Any]]:
-    """Every row that was not predicted, and why."""
+def skipped_rows(validation: Validation) -> list[dict[str, Any]]:
+    """Every row that was not predicted, with the reason."""
     return [
-        {"row": row.number, "source": row.words["source"], "reason": found.skipped[row.number]}
-        for row in found.read
-        if row.number in found.skipped
+        {"row": row.number, "source": row.words["source"], "reason": validation.skipped[row.number]}
+        for row in validation.read
+        if row.number in validation.skipped
     ]

@@ -1,75 +1,157 @@
-"""What the cells of a table of runs may say; what they may not, in words."""
+"""Tables of measured runs: reading them, and the values that their cells may have.
+
+The columns are those of `data/published_runs.csv`.
+"""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import inf, isfinite
+from pathlib import Path
 
-FROM_ONE = ("gpus", "seq_len", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "global_batch_seqs")
-"""Columns of whole numbers of at least 1."""
-FROM_ZERO = ("experts", "top_k", "tp", "cp", "pp", "vp", "ep", "dp", "zero", "micro_batch")
-"""Columns of whole numbers where 0 says that there is none."""
-MOST: Mapping[str, float] = {
-    "layers": 10_000,
-    "hidden": 1e7,
-    "ffn": 1e8,
-    "heads": 1e6,
-    "kv_heads": 1e6,
-    "vocab": 1e8,
-    "seq_len": 1e8,
-    "experts": 1e6,
-    "gpus": 10e6,
-    "vp": 10_000,
-    "zero": 3,
-    "micro_batch": 1e6,
-    "global_batch_seqs": 1e6,
-    "params_b": 1e6,
+from meshwright.spec import UserError
+
+PUBLISHED = Path(__file__).parent / "data" / "published_runs.csv"
+"""303 runs from papers and public benchmark tables, each with its source."""
+
+INTEGERS: Mapping[str, tuple[int, float]] = {
+    "gpus": (1, 10e6),
+    "seq_len": (1, 1e8),
+    "layers": (1, 10_000),
+    "hidden": (1, 1e7),
+    "ffn": (1, 1e8),
+    "heads": (1, 1e6),
+    "kv_heads": (1, 1e6),
+    "vocab": (1, 1e8),
+    "global_batch_seqs": (1, 1e6),
+    "experts": (0, 1e6),
+    "top_k": (0, inf),
+    "tp": (0, inf),
+    "cp": (0, inf),
+    "pp": (0, inf),
+    "vp": (0, 10_000),
+    "ep": (0, inf),
+    "dp": (0, inf),
+    "zero": (0, 3),
+    "micro_batch": (0, 1e6),
 }
-"""Far beyond what has been trained: larger numbers are slips, and would take too long."""
+"""Columns of whole numbers -> the least (0 means "none") and the most: larger ones are slips of the pen, and
+would take too long to predict."""
+_MOST_PARAMETERS = 1e6
+"""Of the column `params_b`, in billions."""
 FORMATS = ("fp8", "bf16", "fp16", "fp32")
-"""Number formats that a word of `precision` may hold, as amp_bf16 does."""
-POLICIES = ("none", "full", "selective")
-"""Of `recompute`."""
+"""Number formats that a cell of `precision` may contain, as in amp_bf16."""
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "precision": FORMATS,
+    "recompute": ("none", "full", "selective"),
+    "sequence_parallel": ("yes", "no"),
+}
+"""Columns of words from a fixed list."""
+_WORDS = ("source", "model", "gpu", "recompute", "sequence_parallel", "precision", "where", "confidence")
+_NEEDED = ("source", "gpu", "gpus", "seq_len")
 _SHOWN = 30
 
+Guesses = dict[str, object]
+"""Properties that a row does not state -> the values that were inferred."""
 
-def number(name: str, text: str) -> tuple[float, str]:
-    """The number of a cell, and what is wrong with it, or nothing."""
+
+class PredictionError(Exception):
+    """A row that cannot be predicted; the message says why."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured run: the numbers and the words of its cells."""
+
+    number: int
+    """From 0, without the heading."""
+    words: dict[str, str]
+    numbers: dict[str, float]
+
+    def whole(self, name: str) -> int | None:
+        """A whole number, or None where the cell is empty."""
+        value = self.numbers.get(name)
+        return None if value is None else round(value)
+
+    @property
+    def text(self) -> str:
+        """Source, model and comment of the run, in small letters."""
+        return " ".join(self.words.get(name, "") for name in ("source", "model", "where")).lower()
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a CSV file. Raises `UserError` for a file that is not a table of runs."""
     try:
-        value = float(text)
-    except ValueError:
-        return 0.0, f"the cell '{name}' is no number: '{short(text)}'"
-    return value, _wrong(name, short(text), value)
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            names, rows = list(reader.fieldnames or []), list(reader)
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such file; give a table of runs, as CSV") from None
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{path}: cannot be read as a table: {reason}; give a CSV file") from None
+    for separator, word in ((";", "';'"), ("\t", "tabs")):
+        if len(names) == 1 and separator in names[0]:
+            raise UserError(f"{path}: its columns are separated by {word}; they must be by ','")
+    if not names:
+        raise UserError(f"{path}: is empty; a table of runs has the columns of {PUBLISHED.name}")
+    if missing := [name for name in _NEEDED if name not in names]:
+        raise UserError(
+            f"{path}: has no column '{missing[0]}'; a table of runs has those of {PUBLISHED.name}"
+        )
+    if not rows:
+        raise UserError(f"{path}: has no rows below its heading; give one for each run that was measured")
+    return [_row(number, cells) for number, cells in enumerate(rows)]
 
 
-def _wrong(name: str, text: str, value: float) -> str:
-    whole = name in FROM_ONE or name in FROM_ZERO
-    said = f"the cell '{name}' is '{text}'"
-    if not whole and not (isfinite(value) and value > 0):
-        return f"{said}, which is no measurement; give a number above 0, or leave it empty"
-    least = 0 if name in FROM_ZERO else 1
-    if whole and not (isfinite(value) and value >= least and value == value // 1):
-        return f"{said}, which is no whole number of at least {least}"
-    most = MOST.get(name, inf)
-    return f"{said}, which cannot be meant; give at most {most:,.0f}" if value > most else ""
+def _row(number: int, cells: Mapping[str, str]) -> Row:
+    """A row; the first invalid cell is kept as the word 'broken', so that the other rows are predicted."""
+    words = {name: (cells.get(name) or "").strip() for name in _WORDS}
+    numbers: dict[str, float] = {}
+    for name, cell in cells.items():
+        text = cell.strip() if isinstance(cell, str) else ""
+        if name in words or name is None or not text:
+            continue
+        if name == "peak_mem_gib" and text.upper() == "OOM":
+            words["oom"] = "yes"
+            continue
+        try:
+            numbers[name] = float(text)
+            mistake = _mistake(name, short(text), numbers[name])
+        except ValueError:
+            mistake = f"the cell '{name}' is '{short(text)}', which is not a number"
+        if mistake:
+            words.setdefault("broken", mistake)
+    return Row(number, words, numbers)
 
 
-def unknown_word(words: Mapping[str, str]) -> str:
-    """Which word of a row is none that is known, or nothing."""
-    format, policy, shared = (words[name].lower() for name in ("precision", "recompute", "sequence_parallel"))
-    known: tuple[str, ...]
-    if format and not any(each in format for each in FORMATS):
-        name, known = "precision", FORMATS
-    elif policy and policy not in POLICIES:
-        name, known = "recompute", POLICIES
-    elif shared and shared not in ("yes", "no"):
-        name, known = "sequence_parallel", ("yes", "no")
+def _mistake(name: str, text: str, value: float) -> str:
+    """The reason why a number cannot stand in a column, or an empty text."""
+    cell = f"the cell '{name}' is '{text}'"
+    most = _MOST_PARAMETERS if name == "params_b" else inf
+    if name not in INTEGERS:
+        if not (isfinite(value) and value > 0):
+            return f"{cell}, which is not a measurement; give a number above 0, or an empty cell"
     else:
-        return ""
-    return f"the {name} '{short(words[name])}' is not one of {', '.join(known)}"
+        least, most = INTEGERS[name]
+        if not (isfinite(value) and value >= least and value.is_integer()):
+            return f"{cell}, which is not a whole number of at least {least}"
+    return f"{cell}, which is implausible; give at most {most:,.0f}" if value > most else ""
+
+
+def unknown_word(row: Row) -> str:
+    """The reason why a word of a row is not one of its column's, or an empty text."""
+    for name, known in CHOICES.items():
+        word = row.words[name].lower()
+        valid = any(each in word for each in known) if known is FORMATS else word in known
+        if word and not valid:
+            return f"the {name} '{short(row.words[name])}' is not one of {', '.join(known)}"
+    return ""
 
 
 def short(text: str) -> str:
-    """A cell as a sentence quotes it: on one line, and not all of a long one."""
+    """A cell as a sentence quotes it: on one line, and at most 30 characters."""
     text = " ".join(text.split())
     return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
