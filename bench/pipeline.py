@@ -51,7 +51,7 @@ from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Batch, Loader
 from meshwright.model.decoder import Decoder
 from meshwright.parallel.mesh import build_mesh
-from meshwright.parallel.parallelize import DecoderStage
+from meshwright.parallel.stage import DecoderStage
 from meshwright.schedule import Link, StageCost, make, simulate
 from meshwright.spec import Layout, RunSpec
 from meshwright.spec.stages import stages

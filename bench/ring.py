@@ -26,12 +26,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from meshwright.model.attention_intervals import sight
+from meshwright.model.attention_intervals import attention_intervals
 from meshwright.parallel.context_parallel import zigzag
 from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.parallel.precision import DTYPES
-from meshwright.parallel.recompute import RecomputeCache
-from meshwright.parallel.ring_attention import ring_attention
+from meshwright.parallel.recompute_cache import RecomputeCache
+from meshwright.parallel.ring_attention import RingAttention
 from meshwright.spec import Layout
 
 PROCESSES, HEADS, KV_HEADS, DIM = 2, 8, 4, 64
@@ -54,14 +54,15 @@ def make_side(mesh: Mesh, side: str, whole: list[Tensor]) -> Callable[[], None]:
     else:
         places = list(torch.arange(tokens).chunk(PROCESSES))
     own = places[0] if side == "one" else places[rank]
-    seen = sight(None, tokens, None, own, 1, "cpu")
+    seen = attention_intervals(None, tokens, None, own, 1, "cpu")
     *qkv, grad = (x[:, own].contiguous() for x in whole)
     leaves = [x.requires_grad_() for x in qkv]
     axis = None if side == "one" else mesh.context
+    attention = RingAttention(axis, lambda _: (seen, places), RecomputeCache())
 
     def run() -> None:
         if side != "one" or rank == 0:
-            out = ring_attention(*leaves, seen, places, axis, RecomputeCache())
+            (out,) = attention(*leaves)
             torch.autograd.grad(out, leaves, grad)
 
     return run

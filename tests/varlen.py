@@ -137,7 +137,7 @@ def in_parts(
     q and grad (B, S, H, d), k and v (B, S, K, d) are whole sequences.
     """
     heads = k.shape[2]
-    q, grad = (x[:, seen.at.to(x.device)] for x in (q, grad))
+    q, grad = (x[:, seen.positions.to(x.device)] for x in (q, grad))
     queries, grads = by_query_head(q, heads), by_query_head(grad, heads)
     plans = [operators.plan(seen, keys_at, heads, q.shape[2] // heads) for keys_at in pieces]
     rows = [keys_at.to(k.device) for keys_at in pieces]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from meshwright.model.attention import attend, attention_mask
 from meshwright.model.attention_flash import FLASH, Packed, part_operators
-from meshwright.model.attention_intervals import sight
+from meshwright.model.attention_intervals import attention_intervals
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
 from meshwright.model.partial_attention import TILES
@@ -80,7 +80,7 @@ def test_parts_are_those_of_tiles(ranks: int, chance: float | None, kv_heads: in
     inputs = draw(kv_heads, 64)
     places = [zigzag(LENGTH, ranks, rank) for rank in range(ranks)]
     for at in places:
-        seen = sight(documents_of(chance), LENGTH, None, at, 2, "cuda")
+        seen = attention_intervals(documents_of(chance), LENGTH, None, at, 2, "cuda")
         assert part_operators(inputs[0], seen) is FLASH
         assert part_operators(inputs[0].float(), seen) is TILES
         found = in_parts(FLASH, *inputs, seen, places)

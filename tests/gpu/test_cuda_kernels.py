@@ -19,7 +19,8 @@ from meshwright.model.attention import attend, attention_mask
 from meshwright.model.attention_flash import Packed
 from meshwright.model.attention_mla import LatentAttention
 from meshwright.model.chunked_cross_entropy import IGNORE, linear_cross_entropy
-from meshwright.model.experts import outer, times, times_transposed
+from meshwright.model.experts import grouped_mm, grouped_mm_transposed, grouped_outer
+from meshwright.model.hooks import AttentionHooks
 from meshwright.model.mlp import _SiluProduct
 from meshwright.model.norm import LayerNorm, RmsNorm
 from meshwright.model.rope import rope_table, rotate
@@ -139,12 +140,16 @@ def test_grouped_products(sizes: tuple[int, ...]) -> None:
     rows, outputs, inputs, dtype = sum(sizes), 192, 320, torch.bfloat16
     x, grad = draw(rows, inputs, dtype=dtype, seed=0), draw(rows, outputs, dtype=dtype, seed=1)
     maps = draw(len(sizes), outputs, inputs, dtype=dtype, seed=2)
-    for compute, *given in ((times, x, maps), (times_transposed, grad, maps), (outer, grad, x)):
+    for compute, *given in (
+        (grouped_mm, x, maps),
+        (grouped_mm_transposed, grad, maps),
+        (grouped_outer, grad, x),
+    ):
         found = compute(*(tensor.to(DEVICE) for tensor in given), sizes).double().cpu()
         exact = compute(*(tensor.double() for tensor in given), sizes)
         assert errors([found], [exact])[0] <= bound(dtype, 1, max(*sizes, inputs)), compute
     empty = [expert for expert, size in enumerate(sizes) if not size]
-    assert bool((outer(grad.to(DEVICE), x.to(DEVICE), sizes)[empty] == 0).all())
+    assert bool((grouped_outer(grad.to(DEVICE), x.to(DEVICE), sizes)[empty] == 0).all())
 
 
 # The loss -------------------------------------------------------------------------------------------------
@@ -251,7 +256,7 @@ def test_latent_attention(q_rank: int | None, chance: float | None) -> None:
         "preset": None, "layers": 1, "hidden": 256, "ffn": 8, "heads": 4, "head_dim": 96, "vocab_size": 9,
         "mla": mla,
     })  # fmt: skip
-    exact = LatentAttention(spec)
+    exact = LatentAttention(spec, AttentionHooks())
     for seed, parameter in enumerate(exact.parameters()):
         if parameter.ndim == 1:
             parameter.data.fill_(1.0)

@@ -40,7 +40,7 @@ from meshwright.model.attention_flash import (
     varlen_attention,
     varlen_attention_backward,
 )
-from meshwright.model.attention_intervals import sight
+from meshwright.model.attention_intervals import attention_intervals
 from meshwright.model.partial_attention import (
     TILES,
     by_key_head,
@@ -100,7 +100,7 @@ def test_runs_hold_each_visible_pair_once(problem: dict[str, int]) -> None:
     length, pieces = places_of(problem)
     documents = documents_of(length, problem["batch"], problem["chance"], problem["seed"])
     for at in pieces:
-        seen = sight(documents, length, None, at, problem["batch"], "cpu")
+        seen = attention_intervals(documents, length, None, at, problem["batch"], "cpu")
         for keys_at in pieces:
             part = make_flash_part(seen, keys_at, KV_HEADS, GROUP)
             assert torch.equal(pairs(part, len(at), len(keys_at)), visible(seen, keys_at).long())
@@ -117,7 +117,7 @@ def test_sequences_are_few() -> None:
     places = [zigzag(length, ranks, rank) for rank in range(ranks)]
     for documents_BS, most in ((None, 2), (documents, 4)):
         for at in places:
-            seen = sight(documents_BS, length, None, at, 2, "cpu")
+            seen = attention_intervals(documents_BS, length, None, at, 2, "cpu")
             for keys_at in places:
                 runs = make_flash_part(seen, keys_at, KV_HEADS, GROUP).runs
                 assert sum(len(run.bounds[0]) - 1 for run in runs) <= 2 * most
@@ -131,7 +131,7 @@ def test_parts_add_up_to_the_whole(loud: float) -> None:
         length, pieces = places_of(problem)
         batch = problem["batch"]
         documents = documents_of(length, batch, problem["chance"], problem["seed"])
-        seen = sight(documents, length, None, torch.arange(length), batch, "cpu")
+        seen = attention_intervals(documents, length, None, torch.arange(length), batch, "cpu")
         *qkv, grad = draw(batch, length, problem["seed"], loud)
         leaves = [x.clone().requires_grad_() for x in qkv]
         out, lse = whole_softmax(*leaves, seen)
@@ -140,7 +140,7 @@ def test_parts_add_up_to_the_whole(loud: float) -> None:
         sums = [torch.zeros_like(x) for x in qkv[1:]]
         with exact_kernel():
             for at in pieces:
-                found, found_lse, found_q, *of_kv = in_parts(FLASH, *qkv, grad, seen.of(at), pieces)
+                found, found_lse, found_q, *of_kv = in_parts(FLASH, *qkv, grad, seen.at(at), pieces)
                 torch.testing.assert_close(found, out[:, at], rtol=1e-12 * loud, atol=1e-12 * loud)
                 torch.testing.assert_close(found_lse, lse[:, at], rtol=1e-12, atol=1e-12)
                 torch.testing.assert_close(found_q, of_q[:, at], rtol=1e-12 * loud, atol=1e-12 * loud)
@@ -154,7 +154,7 @@ def test_parts_add_up_to_the_whole(loud: float) -> None:
 
 def test_what_has_no_keys_has_no_runs() -> None:
     early, late = torch.arange(8), torch.arange(8, 16)
-    seen = sight(None, 16, None, early, 2, "cpu")
+    seen = attention_intervals(None, 16, None, early, 2, "cpu")
     for keys_at in (late, late[:0]):
         part = make_flash_part(seen, keys_at, KV_HEADS, GROUP)
         assert part.runs == ()
@@ -169,8 +169,8 @@ def test_what_has_no_keys_has_no_runs() -> None:
 
 def test_windows_and_what_the_kernel_does_not_take_stay_with_tiles() -> None:
     at = torch.arange(32)
-    windowed, free = (sight(None, 32, window, at, 1, "cpu") for window in (8, 32))
-    assert windowed.windowed and windowed.of(at[4:]).windowed and not free.windowed
+    windowed, free = (attention_intervals(None, 32, window, at, 1, "cpu") for window in (8, 32))
+    assert windowed.windowed and windowed.at(at[4:]).windowed and not free.windowed
     with pytest.raises(ValueError, match="window"):
         make_flash_part(windowed, at, KV_HEADS, GROUP)
     assert part_of(windowed, 0, 32).tiles

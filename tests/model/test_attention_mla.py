@@ -12,6 +12,7 @@ from meshwright.model.attention import KeyValueCache, attend, attention_mask, wi
 from meshwright.model.attention_cpu import blocked_attention
 from meshwright.model.attention_flash import pack
 from meshwright.model.attention_mla import LatentAttention
+from meshwright.model.hooks import AttentionHooks
 from meshwright.model.rope import rope_table
 from meshwright.spec import ModelSpec
 from varlen import exact_kernel
@@ -28,7 +29,7 @@ def spec_of(q_rank: int | None) -> ModelSpec:
 
 
 def make(q_rank: int | None) -> LatentAttention:
-    attention = LatentAttention(spec_of(q_rank)).double()
+    attention = LatentAttention(spec_of(q_rank), AttentionHooks()).double()
     draw = torch.Generator().manual_seed(q_rank or 0)
     for parameter in attention.parameters():
         parameter.data.normal_(generator=draw).mul_(0.5).add_(0.1)

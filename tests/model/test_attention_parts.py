@@ -13,7 +13,7 @@ from torch import Tensor
 from meshwright.model import partial_attention as attention_parts
 from meshwright.model.attention import attention_mask
 from meshwright.model.attention_cpu import blocked_attention
-from meshwright.model.attention_intervals import AttentionIntervals, sight
+from meshwright.model.attention_intervals import AttentionIntervals, attention_intervals
 from meshwright.model.partial_attention import (
     PartialAttention,
     by_key_head,
@@ -70,7 +70,7 @@ def deal(length: int, pieces: int, seed: int) -> list[Tensor]:
 
 def visible(seen: AttentionIntervals, keys_at: Tensor) -> Tensor:
     """(B, T, S) of whether a query sees a key, by definition."""
-    return (keys_at >= seen.first.unsqueeze(2)) & (keys_at <= seen.at.unsqueeze(1))
+    return (keys_at >= seen.first.unsqueeze(2)) & (keys_at <= seen.positions.unsqueeze(1))
 
 
 @given(problems)
@@ -81,16 +81,16 @@ def test_sight_equals_the_mask(problem: dict[str, int]) -> None:
     whole = torch.arange(length)
     mask = attention_mask(length, length, window, documents, like=torch.zeros(()))
     expected = whole <= whole.unsqueeze(1) if mask is None else mask[:, 0] == 0
-    seen = sight(documents, length, window, whole, batch, "cpu")
+    seen = attention_intervals(documents, length, window, whole, batch, "cpu")
     assert torch.equal(visible(seen, whole), expected.expand(batch, length, length))
     some = whole[problem["seed"] % 2 :: 2]
-    for own in (sight(documents, length, window, some, batch, "cpu"), seen.of(some)):
+    for own in (attention_intervals(documents, length, window, some, batch, "cpu"), seen.at(some)):
         assert torch.equal(visible(own, whole), expected.expand(batch, length, length)[:, some])
 
 
 def test_sight_refuses_another_shape() -> None:
     with pytest.raises(ValueError, match="documents"):
-        sight(torch.zeros(1, 8, dtype=torch.int64), 9, None, torch.arange(9), 1, "cpu")
+        attention_intervals(torch.zeros(1, 8, dtype=torch.int64), 9, None, torch.arange(9), 1, "cpu")
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -104,7 +104,7 @@ def test_tiles_hold_each_visible_pair_once() -> None:
         for at in pieces:
             if len(at) == 0:
                 continue
-            seen = sight(documents, length, problem["window"], at, batch, "cpu")
+            seen = attention_intervals(documents, length, problem["window"], at, batch, "cpu")
             for keys_at in pieces:
                 part = make_part(seen, keys_at, KV_HEADS, GROUP)
                 count = torch.zeros(batch, KV_HEADS, len(at), len(keys_at), dtype=torch.int64)
@@ -172,7 +172,7 @@ def test_parts_add_up_to_the_whole(loud: float) -> None:
     def check(problem: dict[str, int]) -> None:
         length, batch = problem["length"], problem["batch"]
         documents = documents_of(length, batch, problem["chance"], problem["seed"])
-        seen = sight(documents, length, problem["window"], torch.arange(length), batch, "cpu")
+        seen = attention_intervals(documents, length, problem["window"], torch.arange(length), batch, "cpu")
         *qkv, grad = draw(batch, length, problem["seed"], loud)
         leaves = [x.clone().requires_grad_() for x in qkv]
         out, lse = whole_softmax(*leaves, seen)
@@ -191,7 +191,7 @@ def test_parts_add_up_to_the_whole(loud: float) -> None:
 def test_a_query_that_sees_no_key_of_a_part_keeps_what_it_has() -> None:
     length = 12
     documents = torch.tensor([[0] * 6 + [1] * 6])
-    seen = sight(documents, length, None, torch.arange(length), 1, "cpu")
+    seen = attention_intervals(documents, length, None, torch.arange(length), 1, "cpu")
     *qkv, _ = draw(1, length, 0)
     queries = by_query_head(qkv[0], KV_HEADS)
     out, lse = empty_result(queries)
@@ -209,15 +209,19 @@ def part_of(seen: AttentionIntervals, first: int, last: int) -> PartialAttention
 def test_what_nothing_sees_is_skipped() -> None:
     length = 4096
     early, late = torch.arange(length // 2), torch.arange(length // 2, length)
-    assert part_of(sight(None, length, None, early, 1, "cpu"), length // 2, length).work == 0
+    assert part_of(attention_intervals(None, length, None, early, 1, "cpu"), length // 2, length).work == 0
     apart = (torch.arange(length) // (length // 2)).unsqueeze(0)
-    assert part_of(sight(apart, length, None, late, 1, "cpu"), 0, length // 2).work == 0
-    window = part_of(sight(None, length, 128, torch.arange(length), 1, "cpu"), 0, length)
+    assert part_of(attention_intervals(apart, length, None, late, 1, "cpu"), 0, length // 2).work == 0
+    window = part_of(attention_intervals(None, length, 128, torch.arange(length), 1, "cpu"), 0, length)
     assert window.work <= HEADS * length * (128 + attention_parts.PART_QUERIES)
     # Rows of the batch whose documents differ are computed apart, each at its own cost.
     other = (torch.arange(length) // 256).unsqueeze(0)
-    single = [part_of(sight(x, length, None, late, 1, "cpu"), 0, length).work for x in (apart, other)]
-    both = part_of(sight(torch.cat([apart, other]), length, None, late, 2, "cpu"), 0, length).work
+    single = [
+        part_of(attention_intervals(x, length, None, late, 1, "cpu"), 0, length).work for x in (apart, other)
+    ]
+    both = part_of(
+        attention_intervals(torch.cat([apart, other]), length, None, late, 2, "cpu"), 0, length
+    ).work
     assert both <= 1.1 * sum(single)
 
 
@@ -225,7 +229,7 @@ def test_what_nothing_sees_is_skipped() -> None:
 def test_bf16_is_as_close_as_one_softmax(loud: float) -> None:
     length = 600
     *qkv, grad = (x.bfloat16() for x in draw(1, length, 5, loud))
-    seen = sight(None, length, None, torch.arange(length), 1, "cpu")
+    seen = attention_intervals(None, length, None, torch.arange(length), 1, "cpu")
     exact = [x.double().requires_grad_() for x in qkv]
     out, lse = whole_softmax(*exact, seen)
     out.backward(grad.double())

@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
-from meshwright.model.moe import Router
 from meshwright.model.norm import LayerNorm, RmsNorm
+from meshwright.model.router import Router
 from meshwright.spec import ModelSpec
 from meshwright.spec.presets import PRESETS
 

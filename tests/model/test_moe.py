@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from meshwright.model.decoder import Decoder
-from meshwright.model.experts import times
+from meshwright.model.experts import grouped_mm
 from meshwright.model.init import init_whole_
-from meshwright.model.moe import Moe, Router, with_room
+from meshwright.model.moe import Moe
+from meshwright.model.router import Router, within_capacity
 from meshwright.model.token_dispatcher import ALIGN, TokenDispatcher
 from meshwright.spec import ModelSpec, MoeSpec
 
@@ -84,7 +86,7 @@ def test_outputs_and_gradients_are_those_of_loops(kind: str, parts: int) -> None
     layer = mixture(**KINDS[kind])
     if layer.router.bias is not None:
         layer.router.bias.copy_(torch.linspace(-0.2, 0.2, 8))
-    layer.parts = parts
+    layer.hooks = replace(layer.hooks, chunks=parts)
     x = torch.randn(2, 13, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     wanted_by = [x.requires_grad_(), *layer.parameters()]
     ours, theirs = layer(x), by_hand(layer, x)
@@ -112,7 +114,7 @@ def test_first_come_first_served(data: st.DataObject) -> None:
     experts, capacity = data.draw(st.integers(top_k, 6)), data.draw(st.integers(1, 5))
     draw = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
     picked = torch.rand(batch, length, experts, generator=draw).argsort(-1)[..., :top_k]
-    room = with_room(picked, experts, capacity).view(batch, length, top_k)
+    room = within_capacity(picked, experts, capacity).view(batch, length, top_k)
     for b in range(batch):
         taken = [0] * experts
         for t in range(length):
@@ -129,19 +131,23 @@ def test_every_copy_has_a_row_of_its_expert_and_comes_home(
     draw = torch.Generator().manual_seed(tokens)
     picked = torch.rand(tokens, experts, generator=draw).argsort(-1)[:, :top_k]
     admitted = torch.rand(tokens, top_k, generator=draw) < 0.7 if limited else None
-    trip = TokenDispatcher(picked, admitted, experts)
-    assert all(size % ALIGN == 0 for size in trip.sizes)
-    owner = torch.arange(experts).repeat_interleave(torch.tensor(trip.sizes))
-    assert torch.equal(picked.flatten()[trip.pair[trip.place]], owner[trip.place])
+    dispatcher = TokenDispatcher(picked, admitted, experts)
+    assert all(size % ALIGN == 0 for size in dispatcher.sizes)
+    owner = torch.arange(experts).repeat_interleave(torch.tensor(dispatcher.sizes))
+    assert torch.equal(picked.flatten()[dispatcher.copy[dispatcher.row]], owner[dispatcher.row])
     x = torch.randn(tokens, 5, dtype=torch.float64, generator=draw)
-    home = trip.added_up(trip.receive_back(trip.send_back(trip.receive(trip.send(x, trip.token)))))
+    home = dispatcher.sum_copies(
+        dispatcher.receive_back(
+            dispatcher.send_back(dispatcher.receive(dispatcher.send(x, dispatcher.token)))
+        )
+    )
     copies = torch.full((tokens,), top_k) if admitted is None else admitted.sum(1)
     torch.testing.assert_close(home, x * copies.unsqueeze(1), rtol=1e-14, atol=1e-14)
 
 
 def test_grouped_products_of_empty_groups() -> None:
     maps = torch.randn(3, 4, 5, dtype=torch.float64)
-    assert times(torch.randn(0, 5, dtype=torch.float64), maps, (0, 0, 0)).shape == (0, 4)
+    assert grouped_mm(torch.randn(0, 5, dtype=torch.float64), maps, (0, 0, 0)).shape == (0, 4)
 
 
 def test_the_bias_keeps_its_format_when_a_model_changes_its_own() -> None:

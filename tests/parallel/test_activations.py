@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from allocations import measure
-from meshwright.model.moe import Router
+from meshwright.model.router import Router
 from meshwright.parallel.mesh import Mesh
 from meshwright.planner.memory.activations import activations
 from meshwright.spec import RunSpec

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from meshwright.parallel import tensor_parallel as tensor
+from meshwright.parallel import tensor_linears as tensor
 from meshwright.parallel.mesh import Mesh
 from meshwright.planner.traffic.traffic import traffic
 from meshwright.spec import RunSpec

@@ -15,12 +15,12 @@ from torch import Tensor
 from meshwright.model.attention import attention_mask
 from meshwright.model.attention_cpu import blocked_attention
 from meshwright.model.attention_flash import FLASH
-from meshwright.model.attention_intervals import sight
+from meshwright.model.attention_intervals import attention_intervals
 from meshwright.model.partial_attention import make_part
 from meshwright.parallel import ring_attention as ring
 from meshwright.parallel.context_parallel import ContextAttention, share, zigzag
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.recompute import RecomputeCache
+from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.spec import Layout
 from meshwright.spec.layout import ContextMode, ulysses_ranks
 from ranks import Ranks
@@ -89,7 +89,7 @@ def sharded(mesh: Mesh, attention: ContextAttention, case: Case) -> list[Tensor]
     *inputs, grad = (share(x, axis) for x in case.tensors())
     inputs = [x.clone().requires_grad_() for x in inputs]
     at = zigzag(case.length, axis.size, axis.rank)
-    seen = sight(case.ids(), case.length, case.window, at, case.batch, "cpu")
+    seen = attention_intervals(case.ids(), case.length, case.window, at, case.batch, "cpu")
     out = attention(*inputs, seen)
     out.backward(grad)
     return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
@@ -185,7 +185,7 @@ def sent_bytes(mesh: Mesh, case: Case) -> tuple[dict[Any, float], dict[Any, floa
     *inputs, grad = (share(x, axis).clone() for x in case.tensors())
     inputs = [x.requires_grad_() for x in inputs]
     at = zigzag(case.length, axis.size, axis.rank)
-    seen = sight(case.ids(), case.length, case.window, at, case.batch, "cpu")
+    seen = attention_intervals(case.ids(), case.length, case.window, at, case.batch, "cpu")
     out = attention(*inputs, seen)
     forward = dict(mesh.wire.bytes)
     mesh.wire.clear()
@@ -244,7 +244,7 @@ def test_shares_are_a_partition() -> None:
 
 def work_by_rank(length: int, n: int, documents: Tensor | None, window: int | None = None) -> list[int]:
     places = [zigzag(length, n, rank) for rank in range(n)]
-    seen = [sight(documents, length, window, at, 1, "cpu") for at in places]
+    seen = [attention_intervals(documents, length, window, at, 1, "cpu") for at in places]
     return [sum(make_part(own, at, 4, 2).work for at in places) for own in seen]
 
 
@@ -266,7 +266,7 @@ def kept(mesh: Mesh, case: Case) -> tuple[int, int]:
     *inputs, _ = (share(x, axis).clone() for x in case.tensors())
     inputs = [x.requires_grad_() for x in inputs]
     at = zigzag(case.length, axis.size, axis.rank)
-    seen = sight(None, case.length, None, at, case.batch, "cpu")
+    seen = attention_intervals(None, case.length, None, at, case.batch, "cpu")
     storages: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -290,7 +290,7 @@ def in_evaluation(mesh: Mesh, case: Case) -> float:
     *inputs, _ = (share(x, axis) for x in case.tensors())
     at = zigzag(case.length, axis.size, axis.rank)
     with torch.no_grad():
-        out = attention(*inputs, sight(case.ids(), case.length, None, at, case.batch, "cpu"))
+        out = attention(*inputs, attention_intervals(case.ids(), case.length, None, at, case.batch, "cpu"))
     return float((out - share(one_device(case, case.dtype)[0], axis)).abs().max())
 
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.model.attention_flash import Packed, pack
 from meshwright.model.decoder import Decoder
+from meshwright.model.hooks import Hooks
 from meshwright.model.init import init_whole_
 from meshwright.parallel.recompute import apply_recompute
 from meshwright.spec import load
@@ -34,7 +35,12 @@ class Count(TorchDispatchMode):
 
 
 def as_on_cuda(
-    queries: int, _keys: int, window: int | None, documents_BT: torch.Tensor | None, like: torch.Tensor
+    queries: int,
+    _keys: int,
+    window: int | None,
+    documents_BT: torch.Tensor | None,
+    like: torch.Tensor,
+    _head_dim: int,
 ) -> Packed:
     """What attention sees where flash attention takes it."""
     return pack(documents_BT, like.shape[0], queries, window, like.device)
@@ -42,8 +48,7 @@ def as_on_cuda(
 
 def make(recompute: RecomputeSpec, packed: bool) -> Decoder:
     spec = load(None, [("model.layers", str(LAYERS)), ("model.vocab_size", "64")]).model
-    decoder = init_whole_(Decoder(spec), 0)
-    decoder.visible = as_on_cuda if packed else decoder.visible
+    decoder = init_whole_(Decoder(spec, Hooks(mask=as_on_cuda) if packed else None), 0)
     apply_recompute(decoder.blocks, recompute)
     return decoder
 

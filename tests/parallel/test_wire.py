@@ -31,18 +31,19 @@ Sent = dict[tuple[str, str], float]
 def counted_copies() -> Iterator[list[tuple[int, int]]]:
     """What each trip of a first forward sends to experts on other ranks, and gets from others."""
     found: list[tuple[int, int]] = []
-    settle = AllToAllDispatcher._settle
+    settle = AllToAllDispatcher._plan
 
     def count(trip: AllToAllDispatcher, *args: Any) -> None:
         settle(trip, *args)
         if not trip._kept.second:
             here = trip._axis.rank
             sent, received = (
-                sum(by_rank[:here] + by_rank[here + 1 :]) for by_rank in (trip._leaving, trip._coming)
+                sum(by_rank[:here] + by_rank[here + 1 :])
+                for by_rank in (trip._sent_rows, trip._received_rows)
             )
             found.append((sent, received))
 
-    with patch.object(AllToAllDispatcher, "_settle", count):
+    with patch.object(AllToAllDispatcher, "_plan", count):
         yield found
 
 

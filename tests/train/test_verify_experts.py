@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.model.moe import Router
+from meshwright.model.router import Router
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.train.shrink import shrink

@@ -1,7 +1,6 @@
-"""Grouped-query attention (Ainslie et al. 2023), its masks, and the cache that generation appends to.
+"""Causal dot-product attention, its masks, and the key-value cache that generation appends to.
 
-Shapes: B batch, T queries, S keys, D hidden, H heads, K key-value heads, d channels of a head. Numbers of
-heads are read off the weights, so that a module that holds some of the heads computes just those.
+Shapes: B batch, T queries, S keys, H heads, K key-value heads, d channels of a query or key, v of a value.
 """
 
 from __future__ import annotations
@@ -11,76 +10,41 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.model.attention_cpu import blocked_attention
 from meshwright.model.attention_flash import Packed, flash_takes, pack, packed_attention
-from meshwright.model.linear import Leave, Linear, Project, leave, project
-from meshwright.model.norm import RmsNorm
-from meshwright.model.rope import Rope, rotate
 from meshwright.spec import ModelSpec
 
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
-"""(q (B, T, H, d), k (B, S, K, d), v (B, S, K, v), what is visible) -> (B, T, H, v)."""
+"""(q (B, T, H, d), k (B, S, K, d), v (B, S, K, v), mask) -> (B, T, H, v)."""
 
 
 class KeyValueCache:
-    """What one block keeps of the positions that it has seen; room for `length` is taken at once.
+    """Keys and values of the positions that one block has processed; memory for `length` is allocated at
+    once.
 
-    Keys and values (B, S, K, d), or for attention over latents those, with the keys' turning part (B, S, c).
+    Holds keys and values (B, S, K, d) each. Multi-head latent attention instead holds one tensor (B, S, c +
+    r): the latent of c channels, then the rotary part of the keys, which all heads share.
     """
 
     def __init__(self, spec: ModelSpec, batch: int, length: int, like: Tensor) -> None:
         shapes: list[tuple[int, ...]] = [(spec.kv_heads, spec.head_dim)] * 2
         if spec.mla is not None:
             shapes = [(spec.mla.kv_rank + spec.mla.rope_dim,)]
-        self._rooms = [like.new_empty(batch, length, *shape) for shape in shapes]
+        self._buffers = [like.new_empty(batch, length, *shape) for shape in shapes]
         self.filled = 0
 
     def append(self, *new: Tensor) -> list[Tensor]:
-        """Store the next T positions (B, T, ...); all that are stored come back, (B, S, ...), as views."""
+        """Store the next T positions (B, T, ...) and return views of all S stored ones (B, S, ...)."""
         first, self.filled = self.filled, self.filled + new[0].shape[1]
-        for room, x in zip(self._rooms, new, strict=True):
-            room[:, first : self.filled] = x
-        return [room[:, : self.filled] for room in self._rooms]
-
-
-class Attention(nn.Module):
-    """x (B, T, D) -> (B, T, D), each position looking at itself and at those before it.
-
-    `project` applies q, k and v, `attend` lets positions look, and `leave` applies o; a parallel layout puts
-    its own there.
-    """
-
-    def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        self.project: Project = project
-        self.attend: Attend = attend
-        self.leave: Leave = leave
-        self.head_dim = spec.head_dim
-        self.q = Linear(spec.hidden, spec.heads * spec.head_dim, spec.qkv_bias)
-        self.k = Linear(spec.hidden, spec.kv_heads * spec.head_dim, spec.qkv_bias)
-        self.v = Linear(spec.hidden, spec.kv_heads * spec.head_dim, spec.qkv_bias)
-        self.o = Linear(spec.heads * spec.head_dim, spec.hidden, spec.out_bias)
-        self.q_norm = RmsNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
-        self.k_norm = RmsNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
-
-    def forward(
-        self, x_BTD: Tensor, rope: Rope | None, mask: Any, cache: KeyValueCache | None = None
-    ) -> Tensor:
-        flat = self.project(x_BTD, (self.q, self.k, self.v))
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in flat)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
-        if cache is not None:
-            k, v = cache.append(k, v)
-        return self.leave(self.attend(q, k, v, mask).flatten(2), self.o)
+        for buffer, x in zip(self._buffers, new, strict=True):
+            buffer[:, first : self.filled] = x
+        return [buffer[:, : self.filled] for buffer in self._buffers]
 
 
 def attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKv: Tensor, mask: Tensor | Packed | None) -> Tensor:
-    """Causal attention of the last T of S positions: (B, T, H, v). `mask` is `attention_mask`'s."""
+    """Causal attention of the last T of S positions: (B, T, H, v). `mask` comes from `attention_mask`."""
     if isinstance(mask, Packed):
         return with_wide_values(packed_attention)(q_BTHd, k_BSKd, v_BSKv, mask)
     if q_BTHd.device.type == "cpu":
@@ -89,21 +53,24 @@ def attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKv: Tensor, mask: Tensor | Packed
 
 
 def with_wide_values(attend: Attend) -> Attend:
-    """Lets what takes values of d channels only take narrower ones: with zeros added, and cut off what comes
-    out, which is exact."""
+    """Wrap an `attend` that needs d channels in the values so that it accepts fewer: zeros are appended to
+    the values and cut off the output, which is exact."""
 
-    def attend_narrow(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKv: Tensor, seen: Any) -> Tensor:
+    def attend_narrow(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKv: Tensor, mask: Any) -> Tensor:
         channels = v_BSKv.shape[-1]
         if channels == k_BSKd.shape[-1]:
-            return attend(q_BTHd, k_BSKd, v_BSKv, seen)
+            return attend(q_BTHd, k_BSKd, v_BSKv, mask)
         v_BSKd = F.pad(v_BSKv, (0, k_BSKd.shape[-1] - channels))
-        return attend(q_BTHd, k_BSKd, v_BSKd, seen)[..., :channels]
+        return attend(q_BTHd, k_BSKd, v_BSKd, mask)[..., :channels]
 
     return attend_narrow
 
 
 def sdpa(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKv: Tensor, mask: Tensor | None) -> Tensor:
-    """The same through torch's kernels, for devices other than the CPU: flash or cuDNN without a mask."""
+    """Causal attention (B, T, H, v) by PyTorch's SDPA kernels, for devices other than the CPU.
+
+    Raises ValueError where several queries need a mask because more keys precede them.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q_BTHd, k_BSKd, v_BSKv))
     queries, keys = q.shape[2], k.shape[2]
     if mask is not None:
@@ -127,13 +94,13 @@ def attention_mask(
     like: Tensor,
     head_dim: int | None = None,
 ) -> Tensor | Packed | None:
-    """What the queries see, built once and shared by all blocks; they are the last of the keys' positions.
+    """Mask that lets `queries` positions, the last of `keys`, attend; built once and shared by all blocks.
 
-    A position sees itself and those before it: within `window` positions (its own included) and, of
-    `documents_BT` (B, T), those of its document, a run of equal ids. None stands for the plain causal mask,
-    which needs no memory. Else it is what is added to the scores, (1 or B, 1, T, S) of 0 and -inf in the
-    dtype and on the device of `like` (B, ...), or, where flash attention takes that and heads of `head_dim`,
-    where documents end. `documents_BT` are best on the CPU, where nothing waits for them.
+    A position attends to itself and earlier ones: at most `window` positions (its own included), and within
+    its document, a run of equal ids in `documents_BT` (B, T). Returns None for the plain causal mask, which
+    needs no memory; a `Packed` (ends of documents) where flash attention supports `like` and `head_dim`; else
+    a bias of 0 and -inf to add to the scores, (1 or B, 1, T, S), in the dtype and on the device of `like`.
+    Pass `documents_BT` on the CPU, so that the host does not wait for a device.
     """
     if window is not None and window >= keys:
         window = None
@@ -158,7 +125,7 @@ def attention_mask(
 
 
 def _one_document_each(documents_BT: Tensor) -> bool:
-    """Whether no row changes its document, as far as that is known without waiting for a device."""
+    """True if every row is one document; False where reading `documents_BT` would wait for a device."""
     if documents_BT.device.type != "cpu" or type(documents_BT) is not Tensor:
         return False
     return bool((documents_BT == documents_BT[:, :1]).all())

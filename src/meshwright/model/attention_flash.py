@@ -202,16 +202,16 @@ class FlashPart:
     batch: int
 
 
-def make_flash_part(sight: AttentionIntervals, keys_at: Tensor, _kv_heads: int, _group: int) -> FlashPart:
-    """Plan the attention of the queries of `sight` to keys at places `keys_at` (S,), rising, on the CPU.
+def make_flash_part(intervals: AttentionIntervals, keys_at: Tensor, _kv_heads: int, _group: int) -> FlashPart:
+    """Plan the attention of the queries of `intervals` to keys at places `keys_at` (S,), rising, on the CPU.
 
     A sequence is a run of queries whose intervals of the part's rows begin at one row, and end either at one
     row, too (all is seen), or each a row later than the one before (causal).
     """
-    if sight.windowed:
+    if intervals.windowed:
         raise ValueError("a window does not decompose into sequences")
-    low = torch.searchsorted(keys_at, sight.first.contiguous())
-    high = torch.searchsorted(keys_at, sight.at, right=True).expand_as(low)
+    low = torch.searchsorted(keys_at, intervals.first.contiguous())
+    high = torch.searchsorted(keys_at, intervals.positions, right=True).expand_as(low)
     row, first = torch.nonzero(_begins(low, high)).unbind(1)
     count = torch.cat([row * low.shape[1] + first, torch.tensor([low.numel()])]).diff()
     left, right = low[row, first], high[row, first + count - 1]
@@ -219,7 +219,7 @@ def make_flash_part(sight: AttentionIntervals, keys_at: Tensor, _kv_heads: int, 
     table = torch.stack([row, first, count, left, right - left], 1)
     seen = right > left
     kinds = [(table[seen & ~causal], False), (table[seen & causal], True)]
-    return FlashPart(tuple(_run(some, kind, sight.device) for some, kind in kinds if len(some)), len(low))
+    return FlashPart(tuple(_run(some, kind, intervals.device) for some, kind in kinds if len(some)), len(low))
 
 
 def _begins(low: Tensor, high: Tensor) -> Tensor:
@@ -306,6 +306,6 @@ def _tokens(x: Tensor, batch: int, at: Rows) -> Tensor:
 FLASH = PartOperators(make_flash_part, flash_forward, _whole_output, flash_backward)
 
 
-def part_operators(q_BTHd: Tensor, sight: AttentionIntervals) -> PartOperators:
+def part_operators(q_BTHd: Tensor, intervals: AttentionIntervals) -> PartOperators:
     """What computes the attention of these queries, part by part."""
-    return FLASH if not sight.windowed and flash_takes(q_BTHd, q_BTHd.shape[-1]) else TILES
+    return FLASH if not intervals.windowed and flash_takes(q_BTHd, q_BTHd.shape[-1]) else TILES

@@ -1,24 +1,22 @@
-"""The decoder: embedding, blocks, head. One device's mathematics, no collectives.
+"""The decoder: embedding, blocks, head. It contains no collectives; `hooks.py` lists what a layout replaces.
 
-Shapes: B batch, T sequence, D hidden, V vocabulary. The units {embed, each block, head} touch their own
-parameters only, and only inside their `__call__`: that is where parameters are gathered and released.
-Everything computes in the dtype of the parameters; norms, softmax and the loss sum in fp32 at least.
+Shapes: B batch, T sequence, D hidden, V vocabulary. The units {embed, each block, head} use only their own
+parameters, and only inside their `__call__`, around which data parallelism gathers and releases them.
+Everything computes in the dtype of the parameters; norms, softmax and the loss accumulate in at least fp32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from meshwright.model.attention import Attention, KeyValueCache, attention_mask
+from meshwright.model.attention import KeyValueCache
+from meshwright.model.attention_gqa import Attention
 from meshwright.model.attention_mla import LatentAttention
-from meshwright.model.chunked_cross_entropy import linear_cross_entropy
-from meshwright.model.embedding import embedding
+from meshwright.model.hooks import Hooks
 from meshwright.model.mlp import Mlp
 from meshwright.model.moe import Moe
 from meshwright.model.norm import make_norm
@@ -27,28 +25,29 @@ from meshwright.spec import ModelSpec
 
 
 class Embed(nn.Module):
-    """Tokens (B, T) -> x (B, T, D): a row for each token, and for each position if those are learned."""
+    """Tokens (B, T) -> x (B, T, D): token embeddings, plus position embeddings if those are learned."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, hooks: Hooks) -> None:
         super().__init__()
+        self.hooks = hooks
         self.weight = nn.Parameter(torch.empty(spec.vocab_size, spec.hidden))
         learned = spec.position == "learned"
         self.positions = nn.Parameter(torch.empty(spec.max_seq_len, spec.hidden)) if learned else None
 
     def forward(self, tokens_BT: Tensor, positions: Tensor) -> Tensor:
-        x_BTD = embedding(tokens_BT, self.weight)
-        return x_BTD if self.positions is None else x_BTD + embedding(positions, self.positions)
+        return self.hooks.embed(tokens_BT, positions, self.weight, self.positions)
 
 
 class Block(nn.Module):
-    """x (B, T, D) -> (B, T, D): attention, then the feed-forward layer, both on the normed stream."""
+    """x (B, T, D) -> (B, T, D): attention, then the feed-forward layer, each on the normed residual
+    stream."""
 
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, hooks: Hooks) -> None:
         super().__init__()
         self.attn_norm = make_norm(spec)
-        self.attn = Attention(spec) if spec.mla is None else LatentAttention(spec)
+        self.attn = (Attention if spec.mla is None else LatentAttention)(spec, hooks.attention)
         self.mlp_norm = make_norm(spec)
-        self.mlp = Moe(spec) if spec.has_experts(layer) else Mlp(spec, spec.ffn)
+        self.mlp = Moe(spec, layer, hooks) if spec.has_experts(layer) else Mlp(spec, spec.ffn, hooks.mlp)
 
     def forward(
         self, x_BTD: Tensor, rope: Rope | None, mask: Any, cache: KeyValueCache | None = None
@@ -58,39 +57,33 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """x (B, T, D) -> logits (B, T, V), or with targets (B, T) `scale` times the summed loss.
+    """x (B, T, D) -> logits (B, T, V), or with targets (B, T) `scale` times the summed loss, a scalar.
 
-    Tied, the weight is `embed`'s.
+    With tied embeddings the weight is that of `Embed`.
     """
 
-    def __init__(self, spec: ModelSpec, tied: nn.Parameter | None) -> None:
+    def __init__(self, spec: ModelSpec, tied: nn.Parameter | None, hooks: Hooks) -> None:
         super().__init__()
+        self.hooks = hooks
         self.norm = make_norm(spec)
         self.weight = tied if tied is not None else nn.Parameter(torch.empty(spec.vocab_size, spec.hidden))
 
     def forward(self, x_BTD: Tensor, targets_BT: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        x_BTD = self.norm(x_BTD)
-        if targets_BT is None:
-            return F.linear(x_BTD, self.weight)
-        return linear_cross_entropy(x_BTD.flatten(0, 1), self.weight, targets_BT.flatten(), scale=scale)
+        return self.hooks.predict(self.norm(x_BTD), self.weight, targets_BT, scale)
 
 
 class Decoder(nn.Module):
-    """A decoder-only transformer. Its parameters are allocated, not filled; it can be built on `meta`.
+    """A decoder-only transformer whose parameters are allocated but not filled; `meta` is a valid device.
 
-    Tied, `embed.weight` and `head.weight` are one Parameter, named `embed.weight`. `visible` makes what the
-    blocks' attention takes as its mask; a parallel layout puts its own there.
+    With tied embeddings `embed.weight` and `head.weight` are one Parameter, named `embed.weight`.
     """
 
-    visible: Callable[[int, int, int | None, Tensor | None, Tensor], Any]
-
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, hooks: Hooks | None = None) -> None:
         super().__init__()
-        self.spec = spec
-        self.visible = partial(attention_mask, head_dim=spec.head_dim)
-        self.embed = Embed(spec)
-        self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
-        self.head = Head(spec, self.embed.weight if spec.tied else None)
+        self.spec, self.hooks = spec, hooks or Hooks()
+        self.embed = Embed(spec, self.hooks)
+        self.blocks = nn.ModuleList(Block(spec, layer, self.hooks) for layer in range(spec.layers))
+        self.head = Head(spec, self.embed.weight if spec.tied else None, self.hooks)
 
     def each_block(self) -> Iterator[Block]:
         """The blocks, in order."""
@@ -99,13 +92,13 @@ class Decoder(nn.Module):
             yield block
 
     def each_mixture(self) -> Iterator[tuple[int, Moe]]:
-        """(layer, its mixture of experts) of the layers that have one."""
+        """(layer index, `Moe`) of each layer with experts."""
         for layer, block in enumerate(self.each_block()):
             if isinstance(block.mlp, Moe):
                 yield layer, block.mlp
 
     def balance_biases(self) -> dict[str, Tensor]:
-        """The routers' biases by name; no parameters, but part of the model."""
+        """Load-balancing biases (E,) of the routers by name: not parameters, but part of a saved model."""
         return {
             f"blocks.{layer}.mlp.router.bias": mixture.router.bias
             for layer, mixture in self.each_mixture()
@@ -113,7 +106,7 @@ class Decoder(nn.Module):
         }
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that a saved model holds, by name: the parameters, and the routers' biases."""
+        """All tensors of a saved model by name: parameters and routers' biases."""
         return {**dict(self.named_parameters()), **self.balance_biases()}
 
     def forward(
@@ -125,8 +118,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Logits (B, T, V).
 
-        `positions_BT` are by default those after the caches' (0 without caches). `documents_BT` are ids: no
-        position sees one of another id. `caches`, one for each block, hold what came before and take this in.
+        `positions_BT` default to those that follow the caches' (0 without caches). `documents_BT` are
+        document ids; attention does not cross documents. `caches`, one per block, are read and appended to.
         """
         logits: Tensor = self.head(self._hidden(tokens_BT, positions_BT, documents_BT, caches))
         return logits
@@ -138,7 +131,7 @@ class Decoder(nn.Module):
         positions_BT: Tensor | None = None,
         documents_BT: Tensor | None = None,
     ) -> Tensor:
-        """Sum of -log p(target) over the targets that are not -100: a scalar, not divided by anything."""
+        """Sum of -log p(target), in nats, over the targets that are not -100: a scalar, not averaged."""
         loss: Tensor = self.head(self._hidden(tokens_BT, positions_BT, documents_BT, None), targets_BT)
         return loss
 
@@ -154,14 +147,16 @@ class Decoder(nn.Module):
         if positions is None:
             positions = torch.arange(seen, seen + tokens_BT.shape[1], device=tokens_BT.device)
         x_BTD = self.embed(tokens_BT, positions)
-        look = self.look(tokens_BT.shape[1], positions, documents_BT, x_BTD, seen)
+        rope, mask = self.rope_and_mask(tokens_BT.shape[1], positions, documents_BT, x_BTD, seen)
         for index, block in enumerate(self.blocks):
-            x_BTD = block(x_BTD, *look, caches[index] if caches else None)
+            x_BTD = block(x_BTD, rope, mask, caches[index] if caches else None)
         return x_BTD
 
-    def look(
+    def rope_and_mask(
         self, length: int, positions: Tensor, documents_BT: Tensor | None, like: Tensor, seen: int = 0
     ) -> tuple[Rope | None, Any]:
-        """What blocks share for `length` tokens after `seen` others: rotary tables, and what is visible."""
-        rope = rope_table(self.spec, positions, like.dtype) if self.spec.position == "rope" else None
-        return rope, self.visible(length, seen + length, self.spec.sliding_window, documents_BT, like)
+        """Rotary tables and attention mask, shared by all blocks, of `length` tokens that follow `seen`
+        others."""
+        spec, keys = self.spec, seen + length
+        rope = rope_table(spec, positions, like.dtype) if spec.position == "rope" else None
+        return rope, self.hooks.mask(length, keys, spec.sliding_window, documents_BT, like, spec.head_dim)

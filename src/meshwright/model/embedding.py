@@ -1,4 +1,4 @@
-"""Rows of a table by index, with gradients that are added up in fp32 at least."""
+"""Embedding lookup whose gradients are accumulated in at least fp32."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.autograd.function import once_differentiable
 
 
 class _EmbeddingOnCpu(torch.autograd.Function):
-    """Rows of a weight in a half format, as torch gives them, with another backward.
+    """Embedding lookup in bf16 or fp16 with a backward that accumulates in fp32.
 
-    torch's CPU backward adds a row's gradients one by one in their own format, where in bf16 the 1,024th
-    of a token is 2.3% short and the 16,384th is lost. CUDA's adds in fp32.
+    PyTorch's CPU backward adds a row's gradients one by one in their own format: in bf16 the sum is 2.3%
+    short after 1,024 terms, and the 16,384th term is lost. CUDA accumulates in fp32.
     """
 
     @staticmethod
@@ -32,8 +32,16 @@ class _EmbeddingOnCpu(torch.autograd.Function):
 
 
 def embedding(indices: Tensor, weight: Tensor) -> Tensor:
-    """Rows of `weight` (V, D) by `indices` (...): (..., D)."""
+    """Look up rows of `weight` (V, D) at `indices` (...): (..., D)."""
     if weight.device.type == "cpu" and weight.dtype.itemsize < 4:
         rows: Tensor = _EmbeddingOnCpu.apply(indices, weight)
         return rows
     return F.embedding(indices, weight)
+
+
+def embed_tokens(
+    tokens_BT: Tensor, positions: Tensor, weight: Tensor, position_weight: Tensor | None
+) -> Tensor:
+    """Token embeddings (B, T, D), plus those of `positions` (T,) or (B, T) where they are learned."""
+    x_BTD = embedding(tokens_BT, weight)
+    return x_BTD if position_weight is None else x_BTD + embedding(positions, position_weight)

@@ -1,29 +1,13 @@
-"""A linear map whose weights are allocated, not filled: `init.py` or a checkpoint gives their values."""
+"""A linear layer whose parameters are allocated but not filled: `init.py` or a checkpoint sets their
+values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-Project = Callable[[Tensor, Sequence["Linear"]], tuple[Tensor, ...]]
-"""How several linear maps are applied to one input."""
-
-Leave = Callable[[Tensor, "Linear"], Tensor]
-"""How a linear map is applied that ends an attention or feed-forward layer."""
-
-
-def project(x: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
-    """Each map's output."""
-    return tuple(linear(x) for linear in linears)
-
-
-def leave(x: Tensor, linear: Linear) -> Tensor:
-    """The map's output."""
-    output: Tensor = linear(x)
-    return output
 
 
 class Linear(nn.Module):
@@ -36,3 +20,14 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+def project(x: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
+    """Apply each of `linears` to x (..., inputs): one (..., outputs) per layer."""
+    return tuple(linear(x) for linear in linears)
+
+
+def apply_linear(x: Tensor, linear: Linear) -> Tensor:
+    """Apply one layer to x (..., inputs): (..., outputs)."""
+    output: Tensor = linear(x)
+    return output

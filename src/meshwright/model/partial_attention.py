@@ -63,10 +63,11 @@ class PartialAttention:
         )
 
 
-def make_part(sight: AttentionIntervals, keys_at: Tensor, kv_heads: int, group: int) -> PartialAttention:
-    """Plan the attention of the queries of `sight` to keys at places `keys_at` (S,), rising, on the CPU."""
-    at = sight.at
-    low = torch.searchsorted(keys_at, sight.first.contiguous())
+def make_part(intervals: AttentionIntervals, keys_at: Tensor, kv_heads: int, group: int) -> PartialAttention:
+    """Plan the attention of the queries of `intervals` to keys at places `keys_at` (S,), rising, on the
+    CPU."""
+    at = intervals.positions
+    low = torch.searchsorted(keys_at, intervals.first.contiguous())
     high = torch.searchsorted(keys_at, at, right=True).expand_as(low)
     ends = (torch.nonzero(at.diff() != 1).flatten() + 1).tolist()
     tiles: list[Tile] = []
@@ -77,7 +78,7 @@ def make_part(sight: AttentionIntervals, keys_at: Tensor, kv_heads: int, group: 
             rows = _block_of_queries(row, end, lows, highs)
             tiles += _row_of_tiles(rows, lows, highs, low.shape[0], kv_heads, group)
             row = rows.stop
-    return PartialAttention(low.to(sight.device), high.to(sight.device), tuple(tiles), group)
+    return PartialAttention(low.to(intervals.device), high.to(intervals.device), tuple(tiles), group)
 
 
 def _block_of_queries(row: int, end: int, lows: list[list[int]], highs: list[list[int]]) -> slice:

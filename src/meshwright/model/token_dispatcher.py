@@ -1,12 +1,12 @@
-"""The way of tokens to their experts and back.
+"""Dispatch of tokens to their experts, and combination of the experts' outputs.
 
-Shapes: N tokens, k experts of each, C channels, M copies that set out (a token has one for each of its
-experts), R rows that the experts compute on: copies in the order of experts, each expert's padded with rows
-of weight 0 to a multiple of ALIGN.
+Shapes: N tokens, k experts of each, C channels, M admitted copies (a token has one per expert), R rows that
+the experts compute on: copies sorted by expert, each expert's padded with rows of weight 0 to a multiple of
+ALIGN.
 
-There and back are transposes of each other: a token's copies are dealt out, and what comes back of them is
-added up, in fp32 at least. So the backward of the one is the other. Each is in two parts, so that a message
-that is under way in between has company; here, where all experts are in one place, there is none.
+Dispatch copies a token's row to each of its experts; combine sums the copies' outputs in at least fp32. Each
+is the transpose of the other, so the backward of one runs the other. Both have a start and a finish, so that
+computation overlaps with messages in flight; on one device there are no messages.
 """
 
 from __future__ import annotations
@@ -17,194 +17,200 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from meshwright.model.experts import Sizes
 from meshwright.spec.tiling import ALIGN
+
+Sizes = tuple[int, ...]
+"""Rows of each expert on this rank, padding included, on the host."""
 
 
 class TokenDispatcher:
-    """One layer's tokens on their way; `sizes` are the rows of each expert that is here."""
+    """Dispatches one layer's tokens to experts on one device; `sizes` are the rows of each expert."""
+
+    sizes: Sizes
 
     def __init__(self, experts_Nk: Tensor, admitted_Nk: Tensor | None, experts: int) -> None:
-        """`experts_Nk` holds numbers below `experts`; copies that are not `admitted_Nk` stay."""
+        """`experts_Nk` holds expert indices below `experts`; copies outside `admitted_Nk` are dropped."""
         self.tokens, self.top_k = experts_Nk.shape
         self.admitted = admitted_Nk
-        self.going: Any = None
-        self.coming: Any = None
+        self.dispatching: Any = None
+        self.combining: Any = None
         chosen = experts_Nk if admitted_Nk is None else experts_Nk.masked_fill(~admitted_Nk, experts)
         order = chosen.flatten().argsort(stable=True)
         self.counts = torch.bincount(chosen.flatten(), minlength=experts + 1)[:experts]
         position = torch.empty_like(order)
         position[order] = torch.arange(len(order), device=order.device)
-        self._settle(order, position.view(self.tokens, self.top_k))
+        self._plan(order, position.view(self.tokens, self.top_k))
 
-    def _settle(self, order: Tensor, position_Nk: Tensor) -> None:
-        """Lay out the rows, given the copies in the order of experts and the position of each in that."""
-        (counts,) = self._read(self.counts.view(1, -1))
+    def _plan(self, order: Tensor, position_Nk: Tensor) -> None:
+        """Assign rows, given the copies sorted by expert and each copy's position in that order.
+
+        Sets `copy` and `token` (the copy and token of each row to send), `row` (the row of each copy at the
+        experts), `sizes`, and `copy_rows` (N, k or more): the rows of a token's copies in what comes back.
+        """
+        (counts,) = self._to_host(self.counts.view(1, -1))
         copies = sum(counts)
-        place, self.sizes = row_places(self.counts.view(1, -1), [counts])
-        rows = sum(self.sizes)
-        self.pair = order.new_zeros(rows)
-        self.pair[place] = order[:copies]
-        self.token = self.pair // self.top_k
-        self.place = place
+        self.row, self.sizes = assign_rows(self.counts.view(1, -1), [counts])
+        self.copy = order.new_zeros(sum(self.sizes))
+        self.copy[self.row] = order[:copies]
+        self.token = self.copy // self.top_k
         if copies < len(order):
             position_Nk = position_Nk.clamp(max=max(copies - 1, 0))
-        self.home = place[position_Nk] if copies else torch.zeros_like(position_Nk)
+        self.copy_rows = self.row[position_Nk] if copies else torch.zeros_like(position_Nk)
 
-    def _read(self, counts_SE: Tensor) -> list[list[int]]:
-        """Counts of copies for each expert, from or to S places, on the host; it waits for the device."""
-        found: list[list[int]] = counts_SE.tolist()
-        return found
+    def _to_host(self, counts_SE: Tensor) -> list[list[int]]:
+        """Numbers of copies per expert (E), from or to S ranks, on the host; waits for the device."""
+        counts: list[list[int]] = counts_SE.tolist()
+        return counts
 
-    # What moves -------------------------------------------------------------------------------------
+    # Messages ---------------------------------------------------------------------------------------
 
     def send(self, x_NC: Tensor, index: Tensor) -> Any:
-        """Set out with the rows `index` of `x_NC`."""
+        """Start to send rows `index` of `x_NC` to the experts; pass the result to `receive`."""
         return x_NC.index_select(0, index)
 
     def receive(self, sent: Any) -> Tensor:
-        """(R, C): the rows of the experts that are here; those beyond a group's copies hold anything."""
-        found: Tensor = sent
-        return found
+        """Rows (R, C) of the experts on this rank; the content of padding rows is arbitrary."""
+        rows: Tensor = sent
+        return rows
 
     def send_back(self, rows_RC: Tensor) -> Any:
-        """Set out for home."""
+        """Start to send the experts' rows back; pass the result to `receive_back`."""
         return rows_RC
 
     def receive_back(self, sent: Any) -> Tensor:
-        """What `home` (N, k or more) numbers the rows of."""
-        found: Tensor = sent
-        return found
+        """Rows (., C) of this rank's copies, which `copy_rows` indexes."""
+        rows: Tensor = sent
+        return rows
 
-    def added_up(self, rows: Tensor) -> Tensor:
-        """(N, C): the sum over each token's copies."""
+    def sum_copies(self, rows: Tensor) -> Tensor:
+        """(N, C): the sum over each token's admitted copies of their rows from `receive_back`."""
         if not len(rows):
             return rows.new_zeros(self.tokens, rows.shape[1])
         exact = torch.promote_types(rows.dtype, torch.float32)
-        found = rows.new_zeros(self.tokens, rows.shape[1], dtype=exact)
-        for copy in range(self.home.shape[1]):
-            found += self._only_admitted(rows.index_select(0, self.home[:, copy]), copy)
-        return found.to(rows.dtype)
+        total = rows.new_zeros(self.tokens, rows.shape[1], dtype=exact)
+        slices = self.copy_rows.shape[1] // self.top_k
+        for index in range(self.copy_rows.shape[1]):
+            added = rows.index_select(0, self.copy_rows[:, index])
+            if self.admitted is not None:
+                added.masked_fill_(~self.admitted[:, index // slices].unsqueeze(1), 0)
+            total += added
+        return total.to(rows.dtype)
 
-    def each(self, values: Tensor) -> Tensor:
-        """(N, k): the value of each copy, of those that came home (their number,); 0 of those that stayed."""
+    def copy_values(self, values: Tensor) -> Tensor:
+        """(N, k): each copy's scalar out of `values` (one per row of `receive_back`); 0 for dropped
+        copies."""
         if not len(values):
             return values.new_zeros(self.tokens, self.top_k)
-        found = values[self.home].view(self.tokens, self.top_k, -1).sum(2)
-        return found if self.admitted is None else found.masked_fill(~self.admitted, 0)
+        summed = values[self.copy_rows].view(self.tokens, self.top_k, -1).sum(2)
+        return summed if self.admitted is None else summed.masked_fill(~self.admitted, 0)
 
-    def _only_admitted(self, rows: Tensor, copy: int) -> Tensor:
-        if self.admitted is None:
-            return rows
-        stayed = ~self.admitted[:, copy * self.top_k // self.home.shape[1]]
-        return rows.masked_fill_(stayed.unsqueeze(1), 0)
-
-    def weights(self, values_R: Tensor) -> Tensor:
-        """The same with 0 for the rows that pad."""
-        found = torch.zeros_like(values_R)
-        found[self.place] = values_R[self.place]
-        return found
+    def mask_padding(self, values_R: Tensor) -> Tensor:
+        """`values_R` with 0 in padding rows."""
+        masked = torch.zeros_like(values_R)
+        masked[self.row] = values_R[self.row]
+        return masked
 
     # Differentiable ---------------------------------------------------------------------------------
 
-    def depart(self, x_ND: Tensor, weights_Nk: Tensor) -> Tensor:
-        """Begin to bring tokens and their weights to the experts; give what this returns to `arrive`."""
-        found: Tensor = _Depart.apply(x_ND, weights_Nk, self)
-        return found
+    def start_dispatch(self, x_ND: Tensor, weights_Nk: Tensor) -> Tensor:
+        """Start to send tokens and routing weights to the experts; pass the handle to `finish_dispatch`."""
+        handle: Tensor = _StartDispatch.apply(x_ND, weights_Nk, self)
+        return handle
 
-    def arrive(self, ticket: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens (R, D) and weights (R,) at the experts that are here."""
-        found: tuple[Tensor, Tensor] = _Arrive.apply(ticket, self)
-        return found
+    def finish_dispatch(self, handle: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens (R, D) and routing weights (R,) of the experts on this rank."""
+        arrived: tuple[Tensor, Tensor] = _FinishDispatch.apply(handle, self)
+        return arrived
 
-    def turn_back(self, y_RD: Tensor) -> Tensor:
-        """Begin to bring home what the experts found; give what this returns to `come_home`."""
-        found: Tensor = _TurnBack.apply(y_RD, self)
-        return found
+    def start_combine(self, y_RD: Tensor) -> Tensor:
+        """Start to send the experts' outputs back; pass the handle to `finish_combine`."""
+        handle: Tensor = _StartCombine.apply(y_RD, self)
+        return handle
 
-    def come_home(self, ticket: Tensor) -> Tensor:
+    def finish_combine(self, handle: Tensor) -> Tensor:
         """(N, D): the sum over each token's experts."""
-        found: Tensor = _ComeHome.apply(ticket, self)
-        return found
+        combined: Tensor = _FinishCombine.apply(handle, self)
+        return combined
 
 
-class _Depart(torch.autograd.Function):
-    """The ticket stands for what is under way, which a backward brings home under the same ticket."""
+class _StartDispatch(torch.autograd.Function):
+    """Returns a scalar handle that orders the graph; the messages are in `dispatching` and `combining`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, trip: TokenDispatcher) -> Tensor:
-        ctx.trip = trip
-        trip.going = trip.send(x, trip.token), trip.send(weights.reshape(-1, 1), trip.pair)
+    def forward(ctx: Any, x: Tensor, weights: Tensor, dispatcher: TokenDispatcher) -> Tensor:
+        ctx.dispatcher = dispatcher
+        sent = dispatcher.send(x, dispatcher.token)
+        dispatcher.dispatching = sent, dispatcher.send(weights.reshape(-1, 1), dispatcher.copy)
         return x.new_empty(())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        trip = ctx.trip
-        (x, weights), trip.coming = trip.coming, None
-        of_weights = trip.each(trip.receive_back(weights).squeeze(1))
-        return trip.added_up(trip.receive_back(x)), of_weights, None
+        dispatcher = ctx.dispatcher
+        (grad_x, grad_weights), dispatcher.combining = dispatcher.combining, None
+        values = dispatcher.copy_values(dispatcher.receive_back(grad_weights).squeeze(1))
+        return dispatcher.sum_copies(dispatcher.receive_back(grad_x)), values, None
 
 
-class _Arrive(torch.autograd.Function):
+class _FinishDispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ticket: Tensor, trip: TokenDispatcher) -> tuple[Tensor, Tensor]:
-        ctx.trip = trip
-        (x, weights), trip.going = trip.going, None
-        return trip.receive(x), trip.weights(trip.receive(weights).squeeze(1))
+    def forward(ctx: Any, handle: Tensor, dispatcher: TokenDispatcher) -> tuple[Tensor, Tensor]:
+        ctx.dispatcher = dispatcher
+        (x, weights), dispatcher.dispatching = dispatcher.dispatching, None
+        return dispatcher.receive(x), dispatcher.mask_padding(dispatcher.receive(weights).squeeze(1))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_x: Tensor, of_weights: Tensor) -> tuple[Tensor, None]:
-        trip = ctx.trip
-        trip.coming = trip.send_back(of_x), trip.send_back(of_weights.unsqueeze(1))
-        return of_x.new_zeros(()), None
+    def backward(ctx: Any, grad_x: Tensor, grad_weights: Tensor) -> tuple[Tensor, None]:
+        dispatcher = ctx.dispatcher
+        sent = dispatcher.send_back(grad_x), dispatcher.send_back(grad_weights.unsqueeze(1))
+        dispatcher.combining = sent
+        return grad_x.new_zeros(()), None
 
 
-class _TurnBack(torch.autograd.Function):
+class _StartCombine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, trip: TokenDispatcher) -> Tensor:
-        ctx.trip = trip
-        trip.coming = trip.send_back(y.detach())  # with its graph, which holds the trip, it would be a cycle
+    def forward(ctx: Any, y: Tensor, dispatcher: TokenDispatcher) -> Tensor:
+        ctx.dispatcher = dispatcher
+        # Detached: y's graph holds the dispatcher, which would be a reference cycle.
+        dispatcher.combining = dispatcher.send_back(y.detach())
         return y.new_empty(())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor, None]:
-        trip = ctx.trip
-        going, trip.going = trip.going, None
-        return trip.receive(going), None
+        dispatching, ctx.dispatcher.dispatching = ctx.dispatcher.dispatching, None
+        return ctx.dispatcher.receive(dispatching), None
 
 
-class _ComeHome(torch.autograd.Function):
+class _FinishCombine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ticket: Tensor, trip: TokenDispatcher) -> Tensor:
-        ctx.trip = trip
-        coming, trip.coming = trip.coming, None
-        return trip.added_up(trip.receive_back(coming))
+    def forward(ctx: Any, handle: Tensor, dispatcher: TokenDispatcher) -> Tensor:
+        ctx.dispatcher = dispatcher
+        combining, dispatcher.combining = dispatcher.combining, None
+        return dispatcher.sum_copies(dispatcher.receive_back(combining))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        trip = ctx.trip
-        trip.going = trip.send(grad, trip.token)
+        ctx.dispatcher.dispatching = ctx.dispatcher.send(grad, ctx.dispatcher.token)
         return grad.new_zeros(()), None
 
 
-def row_places(counts_SE: Tensor, listed: list[list[int]]) -> tuple[Tensor, Sizes]:
-    """Where copies that come from S places, each expert by expert, lie among the rows, and sizes.
+def assign_rows(counts_SE: Tensor, listed: list[list[int]]) -> tuple[Tensor, Sizes]:
+    """Rows of copies that arrive from S ranks, each sorted by expert, and the padded rows of each expert.
 
-    `counts_SE` of them come from each place for each expert, `listed` on the host. Returned are the row of
-    each, in the order of coming, and the rows of each expert.
+    `counts_SE` are the copies from each rank for each expert, `listed` the same numbers on the host. The
+    first result (M,) holds the row of each copy, in order of arrival.
     """
     experts = len(listed[0])
     sums = [sum(row[expert] for row in listed) for expert in range(experts)]
     sizes = tuple(-(-total // ALIGN) * ALIGN for total in sums)
     device = counts_SE.device
     starts_E = torch.tensor([0, *sizes[:-1]], dtype=torch.int64).cumsum(0).to(device)
-    before_SE = counts_SE.cumsum(0) - counts_SE  # of the same expert, from places before
-    coming_SE = (counts_SE.flatten().cumsum(0) - counts_SE.flatten()).view_as(counts_SE)
-    shift = (starts_E + before_SE - coming_SE).flatten()
+    before_SE = counts_SE.cumsum(0) - counts_SE  # copies for the expert from ranks before
+    arrived_SE = (counts_SE.flatten().cumsum(0) - counts_SE.flatten()).view_as(counts_SE)
+    shift = (starts_E + before_SE - arrived_SE).flatten()
     copies = sum(sums)
     moved = shift.repeat_interleave(counts_SE.flatten(), output_size=copies)
     return torch.arange(copies, device=device) + moved, sizes

@@ -3,10 +3,10 @@
 Splits        a sequence into 2n equal chunks, of which rank r holds r and 2n-1-r: under a causal mask that is
               equal work for all (Grattafiori et al. 2024, §3.3.2; cf. Brandon et al. 2023).
 Saves         all activations of a block, to 1/n.
-Modes         ring: keys and values travel (Liu et al. 2023; Li et al. 2021). gather: all ranks get all keys
-              and values (Grattafiori et al. 2024). ulysses: all tokens of some heads instead of all heads of
-              some tokens (Jacobs et al. 2023). ring+ulysses: neighbours do the latter, among such groups runs
-              the former (Fang & Zhao 2024). All are exact.
+Modes         ring: keys and values are passed from rank to rank (Liu et al. 2023; Li et al. 2021). gather:
+              all ranks get all keys and values (Grattafiori et al. 2024). ulysses: each rank gets all tokens
+              of some heads (Jacobs et al. 2023). ring+ulysses: neighbours exchange heads, and a ring connects
+              such groups (Fang & Zhao 2024). All are exact.
 Wire          bytes that a rank sends, each layer and microbatch, for N = B T local tokens, H query and K
               key-value heads of d channels, b bytes of the format to compute in and a of its sums (4; 8 for
               fp64), f(n) = (n-1)/n:
@@ -18,181 +18,184 @@ Wire          bytes that a rank sends, each layer and microbatch, for N = B T lo
                               backward  all_to_all      2 N (H + K) d b f(n)
                 ring+ulysses  with u ranks of Ulysses and n/u of the ring: those of ulysses with f(u), and
                               those of the ring with n/u for n
-              With one rank, or a ring of one, nothing. Query heads that share keys do not repeat them.
-              Values of fewer channels than the keys (latent attention) travel with zeros for the others.
+              One rank, or a ring of one, sends nothing. Keys are not repeated for the query heads that share
+              them. Values with fewer channels than keys (latent attention) are sent padded with zeros.
 Keeps         for the backward: q, k, v, out, the log-sum-exp (N H a bytes); gather also all keys and values.
 
-A ring's next block is under way while the present one is computed on, in the backward also the sums that come
-home; sums over blocks are in fp32 at least (on CUDA flash attention first rounds each block's share to the
-input's format). On an axis of one rank the same code sends nothing.
+A ring transfers the next block while it computes on the present one, in the backward also the sums of
+gradients; sums over blocks are in at least fp32 (on CUDA flash attention first rounds each block's share to
+the input's format).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from meshwright.model.attention import with_wide_values
-from meshwright.model.attention_intervals import AttentionIntervals, sight
-from meshwright.model.decoder import Decoder
+from meshwright.model.attention import Attend, with_wide_values
+from meshwright.model.attention_intervals import AttentionIntervals, attention_intervals
+from meshwright.model.hooks import Mask
 from meshwright.parallel.fused_comm_ops import Tensors
 from meshwright.parallel.mesh import Axis, Mesh
-from meshwright.parallel.recompute import RecomputeCache
-from meshwright.parallel.ring_attention import JointGather, JointRing, gather_attention, ring_attention
-from meshwright.parallel.ulysses import Exchange, JointToHeads, JointToTokens
+from meshwright.parallel.recompute_cache import RecomputeCache
+from meshwright.parallel.ring_attention import GatherAttention, RingAttention
+from meshwright.parallel.ulysses import Exchange, ToHeads, ToTokens
 from meshwright.spec.layout import ContextMode
 
 
 def zigzag(length: int, ranks: int, rank: int) -> Tensor:
-    """The places (length / ranks,) of a sequence that a rank holds, rising: its chunks of 2 `ranks`.
+    """Positions (length / ranks,) of a sequence that a rank holds, ascending: two of 2 `ranks` equal chunks.
 
-    One rank holds all places. ValueError where `length` is not a multiple of 2 `ranks`.
+    A single rank holds all positions. Raises ValueError if `length` is not a multiple of 2 `ranks`.
     """
     if ranks == 1:
         return torch.arange(length)
     if length % (2 * ranks):
         raise ValueError(f"{length} tokens cannot be cut into {2 * ranks} equal chunks")
     chunk = length // (2 * ranks)
-    late = (2 * ranks - 1 - rank) * chunk
-    return torch.cat([torch.arange(rank * chunk, (rank + 1) * chunk), torch.arange(late, late + chunk)])
+    starts = (rank * chunk, (2 * ranks - 1 - rank) * chunk)
+    return torch.cat([torch.arange(start, start + chunk) for start in starts])
 
 
 def share(tensor_BS: Tensor, axis: Axis) -> Tensor:
-    """(B, S, ...) -> (B, S / n, ...): this rank's places, contiguous; with one rank the tensor itself."""
+    """This rank's tokens of (B, S, ...), contiguous: (B, S / n, ...); with one rank the tensor itself."""
     if axis.size == 1:
         return tensor_BS
     places = zigzag(tensor_BS.shape[1], axis.size, axis.rank)
     return tensor_BS.index_select(1, places.to(tensor_BS.device))
 
 
-class ContextAttention:
-    """Attention of queries, keys and values that are shared over the context axis, by one of the modes.
+class _Groups:
+    """Positions of the context ranks, and of the groups of neighbours that exchange heads."""
 
-    Built once for a decoder. `kept` remembers results for a second forward.
+    def __init__(self, mesh: Mesh) -> None:
+        self._axis, self.heads = mesh.context, mesh.ulysses
+        self._own = mesh.context.rank // mesh.ulysses.size
+        self.exchange = lru_cache(self._exchange)
+        self.unions = lru_cache(self._unions)
+
+    def places(self, length: int) -> list[Tensor]:
+        """Positions (T,) of each context rank in sequences of `length` tokens."""
+        return [zigzag(length, self._axis.size, rank) for rank in range(self._axis.size)]
+
+    def _exchange(self, local: int) -> Exchange:
+        """The exchange of heads in this rank's group, for `local` tokens a rank."""
+        u, places = self.heads.size, self.places(local * self._axis.size)
+        return Exchange(self.heads, places[self._own * u : (self._own + 1) * u])
+
+    def _unions(self, length: int) -> list[Tensor]:
+        """Positions (u T,) of each group together, ascending."""
+        u, places = self.heads.size, self.places(length)
+        groups = (places[first : first + u] for first in range(0, len(places), u))
+        return [torch.cat(group).sort().values for group in groups]
+
+    def attention_of(self, intervals: AttentionIntervals) -> tuple[AttentionIntervals, list[Tensor]]:
+        """Intervals of the queries that this rank computes, and the positions of each part of the keys."""
+        if self.heads.size == 1:
+            return intervals, self.places(intervals.length)
+        unions = self.unions(intervals.length)
+        return intervals.united or intervals.at(unions[self._own]), unions
+
+
+class ContextAttention:
+    """Attention in eager blocks, of queries, keys and values sharded over the context axis.
+
+    Built once for a decoder; `cache` keeps results for a recomputing forward.
     """
 
-    def __init__(self, mesh: Mesh, mode: ContextMode, kept: RecomputeCache) -> None:
-        self.axis, self.mode, self._kept = mesh.context, mode, kept
-        self._ring, self._heads = mesh.ring, mesh.ulysses
+    def __init__(self, mesh: Mesh, mode: ContextMode, cache: RecomputeCache) -> None:
+        self._groups, self._cache = _Groups(mesh), cache
+        self._make = GatherAttention if mode == "gather" else RingAttention
+        self._axis = mesh.context if mode == "gather" else mesh.ring
+        self._to_heads = ToHeads(mesh.ulysses, self._groups.exchange, cache)
+        self._to_tokens = ToTokens(mesh.ulysses, self._groups.exchange, cache)
 
-    def __call__(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, sight: AttentionIntervals) -> Tensor:
-        """(B, T, H, d) for the queries at the places of `sight`, which are `zigzag`'s; differentiable."""
-        return self.at_places(q_BTHd, k_BTKd, v_BTKd, sight, _places(sight.length, self.axis))
-
-    def at_places(
-        self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, sight: AttentionIntervals, places: list[Tensor]
+    def __call__(
+        self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, intervals: AttentionIntervals
     ) -> Tensor:
-        """The same where rank r of the axis holds `places[r]` (T,), rising, on the CPU."""
-        if self._heads.size == 1:
-            return self._attend(q_BTHd, k_BTKd, v_BTKd, sight, places)
-        u = self._heads.size
-        groups = groups_of(places, u)
-        own = groups[self.axis.rank // u]
-        exchange = Exchange(self._heads, own)
-        unions = [torch.cat(group).sort().values for group in groups]
-        q, k, v = exchange.to_heads(q_BTHd, k_BTKd, v_BTKd)
-        out = self._attend(q, k, v, sight.together or sight.of(unions[self.axis.rank // u]), unions)
-        return exchange.to_tokens(out)
+        """(B, T, H, d) for the queries of `intervals`, whose positions are those of `zigzag`."""
+        attended = self._groups.attention_of(intervals)
+        attend = self._make(self._axis, lambda _: attended, self._cache)
+        if self._groups.heads.size == 1:
+            return attend(q_BTHd, k_BTKd, v_BTKd)[0]
+        q, k, v = self._to_heads(q_BTHd, k_BTKd, v_BTKd)
+        return self._to_tokens(attend(q, k, v)[0])[0]
 
-    def united(self, sight: AttentionIntervals) -> AttentionIntervals:
-        """`sight` with what ranks that exchange heads see together: one for all layers of a microbatch."""
-        u = self._heads.size
-        if u == 1:
-            return sight
-        group = groups_of(_places(sight.length, self.axis), u)[self.axis.rank // u]
-        return replace(sight, together=sight.of(torch.cat(group).sort().values))
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, sight: AttentionIntervals, places: list[Tensor]
-    ) -> Tensor:
-        if self.mode == "gather":
-            return gather_attention(q, k, v, sight, places, self.axis, self._kept)
-        return ring_attention(q, k, v, sight, places, self._ring, self._kept)
+    def mask(self, intervals: AttentionIntervals) -> AttentionIntervals:
+        """`intervals` together with those of the ranks that exchange heads, once for all layers."""
+        if self._groups.heads.size == 1:
+            return intervals
+        return replace(intervals, united=self._groups.attention_of(intervals)[0])
 
 
-def _places(length: int, axis: Axis) -> list[Tensor]:
-    """The places that each rank of the axis holds."""
-    return [zigzag(length, axis.size, rank) for rank in range(axis.size)]
+class IntervalTensors(NamedTuple):
+    """`AttentionIntervals` as tensors, which a compiled block can take."""
 
-
-def groups_of(places: list[Tensor], u: int) -> list[list[Tensor]]:
-    """The places of each u neighbours, who exchange heads."""
-    return [places[first : first + u] for first in range(0, len(places), u)]
-
-
-class Seen(NamedTuple):
-    """A `AttentionIntervals` as the tensors that a compiled block is given."""
-
-    at: Tensor
+    positions: Tensor
     first: Tensor
     whole: Tensor
     windowed: bool
 
 
-class JointContextAttention:
-    """`ContextAttention` as operators of a compiled block (`joint.py`); it keeps nothing itself."""
+class CompiledContextAttention:
+    """`ContextAttention` as custom operators of a compiled block."""
 
     def __init__(self, mesh: Mesh, mode: ContextMode) -> None:
-        self.axis, self._heads = mesh.context, mesh.ulysses
-        made = JointGather if mode == "gather" else JointRing
-        over = mesh.context if mode == "gather" else mesh.ring
-        self._attend = [made(over, partial(self._seen, windowed)) for windowed in (False, True)]
-        self._to_heads = JointToHeads(mesh.ulysses, self._exchange)
-        self._to_tokens = JointToTokens(mesh.ulysses, self._exchange)
+        self._groups, self._device = _Groups(mesh), mesh.context.device
+        make = GatherAttention if mode == "gather" else RingAttention
+        axis = mesh.context if mode == "gather" else mesh.ring
+        self._attend = [make(axis, partial(self._intervals, windowed), None) for windowed in (False, True)]
+        self._to_heads = ToHeads(mesh.ulysses, self._groups.exchange, None)
+        self._to_tokens = ToTokens(mesh.ulysses, self._groups.exchange, None)
 
-    def __call__(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, seen: Seen) -> Tensor:
+    def __call__(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask: IntervalTensors) -> Tensor:
         """(B, T, H, d), as `ContextAttention`."""
-        at, first, whole, windowed = seen
+        *tensors, windowed = mask
         attend = self._attend[windowed]
-        if self._heads.size == 1:
-            return attend(q_BTHd, k_BTKd, v_BTKd, at, first, whole)[0]
+        if self._groups.heads.size == 1:
+            return attend(q_BTHd, k_BTKd, v_BTKd, *tensors)[0]
         q, k, v = self._to_heads(q_BTHd, k_BTKd, v_BTKd)
-        return self._to_tokens(attend(q, k, v, at, first, whole)[0])[0]
+        return self._to_tokens(attend(q, k, v, *tensors)[0])[0]
 
-    def _seen(self, windowed: bool, tensors: Tensors) -> tuple[AttentionIntervals, list[Tensor]]:
-        """What the queries see that attention is computed for here, and the places that each rank holds."""
-        at, first, whole = tensors
+    def mask(self, intervals: AttentionIntervals) -> IntervalTensors:
+        """The tensors of `intervals`."""
+        return IntervalTensors(intervals.positions, intervals.first, intervals.whole, intervals.windowed)
+
+    def _intervals(self, windowed: bool, tensors: Tensors) -> tuple[AttentionIntervals, list[Tensor]]:
+        positions, first, whole = tensors
         length = whole.shape[1]
-        sight = AttentionIntervals(at, first, length, whole, windowed, self.axis.device)
-        if self._heads.size == 1:
-            return sight, _places(length, self.axis)
-        unions = [torch.cat(group).sort().values for group in self._groups(length)]
-        return sight.of(unions[self.axis.rank // self._heads.size]), unions
-
-    def _exchange(self, local: int) -> Exchange:
-        groups = self._groups(local * self.axis.size)
-        return Exchange(self._heads, groups[self.axis.rank // self._heads.size])
-
-    def _groups(self, length: int) -> list[list[Tensor]]:
-        return groups_of(_places(length, self.axis), self._heads.size)
+        return self._groups.attention_of(
+            AttentionIntervals(positions, first, length, whole, windowed, self._device)
+        )
 
 
-def split_sequences(decoder: Decoder, mesh: Mesh, mode: ContextMode, kept: RecomputeCache | None) -> None:
-    """Let the decoder work on this rank's tokens of each sequence. With one context rank nothing is changed.
+def context_parallel_hooks(
+    mesh: Mesh, mode: ContextMode, narrow_values: bool, cache: RecomputeCache | None
+) -> tuple[Attend, Mask]:
+    """The attention over more than one context rank, and its mask; without `cache` for compiled blocks.
 
-    It is then given the tokens that `share` cuts out, with their positions, and whole sequences' documents.
-    `kept` remembers results for a second forward; without it attention is operators of a compiled block.
+    The decoder is then given the tokens that `share` selects, with their positions, and the documents of
+    whole sequences. `narrow_values` says that values have fewer channels than keys.
     """
     axis = mesh.context
-    if axis.size == 1:
-        return
-    attention = JointContextAttention(mesh, mode) if kept is None else ContextAttention(mesh, mode, kept)
+    attention = CompiledContextAttention(mesh, mode) if cache is None else ContextAttention(mesh, mode, cache)
 
-    def visible(
-        queries: int, _keys: int, window: int | None, documents_BS: Tensor | None, like: Tensor
-    ) -> AttentionIntervals | Seen:
+    def mask(
+        queries: int,
+        _keys: int,
+        window: int | None,
+        documents_BS: Tensor | None,
+        like: Tensor,
+        _head_dim: int,
+    ) -> AttentionIntervals | IntervalTensors:
         length = queries * axis.size
-        at = zigzag(length, axis.size, axis.rank)
-        found = sight(documents_BS, length, window, at, like.shape[0], like.device)
-        if isinstance(attention, ContextAttention):
-            return attention.united(found)
-        return Seen(found.at, found.first, found.whole, found.windowed)
+        positions = zigzag(length, axis.size, axis.rank)
+        return attention.mask(
+            attention_intervals(documents_BS, length, window, positions, like.shape[0], like.device)
+        )
 
-    decoder.visible = visible
-    attend = attention if decoder.spec.mla is None else with_wide_values(attention)
-    for block in decoder.each_block():
-        block.attn.attend = attend
+    return with_wide_values(attention) if narrow_values else attention, mask

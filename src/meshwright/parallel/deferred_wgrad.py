@@ -1,8 +1,8 @@
-"""Gradients of weights, with the backward that finds them or after it.
+"""Deferred weight gradients (Qi et al. 2023, zero bubble).
 
-Nobody waits for the gradient of a weight, while the stage before waits for that of the input: so a schedule
-may put the first off and fill bubbles with it (Qi et al. 2023, zero bubble). A linear map's backward then
-leaves what is to be computed here.
+The stage before waits for the gradient of a stage's input, but nothing waits for those of its weights, so a
+schedule may compute the latter later and fill bubbles with them. A linear layer's backward then leaves that
+computation in a `WeightGradStore`.
 """
 
 from __future__ import annotations
@@ -12,47 +12,49 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-Found = Sequence[Tensor | None]
-Work = tuple[Sequence[nn.Parameter | None], Callable[[], Found]]
-"""Parameters, and what computes the gradient of each."""
+Gradients = Sequence[Tensor | None]
+Work = tuple[Sequence[nn.Parameter], Callable[[], Gradients]]
+"""Parameters, and the computation of the gradient of each."""
 
 
 class WeightGradStore:
-    """Where linear maps take their weights' gradients to."""
+    """Collects deferred computations of weight gradients while it is open."""
 
     def __init__(self) -> None:
-        self._open: list[Work] | None = None
+        self._works: list[Work] | None = None
 
     @property
     def open(self) -> bool:
-        """Whether gradients of weights are put off now."""
-        return self._open is not None
+        """True while weight gradients are deferred."""
+        return self._works is not None
 
-    def put(self, parameters: Sequence[nn.Parameter | None], compute: Callable[[], Found]) -> None:
-        """Put off `compute`, which returns the gradient of each of `parameters`."""
-        assert self._open is not None
-        self._open.append((parameters, compute))
+    def put(self, parameters: Sequence[nn.Parameter], compute: Callable[[], Gradients]) -> None:
+        """Defer `compute`, which returns the gradient of each of `parameters`."""
+        assert self._works is not None
+        self._works.append((parameters, compute))
 
     @contextmanager
     def during(self) -> Iterator[list[Work]]:
-        """A backward for the inputs; the list holds what it put off."""
-        found: list[Work] = []
-        self._open = found
+        """Open the store for a backward of inputs; yields the list that it fills."""
+        works: list[Work] = []
+        self._works = works
         try:
-            yield found
+            yield works
         finally:
-            self._open = None
+            self._works = None
 
 
-def together(works: Sequence[Work]) -> Iterator[tuple[Sequence[nn.Parameter | None], Found]]:
-    """Parameters and their gradients, each set of parameters once; experts are used once for each part."""
-    of_same: dict[tuple[int, ...], list[Work]] = {}
+def weight_gradients(works: Sequence[Work]) -> Iterator[tuple[Sequence[nn.Parameter], Gradients]]:
+    """Compute deferred gradients: (parameters, gradients), each set of parameters once.
+
+    Experts, which process several chunks of tokens, occur in several works; their gradients are summed.
+    """
+    by_parameters: dict[tuple[int, ...], list[Work]] = {}
     for work in works:
-        of_same.setdefault(tuple(map(id, work[0])), []).append(work)
-    for (parameters, compute), *others in of_same.values():
-        found = compute()
+        by_parameters.setdefault(tuple(map(id, work[0])), []).append(work)
+    for (parameters, compute), *others in by_parameters.values():
+        sums = compute()
         for _, again in others:
-            found = [
-                a if b is None else b if a is None else a.add_(b) for a, b in zip(found, again(), strict=True)
-            ]
-        yield parameters, found
+            pairs = zip(sums, again(), strict=True)
+            sums = [a if b is None else b if a is None else a.add_(b) for a, b in pairs]
+        yield parameters, sums

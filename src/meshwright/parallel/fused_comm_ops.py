@@ -1,12 +1,13 @@
-"""Operators that send: what computes and sends as one operator, so that a block stays one compiled graph.
+"""Operations that compute and communicate, as one autograd function or as one operator of a compiled block.
 
-A compiler can trace neither messages under way nor the record of what was sent. So in a compiled block each
-map and attention that sends is one operator, opaque to it: inside runs the same code as without a compiler,
-with its own overlap of sending and computing, and everything around it is compiled. As operators they are
-saved or recomputed by name, too: `joint_matmul`, `joint_attention` and `joint_exchange`.
+Each is written once, as a `FusedCommOp`. Eagerly it runs as an autograd function whose results a
+`RecomputeCache` may keep and whose weight gradients a `WeightGradStore` may defer. A compiler can trace
+neither messages in flight nor the record of what was sent, so in a compiled block it is an opaque custom
+operator: inside runs the same code, with its own overlap, and everything around it is compiled. Policies of
+recomputation know these operators by name: `joint_matmul`, `joint_attention` and `joint_exchange`.
 
-An operator takes tensors and text only. The text is the name of a `FusedCommOp` of this process, which knows
-the axis and the mathematics; it lives as long as the model that uses it.
+A custom operator takes tensors and text only; the text is the name of a `FusedCommOp` of this process, which
+knows the axis and the mathematics and lives as long as the model that uses it.
 """
 
 from __future__ import annotations
@@ -14,94 +15,128 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import count
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from meshwright.parallel.deferred_wgrad import WeightGradStore
+from meshwright.parallel.recompute_cache import RecomputeCache
 
 Kind = Literal["matmul", "attention", "exchange"]
 Tensors = Sequence[Tensor]
 
 
 class FusedCommOp(ABC):
-    """One operation with the messages in it; calling it runs it as an operator, differentiable once.
+    """An operation that communicates; calling it returns its results, differentiable once.
 
-    No result may share memory with an input or with another result.
+    With `cache` None it is a custom operator, for compiled blocks; then no result may share memory with an
+    input or another result. `results` is the number of results that callers need, all by default; eagerly,
+    the others are only saved for the backward.
     """
 
-    kind: ClassVar[Kind]
+    kind: Kind
+    results: int | None = None
 
-    def __init__(self) -> None:
-        # Equal in every run of one program, so that compiled code is found again.
-        self.name = f"{type(self).__name__}-{next(_numbers)}"
-        _joints[self.name] = self
+    def __init__(self, cache: RecomputeCache | None, store: WeightGradStore | None = None) -> None:
+        self.cache, self.store = cache, store
+        if cache is None:
+            # Equal in every run of a program, so that compiled code is found in the compiler's cache.
+            self.name = f"{type(self).__name__}-{next(_numbers)}"
+            _ops[self.name] = self
 
-    def __call__(self, *inputs: Tensor) -> list[Tensor]:
-        """The results of `forward`."""
-        found: list[Tensor] = _operators[self.kind](self.name, inputs)
-        return found
+    def __call__(self, *inputs: Tensor, read_again: bool = True) -> Tensors:
+        """The results of `forward`. With `read_again` False no recomputing forward reads their values."""
+        if self.cache is None:
+            results: Tensors = _operators[self.kind](self.name, inputs)
+        else:
+            results = _EagerOp.apply(self, read_again, *inputs)
+        return results
 
     @abstractmethod
     def forward(self, inputs: Tensors) -> Tensors:
-        """What the operator returns."""
+        """Compute the results."""
 
     @abstractmethod
     def keep(self, inputs: Tensors, results: Tensors) -> Tensors:
-        """What `backward` needs of them."""
+        """The tensors to save for `backward`."""
 
     @abstractmethod
-    def backward(self, kept: Tensors, grads: Tensors, inputs: int) -> Tensors:
-        """The gradients of the first of `inputs` inputs, given those of all results; the others have none."""
+    def backward(
+        self, saved: Tensors, grads: Tensors, inputs: int, parameters: Sequence[nn.Parameter] = ()
+    ) -> Tensors:
+        """Gradients of the first of `inputs` inputs, given those of the results; the others have none.
+
+        `parameters` are the inputs whose gradients `store` takes where it is open.
+        """
 
     @abstractmethod
     def results_like(self, inputs: Tensors) -> Tensors:
-        """Empty tensors shaped as `forward`'s results."""
+        """Empty tensors with the shapes of `forward`'s results."""
 
     @abstractmethod
-    def gradients_like(self, kept: Tensors, grads: Tensors, inputs: int) -> Tensors:
-        """Empty tensors shaped as `backward`'s."""
+    def gradients_like(self, saved: Tensors, grads: Tensors, inputs: int) -> Tensors:
+        """Empty tensors with the shapes of `backward`'s results."""
 
 
-_joints: WeakValueDictionary[str, FusedCommOp] = WeakValueDictionary()
+class _EagerOp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, op: FusedCommOp, read_again: bool, *inputs: Tensor) -> tuple[Tensor, ...]:
+        assert op.cache is not None
+        results = op.cache.run(op.kind, lambda: tuple(op.forward(inputs)), read_again)
+        ctx.op, ctx.inputs = op, len(inputs)
+        ctx.parameters = [x for x in inputs if isinstance(x, nn.Parameter)] if op.store else ()
+        ctx.save_for_backward(*op.keep(inputs, results))
+        return results[: op.results]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        found = ctx.op.backward(ctx.saved_tensors, grads, ctx.inputs, ctx.parameters)
+        return None, None, *found, *[None] * (ctx.inputs - len(found))
+
+
+_ops: WeakValueDictionary[str, FusedCommOp] = WeakValueDictionary()
 _numbers = count()
 
 
 def empty(like: Tensor, *shape: int) -> Tensor:
-    """An empty contiguous tensor in the format and on the device of another, by default in its shape."""
+    """An empty contiguous tensor with the dtype and device of `like`, and its shape unless one is given."""
     return like.new_empty(shape or like.shape)
 
 
 def _define(kind: Kind) -> Any:
-    """Register the operator of a kind and its backward; returns the former."""
+    """Register the custom operator of a kind and its backward; returns the former."""
     schema = "(str name, Tensor[] inputs) -> Tensor[]"
-    schema_backward = "(str name, Tensor[] kept, Tensor[] grads, int inputs) -> Tensor[]"
+    schema_backward = "(str name, Tensor[] saved, Tensor[] grads, int inputs) -> Tensor[]"
 
     @torch.library.custom_op(f"meshwright::joint_{kind}", mutates_args=(), schema=schema)
     def joint(name: str, inputs: list[Tensor]) -> list[Tensor]:
-        return list(_joints[name].forward(inputs))
+        return list(_ops[name].forward(inputs))
 
     @torch.library.custom_op(f"meshwright::joint_{kind}_backward", mutates_args=(), schema=schema_backward)
-    def backward(name: str, kept: list[Tensor], grads: list[Tensor], inputs: int) -> list[Tensor]:
-        return list(_joints[name].backward(kept, grads, inputs))
+    def backward(name: str, saved: list[Tensor], grads: list[Tensor], inputs: int) -> list[Tensor]:
+        return list(_ops[name].backward(saved, grads, inputs))
 
     @joint.register_fake
     def _(name: str, inputs: list[Tensor]) -> list[Tensor]:
-        return list(_joints[name].results_like(inputs))
+        return list(_ops[name].results_like(inputs))
 
     @backward.register_fake
-    def _(name: str, kept: list[Tensor], grads: list[Tensor], inputs: int) -> list[Tensor]:
-        return list(_joints[name].gradients_like(kept, grads, inputs))
+    def _(name: str, saved: list[Tensor], grads: list[Tensor], inputs: int) -> list[Tensor]:
+        return list(_ops[name].gradients_like(saved, grads, inputs))
 
-    def remember(ctx: Any, inputs: tuple[str, list[Tensor]], output: list[Tensor]) -> None:
+    def save(ctx: Any, inputs: tuple[str, list[Tensor]], output: list[Tensor]) -> None:
         ctx.name, ctx.inputs = inputs[0], len(inputs[1])
-        ctx.save_for_backward(*_joints[ctx.name].keep(inputs[1], output))
+        ctx.save_for_backward(*_ops[ctx.name].keep(inputs[1], output))
 
     def differentiate(ctx: Any, grads: list[Tensor]) -> tuple[None, list[Tensor | None]]:
         found = backward(ctx.name, list(ctx.saved_tensors), grads, ctx.inputs)
         return None, [*found, *[None] * (ctx.inputs - len(found))]
 
-    joint.register_autograd(differentiate, setup_context=remember)
+    joint.register_autograd(differentiate, setup_context=save)
     return getattr(torch.ops.meshwright, f"joint_{kind}").default
 
 

@@ -1,131 +1,126 @@
-"""The order in which a decoder is made parallel."""
+"""The order in which a decoder is made parallel, and the hooks that each axis puts into its modules."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from meshwright.model.decoder import Decoder
-from meshwright.model.init import fill_, init_value
+from meshwright.model.hooks import Hooks
+from meshwright.model.init import init_part_
 from meshwright.model.moe import Moe
-from meshwright.parallel.context_parallel import split_sequences
-from meshwright.parallel.data_parallel import DataParallel, MakeUnit, UnitModules
+from meshwright.parallel.context_parallel import context_parallel_hooks
+from meshwright.parallel.data_parallel import DataParallel, MakeUnit
 from meshwright.parallel.deferred_wgrad import WeightGradStore
-from meshwright.parallel.expert_parallel import split_experts
+from meshwright.parallel.expert_parallel import expert_parallel_hooks
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline_parallel import Pipeline
 from meshwright.parallel.precision import formats
-from meshwright.parallel.recompute import RecomputeCache, apply_recompute
-from meshwright.parallel.router_balance import Balance
-from meshwright.parallel.tensor_parallel import split_tensors
+from meshwright.parallel.recompute import apply_recompute
+from meshwright.parallel.recompute_cache import RecomputeCache
+from meshwright.parallel.router_balance import RouterBalance
+from meshwright.parallel.stage import DecoderStage, unit_modules
+from meshwright.parallel.tensor_parallel import (
+    VocabularyParallel,
+    parameter_pieces,
+    shard_parameters,
+    tensor_parallel_hooks,
+)
 from meshwright.parallel.unit import Unit
 from meshwright.schedule import schedule_of
 from meshwright.spec import ModelSpec, RunSpec
-from meshwright.spec.stages import Stage, stages
+from meshwright.spec.stages import stages
 
 
-def parallelise(
+def parallelize(
     spec: RunSpec, mesh: Mesh, make_unit: MakeUnit = Unit
-) -> tuple[Decoder, DataParallel, Balance, Pipeline]:
-    """Describe the decoder without memory, split its tensors, experts and sequences, decide what it keeps,
-    compile it, cut it into stages, and give the states of this rank's stages a home.
+) -> tuple[Decoder, DataParallel, RouterBalance, Pipeline]:
+    """Build this rank's part of a decoder on the mesh.
 
-    The parameters' values are zeros until `initialise` or a checkpoint fills them.
+    The values of the parameters are zeros until `initialise` or a checkpoint fills them.
     """
+    model, layout = spec.model, spec.layout
+    schedule = schedule_of(layout, spec.microbatches)
+    # In compiled blocks operations that communicate are operators, which a policy knows by name.
+    cache, store = None if spec.train.compile else RecomputeCache(), WeightGradStore()
+    moe_cache, deferred = cache or RecomputeCache(), store if schedule.splits_backward else None
+    balance = RouterBalance(model, mesh, moe_cache)
+    hooks = decoder_hooks(spec, mesh, cache, moe_cache, deferred, balance)
     with torch.device("meta"):
-        decoder = Decoder(spec.model)
-    schedule = schedule_of(spec.layout, spec.microbatches)
-    # In compiled blocks what sends is an operator, which a policy knows by name.
-    kept, later = None if spec.train.compile else RecomputeCache(), WeightGradStore()
-    put_off = later if schedule.splits_backward else None
-    pieces = split_tensors(decoder, mesh, spec.layout.sequence_parallel, kept, put_off)
-    split_sequences(decoder, mesh, spec.layout.context_mode, kept)
-    routed = kept or RecomputeCache()
-    split_experts(decoder, mesh, routed, put_off)
-    messages = mesh.tensor.size * mesh.context.size > 1 or schedule.splits_backward
-    sparse = [block for block in decoder.each_block() if isinstance(block.mlp, Moe)]
-    apply_recompute(sparse, spec.recompute, routed)
-    dense = [block for block in decoder.each_block() if block not in sparse]
-    apply_recompute(dense, spec.recompute, kept if messages else None)
-    if spec.train.compile:
-        compiled: list[nn.Module] = [*dense, *(block.attn for block in sparse)]
-        for (
-            module
-        ) in compiled:  # of a sparse block only attention: the data alone know how many take an expert
-            module.forward = torch.compile(module.forward)
-    every = stages(spec.model, spec.layout, spec.data.seq_len)
-    own = [every[index] for index in schedule.stages_of(mesh.pipeline.rank)]
+        decoder = Decoder(model, hooks)
+    pieces = parameter_pieces(model, mesh)
+    if max(mesh.tensor.size, mesh.expert.size) > 1:
+        shard_parameters(decoder, pieces)
     names = {parameter: name for name, parameter in decoder.named_parameters()}
-    apart = "embed.weight" if spec.model.tied and schedule.rank_of[0] != schedule.rank_of[-1] else None
-    own_units, recipe = units(decoder, own), formats(spec.precision)
-    states = DataParallel(own_units, mesh, recipe, pieces, names, apart, make_unit)
+    communicates = mesh.tensor.size * mesh.context.size > 1 or schedule.splits_backward
+    recompute_and_compile(decoder, spec, cache if communicates else None, moe_cache)
+    every = stages(model, layout, spec.data.seq_len)
+    own = [every[index] for index in schedule.stages_of(mesh.pipeline.rank)]
+    balance.attach(decoder, [index for stage in own for index in stage.blocks])
+    apart = "embed.weight" if model.tied and schedule.rank_of[0] != schedule.rank_of[-1] else None
+    units, recipe = unit_modules(decoder, own), formats(spec.precision)
+    states = DataParallel(units, mesh, recipe, pieces, names, apart, make_unit)
     modules = {stage.index: DecoderStage(decoder, stage, spec, mesh) for stage in own}
-    scheduled = partial(schedule_of, spec.layout)
-    pipeline = Pipeline(modules, mesh, scheduled, later, states.begin_microbatch, states.take)
-    balance = Balance(decoder, [index for stage in own for index in stage.blocks], mesh, routed)
+    pipeline = Pipeline(
+        modules, mesh, partial(schedule_of, layout), store, states.begin_microbatch, states.take
+    )
     return decoder, states, balance, pipeline
 
 
-class Microbatch(Protocol):
-    """What a stage reads of a microbatch: (B, T) each, documents of whole sequences."""
+def decoder_hooks(
+    spec: RunSpec,
+    mesh: Mesh,
+    cache: RecomputeCache | None,
+    moe_cache: RecomputeCache,
+    store: WeightGradStore | None,
+    balance: RouterBalance,
+) -> Hooks:
+    """The operations that this rank's place on each axis puts in the place of one device's.
 
-    tokens: Tensor
-    targets: Tensor
-    positions: Tensor
-    documents: Tensor
-
-
-class DecoderStage:
-    """One stage of a decoder on one rank: what it computes, and the form of what it takes."""
-
-    def __init__(self, decoder: Decoder, stage: Stage, spec: RunSpec, mesh: Mesh) -> None:
-        self.decoder, self.stage, self.mesh = decoder, stage, mesh
-        self._dtype = formats(spec.precision).compute
-        self._share = mesh.tensor.size if spec.layout.sequence_parallel else 1
-        self.target_weight = 1.0
-
-    def __call__(self, microbatch: Microbatch, x_BTD: Tensor | None) -> Tensor:
-        """(B, T, D) for the stage after, or the head's summed loss times `target_weight`."""
-        decoder, stage = self.decoder, self.stage
-        if x_BTD is None:
-            x_BTD = decoder.embed(microbatch.tokens, microbatch.positions)
-        if stage.blocks:
-            length = microbatch.tokens.shape[1]
-            look = decoder.look(length, microbatch.positions, microbatch.documents, x_BTD)
-            for block in decoder.blocks[stage.first : stage.last]:
-                x_BTD = block(x_BTD, *look)
-        return decoder.head(x_BTD, microbatch.targets, self.target_weight) if stage.head else x_BTD
-
-    def empty(self, microbatch: Microbatch) -> Tensor:
-        """Room for (B, T, D), or with sequence sharding for this rank's tokens of it."""
-        batch, length = microbatch.tokens.shape
-        shape = (batch, length // self._share, self.decoder.spec.hidden)
-        return torch.empty(shape, dtype=self._dtype, device=self.mesh.device)
+    `cache` and `moe_cache` serve dense blocks (None if compiled) and MoE blocks; `store` takes weight
+    gradients that the schedule defers.
+    """
+    model, sequence = spec.model, spec.layout.sequence_parallel
+    attention, mlp = tensor_parallel_hooks(mesh, sequence, cache, store)
+    hooks = Hooks(attention=attention, mlp=mlp)
+    if mesh.tensor.size > 1:
+        pieces = parameter_pieces(model, mesh)
+        head = pieces["embed.weight" if model.tied else "head.weight"]
+        vocabulary = VocabularyParallel(mesh.tensor, sequence, pieces["embed.weight"], head)
+        hooks = replace(hooks, embed=vocabulary.embed, predict=vocabulary.predict)
+    if mesh.context.size > 1:
+        mode, narrow_values = spec.layout.context_mode, model.mla is not None
+        attend, mask = context_parallel_hooks(mesh, mode, narrow_values, cache)
+        hooks = replace(hooks, attention=replace(attention, attend=attend), mask=mask)
+    if model.moe is not None:
+        hooks = replace(hooks, moe=expert_parallel_hooks(mesh, balance.admit, moe_cache, store))
+    return hooks
 
 
-def units(decoder: Decoder, own: Sequence[Stage]) -> list[UnitModules]:
-    """What is gathered and reduced together: the embedding, each block, the head; tied ends are one unit."""
-    embed: list[nn.Module] = [decoder.embed for stage in own if stage.embed]
-    head: list[nn.Module] = [decoder.head for stage in own if stage.head]
-    blocks = [[decoder.blocks[index]] for stage in own for index in stage.blocks]
-    if decoder.spec.tied and embed and head:
-        return [[*embed, *head], *blocks]
-    return [*([embed] if embed else []), *blocks, *([head] if head else [])]
+def recompute_and_compile(
+    decoder: Decoder, spec: RunSpec, cache: RecomputeCache | None, moe_cache: RecomputeCache
+) -> None:
+    """Wrap the blocks' `forward` by the policy of recomputation, and compile it if the run says so."""
+    moe = [block for block in decoder.each_block() if isinstance(block.mlp, Moe)]
+    dense = [block for block in decoder.each_block() if block not in moe]
+    apply_recompute(moe, spec.recompute, moe_cache)
+    apply_recompute(dense, spec.recompute, cache)
+    if spec.train.compile:
+        # Of a MoE block only the attention: the rows of its experts depend on the data.
+        compiled: list[nn.Module] = [*dense, *(block.attn for block in moe)]
+        for module in compiled:
+            module.forward = torch.compile(module.forward)
 
 
 def initialise(states: DataParallel, model: ModelSpec, seed: int) -> None:
-    """Draw this rank's part of the initial weights, a function of (seed, name, element) and not of layout."""
+    """Draw this rank's part of the initial weights, which depend on (seed, name, element) only."""
     for unit in states.units:
         for slot in unit.slots:
-            local, start = unit.local(unit.stored, slot), init_value(model, slot.name)
-            if start.kind != "normal":
-                local.fill_(1.0 if start.kind == "ones" else 0.0)
-                continue
-            indices, whole = slot.indices(), torch.Size(slot.piece.whole)
-            fill_(local, seed=seed, name=slot.name, index_vectors=indices, shape=whole, std=start.std)
+            local, indices = unit.local(unit.stored, slot), slot.indices()
+            whole = torch.Size(slot.piece.whole)
+            init_part_(local, model, seed=seed, name=slot.name, index_vectors=indices, shape=whole)
             local[indices[0] >= whole[0]] = 0.0  # padding
         unit.expire()

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parallel.collectives import start_receive, start_send
-from meshwright.parallel.deferred_wgrad import WeightGradStore, Work, together
+from meshwright.parallel.deferred_wgrad import WeightGradStore, Work, weight_gradients
 from meshwright.parallel.mesh import Axis, Mesh, Pending
 from meshwright.schedule import (
     Action,
@@ -84,11 +84,11 @@ class Pipeline:
         stages: Mapping[int, StageModule],
         mesh: Mesh,
         make: Callable[[int], Schedule],
-        later: WeightGradStore,
+        store: WeightGradStore,
         begin: Callable[[bool], None],
         take: Callable[[nn.Parameter, Tensor], None],
     ) -> None:
-        self.stages, self.mesh, self.later, self.begin, self.take = stages, mesh, later, begin, take
+        self.stages, self.mesh, self.store, self.begin, self.take = stages, mesh, store, begin, take
         self.make = lru_cache(make)
         self._posting = lru_cache(self._checked_posting)
         self.watch = ActionHook()
@@ -157,12 +157,12 @@ class _Run:
         self._lane_of = lane_rule(self.schedule.ranks)
         self.held: dict[tuple[int, int], tuple[Tensor | None, Any]] = {}
         """(stage, microbatch) -> its input, and where its backward begins."""
-        self.put_off: dict[tuple[int, int], list[Work]] = {}
-        self.here: dict[Action, Tensor] = {}
+        self.deferred: dict[tuple[int, int], list[Work]] = {}
+        self.local: dict[Action, Tensor] = {}
         """What a stage of this rank computed for another one: by what waits for it, as F or B."""
-        self.coming: dict[Action, tuple[Pending, Tensor]] = {}
+        self.received: dict[Action, tuple[Pending, Tensor]] = {}
         """By the action that needs it."""
-        self.leaving: dict[Action, Tensor] = {}
+        self.to_send: dict[Action, Tensor] = {}
         """Results that the next operation sends, by the action."""
         self.sent: dict[Action, tuple[Pending, Tensor]] = {}
         self.peak = 0
@@ -175,7 +175,7 @@ class _Run:
                 case Verb.RECEIVE:
                     self._receive(operation)
                 case Verb.RECEIVED:
-                    self.coming[action][0].wait()
+                    self.received[action][0].wait()
                 case Verb.COMPUTE:
                     self._compute(action)
                 case Verb.SEND:
@@ -193,11 +193,11 @@ class _Run:
         action, sender = operation.action, operation.peer
         room = self.of.stages[action.stage].empty(self.microbatches[action.microbatch])
         pending = start_receive(room, sender, *self._lane(action, sender, self.rank))
-        self.coming[action] = pending, room
+        self.received[action] = pending, room
 
     def _send(self, operation: Operation) -> None:
         action, receiver = operation.action, operation.peer
-        result = self.leaving.pop(action)
+        result = self.to_send.pop(action)
         pending = start_send(result, receiver, *self._lane(action, self.rank, receiver))
         self.sent[action] = pending, result
 
@@ -205,7 +205,9 @@ class _Run:
 
     def _compute(self, action: Action) -> None:
         """Compute an action of what the neighbouring stage gave, and keep the result where it is needed."""
-        given = self.coming.pop(action)[1] if action in self.coming else self.here.pop(_waits(action), None)
+        given = (
+            self.received.pop(action)[1] if action in self.received else self.local.pop(_waits(action), None)
+        )
         self.of.watch.before(action)
         result = self._result(action, given)
         self.of.watch.after(action, given, result)
@@ -214,9 +216,9 @@ class _Run:
         stage = target_of(action, self.schedule.stages)
         assert stage is not None
         if self.schedule.rank_of[stage] == self.rank:
-            self.here[_waits(action._replace(stage=stage))] = result
+            self.local[_waits(action._replace(stage=stage))] = result
         else:
-            self.leaving[action] = result.contiguous()
+            self.to_send[action] = result.contiguous()
 
     def _result(self, action: Action, given: Tensor | None) -> Tensor | None:
         """What the neighbouring stage waits for, if one does."""
@@ -228,8 +230,8 @@ class _Run:
             return None
         if action.kind is Kind.B:
             return self._backward(place, given)
-        with self.of.later.during() as put_off:
-            self.put_off[place] = put_off
+        with self.of.store.during() as deferred:
+            self.deferred[place] = deferred
             return self._backward(place, given)
 
     def _forward(self, place: tuple[int, int], x: Tensor | None) -> Tensor | None:
@@ -245,7 +247,7 @@ class _Run:
         if training:
             # Of what is sent on only the graph is needed here.
             self.held[place] = x, out if last else torch.autograd.graph.get_gradient_edge(out)
-            self.peak = max(self.peak, len(self.held.keys() | self.put_off.keys()))
+            self.peak = max(self.peak, len(self.held.keys() | self.deferred.keys()))
         return None if last else out.detach()
 
     def _backward(self, place: tuple[int, int], grad: Tensor | None) -> Tensor | None:
@@ -255,9 +257,9 @@ class _Run:
 
     @torch.no_grad()
     def _weights(self, place: tuple[int, int]) -> None:
-        for parameters, found in together(self.put_off.pop(place)):
+        for parameters, found in weight_gradients(self.deferred.pop(place)):
             for parameter, grad in zip(parameters, found, strict=True):
-                if parameter is not None and grad is not None:
+                if grad is not None:
                     self.of.take(parameter, grad)
 
 

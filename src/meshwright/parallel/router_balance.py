@@ -1,24 +1,24 @@
-"""Balance of the experts: the losses that ask for it, the bias that makes it, and what a step counts of it.
+"""Load balancing of experts: auxiliary losses, the routers' biases, and a step's statistics.
 
 Shapes: B sequences of T tokens, N tokens of this rank, E experts, k experts of a token.
 
-Losses are defined for each sequence and averaged over those of the global batch, so that neither the layout
-nor the microbatches change them: the balance loss of a sequence is E / (k T) sum_e count_e P_e, with P_e the
-mean of the tokens' shares of scores (Fedus et al. 2022, Switch, §2.2, for a batch; DeepSeek-V3, 2024, §2.1.2,
-for a sequence), its z-loss the mean of the squared log-sum-exp of the logits (Zoph et al. 2022, ST-MoE).
-Counts are not differentiable, so each rank finds the gradient of its own tokens from the summed counts. They
-join no loss: their gradient enters where the weights of a layer's experts do, in whichever stage that is.
+Losses are defined per sequence and averaged over the global batch, so that neither the layout nor the number
+of microbatches changes them: the balance loss of a sequence is E / (k T) sum_e count_e P_e, where P_e is the
+mean of the tokens' normalised scores (Fedus et al. 2022, Switch, §2.2, for a batch; DeepSeek-V3, 2024,
+§2.1.2, for a sequence), and its z-loss the mean of the squared log-sum-exp of the logits (Zoph et al. 2022,
+ST-MoE). Counts are not differentiable, so each rank computes the gradient of its own tokens from the summed
+counts. These losses are not added to the objective: their gradient is attached to the routing weights of each
+layer, in whichever stage it is.
 
 Wire          over the cp x tp ranks that share sequences, each layer and microbatch: B E counts of 4 bytes,
-              all-reduced, where there is a balance loss; and where there is a capacity the experts that each
-              token chose, all-gathered. Over all ranks, once a step and joined to the other numbers that all
-              need: E + 4 numbers for each layer with experts of the whole model.
+              all-reduced, if there is a balance loss; the experts of each token, all-gathered, if there is a
+              capacity. Over all ranks, once a step in one message with the other totals: E + 4 numbers for
+              each MoE layer of the whole model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -27,32 +27,33 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.model.decoder import Decoder
-from meshwright.model.moe import Moe, Routing, with_room
+from meshwright.model.router import Router, Routing, within_capacity
 from meshwright.parallel.collectives import gather_rows, start_all_reduce
 from meshwright.parallel.context_parallel import zigzag
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.recompute import RecomputeCache
+from meshwright.parallel.recompute_cache import RecomputeCache
+from meshwright.spec import ModelSpec, MoeSpec
 
 
 class LayerBalance(NamedTuple):
-    """What the global batch of one step did in one layer."""
+    """Routing statistics of one layer over the global batch of one step."""
 
     load: list[float]
-    """The share of all copies that chose each expert, in even shares: 1 is even."""
+    """Copies routed to each expert, relative to an even share: 1 is even."""
     dropped: float
-    """The share of all copies that found no room."""
+    """Fraction of copies dropped for lack of capacity."""
     entropy: float
-    """Of the scores of a token, in nats, the mean."""
+    """Mean entropy of a token's normalised scores, in nats."""
     aux_loss: float
     z_loss: float
-    """Means over sequences, without their factors; 0 where the factor is."""
+    """Mean over sequences, like `aux_loss` without its factor; 0 where the factor is 0."""
 
 
 class _Attach(torch.autograd.Function):
-    """Weights as they are; the loss beside them gets the gradient that a step's `scale` says."""
+    """Returns the weights unchanged; in the backward the loss gets the gradient `balance.scale`."""
 
     @staticmethod
-    def forward(ctx: Any, weights: Tensor, loss: Tensor, balance: Balance) -> Tensor:
+    def forward(ctx: Any, weights: Tensor, loss: Tensor, balance: RouterBalance) -> Tensor:
         ctx.balance, ctx.like = balance, loss
         return weights.view_as(weights)
 
@@ -62,58 +63,60 @@ class _Attach(torch.autograd.Function):
         return grad, ctx.like.new_full((), ctx.balance.scale), None
 
 
-class Balance:
-    """The routers of one rank's stages; `scale` is what a sequence's loss counts in the step's objective."""
+class RouterBalance:
+    """Load balancing of the routers in one rank's stages.
 
-    def __init__(self, decoder: Decoder, layers: list[int], mesh: Mesh, kept: RecomputeCache) -> None:
-        self.mesh, self._kept, self.scale = mesh, kept, 0.0
-        self._routed: dict[int, Moe] = {
-            layer: mixture for layer, mixture in decoder.each_mixture() if layer in layers
-        }
+    `scale` is the factor of a sequence's auxiliary losses in the step's objective.
+    """
+
+    def __init__(self, model: ModelSpec, mesh: Mesh, cache: RecomputeCache) -> None:
+        self.mesh, self._cache, self.scale = mesh, cache, 0.0
+        self._layers = [layer for layer in range(model.layers) if model.has_experts(layer)]
+        self._routers: dict[int, Router] = {}
         self.counts: Tensor | None = None
-        """Counts of one step, a row for each of `_layers`: this rank's, and after the step all ranks'."""
-        if decoder.spec.moe is None:
-            return
-        self.moe = decoder.spec.moe
-        self._layers = [layer for layer, _ in decoder.each_mixture()]
-        """Layers with experts of the whole model."""
-        shape = (len(self._layers), self.moe.experts + 4)
-        self.counts = torch.zeros(shape, dtype=torch.float64, device=mesh.device)
-        for row, layer in enumerate(self._layers):
-            if layer in self._routed:
-                mixture = self._routed[layer]
-                mixture.settle = partial(self._settle, row)
+        """Statistics of one step, a row per MoE layer of the model: this rank's, after the step all
+        ranks'."""
+        if model.moe is not None:
+            self.moe = model.moe
+            shape = (len(self._layers), self.moe.experts + 4)
+            self.counts = torch.zeros(shape, dtype=torch.float64, device=mesh.device)
+
+    def attach(self, decoder: Decoder, layers: Collection[int]) -> None:
+        """Allocate the biases of the routers in `layers`, those of this rank's stages."""
+        for layer, mixture in decoder.each_mixture():
+            if layer in layers:
+                self._routers[layer] = mixture.router
                 if mixture.router.bias is not None:
-                    mixture.router.bias = torch.zeros(self.moe.experts, device=mesh.device)
+                    mixture.router.bias = torch.zeros(self.moe.experts, device=self.mesh.device)
 
     # Forward ----------------------------------------------------------------------------------------
 
-    def _settle(self, row: int, routing: Routing, batch: int) -> tuple[Tensor, Tensor | None]:
-        """The weights, with the losses' gradient attached, and which copies find room."""
+    def admit(self, moe: MoeSpec, layer: int, routing: Routing, batch: int) -> tuple[Tensor, Tensor | None]:
+        """Routing weights (N, k) with the losses' gradient attached, and the copies within capacity."""
         length = len(routing.experts) // batch * self.mesh.sequence.size
-        room = self._room(routing.experts, batch, length)
+        admitted = self._within_capacity(routing.experts, batch, length)
         if not torch.is_grad_enabled():
-            return routing.weights, room
-        moe, weights = self.moe, routing.weights
+            return routing.weights, admitted
+        weights = routing.weights
         shares = routing.scores / routing.scores.sum(-1, keepdim=True)
         aux = z = shares.new_zeros(())
         if moe.aux_loss:
             aux = self._aux_loss(routing.experts, shares, batch, length)
         if moe.z_loss:
             z = routing.logits.logsumexp(-1).square().sum() / length
-        if not self._kept.second:
-            self._note(row, routing.experts, shares.detach(), room, [aux.detach(), z.detach()])
+        if not self._cache.recomputing:
+            self._count(layer, routing.experts, shares.detach(), admitted, [aux.detach(), z.detach()])
         if moe.aux_loss or moe.z_loss:
             weights = _Attach.apply(weights, moe.aux_loss * aux + moe.z_loss * z, self)
-        return weights, room
+        return weights, admitted
 
     def _aux_loss(self, experts_Nk: Tensor, shares_NE: Tensor, batch: int, length: int) -> Tensor:
-        """This rank's part of the sum over its sequences."""
+        """This rank's part of the sum of its sequences' balance losses, a scalar."""
         moe = self.moe
         sequence = self._sequences(len(experts_Nk), batch)
         key = (experts_Nk + sequence.unsqueeze(1) * moe.experts).flatten()
         counts = torch.bincount(key, minlength=batch * moe.experts).view(batch, moe.experts).float()
-        (counts,) = self._kept.run(None, lambda: (self._summed(counts),))
+        (counts,) = self._cache.run(None, lambda: (self._summed(counts),))
         even = moe.experts / (moe.top_k * length)
         per_sequence = shares_NE.new_zeros(batch, moe.experts).index_add(0, sequence, shares_NE)
         return (per_sequence * counts.to(shares_NE.dtype)).sum() * (even / length)
@@ -123,36 +126,36 @@ class Balance:
         return counts
 
     def _sequences(self, tokens: int, batch: int) -> Tensor:
-        """(N,): which of the B sequences each token is of; a tensor rank has some rows of (B T, D)."""
+        """Index (N,) of each token's sequence; a tensor rank holds some rows of (B T, D)."""
         tensor = self.mesh.tensor
         rows = torch.arange(tokens, device=self.mesh.device) + tensor.rank * tokens
         return rows // (tokens * tensor.size // batch)
 
-    def _room(self, experts_Nk: Tensor, batch: int, length: int) -> Tensor | None:
-        """Which copies are among the first of their sequence in their expert, over all that have a part."""
+    def _within_capacity(self, experts_Nk: Tensor, batch: int, length: int) -> Tensor | None:
+        """Mask (N, k) of copies within their expert's capacity, over all ranks that share a sequence."""
         capacity = self.moe.capacity(length)
         if capacity is None:
             return None
         context, tensor = self.mesh.context, self.mesh.tensor
-        (whole,) = self._kept.run(None, lambda: (gather_rows(experts_Nk.int(), self.mesh.sequence),))
+        (whole,) = self._cache.run(None, lambda: (gather_rows(experts_Nk.int(), self.mesh.sequence),))
         places = torch.cat([zigzag(length, context.size, rank) for rank in range(context.size)])
         by_rank = whole.view(context.size, batch, -1, self.moe.top_k).transpose(0, 1).flatten(1, 2)
         in_order = torch.empty_like(by_rank, dtype=torch.int64)
         places = places.to(in_order.device)
         in_order[:, places] = by_rank.long()
-        room = with_room(in_order, self.moe.experts, capacity).view(batch, length, -1)[:, places]
-        mine = room.view(batch, context.size, -1, self.moe.top_k)[:, context.rank]
-        return mine.reshape(tensor.size, -1, self.moe.top_k)[tensor.rank]
+        admitted = within_capacity(in_order, self.moe.experts, capacity).view(batch, length, -1)[:, places]
+        own = admitted.view(batch, context.size, -1, self.moe.top_k)[:, context.rank]
+        return own.reshape(tensor.size, -1, self.moe.top_k)[tensor.rank]
 
     @torch.no_grad()
-    def _note(
-        self, row: int, experts_Nk: Tensor, shares_NE: Tensor, room: Tensor | None, losses: list[Tensor]
+    def _count(
+        self, layer: int, experts_Nk: Tensor, shares_NE: Tensor, admitted: Tensor | None, losses: list[Tensor]
     ) -> None:
         assert self.counts is not None
-        experts, sums = self.moe.experts, self.counts[row]
+        experts, sums = self.moe.experts, self.counts[self._layers.index(layer)]
         sums[:experts] += torch.bincount(experts_Nk.flatten(), minlength=experts)
-        if room is not None:
-            sums[experts] += (~room).sum()
+        if admitted is not None:
+            sums[experts] += (~admitted).sum()
         sums[experts + 1] += torch.special.entr(shares_NE).sum()
         sums[experts + 2] += losses[0]
         sums[experts + 3] += losses[1]
@@ -165,10 +168,10 @@ class Balance:
         if self.counts is not None:
             self.counts.zero_()
 
-    def found(self, sequences: int, length: int) -> dict[int, LayerBalance]:
-        """The balance of each layer with experts, of every stage, in the step whose counts were summed last.
+    def statistics(self, sequences: int, length: int) -> dict[int, LayerBalance]:
+        """Statistics of each MoE layer of the model, by layer, in the step whose counts were summed last.
 
-        A step takes `sequences` of `length` tokens. Waits for the device.
+        A step processes `sequences` of `length` tokens. Waits for the device.
         """
         if self.counts is None:
             return {}
@@ -187,25 +190,25 @@ class Balance:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move each bias a step towards an even load (Wang et al. 2024); the same on every rank."""
-        for layer, mixture in self._routed.items():
-            bias = mixture.router.bias
+        """Move each bias one step towards an even load (Wang et al. 2024); equal on every rank."""
+        for layer, router in self._routers.items():
+            bias = router.bias
             if bias is not None and self.counts is not None:
                 load = self.counts[self._layers.index(layer), : self.moe.experts]
                 bias += (self.moe.bias_rate * torch.sign(load.mean() - load)).to(bias.dtype)
 
-    def held(self) -> list[Tensor]:
-        """The tensors that it holds between steps: counts, and the biases."""
-        biases = [mixture.router.bias for mixture in self._routed.values()]
+    def tensors(self) -> list[Tensor]:
+        """Tensors that live across steps: counts and biases."""
+        biases = [router.bias for router in self._routers.values()]
         return [tensor for tensor in (self.counts, *biases) if tensor is not None]
 
     def biases(self) -> Mapping[str, DTensor]:
-        """Of this rank's stages, by name; every rank of a stage has the same."""
+        """Biases (E,) of this rank's stages by name, replicated over the ranks of a stage."""
         mesh = self.mesh.storage
         return {
             f"blocks.{layer}.mlp.router.bias": DTensor.from_local(
-                mixture.router.bias, mesh, [Replicate()] * mesh.ndim, run_check=False
+                router.bias, mesh, [Replicate()] * mesh.ndim, run_check=False
             )
-            for layer, mixture in self._routed.items()
-            if mixture.router.bias is not None
+            for layer, router in self._routers.items()
+            if router.bias is not None
         }

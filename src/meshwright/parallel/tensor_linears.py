@@ -1,7 +1,8 @@
-"""The maps of the tensor axis, with the messages before, beside and behind them (`tensor.py`).
+"""Linear layers and region boundaries of the tensor axis, with the messages around them
+(`tensor_parallel.py`).
 
-Each is there twice: as a function that autograd knows, and as an operator of a compiled block.
-Shapes: B batch, T tokens of which a rank has T/n where sequences are sharded, D channels, F those of a map.
+Shapes: B batch, T tokens of which a rank holds T/n where sequences are sharded, D hidden, F outputs of a
+layer.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from meshwright.parallel.collectives import (
     DONE,
     gather_matmul,
     matmul_scatter,
+    reach_each_other,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
@@ -25,36 +27,36 @@ from meshwright.parallel.collectives import (
 from meshwright.parallel.deferred_wgrad import WeightGradStore
 from meshwright.parallel.fused_comm_ops import FusedCommOp, Tensors, empty
 from meshwright.parallel.mesh import Axis, Pending
-from meshwright.parallel.recompute import RecomputeCache
+from meshwright.parallel.recompute_cache import RecomputeCache
 
-# Whole tokens and shards of them ------------------------------------------------------------------------
+# Gathering and reducing tokens --------------------------------------------------------------------------
 
 
 def _start_gather(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
-    """(B, T/n, D) -> (B, T, D), on its way."""
+    """Start an all-gather of tokens: (B, T/n, D) -> (B, T, D)."""
     whole = x.new_empty(x.shape[0], x.shape[1] * axis.size, x.shape[2])
     return whole, start_all_gather(whole.view(-1), x.contiguous().view(-1), axis)
 
 
 def _start_scatter(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
-    """The sum over the ranks of (B, T, D), cut to (B, T/n, D), on its way; `x` must live until then."""
+    """Start a reduce-scatter of (B, T, D) to (B, T/n, D); `x` must live until it has ended."""
     part = x.new_empty(x.shape[0], x.shape[1] // axis.size, x.shape[2])
     return part, start_reduce_scatter(part.view(-1), x.view(-1), axis)
 
 
 def _start_sum(x: Tensor, axis: Axis, sequence: bool) -> tuple[Tensor, Pending]:
-    """Contiguous (B, T, D) added over the ranks; cut to tokens with `sequence`, else in place."""
+    """Start to sum contiguous (B, T, D) over the ranks: to (B, T/n, D) with `sequence`, else in place."""
     return _start_scatter(x, axis) if sequence else (x, start_all_reduce(x, axis))
 
 
-def _add_up(x: Tensor, axis: Axis, sequence: bool) -> Tensor:
-    x = x.contiguous()
-    found, pending = _start_sum(x, axis, sequence)
+def _sum(x: Tensor, axis: Axis, sequence: bool) -> Tensor:
+    x = x.contiguous()  # which must live until the sum has ended
+    total, pending = _start_sum(x, axis, sequence)
     pending.wait()
-    return found
+    return total
 
 
-def _whole(x: Tensor, axis: Axis, sequence: bool) -> Tensor:
+def _gather(x: Tensor, axis: Axis, sequence: bool) -> Tensor:
     if not sequence:
         return x
     whole, pending = _start_gather(x, axis)
@@ -62,269 +64,164 @@ def _whole(x: Tensor, axis: Axis, sequence: bool) -> Tensor:
     return whole
 
 
-class EnterParallelRegion(torch.autograd.Function):
-    """Into a region where each rank has all tokens and computes a part; its gradients are added."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, axis: Axis, sequence: bool, kept: RecomputeCache | None = None
-    ) -> Tensor:
-        ctx.axis, ctx.sequence = axis, sequence
-        if not sequence:
-            return x.view_as(x)
-        if kept is None:
-            return _whole(x, axis, True)
-        (found,) = kept.run("matmul", lambda: (_whole(x, axis, True),))
-        return found
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _enter_backward(grad, ctx.axis, ctx.sequence), None, None, None
-
-
-def _enter_backward(grad: Tensor, axis: Axis, sequence: bool) -> Tensor:
-    # The incoming gradient may be shared, so a sum in place works on a copy.
-    return _add_up(grad if sequence else grad.clone(), axis, sequence)
-
-
 class LeaveParallelRegion(torch.autograd.Function):
-    """Out of such a region: the parts are added, and cut to tokens when those are sharded outside."""
+    """Sum the ranks' parts (B, T, D), and keep this rank's tokens (B, T/n, D) with `sequence`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, sequence: bool) -> Tensor:
         ctx.axis, ctx.sequence = axis, sequence
-        return _add_up(x if sequence else x.clone(), axis, sequence)
+        return _sum(x if sequence else x.clone(), axis, sequence)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _whole(grad, ctx.axis, ctx.sequence), None, None
+        return _gather(grad, ctx.axis, ctx.sequence), None, None
 
 
-class ColumnParallel(torch.autograd.Function):
-    """Several linear maps of one input, each with its outputs split; keeps the rank's tokens of the input."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        axis: Axis,
-        sequence: bool,
-        kept: RecomputeCache,
-        later: WeightGradStore,
-        *maps: nn.Parameter | None,
-    ) -> tuple[Tensor, ...]:
-        weights, biases = maps[::2], maps[1::2]
-        ctx.axis, ctx.sequence, ctx.biased = axis, sequence, [bias is not None for bias in biases]
-        ctx.later, ctx.maps = later, maps
-        ctx.save_for_backward(x, *weights)
-        return kept.run("matmul", lambda: _columns(x, weights, biases, axis, sequence))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        axis, sequence, biased = ctx.axis, ctx.sequence, ctx.biased
-        if ctx.later.open:
-            flat = [grad.flatten(0, -2) for grad in grads]
-            found = _add_up(_input_gradient(flat, weights, grads[0]), axis, sequence)
-            x = x.detach()  # with the graph behind it, or in `ctx`, the stage's input would wait, too
-            ctx.later.put(ctx.maps, lambda: _in_turn(_of_maps(flat, _whole(x, axis, sequence), biased)))
-            return found, *[None] * (4 + len(ctx.maps))
-        grad_x, of_maps = _columns_backward(x, weights, biased, grads, axis, sequence)
-        return grad_x, *[None] * 4, *_in_turn(of_maps)
+class _TensorOp(FusedCommOp):
+    def __init__(
+        self, axis: Axis, sequence: bool, cache: RecomputeCache | None, store: WeightGradStore | None = None
+    ) -> None:
+        """With `sequence` tokens are sharded outside the parallel region."""
+        super().__init__(cache, store)
+        self.kind = "matmul"
+        self._axis, self._sequence = axis, sequence
+        # Compiled, a product overlaps with its own messages where ranks can read each other's memory.
+        self._fused = cache is None and sequence and reach_each_other(axis)
 
 
-OfMaps = tuple[list[Tensor], list[Tensor | None]]
-"""The gradient of each map's weight, and of its bias if it has one."""
+class EnterParallelRegion(_TensorOp):
+    """x (B, T/n or T, D) -> (B, T, D), for ranks that each compute a part; their gradients are summed."""
 
-
-def _in_turn(of_maps: OfMaps) -> list[Tensor | None]:
-    """Each map's weight and bias, one after the other."""
-    return [grad for pair in zip(*of_maps, strict=True) for grad in pair]
-
-
-def _columns(
-    x: Tensor, weights: Sequence[Tensor | None], biases: Sequence[Tensor | None], axis: Axis, sequence: bool
-) -> tuple[Tensor, ...]:
-    whole = _whole(x, axis, sequence)
-    return tuple(
-        F.linear(whole, weight, bias)  # type: ignore[arg-type]
-        for weight, bias in zip(weights, biases, strict=True)
-    )
-
-
-def _columns_backward(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biased: Sequence[bool],
-    grads: Sequence[Tensor],
-    axis: Axis,
-    sequence: bool,
-) -> tuple[Tensor, OfMaps]:
-    """The gradients of the input, and of the maps."""
-    whole, arriving = _start_gather(x, axis) if sequence else (x, DONE)
-    flat = [grad.flatten(0, -2) for grad in grads]
-    grad_x = _input_gradient(flat, weights, grads[0])
-    arriving.wait()
-    found, leaving = _start_sum(grad_x, axis, sequence)
-    of_maps = _of_maps(flat, whole, biased)
-    leaving.wait()
-    return found, of_maps
-
-
-def _input_gradient(flat: Sequence[Tensor], weights: Sequence[Tensor], like_BTF: Tensor) -> Tensor:
-    """(B, T, D): the sum of the maps' gradients (N, F) times their weights (F, D)."""
-    found = flat[0] @ weights[0]
-    for grad, weight in zip(flat[1:], weights[1:], strict=True):
-        found.addmm_(grad, weight)
-    return found.view(*like_BTF.shape[:-1], -1)
-
-
-def _of_maps(flat: Sequence[Tensor], whole: Tensor, biased: Sequence[bool]) -> OfMaps:
-    inputs = whole.flatten(0, -2)
-    of_biases = [grad.sum(0) if has_bias else None for grad, has_bias in zip(flat, biased, strict=True)]
-    return [grad.T @ inputs for grad in flat], of_biases
-
-
-class RowParallel(torch.autograd.Function):
-    """A linear map whose inputs are split: its products are added over the ranks."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: nn.Parameter,
-        axis: Axis,
-        sequence: bool,
-        kept: RecomputeCache,
-        read_again: bool,
-        later: WeightGradStore,
-    ) -> Tensor:
-        ctx.axis, ctx.sequence, ctx.later, ctx.weight = axis, sequence, later, weight
-        ctx.save_for_backward(x, weight)
-        (found,) = kept.run("matmul", lambda: (_rows(x, weight, axis, sequence),), read_again)
-        return found
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        if ctx.later.open:
-            whole, x = _whole(grad, ctx.axis, ctx.sequence).flatten(0, -2), x.detach()
-            ctx.later.put((ctx.weight,), lambda: [whole.T @ x.flatten(0, -2)])
-            return (whole @ weight).view(x.shape), *[None] * 6
-        return *_rows_backward(x, weight, grad, ctx.axis, ctx.sequence), *[None] * 5
-
-
-def _rows(x: Tensor, weight: Tensor, axis: Axis, sequence: bool) -> Tensor:
-    return _add_up(F.linear(x, weight), axis, sequence)
-
-
-def _rows_backward(
-    x: Tensor, weight: Tensor, grad: Tensor, axis: Axis, sequence: bool
-) -> tuple[Tensor, Tensor]:
-    whole = _whole(grad, axis, sequence).flatten(0, -2)
-    return (whole @ weight).view(x.shape), whole.T @ x.flatten(0, -2)
-
-
-# The same maps as operators of a compiled block ---------------------------------------------------------
-
-
-class _FusedLinear(FusedCommOp):
-    kind = "matmul"
-
-    def __init__(self, axis: Axis, sequence: bool, fused: bool) -> None:
-        """`fused`: products overlap with their own messages where they can; else with each other's."""
-        super().__init__()
-        self._axis, self._sequence, self._fused = axis, sequence, fused
-
-
-class FusedColumnParallel(_FusedLinear):
-    """`ColumnParallel` of (x, weight of each map, bias of each map or none)."""
+    def __init__(self, axis: Axis, sequence: bool, cache: RecomputeCache | None) -> None:
+        super().__init__(axis, sequence, cache)
+        if not sequence:
+            self.kind = "exchange"  # nothing is computed that a policy could save
 
     def forward(self, inputs: Tensors) -> Tensors:
-        weights, biases = self._maps(inputs)
+        (x,) = inputs
+        if self._sequence:
+            return [_gather(x, self._axis, True)]
+        return [x.clone() if self.cache is None else x.view_as(x)]
+
+    def keep(self, inputs: Tensors, results: Tensors) -> Tensors:
+        return []
+
+    def backward(
+        self, saved: Tensors, grads: Tensors, inputs: int, parameters: Sequence[nn.Parameter] = ()
+    ) -> Tensors:
+        # The incoming gradient may be shared, so a sum in place works on a copy.
+        return [_sum(grads[0] if self._sequence else grads[0].clone(), self._axis, self._sequence)]
+
+    def results_like(self, inputs: Tensors) -> Tensors:
+        batch, length, channels = inputs[0].shape
+        return [empty(inputs[0], batch, length * self._axis.size if self._sequence else length, channels)]
+
+    def gradients_like(self, saved: Tensors, grads: Tensors, inputs: int) -> Tensors:
+        batch, length, channels = grads[0].shape
+        return [empty(grads[0], batch, length // self._axis.size if self._sequence else length, channels)]
+
+
+class ColumnParallel(_TensorOp):
+    """Several linear layers of one input, each with its outputs split; saves this rank's tokens of the input.
+
+    Inputs: x (B, T/n or T, D), the weight (F/n, D) of each layer, the bias (F/n,) of each layer or of none.
+    Results: (B, T, F/n) for each layer.
+    """
+
+    def forward(self, inputs: Tensors) -> Tensors:
+        x, (weights, biases) = inputs[0], self._parameters(inputs)
         if self._fused:
-            x = inputs[0]
             _, products = gather_matmul(x.flatten(0, 1), [weight.T for weight in weights], self._axis)
             wholes = [product.view(x.shape[0], -1, product.shape[1]) for product in products]
             return [whole + bias for whole, bias in zip(wholes, biases, strict=True)] if biases else wholes
-        return _columns(inputs[0], weights, biases or [None] * len(weights), self._axis, self._sequence)
+        whole = _gather(x, self._axis, self._sequence)
+        if not biases:
+            return [F.linear(whole, weight) for weight in weights]
+        return [F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
 
     def keep(self, inputs: Tensors, results: Tensors) -> Tensors:
         return inputs[: 1 + len(results)]
 
-    def backward(self, kept: Tensors, grads: Tensors, inputs: int) -> Tensors:
-        x, *weights = kept
-        biased = [inputs > len(kept)] * len(weights)
-        grad_x, (of_weights, of_biases) = _columns_backward(
-            x, weights, biased, grads, self._axis, self._sequence
-        )
-        return [grad_x, *of_weights, *(grad for grad in of_biases if grad is not None)]
+    def backward(
+        self, saved: Tensors, grads: Tensors, inputs: int, parameters: Sequence[nn.Parameter] = ()
+    ) -> Tensors:
+        x, *weights = saved
+        axis, sequence, biased = self._axis, self._sequence, inputs > len(saved)
+        flat = [grad.flatten(0, -2) for grad in grads]
+
+        def weight_grads(whole: Tensor) -> list[Tensor]:
+            of_biases = [grad.sum(0) for grad in flat] if biased else []
+            return [*(grad.T @ whole.flatten(0, -2) for grad in flat), *of_biases]
+
+        if self.store is not None and self.store.open:
+            grad_x = _sum(_input_gradient(flat, weights, grads[0]), axis, sequence)
+            x = x.detach()  # with the graph behind it the stage's input would stay alive, too
+            self.store.put(parameters, lambda: weight_grads(_gather(x, axis, sequence)))
+            return [grad_x]
+        whole, gathering = _start_gather(x, axis) if sequence else (x, DONE)
+        partial_x = _input_gradient(flat, weights, grads[0])
+        gathering.wait()
+        grad_x, summing = _start_sum(partial_x, axis, sequence)
+        of_weights = weight_grads(whole)
+        summing.wait()
+        return [grad_x, *of_weights]
 
     def results_like(self, inputs: Tensors) -> Tensors:
         batch, length, _ = inputs[0].shape
         length = length * self._axis.size if self._sequence else length
-        return [empty(inputs[0], batch, length, weight.shape[0]) for weight in self._maps(inputs)[0]]
+        return [empty(inputs[0], batch, length, weight.shape[0]) for weight in self._parameters(inputs)[0]]
 
-    def gradients_like(self, kept: Tensors, grads: Tensors, inputs: int) -> Tensors:
-        biases = [empty(weight, weight.shape[0]) for weight in kept[1:]] if inputs > len(kept) else []
-        return [*map(empty, kept), *biases]
+    def gradients_like(self, saved: Tensors, grads: Tensors, inputs: int) -> Tensors:
+        biases = [empty(weight, weight.shape[0]) for weight in saved[1:]] if inputs > len(saved) else []
+        return [*map(empty, saved), *biases]
 
-    def _maps(self, inputs: Tensors) -> tuple[list[Tensor], list[Tensor]]:
+    def _parameters(self, inputs: Tensors) -> tuple[list[Tensor], list[Tensor]]:
         """Weights, and biases if there are any."""
         return [x for x in inputs[1:] if x.ndim == 2], [x for x in inputs[1:] if x.ndim == 1]
 
 
-class FusedRowParallel(_FusedLinear):
-    """`RowParallel` of (x, weight)."""
+def _input_gradient(flat: Sequence[Tensor], weights: Sequence[Tensor], like_BTF: Tensor) -> Tensor:
+    """(B, T, D): the sum of the layers' output gradients (N, F) times their weights (F, D)."""
+    total = flat[0] @ weights[0]
+    for grad, weight in zip(flat[1:], weights[1:], strict=True):
+        total.addmm_(grad, weight)
+    return total.view(*like_BTF.shape[:-1], -1)
+
+
+class RowParallel(_TensorOp):
+    """A linear layer whose inputs are split: x (B, T, F/n), weight (D, F/n) -> the sum (B, T/n or T, D)."""
 
     def forward(self, inputs: Tensors) -> Tensors:
         x, weight = inputs
         if self._fused:
             part = matmul_scatter(x.flatten(0, 1), weight.T, self._axis)
             return [part.view(x.shape[0], -1, part.shape[1])]
-        return [_rows(x, weight, self._axis, self._sequence)]
+        return [_sum(F.linear(x, weight), self._axis, self._sequence)]
 
     def keep(self, inputs: Tensors, results: Tensors) -> Tensors:
         return inputs
 
-    def backward(self, kept: Tensors, grads: Tensors, inputs: int) -> Tensors:
-        x, weight = kept
+    def backward(
+        self, saved: Tensors, grads: Tensors, inputs: int, parameters: Sequence[nn.Parameter] = ()
+    ) -> Tensors:
+        x, weight = saved
         if self._fused:
-            whole, (grad_x,) = gather_matmul(grads[0].flatten(0, 1), [weight], self._axis, keep=True)
-            assert whole is not None
-            return grad_x.view(x.shape), whole.T @ x.flatten(0, 1)
-        return _rows_backward(x, weight, grads[0], self._axis, self._sequence)
+            gathered, (grad_x,) = gather_matmul(grads[0].flatten(0, 1), [weight], self._axis, keep=True)
+            assert gathered is not None
+            return [grad_x.view(x.shape), gathered.T @ x.flatten(0, 1)]
+        grad = _gather(grads[0], self._axis, self._sequence).flatten(0, -2)
+        grad_x = (grad @ weight).view(x.shape)
+        if self.store is not None and self.store.open:
+            x = x.detach()
+            self.store.put(parameters, lambda: [grad.T @ x.flatten(0, -2)])
+            return [grad_x]
+        return [grad_x, grad.T @ x.flatten(0, -2)]
 
     def results_like(self, inputs: Tensors) -> Tensors:
         batch, length, _ = inputs[0].shape
         length = length // self._axis.size if self._sequence else length
         return [empty(inputs[0], batch, length, inputs[1].shape[0])]
 
-    def gradients_like(self, kept: Tensors, grads: Tensors, inputs: int) -> Tensors:
-        return [*map(empty, kept)]
-
-
-class FusedEnterParallelRegion(_FusedLinear):
-    """`EnterParallelRegion` of (x,)."""
-
-    def forward(self, inputs: Tensors) -> Tensors:
-        (x,) = inputs
-        return [_whole(x, self._axis, True) if self._sequence else x.clone()]
-
-    def keep(self, inputs: Tensors, results: Tensors) -> Tensors:
-        return []
-
-    def backward(self, kept: Tensors, grads: Tensors, inputs: int) -> Tensors:
-        return [_enter_backward(grads[0], self._axis, self._sequence)]
-
-    def results_like(self, inputs: Tensors) -> Tensors:
-        batch, length, channels = inputs[0].shape
-        return [empty(inputs[0], batch, length * self._axis.size if self._sequence else length, channels)]
-
-    def gradients_like(self, kept: Tensors, grads: Tensors, inputs: int) -> Tensors:
-        batch, length, channels = grads[0].shape
-        return [empty(grads[0], batch, length // self._axis.size if self._sequence else length, channels)]
+    def gradients_like(self, saved: Tensors, grads: Tensors, inputs: int) -> Tensors:
+        return [*map(empty, saved)]

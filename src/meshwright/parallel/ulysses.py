@@ -1,45 +1,34 @@
-"""The exchange of tokens for heads: from all heads of a rank's tokens to all tokens of a rank's heads.
+"""DeepSpeed-Ulysses (Jacobs et al. 2023): ranks exchange all heads of some tokens for all tokens of some
+heads.
 
-Jacobs et al. 2023. Bytes are told in `context.py`. Shapes: B batch, T local tokens, H heads, d channels,
-u ranks.
+`context_parallel.py` lists what is sent. Shapes: B batch, T local tokens, H heads, d channels, u ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.parallel.collectives import start_all_to_all
 from meshwright.parallel.fused_comm_ops import FusedCommOp, Tensors, empty
 from meshwright.parallel.mesh import Axis
+from meshwright.parallel.recompute_cache import RecomputeCache
 
 
 class Exchange:
-    """Exchanges over `axis`, whose rank r holds the places `places[r]` (T,), rising.
+    """The two exchanges over `axis`, whose rank r holds the positions `places[r]` (T,), ascending.
 
-    `to_heads` gives whole sequences in the order of places; `to_tokens` is the way back. Both are
-    differentiable, each being the other's backward.
+    Each is the other's inverse and transpose. `heads` are in the order of positions.
     """
 
     def __init__(self, axis: Axis, places: Sequence[Tensor]) -> None:
         self.axis = axis
         self._runs = _runs(places)
 
-    def to_heads(self, *tokens: Tensor) -> tuple[Tensor, ...]:
+    def to_heads(self, tokens: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """(B, T, H, d) each, H a multiple of u -> (B, u T, H / u, d) each, in one message."""
-        result: tuple[Tensor, ...] = _ToHeads.apply(self, *tokens)
-        return result
-
-    def to_tokens(self, heads: Tensor) -> Tensor:
-        """(B, u T, H / u, d) -> (B, T, H, d)."""
-        result: tuple[Tensor, ...] = _ToTokens.apply(self, heads)
-        return result[0]
-
-    def send_heads(self, tokens: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """`to_heads` without its derivative."""
         u = self.axis.size
         sent = torch.cat([x.unflatten(2, (u, -1)).movedim(2, 0) for x in tokens], 3)  # (u, B, T, h, d)
         received = torch.empty_like(sent, memory_format=torch.contiguous_format)
@@ -47,8 +36,8 @@ class Exchange:
         split = received.split([x.shape[2] // u for x in tokens], 3)
         return tuple(torch.cat([x[rank][:, rows] for rank, rows in self._runs], 1) for x in split)
 
-    def send_tokens(self, heads: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """`to_tokens` of several tensors without its derivative."""
+    def to_tokens(self, heads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """(B, u T, H / u, d) each -> (B, T, H, d) each, in one message."""
         u, counts = self.axis.size, [x.shape[2] for x in heads]
         batch, length, _, dim = heads[0].shape
         sent = heads[0].new_empty(u, batch, length // u, sum(counts), dim)
@@ -63,46 +52,24 @@ class Exchange:
         return tuple(x.movedim(0, 2).flatten(2, 3) for x in received.split(counts, 3))
 
 
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: Exchange, *tokens: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        return exchange.send_heads(tokens)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *ctx.exchange.send_tokens(grads))
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: Exchange, *heads: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        return exchange.send_tokens(heads)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *ctx.exchange.send_heads(grads))
-
-
-# The same as operators of a compiled block --------------------------------------------------------------
-
-
-class _JointExchange(FusedCommOp):
+class _ExchangeOp(FusedCommOp):
     kind = "exchange"
 
-    def __init__(self, axis: Axis, exchange: Callable[[int], Exchange]) -> None:
-        """`exchange` makes one for so many tokens of this rank."""
-        super().__init__()
+    def __init__(self, axis: Axis, exchange: Callable[[int], Exchange], cache: RecomputeCache | None) -> None:
+        """`exchange` maps the number of this rank's tokens to the exchange of their sequences."""
+        super().__init__(cache)
         self._axis, self._exchange = axis, exchange
 
     def keep(self, inputs: Tensors, results: Tensors) -> Tensors:
         return []
 
-    def _send_tokens(self, heads: Tensors) -> Tensors:
-        """Of one head a rank they come as views of one message."""
-        found = self._exchange(heads[0].shape[1] // self._axis.size).send_tokens(heads)
-        return [x.contiguous() for x in found]
+    def _to_heads(self, tokens: Tensors) -> Tensors:
+        return self._exchange(tokens[0].shape[1]).to_heads(tokens)
+
+    def _to_tokens(self, heads: Tensors) -> Tensors:
+        found = self._exchange(heads[0].shape[1] // self._axis.size).to_tokens(heads)
+        # With one head a rank they are views of one message, which an operator may not return.
+        return [x.contiguous() for x in found] if self.cache is None else found
 
     def _heads_like(self, tokens: Tensors) -> Tensors:
         u = self._axis.size
@@ -113,40 +80,44 @@ class _JointExchange(FusedCommOp):
         return [empty(x, x.shape[0], x.shape[1] // u, x.shape[2] * u, x.shape[3]) for x in heads]
 
 
-class JointToHeads(_JointExchange):
-    """`Exchange.to_heads`."""
+class ToHeads(_ExchangeOp):
+    """`Exchange.to_heads` of any number of tensors."""
 
     def forward(self, inputs: Tensors) -> Tensors:
-        return self._exchange(inputs[0].shape[1]).send_heads(inputs)
+        return self._to_heads(inputs)
 
-    def backward(self, kept: Tensors, grads: Tensors, inputs: int) -> Tensors:
-        return self._send_tokens(grads)
+    def backward(
+        self, saved: Tensors, grads: Tensors, inputs: int, parameters: Sequence[nn.Parameter] = ()
+    ) -> Tensors:
+        return self._to_tokens(grads)
 
     def results_like(self, inputs: Tensors) -> Tensors:
         return self._heads_like(inputs)
 
-    def gradients_like(self, kept: Tensors, grads: Tensors, inputs: int) -> Tensors:
+    def gradients_like(self, saved: Tensors, grads: Tensors, inputs: int) -> Tensors:
         return self._tokens_like(grads)
 
 
-class JointToTokens(_JointExchange):
-    """`Exchange.to_tokens`."""
+class ToTokens(_ExchangeOp):
+    """`Exchange.to_tokens` of any number of tensors."""
 
     def forward(self, inputs: Tensors) -> Tensors:
-        return self._send_tokens(inputs)
+        return self._to_tokens(inputs)
 
-    def backward(self, kept: Tensors, grads: Tensors, inputs: int) -> Tensors:
-        return self._exchange(grads[0].shape[1]).send_heads(grads)
+    def backward(
+        self, saved: Tensors, grads: Tensors, inputs: int, parameters: Sequence[nn.Parameter] = ()
+    ) -> Tensors:
+        return self._to_heads(grads)
 
     def results_like(self, inputs: Tensors) -> Tensors:
         return self._tokens_like(inputs)
 
-    def gradients_like(self, kept: Tensors, grads: Tensors, inputs: int) -> Tensors:
+    def gradients_like(self, saved: Tensors, grads: Tensors, inputs: int) -> Tensors:
         return self._heads_like(grads)
 
 
 def _runs(places: Sequence[Tensor]) -> list[tuple[int, slice]]:
-    """(rank, its rows) of each run of consecutive places, in the order of the sequence."""
+    """(rank, slice of its rows) of each run of consecutive positions, in the order of the sequence."""
     runs: list[tuple[int, int, slice]] = []
     for rank, at in enumerate(places):
         ends = (torch.nonzero(at.diff() != 1).flatten() + 1).tolist()

@@ -1,6 +1,6 @@
 """The real training step of one rank of a world of any size, without the world and without memory.
 
-The step is the program's own: `parallelise`, the pipeline's list, the optimiser. Three things are others: the
+The step is the program's own: `parallelize`, the pipeline's list, the optimiser. Three things are others: the
 device is faked (`fake_memory.py`), the process groups send nothing, and a router deals its tokens to all its
 experts alike, since what data would decide is not known.
 """
@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshwright.data.loader import Batch
 from meshwright.model import attention_cpu
 from meshwright.model.decoder import Decoder
+from meshwright.model.hooks import Dispatch
 from meshwright.model.moe import Moe
 from meshwright.model.token_dispatcher import TokenDispatcher
 from meshwright.parallel.expert_parallel import AllToAllDispatcher
@@ -32,7 +33,7 @@ from meshwright.parallel.mesh import Axis, Mesh, build_mesh
 from meshwright.parallel.pipeline_parallel import ActionHook
 from meshwright.parallel.precision import Formats
 from meshwright.parallel.process_groups import Groups, Row
-from meshwright.parallel.recompute import RecomputeCache
+from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.parallel.unit import Unit
 from meshwright.planner.traffic.traffic_moe import admitted
 from meshwright.schedule import Action, Kind
@@ -288,7 +289,7 @@ def _tell(memory: FakeMemory, trainer: Trainer) -> None:
         assert isinstance(unit, _CountedUnit)
         for moment in moments:
             memory.mark(moment, OPTIMISER, unit.name)
-    for tensor in trainer.balance.held():
+    for tensor in trainer.balance.tensors():
         memory.mark(tensor, BALANCE)
     memory.settle(0, OPTIMISER)  # Adam's step counts
     trainer.pipeline.watch = _Watch(memory)
@@ -328,34 +329,34 @@ def _even(copies: int, experts: int) -> list[int]:
     return [copies // experts + (expert < copies % experts) for expert in range(experts)]
 
 
-class _EvenTrip(TokenDispatcher):
-    """Every expert is chosen by equally many; `share` of the copies find room."""
+class _EvenDispatcher(TokenDispatcher):
+    """Routes equally many copies to every expert; the fraction `share` of all copies is admitted."""
 
-    def __init__(self, share: float, experts: int, experts_Nk: Tensor, room_Nk: Tensor | None) -> None:
+    def __init__(self, share: float, experts_Nk: Tensor, admitted_Nk: Tensor | None, experts: int) -> None:
         self._share = share
-        super().__init__(experts_Nk, room_Nk, experts)
+        super().__init__(experts_Nk, admitted_Nk, experts)
 
-    def _read(self, counts_SE: Tensor) -> list[list[int]]:
+    def _to_host(self, counts_SE: Tensor) -> list[list[int]]:
         return [_even(round(self.tokens * self.top_k * self._share), counts_SE.shape[1])]
 
 
-class _EvenAcross(AllToAllDispatcher):
-    """The same of every rank."""
+class _EvenAllToAllDispatcher(AllToAllDispatcher):
+    """Routes equally many copies of every rank to every expert."""
 
     def __init__(
         self,
         share: float,
         axis: Axis,
         slices: int,
-        kept: RecomputeCache,
-        experts: int,
+        cache: RecomputeCache,
         experts_Nk: Tensor,
-        room_Nk: Tensor | None,
+        admitted_Nk: Tensor | None,
+        experts: int,
     ) -> None:
         self._share = share
-        super().__init__(axis, slices, kept, experts, experts_Nk, room_Nk)
+        super().__init__(axis, slices, cache, experts_Nk, admitted_Nk, experts)
 
-    def _read(self, counts_SE: Tensor) -> list[list[int]]:
+    def _to_host(self, counts_SE: Tensor) -> list[list[int]]:
         ranks, here = self._axis.size, counts_SE.shape[1]
         counts = _even(round(self.tokens * self.top_k * self._share), here * ranks // self._slices)
         owners = [rank // self._slices for rank in range(ranks)]
@@ -364,11 +365,10 @@ class _EvenAcross(AllToAllDispatcher):
 
 
 def _route_evenly(mixture: Moe, share: float) -> None:
-    sort = mixture.sort
-    if isinstance(sort, partial):
-        mixture.sort = partial(_EvenAcross, share, *sort.args)
-    else:
-        mixture.sort = partial(_EvenTrip, share, mixture.moe.experts)
+    dispatch: Dispatch = partial(_EvenDispatcher, share)
+    if isinstance(mixture.hooks.dispatch, partial):
+        dispatch = partial(_EvenAllToAllDispatcher, share, *mixture.hooks.dispatch.args)
+    mixture.hooks = replace(mixture.hooks, dispatch=dispatch)
 
 
 # The count ----------------------------------------------------------------------------------------------

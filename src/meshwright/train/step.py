@@ -21,7 +21,7 @@ from meshwright.parallel.loss_normalization import (
     weight_of_a_target,
 )
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.parallelize import initialise, parallelise
+from meshwright.parallel.parallelize import initialise, parallelize
 from meshwright.parallel.precision import LossScale
 from meshwright.parallel.router_balance import LayerBalance
 from meshwright.parallel.unit import Unit
@@ -62,7 +62,7 @@ class Trainer:
 
     def __init__(self, spec: RunSpec, mesh: Mesh, make_unit: MakeUnit = Unit) -> None:
         self.spec, self.mesh = spec, mesh
-        self.decoder, self.states, self.balance, self.pipeline = parallelise(spec, mesh, make_unit)
+        self.decoder, self.states, self.balance, self.pipeline = parallelize(spec, mesh, make_unit)
         self.optimiser = Optimiser(self.states, spec.train)
         self.loss_scale = LossScale(spec.precision)
         self.rest = 1.0
@@ -184,7 +184,7 @@ class Trainer:
 
     def layers_balance(self) -> dict[int, LayerBalance]:
         """The balance of the last step in each layer with experts, of every stage, in order of layers."""
-        return self.balance.found(self.spec.batch_sequences, self.spec.data.seq_len)
+        return self.balance.statistics(self.spec.batch_sequences, self.spec.data.seq_len)
 
     @torch.no_grad()
     def nll(self, batch: Batch) -> Tensor:

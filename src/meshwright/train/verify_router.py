@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from meshwright.model.moe import Moe, Routing
+from meshwright.model.moe import Moe
+from meshwright.model.router import Routing
+from meshwright.spec import MoeSpec
 
 
 class RouterReference:
@@ -13,15 +17,17 @@ class RouterReference:
 
     def __init__(self, layer: int, mixture: Moe) -> None:
         self.layer, self.mixture, self.moe = layer, mixture, mixture.moe
-        self._settle = mixture._settle
-        mixture.settle = self._watch
+        self._admit = mixture.hooks.admit
+        mixture.hooks = replace(mixture.hooks, admit=self._observe)
         self._counts = torch.zeros(0)
         self.found: dict[str, Tensor] = {}
 
-    def _watch(self, routing: Routing, batch: int) -> tuple[Tensor, Tensor | None]:
+    def _observe(
+        self, moe: MoeSpec, layer: int, routing: Routing, batch: int
+    ) -> tuple[Tensor, Tensor | None]:
         self._routing = routing
-        self._weights, self._room = self._settle(routing, batch)
-        return self._weights, self._room
+        weights, self._admitted = self._admit(moe, layer, routing, batch)
+        return weights, self._admitted
 
     def loss(self, sequences: int) -> Tensor:
         """What this layer adds to the mean loss; fills `found`."""
@@ -37,7 +43,8 @@ class RouterReference:
             aux = aux + moe.experts / moe.top_k * (own.mean(0) * share.mean(0)).sum() / sequences
             z = z + logits.exp().sum(1).log().square().mean() / sequences
         self._counts = chosen.sum(0)
-        dropped = 0.0 if self._room is None else float((~self._room).double().mean())
+        admitted = self._admitted
+        dropped = 0.0 if admitted is None else float((~admitted).double().mean())
         self._find("load", self._counts / self._counts.mean())
         self._find("dropped", torch.tensor([dropped], dtype=torch.float64))
         self._find("entropy", -(shares * shares.log()).sum(1).mean().reshape(1))

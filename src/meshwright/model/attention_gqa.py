@@ -1,0 +1,46 @@
+"""Grouped-query attention (Ainslie et al. 2023).
+
+Shapes: B batch, T queries, D hidden, H heads, K key-value heads, d channels of a head. Head counts are read
+from the weights, so a module that holds some of the heads computes only those.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshwright.model.attention import KeyValueCache
+from meshwright.model.hooks import AttentionHooks
+from meshwright.model.linear import Linear
+from meshwright.model.norm import RmsNorm
+from meshwright.model.rope import Rope, rotate
+from meshwright.spec import ModelSpec
+
+
+class Attention(nn.Module):
+    """Causal self-attention, x (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, spec: ModelSpec, hooks: AttentionHooks) -> None:
+        super().__init__()
+        self.hooks = hooks
+        self.head_dim = spec.head_dim
+        self.q = Linear(spec.hidden, spec.heads * spec.head_dim, spec.qkv_bias)
+        self.k = Linear(spec.hidden, spec.kv_heads * spec.head_dim, spec.qkv_bias)
+        self.v = Linear(spec.hidden, spec.kv_heads * spec.head_dim, spec.qkv_bias)
+        self.o = Linear(spec.heads * spec.head_dim, spec.hidden, spec.out_bias)
+        self.q_norm = RmsNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+        self.k_norm = RmsNorm(spec.head_dim, spec.norm_eps) if spec.qk_norm else None
+
+    def forward(
+        self, x_BTD: Tensor, rope: Rope | None, mask: Any, cache: KeyValueCache | None = None
+    ) -> Tensor:
+        flat = self.hooks.project(x_BTD, (self.q, self.k, self.v))
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in flat)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        return self.hooks.output(self.hooks.attend(q, k, v, mask).flatten(2), self.o)

@@ -1,0 +1,122 @@
+"""Operations of the decoder that a parallel layout replaces: one frozen dataclass of functions per module.
+
+The defaults compute on one device. `parallel/parallelize.py` fills in a layout's own, in `decoder_hooks`;
+docs/design.md lists both. Shapes: B batch, T tokens, D hidden, N = B T, k experts of a token, R rows at the
+experts, F channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.model.attention import Attend, attend, attention_mask
+from meshwright.model.chunked_cross_entropy import linear_cross_entropy
+from meshwright.model.embedding import embed_tokens
+from meshwright.model.linear import Linear, apply_linear, project
+from meshwright.model.router import Routing, admit_by_capacity
+from meshwright.model.token_dispatcher import TokenDispatcher
+from meshwright.spec import MoeSpec
+
+Project = Callable[[Tensor, Sequence[Linear]], tuple[Tensor, ...]]
+"""Applies several linear layers to one input."""
+
+Output = Callable[[Tensor, Linear], Tensor]
+"""Applies the linear layer that ends an attention or feed-forward layer."""
+
+Results = tuple[Tensor, ...]
+Cached = Callable[[Callable[[], Results], bool], Results]
+"""(computation, whether a recomputing forward reads its results) -> results, now or from a recompute
+cache."""
+
+Defer = Callable[[Sequence[nn.Parameter], Callable[[], Sequence[Tensor]]], bool]
+"""Takes a computation of parameters' gradients to run later; returns False if they are due now."""
+
+Admit = Callable[[MoeSpec, int, Routing, int], tuple[Tensor, Tensor | None]]
+"""(moe, layer, routing, B) -> weights (N, k), and which copies (N, k) their experts admit; None for all."""
+
+Dispatch = Callable[[Tensor, Tensor | None, int], TokenDispatcher]
+"""(experts (N, k), admitted copies (N, k) or None, number of experts) -> the dispatcher of these tokens."""
+
+Mask = Callable[[int, int, int | None, Tensor | None, Tensor, int], Any]
+"""`attention_mask`'s parameters -> the mask that `Attend` takes."""
+
+EmbedTokens = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""(tokens (B, T), positions, weight (V, D), position weight or None) -> (B, T, D)."""
+
+Predict = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
+"""(x (B, T, D), weight (V, D), targets (B, T) or None, scale) -> `scale` x summed loss, or logits (B, T,
+V)."""
+
+
+def identity(x: Tensor) -> Tensor:
+    """Return `x` itself."""
+    return x
+
+
+def predict(x_BTD: Tensor, weight: Tensor, targets_BT: Tensor | None, scale: float) -> Tensor:
+    """Logits (B, T, V), or with targets (B, T) the scalar `scale` x summed cross-entropy."""
+    if targets_BT is None:
+        return F.linear(x_BTD, weight)
+    return linear_cross_entropy(x_BTD.flatten(0, 1), weight, targets_BT.flatten(), scale=scale)
+
+
+@dataclass(frozen=True)
+class AttentionHooks:
+    """Operations of `Attention` and `LatentAttention`."""
+
+    project: Project = project
+    """Hidden states, or latents, to the heads' queries, keys and values."""
+    attend: Attend = attend
+    output: Output = apply_linear
+    project_latents: Project = project
+    """Hidden states of this rank's tokens to latents."""
+    gather_rotary_key: Callable[[Tensor], Tensor] = identity
+    """Rotary part of the keys of this rank's tokens -> that of all tokens."""
+
+
+@dataclass(frozen=True)
+class MlpHooks:
+    """Operations of `Mlp`, shared experts included."""
+
+    project: Project = project
+    output: Output = apply_linear
+
+
+@dataclass(frozen=True)
+class ExpertsHooks:
+    """Operations of `Experts`."""
+
+    cached: Cached = lambda compute, _read_again: compute()
+    defer: Defer = lambda _parameters, _compute: False
+
+
+@dataclass(frozen=True)
+class MoeHooks:
+    """Operations of `Moe`."""
+
+    admit: Admit = admit_by_capacity
+    dispatch: Dispatch = TokenDispatcher
+    scatter_tokens: Callable[[Tensor], Tensor] = identity
+    """(B, T, D) -> the tokens that this rank routes."""
+    gather_tokens: Callable[[Tensor], Tensor] = identity
+    """The inverse of `scatter_tokens`."""
+    chunks: int = 1
+    """Number of chunks of tokens; messages of one overlap with the computation of another."""
+    experts: ExpertsHooks = field(default_factory=ExpertsHooks)
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """All replaceable operations of a `Decoder`."""
+
+    mask: Mask = attention_mask
+    embed: EmbedTokens = embed_tokens
+    predict: Predict = predict
+    attention: AttentionHooks = field(default_factory=AttentionHooks)
+    mlp: MlpHooks = field(default_factory=MlpHooks)
+    moe: MoeHooks = field(default_factory=MoeHooks)

@@ -1,0 +1,64 @@
+"""Pipeline stages of a decoder, and the units in which their parameters are gathered and reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.model.decoder import Decoder
+from meshwright.parallel.data_parallel import UnitModules
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.precision import formats
+from meshwright.spec import RunSpec
+from meshwright.spec.stages import Stage
+
+
+class Microbatch(Protocol):
+    """Tensors of a microbatch that a stage reads: (B, T) each, documents (B, S) of whole sequences."""
+
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor
+    documents: Tensor
+
+
+class DecoderStage:
+    """One pipeline stage of a decoder on one rank: embedding, blocks and head as `Stage` lists them."""
+
+    def __init__(self, decoder: Decoder, stage: Stage, spec: RunSpec, mesh: Mesh) -> None:
+        self.decoder, self.stage, self.mesh = decoder, stage, mesh
+        self._dtype = formats(spec.precision).compute
+        self._token_shards = mesh.tensor.size if spec.layout.sequence_parallel else 1
+        self.target_weight = 1.0
+
+    def __call__(self, microbatch: Microbatch, x_BTD: Tensor | None) -> Tensor:
+        """Activations (B, T, D) for the next stage, or on the last the summed loss times `target_weight`."""
+        decoder, stage = self.decoder, self.stage
+        if x_BTD is None:
+            x_BTD = decoder.embed(microbatch.tokens, microbatch.positions)
+        if stage.blocks:
+            length = microbatch.tokens.shape[1]
+            rope, mask = decoder.rope_and_mask(length, microbatch.positions, microbatch.documents, x_BTD)
+            for block in decoder.blocks[stage.first : stage.last]:
+                x_BTD = block(x_BTD, rope, mask)
+        return decoder.head(x_BTD, microbatch.targets, self.target_weight) if stage.head else x_BTD
+
+    def empty(self, microbatch: Microbatch) -> Tensor:
+        """An empty tensor for the stage's input: (B, T, D), or (B, T/n, D) with sequence sharding."""
+        batch, length = microbatch.tokens.shape
+        shape = (batch, length // self._token_shards, self.decoder.spec.hidden)
+        return torch.empty(shape, dtype=self._dtype, device=self.mesh.device)
+
+
+def unit_modules(decoder: Decoder, own: Sequence[Stage]) -> list[UnitModules]:
+    """Modules of each unit of this rank's stages: the embedding, each block, the head; tied ends are one
+    unit."""
+    embed: list[nn.Module] = [decoder.embed for stage in own if stage.embed]
+    head: list[nn.Module] = [decoder.head for stage in own if stage.head]
+    blocks = [[decoder.blocks[index]] for stage in own for index in stage.blocks]
+    if decoder.spec.tied and embed and head:
+        return [[*embed, *head], *blocks]
+    return [*([embed] if embed else []), *blocks, *([head] if head else [])]
