@@ -17,7 +17,7 @@ from typing import Any
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.step import step_time
 from meshwright.planner.cost.uncertainty import interval
-from meshwright.planner.memory.generic import Memory, memory
+from meshwright.planner.memory.generic import Generic, Memory
 from meshwright.planner.validation.calibration import is_used
 from meshwright.planner.validation.cases import PUBLISHED, Case, PredictionError, Row, case_of, read
 from meshwright.spec import RunSpec, UserError
@@ -77,7 +77,7 @@ def predict(case: Case) -> Prediction:
     """The fastest of the case's runs that fit, with the least recomputation that does."""
     on = CostModel(case.cluster, case.stack, case.format)
     capacity = case.cluster.device.memory
-    held = [(spec, memory(spec, on)) for spec in case.specs]
+    held = [(spec, Generic(on).peak(spec)) for spec in case.specs]
     possible = [each for each in held if each[1].device <= capacity * _NEARLY] or held[-1:]
     alike = [each for each in possible if each[0].recompute == possible[0][0].recompute]
     fitting = [each for each in alike if each[1].device <= capacity]
