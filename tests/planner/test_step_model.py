@@ -26,7 +26,9 @@ TREE: dict[str, Any] = {
 def host_per_rank(ranks: int) -> Cluster:
     """CPU hosts with one rank each, on a network: ranks agree over it a few times in each step."""
     found = cluster("cpu", ranks)
-    return replace(found, sharing=1)
+    (host,) = found.levels
+    network = replace(host, name="network", kind="ethernet")
+    return replace(found, levels=(replace(host, devices=1), network), beyond=(), sharing=1)
 
 
 CLUSTERS = {"gpus": cluster("h100", 4), "hosts": host_per_rank(4), "shared cores": cluster("cpu", 4)}
