@@ -49,9 +49,6 @@ class Plan(Candidate):
 
     def to_json(self, tokens: float | None = None) -> dict[str, Any]:
         """Plain values; with a number of tokens also days and USD of training on them."""
-        memory = asdict(self.memory)
-        rank = memory.pop("rank")
-        totals = {name: getattr(self.memory, name) for name in ("allocated", "reserved", "device")}
         each = self.cost_per_token
         return {
             "gpus": self.cluster.count,
@@ -68,8 +65,8 @@ class Plan(Candidate):
             "usd_per_billion_tokens": None if each is None else 1e9 * each,
             "days": None if tokens is None else tokens / self.tokens_per_second / 86400,
             "usd": None if tokens is None or each is None else tokens * each,
-            "memory": {**memory, **totals},
-            "memory_rank": rank,
+            "memory": self.memory.to_json(),
+            "memory_rank": self.memory.rank,
             "parts": self.parts,
         }
 

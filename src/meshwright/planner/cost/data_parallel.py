@@ -1,6 +1,6 @@
 """Seconds of a step for parameters and gradients between data ranks, and for the optimiser.
 
-Messages that a stack sends beside its compute cost what compute does not hide: ZeRO-3 gathers parameters unit
+Messages that overlap compute cost what compute does not hide: ZeRO-3 gathers parameters unit
 by unit under the forward and the backward, and gradients are reduced under the backward that completes them.
 The first unit of the forward and the last of the backward have nothing to hide behind. Compute slows down
 while it shares the device and its memory with a collective, and a collective that shares a processor with
@@ -54,7 +54,7 @@ class DataSeconds:
 
 @dataclass(frozen=True)
 class _Overlap:
-    """Compute that messages run beside: seconds of a microbatch, and what both lose by it."""
+    """Compute that overlaps messages: its seconds for a microbatch, and the slowdown of both."""
 
     forward: float
     backward: float
@@ -106,8 +106,8 @@ def data_seconds(
         slower = links.slowed
         contention = (lost + gather * links.contention("all_gather")) / (reduce + gather)
     if layout.zero == 3:
-        beside = _Overlap(forward, backward, contention, slower)
-        return _zero3(stack, gathers, reduces, beside, optimiser, often, max(1, held.units))
+        overlap = _Overlap(forward, backward, contention, slower)
+        return _zero3(stack, gathers, reduces, overlap, optimiser, often, max(1, held.units))
     times = max(1, often) if layout.zero == 2 else 1
     hidden = min(reduce, backward / slower) * stack.overlap_data * (1 - 1 / max(1, held.units))
     hidden_gather = min(gather, forward / slower) * stack.overlap_gather_parameters
@@ -121,7 +121,7 @@ def _zero3(
     stack: SoftwareStack,
     gathers: Mapping[str, float],
     reduces: Mapping[str, float],
-    beside: _Overlap,
+    overlap: _Overlap,
     optimiser: float,
     often: int,
     units: int,
@@ -131,11 +131,11 @@ def _zero3(
     0 stands for a pipeline, which gathers once a step and not for each microbatch.
     """
     gather, reduce = sum(gathers.values()), sum(reduces.values())
-    hidden = min(gather, beside.forward / beside.slower) * stack.overlap_data
-    hidden_back = min(gather + reduce, beside.backward / beside.slower) * stack.overlap_data
+    hidden = min(gather, overlap.forward / overlap.slower) * stack.overlap_data
+    hidden_back = min(gather + reduce, overlap.backward / overlap.slower) * stack.overlap_data
     exposed = (gather - hidden) + (gather + reduce - hidden_back)
     exposed = max(exposed, gather / units + reduce / units)
-    slowed = beside.contention * (hidden + hidden_back)
+    slowed = overlap.contention * (hidden + hidden_back)
     times = often or 1
     sent = {axis: times * (2 * gathers[axis] + reduces[axis]) for axis in AXES}
     each = exposed + slowed if often else 0.0

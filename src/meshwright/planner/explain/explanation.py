@@ -11,7 +11,7 @@ from meshwright.planner.cost.step import StepTime
 from meshwright.planner.cost.uncertainty import room
 from meshwright.planner.explain.candidate import Candidate
 from meshwright.planner.explain.link_load import AxisLoad, communication
-from meshwright.planner.explain.neighbours import TERMS, Neighbour
+from meshwright.planner.explain.neighbours import Neighbour
 from meshwright.planner.explain.reasons import reasons
 from meshwright.planner.explain.sensitivity import Assumption
 from meshwright.planner.memory.generic import Memory
@@ -102,7 +102,7 @@ class Explanation:
             "busiest_rank": self.time.rank,
             "time": [self.time.parts_of(rank) for rank in range(len(self.time.ranks))],
             "mean_time": self.mean_parts,
-            "memory": [memory_json(each) for each in self.memories],
+            "memory": [each.to_json() for each in self.memories],
             "capacity": self.capacity,
             "fits": self.fits,
             "fits_probability": self.fits_probability,
@@ -110,11 +110,6 @@ class Explanation:
             "neighbours": [each.to_json() for each in self.neighbours],
             "assumptions": [each.to_json(self.candidates) for each in self.assumptions],
         }
-
-
-def memory_json(needs: Memory) -> dict[str, float]:
-    """The terms of a rank's memory, and their sums."""
-    return {name: getattr(needs, name) for name in (*TERMS, "allocated", "reserved", "device")}
 
 
 def explain(

@@ -9,28 +9,19 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import permutations
 from typing import Any, Literal, get_args
 
 from meshwright.planner.explain.candidate import TIE, Candidate
 from meshwright.planner.layout_space import LOOPED, POLICIES
+from meshwright.planner.memory.generic import Memory
 from meshwright.spec import Layout, RunSpec, UserError
 from meshwright.spec.layout import ONE_STAGE, TWO_STAGES, ContextMode, Order, ScheduleName, ulysses_ranks
 from meshwright.spec.rules import check
 from meshwright.units import gigabytes, percent, seconds
 
-TERMS = (
-    "parameters",
-    "gradients",
-    "optimiser",
-    "activations",
-    "logits",
-    "buffers",
-    "fragmentation",
-    "context",
-    "communicators",
-)
+TERMS = tuple(field.name for field in fields(Memory) if field.name != "rank")
 """Terms of a rank's memory, as in `Memory`."""
 _WORTH = 0.25
 """An opposite change is reported if it is at least this share of the largest change."""

@@ -11,7 +11,7 @@ elsewhere:
     selective   N b (2 D / s + (2 Q + 2 K + 2 F) / t)     1 F where the layer is not gated; one device: 3 D
     full        N b D / s
 
-Attention over latents (DeepSeek-AI 2024) of L channels together, of which P more turn with the position and
+Attention over latents (DeepSeek-AI 2024) of L channels together, with P more that turn with the position and
 are shared by all H heads, with V channels of values: instead of 2 Q + 2 K, none has Q + K + 2 V, and
 (2 L + P) / s more; selective Q + K - H P + 2 V, and (L + P) / s more, and P where s > 1.
 

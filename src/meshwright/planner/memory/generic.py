@@ -62,6 +62,11 @@ class Memory:
         """Bytes that the driver counts (nvidia-smi)."""
         return self.reserved + self.context + self.communicators
 
+    def to_json(self) -> dict[str, float]:
+        """The terms, and their sums."""
+        terms = {name: value for name, value in vars(self).items() if name != "rank"}
+        return terms | {"allocated": self.allocated, "reserved": self.reserved, "device": self.device}
+
 
 class MemoryModel(ABC):
     """Bytes that layouts need on the devices of a cost model."""

@@ -2,7 +2,7 @@
 
 A microbatch's count from the end of its forward in a stage to the end of its backward there. Where a schedule
 splits the backward, the first half frees them and leaves what the weight gradients need: for each linear map
-its input and the gradient of its output (Qi et al. 2023). For N tokens of D channels, of which the rank has n
+its input and the gradient of its output (Qi et al. 2023). For N tokens of D channels, n tokens on the rank
 between the layers (N/tp where sequences are sharded), Q, K and V channels of queries, keys and values, A of
 attention's output, F of the feed-forward layer on this rank:
 

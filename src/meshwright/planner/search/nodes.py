@@ -56,7 +56,7 @@ _COMMON = 8
 
 
 class Scope:
-    """What all nodes of a search share."""
+    """State and caches that all nodes of a search share."""
 
     def __init__(
         self,

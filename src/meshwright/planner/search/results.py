@@ -108,6 +108,6 @@ class BestLayouts:
             self.front.append(timed)
 
     def result(self) -> SearchResult:
-        """What was found so far."""
+        """The result so far."""
         self.counts.seconds = time.perf_counter() - self.start
         return SearchResult(self.best, self.counts, sorted(self.front, key=lambda each: each[:3]))
