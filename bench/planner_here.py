@@ -32,7 +32,7 @@ from meshwright.hardware.cluster import Cluster
 from meshwright.hardware.find import cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.step import step_time
-from meshwright.planner.memory.exact import fullest
+from meshwright.planner.memory.exact import memory_model
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import UserError
 from namespaces import Hosts, here, two_hosts
@@ -161,7 +161,7 @@ def compare(specs: list[RunSpec], times: Times, found: Cluster) -> dict[str, Any
             {
                 "layout": _said(spec),
                 "predicted": timed.seconds,
-                "memory": fullest(spec, on).device,
+                "memory": memory_model(on).peak(spec).device,
                 "measured": typical(each),
                 "steps": each,
                 "parts": {name: round(value, 4) for name, value in timed.parts.items() if value > 5e-5},

@@ -7,6 +7,7 @@ import pytest
 from meshwright.hardware.find import cluster
 from meshwright.launch.auto_layout import check_room, planned, present
 from meshwright.planner.plan import Plans
+from meshwright.planner.search.request import PlanRequest
 from meshwright.spec import UserError
 from meshwright.spec.load import from_tree
 
@@ -61,8 +62,9 @@ def test_the_present_host_is_planned_for_by_its_own_cores(monkeypatch: pytest.Mo
     assert host.device.peak["fp32"] == pytest.approx(6 * cluster("cpu").device.peak["fp32"])
     planned_for: list[int] = []
 
-    def seen(*_: object, gpus: int, **others: object) -> Plans:
-        planned_for.append(gpus)
+    def seen(request: PlanRequest) -> Plans:
+        assert isinstance(request.gpus, int)
+        planned_for.append(request.gpus)
         raise UserError("none fits")
 
     monkeypatch.setattr("meshwright.launch.auto_layout.plan", seen)

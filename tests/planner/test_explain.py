@@ -11,16 +11,15 @@ import pytest
 from meshwright.hardware.find import cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import STACKS
-from meshwright.planner.cost.step import step_time
-from meshwright.planner.cost.timing import Timing
-from meshwright.planner.explain.candidate import TIE
+from meshwright.planner.cost.step import ScheduleTimes, step_time
+from meshwright.planner.explain.candidate import TIE, Candidate
 from meshwright.planner.explain.explanation import Explanation, explain
 from meshwright.planner.explain.link_load import communication
 from meshwright.planner.explain.neighbours import TERMS, changes
 from meshwright.planner.explain.reasons import reasons
 from meshwright.planner.explain.sensitivity import MOST, figures
 from meshwright.planner.explain.text import WIDTH, text
-from meshwright.planner.memory.exact import fullest, needs
+from meshwright.planner.memory.exact import memory_model
 from meshwright.planner.traffic.traffic import traffic
 from meshwright.spec import RunSpec, UserError
 
@@ -71,18 +70,18 @@ def test_terms_of_memory_add_up_on_every_rank(name: str) -> None:
     assert len(found.memories) == found.spec.layout.pp
     for each in found.memories:
         assert sum(getattr(each, term) for term in TERMS) == pytest.approx(each.device)
-    assert fullest(found.spec, found.on).device == max(each.device for each in found.memories)
+    assert memory_model(found.on).peak(found.spec).device == max(each.device for each in found.memories)
 
 
 def test_engines_that_served_another_layout_give_the_same() -> None:
     spec = run({"dp": 8, "cp": 2, "pp": 2, "zero": 1, "micro_batch": 1})
     shared = engines(spec)
     for change in changes(spec):
-        needs(change.spec, shared), step_time(change.spec, shared)
+        memory_model(shared).ranks(change.spec), step_time(change.spec, shared)
     for change in (*changes(spec), changes(spec)[0]):
         alone = engines(spec)
         assert step_time(change.spec, shared).seconds == step_time(change.spec, alone).seconds, change.words
-        assert needs(change.spec, shared) == needs(change.spec, alone), change.words
+        assert memory_model(shared).ranks(change.spec) == memory_model(alone).ranks(change.spec), change.words
 
 
 @every
@@ -159,7 +158,7 @@ def test_a_neighbour_that_is_too_large_names_the_term_that_grew_most() -> None:
     chosen, too_large = found.fullest, [each for each in found.neighbours if each.verdict == "does not fit"]
     assert too_large
     for each in too_large:
-        other = fullest(each.change.spec, found.on)
+        other = memory_model(found.on).peak(each.change.spec)
         grown = {term: getattr(other, term) - getattr(chosen, term) for term in TERMS}
         assert each.most == max(grown, key=lambda term: grown[term])
         assert each.by == grown[each.most]
@@ -199,14 +198,14 @@ def test_the_nearest_are_those_that_would_be_first_of_all(name: str) -> None:
 
 @every
 def test_a_quick_look_is_no_more_than_the_step_and_an_exact_one_is_the_step(name: str) -> None:
-    spec, paths = explained(name).spec, {}
+    spec, times = explained(name).spec, ScheduleTimes()
     for on in (engines(spec), figures(engines(spec))[0].scaled(0.7)):
         for change in changes(spec):
-            timing, timed = Timing(change.spec, paths), step_time(change.spec, on)
-            assert timing.least(on) <= timed.seconds * (1 + 1e-9), change.words
-            assert timing.seconds(on) == timed.seconds, change.words
-            assert timing.parts(on, timed.seconds) == pytest.approx(timed.parts), change.words
-            assert timing.least(on) <= timed.seconds * (1 + 1e-9), change.words
+            layout, timed = Candidate(change.spec, on, times), step_time(change.spec, on)
+            assert layout.bound <= timed.seconds * (1 + 1e-9), change.words
+            assert layout.seconds == timed.seconds, change.words
+            assert layout.parts == pytest.approx(timed.parts), change.words
+            assert layout.step_on(on).bound <= timed.seconds * (1 + 1e-9), change.words
 
 
 def preferred(found: Explanation, on: CostModel, capacity: float) -> set[str]:

@@ -7,8 +7,8 @@ import pytest
 from meshwright.hardware.find import cluster
 from meshwright.planner.cost.lower_bounds import shape
 from meshwright.planner.cost.model import CostModel
-from meshwright.planner.memory.exact import fullest, shortened
-from meshwright.planner.memory.generic import held_microbatches, memory
+from meshwright.planner.memory.exact import memory_model, shortened
+from meshwright.planner.memory.generic import Generic, held_microbatches
 from meshwright.planner.memory.in_flight import peak_activations
 from meshwright.planner.memory.states import states
 from meshwright.schedule import NAMES, make
@@ -49,8 +49,8 @@ def test_the_run_that_is_looked_at_needs_what_the_whole_one_does(name: str, rank
         assert states(few, rank) == states(many, rank) == states(shortened(many), rank)
         assert peak_activations(shortened(many), rank) == peak_activations(many, rank)
     if name in HOLD_ALL:
-        assert fullest(many, on).activations > 2 * fullest(few, on).activations
-        assert memory(many, on).activations > 2 * memory(few, on).activations
+        assert memory_model(on).peak(many).activations > 2 * memory_model(on).peak(few).activations
+        assert Generic(on).peak(many).activations > 2 * Generic(on).peak(few).activations
     else:
-        assert fullest(many, on) == fullest(few, on)
-        assert memory(many, on) == memory(few, on)
+        assert memory_model(on).peak(many) == memory_model(on).peak(few)
+        assert Generic(on).peak(many) == Generic(on).peak(few)

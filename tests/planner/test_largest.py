@@ -11,17 +11,18 @@ import pytest
 from meshwright import api
 from meshwright.hardware.find import cluster
 from meshwright.planner.cost.software import MESHWRIGHT
-from meshwright.planner.search.objectives import described, feasible, largest_model, sized, with_model
-from meshwright.planner.search.request import PlanRequest, base_run
+from meshwright.planner.search.objectives import described, largest_model, sized
+from meshwright.planner.search.problem import SearchProblem
+from meshwright.planner.search.request import base_run
 from meshwright.spec import ModelSpec, RunSpec, UserError, load
 from meshwright.spec.toml import to_toml
 
 SMALL: dict[str, Any] = {"seq_len": 1024, "batch_tokens": "64k"}
 
 
-def wish(model: str, gpus: int, seq_len: int = 1024) -> PlanRequest:
+def wish(model: str, gpus: int, seq_len: int = 1024) -> SearchProblem:
     where = cluster("h100", gpus)
-    return PlanRequest(base_run(model, where, seq_len, 64 * seq_len, ())[0], where, MESHWRIGHT)
+    return SearchProblem(base_run(model, where, seq_len, 64 * seq_len, ())[0], where, MESHWRIGHT)
 
 
 SHAPES = ("llama3-8b", "qwen3-32b", "gpt3-175b", "mixtral-8x7b", "deepseek-v3", "base")
@@ -60,7 +61,7 @@ def test_the_largest_model_fits_and_the_next_size_does_not(tmp_path: Path) -> No
     assert model is not None and model == found.best.spec.model
     sizes = [sized(ModelSpec(preset="base"), size) for size in range(1, 60)]
     place = sizes.index(model)
-    assert not feasible(with_model(wish("base", 1), sizes[place + 1]))
+    assert not wish("base", 1).with_model(sizes[place + 1]).fits()
     told = json.loads(json.dumps(found.to_json()))
     assert told["model_found"]["layers"] == model.layers and told["parameters"] == model.parameters
     written = tmp_path / "plan.toml"
@@ -75,7 +76,7 @@ def test_a_model_that_does_not_fit_is_made_smaller() -> None:
     given = wish("llama3-70b", 8).base.model
     assert found.parameters < given.parameters
     sizes = [sized(given, size) for size in range(-20, 0)]
-    assert not feasible(with_model(wish("llama3-70b", 8), [*sizes, given][sizes.index(found) + 1]))
+    assert not wish("llama3-70b", 8).with_model([*sizes, given][sizes.index(found) + 1]).fits()
 
 
 def test_where_not_even_the_smallest_fits_there_is_a_sentence() -> None:

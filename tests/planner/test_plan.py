@@ -168,11 +168,11 @@ def test_what_cannot_fit_says_what_is_short_and_what_would_do() -> None:
         ("llama3-8b", "h100", {"batch_tokens": None}, "--batch-tokens: is missing"),
         ("llama3-8b", "h100", {"batch_tokens": "1k"}, "less than one sequence of 4,096 tokens"),
         ("llama3-8b", "h100", {"batch_tokens": "many"}, "--batch-tokens: 'many' is not valid"),
-        ("llama3-8b", "h100", {"seq_len": 0}, "--seq-len: 0 tokens"),
+        ("llama3-8b", "h100", {"seq_len": 0}, "--seq-len: must be at least 1 token, got 0"),
         ("gpt3-175b", "h100", {}, "more than the model's 2048 learned positions"),
         ("llama3-8b", "h100", {"stack": "megatron"}, "there is no stack 'megatron'"),
         ("llama3-8b", "h100", {"objective": "speed"}, "is not one of time, cost, longest-context, largest-"),
-        ("llama3-8b", "h100", {"top": 0}, "--top: 0 plans are none"),
+        ("llama3-8b", "h100", {"top": 0}, "--top: must be at least 1, got 0"),
         ("llama3-8b", "h100", {"tokens": "x"}, "--tokens: 'x' is not valid"),
         ("llama3-8b", "h100", {"tokens": 0.0}, "--tokens: '0.0' is not valid: a number of at least 1"),
         ("llama3-8b", "h100", {"tokens": -1e12}, "--tokens: '-1000000000000.0' is not valid"),
@@ -199,7 +199,7 @@ def test_a_mistake_is_one_sentence(model: str, where: str, wish: dict[str, Any],
 
 
 def test_an_estimate_is_of_as_many_devices_as_ranks() -> None:
-    with pytest.raises(UserError, match="has 1 ranks, but the cluster has 8 devices"):
+    with pytest.raises(UserError, match="is 1 rank, but h100-sxm has 8 devices"):
         api.estimate(RunSpec(), cluster("h100", 8))
 
 

@@ -16,7 +16,7 @@ from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import MESHWRIGHT, STACKS
 from meshwright.planner.cost.step import step_time
 from meshwright.planner.layout_space import LayoutSpace
-from meshwright.planner.memory.generic import memory
+from meshwright.planner.memory.generic import Generic
 from meshwright.planner.search.branch_and_bound import search
 from meshwright.planner.search.least_memory import least_memory
 from meshwright.spec import RunSpec, UserError
@@ -123,7 +123,7 @@ def test_the_search_finds_what_brute_force_does(seed: int) -> None:
     space = LayoutSpace(base, ranks, fixed)
     every = []
     for spec in every_spec(space):
-        every.append((step_time(spec, on).seconds, memory(spec, on).device))
+        every.append((step_time(spec, on).seconds, Generic(on).peak(spec).device))
     needs = sorted(each[1] for each in every)
     capacity = needs[len(needs) * chosen.choice([1, 5, 9]) // 10]
     wanted = sorted(each for each in every if each[1] <= capacity)
@@ -134,7 +134,7 @@ def test_the_search_finds_what_brute_force_does(seed: int) -> None:
     )
     for each in found.best:
         assert each.seconds == pytest.approx(step_time(each.spec, on).seconds, rel=1e-9)
-        assert each.memory == pytest.approx(memory(each.spec, on).device, rel=1e-9)
+        assert each.memory == pytest.approx(Generic(on).peak(each.spec).device, rel=1e-9)
     assert found.counts.timed < len(every)
     least = least_memory(space, on)
     assert least is not None and least.device <= needs[0]
@@ -204,7 +204,7 @@ def test_estimates_do_not_depend_on_what_was_asked_before() -> None:
     for spec in specs:
         alone = CostModel(cluster("h100", 8), MESHWRIGHT)
         assert step_time(spec, on).seconds == step_time(spec, alone).seconds
-        assert memory(spec, on) == memory(spec, alone)
+        assert Generic(on).peak(spec) == Generic(alone).peak(spec)
 
 
 def test_the_best_so_far_is_told_as_it_is_found() -> None:

@@ -16,7 +16,7 @@ from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.step import step_time
 from meshwright.planner.explain.explanation import describe
 from meshwright.planner.explain.neighbours import TERMS
-from meshwright.planner.memory.exact import fullest
+from meshwright.planner.memory.exact import memory_model
 from meshwright.report.plan_page import AXIS_COLOURS, MEMORY_COLOURS, TIME_COLOURS, write_plan_page
 from meshwright.spec import RunSpec, UserError
 from meshwright.units import gigabytes, seconds
@@ -40,7 +40,7 @@ PLANS = (
     run({"dp": 16, "tp": 4, "zero": 1}),
 )
 ON = CostModel(cluster("h100", 32))
-PARETO = tuple((step_time(spec, ON).seconds, fullest(spec, ON).device) for spec in PLANS[:2])
+PARETO = tuple((step_time(spec, ON).seconds, memory_model(ON).peak(spec).device) for spec in PLANS[:2])
 SECTIONS = (
     "Where the time goes",
     "Memory by pipeline rank",
@@ -88,13 +88,13 @@ def test_bars_of_memory_are_the_terms_of_each_rank(html: str) -> None:
         r'<div class="row">(.*?)</div><span class="total">(.*?)</span>', part(html, SECTIONS[1])
     )
     assert len(rows) == 4
-    most = max(86e9, fullest(PLANS[0], ON).device)
+    most = max(86e9, memory_model(ON).peak(PLANS[0]).device)
     for drawn, total in rows:
         widths = [float(width) for width in re.findall(r'style="width:([\d.]+)%"', drawn)]
         size = float(total.removesuffix(" GB")) * 1e9
         assert sum(widths) == pytest.approx(100 * size / (1.01 * most), rel=0.02)
         assert 'class="limit"' in drawn
-    assert gigabytes(fullest(PLANS[0], ON).device) in [total for _, total in rows]
+    assert gigabytes(memory_model(ON).peak(PLANS[0]).device) in [total for _, total in rows]
 
 
 def test_bars_of_time_fill_their_rows(html: str) -> None:

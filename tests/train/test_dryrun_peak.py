@@ -20,7 +20,7 @@ from meshwright.data.loader import Batch
 from meshwright.hardware.find import cluster
 from meshwright.parallel.mesh import Mesh
 from meshwright.planner.cost.model import CostModel
-from meshwright.planner.memory.exact import needs
+from meshwright.planner.memory.exact import memory_model
 from meshwright.planner.memory.generic import Memory
 from meshwright.spec import RunSpec, load
 from meshwright.train import dryrun
@@ -51,7 +51,7 @@ class SecondStep(Trainer):
 
 
 def planned(spec: RunSpec) -> Memory:
-    (found,) = needs(spec, CostModel(cluster("h100", spec.layout.world_size)))
+    (found,) = memory_model(CostModel(cluster("h100", spec.layout.world_size))).ranks(spec)
     return found
 
 
@@ -105,5 +105,5 @@ def test_adding_formats_takes_a_copy_on_a_cpu() -> None:
     spec = llama(layout__zero=3, recompute__policy="full", train__batch_tokens=64 * 8192)
     on = cluster("h100", 64)
     cpu = replace(on, device=replace(on.device, kind="cpu"))
-    (there,) = needs(spec, CostModel(cpu))
+    (there,) = memory_model(CostModel(cpu)).ranks(spec)
     assert there.allocated > planned(spec).allocated

@@ -25,13 +25,14 @@ from meshwright.api.planning import (
     dryrun,
     explain,
     goodput,
+    plan,
     profile,
     profile_worker,
     simulate,
     validate,
 )
 from meshwright.api.runs import default_out, train, train_worker, verify, verify_worker, write_verdict
-from meshwright.planner.plan import Plan, Plans, estimate, plan
+from meshwright.planner.plan import Plan, Plans, estimate
 
 __all__ = [
     "Plan",

@@ -14,6 +14,10 @@ from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import stack_named
 from meshwright.planner.explain.explanation import Explanation
 from meshwright.planner.explain.explanation import explain as explain_on
+from meshwright.planner.plan import Finished, Plans
+from meshwright.planner.plan import plan as best_plans
+from meshwright.planner.search.request import Overrides, PlanRequest
+from meshwright.planner.search.results import Progress
 from meshwright.planner.simulated_pipeline import Durations, Machine
 from meshwright.planner.simulated_pipeline import step as pipeline_step
 from meshwright.spec import RunSpec, UserError
@@ -61,6 +65,46 @@ def simulate(
         "latency": latency,
         "bandwidth": bandwidth,
     }
+
+
+def plan(
+    model: str | Path | RunSpec,
+    cluster: str | Cluster,
+    *,
+    gpus: int | str | None = None,
+    seq_len: int | None = None,
+    batch_tokens: int | str | None = None,
+    top: int = 5,
+    objective: str = "time",
+    stack: str = "meshwright",
+    price: float | None = None,
+    tokens: float | str | None = None,
+    max_memory: float | None = None,
+    overrides: Overrides = (),
+    progress: Progress | None = None,
+    finished: Finished | None = None,
+) -> Plans:
+    """The `top` best layouts of a model on a cluster; for what is asked see `PlanRequest`.
+
+    `progress` is called with each plan that is the best so far, and `finished`, if there are several numbers
+    of devices, after the search for each: with the number, and the best plan or None. Raises `UserError`,
+    also where nothing fits.
+    """
+    request = PlanRequest(
+        model,
+        cluster,
+        gpus,
+        seq_len,
+        batch_tokens,
+        top,
+        objective,
+        stack,
+        price,
+        tokens,
+        max_memory,
+        overrides,
+    )
+    return best_plans(request, progress, finished)
 
 
 def explain(

@@ -21,20 +21,20 @@ from meshwright.cli.parser import (
     tokens,
     whole,
 )
+from meshwright.planner import OBJECTIVES
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.toml import to_toml
 
 if TYPE_CHECKING:
     from meshwright.planner.plan import Plan, Plans
-    from meshwright.planner.search.branch_and_bound import SearchCounts, TimedLayout
-
-OBJECTIVES = ("time", "cost", "longest-context", "largest-model")
+    from meshwright.planner.search.results import SearchCounts, TimedLayout
 
 
 def plan(call: Call) -> int:
     """Search, and say what is best."""
     from meshwright.hardware.hardware_file import check_writable
     from meshwright.planner.plan import plan as find
+    from meshwright.planner.search.request import PlanRequest
 
     flags = call.flags
     write, out = (Path(flags[name]) if flags[name] is not None else None for name in ("write", "out"))
@@ -42,7 +42,7 @@ def plan(call: Call) -> int:
     check_writable(out, "--out")
     _check_new(write)
     limit = None if flags["max-memory"] is None else 1e9 * flags["max-memory"]
-    found = find(
+    request = PlanRequest(
         call.words[0],
         flags["cluster"],
         gpus=flags["gpus"],
@@ -55,9 +55,8 @@ def plan(call: Call) -> int:
         tokens=flags["tokens"],
         max_memory=limit,
         overrides=call.overrides,
-        progress=_say if flags["progress"] else None,
-        finished=_finished,
     )
+    found = find(request, _say if flags["progress"] else None, _finished)
     if write is not None:
         _write(found.best.spec, write)
     if out is not None:

@@ -10,8 +10,9 @@ from meshwright.launch.env import count_devices, fit_layout, nproc_of, resolve, 
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.explain.candidate import TIE
 from meshwright.planner.explain.explanation import describe
-from meshwright.planner.memory.exact import needs
+from meshwright.planner.memory.exact import memory_model
 from meshwright.planner.plan import Plan, Plans, plan
+from meshwright.planner.search.request import PlanRequest
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import Overrides, from_tree
 from meshwright.units import gigabytes, short
@@ -45,7 +46,7 @@ def check_room(spec: RunSpec) -> None:
     if torch.cuda.is_available():  # each rank has a device's memory to itself, and finds out
         return
     layout, room = spec.layout, machine.host_memory()
-    each = needs(spec, CostModel(present().resized(layout.world_size)))
+    each = memory_model(CostModel(present().resized(layout.world_size))).ranks(spec)
     total = sum(rank.device for rank in each) * layout.world_size / layout.pp
     if total > room:
         ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
@@ -81,7 +82,7 @@ def planned(
     problem: UserError | None = None
     for ranks in sizes:
         try:
-            found.append(plan(alone, cluster, gpus=ranks, top=2, overrides=wanted))
+            found.append(plan(PlanRequest(alone, cluster, gpus=ranks, top=2, overrides=wanted)))
         except UserError as error:  # other numbers of ranks may do
             problem = error
     if not found:

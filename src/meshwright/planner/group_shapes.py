@@ -1,4 +1,4 @@
-"""Where the ranks of each axis of a layout are: how many, and how far apart."""
+"""Size and stride of the process groups of a layout's axes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class GroupShape(NamedTuple):
 
 
 class Axes(NamedTuple):
-    """The groups of a layout, as `parallel/mesh.py` makes them: tensor ranks are neighbours."""
+    """The groups of a layout's axes, as `parallel/mesh.py` makes them; tensor ranks are neighbours."""
 
     tensor: GroupShape
     context: GroupShape
     shard: GroupShape
-    """dp x cp: what ZeRO shards over."""
+    """dp x cp ranks, over which ZeRO shards."""
     replicate: GroupShape
     pipeline: GroupShape
     expert: GroupShape

@@ -1,4 +1,4 @@
-"""What a rank has of a run, by formula: its stages, their parameters, and the width of its numbers."""
+"""A rank's view of a run: its stages, their parameters, and the widths of its numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Traffic = dict[tuple[str, str], float]
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes of an element: to compute in, of master weights, of gradients on the wire, of exact sums."""
+    """Bytes of an element: in compute, of master weights, of reduced gradients, of exact sums."""
 
     compute: int
     master: int
@@ -27,7 +27,7 @@ class Widths:
 
 
 def widths(spec: RunSpec) -> Widths:
-    """The formats of a run; fp64 is fp64 throughout."""
+    """The widths of a run's formats in bytes; fp64 is used throughout where it computes."""
     compute = DTYPE_BYTES[spec.precision.compute]
     if compute == 8:
         return Widths(8, 8, 8, 8)
@@ -36,7 +36,7 @@ def widths(spec: RunSpec) -> Widths:
 
 @dataclass(frozen=True)
 class RankView:
-    """A rank's place in the pipeline: its stages, and what of the model they hold."""
+    """The stages of a pipeline rank, and the part of the model that they hold."""
 
     spec: RunSpec
     schedule: Schedule
@@ -54,22 +54,22 @@ class RankView:
 
     @property
     def mapped(self) -> int:
-        """Number of its blocks with maps that all tokens take after attention: dense, or shared experts."""
+        """Number of its blocks with a feed-forward layer for all tokens: dense, or shared experts."""
         moe = self.spec.model.moe
         return self.layers if moe is not None and moe.shared_ffn else self.layers - self.routed
 
     @property
     def embed(self) -> bool:
-        """Whether it has the embedding."""
+        """True if it has the embedding."""
         return any(stage.embed for stage in self.own)
 
     @property
     def head(self) -> bool:
-        """Whether it has the head."""
+        """True if it has the head."""
         return any(stage.head for stage in self.own)
 
     def pieces(self) -> dict[str, list[tuple[Parameter, Piece]]]:
-        """What a rank holds of each unit's parameters."""
+        """The rank's pieces of each unit's parameters."""
         spec, layout = self.spec, self.spec.layout
 
         def piece(p: Parameter) -> Piece:
@@ -82,30 +82,30 @@ class RankView:
 
 
 def place_of(spec: RunSpec, rank: int) -> RankView:
-    """The place of pipeline rank `rank`."""
+    """The view of pipeline rank `rank`."""
     schedule = schedule_of(spec.layout, spec.microbatches)
     every = stages(spec.model, spec.layout, spec.data.seq_len)
     return RankView(spec, schedule, tuple(every[index] for index in schedule.stages_of(rank)))
 
 
 def share(ranks: int) -> float:
-    """The share of what lies on `ranks` ranks that is on others."""
+    """(n - 1) / n: the fraction of a tensor sharded over `ranks` ranks that the others hold."""
     return (ranks - 1) / ranks
 
 
 def shards(spec: RunSpec) -> int:
-    """Ranks that each hold a part of the states."""
+    """Ranks that a unit's states are sharded over."""
     return spec.layout.shard_ranks if spec.layout.zero else 1
 
 
 def part_elements(piece: Piece, ranks: int) -> int:
-    """Elements that one of `ranks` stores of a piece, padding included."""
+    """Elements of a piece that each of `ranks` ranks stores, padding included."""
     rows = piece.shape[piece.rows_dim]
     return ceil(rows / ranks) * (prod(piece.shape) // rows)
 
 
 def recomputed(spec: RunSpec, kind: SavedOp) -> bool:
-    """Whether a block's backward first does again what is of this kind."""
+    """True if a block's backward recomputes operators of this kind."""
     if isinstance(spec.recompute, SelectiveRecompute):
         return kind not in spec.recompute.save
     return spec.recompute.policy == "full"

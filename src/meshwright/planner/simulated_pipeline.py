@@ -1,19 +1,18 @@
-"""One step of a run's pipeline, timed: what its stages cost by formula, in the order of its schedule.
+"""One step of a run's pipeline on an idealised machine, simulated action by action.
 
-What is timed is the pipeline of one replica: F, I and W of every microbatch, and the messages between
-stages. A rank of it is tp x cp devices, which share a stage's FLOPs; bytes are those of one of them. The
-traffic of the other axes and the optimiser's step are not in it.
+The step is that of one replica: F, I and W of every microbatch, and the messages between stages. A rank of
+it is tp x cp devices, which share a stage's FLOPs; bytes are those of one device. Traffic of the other axes
+and the optimiser's step are left out.
 
 A block of M FLOPs in weights and A in attention's two products, forward, takes M + A for F, M + 2 A for I
-and M for W, since attention has no weights (Qi et al. 2023, table 1); what is recomputed is added to I. The
-head's loss computes its gradients in the forward, as the program does (`model/chunked_cross_entropy.py`):
-three times its forward for F. Norms, the embedding and whatever else is no matrix product count nothing.
+and M for W, since attention has no weights (Qi et al. 2023, table 1); recomputation is added to I. The head's
+loss computes its gradients in the forward, as the program does (`model/chunked_cross_entropy.py`): three
+times its forward for F. Norms, the embedding and other operators without a matrix product are free.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,7 @@ from meshwright.spec.stages import Stage, stages
 
 @dataclass(frozen=True)
 class Machine:
-    """What a step is timed on. The defaults are round figures of no machine in particular."""
+    """The machine of a step; the defaults are round figures."""
 
     flops: float = 400e12
     """FLOP/s that one device attains."""
@@ -43,7 +42,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Durations:
-    """Seconds of one microbatch in every stage, where they are measured and not counted."""
+    """Seconds of one microbatch in every stage, measured or counted."""
 
     forward: float
     input: float
@@ -58,17 +57,6 @@ def message_bytes(spec: RunSpec) -> int:
     return tokens * spec.model.hidden * widths(spec).compute
 
 
-def stage_costs(spec: RunSpec, cut: Sequence[Stage], costs: Machine | Durations) -> tuple[StageCost, ...]:
-    """What a microbatch costs in each stage of `cut`: seconds by its FLOPs, or as given; bytes by formula."""
-    held, message = activations(spec), message_bytes(spec)
-    found = []
-    for stage in cut:
-        times = _counted(spec, stage, costs.flops) if isinstance(costs, Machine) else costs
-        kept = float(held.of(stage))
-        found.append(StageCost(times.forward, times.input, times.weight, kept, float(message)))
-    return tuple(found)
-
-
 def _counted(spec: RunSpec, stage: Stage, flops: float) -> Durations:
     """Seconds of one microbatch in a stage, whose tensor and context ranks share its FLOPs evenly."""
     model, layout, length = spec.model, spec.layout, spec.data.seq_len
@@ -76,17 +64,17 @@ def _counted(spec: RunSpec, stage: Stage, flops: float) -> Durations:
     attention = sum(model.block_flops(length, layer) for layer in stage.blocks) - matmul
     again = recomputed(spec, "matmul") * matmul + recomputed(spec, "attention") * attention
     head = model.head_flops if stage.head else 0
-    second = flops * layout.tp * layout.cp / (spec.micro_batch * spec.data.seq_len)  # FLOPs of one token
+    rate = flops * layout.tp * layout.cp / (spec.micro_batch * spec.data.seq_len)  # tokens' FLOPs a second
     return Durations(
-        forward=(matmul + attention + 3 * head) / second,
-        input=(matmul + 2 * attention + again) / second,
-        weight=matmul / second,
+        forward=(matmul + attention + 3 * head) / rate,
+        input=(matmul + 2 * attention + again) / rate,
+        weight=matmul / rate,
     )
 
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """A timed step, and what its stages hold and cost."""
+    """A simulated step with its stages and their costs."""
 
     simulation: Simulation
     stages: tuple[Stage, ...]
@@ -128,13 +116,17 @@ class PipelineStep:
 
 
 def step(spec: RunSpec, machine: Machine, durations: Durations | None = None) -> PipelineStep:
-    """A step of the run's pipeline; with `durations`, only the links of `machine` count.
+    """Simulate a step of the run's pipeline; with `durations`, only the links of `machine` count.
 
-    A run without a pipeline is one rank with one stage, whatever its schedule. Raises `ScheduleError` for a
-    machine or durations that cannot be.
+    A run without a pipeline is one rank with one stage, whatever its schedule. Raises `ScheduleError` for an
+    impossible machine or impossible durations.
     """
-    schedule = schedule_of(spec.layout, spec.microbatches)
-    cut = stages(spec.model, spec.layout, spec.data.seq_len)
-    costs = stage_costs(spec, cut, durations or machine)
+    schedule, kept = schedule_of(spec.layout, spec.microbatches), activations(spec)
+    cut, message = stages(spec.model, spec.layout, spec.data.seq_len), float(message_bytes(spec))
+    costs = []
+    for stage in cut:
+        times = durations or _counted(spec, stage, machine.flops)
+        held = float(kept.of(stage))
+        costs.append(StageCost(times.forward, times.input, times.weight, held, message))
     timed = simulate(schedule, costs, Link(machine.latency, machine.bandwidth))
-    return PipelineStep(timed, cut, costs)
+    return PipelineStep(timed, cut, tuple(costs))

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.uncertainty import fits_probability, room
+from meshwright.planner.explain.candidate import Candidate
 from meshwright.planner.explain.explanation import Explanation, describe, explain
-from meshwright.planner.explain.neighbours import TERMS, estimate, named
+from meshwright.planner.explain.neighbours import TERMS, named
 from meshwright.planner.explain.sensitivity import MOST
 from meshwright.planner.explain.text import ranked
 from meshwright.planner.memory.generic import Memory
@@ -274,7 +275,7 @@ def _plans(found: Explanation, plans: Sequence[RunSpec], pareto: Pareto) -> str:
         ranks = spec.layout.world_size
         same = ranks == found.on.cluster.count
         on = found.on if same else CostModel(found.on.cluster.resized(ranks), found.on.stack, found.on.format)
-        each = estimate(spec, on)
+        each = Candidate(spec, on)
         needs = each.memory.device
         rows.append(
             [

@@ -1,4 +1,4 @@
-"""Seconds of one microbatch on one device, by pass and by what they go to; and the shape of a product."""
+"""Seconds of one microbatch on one device, by pass and by cause, and the shape of a matrix product."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from typing import NamedTuple
 
 
 class Seconds(NamedTuple):
-    """Where time goes."""
+    """Seconds by cause."""
 
     matmul: float = 0.0
     attention: float = 0.0
     moved: float = 0.0
-    """Operators that move bytes and compute little."""
+    """Memory-bound operators: norms, activations, residuals, copies."""
     host: float = 0.0
-    """Waiting for the host to launch operators."""
+    """The device waits for the host to launch operators."""
     tensor: float = 0.0
     context: float = 0.0
     expert: float = 0.0
 
     @property
     def total(self) -> float:
+        """Seconds of everything."""
         return sum(self)
 
     @property
     def compute(self) -> float:
-        """Without messages."""
+        """Seconds without messages."""
         return self.matmul + self.attention + self.moved + self.host
 
     def plus(self, other: Seconds, times: float = 1.0) -> Seconds:
@@ -33,7 +34,7 @@ class Seconds(NamedTuple):
 
 
 class PassSeconds(NamedTuple):
-    """A microbatch's seconds: forward, backward for the input and for weights, and what is done again."""
+    """Seconds by pass: forward, backward for the input, backward for the weights, and recomputation."""
 
     forward: Seconds = Seconds()
     input: Seconds = Seconds()
@@ -42,11 +43,16 @@ class PassSeconds(NamedTuple):
 
     @property
     def total(self) -> float:
+        """Seconds of all passes."""
         return sum(self.forward) + sum(self.input) + sum(self.weight) + sum(self.again)
+
+    def plus(self, other: PassSeconds, times: float = 1.0) -> PassSeconds:
+        """The sum with `times` x `other`."""
+        return PassSeconds(*(a.plus(b, times) for a, b in zip(self, other, strict=True)))
 
 
 class Product(NamedTuple):
-    """(m, k) x (k, n), `batch` of them: of tokens, or of tokens of one expert."""
+    """`batch` matrix products of shape (m, k) x (k, n); m counts tokens, or tokens of one expert."""
 
     m: int
     n: int

@@ -1,10 +1,10 @@
-"""Seconds that a step spends on parameters and gradients between data ranks, and on the optimiser.
+"""Seconds of a step for parameters and gradients between data ranks, and for the optimiser.
 
-What a stack sends beside its compute costs what is left of it: the parameters of ZeRO-3 are gathered unit
-by unit under the forward and the backward, gradients are reduced under the backward that completes them.
-The first unit of the forward and the last of the backward have nothing to run beside. Compute slows down
+Messages that overlap compute cost what compute does not hide: ZeRO-3 gathers parameters unit
+by unit under the forward and the backward, and gradients are reduced under the backward that completes them.
+The first unit of the forward and the last of the backward have nothing to hide behind. Compute slows down
 while it shares the device and its memory with a collective, and a collective that shares a processor with
-compute takes longer, so that less of it is done by the time compute is.
+compute takes longer, so that less of it is done when compute is.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from meshwright.spec import RunSpec
 from meshwright.units import FORMAT_BYTES
 
 AXES = ("shard", "expert_data", "replicate")
-"""What the data ranks are divided into, each with messages of its own."""
+"""Axes of data ranks, each with messages of its own."""
 
 
 @dataclass(frozen=True)
 class StoredParameters:
-    """What a pipeline rank has of the model: parameters, on one tensor rank."""
+    """Parameters of a pipeline rank, on one tensor rank, and the messages that they travel in."""
 
     dense: float
     routed: float
@@ -34,22 +34,34 @@ class StoredParameters:
 
 @dataclass(frozen=True)
 class DataSeconds:
-    """Of one rank and step."""
+    """Seconds of one rank in one step."""
 
     sent: Mapping[str, float]
     """All messages by axis, hidden or not."""
     exposed: float
-    """What of them is not hidden."""
+    """Messages that compute does not hide."""
     slowed: float
-    """What compute loses beside them."""
+    """Slowdown of compute by messages that it hides."""
     optimiser: float
     each_microbatch: float = 0.0
-    """Of `exposed` and `slowed`, what every microbatch waits for by itself."""
+    """The part of `exposed` and `slowed` that each microbatch waits for, if they do."""
 
     @property
     def final(self) -> float:
-        """After the last backward."""
+        """Seconds after the last backward."""
         return self.optimiser + (0.0 if self.each_microbatch else self.exposed + self.slowed)
+
+
+@dataclass(frozen=True)
+class _Overlap:
+    """Compute that overlaps messages: its seconds for a microbatch, and the slowdown of both."""
+
+    forward: float
+    backward: float
+    contention: float
+    """Seconds that compute loses for each second of a message."""
+    slower: float
+    """How many times as long a message takes."""
 
 
 def data_seconds(
@@ -62,39 +74,40 @@ def data_seconds(
     update: float,
     unpack: float = 0.0,
 ) -> DataSeconds:
-    """What a rank with `held` spends, where a microbatch's forward and backward take it so many seconds.
+    """Seconds of a rank with `held`, whose microbatch takes `forward` and `backward` seconds.
 
-    `update` is the optimiser's seconds for each parameter of a rank, `unpack` those in which a gathered one
-    is laid out.
+    `update` is the optimiser's seconds for each parameter of the rank, `unpack` those to lay out one that was
+    gathered.
     """
-    layout, at = spec.layout, axes(spec.layout)
+    layout, groups = spec.layout, axes(spec.layout)
     width = FORMAT_BYTES[spec.precision.compute] if stack.own else stack.gather_bytes
     gathers, reduces, whole = dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 0.0), 0.0
-    for axis, elements, group in zip(
-        AXES, (held.dense, held.routed), (at.shard, at.expert_data), strict=False
+    reduction = "reduce_scatter" if layout.zero else "all_reduce"
+    for axis, elements, group in (
+        ("shard", held.dense, groups.shard),
+        ("expert_data", held.routed, groups.expert_data),
     ):
         if not elements:
             continue
         count = held.tensors if stack.by_tensor and layout.zero else held.units
-        operation = "reduce_scatter" if layout.zero else "all_reduce"
-        reduces[axis] += _messages(links, operation, elements * stack.gradient_bytes, group, count)
+        reduces[axis] += _messages(links, reduction, elements * stack.gradient_bytes, group, count)
         if layout.zero:
             gathers[axis] += _messages(links, "all_gather", elements * width, group, count)
             gathers[axis] += elements * unpack if group.ranks > 1 else 0.0
         mine = elements / (group.ranks if layout.zero else 1)
-        reduces["replicate"] += links.collective("all_reduce", mine * stack.gradient_bytes, at.replicate)
+        reduces["replicate"] += links.collective("all_reduce", mine * stack.gradient_bytes, groups.replicate)
         whole += mine
     optimiser = whole * update
     often = spec.microbatches if layout.pp == 1 else 0
     gather, reduce = sum(gathers.values()), sum(reduces.values())
     contention, slower = stack.contention, 1.0
     if stack.own and reduce + gather:
-        lost = reduce * links.contention("reduce_scatter" if layout.zero else "all_reduce")
+        lost = reduce * links.contention(reduction)
         slower = links.slowed
         contention = (lost + gather * links.contention("all_gather")) / (reduce + gather)
     if layout.zero == 3:
-        pace = (contention, slower)
-        return _everywhere(stack, gathers, reduces, pace, forward, backward, optimiser, often, held.units)
+        overlap = _Overlap(forward, backward, contention, slower)
+        return _zero3(stack, gathers, reduces, overlap, optimiser, often, max(1, held.units))
     times = max(1, often) if layout.zero == 2 else 1
     hidden = min(reduce, backward / slower) * stack.overlap_data * (1 - 1 / max(1, held.units))
     hidden_gather = min(gather, forward / slower) * stack.overlap_gather_parameters
@@ -104,33 +117,29 @@ def data_seconds(
     return DataSeconds(sent, exposed, slowed, optimiser)
 
 
-def _everywhere(
+def _zero3(
     stack: SoftwareStack,
     gathers: Mapping[str, float],
     reduces: Mapping[str, float],
-    pace: tuple[float, float],
-    forward: float,
-    backward: float,
+    overlap: _Overlap,
     optimiser: float,
     often: int,
     units: int,
 ) -> DataSeconds:
-    """ZeRO-3: gathered for the forward and again for the backward, `often` times a step.
+    """ZeRO-3 gathers for the forward and again for the backward, `often` times a step.
 
-    `pace` is what compute loses beside a message, and how much longer a message takes beside compute.
+    0 stands for a pipeline, which gathers once a step and not for each microbatch.
     """
     gather, reduce = sum(gathers.values()), sum(reduces.values())
-    contention, slower = pace
-    first = gather / max(1, units)
-    hidden = min(gather, forward / slower) * stack.overlap_data
-    hidden_back = min(gather + reduce, backward / slower) * stack.overlap_data
+    hidden = min(gather, overlap.forward / overlap.slower) * stack.overlap_data
+    hidden_back = min(gather + reduce, overlap.backward / overlap.slower) * stack.overlap_data
     exposed = (gather - hidden) + (gather + reduce - hidden_back)
-    exposed = max(exposed, first + reduce / max(1, units))
-    slowed = contention * (hidden + hidden_back)
-    each = exposed + slowed if often else 0.0  # in a pipeline once a step, and not for each microbatch
-    often = often or 1
-    sent = {axis: often * (2 * gathers[axis] + reduces[axis]) for axis in AXES}
-    return DataSeconds(sent, often * exposed, often * slowed, optimiser, each)
+    exposed = max(exposed, gather / units + reduce / units)
+    slowed = overlap.contention * (hidden + hidden_back)
+    times = often or 1
+    sent = {axis: times * (2 * gathers[axis] + reduces[axis]) for axis in AXES}
+    each = exposed + slowed if often else 0.0
+    return DataSeconds(sent, times * exposed, times * slowed, optimiser, each)
 
 
 def _messages(links: CollectiveCosts, operation: str, size: float, group: GroupShape, count: int) -> float:

@@ -1,11 +1,11 @@
-"""What every layout of a branch must take at least: seconds and bytes that no choice in it can avoid.
+"""Lower bounds on the seconds of all layouts in a branch of the search, and on what schedules hold.
 
 A step is at least as long as the compute and the messages inside stages, shared evenly by the ranks of a
-pipeline (`microbatch_seconds`, with `Floor` and `Trips` for experts that are not dealt out yet); at
-least as long as its busiest rank, before which a first microbatch has come down and after which the last
-one goes up again (`paced`, and with every rank `rank_ends`); and at least as long as any path through the
-schedule's lists. Which path is the longest depends on what stages cost, but little: the one that a
-simulation has found is remembered, and bounds every other layout with the same lists.
+pipeline (`microbatch_seconds`, with `Floor` and `ExpertMessages` while experts are not dealt out yet); at
+least as long as its busiest rank, before which a first microbatch has come down and after which the last one
+goes up again (`pace_bound`, and for every rank `rank_ends`); and at least as long as any path through the
+schedule's lists. Which path is longest depends little on what stages cost: the path that a simulation has
+found is remembered, and bounds every other layout with the same lists.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from typing import NamedTuple
 from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds
 from meshwright.planner.cost.kernels import peak
 from meshwright.planner.cost.layer import LayerCost
+from meshwright.planner.cost.stages import Contents, PlacedStages, together
 from meshwright.planner.group_shapes import GroupShape
-from meshwright.planner.layout_space import WHOLE
 from meshwright.schedule import MOST_HELD, Kind, Path, Schedule, StageCost, make
-from meshwright.spec import ModelSpec
 from meshwright.spec.arithmetic import divisors
-from meshwright.spec.layout import HOLD_ALL
+from meshwright.spec.layout import HOLD_ALL, SPLIT
 
 
 class Floor(LayerCost):
-    """What blocks cost at least, however their experts are dealt out: no message, no product below its rate.
+    """Least costs of blocks, however experts are dealt out: no messages, no product below its best rate.
 
-    It is made for a layout with ep = etp = 1, and a run that computes nothing again.
+    It is made for a layout with ep = etp = 1, and for a run without recomputation.
     """
 
     def _routed_products(self) -> list[Product]:
@@ -38,22 +37,18 @@ class Floor(LayerCost):
     def _launched(self, passes: PassSeconds, routed: bool) -> PassSeconds:
         if not routed:
             return super()._launched(passes, routed)
-        each = self._experts()
-        with_experts = (seconds._replace(matmul=seconds.matmul + each) for seconds in passes[:3])
-        return super()._launched(PassSeconds(*with_experts), routed)
-
-    def _experts(self) -> float:
-        """Seconds of the experts' products of one pass, at the rate of large ones."""
         moe, model, device = self._moe(), self.spec.model, self.kernels.device
         rows = _fewest_rows(self.tokens / self.spec.layout.tp * moe.top_k, moe.experts, moe.ffn)
         rate = peak(device, self.format) * device.rates.matmul * self.stack.matmul
         if self.format == "fp8":
             rate *= device.rates.fp8
-        return 2.0 * rows * model.hidden * moe.ffn * (self.gates + 1) / rate
+        each = 2.0 * rows * model.hidden * moe.ffn * (self.gates + 1) / rate
+        with_experts = (seconds._replace(matmul=seconds.matmul + each) for seconds in passes[:3])
+        return super()._launched(PassSeconds(*with_experts), routed)
 
 
-class Ground(Floor):
-    """What blocks cost at least, however sequences are shared too: with as many tokens on a rank."""
+class SharedFloor(Floor):
+    """Least costs of blocks, however sequences are shared too: with the same number of tokens on a rank."""
 
     def _own(self, core: float, routed: bool, backward: bool) -> Seconds:
         return super()._own(core, routed, backward)._replace(context=0.0, expert=0.0)
@@ -64,7 +59,7 @@ class Ground(Floor):
 
 @lru_cache(maxsize=1024)
 def _fewest_rows(tokens: float, experts: int, channels: int) -> float:
-    """Rows of whole experts, where each expert's are rounded to whole ones."""
+    """Rows of whole experts, each expert's rounded to whole ones, in the best case."""
     return min(
         max(1, round(tokens * etp / local)) * local / etp
         for local in (experts // ep for ep in divisors(experts))
@@ -72,83 +67,62 @@ def _fewest_rows(tokens: float, experts: int, channels: int) -> float:
     )
 
 
-def kinds(model: ModelSpec) -> list[tuple[int, bool]]:
-    """(blocks, whether they have experts), without what the model has none of."""
-    routed = sum(map(model.has_experts, range(model.layers)))
-    return [(count, wanted) for count, wanted in ((model.layers - routed, False), (routed, True)) if count]
-
-
-Kinds = Sequence[tuple[int, bool]]
-
-
-def microbatch_seconds(blocks: LayerCost, of: Kinds, policy: str | None = None) -> float:
+def microbatch_seconds(blocks: LayerCost, model: Contents, policy: str | None = None) -> float:
     """Seconds of one microbatch through the whole model, on the ranks of one stage.
 
-    `policy` is what `blocks` are not made with: 'full' computes each block's forward again.
+    `policy` 'full' adds the recomputation of each block's forward, if `blocks` do not include it.
     """
     total = blocks.embedding().total + blocks.head().total
-    for count, routed in of:
+    for count, routed in model.kinds:
         passes = blocks.passes(routed)
         total += count * (passes.total + (passes.forward.total if policy == "full" else 0.0))
     return total
 
 
-class Trips:
-    """A microbatch's trips to experts and back, on the ranks of one stage."""
+class ExpertMessages:
+    """Least seconds of a microbatch's messages to experts and back, on the ranks of one stage."""
 
-    def __init__(self, blocks: LayerCost, of: Kinds) -> None:
-        moe = blocks.spec.model.moe
-        self._links, self._count = blocks.links, sum(count for count, routed in of if routed)
-        if moe is None or not self._count:
-            self._count = 0
-            return
-        tokens = blocks.tokens / blocks.spec.layout.tp * moe.top_k
-        self._size = tokens * blocks.spec.model.hidden * blocks.width
-        self._exposed = 2 * (1 - blocks.stack.overlap_expert)
-        self._hosts = [each.host for each in blocks.passes(True)[:2]]
+    def __init__(self, blocks: LayerCost, model: Contents) -> None:
+        moe, self._links, self._count = blocks.spec.model.moe, blocks.links, model.routed
+        if moe is not None and self._count:
+            tokens = blocks.tokens / blocks.spec.layout.tp * moe.top_k
+            self._size = tokens * blocks.spec.model.hidden * blocks.width
+            self._exposed = 2 * (1 - blocks.stack.overlap_expert)
+            self._hosts = [each.host for each in blocks.passes(True)[:2]]
 
-    def seconds(self, folded: int, etp: int) -> float:
-        """With experts on `folded` = ep x etp ranks, at least: less what the device waits for its host."""
-        if folded == 1 or not self._count:
+    def seconds(self, ep: int, etp: int) -> float:
+        """Seconds with experts on ep x etp ranks, less those that the device waits for its host."""
+        if ep * etp == 1 or not self._count:
             return 0.0
-        once = self._exposed * self._links.collective("all_to_all", self._size * etp, GroupShape(folded, 1))
+        group = GroupShape(ep * etp, 1)
+        once = self._exposed * self._links.collective("all_to_all", self._size * etp, group)
         return self._count * sum(max(0.0, once - host) for host in self._hosts)
 
 
 class StageShape(NamedTuple):
-    """What a rank of a cut has to do, and what comes before it: (dense, routed) blocks, embedding, head."""
+    """A rank's part of the model, the part before its first stage, and the number of stages before that."""
 
-    work: tuple[int, int, int, int]
-    before: tuple[int, int, int, int]
+    work: Contents
+    before: Contents
     hops: int
 
 
-def rows(
-    blocks: Sequence[int], routed_before: Sequence[int], own: Sequence[Sequence[int]]
-) -> list[StageShape]:
-    """Of the ranks that may set a step's pace: the first, the last, that of the head, and the fullest."""
-    ends = list(accumulate(blocks, initial=0))
-    count = [sum(blocks[stage] for stage in mine) for mine in own]
-    last, most = len(blocks) - 1, max(count)
-    fullest = max(rank for rank, each in enumerate(count) if each == most)
-    head = next(rank for rank, mine in enumerate(own) if last in mine)
+def pace_setters(placed: PlacedStages) -> list[StageShape]:
+    """The ranks that may set a step's pace: the first, the last, that of the head, and the fullest."""
+    held = [together(mine) for mine in placed.by_rank]
+    most = max(each.blocks for each in held)
+    fullest = max(rank for rank, each in enumerate(held) if each.blocks == most)
+    head = next(rank for rank, each in enumerate(held) if each.head)
     found = []
-    for rank in sorted({0, len(own) - 1, head, fullest}):
-        mine, first = own[rank], min(own[rank])
-        routed = sum(routed_before[ends[stage + 1]] - routed_before[ends[stage]] for stage in mine)
-        before = routed_before[ends[first]]
-        found.append(
-            StageShape(
-                (count[rank] - routed, routed, int(0 in mine), int(last in mine)),
-                (ends[first] - before, before, int(first > 0), 0),
-                first,
-            )
-        )
+    for rank in sorted({0, len(held) - 1, head, fullest}):
+        first = min(placed.own[rank])
+        before = together(placed.contents[:first]) if first else Contents(0, 0, False, False)
+        found.append(StageShape(held[rank], before, first))
     return found
 
 
 class Pace(NamedTuple):
-    """Seconds of a microbatch by what it goes through, as `StageShape` counts it, and of a message."""
+    """Seconds of a microbatch in each of `Contents`' parts, by pass, and of a message between stages."""
 
     forward: tuple[float, ...]
     back: tuple[float, ...]
@@ -156,9 +130,9 @@ class Pace(NamedTuple):
     hop: float
 
 
-def pace(blocks: LayerCost, of: Kinds, hop: float) -> Pace:
-    """Of a mesh whose stages are a message of `hop` seconds apart."""
-    wanted = {routed for _, routed in of}
+def pace(blocks: LayerCost, model: Contents, hop: float) -> Pace:
+    """The pace of a mesh whose stages are a message of `hop` seconds apart."""
+    wanted = {routed for _, routed in model.kinds}
     each = [blocks.passes(routed) if routed in wanted else PassSeconds() for routed in (False, True)]
     each += [blocks.embedding(), blocks.head()]
     return Pace(
@@ -169,12 +143,15 @@ def pace(blocks: LayerCost, of: Kinds, hop: float) -> Pace:
     )
 
 
-def paced(found: Sequence[StageShape], at: Pace, microbatches: int, whole: bool) -> float:
-    """Seconds of a step at least: a rank's work, what comes down to it before, and up from it after."""
+def pace_bound(shapes: Sequence[StageShape], pace: Pace, microbatches: int, whole: bool) -> float:
+    """Seconds of a step at least: a rank's work, what comes down to it before, and up from it after.
+
+    `whole` is true if backwards are not split.
+    """
     most = 0.0
-    for work, before, hops in found:
-        seconds = hops * at.hop * (2 if whole else 1)
-        for own, earlier, forward, back, weight in zip(work, before, *at[:3], strict=True):
+    for work, before, hops in shapes:
+        seconds = hops * pace.hop * (2 if whole else 1)
+        for own, earlier, forward, back, weight in zip(work, before, *pace[:3], strict=True):
             seconds += microbatches * own * (forward + back + weight) + earlier * forward
             if whole:
                 seconds += earlier * (back + weight)
@@ -183,51 +160,46 @@ def paced(found: Sequence[StageShape], at: Pace, microbatches: int, whole: bool)
 
 
 class ScheduleShape(NamedTuple):
-    """What each rank of a schedule holds, whatever its stages cost."""
+    """Microbatches that each rank of a schedule holds, whatever its stages cost."""
 
     most: tuple[int, ...]
     """Rank -> most microbatches of its stages together."""
     held: tuple[tuple[tuple[int, ...], ...], ...]
-    """Rank -> how many of each of its stages when it holds most: all that may be it."""
+    """Rank -> microbatches of each of its stages at its fullest: all combinations that may be it."""
 
 
 @lru_cache(maxsize=4096)
 def shape(name: str, ranks: int, virtual: int, microbatches: int) -> ScheduleShape:
-    """Of the schedule of that name."""
+    """The shape of a schedule."""
     if name in HOLD_ALL:
         return ScheduleShape((virtual * microbatches,) * ranks, (((microbatches,) * virtual,),) * ranks)
     made = schedule(name, ranks, virtual, microbatches)
     most, held = [], []
-    for rank, listed in enumerate(made.actions):
+    for rank, actions in enumerate(made.actions):
         own = {stage: place for place, stage in enumerate(made.stages_of(rank))}
         now, rising = [0] * len(own), False
-        found: set[tuple[int, ...]] = set()
-        for kind, stage, _ in listed:
+        peaks: set[tuple[int, ...]] = set()
+        for kind, stage, _ in actions:
             if kind is Kind.F:
                 now[own[stage]] += 1
                 rising = True
             elif kind is not Kind.I:
                 if rising:
-                    found.add(tuple(now))
+                    peaks.add(tuple(now))
                 now[own[stage]] -= 1
                 rising = False
-        most.append(max(map(sum, found)))
-        held.append(_largest(found))
+        most.append(max(map(sum, peaks)))
+        kept: list[tuple[int, ...]] = []
+        for each in sorted(peaks, key=sum, reverse=True):
+            if not any(all(a <= b for a, b in zip(each, other, strict=True)) for other in kept):
+                kept.append(each)
+        held.append(tuple(kept))
     return ScheduleShape(tuple(most), tuple(held))
-
-
-def _largest(found: set[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Those that no other has as many of each as."""
-    kept: list[tuple[int, ...]] = []
-    for each in sorted(found, key=sum, reverse=True):
-        if not any(all(a <= b for a, b in zip(each, other, strict=True)) for other in kept):
-            kept.append(each)
-    return tuple(kept)
 
 
 @lru_cache(maxsize=16)
 def schedule(name: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
-    """The lists, which are large: few are kept."""
+    """A schedule's lists, which are large: few are kept."""
     return make(name, ranks, virtual, microbatches)
 
 
@@ -239,12 +211,12 @@ def rank_ends(
     microbatches: int,
     paths: Sequence[Path] = (),
 ) -> list[float]:
-    """Rank -> when its last action ends, at the earliest.
+    """Earliest seconds at which each rank's last action can end.
 
-    `own` are each rank's stages, `hop` the seconds of a message between ranks, `name` that of the schedule,
-    and `paths` those of its lists that are known.
+    `own` are each rank's stages, `hop` the seconds of a message between ranks, `name` the schedule's, and
+    `paths` the known ones through its lists.
     """
-    whole = name in WHOLE
+    whole = name not in SPLIT
     back = [cost.input + cost.weight if whole else cost.input for cost in costs]
     rank_of = {stage: rank for rank, mine in enumerate(own) for stage in mine}
     hops = [hop * (rank_of[stage] != rank_of[stage + 1]) for stage in range(len(costs) - 1)]
@@ -252,10 +224,10 @@ def rank_ends(
     work = {min(mine): sum(costs[stage].forward + back[stage] for stage in mine) for mine in own}
     last, later = [0.0] * len(costs), 0.0
     for stage in reversed(range(len(costs))):
-        found = later + (hops[stage] if stage < len(hops) else 0.0) + back[stage]
+        end = later + (hops[stage] if stage < len(hops) else 0.0) + back[stage]
         if stage in work:
-            found = max(found, fill[stage] + microbatches * work[stage])
-        last[stage] = later = found
+            end = max(end, fill[stage] + microbatches * work[stage])
+        last[stage] = later = end
     idle = _before_backward(costs, own, hops, name)
     ends = []
     for mine, waits in zip(own, idle, strict=True):
@@ -271,7 +243,7 @@ def rank_ends(
 def _before_backward(
     costs: Sequence[StageCost], own: Sequence[Sequence[int]], hops: Sequence[float], name: str
 ) -> list[float]:
-    """Rank -> seconds that it is idle at least until a first backward comes to it.
+    """Least idle seconds of each rank before a first backward reaches it.
 
     Until then it can compute no more forwards than the schedule lets it hold activations.
     """

@@ -1,4 +1,4 @@
-"""A cluster's devices and links under a software stack, which remember what they were asked."""
+"""All cost models of one cluster under one software stack, with what layouts share computed once."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from meshwright.spec import ModelSpec, RunSpec
 
 
 class CostModel:
-    """For estimates of many layouts of one run: what layouts share is computed once.
+    """Costs of kernels, collectives and blocks on a cluster.
 
-    `stack` is by default this program's, on the cluster's kind of device; `format` is the number format of
-    matrix products where it is not the run's own: 'fp8'.
+    `stack` defaults to this program, in its variant for the cluster's kind of device. `format` is the number
+    format of matrix products where it differs from the run's: 'fp8'.
     """
 
     def __init__(
@@ -27,20 +27,21 @@ class CostModel:
         if stack is MESHWRIGHT and cluster.device.kind == "cpu":
             stack = MESHWRIGHT_ON_CPU
         self.cluster, self.stack, self.format = cluster, stack, format
-        device = _share(cluster)
-        self.kernels = KernelCosts(device, stack.matmul, stack.native_attention, cluster.measured)
+        self.kernels = KernelCosts(
+            _device_of_rank(cluster), stack.matmul, stack.native_attention, cluster.measured
+        )
         self.links = CollectiveCosts(cluster, stack.network, stack.flat_rings)
         self.shared = shared_cores(cluster)
-        self._models: dict[int, ModelSpec] = {}
+        self._models: list[ModelSpec] = []
+        self._sizes: list[dict[bool, tuple[int, int, int]]] = []
         self._dense: dict[tuple[object, ...], Dense] = {}
         self._blocks: dict[tuple[object, ...], LayerCost] = {}
-        self._sizes: dict[int, dict[bool, tuple[int, int, int]]] = {}
 
     def blocks(self, spec: RunSpec) -> LayerCost:
-        """What a block of the run costs, which its data and pipeline ranks do not change."""
+        """Costs of the run's blocks; layouts that differ only in data and pipeline ranks share them."""
         layout = spec.layout
         dense = (
-            id(spec.model),
+            self._number(spec.model),
             spec.data.seq_len,
             spec.micro_batch,
             spec.recompute,
@@ -52,24 +53,27 @@ class CostModel:
             layout.pp > 1,
         )
         key = (*dense, layout.ep, layout.etp, layout.expert_parts, layout.dp if layout.ep > 1 else 1)
-        found = self._blocks.get(key)
-        if found is None:
-            known = self._dense.get(dense)
-            if known is None:
-                known = self._dense[dense] = self.dense(spec.model)
-            found = self._blocks[key] = LayerCost(
-                spec, self.format or spec.precision.compute, self.stack, self.kernels, self.links, known
-            )
-        return found
+        if key not in self._blocks:
+            if dense not in self._dense:
+                self._dense[dense] = self.dense(spec.model)
+            format, known = self.format or spec.precision.compute, self._dense[dense]
+            self._blocks[key] = LayerCost(spec, format, self.stack, self.kernels, self.links, known)
+        return self._blocks[key]
 
     def dense(self, model: ModelSpec) -> Dense:
-        """Of a layout whose blocks nothing is known of yet, but how many parameters they have."""
-        self._models[id(model)] = model  # hashing a model takes long; kept, its id is its own
-        return Dense(sizes=self._sizes.setdefault(id(model), {}))
+        """Parameter counts of the model's blocks, shared by all its layouts, and no seconds yet."""
+        return Dense(sizes=self._sizes[self._number(model)])
+
+    def _number(self, model: ModelSpec) -> int:
+        """The place of a model among those seen: comparing a few is quicker than hashing one."""
+        if model not in self._models:
+            self._models.append(model)
+            self._sizes.append({})
+        return self._models.index(model)
 
 
-def _share(cluster: Cluster) -> Device:
-    """What one rank has of its device: of a host that ranks share, and that was not measured so, a part."""
+def _device_of_rank(cluster: Cluster) -> Device:
+    """The device as one rank sees it: an equal part of a shared host, unless measured while shared."""
     device, ranks = cluster.device, cluster.sharing
     if device.kind != "cpu" or ranks == 1 or cluster.measured is not None:
         return device

@@ -1,14 +1,16 @@
-"""What each stage and rank of a layout costs, but for what ranks wait for each other.
+"""Seconds of the stages and ranks of a pipeline, before ranks wait for each other.
 
-A microbatch's seconds in a stage come from its operators and messages (`planner/cost/layer.py`); the data
-axis and the optimiser follow each rank's last backward. Stages and ranks that hold as many blocks cost the
-same, and are looked at once.
+A microbatch's seconds in a stage come from its operators and messages (`planner/cost/layer.py`); messages of
+the data axis and the optimiser follow each rank's last backward. Stages and ranks that hold equal parts of
+the model cost the same and are priced once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 from meshwright.planner.cost.breakdown import PassSeconds
@@ -19,176 +21,202 @@ from meshwright.planner.group_shapes import GroupShape, axes
 from meshwright.planner.layout_space import StageSplit
 from meshwright.schedule import Link, StageCost
 from meshwright.schedule.actions import looped, v_shape
-from meshwright.spec import Layout, RunSpec
+from meshwright.spec import Layout, ModelSpec, RunSpec
 from meshwright.spec.layout import TWO_STAGES
 from meshwright.spec.stages import Stage, stages
 
 _UPDATE_BYTES = 38.0
-"""AdamW reads the gradient, the master and both moments, and writes three of them and the copy that computes;
-the norm reads gradients once more, and they are cleared."""
+"""Bytes per parameter of an optimiser step: AdamW reads the gradient, the master and both moments, writes
+three of them and the copy that computes; the norm reads gradients once more, and they are cleared."""
 _ADAMW_BYTES = 28.0
-"""Of them in fp32, AdamW's own."""
+"""Bytes per parameter that AdamW itself moves, in fp32."""
 _TENSORS = 7
 """Large parameters of a block."""
 NUMBER = 8
 """Bytes of a number that ranks agree on."""
-Totals = tuple[int, int, bool, bool]
-"""What a stage or a rank has: dense and routed blocks, whether the embedding, whether the head."""
+
+
+class Contents(NamedTuple):
+    """The part of the model that a stage or a rank holds."""
+
+    dense: int
+    """Blocks without routed experts."""
+    routed: int
+    """Blocks with routed experts."""
+    embed: bool
+    head: bool
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return self.dense + self.routed
+
+    @property
+    def kinds(self) -> list[tuple[int, bool]]:
+        """(number of blocks, True if they have routed experts), without kinds that are absent."""
+        return [(count, routed) for count, routed in ((self.dense, False), (self.routed, True)) if count]
+
+
+def model_contents(model: ModelSpec) -> Contents:
+    """The whole model."""
+    routed = sum(map(model.has_experts, range(model.layers)))
+    return Contents(model.layers - routed, routed, True, True)
+
+
+class PlacedStages:
+    """The stages of a pipeline on its ranks: `own` lists each rank's stages, by index."""
+
+    def __init__(
+        self, stages: Sequence[Stage], own: Sequence[Sequence[int]], routed_before: Sequence[int]
+    ) -> None:
+        self.own = own
+        self.contents = []
+        for stage in stages:
+            routed = routed_before[stage.last] - routed_before[stage.first]
+            self.contents.append(Contents(stage.last - stage.first - routed, routed, stage.embed, stage.head))
+
+    @cached_property
+    def by_rank(self) -> list[tuple[Contents, ...]]:
+        """Contents of the stages of each rank."""
+        return [tuple(self.contents[stage] for stage in mine) for mine in self.own]
+
+    @cached_property
+    def members(self) -> dict[tuple[Contents, ...], list[int]]:
+        """Contents of a rank's stages -> the ranks whose stages hold the same."""
+        found: dict[tuple[Contents, ...], list[int]] = {}
+        for rank, held in enumerate(self.by_rank):
+            found.setdefault(held, []).append(rank)
+        return found
+
+
+def placed_stages(spec: RunSpec) -> PlacedStages:
+    """The stages of a run's pipeline."""
+    experts = map(spec.model.has_experts, range(spec.model.layers))
+    made = stages(spec.model, spec.layout, spec.data.seq_len)
+    return PlacedStages(made, ranks_of(spec.layout, spec.layout.pp), list(accumulate(experts, initial=0)))
+
+
+def ranks_of(cut: StageSplit | Layout, ranks: int) -> list[list[int]]:
+    """The stages of each pipeline rank, by index."""
+    found: list[list[int]] = [[] for _ in range(ranks)]
+    in_v = cut.schedule in TWO_STAGES and cut.chunks == 2  # without a pipeline there is one stage
+    for stage, rank in enumerate(v_shape(ranks) if in_v else looped(ranks, cut.chunks)):
+        found[rank].append(stage)
+    return found
+
+
+def together(held: Sequence[Contents]) -> Contents:
+    """The contents of several stages."""
+    dense, routed, embed, head = zip(*held, strict=True)
+    return Contents(sum(dense), sum(routed), any(embed), any(head))
 
 
 @dataclass(frozen=True)
 class RankTime:
-    """What a pipeline rank does in a step, in seconds."""
+    """Seconds of a pipeline rank in one step."""
 
     work: PassSeconds
     """All its microbatches."""
     data: DataSeconds
     sent: float
-    """Messages between stages that the rank waits for itself."""
-
-
-class RankCosts(NamedTuple):
-    """Of a layout on some engines."""
-
-    stages: list[StageCost]
-    ranks: list[RankTime]
-    link: Link
-    """What carries messages beside compute."""
-    hop: float
-    """Seconds of a message on it; 0 where ranks wait for messages, which `stages` then count."""
-    fixed: float
-    """What belongs to no operator."""
-
-    def each_rank(self, own: Sequence[Sequence[int]]) -> list[float]:
-        """Seconds of a microbatch in the stages of each rank."""
-        each = [cost.forward + cost.input + cost.weight for cost in self.stages]
-        return [sum(each[stage] for stage in mine) for mine in own]
+    """Messages between stages that the rank itself waits for."""
 
 
 class StageCosts:
-    """A layout's stages and what they hold, by rank of the pipeline, whatever they cost."""
+    """Seconds of the stages of a pipeline, for every schedule and every sharding of states.
 
-    def __init__(self, spec: RunSpec) -> None:
-        self.spec, layout, has_experts = spec, spec.layout, spec.model.has_experts
-        self.stages = stages(spec.model, layout, spec.data.seq_len)
-        self.own = ranks_of(layout, layout.pp)
-        self.kinds: list[Totals] = []
-        for stage in self.stages:
-            routed = sum(map(has_experts, stage.blocks))
-            self.kinds.append((len(stage.blocks) - routed, routed, stage.embed, stage.head))
+    Without a pipeline they hold for the sharding of `spec` alone: each microbatch may wait for its messages.
+    """
 
-    def costs(self, on: CostModel) -> RankCosts:
-        """What they cost."""
-        spec, blocks = self.spec, on.blocks(self.spec)
-        each, link = message(spec, on, blocks)
-        alike = dict(zip(self.kinds, self.stages, strict=True))
-        passes = {kind: stage_passes(blocks, stage) for kind, stage in alike.items()}
-        known: dict[tuple[Totals, ...], tuple[RankTime, list[StageCost]]] = {}
-        costs, ranks = [StageCost(0.0, 0.0, 0.0)] * len(self.kinds), []
-        for mine in self.own:
-            key = tuple(self.kinds[stage] for stage in mine)
-            if key not in known:
-                work = [passes[kind] for kind in key]
-                data = rank_data(spec, on, held_by(blocks, [self.stages[stage] for stage in mine]), work)
-                waits = data.each_microbatch / len(mine)
-                ends = [(not embed, not head) for _, _, embed, head in key]
-                sent = spec.microbatches * each * sum(map(sum, ends)) if link is None else 0.0
-                known[key] = (
-                    RankTime(passed(work, spec.microbatches), data, sent),
-                    [
-                        stage_cost(own, waits, each, sides, link is None, blocks)
-                        for own, sides in zip(work, ends, strict=True)
-                    ],
-                )
-            rank, listed = known[key]
-            ranks.append(rank)
-            for stage, cost in zip(mine, listed, strict=True):
-                costs[stage] = cost
-        agreed = on.links.collective("all_reduce", NUMBER, GroupShape(spec.layout.world_size, 1))
-        fixed = on.stack.step + on.stack.agreements * agreed
-        return RankCosts(costs, ranks, link or Link(), 0.0 if link is None else each, fixed)
+    def __init__(
+        self, spec: RunSpec, costs: CostModel, placed: PlacedStages, blocks: LayerCost | None = None
+    ) -> None:
+        self._costs, self.placed, self.blocks = costs, placed, blocks or costs.blocks(spec)
+        self._hop, link = message(spec, costs, self.blocks)
+        self.link, self._on_path = link or Link(), link is None
+        self.hop = 0.0 if self._on_path else self._hop
+        """Seconds of a message that overlaps compute; 0 where ranks wait for it, which `stages` then count."""
+        self.passes = {held: stage_passes(self.blocks, held) for held in set(placed.contents)}
+        waits = self.data(spec, placed.by_rank[0]).each_microbatch if spec.layout.pp == 1 else 0.0
+        known = {held: self._stage(held, waits) for held in self.passes}
+        self.stages = tuple(known[held] for held in placed.contents)
+        seconds = {held: cost.forward + cost.input + cost.weight for held, cost in known.items()}
+        self.by_rank = [sum(seconds[held] for held in mine) for mine in placed.by_rank]
+        """Seconds of one microbatch in the stages of each rank."""
+        agreed = costs.links.collective("all_reduce", NUMBER, GroupShape(spec.layout.world_size, 1))
+        self.fixed = costs.stack.step + costs.stack.agreements * agreed
+        """Seconds of a step that belong to no operator."""
+
+    def _stage(self, held: Contents, waits: float) -> StageCost:
+        """A stage's cost; a third of what a microbatch waits for on the data axis is in its forward."""
+        work, hop = self.passes[held], self._hop if self._on_path else 0.0
+        return StageCost(
+            forward=work.forward.total + waits / 3 + (0.0 if held.head else hop),
+            input=work.input.total + work.again.total + waits * 2 / 3 + (0.0 if held.embed else hop),
+            weight=work.weight.total,
+            output=0.0 if self._on_path else message_bytes(self.blocks),
+        )
+
+    def data(self, spec: RunSpec, mine: Sequence[Contents]) -> DataSeconds:
+        """Seconds on the data axis and of the optimiser for a rank with these stages."""
+        kernels, stack = self._costs.kernels, self._costs.stack
+        work = [self.passes[held] for held in mine]
+        forward = sum(each.forward.total for each in work)
+        return data_seconds(
+            spec,
+            stack,
+            self._costs.links,
+            stored(self.blocks, together(mine)),
+            forward,
+            sum(each.total for each in work) - forward,
+            kernels.updated(_UPDATE_BYTES, _UPDATE_BYTES - _ADAMW_BYTES),
+            kernels.moved(stack.unpacked),
+        )
+
+    def rank_times(self, spec: RunSpec) -> tuple[RankTime, ...]:
+        """Seconds of each rank in a step."""
+        known: dict[tuple[Contents, ...], RankTime] = {}
+        for mine in self.placed.members:
+            work = PassSeconds()
+            for held in mine:
+                work = work.plus(self.passes[held], spec.microbatches)
+            ends = sum((not held.embed) + (not held.head) for held in mine)
+            sent = spec.microbatches * self._hop * ends if self._on_path else 0.0
+            known[mine] = RankTime(work, self.data(spec, mine), sent)
+        return tuple(known[mine] for mine in self.placed.by_rank)
 
 
-def ranks_of(cut: StageSplit | Layout, ranks: int) -> list[list[int]]:
-    """Rank -> its stages."""
-    found: list[list[int]] = [[] for _ in range(ranks)]
-    in_v = cut.schedule in TWO_STAGES and cut.chunks == 2  # one rank has one stage, whatever is named
-    order = v_shape(ranks) if in_v else looped(ranks, cut.chunks)
-    for stage, rank in enumerate(order):
-        found[rank].append(stage)
-    return found
-
-
-def passed(passes: Sequence[PassSeconds], times: float) -> PassSeconds:
-    """What `times` microbatches take in stages of these passes."""
-    whole = PassSeconds()
-    for each in passes:
-        whole = _added(whole, each, times)
-    return whole
-
-
-def stage_passes(blocks: LayerCost, stage: Stage) -> PassSeconds:
+def stage_passes(blocks: LayerCost, held: Contents) -> PassSeconds:
     """Seconds of a microbatch in a stage."""
-    model = blocks.spec.model
-    routed = sum(map(model.has_experts, stage.blocks))
     found = PassSeconds()
-    for count, wanted in ((len(stage.blocks) - routed, False), (routed, True)):
-        if count:
-            found = _added(found, blocks.passes(wanted), count)
-    if stage.embed:
-        found = _added(found, blocks.embedding(), 1)
-    if stage.head:
-        found = _added(found, blocks.head(), 1)
-    return found
+    for count, routed in held.kinds:
+        found = found.plus(blocks.passes(routed), count)
+    if held.embed:
+        found = found.plus(blocks.embedding())
+    return found.plus(blocks.head()) if held.head else found
 
 
-def held_by(blocks: LayerCost, own: Sequence[Stage]) -> StoredParameters:
-    """Parameters of these stages on one tensor rank."""
-    layers = [layer for stage in own for layer in stage.blocks]
-    routed = sum(map(blocks.spec.model.has_experts, layers))
-    embed, head = (any(getattr(stage, end) for stage in own) for end in ("embed", "head"))
-    return held(blocks, len(layers) - routed, routed, embed, head)
-
-
-def held(blocks: LayerCost, dense: int, routed: int, embed: bool, head: bool) -> StoredParameters:
-    """The same of so many blocks, dense ones and with experts, and of the ends."""
+def stored(blocks: LayerCost, held: Contents) -> StoredParameters:
+    """Parameters on one tensor rank."""
     model = blocks.spec.model
-    ends = 1 if model.tied and embed and head else embed + head
+    ends = 1 if model.tied and held.embed and held.head else held.embed + held.head
     whole, experts = float(ends * blocks.rows * model.hidden), 0.0
-    for count, wanted in ((dense, False), (routed, True)):
-        if count:
-            mine = blocks.held(wanted)
-            whole, experts = whole + count * mine[0], experts + count * mine[1]
-    layers = dense + routed
-    return StoredParameters(whole, experts, layers + ends, _TENSORS * layers + ends)
+    for count, routed in held.kinds:
+        mine = blocks.held(routed)
+        whole, experts = whole + count * mine[0], experts + count * mine[1]
+    return StoredParameters(whole, experts, held.blocks + ends, _TENSORS * held.blocks + ends)
 
 
-def _added(one: PassSeconds, other: PassSeconds, times: float) -> PassSeconds:
-    return PassSeconds(*(a.plus(b, times) for a, b in zip(one, other, strict=True)))
-
-
-def rank_data(
-    spec: RunSpec, on: CostModel, mine: StoredParameters, work: Sequence[PassSeconds]
-) -> DataSeconds:
-    """What a rank that has `mine` spends on the data axis, where `work` is a microbatch's in its stages."""
-    forward = sum(each.forward.total for each in work)
-    backward = sum(each.total for each in work) - forward
-    update = on.kernels.updated(_UPDATE_BYTES, _UPDATE_BYTES - _ADAMW_BYTES)
-    unpack = on.kernels.moved(on.stack.unpacked)
-    return data_seconds(spec, on.stack, on.links, mine, forward, backward, update, unpack)
-
-
-def message(spec: RunSpec, on: CostModel, blocks: LayerCost) -> tuple[float, Link | None]:
-    """Seconds of a message between stages, and the link that carries it beside compute, if one does."""
-    layout, stack = spec.layout, on.stack
-    if layout.pp == 1:
+def message(spec: RunSpec, costs: CostModel, blocks: LayerCost) -> tuple[float, Link | None]:
+    """Seconds of a message between stages, and its link if the message overlaps compute."""
+    if spec.layout.pp == 1:
         return 0.0, Link()
     size = message_bytes(blocks)
-    stride = axes(layout).pipeline.stride  # of this layout: `blocks` may serve others with other data ranks
-    if not stack.overlap_pipeline:
-        return on.links.message(size, stride), None
-    level = on.links.between(stride)
-    link = Link(level.link.latency, on.links.rate(level))
+    stride = axes(spec.layout).pipeline.stride  # not of `blocks`, which other layouts may share
+    if not costs.stack.overlap_pipeline:
+        return costs.links.message(size, stride), None
+    level = costs.links.between(stride)
+    link = Link(level.link.latency, costs.links.rate(level))
     return link.latency + size / link.bandwidth, link
 
 
@@ -197,16 +225,3 @@ def message_bytes(blocks: LayerCost) -> float:
     layout = blocks.spec.layout
     size = blocks.own * blocks.spec.model.hidden * blocks.width
     return size / layout.tp if blocks.stack.scatter_pipeline and not layout.sequence_parallel else size
-
-
-def stage_cost(
-    work: PassSeconds, waits: float, each: float, ends: tuple[bool, bool], on_path: bool, blocks: LayerCost
-) -> StageCost:
-    """A stage's cost: a third of what a microbatch waits for on the data axis is in its forward."""
-    before, after = (end * each if on_path else 0.0 for end in ends)
-    return StageCost(
-        forward=work.forward.total + waits / 3 + after,
-        input=work.input.total + work.again.total + waits * 2 / 3 + before,
-        weight=work.weight.total,
-        output=0.0 if on_path else message_bytes(blocks),
-    )

@@ -1,103 +1,204 @@
-"""One step of a layout on a cluster: how long, and where the time goes.
+"""Seconds of a training step of a layout on a cluster: a lower bound, quickly, and exactly.
 
-What stages and ranks cost (`planner/cost/stages.py`) is put together by timing the actions of the schedule
-that the program runs one by one (`schedule/simulate.py`); the data axis and the optimiser follow each rank's
-last backward. Of very many microbatches the middle ones, which all cost the same, are not simulated one by
-one.
+A step lasts until every rank has run the actions of its schedule and what follows its last backward: messages
+of the data axis that nothing hides, and the optimiser. The search, comparisons of layouts and printed plans
+all take their seconds from `StepModel`. Of very many microbatches those in the middle, which all cost the
+same, are not simulated one by one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from operator import add
 
 from meshwright.planner.cost.breakdown import Seconds
+from meshwright.planner.cost.layer import LayerCost
+from meshwright.planner.cost.lower_bounds import rank_ends, schedule
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.shared_cores import Places, makespan
 from meshwright.planner.cost.shared_cores import period as shared_period
-from meshwright.planner.cost.stages import RankTime, StageCosts
+from meshwright.planner.cost.stages import PlacedStages, StageCosts, placed_stages
 from meshwright.planner.group_shapes import axes
-from meshwright.schedule import Simulation, schedule_of, simulate
+from meshwright.schedule import Link, Path, Simulation, StageCost, ends, simulate
+from meshwright.schedule.dependency_graph import DependencyGraph, flow_of
 from meshwright.spec import RunSpec
 
 _SIMULATED = 6
 """Microbatches that are simulated, in multiples of the pipeline's ranks."""
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """A step's seconds, and what they are made of on each rank of the pipeline."""
-
-    seconds: float
-    simulation: Simulation
-    rank: int
-    """The busiest."""
-    ranks: tuple[RankTime, ...]
-    fixed: float
-    """What belongs to no operator."""
-    repeated: float = 0.0
-    """Of microbatches that were not simulated one by one."""
-
-    @cached_property
-    def parts(self) -> dict[str, float]:
-        """Seconds of the busiest rank by what they go to; their sum is `seconds`."""
-        return self.parts_of(self.rank)
-
-    def parts_of(self, rank: int) -> dict[str, float]:
-        """Seconds of a rank by what they go to; its bubble is what is left of the step."""
-        return parts_of(self.ranks[rank], self.seconds, self.fixed)
-
-
-def parts_of(own: RankTime, seconds: float, fixed: float) -> dict[str, float]:
-    """What a step of `seconds` goes to on a rank; its bubble is what is left of the step."""
-    every, again = Seconds(), own.work.again
-    for each in own.work:
-        every = every.plus(each)
-    first = every.plus(again, -1)
-    parts = {
-        "matrix products": first.matmul,
-        "attention": first.attention,
-        "memory-bound": first.moved,
-        "host": first.host,
-        "recomputation": again.total,
-        "tensor axis": first.tensor,
-        "context axis": first.context,
-        "expert axis": first.expert,
-        "pipeline axis": own.sent,
-        "data axis": own.data.exposed + own.data.slowed,
-        "optimiser": own.data.optimiser,
-        "fixed": fixed,
-    }
-    total = sum(parts.values())
-    if total > seconds:  # others left this rank more of the cores than its share
-        parts = {name: value * seconds / total for name, value in parts.items()}
-    parts["bubble"] = max(0.0, seconds - total)
-    return parts
-
-
-def step_time(spec: RunSpec, on: CostModel) -> StepTime:
-    """Seconds of one optimiser step."""
-    staged = StageCosts(spec)
-    found = staged.costs(on)
-    schedule = schedule_of(spec.layout, simulated(spec))
-    finals = [rank.data.final for rank in found.ranks]
-    timed = simulate(schedule, found.stages, found.link, finals)
-    each_rank = found.each_rank(staged.own)
-    period, span = max(each_rank), timed.makespan
-    if on.shared is not None and spec.layout.pp > 1:
-        places = Places(on.shared, axes(spec.layout).pipeline.stride)
-        span = makespan(schedule, found.stages, finals, places, found.hop)
-        period = shared_period(each_rank, places)
-    repeated = (spec.microbatches - schedule.microbatches) * period
-    busiest = max(range(len(found.ranks)), key=lambda rank: found.ranks[rank].work.total)
-    seconds = span + repeated + found.fixed
-    return StepTime(seconds, timed, busiest, tuple(found.ranks), found.fixed, repeated)
+Lists = tuple[str, int, int, int]
+"""Arguments of `lower_bounds.schedule`: its name, ranks, stages of a rank, microbatches."""
 
 
 def simulated(spec: RunSpec) -> int:
-    """Microbatches that are simulated one by one: all, or as many as fill the pipeline some times."""
+    """Microbatches that are simulated one by one: all, or enough to fill the pipeline several times."""
     layout, count = spec.layout, spec.microbatches
     if layout.pp == 1:
-        return count if count < 2 else 1
+        return min(count, 1)
     most = max(_SIMULATED, 2 * layout.chunks) * layout.pp
     return count if count <= most + layout.pp else most + count % layout.pp
+
+
+def lists_of(spec: RunSpec) -> Lists:
+    """The schedule that is simulated for a layout."""
+    layout = spec.layout
+    return layout.schedule if layout.pp > 1 else "1f1b", layout.pp, layout.chunks, simulated(spec)
+
+
+class ScheduleTimes:
+    """When the ranks of schedules finish, for layouts that are compared with each other.
+
+    The path through a schedule that one layout's step waited for bounds the step of every other layout with
+    the same schedule from below.
+    """
+
+    def __init__(self) -> None:
+        self.paths: dict[Lists, list[Path]] = {}
+        self._ends: dict[tuple[Lists, tuple[StageCost, ...], Link], tuple[float, ...]] = {}
+
+    def known(self, lists: Lists) -> Sequence[Path]:
+        """Paths through a schedule that were found so far."""
+        return self.paths.get(lists, ())
+
+    def exact(self, lists: Lists, costs: tuple[StageCost, ...], link: Link) -> tuple[float, ...]:
+        """When each rank's last action ends, in seconds."""
+        key = lists, costs, link
+        if key not in self._ends:
+            self._ends[key], path = ends(schedule(*lists), costs, link, _graph(lists))
+            known = self.paths.setdefault(lists, [])
+            if path not in known:
+                known.append(path)
+        return self._ends[key]
+
+
+@lru_cache(maxsize=4)
+def _graph(lists: Lists) -> DependencyGraph:
+    """Who waits for whom; graphs are large, so few are kept."""
+    return flow_of(schedule(*lists))
+
+
+class StepModel:
+    """Seconds of a step of a pipeline with given stages, under any schedule and sharding of states.
+
+    `spec` is one of the runs with these stages. `times` is shared by layouts that are compared; `placed` and
+    `blocks` save their computation where they are known.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        costs: CostModel,
+        times: ScheduleTimes | None = None,
+        placed: PlacedStages | None = None,
+        blocks: LayerCost | None = None,
+    ) -> None:
+        self.stages = StageCosts(spec, costs, placed or placed_stages(spec), blocks)
+        self.times = times if times is not None else ScheduleTimes()
+        self._bounds: dict[tuple[Lists, int], list[float]] = {}
+        self.places: Places | None = None
+        """Where the ranks are, if they share cores, so that one is faster while others wait."""
+        if costs.shared is not None and spec.layout.pp > 1:
+            self.places = Places(costs.shared, axes(spec.layout).pipeline.stride)
+
+    def bound(self, spec: RunSpec, finals: Sequence[float]) -> float:
+        """Seconds of a step at least, for ranks that never share cores.
+
+        `finals` are each rank's seconds after its last backward.
+        """
+        lists, stages = lists_of(spec), self.stages
+        paths = self.times.known(lists)
+        key = lists, len(paths)
+        if key not in self._bounds:
+            self._bounds[key] = rank_ends(
+                stages.stages, stages.placed.own, stages.hop, lists[0], lists[3], paths
+            )
+        return self._seconds(spec, _last(self._bounds[key], finals), max(stages.by_rank))
+
+    def exact(self, spec: RunSpec, finals: Sequence[float]) -> float:
+        """Seconds of a step."""
+        lists, stages = lists_of(spec), self.stages
+        if self.places is not None:
+            span = makespan(schedule(*lists), stages.stages, finals, self.places, stages.hop)
+            return self._seconds(spec, span, shared_period(stages.by_rank, self.places))
+        span = _last(self.times.exact(lists, stages.stages, stages.link), finals)
+        return self._seconds(spec, span, max(stages.by_rank))
+
+    def _seconds(self, spec: RunSpec, span: float, period: float) -> float:
+        """The step from the time of its simulated microbatches and the period of each of the others."""
+        return span + (spec.microbatches - simulated(spec)) * period + self.stages.fixed
+
+
+def _last(done: Sequence[float], finals: Sequence[float]) -> float:
+    return max(map(add, done, finals))
+
+
+class StepTime:
+    """The step of one layout, lazily: its seconds, its simulation, and where each rank's time goes."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        costs: CostModel,
+        times: ScheduleTimes | None = None,
+        placed: PlacedStages | None = None,
+    ) -> None:
+        self.spec, self.model = spec, StepModel(spec, costs, times, placed)
+        self.ranks = self.model.stages.rank_times(spec)
+        self._finals = [rank.data.final for rank in self.ranks]
+
+    @cached_property
+    def bound(self) -> float:
+        """Seconds of the step at least; exact where ranks share cores, which no bound counts."""
+        return self.seconds if self.model.places is not None else self.model.bound(self.spec, self._finals)
+
+    @cached_property
+    def seconds(self) -> float:
+        """Seconds of the step."""
+        return self.model.exact(self.spec, self._finals)
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """The simulated microbatches, action by action."""
+        stages = self.model.stages
+        return simulate(schedule(*lists_of(self.spec)), stages.stages, stages.link, self._finals)
+
+    @cached_property
+    def rank(self) -> int:
+        """The busiest pipeline rank."""
+        return max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].work.total)
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """Seconds of the busiest rank by cause; their sum is `seconds`."""
+        return self.parts_of(self.rank)
+
+    def parts_of(self, rank: int) -> dict[str, float]:
+        """Seconds of a pipeline rank by cause; its bubble is what remains of the step."""
+        own, every, again = self.ranks[rank], Seconds(), self.ranks[rank].work.again
+        for each in own.work:
+            every = every.plus(each)
+        first = every.plus(again, -1)
+        parts = {
+            "matrix products": first.matmul,
+            "attention": first.attention,
+            "memory-bound": first.moved,
+            "host": first.host,
+            "recomputation": again.total,
+            "tensor axis": first.tensor,
+            "context axis": first.context,
+            "expert axis": first.expert,
+            "pipeline axis": own.sent,
+            "data axis": own.data.exposed + own.data.slowed,
+            "optimiser": own.data.optimiser,
+            "fixed": self.model.stages.fixed,
+        }
+        total = sum(parts.values())
+        if total > self.seconds:  # the other ranks left this one more of the cores than its share
+            parts = {name: value * self.seconds / total for name, value in parts.items()}
+        parts["bubble"] = max(0.0, self.seconds - total)
+        return parts
+
+
+def step_time(spec: RunSpec, costs: CostModel) -> StepTime:
+    """The step of a layout on its own."""
+    return StepTime(spec, costs)

@@ -1,62 +1,107 @@
-"""A layout that another is set beside: what it costs is looked at when it is asked for, and then kept."""
+"""A layout on a cluster, costed lazily: plans, neighbours, sensitivity and explanations all share it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
+from meshwright.planner.cost.kernels import peak
 from meshwright.planner.cost.model import CostModel
-from meshwright.planner.cost.timing import Paths, Timing
-from meshwright.planner.memory.exact import fullest
+from meshwright.planner.cost.stages import PlacedStages, placed_stages
+from meshwright.planner.cost.step import ScheduleTimes, StepTime
+from meshwright.planner.cost.uncertainty import fits_probability, interval, room, spread
+from meshwright.planner.memory.exact import memory_model
 from meshwright.planner.memory.generic import Memory
-from meshwright.spec import RunSpec
+from meshwright.spec import RunSpec, UserError
 
 TIE = 1e-3
-"""Steps whose seconds differ by a smaller share are as fast as each other."""
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """What a layout costs on the engines that it is compared on."""
-
-    spec: RunSpec
-    seconds: float
-    parts: dict[str, float]
-    memory: Memory
-
-    def fits(self, capacity: float) -> bool:
-        return self.memory.device <= capacity
+"""Layouts whose steps differ by a smaller share are equally fast."""
 
 
 class Candidate:
-    """A layout on the engines that it is compared on; `paths` is shared by all that are compared."""
+    """A run's layout and its costs; `times` is shared by layouts that are compared.
 
-    def __init__(self, spec: RunSpec, on: CostModel, paths: Paths) -> None:
-        self.spec, self.on, self.timing = spec, on, Timing(spec, paths)
+    Raises `UserError` unless the layout has as many ranks as the cluster has devices.
+    """
+
+    def __init__(self, spec: RunSpec, costs: CostModel, times: ScheduleTimes | None = None) -> None:
+        ranks, devices = spec.layout.world_size, costs.cluster.count
+        if ranks != devices:
+            raise UserError(
+                f"layout: {spec.layout.describe()} is {ranks:,} rank{'s' * (ranks > 1)}, but "
+                f"{costs.cluster.name} has {devices:,} device{'s' * (devices > 1)}; give a cluster of "
+                f"{ranks:,}"
+            )
+        self.spec, self.costs = spec, costs
+        self._times = times if times is not None else ScheduleTimes()
 
     @cached_property
-    def least(self) -> float:
+    def step(self) -> StepTime:
+        """The step, timed."""
+        return self.step_on(self.costs)
+
+    @cached_property
+    def _placed(self) -> PlacedStages:
+        return placed_stages(self.spec)
+
+    def step_on(self, costs: CostModel) -> StepTime:
+        """The step with other costs."""
+        return StepTime(self.spec, costs, self._times, self._placed)
+
+    @cached_property
+    def memories(self) -> tuple[Memory, ...]:
+        """Bytes of each pipeline rank."""
+        return tuple(memory_model(self.costs).ranks(self.spec))
+
+    @property
+    def bound(self) -> float:
         """Seconds of a step at least."""
-        return self.timing.least(self.on)
+        return self.step.bound
 
-    @cached_property
+    @property
     def seconds(self) -> float:
-        return self.timing.seconds(self.on)
+        """Seconds of a step."""
+        return self.step.seconds
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Seconds between which a step is in 9 of 10 cases."""
+        return interval(self.seconds, spread(self.costs.cluster, self.costs.stack))
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of the busiest pipeline rank by cause."""
+        return self.step.parts
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens that the cluster trains on in a second."""
+        return self.spec.train.batch_tokens / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs of a second over the devices' peak for the format that computes."""
+        spec, cluster = self.spec, self.costs.cluster
+        flops = spec.model.flops_per_token(spec.data.seq_len) * spec.train.batch_tokens
+        devices = cluster.count / (cluster.sharing if cluster.device.kind == "cpu" else 1)
+        rate = peak(cluster.device, self.costs.format or spec.precision.compute) * devices
+        return flops / self.seconds / rate
 
     @cached_property
     def memory(self) -> Memory:
-        """Of the fullest rank."""
-        return fullest(self.spec, self.on)
+        """Bytes of the fullest rank."""
+        return max(self.memories, key=lambda each: each.allocated)
 
-    @cached_property
-    def estimate(self) -> Estimate:
-        """Everything."""
-        return Estimate(self.spec, self.seconds, self.timing.parts(self.on, self.seconds), self.memory)
+    @property
+    def fits_probability(self) -> float:
+        """Probability that the fullest rank fits its device."""
+        cluster = self.costs.cluster
+        return fits_probability(self.memory.device, room(cluster), spread(cluster, self.costs.stack))
 
     def fits(self, capacity: float) -> bool:
+        """True if the fullest rank needs at most `capacity` bytes."""
         return self.memory.device <= capacity
 
     def beats(self, other: Candidate) -> bool:
-        """Whether it is faster."""
+        """True if it is faster, and not by a tie."""
         limit = other.seconds * (1 - TIE)
-        return self.least < limit and self.seconds < limit
+        return self.bound < limit and self.seconds < limit

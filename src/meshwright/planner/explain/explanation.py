@@ -6,70 +6,90 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.planner.cost.kernels import peak
 from meshwright.planner.cost.model import CostModel
-from meshwright.planner.cost.step import StepTime, step_time
-from meshwright.planner.cost.uncertainty import fits_probability, interval, room, spread
+from meshwright.planner.cost.step import StepTime
+from meshwright.planner.cost.uncertainty import room
+from meshwright.planner.explain.candidate import Candidate
 from meshwright.planner.explain.link_load import AxisLoad, communication
-from meshwright.planner.explain.neighbours import TERMS, Neighbour
+from meshwright.planner.explain.neighbours import Neighbour
 from meshwright.planner.explain.reasons import reasons
 from meshwright.planner.explain.sensitivity import Assumption
-from meshwright.planner.memory.exact import needs
 from meshwright.planner.memory.generic import Memory
-from meshwright.spec import RunSpec, UserError
+from meshwright.spec import RunSpec
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What is known of a layout on a cluster, in seconds and bytes."""
+    """A layout on a cluster, explained in seconds and bytes."""
 
-    spec: RunSpec
-    on: CostModel
-    time: StepTime
-    interval: tuple[float, float]
-    """In which a step is in 9 of 10 cases."""
-    memories: tuple[Memory, ...]
-    """Of each pipeline rank."""
+    layout: Candidate
     capacity: float
     """Bytes that a rank may fill."""
-    fits_probability: float
     axes: tuple[AxisLoad, ...]
-    """Of the busiest pipeline rank."""
+    """Messages of the busiest pipeline rank."""
     neighbours: tuple[Neighbour, ...]
     assumptions: tuple[Assumption, ...]
     candidates: tuple[str, ...]
-    """Words for what `assumptions` compares with: the neighbours, then the other plans that were given."""
+    """Words for the layouts that `assumptions` compares: the neighbours, then the other plans given."""
+
+    @property
+    def spec(self) -> RunSpec:
+        """The run."""
+        return self.layout.spec
+
+    @property
+    def on(self) -> CostModel:
+        """The costs of the cluster."""
+        return self.layout.costs
+
+    @property
+    def time(self) -> StepTime:
+        """The step."""
+        return self.layout.step
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Seconds between which a step is in 9 of 10 cases."""
+        return self.layout.interval
+
+    @property
+    def memories(self) -> tuple[Memory, ...]:
+        """Bytes of each pipeline rank."""
+        return self.layout.memories
 
     @property
     def fullest(self) -> Memory:
-        return max(self.memories, key=lambda each: each.allocated)
+        """Bytes of the fullest rank."""
+        return self.layout.memory
 
     @property
     def fits(self) -> bool:
-        return self.fullest.device <= self.capacity
+        """True if the fullest rank fits."""
+        return self.layout.fits(self.capacity)
+
+    @property
+    def fits_probability(self) -> float:
+        """Probability that the fullest rank fits its device."""
+        return self.layout.fits_probability
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs of a second over the devices' peak, for the format that computes."""
-        spec, cluster = self.spec, self.on.cluster
-        flops = spec.model.flops_per_token(spec.data.seq_len) * spec.train.batch_tokens
-        devices = cluster.count / (cluster.sharing if cluster.device.kind == "cpu" else 1)
-        rate = peak(cluster.device, self.on.format or spec.precision.compute) * devices
-        return flops / self.time.seconds / rate
+        """Model FLOPs of a second over the devices' peak for the format that computes."""
+        return self.layout.mfu
 
     @property
     def mean_parts(self) -> dict[str, float]:
-        """Seconds of the step by what they go to, as the mean of the pipeline's ranks."""
+        """Seconds of the step by cause, as the mean of the pipeline's ranks."""
         every = [self.time.parts_of(rank) for rank in range(len(self.time.ranks))]
         return {name: sum(parts[name] for parts in every) / len(every) for name in every[0]}
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `meshwright explain --json`."""
-        ranks = range(len(self.time.ranks))
+        cluster = self.on.cluster
         return {
-            "cluster": self.on.cluster.name,
-            "device": self.on.cluster.device.name,
-            "devices": self.on.cluster.count,
+            "cluster": cluster.name,
+            "device": cluster.device.name,
+            "devices": cluster.count,
             "stack": self.on.stack.name,
             "layout": self.spec.layout.model_dump(mode="json"),
             "recompute": self.spec.recompute.model_dump(mode="json"),
@@ -77,12 +97,12 @@ class Explanation:
             "microbatches": self.spec.microbatches,
             "step_seconds": self.time.seconds,
             "interval": list(self.interval),
-            "tokens_per_second": self.spec.train.batch_tokens / self.time.seconds,
+            "tokens_per_second": self.layout.tokens_per_second,
             "mfu": self.mfu,
             "busiest_rank": self.time.rank,
-            "time": [self.time.parts_of(rank) for rank in ranks],
+            "time": [self.time.parts_of(rank) for rank in range(len(self.time.ranks))],
             "mean_time": self.mean_parts,
-            "memory": [memory_json(each) for each in self.memories],
+            "memory": [each.to_json() for each in self.memories],
             "capacity": self.capacity,
             "fits": self.fits,
             "fits_probability": self.fits_probability,
@@ -92,51 +112,27 @@ class Explanation:
         }
 
 
-def memory_json(found: Memory) -> dict[str, float]:
-    """The terms of a rank's memory, and their sums."""
-    sums = {name: getattr(found, name) for name in ("allocated", "reserved", "device")}
-    return {**{name: getattr(found, name) for name in TERMS}, **sums}
-
-
 def explain(
-    spec: RunSpec, on: CostModel, others: Sequence[RunSpec] = (), capacity: float | None = None
+    spec: RunSpec, costs: CostModel, others: Sequence[RunSpec] = (), capacity: float | None = None
 ) -> Explanation:
     """Explain a run's layout on a cluster with as many devices as it has ranks.
 
-    `others` are layouts of the same run that it is compared with beside its neighbours; those of another
+    `others` are layouts of the same run that it is compared with besides its neighbours; those with another
     number of ranks or another batch are left out. `capacity` is how many bytes of a rank may be filled, by
     default all of a device's. Raises `UserError` where ranks and devices differ in number.
     """
-    check_ranks(spec, on)
-    space = room(on.cluster) if capacity is None else capacity
-    timed = step_time(spec, on)
-    why = reasons(spec, on, space, {describe(each): each for each in others if _comparable(each, spec)})
-    held = tuple(needs(spec, on))
-    largest = max(each.device for each in held)
-    wider = spread(on.cluster, on.stack)
+    layout = Candidate(spec, costs)
+    space = room(costs.cluster) if capacity is None else capacity
+    compared = {describe(each): each for each in others if _comparable(each, spec)}
+    why = reasons(spec, costs, space, compared)
     return Explanation(
-        spec=spec,
-        on=on,
-        time=timed,
-        interval=interval(timed.seconds, wider),
-        memories=held,
+        layout=layout,
         capacity=space,
-        fits_probability=fits_probability(largest, room(on.cluster), wider),
-        axes=communication(spec, on, timed),
+        axes=communication(spec, costs, layout.step),
         neighbours=why.neighbours,
         assumptions=why.assumptions,
         candidates=why.candidates,
     )
-
-
-def check_ranks(spec: RunSpec, on: CostModel) -> None:
-    """Raise `UserError` unless a layout has as many ranks as its cluster has devices."""
-    ranks, devices = spec.layout.world_size, on.cluster.count
-    if ranks != devices:
-        raise UserError(
-            f"layout: {spec.layout.describe()} is {ranks:,} ranks, but {on.cluster.name} has {devices:,} "
-            f"devices; give a cluster of {ranks:,}"
-        )
 
 
 def describe(spec: RunSpec) -> str:
@@ -145,8 +141,6 @@ def describe(spec: RunSpec) -> str:
 
 
 def _comparable(one: RunSpec, other: RunSpec) -> bool:
-    same = (each.layout.world_size for each in (one, other))
-    ranks, wanted = same
-    batch = (one.train.batch_tokens, one.data.seq_len) == (other.train.batch_tokens, other.data.seq_len)
-    alike = (one.layout, one.recompute) == (other.layout, other.recompute)
-    return ranks == wanted and batch and not alike
+    """True for different layouts of one batch on the same number of ranks."""
+    same = [(each.layout.world_size, each.train.batch_tokens, each.data.seq_len) for each in (one, other)]
+    return same[0] == same[1] and (one.layout, one.recompute) != (other.layout, other.recompute)

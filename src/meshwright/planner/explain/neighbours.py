@@ -1,4 +1,4 @@
-"""The layouts that differ from a given one in one thing, and what each is better or worse at.
+"""Layouts that differ from a given one in one thing, and what each gains or loses.
 
 One thing is: ranks moved from one axis to another by a factor of two, another ZeRO stage, recompute policy,
 schedule, number of stages a rank, microbatch, context mode or order of the axes, experts dealt otherwise, or
@@ -9,43 +9,30 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import permutations
 from typing import Any, Literal, get_args
 
-from meshwright.planner.cost.model import CostModel
-from meshwright.planner.explain.candidate import TIE, Candidate, Estimate
+from meshwright.planner.explain.candidate import TIE, Candidate
+from meshwright.planner.layout_space import LOOPED, POLICIES
+from meshwright.planner.memory.generic import Memory
 from meshwright.spec import Layout, RunSpec, UserError
 from meshwright.spec.layout import ONE_STAGE, TWO_STAGES, ContextMode, Order, ScheduleName, ulysses_ranks
 from meshwright.spec.rules import check
-from meshwright.spec.sections import FullRecompute, NoRecompute, SelectiveRecompute
 from meshwright.units import gigabytes, percent, seconds
 
-TERMS = (
-    "parameters",
-    "gradients",
-    "optimiser",
-    "activations",
-    "logits",
-    "buffers",
-    "fragmentation",
-    "context",
-    "communicators",
-)
-"""What a rank's memory is made of, as `Memory` has it."""
+TERMS = tuple(field.name for field in fields(Memory) if field.name != "rank")
+"""Terms of a rank's memory, as in `Memory`."""
 _WORTH = 0.25
-"""What goes the other way is told of from this share of what changes most."""
+"""An opposite change is reported if it is at least this share of the largest change."""
 _NAMED = {
     "optimiser": "optimiser states",
     "context": "the device's context",
     "communicators": "communicators' buffers",
 }
-_AXES = ("replicate", "dp", "cp", "tp", "pp")
-_LOOPED = ("interleaved", "bfs")
-_POLICIES = (NoRecompute(), SelectiveRecompute(), FullRecompute())
 
 Verdict = Literal["fits", "faster", "as fast", "slower", "does not fit"]
-"""'fits' where the layout that it starts from does not."""
+"""'fits' is for a neighbour of a layout that does not fit itself."""
 BETTER = ("fits", "faster")
 
 
@@ -54,7 +41,7 @@ class Change:
     """A run whose layout differs in one thing."""
 
     words: str
-    """What differs: 'tp 4 to 8, dp 8 to 4'."""
+    """The difference: 'tp 4 to 8, dp 8 to 4'."""
     keys: tuple[str, ...]
     """The keys that differ."""
     spec: RunSpec
@@ -62,10 +49,10 @@ class Change:
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A change, and why the layout that it starts from has the edge, or does not."""
+    """A change, and why the layout that it starts from is better, or is not."""
 
     change: Change
-    estimate: Estimate
+    estimate: Candidate
     verdict: Verdict
     why: str
     """One sentence, without the change."""
@@ -77,6 +64,7 @@ class Neighbour:
     """How far it is from being as good: the share by which it is slower, or over the memory."""
 
     def to_json(self) -> dict[str, Any]:
+        """Plain values."""
         return {
             "change": self.change.words,
             "verdict": self.verdict,
@@ -90,28 +78,22 @@ class Neighbour:
         }
 
 
-def estimate(spec: RunSpec, on: CostModel) -> Estimate:
-    """Time and memory of a layout."""
-    return Candidate(spec, on, {}).estimate
-
-
 def neighbours(
     chosen: Candidate,
     listed: Sequence[tuple[Change, Candidate]],
     capacity: float,
     most: int | None = None,
 ) -> tuple[Neighbour, ...]:
-    """The neighbours of a layout, the nearest to being as good first; those that are better lead.
+    """The neighbours of a layout, those that are better first, then by how close to it they are.
 
-    With `most`, so many of the neighbours of a layout that fits: those that are further by their time alone
-    are not looked at any closer.
+    With `most`, only so many for a layout that fits: memory is not computed for those that are further away
+    by their time alone.
     """
     if most is None:
-        found = [_judged(chosen.estimate, change, each.estimate, capacity) for change, each in listed]
-        return tuple(sorted(found, key=_rank))
+        return tuple(sorted((_judged(chosen, change, each, capacity) for change, each in listed), key=_rank))
     nearest: list[Neighbour] = []
-    step = chosen.seconds  # timed first: its path through the lists bounds the others
-    queue = [(_distance(each.least / step), place, False) for place, (_, each) in enumerate(listed)]
+    step = chosen.seconds  # timed first: its path through the schedule bounds the others
+    queue = [(_distance(each.bound / step), place, False) for place, (_, each) in enumerate(listed)]
     judged: dict[int, Neighbour] = {}
     heapq.heapify(queue)
     while queue and len(nearest) < most:
@@ -122,45 +104,39 @@ def neighbours(
         elif not timed:
             heapq.heappush(queue, (_distance(each.seconds / step), place, True))
         else:
-            judged[place] = _judged(chosen.estimate, change, each.estimate, capacity)
+            judged[place] = _judged(chosen, change, each, capacity)
             heapq.heappush(queue, (_rank(judged[place]), place, True))
     return tuple(nearest)
 
 
 def _rank(neighbour: Neighbour) -> tuple[bool, float]:
-    """The lower, the earlier it is told of."""
+    """Sort key: the lower, the earlier it is listed."""
     return neighbour.verdict not in BETTER, neighbour.distance
 
 
 def _distance(times: float) -> tuple[bool, float]:
-    """The lowest rank of a neighbour that takes so many times as long at least."""
+    """Best possible sort key of a neighbour whose step takes at least `times` as long."""
     faster = times < 1 - TIE
     return not faster, times - 1 if faster else max(times - 1, 0.0)
 
 
-# Which there are.
+# Enumeration.
 
 
 def changes(spec: RunSpec) -> list[Change]:
-    """Every neighbour that the rules accept, once; what is not changed stays, the microbatch included."""
+    """Every neighbour that the rules accept, once; all else stays, the microbatch included."""
     base = spec.layout.model_copy(update={"micro_batch": spec.micro_batch})
     found: list[Change] = []
     seen = [base]
-    for words, update in (
-        *_moved(base),
-        *_states(base),
-        *_pipelined(base),
-        *_cut(spec, base),
-        *_placed(base),
-    ):
+    for words, update in _updates(spec, base):
         layout = base.model_copy(update=update)
         made = spec.model_copy(update={"layout": layout})
         if _legal(made) and not _same(layout, base) and layout not in seen:
             seen.append(layout)
             found.append(Change(words, tuple(update), made))
-    for policy in _POLICIES:
-        if policy.policy != spec.recompute.policy:
-            words = f"recompute.policy {spec.recompute.policy} to {policy.policy}"
+    for name, policy in POLICIES.items():
+        if name != spec.recompute.policy:
+            words = f"recompute.policy {spec.recompute.policy} to {name}"
             made = spec.model_copy(update={"layout": base, "recompute": policy})
             found.append(Change(words, ("recompute",), made))
     return found
@@ -169,54 +145,47 @@ def changes(spec: RunSpec) -> list[Change]:
 Update = tuple[str, dict[str, object]]
 
 
-def _moved(layout: Layout) -> Iterator[Update]:
-    """Twice as many ranks on one axis, half as many on another; experts alike."""
-    for more, less in permutations(_AXES, 2):
-        if (ranks := getattr(layout, less)) % 2 == 0:
-            both = {more: 2 * getattr(layout, more), less: ranks // 2}
-            yield ", ".join(_step(layout, name, size) for name, size in both.items()), dict(both)
+def _updates(spec: RunSpec, layout: Layout) -> Iterator[Update]:
+    """Changes of one thing in words and values; some are illegal, or equal to others."""
+    yield from _traded(layout, ("replicate", "dp", "cp", "tp", "pp"))
     if layout.ep * layout.etp > 1:
-        for more, less in permutations(("ep", "etp"), 2):
-            if (ranks := getattr(layout, less)) % 2 == 0:
-                both = {more: 2 * getattr(layout, more), less: ranks // 2}
-                yield ", ".join(_step(layout, name, size) for name, size in both.items()), dict(both)
+        yield from _traded(layout, ("ep", "etp"))
     for name in ("ep", "etp"):
         yield from _scaled(layout, name, getattr(layout, name))
-
-
-def _states(layout: Layout) -> Iterator[Update]:
     if layout.shard_ranks > 1:
         yield from (_one(layout, "zero", stage) for stage in range(4))
-
-
-def _pipelined(layout: Layout) -> Iterator[Update]:
-    if layout.pp == 1:
-        return
-    for name in get_args(ScheduleName):
-        chunks = 1 if name in ONE_STAGE else 2 if name in TWO_STAGES else max(2, layout.chunks)
-        virtual = {} if chunks == layout.chunks else {"virtual": chunks}
-        words, update = _one(layout, "schedule", name)
-        yield (
-            words + (f" with {chunks} stages a rank" if virtual and chunks > 1 else ""),
-            {**update, **virtual},
-        )
-    if layout.schedule in _LOOPED:
-        yield from _scaled(layout, "virtual", layout.chunks)
-
-
-def _cut(spec: RunSpec, layout: Layout) -> Iterator[Update]:
+    if layout.pp > 1:
+        yield from _schedules(layout)
     yield from _scaled(layout, "micro_batch", spec.micro_batch)
     local = layout.local_kv_heads(spec.model.kv_heads)
     for mode in get_args(ContextMode) if layout.cp > 1 else ():
         joint = mode == "ring+ulysses" and ulysses_ranks(layout.cp, local, mode) in (1, layout.cp)
-        if not joint:  # else it is one of the two by another name
+        if not joint:  # else it is another mode's second name
             yield _one(layout, "context_mode", mode)
     if layout.tp > 1:
         yield _one(layout, "sequence_parallel", not layout.sequence_parallel)
-
-
-def _placed(layout: Layout) -> Iterator[Update]:
     yield from (_one(layout, "order", order) for order in get_args(Order))
+
+
+def _traded(layout: Layout, axes: Sequence[str]) -> Iterator[Update]:
+    """Twice as many ranks on one axis, half as many on another."""
+    for more, less in permutations(axes, 2):
+        if (ranks := getattr(layout, less)) % 2 == 0:
+            both: dict[str, object] = {more: 2 * getattr(layout, more), less: ranks // 2}
+            yield ", ".join(_step(layout, name, size) for name, size in both.items()), both
+
+
+def _schedules(layout: Layout) -> Iterator[Update]:
+    for name in get_args(ScheduleName):
+        chunks = 1 if name in ONE_STAGE else 2 if name in TWO_STAGES else max(2, layout.chunks)
+        words, update = _one(layout, "schedule", name)
+        if chunks == layout.chunks:
+            yield words, update
+        else:
+            words += f" with {chunks} stages a rank" if chunks > 1 else ""
+            yield words, {**update, "virtual": chunks}
+    if layout.schedule in LOOPED:
+        yield from _scaled(layout, "virtual", layout.chunks)
 
 
 def _scaled(layout: Layout, name: str, size: int) -> Iterator[Update]:
@@ -231,31 +200,28 @@ def _one(layout: Layout, name: str, value: object) -> Update:
 
 def _step(layout: Layout, name: str, value: object, before: object = None) -> str:
     old = getattr(layout, name) if before is None else before
-    return f"{name} {_shown(old)} to {_shown(value)}"
-
-
-def _shown(value: object) -> str:
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+    shown = [("on" if each else "off") if isinstance(each, bool) else str(each) for each in (old, value)]
+    return f"{name} {shown[0]} to {shown[1]}"
 
 
 def _legal(spec: RunSpec) -> bool:
     try:
         check(spec)
-    except UserError:  # a neighbour that cannot be is none
+    except UserError:
         return False
     return spec.model.moe is not None or spec.layout.ep * spec.layout.etp == 1
 
 
 def _same(one: Layout, other: Layout) -> bool:
-    """Whether two layouts differ in their order only, and that moves no axis."""
+    """True if two layouts differ only in an order of axes that moves none of them."""
     used = [[name for name, ranks in each.axes_in_order if ranks > 1] for each in (one, other)]
     return used[0] == used[1] and one.model_copy(update={"order": other.order}) == other
 
 
-# What they are worth.
+# Comparison.
 
 
-def _judged(chosen: Estimate, change: Change, other: Estimate, capacity: float) -> Neighbour:
+def _judged(chosen: Candidate, change: Change, other: Candidate, capacity: float) -> Neighbour:
     over = other.memory.device - capacity
     if over > 0:
         return _too_large(chosen, change, other, capacity)
@@ -286,11 +252,11 @@ def _signed(amount: float) -> str:
     return f"{'-' if amount < 0 else '+'}{seconds(abs(amount))}"
 
 
-def _too_large(chosen: Estimate, change: Change, other: Estimate, capacity: float) -> Neighbour:
+def _too_large(chosen: Candidate, change: Change, other: Candidate, capacity: float) -> Neighbour:
     over = other.memory.device - capacity
     term, by = _largest(_growth(chosen, other))
     grown = f"{gigabytes(by)} more of {named(term)}"
-    if by <= 0:  # the layout that it starts from does not fit either
+    if by <= 0:  # the given layout does not fit either
         term, by = _largest({name: getattr(other.memory, name) for name in TERMS})
         grown = f"{gigabytes(by)} of it {named(term)}"
     why = f"needs {gigabytes(other.memory.device)}, {gigabytes(over)} too much: {grown}"
@@ -299,11 +265,11 @@ def _too_large(chosen: Estimate, change: Change, other: Estimate, capacity: floa
 
 
 def named(term: str) -> str:
-    """A term of memory in words."""
+    """A term of memory, as a noun."""
     return _NAMED.get(term, term)
 
 
-def _growth(chosen: Estimate, other: Estimate) -> dict[str, float]:
+def _growth(chosen: Candidate, other: Candidate) -> dict[str, float]:
     return {name: getattr(other.memory, name) - getattr(chosen.memory, name) for name in TERMS}
 
 

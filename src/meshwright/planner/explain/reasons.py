@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.planner.cost.model import CostModel
-from meshwright.planner.cost.timing import Paths
+from meshwright.planner.cost.step import ScheduleTimes
 from meshwright.planner.explain.candidate import Candidate
 from meshwright.planner.explain.neighbours import Neighbour, changes, neighbours
 from meshwright.planner.explain.sensitivity import Assumption, assumptions
@@ -16,15 +16,15 @@ from meshwright.spec import RunSpec
 
 @dataclass(frozen=True)
 class Reasons:
-    """What a layout is set beside, and what comes of it."""
+    """A layout's comparison with others."""
 
     neighbours: tuple[Neighbour, ...]
     """The nearest, or all."""
     assumptions: tuple[Assumption, ...]
     candidates: tuple[str, ...]
-    """Words for what `assumptions` compares with: all neighbours, then the other plans that were given."""
+    """Words for the layouts that `assumptions` compares: all neighbours, then the other plans given."""
     count: int
-    """How many neighbours there are."""
+    """Number of all neighbours."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -36,29 +36,29 @@ class Reasons:
 
 def reasons(
     spec: RunSpec,
-    on: CostModel,
+    costs: CostModel,
     capacity: float,
     others: Mapping[str, RunSpec] | None = None,
     most: int | None = None,
 ) -> Reasons:
-    """Set a layout beside its neighbours, and beside `others` in words, on devices that may fill `capacity`.
+    """Compare a layout with its neighbours, and with `others` by words, where a rank may fill `capacity`.
 
-    `most` is how many neighbours are told of; what would change the choice is looked for among all.
+    `most` is how many neighbours are listed; all are searched for what would change the choice.
     """
-    paths: Paths = {}
-    chosen = Candidate(spec, on, paths)
-    near = [(change, Candidate(change.spec, on, paths)) for change in changes(spec)]
+    times = ScheduleTimes()
+    chosen = Candidate(spec, costs, times)
+    near = [(change, Candidate(change.spec, costs, times)) for change in changes(spec)]
     known = [(change.spec.layout, change.spec.recompute) for change, _ in near]
     compared = {
-        words: Candidate(each, on, paths)
+        words: Candidate(each, costs, times)
         for words, each in (others or {}).items()
         if (each.layout, each.recompute) not in known
     }
-    told = neighbours(chosen, near, capacity, most)
+    listed = neighbours(chosen, near, capacity, most)
     candidates = [*(each for _, each in near), *compared.values()]
     return Reasons(
-        neighbours=told,
-        assumptions=assumptions(chosen, candidates, on, capacity),
+        neighbours=listed,
+        assumptions=assumptions(chosen, candidates, costs, capacity),
         candidates=(*(change.words for change, _ in near), *compared),
         count=len(near),
     )

@@ -1,7 +1,8 @@
-"""Which figure of the hardware, were it wrong, would make another layout the better choice.
+"""Sensitivity of the choice: which figure of the hardware, were it wrong, would make another layout better.
 
-Each is raised and lowered by up to a half, and the layout is set beside its candidates again. A candidate is
-timed only where it could be ahead: seconds do not rise with a rate, and fall no faster than the rate rises.
+Each figure is raised and lowered by up to a half, and the layout is compared with its candidates again. A
+candidate is timed only where it could be ahead: seconds do not rise with a rate, and fall no faster than the
+rate rises.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.hardware.cluster import NETWORKS, Cluster
+from meshwright.hardware.cluster import NETWORKS
 from meshwright.planner.cost.model import CostModel
+from meshwright.planner.cost.step import StepTime
 from meshwright.planner.explain.candidate import TIE, Candidate
 
 MOST = 50
-"""Percent by which a figure is taken to be wrong at most."""
+"""Largest error of a figure that is considered, in percent."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Assumption:
-    """A figure, and what it would take."""
+    """A figure, and the changes of it that would change the choice."""
 
     name: str
     value: str
@@ -38,7 +40,7 @@ class Assumption:
     """At most one each way, the nearer first; none where the choice stands within `MOST` percent."""
 
     def to_json(self, words: Sequence[str]) -> dict[str, Any]:
-        """Plain values; `words` tells the candidates."""
+        """Plain values; `words` name the candidates."""
         listed = [
             {"percent": turn.percent, "preferred": None if turn.candidate is None else words[turn.candidate]}
             for turn in self.turns
@@ -48,7 +50,7 @@ class Assumption:
 
 @dataclass(frozen=True)
 class Figure:
-    """A rate of the hardware, and the engines with another one."""
+    """A rate of the hardware, and the cost model with that rate times a factor."""
 
     name: str
     value: str
@@ -56,12 +58,12 @@ class Figure:
 
 
 def assumptions(
-    chosen: Candidate, candidates: Sequence[Candidate], on: CostModel, capacity: float
+    chosen: Candidate, candidates: Sequence[Candidate], costs: CostModel, capacity: float
 ) -> tuple[Assumption, ...]:
-    """What each figure would have to be for one of `candidates` to be preferred.
+    """The value that each figure would need for one of `candidates` to be preferred.
 
-    Preferred is the fastest that fits. Candidates that are preferred already count for nothing, as does
-    everything where the chosen layout does not fit.
+    The fastest layout that fits is preferred. Candidates that are preferred already are left out; where the
+    chosen layout does not fit there are no assumptions.
     """
     if not chosen.fits(capacity):
         return ()
@@ -71,57 +73,52 @@ def assumptions(
         if not each.beats(chosen) or not each.fits(capacity)
     }
     found = []
-    for figure in figures(on):
-        turns = [_turn(_Race(chosen, others, figure, capacity), sign) for sign in (1, -1)]
-        found.append(Assumption(figure.name, figure.value, _nearer(turns)))
-    value = f"{capacity / 1e9:.4g} GB"
-    turns = [_more_memory(chosen, others, capacity), _less_memory(chosen, others, capacity)]
-    return (*found, Assumption("memory capacity", value, _nearer(turns)))
+    for figure in figures(costs):
+        race = _Race(chosen, others, figure, capacity)
+        found.append(Assumption(figure.name, figure.value, _nearer([_turn(race, sign) for sign in (1, -1)])))
+    turns = _nearer([_more_memory(chosen, others, capacity), _less_memory(chosen, others, capacity)])
+    return (*found, Assumption("memory capacity", f"{capacity / 1e9:.4g} GB", turns))
 
 
 def _nearer(turns: Sequence[Turn | None]) -> tuple[Turn, ...]:
     return tuple(sorted((turn for turn in turns if turn is not None), key=lambda turn: abs(turn.percent)))
 
 
-def figures(on: CostModel) -> list[Figure]:
-    """The rates that a step's seconds follow from."""
-    device, stack, cluster = on.cluster.device, on.stack, on.cluster
-    rates = device.rates
+def figures(costs: CostModel) -> list[Figure]:
+    """The rates that a step's seconds depend on most."""
+    device, stack, cluster, format = costs.cluster.device, costs.stack, costs.cluster, costs.format
 
     def products(factor: float) -> CostModel:
-        scaled = replace(device, rates=replace(rates, matmul=rates.matmul * factor))
-        return CostModel(replace(cluster, device=scaled), stack, on.format)
+        rates = replace(device.rates, matmul=device.rates.matmul * factor)
+        return CostModel(replace(cluster, device=replace(device, rates=rates)), stack, format)
 
     def launch(factor: float) -> CostModel:
-        return CostModel(cluster, replace(stack, launch=stack.launch / factor), on.format)
+        return CostModel(cluster, replace(stack, launch=stack.launch / factor), format)
 
-    found = [Figure("rate of matrix products", f"{rates.matmul:.0%} of the peak", products)]
-    for name, leaves in (("bandwidth within a node", False), ("bandwidth of the network", True)):
-        mine = [level for level in cluster.levels if (level.kind in NETWORKS) == leaves]
+    found = [Figure("rate of matrix products", f"{device.rates.matmul:.0%} of the peak", products)]
+    for name, network in (("bandwidth within a node", False), ("bandwidth of the network", True)):
+        mine = [level for level in cluster.levels if (level.kind in NETWORKS) == network]
         if mine and cluster.count > 1:
-            value = f"{mine[0].link.bandwidth / 1e9:.4g} GB/s a device"
-            found.append(Figure(name, value, lambda factor, leaves=leaves: _linked(on, leaves, factor)))  # type: ignore[misc]
+
+            def linked(factor: float, network: bool = network) -> CostModel:
+                levels = tuple(
+                    replace(level, link=replace(level.link, bandwidth=level.link.bandwidth * factor))
+                    if (level.kind in NETWORKS) == network
+                    else level
+                    for level in cluster.levels
+                )
+                return CostModel(replace(cluster, levels=levels), stack, format)
+
+            found.append(Figure(name, f"{mine[0].link.bandwidth / 1e9:.4g} GB/s a device", linked))
     if stack.launch:
         found.append(Figure("speed of the host", f"{stack.launch * 1e6:.3g} us a launch", launch))
     return found
 
 
-def _linked(on: CostModel, leaves: bool, factor: float) -> CostModel:
-    """Engines with other links: those that leave a node, or those within one."""
-    levels = tuple(
-        replace(level, link=replace(level.link, bandwidth=level.link.bandwidth * factor))
-        if (level.kind in NETWORKS) == leaves
-        else level
-        for level in on.cluster.levels
-    )
-    changed: Cluster = replace(on.cluster, levels=levels)
-    return CostModel(changed, on.stack, on.format)
-
-
 def _turn(race: _Race, sign: int) -> Turn | None:
-    """The smallest change of a rate one way at which another layout is ahead.
+    """The smallest change of a rate in one direction at which another layout is ahead.
 
-    First it is looked for by bounds, then near there; where that is not it, by halves.
+    It is looked for by bounds, then near there by exact seconds, and if that fails by halves.
     """
 
     def ahead(percent: int, exact: bool) -> bool:
@@ -135,7 +132,7 @@ def _turn(race: _Race, sign: int) -> Turn | None:
 
 
 def _first(holds: Callable[[int], bool], tried: Sequence[int]) -> int:
-    """The first percent that something holds at, `tried` being the first that are; beyond `MOST` if none."""
+    """The first percent at which something holds, or more than `MOST`; `tried` come first."""
     low, high = 0, MOST + 1
     for percent in tried:
         if low < percent < high:
@@ -153,56 +150,46 @@ class _Race:
         self, chosen: Candidate, others: Mapping[int, Candidate], figure: Figure, capacity: float
     ) -> None:
         self.chosen, self.others, self.figure, self.capacity = chosen, others, figure, capacity
-        self._engines: dict[float, CostModel] = {}
-        self._seconds: dict[tuple[int | None, float], float] = {}
-        self._bounds = {place: {1.0: each.least} for place, each in others.items()}
+        self._costs: dict[float, CostModel] = {}
+        self._steps: dict[tuple[int | None, float], StepTime] = {}
+        self._bounds = {place: {1.0: each.bound} for place, each in others.items()}
 
     def ahead(self, factor: float, every: bool, exact: bool = True) -> int | None:
-        """The fastest other that fits and is ahead; unless `every` counts, the first that is found.
+        """The fastest other layout that fits and is ahead, or without `every` the first that is found.
 
-        Unless `exact`, by the seconds that each takes at least.
+        Without `exact` by lower bounds on seconds.
         """
-        best = (self._exactly if exact else self._at_least)(None, factor) * (1 - TIE)
-        near = [place for place in self.others if self._least(place, factor) < best]
-        bounds = {place: self._at_least(place, factor) for place in near}
+        best = self._seconds(None, factor, exact) * (1 - TIE)
+        near = [place for place in self.others if self._bound(place, factor) < best]
+        bounds = {place: self._seconds(place, factor, exact=False) for place in near}
         found = None
         for place, seconds in sorted(bounds.items(), key=lambda item: item[1]):
             if seconds >= best:
                 break
             if self.others[place].fits(self.capacity):
-                seconds = self._exactly(place, factor) if exact else seconds
+                seconds = self._seconds(place, factor, exact) if exact else seconds
                 if seconds < best:
                     best, found = seconds, place
                     if not every:
                         break
         return found
 
-    def _least(self, place: int, factor: float) -> float:
-        """Seconds that another takes at least, by what it takes at other values."""
+    def _bound(self, place: int, factor: float) -> float:
+        """Lower bound on the step's seconds at `factor`, scaled from values that are known."""
         return max(value * min(1.0, other / factor) for other, value in self._bounds[place].items())
 
-    def _at_least(self, place: int | None, factor: float) -> float:
-        """The same, by a closer look; None is the chosen one."""
-        found = self._of(place).timing.least(self._at(factor))
+    def _seconds(self, place: int | None, factor: float, exact: bool) -> float:
+        """Seconds of a candidate's step at `factor`, or a lower bound; None is the chosen one."""
+        if (place, factor) not in self._steps:
+            if factor not in self._costs:
+                self._costs[factor] = self.figure.scaled(factor)
+            layout = self.chosen if place is None else self.others[place]
+            self._steps[place, factor] = layout.step_on(self._costs[factor])
+        step = self._steps[place, factor]
+        seconds = step.seconds if exact else step.bound
         if place is not None:
-            self._bounds[place][factor] = max(found, self._bounds[place].get(factor, 0.0))
-        return found
-
-    def _exactly(self, place: int | None, factor: float) -> float:
-        known = place, factor
-        if known not in self._seconds:
-            self._seconds[known] = self._of(place).timing.seconds(self._at(factor))
-            if place is not None:
-                self._bounds[place][factor] = self._seconds[known]
-        return self._seconds[known]
-
-    def _of(self, place: int | None) -> Candidate:
-        return self.chosen if place is None else self.others[place]
-
-    def _at(self, factor: float) -> CostModel:
-        if factor not in self._engines:
-            self._engines[factor] = self.figure.scaled(factor)
-        return self._engines[factor]
+            self._bounds[place][factor] = max(seconds, self._bounds[place].get(factor, 0.0))
+        return seconds
 
 
 def _more_memory(chosen: Candidate, others: Mapping[int, Candidate], capacity: float) -> Turn | None:
@@ -216,21 +203,17 @@ def _more_memory(chosen: Candidate, others: Mapping[int, Candidate], capacity: f
 
 
 def _less_memory(chosen: Candidate, others: Mapping[int, Candidate], capacity: float) -> Turn | None:
-    """The largest smaller memory in which the chosen layout does not fit any more."""
+    """The largest smaller memory in which the chosen layout no longer fits, and the fastest that does."""
     for percent in range(1, MOST + 1):
         room = capacity * (1 - percent / 100)
-        if not chosen.fits(room):
-            return Turn(-percent, _fastest(others, room))
+        if chosen.fits(room):
+            continue
+        best, found = float("inf"), None
+        for place in sorted(others, key=lambda place: others[place].bound):
+            each = others[place]
+            if each.bound >= best:
+                break
+            if each.fits(room) and each.seconds < best:
+                best, found = each.seconds, place
+        return Turn(-percent, found)
     return None
-
-
-def _fastest(others: Mapping[int, Candidate], room: float) -> int | None:
-    """The fastest that fits."""
-    best, found = float("inf"), None
-    for place in sorted(others, key=lambda place: others[place].least):
-        each = others[place]
-        if each.least >= best:
-            break
-        if each.fits(room) and each.seconds < best:
-            best, found = each.seconds, place
-    return found

@@ -12,21 +12,25 @@ from meshwright.units import gigabytes, percent, seconds
 
 WIDTH = 100
 _SMALL = 5e-4
-"""Parts of the time below this share of the step are not shown."""
+"""Least share of the step of a part of the time that is shown."""
 _NEIGHBOURS = 12
-"""How many are shown; JSON and the page have them all."""
+"""Neighbours that are shown; JSON and the page have all."""
 
 
 def text(found: Explanation) -> str:
     """The whole explanation."""
     near = neighbour_lines(found.neighbours, len(found.neighbours), "which --json and --out have")
+    change_lines = [
+        *([] if found.fits else wrapped("the layout does not fit, so nothing is compared with it")),
+        *assumption_lines(found.assumptions, found.candidates),
+    ]
     sections = (
         ("", head(found)),
         ("time, of the busiest pipeline rank and of all in the mean", _time(found)),
         ("memory, by pipeline rank", _memory(found)),
         ("communication, of one rank in one step", _communication(found)),
         ("neighbours", near),
-        ("what would change the choice", _assumptions(found)),
+        ("what would change the choice", change_lines),
     )
     lines: list[str] = []
     for title, body in sections:
@@ -37,18 +41,17 @@ def text(found: Explanation) -> str:
 
 
 def head(found: Explanation) -> list[str]:
-    """The layout, its step and whether it fits."""
-    spec, on, low_high = found.spec, found.on, found.interval
-    device, step = on.cluster.device.name, found.time.seconds
-    rate = spec.train.batch_tokens / step
+    """The layout, its step, and the probability that it fits."""
+    spec, costs, low_high = found.spec, found.on, found.interval
+    cluster, step = costs.cluster, found.time.seconds
     model, data = spec.model, spec.data
     facts = {
         "run": f"{model.preset or model.hf or model.family}, {spec.train.batch_tokens:,} tokens a step in "
-        f"sequences of {data.seq_len:,}, in {on.format or spec.precision.compute}",
+        f"sequences of {data.seq_len:,}, in {costs.format or spec.precision.compute}",
         "layout": describe(spec),
-        "on": f"{on.cluster.count:,} x {device} ({on.cluster.name}), stack {on.stack.name}",
+        "on": f"{cluster.count:,} x {cluster.device.name} ({cluster.name}), stack {costs.stack.name}",
         "step": f"{seconds(step)}, in 9 of 10 cases within {seconds(low_high[0])} to {seconds(low_high[1])}; "
-        f"{rate:,.0f} tokens/s",
+        f"{found.layout.tokens_per_second:,.0f} tokens/s",
         "memory": f"{gigabytes(found.fullest.device)} of {gigabytes(found.capacity)} on pipeline rank "
         f"{found.fullest.rank}; fits with a probability of {percent(found.fits_probability)}",
     }
@@ -72,15 +75,8 @@ def _time(found: Explanation) -> list[str]:
     rows = [["", f"rank {found.time.rank}", "", "mean", ""]]
     for name, amount in ranked(busy):
         if max(amount, mean[name]) >= _SMALL * step:
-            rows.append(
-                [
-                    name,
-                    seconds(amount),
-                    percent(amount / step),
-                    seconds(mean[name]),
-                    percent(mean[name] / step),
-                ]
-            )
+            shares = percent(amount / step), seconds(mean[name]), percent(mean[name] / step)
+            rows.append([name, seconds(amount), *shares])
     rows.append(["step", seconds(step), "100.0%", "", ""])
     return table(rows)
 
@@ -97,7 +93,7 @@ def _memory(found: Explanation) -> list[str]:
 
 
 def shown_ranks(found: Explanation) -> list[int]:
-    """The pipeline ranks that are told of: all, or the first, the fullest, some between and the last."""
+    """The pipeline ranks that are shown: all, or the first, the fullest, some between and the last."""
     count = len(found.memories)
     if count <= 8:
         return list(range(count))
@@ -107,13 +103,8 @@ def shown_ranks(found: Explanation) -> list[int]:
 def _communication(found: Explanation) -> list[str]:
     rows = [["axis", "ranks", "sent", "seconds", "hidden", "over", "a device's link", "used"]]
     for each in found.axes:
-        first = [
-            each.axis,
-            str(each.ranks),
-            gigabytes(each.bytes),
-            seconds(each.seconds),
-            percent(each.hidden),
-        ]
+        sent = gigabytes(each.bytes), seconds(each.seconds), percent(each.hidden)
+        first = [each.axis, str(each.ranks), *sent]
         for place, level in enumerate(each.levels):
             own = [level.level, gigabytes(level.bytes), percent(level.utilisation)]
             rows.append([*(first if place == 0 else [""] * len(first)), *own])
@@ -129,35 +120,29 @@ def neighbour_lines(listed: Sequence[Neighbour], count: int, elsewhere: str) -> 
         yield f"  and {count - len(shown)} more, {elsewhere}"
 
 
-def _assumptions(found: Explanation) -> Iterator[str]:
-    if not found.fits:
-        yield from wrapped("the layout does not fit, so nothing is compared with it")
-    yield from assumption_lines(found.assumptions, found.candidates)
-
-
 def assumption_lines(listed: Sequence[Assumption], words: Sequence[str]) -> Iterator[str]:
-    """What would change the choice; `words` tells the candidates."""
+    """Changes of figures that would change the choice; `words` name the candidates."""
     for each in listed:
         yield from wrapped(turned(each, words))
 
 
 def turned(each: Assumption, words: Sequence[str]) -> str:
-    """One sentence: what it takes for another layout to be preferred."""
-    told = [
+    """The changes of one figure that make another layout preferred, in one sentence."""
+    turns = [
         f"{turn.percent:+d}% and "
         + ("nothing here fits" if turn.candidate is None else f"'{words[turn.candidate]}' is preferred")
         for turn in each.turns
     ]
-    return f"{each.name} ({each.value}): " + ("; ".join(told) or f"no change within {MOST}% either way")
+    return f"{each.name} ({each.value}): " + ("; ".join(turns) or f"no change within {MOST}% either way")
 
 
 def wrapped(line: str) -> list[str]:
-    """A line of a list."""
+    """A list's entry, in lines."""
     return textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="      ")
 
 
 def table(rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-    """Rows of cells, aligned: those of the columns `left` to the left, others to the right."""
+    """Rows of aligned cells; columns in `left` are aligned to the left, others to the right."""
     cells = [list(row) for row in rows]
     widths = [max(len(row[place]) for row in cells) for place in range(len(cells[0]))]
     return [

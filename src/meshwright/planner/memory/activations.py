@@ -1,21 +1,22 @@
-"""Bytes of activations on one rank: what a microbatch keeps for its backward, and the most that is there.
+"""Bytes of activations of this program on one rank: what a microbatch keeps for its backward, and the peak.
 
-The terms of a block follow Korthikanti et al. 2022 (§4, table 2), tensor by tensor, for this decoder: it has
-no dropout, so no masks of it; its attention keeps no scores (Dao et al. 2022), which is what that paper's
-selective recomputation achieves; and its norms keep the residual stream and one or two numbers a token. For N
-tokens of D channels of b bytes, Q and K channels of queries and of keys, F of the feed-forward layer, t
-tensor ranks, s = t where tokens are shared between the layers (sequence parallelism) and 1 elsewhere:
+The terms of a block follow Korthikanti et al. 2022 (section 4, table 2), tensor by tensor, for this decoder:
+it has no dropout, so no masks of it; its attention keeps no scores (Dao et al. 2022), which is what that
+paper's selective recomputation achieves; and its norms keep the residual stream and one or two numbers a
+token. For N tokens of D channels of b bytes, Q and K channels of queries and of keys, F of the feed-forward
+layer, t tensor ranks, s = t where tokens are shared between the layers (sequence parallelism) and 1
+elsewhere:
 
     none        N b (4 D / s + (2 Q + 2 K + 3 F) / t)     2 F where the layer is not gated
     selective   N b (2 D / s + (2 Q + 2 K + 2 F) / t)     1 F where the layer is not gated; one device: 3 D
     full        N b D / s
 
-Attention over latents (DeepSeek-AI 2024) of L channels together, of which P more turn with the position and
-are shared by all H heads, with V channels of values: for 2 Q + 2 K none has Q + K + 2 V, and (2 L + P) / s
-more; selective Q + K - H P + 2 V, and (L + P) / s more, and P where s > 1.
+Attention over latents (DeepSeek-AI 2024) of L channels together, with P more that turn with the position and
+are shared by all H heads, with V channels of values: instead of 2 Q + 2 K, none has Q + K + 2 V, and
+(2 L + P) / s more; selective Q + K - H P + 2 V, and (L + P) / s more, and P where s > 1.
 
 Temporaries of single operators count where they make the peak: in the head's forward, whose logits are in
-chunks, at the head's backward, and at those of the last block's layers and of its norm between them. Of
+chunks, in the head's backward, and in those of the last block's layers and of its norm between them. For
 attention over context ranks they are those of tiles, as on a CPU.
 """
 
@@ -40,52 +41,48 @@ class Activations:
     """Bytes on one rank for one microbatch in flight."""
 
     by_block: tuple[int, ...]
-    """What each block keeps."""
+    """Kept by each block."""
     shared: int
-    """Kept once for all blocks: rotary tables, which keys are seen."""
+    """Kept once for all blocks: rotary tables, the mask of visible keys."""
     embed: int
-    """Kept for the embedding: which tokens' rows are here."""
+    """Kept for the embedding: which tokens' rows are on this rank."""
     host: int
-    """Kept on the host, once for all blocks: which keys are seen, where context ranks plan by it."""
+    """Kept on the host, once for all blocks: visible keys, by which context ranks plan."""
     head: int
-    """What the head keeps: its input, and the gradients that its forward computed."""
+    """Kept by the head: its input, and the gradients that its forward computed."""
     in_block: int
-    """The most beyond what is kept in the last block's backward."""
+    """Peak beyond kept activations, in the last block's backward."""
     at_head: int
-    """The most beyond what is kept in the head, forward and backward."""
+    """Peak beyond kept activations, in the head's forward and backward."""
 
     @property
     def peak(self) -> int:
-        """The most at any time of forward and backward, temporaries included, without a pipeline."""
+        """Peak of forward and backward without a pipeline, temporaries included."""
         return self.kept - self.head + max(self.head + self.at_head, self.in_block)
 
     @property
-    def blocks(self) -> int:
-        """What all blocks keep."""
-        return sum(self.by_block)
+    def kept(self) -> int:
+        """Kept between forward and backward."""
+        return sum(self.by_block) + self.shared + self.embed + self.host + self.head
 
     def of(self, stage: Stage) -> int:
-        """What one microbatch keeps on the device for the backward of a stage of a pipeline."""
+        """Kept on the device by one microbatch in a stage of a pipeline."""
         found = sum(self.by_block[layer] for layer in stage.blocks) + (self.shared if stage.blocks else 0)
         return found + (self.embed if stage.embed else 0) + (self.head if stage.head else 0)
 
-    @property
-    def kept(self) -> int:
-        """Between forward and backward."""
-        return self.blocks + self.shared + self.embed + self.host + self.head
-
 
 class Sizes:
-    """Elements on one rank of what activations are made of."""
+    """Elements of a microbatch's activations on one rank."""
 
     def __init__(self, spec: RunSpec) -> None:
         layout, model = spec.layout, spec.model
         self.spec, self.width = spec, widths(spec)
         self.tokens = spec.micro_batch * spec.data.seq_len // layout.cp
-        shared = layout.tp if layout.sequence_parallel else 1
-        self.own = self.tokens // shared
+        self.own = self.tokens // (layout.tp if layout.sequence_parallel else 1)
         self.stream = self.own * model.hidden
         self.whole = self.tokens * model.hidden
+        self.gathered = self.whole if self.own < self.tokens else 0
+        """The residual stream of all tensor ranks, where it is gathered."""
         self.heads = model.heads // layout.tp
         self.queries = self.tokens * self.heads * model.head_dim
         self.keys = self.tokens * layout.local_kv_heads(model.kv_heads) * model.head_dim
@@ -97,90 +94,90 @@ class Sizes:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether the schedule puts gradients of weights off; asked late, as large schedules take a while."""
+        """True if the schedule defers weight gradients; computed late, as large schedules take a while."""
         layout = self.spec.layout
         return layout.pp > 1 and schedule_of(layout, self.spec.microbatches).splits_backward
 
-    def inner(self, layer: int) -> int:
-        """Inside the feed-forward layer that all tokens take, which may be shared experts or none."""
-        return self.tokens * self.channels(layer) // self.spec.layout.tp
-
     def channels(self, layer: int) -> int:
-        """Channels of that layer, over all tensor ranks."""
+        """Channels of the feed-forward layer of all tokens, over all tensor ranks; 0 if there is none."""
         model = self.spec.model
         return model.moe.shared_ffn if model.moe and model.has_experts(layer) else model.ffn
 
+    def inner(self, layer: int) -> int:
+        """Elements inside the feed-forward layer that all tokens pass, dense or of shared experts."""
+        return self.tokens * self.channels(layer) // self.spec.layout.tp
+
     def numbers(self, norms: int, tokens: int) -> int:
-        """Bytes of what norms keep beside their input: a scale, or a mean and a scale."""
-        model, width = self.spec.model, self.width
-        return norms * tokens * width.exact * (1 if model.norm == "rmsnorm" else 2)
+        """Bytes that norms keep besides their input: a scale, or a mean and a scale, for each token."""
+        return norms * tokens * self.width.exact * (1 if self.spec.model.norm == "rmsnorm" else 2)
 
 
 def activations(spec: RunSpec) -> Activations:
-    """What one rank of a run without a pipeline needs."""
-    sizes, last = Sizes(spec), spec.model.layers - 1
-    by_block = tuple(_block(sizes, layer) for layer in range(spec.model.layers))
-    shared, embed, host, head = _shared(sizes), _embed(sizes), _host(sizes), _head(sizes)
-    in_block = max(at(sizes, last) for at in (at_feed_forward, at_experts, at_norm, at_attention))
-    in_block += everything(sizes, last) - by_block[last]
-    return Activations(by_block, shared, embed, host, head, in_block, _at_head(sizes))
+    """Activations of one rank."""
+    s, last = Sizes(spec), spec.model.layers - 1
+    model, layout, b, exact = spec.model, spec.layout, s.width.compute, s.width.exact
+    by_block = tuple(_block(s, layer) for layer in range(model.layers))
+    tables = s.tokens * model.rope_dim * 3 // 2 if model.position == "rope" else 0
+    length = spec.data.seq_len
+    in_block = max(at(s, last) for at in (at_feed_forward, at_experts, at_norm, at_attention))
+    return Activations(
+        by_block,
+        shared=b * (tables + _mask(spec)),
+        embed=9 * s.tokens if layout.tp > 1 else 0,
+        host=8 * spec.micro_batch * (length + length // layout.cp) if layout.cp > 1 else 0,
+        head=b * (s.stream + s.whole) + s.numbers(1, s.own) + exact * s.rows * model.hidden,
+        in_block=in_block + everything(s, last) - by_block[last],
+        at_head=max(head_moments(s, casts=True)),
+    )
 
 
 def everything(s: Sizes, layer: int) -> int:
-    """What a block keeps without recomputation."""
+    """Bytes that a block keeps without recomputation."""
     spec, b = s.spec, s.width.compute
     found = 4 * s.stream + s.queries + s.keys + s.values + s.out + (1 + s.gates) * s.inner(layer)
     numbers = s.numbers(2, s.own)
     if (mla := spec.model.mla) is not None:  # both latents before their norms and after
-        latents = 2 * (mla.q_rank or 0) + 2 * mla.kv_rank + mla.rope_dim
-        found += s.own * latents
+        found += s.own * (2 * (mla.q_rank or 0) + 2 * mla.kv_rank + mla.rope_dim)
         numbers += s.numbers(2 if mla.q_rank else 1, s.own)
     if spec.model.qk_norm:
         found += s.queries + s.keys
         numbers += s.tokens * (s.heads + s.keys // s.tokens // spec.model.head_dim) * s.width.exact
-    return b * found + numbers + _attention_extra(s) + of_experts(s, layer, routed_everything)
+    if spec.layout.cp > 1:
+        numbers += s.tokens * s.heads * s.width.exact  # the log-sum-exp
+        if spec.layout.context_mode == "gather":
+            found += (2 * spec.layout.cp - 1) * s.keys
+        found += _output_again(s)
+    return b * found + numbers + of_experts(s, layer, routed_everything)
 
 
 def of_experts(s: Sizes, layer: int, count: Callable[[RunSpec, MoeSpec], int]) -> int:
-    """What `count` finds for a block's routed experts, if it has any."""
+    """The result of `count` for a block's routed experts; 0 if it has none."""
     model = s.spec.model
     return count(s.spec, model.moe) if model.moe and model.has_experts(layer) else 0
 
 
-def _attention_extra(s: Sizes) -> int:
-    """What attention over context ranks keeps beside its inputs and its output."""
-    layout, b = s.spec.layout, s.width.compute
-    if layout.cp == 1:
-        return 0
-    found = s.tokens * s.heads * s.width.exact  # the log-sum-exp
-    if layout.context_mode == "gather":
-        found += b * (2 * layout.cp - 1) * s.keys
-    return found + b * _output_again(s)
-
-
 def _output_again(s: Sizes) -> int:
-    """Elements of the output once more: exchanged over context ranks, or cut to narrow values."""
+    """Elements of a copy of attention's output: exchanged over context ranks, or cut to narrow values."""
     layout, model = s.spec.layout, s.spec.model
     again = layout.cp > 1 and (layout.ulysses(model.kv_heads) > 1 or model.v_dim < model.head_dim)
     return s.tokens * s.heads * model.v_dim if again else 0
 
 
 def _block(s: Sizes, layer: int) -> int:
-    """What a block keeps under the run's policy."""
+    """Bytes that a block keeps under the run's policy."""
     recompute, layout, b = s.spec.recompute, s.spec.layout, s.width.compute
     if recompute.policy == "none":
         return everything(s, layer)
     found = b * s.stream + of_experts(s, layer, routed_saved)
     if not isinstance(recompute, SelectiveRecompute):
         return found
-    messages = layout.tp * layout.cp > 1
     if "matmul" in recompute.save:
         # One rank's operators are saved whether they are read or not.
         outputs = 2 if layout.tp == 1 and s.channels(layer) and not s.splits_backward else 1
         found += b * (_attention_maps(s) + outputs * s.stream + s.gates * s.inner(layer))
     if "attention" in recompute.save:
         found += b * s.out
-        if messages and layout.cp > 1:
+        if layout.cp > 1:
             found += s.tokens * s.heads * s.width.exact
             if layout.context_mode == "gather":
                 found += b * 2 * layout.cp * s.keys
@@ -188,7 +185,7 @@ def _block(s: Sizes, layer: int) -> int:
 
 
 def _attention_maps(s: Sizes) -> int:
-    """Elements of what an attention layer's maps give, without the last."""
+    """Elements of the outputs of an attention layer's maps, without the last."""
     model = s.spec.model
     if (mla := model.mla) is None:
         return s.queries + 2 * s.keys
@@ -197,67 +194,40 @@ def _attention_maps(s: Sizes) -> int:
     return s.queries + s.tokens * s.heads * (model.head_dim - mla.rope_dim + mla.v_dim) + latents + shared
 
 
-def _shared(s: Sizes) -> int:
-    spec = s.spec
-    tables = s.tokens * spec.model.rope_dim * 3 // 2 if spec.model.position == "rope" else 0
-    return s.width.compute * (tables + _mask(spec))
-
-
 def _mask(spec: RunSpec) -> int:
-    """Elements of the mask of scores; several documents in a sample have one each, a window is for all."""
+    """Elements of the mask of scores: one for each sample with several documents, one for a window."""
+    length, window = spec.data.seq_len, spec.model.sliding_window
     if spec.layout.cp > 1:
         return 0
-    length, window = spec.data.seq_len, spec.model.sliding_window
     if spec.data.pack and spec.data.document_mask:
         return spec.micro_batch * length**2
     return length**2 if window is not None and window < length else 0
 
 
 def at_mask(s: Sizes) -> int:
-    """Bytes beside the mask while it is made: which keys are seen, and which are not."""
+    """Bytes besides the mask while it is made: which keys are visible, and which are not."""
     return 2 * _mask(s.spec)
 
 
-def _embed(s: Sizes) -> int:
-    return 9 * s.tokens if s.spec.layout.tp > 1 else 0
-
-
-def _host(s: Sizes) -> int:
-    length, ranks = s.spec.data.seq_len, s.spec.layout.cp
-    return 8 * s.spec.micro_batch * (length + length // ranks) if ranks > 1 else 0
-
-
-def _head(s: Sizes) -> int:
-    b, exact = s.width.compute, s.width.exact
-    return b * (s.stream + s.whole) + s.numbers(1, s.own) + exact * s.rows * s.spec.model.hidden
-
-
-def _at_head(s: Sizes) -> int:
-    """The most beyond what is kept, while the loss and its gradients are computed and used."""
-    return max(head_moments(s, casts=True))
-
-
 def head_moments(s: Sizes, casts: bool) -> tuple[int, int, int]:
-    """The most beyond what is kept: in the forward, with the weight's gradient in two formats, in the norm.
+    """Peaks beyond kept bytes: in the forward, with the weight's gradient in two formats, in the norm.
 
-    `casts`: whether to add numbers of one format to another's takes a copy of them, as on a CPU.
+    `casts` is true if adding numbers of one format to another's takes a copy of them, as on a CPU.
     """
-    b, exact, model = s.width.compute, s.width.exact, s.spec.model
+    b, exact, hidden = s.width.compute, s.width.exact, s.spec.model.hidden
     logits = min(s.tokens, loss_rows(s.rows, cpu=True)) * s.rows
-    weight, mixed = s.rows * model.hidden, b != exact
-    inputs = b * (s.stream + (s.whole if s.own < s.tokens else 0))
+    weight, mixed = s.rows * hidden, b != exact
     softmax = logits * (b + (2 * exact if mixed else exact))
     added = b * logits + (weight * (b + (exact if casts else 0)) if mixed else 0)
-    backward = weight * b if mixed else 0
     return (
-        inputs + max(softmax, added),
-        backward,
-        _in_norm(s) - exact * weight,
-    )  # the weight's gradient is gone
+        b * (s.stream + s.gathered) + max(softmax, added),
+        weight * b if mixed else 0,
+        _in_norm(s) - exact * weight,  # the weight's gradient was freed
+    )
 
 
 def _in_norm(s: Sizes) -> int:
-    """What a norm's backward makes."""
+    """Bytes that a norm's backward makes."""
     b, exact = s.width.compute, s.width.exact
     if b != exact:  # in wider numbers
         return s.stream * (3 * exact + b)
@@ -265,45 +235,43 @@ def _in_norm(s: Sizes) -> int:
 
 
 def at_feed_forward(s: Sizes, layer: int) -> int:
-    """The most beyond what the last block keeps, in the backward of its feed-forward layer."""
-    model, layout, inner = s.spec.model, s.spec.layout, s.inner(layer)
-    gathered = s.whole if s.own < s.tokens else 0
-    at_down = gathered + inner + model.hidden * s.channels(layer) // layout.tp  # of its input, of its weight
-    return s.width.compute * (s.stream + max(s.gates * inner, at_down))
+    """Peak bytes beyond those that the last block keeps, in the backward of its feed-forward layer."""
+    weight = s.spec.model.hidden * s.channels(layer) // s.spec.layout.tp
+    at_down = s.gathered + s.inner(layer) + weight  # gradients of its input and of its weight
+    return s.width.compute * (s.stream + max(s.gates * s.inner(layer), at_down))
 
 
 def at_experts(s: Sizes, layer: int) -> int:
-    """The most beyond that in the backward of its routed experts."""
+    """Peak bytes beyond kept ones in the backward of a block's routed experts."""
     return s.width.compute * s.stream + of_experts(s, layer, routed_backward)
 
 
 def at_norm(s: Sizes, layer: int) -> int:
-    """The most beyond that in the backward of the norm before it, when its own are gone."""
-    gone = s.width.compute * (1 + s.gates) * s.inner(layer) + of_experts(s, layer, routed_everything)
-    return s.width.compute * s.stream + _in_norm(s) - gone
+    """Peak bytes in the backward of the norm before the feed-forward layer, whose activations were freed."""
+    freed = s.width.compute * (1 + s.gates) * s.inner(layer) + of_experts(s, layer, routed_everything)
+    return s.width.compute * s.stream + _in_norm(s) - freed
 
 
 def at_attention(s: Sizes, layer: int) -> int:
-    """The most beyond that in the backward of its attention, when the feed-forward layer's are gone."""
+    """Peak bytes in attention's backward, when activations of the feed-forward layer were freed."""
     spec, b = s.spec, s.width.compute
-    gone = b * (2 * s.stream + (1 + s.gates) * s.inner(layer)) + s.numbers(1, s.own)
-    gone += of_experts(s, layer, routed_everything)
+    freed = b * (2 * s.stream + (1 + s.gates) * s.inner(layer)) + s.numbers(1, s.own)
+    freed += of_experts(s, layer, routed_everything)
     if spec.layout.cp > 1:
-        return _across_ranks(s) - gone - b * _output_again(s)
+        return _across_ranks(s) - freed - b * _output_again(s)
     heads = 2 * (s.queries + s.out) + s.keys + s.values
     there = b * (s.stream + heads) + s.width.exact * (s.keys + s.values)
     keys, sequences = spec.data.seq_len, spec.micro_batch
     rows = min(keys, query_rows(sequences, s.heads, keys, b))
     tile = b * sequences * s.heads * rows * keys
-    return there - gone + 3 * tile + 2 * b * s.queries * rows // keys
+    return there - freed + 3 * tile + 2 * b * s.queries * rows // keys
 
 
 def _across_ranks(s: Sizes) -> int:
-    """What is there in the backward of attention over context ranks (`parallel/ring_attention.py`) beyond
-    what is kept.
+    """Peak bytes beyond kept ones in attention's backward over context ranks (`parallel/ring_attention.py`).
 
     Queries and their gradients are laid out by key heads, and sums are in wider numbers. In a ring the sums
-    for keys and values go home as the next ones come; where all are gathered, so are the sums.
+    for keys and values return as the next ones arrive; where all keys are gathered, so are the sums.
     """
     layout, b, exact = s.spec.layout, s.width.compute, s.width.exact
     pair, sums, numbers = b * 2 * s.keys, exact * 2 * s.keys, s.tokens * s.heads
@@ -315,13 +283,13 @@ def _across_ranks(s: Sizes) -> int:
         return held + layout.cp * sums + max(tiles, layout.cp * sums)
     if ring == 1:
         return held + pair + sums + tiles
-    return held + (1 if ring == 2 else 2) * pair + 3 * sums + tiles  # what leaves, what comes, what is added
+    return held + (1 if ring == 2 else 2) * pair + 3 * sums + tiles  # sent, received, and added up
 
 
 def _of_tiles(s: Sizes, ring: int) -> int:
-    """Two tiles of scores; copies of their queries, of all values; what hides scores, or gradients of keys.
+    """Bytes of two tiles of scores, copies of their queries and of all values, and masks or key gradients.
 
-    Where documents are told apart, they are taken to be halves of a sample.
+    Documents of a packed sample are taken to be its halves.
     """
     spec, b = s.spec, s.width.compute
     ulysses = spec.layout.ulysses(spec.model.kv_heads)

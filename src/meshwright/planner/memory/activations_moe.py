@@ -1,15 +1,15 @@
-"""Bytes that the routed experts of one block keep of a microbatch on one rank, where the router is even.
+"""Bytes that one block's routed experts keep of a microbatch on one rank, where the router is even.
 
-For N tokens of this rank with k of E experts each, R rows of D channels at the experts that are here (each
+For N tokens of this rank with k of E experts each, R rows of D channels at the experts of this rank (each
 expert's padded to a multiple of 16), and F channels of one expert on this rank, with b bytes to compute in
 and a of sums:
 
     rows        R (b (D + 2 F) + a)                  x, its products with gate and up, and its weight
     router      N (a (E + k + 1) + 8 k)              scores, weights before they are divided by their sum
-    indices     8 (2 R + 2 N k), or across ranks 8 (R + C + 3 N k t)    C copies come, t slices of an expert
+    indices     8 (2 R + 2 N k), or across ranks 8 (R + C + 3 N k t)    C copies arrive, t slices of an expert
 
-The router's losses add some numbers a token. Selective recomputation keeps the products and what came for
-them; every policy keeps the indices, and what ranks tell each other.
+The router's losses add some numbers a token. Selective recomputation keeps the products and the rows that
+arrived for them; every policy keeps the indices and the counts that ranks exchange.
 """
 
 from __future__ import annotations
@@ -32,30 +32,25 @@ def _parts(spec: RunSpec) -> list[int]:
     return [tokens // count + (part < tokens % count) for part in range(count)]
 
 
-def _copies(spec: RunSpec, moe: MoeSpec, tokens: int) -> float:
-    """Copies that come to each expert that is here, of a part of so many tokens on each rank."""
-    ranks = spec.layout.ep * spec.layout.etp
-    return tokens * moe.top_k * admitted(spec, moe) * ranks / moe.experts
-
-
 def _rows(spec: RunSpec, moe: MoeSpec) -> int:
-    """Rows of the experts that are here, over all parts, padding included."""
-    here = moe.experts // spec.layout.ep
-    return sum(here * ceil(_copies(spec, moe, part) / ALIGN) * ALIGN for part in _parts(spec))
+    """Rows of the experts of this rank, over all parts, padding included."""
+    here, ranks = moe.experts // spec.layout.ep, spec.layout.ep * spec.layout.etp
+    copies = [part * moe.top_k * admitted(spec, moe) * ranks / moe.experts for part in _parts(spec)]
+    return sum(here * ceil(each / ALIGN) * ALIGN for each in copies)
 
 
 def _indices(spec: RunSpec, moe: MoeSpec) -> int:
-    """Bytes of what tells where copies come from and go to."""
+    """Bytes of the indices by which copies are sent and returned."""
     layout, tokens, rows = spec.layout, routed_tokens(spec), _rows(spec, moe)
     leaving = tokens * moe.top_k * layout.etp
-    coming = round(leaving * admitted(spec, moe))
+    arriving = round(leaving * admitted(spec, moe))
     if layout.ep * layout.etp == 1:
-        return INDEX * (2 * rows + coming + leaving)
-    return INDEX * (rows + 3 * coming + leaving)
+        return INDEX * (2 * rows + arriving + leaving)
+    return INDEX * (rows + 3 * arriving + leaving)
 
 
 def _router(spec: RunSpec, moe: MoeSpec) -> int:
-    """Bytes of what the router and its losses keep, the tokens themselves left out."""
+    """Bytes that the router and its losses keep, without the tokens themselves."""
     tokens, exact = routed_tokens(spec), widths(spec).exact
     found = tokens * (moe.experts * exact + moe.top_k * INDEX)
     if moe.renormalise:
@@ -65,19 +60,19 @@ def _router(spec: RunSpec, moe: MoeSpec) -> int:
     if moe.z_loss:
         found += tokens * (moe.experts + 1) * exact
     if moe.capacity_factor is not None:
-        found += tokens * spec.layout.tp * moe.top_k  # of all tensor ranks: which copies find room
+        found += tokens * spec.layout.tp * moe.top_k  # admitted copies of all tensor ranks
     return found
 
 
 def routed_everything(spec: RunSpec, moe: MoeSpec) -> int:
-    """What they keep without recomputation, beside the router's input."""
+    """Bytes kept without recomputation, besides the router's input."""
     width, rows = widths(spec), _rows(spec, moe)
     channels = spec.model.hidden + 2 * moe.ffn // spec.layout.etp
     return rows * (width.compute * channels + width.exact) + _router(spec, moe) + _indices(spec, moe)
 
 
 def routed_saved(spec: RunSpec, moe: MoeSpec) -> int:
-    """What they keep for a second forward."""
+    """Bytes kept for a second forward."""
     layout, width, found = spec.layout, widths(spec), _indices(spec, moe)
     ranks = layout.ep * layout.etp
     if ranks > 1:
@@ -94,22 +89,25 @@ def routed_saved(spec: RunSpec, moe: MoeSpec) -> int:
     return found + (rows * (spec.model.hidden * width.compute + width.exact) if ranks > 1 else 0)
 
 
-def routed_put_off(spec: RunSpec, moe: MoeSpec) -> int:
-    """What the gradients of their weights need, where these are put off: rows, and gradients of rows."""
+def routed_deferred(spec: RunSpec, moe: MoeSpec) -> int:
+    """Bytes that deferred weight gradients need: rows, and gradients of rows."""
     width, channels = widths(spec), moe.ffn // spec.layout.etp
     return _rows(spec, moe) * (width.compute * (2 * spec.model.hidden + 4 * channels) + width.exact)
 
 
+def _weights(spec: RunSpec, moe: MoeSpec) -> int:
+    """Elements of all three weights of the experts of this rank."""
+    return 3 * (moe.experts // spec.layout.ep) * spec.model.hidden * (moe.ffn // spec.layout.etp)
+
+
 def routed_backward(spec: RunSpec, moe: MoeSpec) -> int:
-    """The most beyond what they keep in their backward: gradients of rows, and of all three weights."""
-    layout, hidden, channels = spec.layout, spec.model.hidden, moe.ffn // spec.layout.etp
+    """Peak bytes beyond kept ones in the backward: gradients of rows, and of all three weights."""
     rows = _rows(spec, moe) // len(_parts(spec))
-    weights = 3 * (moe.experts // layout.ep) * hidden * channels
-    return widths(spec).compute * (rows * (2 * hidden + 5 * channels) + weights)
+    channels = 2 * spec.model.hidden + 5 * (moe.ffn // spec.layout.etp)
+    return widths(spec).compute * (rows * channels + _weights(spec, moe))
 
 
 def routed_packed(spec: RunSpec, moe: MoeSpec) -> int:
-    """The same when what they kept is gone, and the weights' gradients are taken over."""
-    layout, hidden, channels = spec.layout, spec.model.hidden, moe.ffn // spec.layout.etp
-    weights = 3 * (moe.experts // layout.ep) * hidden * channels
-    return widths(spec).compute * (weights - 2 * channels * _rows(spec, moe))
+    """Bytes after saved activations are freed, while weight gradients are accumulated."""
+    freed = 2 * (moe.ffn // spec.layout.etp) * _rows(spec, moe)
+    return widths(spec).compute * (_weights(spec, moe) - freed)

@@ -1,18 +1,19 @@
-"""Bytes of our own program on the fullest rank of its pipeline: the formulas that the dry run is held to.
+"""Bytes of this program on the ranks of its pipeline: the formulas that dry runs are compared with.
 
 Without a pipeline the step is followed in time, and the terms are those of its fullest moment
-(`planner/memory/peak.py`). In a pipeline states are `planner/memory/states.py`'s, to the byte, and what is
-kept is `planner/memory/in_flight.py`'s, for the schedule that runs; on top stand buffers of units on their
-way and the temporaries of the operators at the peak.
+(`planner/memory/peak.py`). In a pipeline states are those of `planner/memory/states.py`, to the byte, and
+activations those of `planner/memory/in_flight.py` for the schedule that runs, with buffers of units that are
+gathered or reduced and the temporaries of the operators at the peak on top.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.memory.activations import Activations, activations
-from meshwright.planner.memory.generic import Memory, beyond, held_microbatches, memories
+from meshwright.planner.memory.generic import Generic, Memory, MemoryModel, held_microbatches, overhead
 from meshwright.planner.memory.in_flight import peak_activations
 from meshwright.planner.memory.peak import Moment, fullest_moment
 from meshwright.planner.memory.states import StateShard, states_at, units
@@ -20,18 +21,54 @@ from meshwright.planner.rank_view import RankView, place_of, widths
 from meshwright.spec import RunSpec
 
 
-def needs(spec: RunSpec, on: CostModel) -> list[Memory]:
-    """Bytes that each rank of the pipeline needs: exact for our own program, else by `memory/generic.py`."""
-    if not on.stack.ours:
-        return memories(spec, on)
-    short = shortened(spec)
-    kept = activations(short)
-    return [_rank(short, on, kept, rank) for rank in range(spec.layout.pp)]
+def memory_model(costs: CostModel) -> MemoryModel:
+    """The memory model of a software stack: exact for this program, generic for others."""
+    return Exact(costs) if costs.stack.ours else Generic(costs)
 
 
-def fullest(spec: RunSpec, on: CostModel) -> Memory:
-    """The same of the rank that needs most."""
-    return max(needs(spec, on), key=lambda each: each.allocated)
+class Exact(MemoryModel):
+    """Memory of this program, as dry runs count it."""
+
+    slack = 1.1
+
+    def __init__(self, costs: CostModel) -> None:
+        super().__init__(costs)
+        self._generic = Generic(costs)
+
+    @property
+    def generic(self) -> Generic:
+        """The generic model of the same stack."""
+        return self._generic
+
+    def ranks(self, spec: RunSpec) -> list[Memory]:
+        """Bytes of each rank of the pipeline."""
+        short = shortened(spec)
+        kept = activations(short)
+        return [self._rank(place_of(short, rank), kept, rank) for rank in range(spec.layout.pp)]
+
+    def lower_bound(self, spec: RunSpec, blocks: LayerCost | None = None) -> Memory:
+        """The bound by generic formulas, which may exceed the exact bytes by up to `slack`."""
+        return self.generic.lower_bound(spec, blocks)
+
+    def _rank(self, view: RankView, kept: Activations, rank: int) -> Memory:
+        shards = units(view)
+        held = states_at(view, shards)
+        if view.spec.layout.pp == 1:
+            moment = fullest_moment(view, shards, kept, casts=self.costs.cluster.device.kind == "cpu")
+        else:  # microbatches are at every stage of their passes, so that everything is held at once
+            head = kept.at_head if view.head else 0
+            block = kept.in_block - (kept.head if view.head else 0) if view.layers else 0
+            flight = peak_activations(view.spec, rank, kept)
+            moment = Moment(held.gradients, flight, max(head, block, 0), buffers(view, shards))
+        terms = (
+            held.parameters + held.masters,
+            moment.gradients,
+            held.optimiser + held.balance,
+            moment.activations,
+            moment.temporaries,
+            moment.buffers,
+        )
+        return Memory(*terms, *overhead(view.spec, self.costs, sum(terms)), rank=rank)
 
 
 def shortened(spec: RunSpec) -> RunSpec:
@@ -45,47 +82,14 @@ def shortened(spec: RunSpec) -> RunSpec:
     return spec.model_copy(update={"train": train, "layout": layout})
 
 
-def _rank(spec: RunSpec, on: CostModel, kept: Activations, rank: int) -> Memory:
-    at = place_of(spec, rank)
-    listed = units(at)
-    held = states_at(at, listed)
-    if spec.layout.pp == 1:
-        then = fullest_moment(at, listed, kept, casts=on.cluster.device.kind == "cpu")
-    else:
-        then = _summed(at, listed, kept, held.gradients, rank)
-    found = Memory(
-        parameters=held.parameters + held.masters,
-        gradients=then.gradients,
-        optimiser=held.optimiser + held.balance,
-        activations=then.activations,
-        logits=then.temporaries,
-        buffers=then.buffers,
-        fragmentation=0.0,
-        context=0.0,
-        communicators=0.0,
-        rank=rank,
-    )
-    return beyond(found, spec, on)
+def buffers(view: RankView, shards: Sequence[StateShard]) -> int:
+    """Most bytes of units that are gathered, or packed to be reduced, in a pipeline.
 
-
-def _summed(
-    at: RankView, listed: Sequence[StateShard], kept: Activations, gradients: int, rank: int
-) -> Moment:
-    """In a pipeline all is taken to be there at once: microbatches are at every place under way."""
-    head = kept.at_head if at.head else 0
-    block = kept.in_block - (kept.head if at.head else 0) if at.layers else 0
-    flight = peak_activations(at.spec, rank, kept)
-    return Moment(gradients, flight, max(head, block, 0), buffers(at, listed))
-
-
-def buffers(at: RankView, listed: Sequence[StateShard]) -> int:
-    """Bytes of units that are gathered, or packed for the wire, at the most that they take in a pipeline.
-
-    Of ZeRO-3 all units of a rank are whole from the step's begin to its end. ZeRO-2 and 3 pack a unit's
-    gradients to reduce them.
+    With ZeRO-3 all units of a rank are whole throughout a step. ZeRO-2 and 3 pack a unit's gradients to
+    reduce them.
     """
-    spec, width = at.spec, widths(at.spec)
-    sharded = [unit for unit in listed if unit.ranks > 1]
+    spec, width = view.spec, widths(view.spec)
+    sharded = [unit for unit in shards if unit.ranks > 1]
     if not sharded:
         return 0
     largest = max(unit.whole for unit in sharded)

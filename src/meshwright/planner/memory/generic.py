@@ -1,26 +1,25 @@
-"""Bytes of a step on the fullest rank of a pipeline, term by term.
+"""Bytes of a step on the ranks of a pipeline, term by term, for any software stack.
 
 States by ZeRO's stage (Rajbhandari et al. 2020); activations of each block by recompute policy, tensor by
-tensor (Korthikanti et al. 2022, §4, generalised to gated layers, grouped keys, latents and experts), times
-those that the schedule has in flight; the head's logits; and what is there for a moment: gathered units,
-packed gradients, the operator of the last backward. On top of what is allocated stand the allocator's
-rounding and fragmentation (reserved), and the device's context and its communicators' buffers (what nvidia-
-smi shows).
+tensor (Korthikanti et al. 2022, section 4, generalised to gated layers, grouped keys, latents and experts),
+times the microbatches that the schedule has in flight; the head's logits; and buffers: gathered units, packed
+gradients, the operator of the last backward. On top of what is allocated stand the allocator's rounding and
+fragmentation (reserved), and the device's context and its communicators' buffers (what nvidia-smi shows).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from meshwright.planner.cost.data_parallel import StoredParameters
 from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.model import CostModel
-from meshwright.planner.cost.stages import held_by
+from meshwright.planner.cost.stages import Contents, model_contents, placed_stages, stored, together
 from meshwright.schedule import schedule_of
 from meshwright.schedule.validate import peak
 from meshwright.spec import RunSpec
 from meshwright.spec.layout import HOLD_ALL, SPLIT
-from meshwright.spec.stages import Stage, stages
 
 _CONTEXT = 0.6e9
 """Bytes of a CUDA context with its kernels."""
@@ -30,7 +29,7 @@ _CHANNEL = 0.25e9
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank."""
+    """Bytes on one rank at the peak of a step."""
 
     parameters: float
     """The copy that computes, and master weights."""
@@ -44,46 +43,144 @@ class Memory:
     context: float
     communicators: float
     rank: int
-    """The pipeline rank that this is."""
+    """The pipeline rank."""
 
     @property
     def allocated(self) -> float:
-        """At the step's peak, by tensors."""
+        """Bytes of tensors."""
         return (
             self.parameters + self.gradients + self.optimiser + self.activations + self.logits + self.buffers
         )
 
     @property
     def reserved(self) -> float:
-        """With what the caching allocator holds beyond."""
+        """Bytes that the caching allocator holds."""
         return self.allocated + self.fragmentation
 
     @property
     def device(self) -> float:
-        """What the driver counts (nvidia-smi)."""
+        """Bytes that the driver counts (nvidia-smi)."""
         return self.reserved + self.context + self.communicators
 
+    def to_json(self) -> dict[str, float]:
+        """The terms, and their sums."""
+        terms = {name: value for name, value in vars(self).items() if name != "rank"}
+        return terms | {"allocated": self.allocated, "reserved": self.reserved, "device": self.device}
 
-def memory(spec: RunSpec, on: CostModel) -> Memory:
-    """What the fullest rank of the pipeline needs."""
-    return max(memories(spec, on), key=lambda each: each.allocated)
+
+class MemoryModel(ABC):
+    """Bytes that layouts need on the devices of a cost model."""
+
+    slack = 1.0
+    """Factor on memory that the search allows when it filters layouts by the generic model."""
+
+    def __init__(self, costs: CostModel) -> None:
+        self.costs = costs
+
+    @property
+    @abstractmethod
+    def generic(self) -> Generic:
+        """The generic model, which the search filters layouts by."""
+
+    @abstractmethod
+    def ranks(self, spec: RunSpec) -> list[Memory]:
+        """Bytes of each rank of the pipeline."""
+
+    @abstractmethod
+    def lower_bound(self, spec: RunSpec, blocks: LayerCost | None = None) -> Memory:
+        """Bytes that the fullest rank needs at least, however stages are cut; `blocks` are the run's."""
+
+    def peak(self, spec: RunSpec) -> Memory:
+        """Bytes of the fullest rank."""
+        return max(self.ranks(spec), key=lambda each: each.allocated)
 
 
-def memories(spec: RunSpec, on: CostModel) -> list[Memory]:
-    """What each rank of the pipeline needs."""
-    blocks = on.blocks(spec)
-    cut = stages(spec.model, spec.layout, spec.data.seq_len)
-    schedule = schedule_of(spec.layout, held_microbatches(spec))
-    kept = [stage_activations(blocks, stage, spec.layout.schedule in SPLIT) for stage in cut]
-    found = []
-    for rank in range(schedule.ranks):
-        own = [cut[index] for index in schedule.stages_of(rank)]
-        layers = [layer for stage in own for layer in stage.blocks]
-        routed = any(map(spec.model.has_experts, layers))
-        flight = peak(schedule.actions[rank], kept) + working(blocks, bool(layers), routed)
-        head = any(stage.head for stage in own)
-        found.append(rank_memory(spec, blocks, on, held_by(blocks, own), flight, head, rank))
-    return found
+class Generic(MemoryModel):
+    """Memory by formulas that hold for every software stack."""
+
+    def __init__(self, costs: CostModel) -> None:
+        super().__init__(costs)
+        self._shares: dict[tuple[LayerCost, int], tuple[StoredParameters, float]] = {}
+
+    @property
+    def generic(self) -> Generic:
+        """This model."""
+        return self
+
+    def ranks(self, spec: RunSpec) -> list[Memory]:
+        """Bytes of each rank of the pipeline."""
+        blocks, placed = self.costs.blocks(spec), placed_stages(spec)
+        schedule = schedule_of(spec.layout, held_microbatches(spec))
+        splits = spec.layout.schedule in SPLIT
+        known = {held: stage_activations(blocks, held, splits) for held in set(placed.contents)}
+        kept = [known[held] for held in placed.contents]
+        found = []
+        for rank, mine in enumerate(map(together, placed.by_rank)):
+            flight = peak(schedule.actions[rank], kept) + working(blocks, mine)
+            found.append(self.rank(spec, blocks, stored(blocks, mine), flight, mine.head, rank))
+        return found
+
+    def lower_bound(self, spec: RunSpec, blocks: LayerCost | None = None) -> Memory:
+        """Bytes of a rank with an equal share of the model and of one microbatch's activations."""
+        blocks, pp = blocks or self.costs.blocks(spec), spec.layout.pp
+        if (blocks, pp) not in self._shares:
+            self._shares[blocks, pp] = _equal_share(blocks, pp)
+        held, kept = self._shares[blocks, pp]
+        return self.rank(spec, blocks, held, kept, False, 0)
+
+    def rank(
+        self,
+        spec: RunSpec,
+        blocks: LayerCost,
+        held: StoredParameters,
+        activations: float,
+        head: bool,
+        rank: int,
+    ) -> Memory:
+        """Bytes of a rank that stores `held`; `head` is true if it has the output head."""
+        stack, layout = self.costs.stack, spec.layout
+        recipe = stack.recipe
+        shards, expert_shards = (layout.shard_ranks, layout.expert_data_ranks) if layout.zero else (1, 1)
+        sharded = held.dense / shards + held.routed / expert_shards
+        whole = held.dense + held.routed
+        copy = recipe.copy * (whole if layout.zero < 3 else 0)
+        width = recipe.gradient + (recipe.wide if blocks.format == "bf16" else 0)
+        waits = layout.zero < 2 or (stack.whole_gradients and layout.pp > 1 and spec.microbatches > 1)
+        gradients = width * (whole if waits else sharded)
+        master = 4 * sharded if recipe.optimiser > 8 else 0
+        optimiser = (recipe.optimiser - 4) * sharded if master else recipe.optimiser * sharded
+        buffers = 0.0
+        unit = max(blocks.largest_unit, whole / max(1, held.units))
+        if layout.zero == 3:
+            buffers = stack.unit * unit * (2 * stack.gather_bytes + stack.gradient_bytes)
+            if layout.pp > 1:  # units stay whole through a step of the pipeline
+                buffers = whole * (stack.gather_bytes + (0 if waits else stack.gradient_bytes))
+        elif layout.zero:
+            buffers = unit * stack.gradient_bytes
+        logits = blocks.rows * blocks.tokens * stack.logits if head else 0.0
+        terms = copy + master, gradients, optimiser, activations, logits, buffers
+        return Memory(*terms, *overhead(spec, self.costs, sum(terms)), rank=rank)
+
+
+def _equal_share(blocks: LayerCost, pp: int) -> tuple[StoredParameters, float]:
+    """Parameters of 1 / `pp` of the model, and bytes that as much of its blocks keeps of a microbatch."""
+    model = blocks.spec.model
+    dense = routed = kept = 0.0
+    for count, has_experts in model_contents(model).kinds:
+        mine = blocks.held(has_experts)
+        dense, routed = dense + count * mine[0] / pp, routed + count * mine[1] / pp
+        kept += count * block_activations(blocks, has_experts) / pp
+    dense += (1 if model.tied else 2) * blocks.largest_unit / pp
+    return StoredParameters(dense, routed, model.layers + 2, 1), kept
+
+
+def overhead(spec: RunSpec, costs: CostModel, allocated: float) -> tuple[float, float, float]:
+    """Bytes of fragmentation, context and communicators on a GPU; a CPU has none."""
+    if costs.cluster.device.kind == "cpu":
+        return 0.0, 0.0, 0.0
+    layout = spec.layout
+    sizes = (layout.tp, layout.cp, layout.shard_ranks, layout.replicate, layout.pp, layout.ep)
+    return costs.stack.fragmentation * allocated, _CONTEXT, _CHANNEL * sum(size > 1 for size in sizes)
 
 
 def held_microbatches(spec: RunSpec) -> int:
@@ -92,57 +189,20 @@ def held_microbatches(spec: RunSpec) -> int:
     return spec.microbatches if layout.schedule in HOLD_ALL else min(spec.microbatches, 2 * layout.pp)
 
 
-def rank_memory(
-    spec: RunSpec,
-    blocks: LayerCost,
-    on: CostModel,
-    held: StoredParameters,
-    activations: float,
-    head: bool,
-    rank: int,
-) -> Memory:
-    """What a rank that has `held` needs at a step's peak; `head`: whether it has the output head."""
-    stack = on.stack
-    layout, recipe = spec.layout, stack.recipe
-    dense, routed = (layout.shard_ranks, layout.expert_data_ranks) if layout.zero else (1, 1)
-    sharded = held.dense / dense + held.routed / routed
-    whole = held.dense + held.routed
-    copy = recipe.copy * (whole if layout.zero < 3 else 0)
-    width = recipe.gradient + (recipe.wide if blocks.format == "bf16" else 0)
-    waits = layout.zero < 2 or (stack.whole_gradients and layout.pp > 1 and spec.microbatches > 1)
-    gradients = width * (whole if waits else sharded)
-    master = 4 * sharded if recipe.optimiser > 8 else 0
-    optimiser = (recipe.optimiser - 4) * sharded if master else recipe.optimiser * sharded
-    buffers = 0.0
-    unit = max(blocks.largest_unit, whole / max(1, held.units))
-    if layout.zero == 3:
-        buffers = stack.unit * unit * (2 * stack.gather_bytes + stack.gradient_bytes)
-        if layout.pp > 1:  # units stay whole through a step of the pipeline
-            buffers = whole * (stack.gather_bytes + (0 if waits else stack.gradient_bytes))
-    elif layout.zero:
-        buffers = unit * stack.gradient_bytes
-    logits = blocks.rows * blocks.tokens * stack.logits if head else 0.0
-    found = Memory(copy + master, gradients, optimiser, activations, logits, buffers, 0.0, 0.0, 0.0, rank)
-    return beyond(found, spec, on)
-
-
-def stage_activations(blocks: LayerCost, stage: Stage, split: bool = False) -> float:
-    """What a stage keeps of one microbatch; where the backward is `split`, until the weights' half."""
-    model = blocks.spec.model
+def stage_activations(blocks: LayerCost, held: Contents, split: bool = False) -> float:
+    """Bytes that a stage keeps of one microbatch: where backwards are `split`, until the weights' half."""
     found = 0.0
-    for layer in stage.blocks:
-        routed = model.has_experts(layer)
+    for count, routed in held.kinds:
         kept = block_activations(blocks, routed)
-        found += max(kept, put_off(blocks, routed)) if split else kept
-    if stage.embed and blocks.stack.dropout:
-        found += blocks.own * model.hidden
-    if stage.head:
-        found += 2 * blocks.own * model.hidden * blocks.width
-    return found
+        found += count * (max(kept, weight_gradient_inputs(blocks, routed)) if split else kept)
+    stream = blocks.own * blocks.spec.model.hidden
+    if held.embed and blocks.stack.dropout:
+        found += stream
+    return found + (2 * stream * blocks.width if held.head else 0)
 
 
 def block_activations(blocks: LayerCost, routed: bool) -> float:
-    """What a block keeps of one microbatch under the run's policy."""
+    """Bytes that a block keeps of one microbatch under the run's recompute policy."""
     stack, policy = blocks.stack, blocks.spec.recompute.policy
     entry = blocks.own * blocks.spec.model.hidden * blocks.width
     if policy == "full":
@@ -151,44 +211,47 @@ def block_activations(blocks: LayerCost, routed: bool) -> float:
     if policy == "none":
         return every
     if stack.selective == "attention":
-        return every - scores(blocks)
-    outputs = _outputs(blocks, routed)
+        return every - _scores(blocks)
+    hidden, n, outputs = blocks.spec.model.hidden, blocks.tokens, 0.0
+    for each in blocks.products(routed):
+        summed = each.n == hidden and each.m == n  # over tensor ranks: a rank keeps its own tokens
+        outputs += (blocks.own if summed else each.m) * each.n * each.batch
     core = blocks.tokens * blocks.q * blocks.width
-    return entry + core + outputs * (0.5 if stack.selective == "half" else 1.0)
+    return entry + core + blocks.width * outputs * (0.5 if stack.selective == "half" else 1.0)
 
 
-def put_off(blocks: LayerCost, routed: bool) -> float:
-    """What the gradients of a block's weights need: each map's input, and the gradient of its output.
+def weight_gradient_inputs(blocks: LayerCost, routed: bool) -> float:
+    """Bytes that a block's deferred weight gradients need: each map's input, and its output's gradient.
 
-    See `planner/memory/in_flight.py`, which has it for our own program to the byte.
+    `planner/memory/in_flight.py` has them for this program, to the byte.
     """
     layout, n = blocks.spec.layout, blocks.tokens
     found = 0.0
     for each in blocks.products(routed):
         found += each.batch * each.m * (each.n + each.k)
-    if layout.tp > 1 and layout.sequence_parallel:  # what enters is kept by the ranks together
+    if layout.tp > 1 and layout.sequence_parallel:  # the input is kept by the ranks together
         found -= 2 * (n - blocks.own) * blocks.spec.model.hidden
     return blocks.width * found
 
 
-def working(blocks: LayerCost, has: bool = True, routed: bool = False) -> float:
-    """What the backward of one block holds beyond what was kept: what it computed again, and gradients.
+def working(blocks: LayerCost, held: Contents) -> float:
+    """Bytes of one block's backward beyond kept activations: what it recomputes, and gradients.
 
-    Nothing on a rank that `has` no blocks; `routed`: whether any of them has experts.
+    They are those of a block with experts if a rank has any, and none on a rank without blocks.
     """
-    if not has:
+    if not held.blocks:
         return 0.0
-    model = blocks.spec.model
-    gradient = 2 * blocks.tokens * model.hidden * blocks.width
+    gradient = 2 * blocks.tokens * blocks.spec.model.hidden * blocks.width
     if blocks.spec.recompute.policy == "none":
         return gradient
+    routed = held.routed > 0
     return everything(blocks, routed) - block_activations(blocks, routed) + gradient
 
 
 def everything(blocks: LayerCost, routed: bool) -> float:
-    """What a block keeps where nothing is computed again."""
+    """Bytes that a block keeps of one microbatch without recomputation."""
     model, b, d, own, n = blocks.spec.model, blocks.width, blocks.spec.model.hidden, blocks.own, blocks.tokens
-    found = own * d * b * 2 + own * d * b * 2  # inputs of both norms, and of what follows them
+    found = own * d * b * 4  # inputs of both norms, and of what follows them
     if blocks.stack.dropout:
         found += own * d * 2
     found += n * b * (blocks.q + 2 * blocks.kv) + n * b * blocks.q
@@ -199,47 +262,15 @@ def everything(blocks: LayerCost, routed: bool) -> float:
     if routed:
         assert model.moe is not None
         channels = model.moe.shared_ffn
-        rows = blocks.routed_rows
-        found += rows * b * (2 * d + (1 + gates) * model.moe.ffn / blocks.spec.layout.etp)
+        found += blocks.routed_rows * b * (2 * d + (1 + gates) * model.moe.ffn / blocks.spec.layout.etp)
     found += n * b * (1 + gates) * channels / t
-    return found * blocks.stack.kept + scores(blocks)
+    return found * blocks.stack.kept + _scores(blocks)
 
 
-def scores(blocks: LayerCost) -> float:
-    """Attention's scores: of the softmax, of its dropout with the mask."""
+def _scores(blocks: LayerCost) -> float:
+    """Bytes of attention's scores: of the softmax, and of its dropout with the mask."""
     stack = blocks.stack
     if stack.fused_attention:
         return blocks.tokens * blocks.q / blocks.spec.model.head_dim * 4
     heads = blocks.q // blocks.spec.model.head_dim
     return blocks.tokens * blocks.length * heads * (5 if stack.dropout else 4)
-
-
-def _outputs(blocks: LayerCost, routed: bool) -> float:
-    """What a block's matrix products give; of those that tensor ranks sum, a rank keeps its own tokens."""
-    hidden, n = blocks.spec.model.hidden, blocks.tokens
-    found = 0.0
-    for each in blocks.products(routed):
-        summed = each.n == hidden and each.m == n
-        found += (blocks.own if summed else each.m) * each.n * each.batch
-    return blocks.width * found
-
-
-def beyond(found: Memory, spec: RunSpec, on: CostModel) -> Memory:
-    """With what a GPU takes beside tensors; on a CPU there is nothing of it."""
-    layout = spec.layout
-    if on.cluster.device.kind == "cpu":
-        return found
-    sizes = (layout.tp, layout.cp, layout.shard_ranks, layout.replicate, layout.pp, layout.ep)
-    axes = sum(size > 1 for size in sizes)
-    return Memory(
-        found.parameters,
-        found.gradients,
-        found.optimiser,
-        found.activations,
-        found.logits,
-        found.buffers,
-        fragmentation=on.stack.fragmentation * found.allocated,
-        context=_CONTEXT,
-        communicators=_CHANNEL * axes,
-        rank=found.rank,
-    )

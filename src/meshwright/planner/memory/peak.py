@@ -1,10 +1,10 @@
-"""The moment of a step without a pipeline at which a rank of our own program holds most.
+"""The moment of a step without a pipeline at which a rank of this program holds most.
 
-What a step holds beyond its states rises and falls: at the head's backward all activations are there, and of
-one microbatch's gradients none; at the embedding's it is the other way round. So a step is followed here as
-`parallel/data_parallel.py` runs it: which units are gathered, packed and on the wire, block by block.
+Bytes beyond the states rise and fall: at the head's backward all activations are held and no gradients of a
+single microbatch; at the embedding's backward the reverse. So a step is followed as
+`parallel/data_parallel.py` runs it: which units are gathered, packed and being reduced, block by block.
 
-Gradients that are stored whole keep their room from step to step: the first step holds less than all others.
+Gradients that are stored whole keep their memory from step to step: the first step holds less than others.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwright.planner.memory.activations import (
     Activations,
@@ -32,7 +33,7 @@ from meshwright.planner.rank_view import RankView, widths
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes at one time, beyond parameters and the optimiser's."""
+    """Bytes held at one time, beyond parameters and optimiser states."""
 
     gradients: int
     activations: int
@@ -41,14 +42,14 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Bytes of everything."""
         return self.gradients + self.activations + self.temporaries + self.buffers
 
 
-def fullest_moment(at: RankView, listed: Sequence[StateShard], kept: Activations, casts: bool) -> Moment:
-    """When a rank with the units `listed` holds most; for `casts` see `activations.head_moments`."""
-    step = _Step(at, listed, kept, casts)
-    for last in [True] if at.spec.microbatches == 1 else [False, True]:  # others hold no more than these
+def fullest_moment(view: RankView, shards: Sequence[StateShard], kept: Activations, casts: bool) -> Moment:
+    """The fullest moment of a rank that holds `shards`; for `casts` see `activations.head_moments`."""
+    step = _Step(view, shards, kept, casts)
+    for last in [True] if view.spec.microbatches == 1 else [False, True]:  # others hold no more than these
         step.forward()
         step.backward(last)
     step.finish()
@@ -56,35 +57,37 @@ def fullest_moment(at: RankView, listed: Sequence[StateShard], kept: Activations
 
 
 class _Units:
-    """The buffers of the units, as they come and go."""
+    """The buffers of units, as they are filled and freed."""
 
-    def __init__(self, at: RankView, listed: Sequence[StateShard]) -> None:
-        self.spec, self.width = at.spec, widths(at.spec)
+    def __init__(self, view: RankView, shards: Sequence[StateShard]) -> None:
+        self.spec, self.width = view.spec, widths(view.spec)
         self.groups: dict[str, list[StateShard]] = {}
-        for unit in listed:
+        for unit in shards:
             self.groups.setdefault(unit.name, []).append(unit)
         self.activations = self.buffers = 0
-        self.packed = {unit for unit in listed if unit.ranks == 1}
-        self.packed_width = {unit: packed_width(at, unit) for unit in listed}
-        self.gradients = sum(unit.whole * self.packed_width[unit] for unit in self.packed)
-        self.waiting = {unit for unit in listed if waits(at.spec, unit)}
+        self.packed = {unit for unit in shards if unit.ranks == 1}
+        """Units with a buffer for the gradients of the whole unit."""
+        self.packed_bytes = {unit: unit.whole * packed_width(view, unit) for unit in shards}
+        self.gradients = sum(self.packed_bytes[unit] for unit in self.packed)
+        self.waiting = {unit for unit in shards if waits(view.spec, unit)}
+        """Units whose gradients stay whole for the step's last microbatch."""
         self.summed: set[StateShard] = set()
+        """Units with a buffer for this rank's part of the reduced gradients."""
         self.whole: set[StateShard] = set()
         self.coming: set[StateShard] = set()
+        """Units that are being gathered."""
         self.reducing: deque[StateShard] = deque()
         """Units whose gradients are being reduced over the ranks that share their states."""
         self.most = Moment(0, 0, 0, 0)
 
     def look(self, temporaries: int) -> None:
-        """See whether more is there than ever."""
+        """Record the moment if it is the fullest so far."""
         total = self.gradients + self.activations + temporaries + self.buffers
         if total > self.most.total:
             self.most = Moment(self.gradients, self.activations, temporaries, self.buffers)
 
-    # Parameters -------------------------------------------------------------------------------------
-
     def gather(self, name: str, ahead: str | None) -> None:
-        """Wait for a group's units, and begin to gather those of the group `ahead`."""
+        """Wait for a group's units to be gathered, and start to gather those of the group `ahead`."""
         for unit in self.groups[name]:
             if unit.zero < 3 or unit.aliased(self.width) or unit in self.whole:
                 continue
@@ -105,42 +108,41 @@ class _Units:
             self.buffers += unit.whole * self.width.compute
 
     def release(self, unit: StateShard) -> None:
-        """Drop the whole unit."""
+        """Free a unit that was gathered."""
         if unit in self.whole:
             self.whole.remove(unit)
             self.buffers -= unit.whole * self.width.compute
 
-    # Gradients --------------------------------------------------------------------------------------
-
     def pack(self, unit: StateShard) -> None:
-        """Make room for a unit's gradients, if there is none."""
+        """Allocate a buffer for a unit's gradients, if it has none."""
         if unit in self.packed:
             return
         self.packed.add(unit)
+        self._add(unit, self.packed_bytes[unit])
+
+    def _add(self, unit: StateShard, size: int) -> None:
+        """Count bytes of packed gradients: as gradients where they wait, otherwise as a buffer."""
         if unit in self.waiting:
-            self.gradients += unit.whole * self.packed_width[unit]
+            self.gradients += size
         else:
-            self.buffers += unit.whole * self.packed_width[unit]
+            self.buffers += size
 
     def done(self, unit: StateShard, last: bool, temporaries: int) -> None:
-        """All gradients of a unit in a microbatch are there: they are reduced, if they are due."""
+        """Reduce a unit's gradients, which are complete for a microbatch, if they are due."""
         if not self.stays(unit, last):
             self.release(unit)
         if not last and (unit.zero < 2 or unit.ranks == 1):
             return
         self.pack(unit)
-        sent, copied = unit.whole * self.width.reduce, self.packed_width[unit] != self.width.reduce
+        sent = unit.whole * self.width.reduce
+        copied = self.packed_bytes[unit] != sent
         if unit.ranks > 1:
             self.packed.remove(unit)
             self.buffers += unit.part * self.width.reduce + sent
             self.look(temporaries if copied or unit in self.waiting else temporaries - sent)
-            held = unit.whole * self.packed_width[unit]
-            if unit in self.waiting:
-                self.gradients -= held
-            else:
-                self.buffers -= held
-        else:
-            self.buffers += sent if copied and self.sends(unit) else 0
+            self._add(unit, -self.packed_bytes[unit])
+        elif copied and self.sends(unit):
+            self.buffers += sent
         self.look(temporaries)
         self.reducing.append(unit)
         while len(self.reducing) > len(self.groups[unit.name]):
@@ -151,7 +153,7 @@ class _Units:
         return not last and (unit.name == "blocks.0" or (unit.name == "embed" and "head" not in self.groups))
 
     def sends(self, unit: StateShard) -> bool:
-        """True if other ranks have the whole unit, too, and add up its gradients with this one."""
+        """True if other ranks also hold the whole unit, so that gradients are summed over them."""
         layout = self.spec.layout
         ranks = layout.expert_data_ranks if unit.routed else layout.shard_ranks
         return max(layout.replicate, ranks) > 1
@@ -167,12 +169,12 @@ class _Units:
         self.summed.add(unit)
         sent = unit.whole * width.reduce
         if unit.ranks == 1:
-            if self.packed_width[unit] != width.master:
+            if self.packed_bytes[unit] != unit.whole * width.master:
                 self.gradients += unit.part * width.master if new else 0
             elif width.reduce != width.master and self.sends(unit):
                 self.buffers -= sent
             return
-        stays = new and width.reduce == width.master  # the part that was on the wire becomes the gradient
+        stays = new and width.reduce == width.master  # the part that was received becomes the gradient
         if new:
             self.gradients += unit.part * width.master
         if stays:
@@ -184,22 +186,19 @@ class _Units:
 class _Step(_Units):
     """A microbatch's forward, and its backward."""
 
-    def __init__(self, at: RankView, listed: Sequence[StateShard], kept: Activations, casts: bool) -> None:
-        super().__init__(at, listed)
-        self.sizes, self.kept = Sizes(at.spec), kept
-        self.casts = casts
+    def __init__(self, view: RankView, shards: Sequence[StateShard], kept: Activations, casts: bool) -> None:
+        super().__init__(view, shards)
+        self.sizes, self.kept, self.casts = Sizes(view.spec), kept, casts
         self.stream = self.width.compute * self.sizes.stream
-        self.weight = self.sizes.rows * at.spec.model.hidden
+        self.weight = self.sizes.rows * view.spec.model.hidden
         self.head = head_moments(self.sizes, casts)
         self.tied = "head" not in self.groups
-        self.blocks = [f"blocks.{layer}" for layer in range(at.spec.model.layers)]
-        self.working = {
-            routed: _Working(self.sizes, layer)
-            for layer, routed in enumerate(map(at.spec.model.has_experts, range(len(self.blocks))))
-        }
+        layers, has_experts = range(view.spec.model.layers), view.spec.model.has_experts
+        self.blocks = [f"blocks.{layer}" for layer in layers]
+        self.working = {has_experts(layer): _working(self.sizes, layer) for layer in layers}
 
     def forward(self) -> None:
-        """Up to the loss."""
+        """From the embedding to the loss."""
         kept, blocks = self.kept, self.blocks
         self.activations += kept.shared + kept.embed
         self.gather("embed", blocks[0])
@@ -209,7 +208,7 @@ class _Step(_Units):
         for layer, name in enumerate(blocks):
             after = blocks[layer + 1] if name != blocks[-1] else None if self.tied else "head"
             self.gather(name, after)
-            if name != blocks[-1]:  # its backward comes next but for the head's, so it stays whole
+            if name != blocks[-1]:  # whose backward follows the head's, so it stays whole
                 self._release(name)
             self.activations += kept.by_block[layer]
         self.gather("embed" if self.tied else "head", None)
@@ -244,10 +243,10 @@ class _Step(_Units):
             self.done(unit, last, self.stream)
 
     def _block(self, layer: int, last: bool) -> None:
-        *routed, unit = reversed(self.groups[name := self.blocks[layer]])  # the backward finds routed first
+        *routed, unit = reversed(self.groups[name := self.blocks[layer]])  # experts come first in a backward
         working = self.working[bool(routed)]
         self.gather(name, self.blocks[layer - 1] if layer else None if last else "embed")
-        more = working.more - self.kept.by_block[layer]
+        more = working.recomputed - self.kept.by_block[layer]
         if self.sizes.channels(layer):
             self.pack(unit)
             self.look(more + working.feed_forward)
@@ -264,24 +263,33 @@ class _Step(_Units):
     def _embedding(self, last: bool) -> None:
         (unit,) = self.groups["embed"]
         width, sizes = self.width, self.sizes
-        found = width.compute * self.weight
-        added = found  # and what it is made of, where a CPU adds up in wider numbers
-        if self.casts and width.exact != width.compute:
-            added = width.exact * self.weight + max(found, width.exact * sizes.whole)
+        gradient = added = width.compute * self.weight
+        if self.casts and width.exact != width.compute:  # a CPU adds up in wider numbers
+            added = width.exact * self.weight + max(gradient, width.exact * sizes.whole)
         self.look(max(self.stream, width.compute * sizes.whole) + added)
         self.pack(unit)
-        self.look(found * (2 if self.tied else 1))
+        self.look(gradient * (2 if self.tied else 1))
         if self.tied:
-            self.activations -= found
+            self.activations -= gradient
         self.done(unit, last, 0)
 
 
-class _Working:
-    """The most beyond what a block keeps, at moments of its backward, and all that it computes again."""
+class _Working(NamedTuple):
+    """Peak bytes beyond those that a block keeps, at moments of its backward."""
 
-    def __init__(self, s: Sizes, layer: int) -> None:
-        self.more = everything(s, layer)
-        self.feed_forward = at_feed_forward(s, layer)
-        self.experts = at_experts(s, layer)
-        self.packed = s.width.compute * s.stream + of_experts(s, layer, routed_packed)
-        self.attention = max(at_norm(s, layer), at_attention(s, layer))
+    recomputed: int
+    """Everything that the block keeps without recomputation."""
+    feed_forward: int
+    experts: int
+    packed: int
+    attention: int
+
+
+def _working(s: Sizes, layer: int) -> _Working:
+    return _Working(
+        everything(s, layer),
+        at_feed_forward(s, layer),
+        at_experts(s, layer),
+        s.width.compute * s.stream + of_experts(s, layer, routed_packed),
+        max(at_norm(s, layer), at_attention(s, layer)),
+    )

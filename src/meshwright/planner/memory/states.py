@@ -1,8 +1,9 @@
-"""Bytes of parameters, gradients and optimiser states that one rank holds, exactly as the program holds them.
+"""Bytes of parameters, gradients and optimiser states that one rank of this program holds.
 
-A unit (the embedding, a block but for routed experts, these, the head) has its parameters in one buffer, of
-which each of n ranks stores a part; rows that n does not divide are padded. Its P numbers, padding included,
-take, with b bytes to compute in, r on the wire and m of masters (cf. Rajbhandari et al. 2020, §3):
+A unit (the embedding, a block without routed experts, its routed experts, the head) has its parameters in
+one buffer, of which each of n ranks stores a part; rows that n does not divide are padded. With b bytes to
+compute in, r for reductions and m for masters, its P numbers, padding included, take (cf. Rajbhandari et al.
+2020, section 3):
 
                     compute copy    stored      gradients               Adam's moments
     n = 1           P b, or none    P m         P r, and P m or none    2 P m
@@ -10,11 +11,11 @@ take, with b bytes to compute in, r on the wire and m of masters (cf. Rajbhandar
     ZeRO-2          P b             P m / n     P m / n                 2 P m / n
     ZeRO-3          none            P m / n     P m / n                 2 P m / n
 
-"or none" where both formats are one: then both are the same memory. Gradients of ZeRO-1, and of a pipeline in
-ZeRO-2 and 3 too, wait whole for the step's last microbatch, if there are several, and are added up in the
-format of the masters: P m instead of P r, also for n = 1, where that is then their only memory. Else they go
-as they come.
-Adam counts its steps in a number of 4 bytes for each buffer that decays, and for each that does not.
+"or none" where both formats are equal: then both are the same memory. With several microbatches, gradients
+of ZeRO-1, and of a pipeline in ZeRO-2 and 3 too, wait whole for the step's last microbatch and are added up
+in the format of the masters: P m instead of P r, also for n = 1, where that is then their only memory.
+Otherwise they are reduced as they arise. Adam counts its steps in a number of 4 bytes for each buffer with
+weight decay, and for each without.
 """
 
 from __future__ import annotations
@@ -28,42 +29,41 @@ from meshwright.planner.rank_view import RankView, Widths, part_elements, place_
 from meshwright.planner.traffic.traffic_moe import balance_counts
 from meshwright.schedule import Action, Kind, make
 from meshwright.spec import RunSpec
-from meshwright.spec.parameters import Piece
 
 STEP_COUNT, EXACT_COUNT, BIAS = 4, 8, 4
-"""Bytes of Adam's count of steps, of one number that a step counts of its balance, of a router's bias."""
+"""Bytes of Adam's step count, of one count of the experts' load, of a router's bias."""
 
 
 @dataclass(frozen=True)
 class States:
-    """Bytes on one rank, each at the most that it takes in a step."""
+    """Bytes on one rank, each at its own peak within a step."""
 
     parameters: int
-    """What computes, where that stands through the step; with ZeRO-3 it is a buffer."""
+    """The copy that computes, where it lasts through the step; with ZeRO-3 it is a buffer."""
     masters: int
-    """What the optimiser updates, where that is not what computes."""
+    """The copy that the optimiser updates, where it is another one."""
     gradients: int
     optimiser: int
     """Adam's moments and its counts of steps."""
     balance: int
-    """Of routed experts: the routers' biases, and what a step counts of their load."""
+    """The routers' biases, and counts of the experts' load."""
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Bytes of all states."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
 @dataclass(frozen=True, eq=False)
 class StateShard:
-    """What moves together: its name, and whether it is routed experts; elements of one of `ranks`' parts."""
+    """Parameters that are gathered and reduced together; `part` are the elements on one of `ranks` ranks."""
 
     name: str
     routed: bool
     ranks: int
     part: int
     decays: int
-    """Of these, the elements that decay."""
+    """Elements of the part with weight decay."""
     zero: int
     """The stage of ZeRO."""
 
@@ -73,21 +73,21 @@ class StateShard:
         return self.ranks * self.part
 
     def aliased(self, width: Widths) -> bool:
-        """Whether what computes is what is stored."""
+        """True if the copy that computes is the one that is stored."""
         return self.ranks == 1 and width.compute == width.master
 
 
 def states(spec: RunSpec, pipeline_rank: int = 0) -> States:
-    """What a rank of place `pipeline_rank` in the pipeline holds, to the byte."""
-    at = place_of(spec, pipeline_rank)
-    return states_at(at, units(at))
+    """States of a rank of the pipeline, to the byte."""
+    view = place_of(spec, pipeline_rank)
+    return states_at(view, units(view))
 
 
-def states_at(at: RankView, listed: Sequence[StateShard]) -> States:
-    """The same of a rank whose units are known."""
-    width = widths(at.spec)
+def states_at(view: RankView, shards: Sequence[StateShard]) -> States:
+    """States of a rank that holds `shards`."""
+    width, model, moe = widths(view.spec), view.spec.model, view.spec.model.moe
     parameters = masters = optimiser = 0
-    for unit in listed:
+    for unit in shards:
         stored = unit.part * width.master
         if unit.aliased(width):
             parameters += stored
@@ -96,59 +96,49 @@ def states_at(at: RankView, listed: Sequence[StateShard]) -> States:
             parameters += 0 if unit.zero == 3 else unit.whole * width.compute
         halves = (unit.decays > 0) + (unit.decays < unit.part)
         optimiser += 2 * stored + STEP_COUNT * halves
-    return States(parameters, masters, _gradients(at, listed), optimiser, _balance(at))
+    balance = 0
+    if moe is not None:
+        biases = view.routed * moe.experts if moe.bias else 0
+        balance = EXACT_COUNT * balance_counts(model, moe) + BIAS * biases
+    return States(parameters, masters, _gradients(view, shards), optimiser, balance)
 
 
-def units(at: RankView) -> list[StateShard]:
-    """The units of a rank, in the order of its forward; routed experts come after the rest of their block."""
-    layout, moe = at.spec.layout, at.spec.model.moe
+def units(view: RankView) -> list[StateShard]:
+    """The units of a rank in the order of its forward; routed experts follow the rest of their block."""
+    layout, moe = view.spec.layout, view.spec.model.moe
     experts = layout.expert_data_ranks if moe is not None else 1
     zero = layout.zero if max(layout.shard_ranks, experts) > 1 else 0
     found = []
-    for name, listed in at.pieces().items():
+    for name, listed in view.pieces().items():
         for routed, ranks in ((False, layout.shard_ranks), (True, experts)):
+            ranks = ranks if zero else 1
             pieces = [piece for _, piece in listed if (piece.experts is not None) == routed]
             if pieces:
-                found.append(_unit(name, routed, ranks if zero else 1, pieces, zero))
+                sizes = [(part_elements(piece, ranks), len(piece.whole) >= 2) for piece in pieces]
+                decays = sum(size for size, decay in sizes if decay)
+                found.append(StateShard(name, routed, ranks, sum(size for size, _ in sizes), decays, zero))
     return found
 
 
-def _unit(name: str, routed: bool, ranks: int, pieces: Sequence[Piece], zero: int) -> StateShard:
-    sizes = [(part_elements(piece, ranks), len(piece.whole) >= 2) for piece in pieces]
-    decays = sum(size for size, decay in sizes if decay)
-    return StateShard(name, routed, ranks, sum(size for size, _ in sizes), decays, zero)
-
-
-def _balance(at: RankView) -> int:
-    moe = at.spec.model.moe
-    if moe is None:
-        return 0
-    biases = at.routed * moe.experts if moe.bias else 0
-    return EXACT_COUNT * balance_counts(at.spec.model, moe) + BIAS * biases
-
-
-# Gradients, in the order in which a step finds them and gives them away -----------------------------------
-
-
 def waits(spec: RunSpec, unit: StateShard) -> bool:
-    """Whether a unit's gradients wait whole for the last microbatch's."""
+    """True if a unit's gradients wait whole for the last microbatch."""
     several = spec.microbatches > 1
     return unit.ranks == 1 or (several and (unit.zero < 2 or spec.layout.pp > 1))
 
 
-def packed_width(at: RankView, unit: StateShard) -> int:
-    """Bytes of an element of gradients before they are sent: several are added up in the masters' format."""
-    width, spec = widths(at.spec), at.spec
-    both_ends = spec.layout.pp > 1 and spec.model.tied and at.embed and at.head and unit.name == "embed"
+def packed_width(view: RankView, unit: StateShard) -> int:
+    """Bytes of an element of packed gradients, wider where several microbatches are added up."""
+    width, spec = widths(view.spec), view.spec
+    both_ends = spec.layout.pp > 1 and spec.model.tied and view.embed and view.head and unit.name == "embed"
     several = waits(spec, unit) and (spec.microbatches > 1 or both_ends)
     return width.master if several else width.reduce
 
 
-def _gradients(at: RankView, listed: Sequence[StateShard]) -> int:
-    """The most bytes of gradients at a time. A reduction is waited for one block later."""
-    spec, width = at.spec, widths(at.spec)
-    found, waiting = list(_events(at, listed)), {unit for unit in listed if waits(spec, unit)}
-    left, depth = Counter(found), Counter(unit.name for unit in listed)
+def _gradients(view: RankView, shards: Sequence[StateShard]) -> int:
+    """Peak bytes of gradients. A reduction is waited for one block later."""
+    width, events = widths(view.spec), list(_events(view, shards))
+    packed = {unit: unit.whole * packed_width(view, unit) for unit in shards if waits(view.spec, unit)}
+    left, depth = Counter(events), Counter(unit.name for unit in shards)
     held = most = 0
     begun: set[StateShard] = set()
     summed: set[StateShard] = set()
@@ -156,21 +146,21 @@ def _gradients(at: RankView, listed: Sequence[StateShard]) -> int:
 
     def finish(unit: StateShard) -> None:
         nonlocal held, most
-        if unit not in summed and (unit.ranks > 1 or packed_width(at, unit) != width.master):
+        if unit not in summed and (unit.ranks > 1 or packed[unit] != unit.whole * width.master):
             held += unit.part * width.master
         summed.add(unit)
         most = max(most, held)
 
-    for unit in found:
-        if unit not in begun and unit in waiting:
-            held += unit.whole * packed_width(at, unit)
+    for unit in events:
+        if unit not in begun and unit in packed:
+            held += packed[unit]
         begun.add(unit)
         most = max(most, held)
         left[unit] -= 1
-        if left[unit] and unit in waiting:
+        if left[unit] and unit in packed:
             continue
-        if unit.ranks > 1 and unit in waiting:
-            held -= unit.whole * packed_width(at, unit)
+        if unit.ranks > 1 and unit in packed:
+            held -= packed[unit]
         pending.append(unit)
         while len(pending) > depth[unit.name]:
             finish(pending.popleft())
@@ -181,7 +171,7 @@ def _gradients(at: RankView, listed: Sequence[StateShard]) -> int:
 
 @lru_cache(maxsize=4096)
 def _turning(name: str, ranks: int, virtual: int, microbatches: int, rank: int) -> tuple[Action, ...]:
-    """Of a rank's backwards of each kind in each stage the first two and the last: others hold no more."""
+    """The first two and the last backward of each kind in each of a rank's stages: others hold no more."""
     actions = make(name, ranks, virtual, microbatches).actions[rank]
     total = Counter((kind, stage) for kind, stage, _ in actions if kind is not Kind.F)
     seen: Counter[tuple[Kind, int]] = Counter()
@@ -189,21 +179,21 @@ def _turning(name: str, ranks: int, virtual: int, microbatches: int, rank: int) 
     for action in actions:
         if action.kind is Kind.F:
             continue
-        of = action.kind, action.stage
-        seen[of] += 1
-        if seen[of] <= 2 or seen[of] == total[of]:
+        key = action.kind, action.stage
+        seen[key] += 1
+        if seen[key] <= 2 or seen[key] == total[key]:
             found.append(action)
     return tuple(found)
 
 
-def _events(at: RankView, listed: Sequence[StateShard]) -> Iterator[StateShard]:
-    """The units of a rank, each whenever an action of its schedule finds gradients of it, if that matters."""
-    own = {stage.index: stage for stage in at.own}
+def _events(view: RankView, shards: Sequence[StateShard]) -> Iterator[StateShard]:
+    """The units of a rank in the order in which its schedule's actions find gradients of them."""
+    own = {stage.index: stage for stage in view.own}
     by_name: dict[str, list[StateShard]] = {}
-    for unit in listed:
-        by_name.setdefault(unit.name, []).insert(0, unit)  # a backward finds routed experts' first
-    lists = at.schedule
-    rank = lists.rank_of[at.own[0].index]
+    for unit in shards:
+        by_name.setdefault(unit.name, []).insert(0, unit)  # experts come first in a backward
+    lists = view.schedule
+    rank = lists.rank_of[view.own[0].index]
     for action in _turning(lists.name, lists.ranks, lists.virtual, lists.microbatches, rank):
         stage = own[action.stage]
         ends_too = action.kind is not Kind.W

@@ -7,102 +7,100 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from meshwright.hardware.cluster import Cluster
+from meshwright.hardware.find import catalogue
 from meshwright.planner.cost.uncertainty import room
 from meshwright.planner.memory.generic import Memory
-from meshwright.planner.search.least_memory import least_memory
-from meshwright.planner.search.request import PlanRequest, node, roomier
-from meshwright.spec import RunSpec, UserError
+from meshwright.planner.search.problem import SearchProblem, node_size
+from meshwright.spec import UserError
 from meshwright.spec.load import from_tree
 
 _MOST = 131072
 """Devices of the largest cluster that is tried."""
 
 
-def shortfall(wish: PlanRequest) -> str:
-    """Why no layout of a wish fits."""
-    least = least_memory(wish.space(), wish.engines())
-    where = f"{wish.ranks:,} x {wish.cluster.device.name}"
+def shortfall(problem: SearchProblem) -> str:
+    """Why no layout fits."""
+    least = problem.least_memory()
+    where = f"{problem.ranks:,} x {problem.cluster.device.name}"
     if least is None:
-        return _no_layout(wish)
-    ways = "; ".join(_changes(wish, least)) or "no near change was found that would do"
+        return _no_layout(problem)
+    ways = "; ".join(_changes(problem, least)) or "no near change was found that would do"
     states = least.parameters + least.gradients + least.optimiser + least.buffers
     rest = least.device - states - least.activations - least.logits
-    short = least.device - wish.capacity
-    reason = (
-        f"the least that a rank needs in any layout is {_gb(least.device)}"
-        if short > 0
-        else f"every layout needs more, though some near {_gb(least.device)}"
-    )
-    missing = f", {_gb(short)} more" if short > 0 else ""
+    short = least.device - problem.capacity
+    reason, missing = f"every layout needs more, though some near {_gb(least.device)}", ""
+    if short > 0:
+        reason = f"the least that a rank needs in any layout is {_gb(least.device)}"
+        missing = f", {_gb(short)} more"
     return (
-        f"{_name(wish)}: nothing fits {where}: of {_gb(room(wish.cluster))} a plan may fill "
-        f"{_gb(wish.capacity)}, and {reason}{missing} (states {_gb(states)}, activations and logits "
+        f"{problem.model_name}: nothing fits {where}: of {_gb(room(problem.cluster))} a plan may fill "
+        f"{_gb(problem.capacity)}, and {reason}{missing} (states {_gb(states)}, activations and logits "
         f"{_gb(least.activations + least.logits)}, other {_gb(rest)}); {ways}"
     )
-
-
-def _name(wish: PlanRequest) -> str:
-    return wish.base.model.preset or wish.base.model.hf or wish.base.model.family
 
 
 def _gb(size: float) -> str:
     return f"{size / 1e9:,.4g} GB"
 
 
-def _no_layout(wish: PlanRequest) -> str:
-    """No layout is legal: the batch, the sequence or what is fixed does not go with the number of ranks."""
-    base, fixed = wish.base, wish.fixed
+def _no_layout(problem: SearchProblem) -> str:
+    """Why no layout is legal: the batch, the sequence or fixed keys do not go with the number of ranks."""
+    base, fixed = problem.base, problem.fixed
     if fixed:
-        if (broken := _broken_rule(wish)) is not None:
+        if (broken := _broken_rule(problem)) is not None:
             return broken
         given = ", ".join(f"{_key(key)} = {value}" for key, value in fixed.items())
-        loose = [key for key in fixed if _legal(replace(wish, fixed=_without(wish, key)))]
+        loose = [key for key in fixed if _legal(problem.without(key))]
         hint = f"; without {' or '.join(map(_key, loose))} there are some" if loose else ""
-        return f"{_name(wish)}: no layout of {wish.ranks:,} ranks has {given}{hint}"
+        return f"{problem.model_name}: no layout of {problem.ranks:,} ranks has {given}{hint}"
     ways = []
-    if counts := _shared_counts(wish):
+    if counts := _shared_counts(problem):
         ways.append(f"--gpus {' or '.join(map(str, counts))}")
-    if sequences := _shared_sequences(wish):
+    if sequences := _shared_sequences(problem):
         ways.append(
             f"--batch-tokens {sequences * base.data.seq_len}, which are {sequences:,} sequences, or a "
             "multiple of it"
         )
     return (
-        f"{_name(wish)}: no layout shares {base.batch_sequences:,} sequences of {base.data.seq_len:,} tokens "
-        f"among {wish.ranks:,} ranks; try {', or '.join(ways) or 'a power of two of devices and sequences'}"
+        f"{problem.model_name}: no layout shares {base.batch_sequences:,} sequences of "
+        f"{base.data.seq_len:,} tokens among {problem.ranks:,} ranks; try "
+        f"{', or '.join(ways) or 'a power of two of devices and sequences'}"
     )
 
 
-def _shared_counts(wish: PlanRequest) -> list[int]:
-    """The powers of two of devices, or of nodes, below and above, whose ranks some layout shares the batch
-    among."""
-    each = node(wish.cluster) if wish.cluster.device.kind != "cpu" else 1
-    unit = each if wish.ranks > each else 1
-    below = unit << ((wish.ranks // unit).bit_length() - 1)
-    found = [count for count in (below, 2 * below) if count != wish.ranks]
-    return [count for count in found if _legal(replace(wish, cluster=wish.cluster.resized(count)))]
+def _node(problem: SearchProblem) -> int:
+    """Devices that come together: those of a node, or one rank of a CPU host."""
+    return node_size(problem.cluster) if problem.cluster.device.kind != "cpu" else 1
 
 
-def _shared_sequences(wish: PlanRequest) -> int | None:
-    """The fewest sequences, an odd number that divides the ranks times powers of two, that are shared."""
-    tree = wish.base.to_json()
-    sequences = wish.ranks // (wish.ranks & -wish.ranks)
-    while sequences <= wish.ranks:
-        tree["train"]["batch_tokens"] = sequences * wish.base.data.seq_len
-        if sequences > wish.base.batch_sequences and _legal(replace(wish, base=RunSpec.model_validate(tree))):
+def _shared_counts(problem: SearchProblem) -> list[int]:
+    """Powers of two of devices, or of nodes, just below and above, for which some layout is legal."""
+    node = _node(problem)
+    unit = node if problem.ranks > node else 1
+    below = unit << ((problem.ranks // unit).bit_length() - 1)
+    found = [count for count in (below, 2 * below) if count != problem.ranks]
+    return [count for count in found if _legal(problem.resized(count))]
+
+
+def _shared_sequences(problem: SearchProblem) -> int | None:
+    """The fewest sequences that ranks can share: an odd divisor of the ranks times a power of two."""
+    length = problem.base.data.seq_len
+    sequences = problem.ranks // (problem.ranks & -problem.ranks)
+    while sequences <= problem.ranks:
+        more = sequences > problem.base.batch_sequences
+        if more and _legal(problem.with_batch(length, sequences * length)):
             return sequences
         sequences *= 2
     return None
 
 
-def _broken_rule(wish: PlanRequest) -> str | None:
-    """What the rules say of the keys that are fixed, with as many data ranks as are left."""
-    layout: dict[str, Any] = {key: value for key, value in wish.fixed.items() if key != "policy"}
+def _broken_rule(problem: SearchProblem) -> str | None:
+    """The rule that the fixed keys break, with as many data ranks as are left."""
+    layout: dict[str, Any] = {key: value for key, value in problem.fixed.items() if key != "policy"}
     taken = prod(layout.get(axis, 1) for axis in ("replicate", "tp", "cp", "pp"))
-    layout = {"dp": max(1, wish.ranks // taken), "zero": 1, **layout}
+    layout = {"dp": max(1, problem.ranks // taken), "zero": 1, **layout}
     try:
-        from_tree({**wish.base.to_json(), "layout": layout})
+        from_tree({**problem.base.to_json(), "layout": layout})
     except UserError as error:
         return str(error)
     return None
@@ -112,61 +110,40 @@ def _key(key: str) -> str:
     return "recompute.policy" if key == "policy" else f"layout.{key}"
 
 
-def _without(wish: PlanRequest, key: str) -> dict[str, object]:
-    return {name: value for name, value in wish.fixed.items() if name != key}
+def _legal(problem: SearchProblem) -> bool:
+    return problem.least_memory() is not None
 
 
-def _legal(wish: PlanRequest) -> bool:
-    return least_memory(wish.space(), wish.engines()) is not None
-
-
-def _fits(wish: PlanRequest) -> bool:
-    """Whether some layout of a wish fits; first by what any needs at least."""
-    least = least_memory(wish.space(), wish.engines())
-    if least is None or least.device > wish.searched:
-        return False
-    return bool(wish.search(any_will_do=True).best)
-
-
-def _changes(wish: PlanRequest, least: Memory) -> Iterator[str]:
-    """The nearest changes that would do, each by itself."""
-    for key in wish.fixed:
-        if _fits(replace(wish, fixed=_without(wish, key))):
-            yield f"it fits without {_key(key)} = {wish.fixed[key]}"
-    if wish.limit is not None and _fits(replace(wish, limit=None)):
+def _changes(problem: SearchProblem, least: Memory) -> Iterator[str]:
+    """The nearest changes that would do, each on its own."""
+    for key in problem.fixed:
+        if problem.without(key).fits():
+            yield f"it fits without {_key(key)} = {problem.fixed[key]}"
+    if problem.limit is not None and replace(problem, limit=None).fits():
         yield "it fits without the limit on memory"
-    shorter = _shorter(wish) if least.activations + least.logits > 0.1 * least.device else None
-    if shorter is not None:
-        yield f"it fits with sequences of {shorter:,} tokens"
-    count = _smallest(wish)
-    if count is not None:
-        yield f"the smallest power of two of nodes that does is {count:,} devices of {wish.cluster.name}"
-    other = next((each for each in _others(wish) if _fits(replace(wish, cluster=each))), None)
-    if other is not None:
-        yield f"{wish.ranks:,} x {other.device.name} ({other.name}) would do"
-
-
-def _others(wish: PlanRequest) -> list[Cluster]:
-    return [] if wish.limit is not None else roomier(wish.cluster)
-
-
-def _shorter(wish: PlanRequest) -> int | None:
-    """Tokens of the longest half, quarter, ... of the sequence that fits."""
-    tree, length = wish.base.to_json(), wish.base.data.seq_len
-    while length % 2 == 0 and length > 128:
-        length //= 2
-        tree["data"]["seq_len"] = length
-        if _fits(replace(wish, base=RunSpec.model_validate(tree))):
-            return length
-    return None
-
-
-def _smallest(wish: PlanRequest) -> int | None:
-    """The least power of two of nodes, more than there are, that some layout fits on."""
-    each = node(wish.cluster) if wish.cluster.device.kind != "cpu" else 1
-    count = each
-    while count <= _MOST:
-        if count > wish.ranks and _fits(replace(wish, cluster=wish.cluster.resized(count))):
-            return count
+    if least.activations + least.logits > 0.1 * least.device:
+        length = problem.base.data.seq_len
+        while length % 2 == 0 and length > 128:
+            length //= 2
+            if problem.with_batch(length, problem.base.train.batch_tokens).fits():
+                yield f"it fits with sequences of {length:,} tokens"
+                break
+    count = _node(problem)
+    while count <= _MOST and not (count > problem.ranks and problem.resized(count).fits()):
         count *= 2
-    return None
+    if count <= _MOST:
+        yield (f"the smallest power of two of nodes that does is {count:,} devices of {problem.cluster.name}")
+    if problem.limit is None:
+        yield from _roomier(problem)
+
+
+def _roomier(problem: SearchProblem) -> Iterator[str]:
+    """The cluster of the catalogue with the least memory among those with more, on which it fits."""
+    device = problem.cluster.device
+    others = [each for each in catalogue().values() if each.device.kind == device.kind]
+    for other in sorted(others, key=lambda each: each.device.memory):
+        if other.device.memory > device.memory:
+            resized = other.resized(problem.ranks)
+            if replace(problem, cluster=resized).fits():
+                yield f"{problem.ranks:,} x {resized.device.name} ({resized.name}) would do"
+                return

@@ -1,55 +1,34 @@
-"""The least memory of layouts: what a rank with a fair share of a model and of a microbatch needs."""
+"""The layout of a space that needs least memory, by equal shares of the model and of a microbatch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import inf
 from typing import Any
 
-from meshwright.planner.cost.data_parallel import StoredParameters
-from meshwright.planner.cost.layer import LayerCost
-from meshwright.planner.cost.lower_bounds import Kinds, kinds
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.layout_space import NO_CUT, DataMesh, LayerLayout, LayoutSpace
-from meshwright.planner.memory.generic import Memory, block_activations, rank_memory
+from meshwright.planner.memory.generic import Generic, Memory
 
 
-def fair_shares(
-    space: LayoutSpace,
-    on: CostModel,
-    of: Kinds,
-    inner: LayerLayout,
-    mesh: DataMesh,
-    blocks: LayerCost,
-    capacity: float = inf,
-) -> Iterator[Memory]:
-    """What a rank with a fair share of the model and of one microbatch needs, by stage of ZeRO.
+def least_memory(space: LayoutSpace, costs: CostModel) -> Memory | None:
+    """Bytes that a rank needs at least, in the layout that needs least; None if `space` has no layout."""
+    model, best = Generic(costs), None
+    for inner, mesh in _smallest(space):
+        blocks = None
+        for sharding in space.most_shared(inner, mesh):
+            spec = space.spec(inner, mesh, NO_CUT, sharding)
+            blocks = blocks or costs.blocks(spec)  # which do not depend on the sharding
+            needs = model.lower_bound(spec, blocks)
+            if best is None or needs.device < best.device:
+                best = needs
+    return best
 
-    The fullest rank of any layout of the mesh needs at least the least of them. There are none where
-    activations alone are more than `capacity`.
+
+def _smallest(space: LayoutSpace) -> Iterator[tuple[LayerLayout, DataMesh]]:
+    """Meshes with the smallest microbatch, the recompute policy that saves most, and whole experts.
+
+    Experts are cut only where there are no more whole ones to deal out.
     """
-    model, pp = space.base.model, mesh.pp
-    dense = routed = kept = 0.0
-    for count, wanted in of:
-        mine = blocks.held(wanted)
-        dense, routed = dense + count * mine[0] / pp, routed + count * mine[1] / pp
-        kept += count * block_activations(blocks, wanted) / pp
-    if kept > capacity:
-        return
-    dense += (1 if model.tied else 2) * blocks.largest_unit / pp
-    held = StoredParameters(dense, routed, model.layers + 2, 1)
-    for sharding in space.most_shared(inner, mesh):
-        spec = space.spec(inner, mesh, NO_CUT, sharding)
-        yield rank_memory(spec, blocks, on, held, kept, False, 0)
-
-
-def least_memory(space: LayoutSpace, on: CostModel) -> Memory | None:
-    """What a rank needs at least, where it needs least; None where `space` has no layout.
-
-    Of microbatches only the smallest are looked at, of recomputation what saves most, and experts are cut
-    only where there are no more whole ones to deal out.
-    """
-    best, of = None, kinds(space.base.model)
     least: dict[tuple[Any, ...], LayerLayout] = {}
     for inner in space.inner():  # in the order of microbatches, and of policies from none to full
         key = inner[:3]
@@ -59,14 +38,6 @@ def least_memory(space: LayoutSpace, on: CostModel) -> Memory | None:
     most = max((ep for ep, _ in pairs), default=1)
     for inner in least.values():
         for ep, etp in pairs:
-            if etp > 1 and ep < most and "etp" not in space.fixed:
-                continue
-            for mesh in space.meshes(inner, ep, etp):
-                sharding = next(space.shardings(inner, mesh), None)
-                if sharding is None:
-                    continue
-                blocks = on.blocks(space.spec(inner, mesh, NO_CUT, sharding))
-                for needs in fair_shares(space, on, of, inner, mesh, blocks):
-                    if best is None or needs.device < best.device:
-                        best = needs
-    return best
+            if etp == 1 or ep == most or "etp" in space.fixed:
+                for mesh in space.meshes(inner, ep, etp):
+                    yield inner, mesh

@@ -1,221 +1,106 @@
-"""A pipeline whose stages are placed: what all of its schedules and shardings share, each computed once."""
+"""A pipeline with given stages on its ranks: what all its schedules and shardings share, computed once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Iterator
 from operator import mul
 from typing import NamedTuple
 
-from meshwright.planner.cost.breakdown import PassSeconds
 from meshwright.planner.cost.layer import LayerCost
-from meshwright.planner.cost.lower_bounds import ScheduleShape, rank_ends, schedule, shape
+from meshwright.planner.cost.lower_bounds import shape
 from meshwright.planner.cost.model import CostModel
-from meshwright.planner.cost.stages import (
-    Totals,
-    held,
-    message,
-    rank_data,
-    ranks_of,
-    stage_cost,
-    stage_passes,
-)
-from meshwright.planner.cost.step import simulated
-from meshwright.planner.layout_space import DataMesh, LayerLayout, LayoutSpace, Sharding, StageSplit
-from meshwright.planner.memory.generic import held_microbatches, rank_memory, stage_activations, working
-from meshwright.schedule import Link, Path, StageCost, ends
+from meshwright.planner.cost.stages import Contents, PlacedStages, stored, together
+from meshwright.planner.cost.step import ScheduleTimes, StepModel
+from meshwright.planner.layout_space import Sharding
+from meshwright.planner.memory.generic import Generic, held_microbatches, stage_activations, working
 from meshwright.spec import RunSpec
 from meshwright.spec.layout import SPLIT
-from meshwright.spec.stages import Stage, placed
-
-
-class Member(NamedTuple):
-    """Ranks with equal stages: `ranks` of them."""
-
-    stages: tuple[Stage, ...]
-    ranks: tuple[int, ...]
 
 
 class Option(NamedTuple):
-    """A sharding: bytes of each member without its activations, and its seconds after the last backward."""
+    """A sharding of a pipeline's states."""
 
     sharding: Sharding
     states: tuple[float, ...]
+    """Bytes without activations, for each group of ranks with equal stages."""
     final: tuple[float, ...]
+    """Seconds of each rank after its last backward."""
 
 
 class ShardingCosts(NamedTuple):
-    """What is known of ranks of a mesh under one sharding, by what they have."""
+    """Costs of ranks of a mesh under one sharding, by the part of the model that they hold."""
 
     spec: RunSpec
-    """A run so sharded."""
-    states: dict[Totals, float]
+    """A run with this sharding."""
+    states: dict[Contents, float]
     """Bytes without activations that are kept."""
-    final: dict[Totals, float]
+    final: dict[Contents, float]
     """Seconds after the last backward."""
 
 
 class PipelineBranch:
-    """The stages of a mesh on their ranks; `paths` and `shares` are what is known of others of its kind."""
+    """The stages of a mesh on their ranks; `times` and `shares` are known to other branches of the mesh."""
 
     def __init__(
         self,
-        space: LayoutSpace,
-        on: CostModel,
+        spec: RunSpec,
+        costs: CostModel,
+        memory: Generic,
+        times: ScheduleTimes,
+        placed: PlacedStages,
         blocks: LayerCost,
-        inner: LayerLayout,
-        mesh: DataMesh,
-        cut: StageSplit,
-        paths: dict[tuple[str, int, int, int], list[Path]],
         shares: dict[Sharding, ShardingCosts],
     ) -> None:
-        self.paths, self.shares = paths, shares
-        self.space, self.on, self.blocks, self.inner, self.mesh = space, on, blocks, inner, mesh
-        self.stages = placed(cut.blocks)
-        self.own = ranks_of(cut, mesh.pp)
-        self._cut = cut
-        self._options: list[Option] | None = None
-        self._ends: dict[tuple[str, int, int], list[float]] = {}
-        each, link = message(space.spec(inner, mesh, cut, next(space.shardings(inner, mesh))), on, blocks)
-        self.link = link or Link()
-        self.hop = each if link is not None else 0.0
-        known: dict[tuple[int, ...], tuple[PassSeconds, StageCost]] = {}
-        self.passes, self.costs = [], []
-        last = len(self.stages) - 1
-        self._kinds = [self._kind(stage) for stage in self.stages]
-        for index, stage in enumerate(self.stages):
-            key = (*self._kinds[index], index > 0, index < last)
-            if key not in known:
-                work = stage_passes(blocks, stage)
-                cost = stage_cost(work, 0.0, each, (index > 0, index < last), link is None, blocks)
-                known[key] = work, cost
-            self.passes.append(known[key][0])
-            self.costs.append(known[key][1])
-        self.period = max(
-            sum(self.costs[i].forward + self.costs[i].input + self.costs[i].weight for i in mine)
-            for mine in self.own
-        )
+        self.steps = StepModel(spec, costs, times, placed, blocks)
+        self.options: list[Option] | None = None
+        """Shardings whose states leave room for one microbatch, once they are known."""
+        self._memory, self._placed, self._blocks, self._shares = memory, placed, blocks, shares
+        self._kept: dict[bool, dict[Contents, float]] = {}
+        cuda = costs.cluster.device.kind != "cpu"
+        self._fragmentation = 1 + costs.stack.fragmentation if cuda else 1.0
 
-    def _kind(self, stage: Stage) -> Totals:
-        """What a stage holds; stages that hold the same cost the same."""
-        before = self.space.routed_before
-        routed = before[stage.last] - before[stage.first]
-        return len(stage.blocks) - routed, routed, stage.embed, stage.head
+    def kept(self, split: bool) -> dict[Contents, float]:
+        """Bytes that each kind of stage keeps of a microbatch; `split` is true for split backwards."""
+        if split not in self._kept:
+            kinds = set(self._placed.contents)
+            self._kept[split] = {held: stage_activations(self._blocks, held, split) for held in kinds}
+        return self._kept[split]
 
-    @cached_property
-    def members(self) -> list[Member]:
-        """The ranks by what they hold."""
-        found: dict[tuple[tuple[int, ...], ...], list[int]] = {}
-        for rank, mine in enumerate(self.own):
-            found.setdefault(tuple(self._kinds[i] for i in mine), []).append(rank)
-        return [
-            Member(tuple(self.stages[i] for i in self.own[ranks[0]]), tuple(ranks))
-            for ranks in found.values()
-        ]
-
-    @cached_property
-    def kept(self) -> list[float]:
-        """Bytes that each stage keeps of a microbatch."""
-        return self._kept(split=False)
-
-    @cached_property
-    def kept_split(self) -> list[float]:
-        """The same under a schedule that puts gradients of weights off."""
-        return self._kept(split=True)
-
-    def _kept(self, split: bool) -> list[float]:
-        known: dict[tuple[int, ...], float] = {}
-        found = []
-        for stage, key in zip(self.stages, self._kinds, strict=True):
-            if key not in known:
-                known[key] = stage_activations(self.blocks, stage, split)
-            found.append(known[key])
-        return found
-
-    def options(self, capacity: float) -> list[Option]:
-        """The shardings whose states leave room for one microbatch at least."""
-        if self._options is None:
-            self._options = list(self._sharded(capacity))
-        return self._options
-
-    def _sharded(self, capacity: float) -> Iterator[Option]:
-        least = [
-            self._grown(sum(self.kept[stage.index] for stage in member.stages)) for member in self.members
-        ]
-        totals = [self._total(member) for member in self.members]
-        for sharding in self.space.shardings(self.inner, self.mesh):
-            shares = self.shares.get(sharding)
-            if shares is None:
-                spec = self.space.spec(self.inner, self.mesh, self._cut, sharding)
-                shares = self.shares[sharding] = ShardingCosts(spec, {}, {})
-            for total, flight in zip(totals, least, strict=True):
-                if total not in shares.states:
-                    shares.states[total] = self._states(shares.spec, total)
-                if shares.states[total] + flight > capacity:
+    def sharded(self, shardings: Iterable[Sharding], capacity: float) -> Iterator[Option]:
+        """The shardings, of those in `shares`, that leave room for one microbatch at least."""
+        kept, members = self.kept(False), list(self._placed.members)
+        least = [self._fragmentation * sum(kept[held] for held in member) for member in members]
+        totals = {member: together(member) for member in members}
+        for sharding in shardings:
+            known = self._shares[sharding]
+            for member, flight in zip(members, least, strict=True):
+                total = totals[member]
+                if total not in known.states:
+                    known.states[total] = self._states(known.spec, total)
+                if known.states[total] + flight > capacity:
                     break
             else:
-                for member, total in zip(self.members, totals, strict=True):
-                    if total not in shares.final:
-                        shares.final[total] = self._final(shares.spec, member, total)
-                states, final = (tuple(its[total] for total in totals) for its in shares[1:])
+                for member, total in totals.items():
+                    if total not in known.final:
+                        known.final[total] = self.steps.stages.data(known.spec, member).final
+                states = tuple(known.states[totals[member]] for member in members)
+                final = tuple(known.final[totals[member]] for member in self._placed.by_rank)
                 yield Option(sharding, states, final)
 
-    def _total(self, member: Member) -> Totals:
-        kinds = [self._kinds[stage.index] for stage in member.stages]
-        dense, routed, embed, head = map(sum, zip(*kinds, strict=True))
-        return dense, routed, embed > 0, head > 0
-
-    def _states(self, spec: RunSpec, total: Totals) -> float:
-        passing = working(self.blocks, total[0] + total[1] > 0, total[1] > 0)
-        return rank_memory(spec, self.blocks, self.on, held(self.blocks, *total), passing, total[3], 0).device
-
-    def _final(self, spec: RunSpec, member: Member, total: Totals) -> float:
-        work = [self.passes[stage.index] for stage in member.stages]
-        return rank_data(spec, self.on, held(self.blocks, *total), work).final
-
-    def _grown(self, flight: float) -> float:
-        """What activations take on the device, with what the allocator adds."""
-        cuda = self.on.cluster.device.kind != "cpu"
-        return flight * (1 + self.on.stack.fragmentation) if cuda else flight
+    def _states(self, spec: RunSpec, held: Contents) -> float:
+        passing, mine = working(self._blocks, held), stored(self._blocks, held)
+        return self._memory.rank(spec, self._blocks, mine, passing, held.head, 0).device
 
     def activations(self, spec: RunSpec) -> list[float]:
-        """Bytes that activations take at most on each member's ranks, under the schedule of `spec`."""
+        """Most bytes of activations on each group of ranks with equal stages, under the run's schedule."""
         layout = spec.layout
-        its = shape(layout.schedule, layout.pp, layout.chunks, held_microbatches(spec))
-        by_stage = self.kept_split if layout.schedule in SPLIT else self.kept
-        return [
-            self._grown(max(self._most(its, rank, by_stage) for rank in member.ranks))
-            for member in self.members
-        ]
-
-    def _most(self, its: ScheduleShape, rank: int, by_stage: Sequence[float]) -> float:
-        kept = [by_stage[stage] for stage in self.own[rank]]
-        if min(kept) == max(kept):
-            return its.most[rank] * kept[0]
-        return max(sum(map(mul, each, kept)) for each in its.held[rank])
-
-    def least_seconds(self, spec: RunSpec) -> list[float]:
-        """Rank -> when it is done at the earliest."""
-        layout, count = spec.layout, simulated(spec)
-        paths = self.paths.get((layout.schedule, layout.pp, layout.chunks, count), ())
-        key = layout.schedule, layout.chunks, len(paths)
-        if key not in self._ends:
-            self._ends[key] = rank_ends(self.costs, self.own, self.hop, layout.schedule, count, paths)
-        return self._ends[key]
-
-    def seconds(self, spec: RunSpec) -> tuple[float, ...]:
-        """Rank -> when it is done."""
-        key = (spec.layout.schedule, spec.layout.pp, spec.layout.chunks, simulated(spec))
-        done, path = ends(schedule(*key), self.costs, self.link)
-        self.paths.setdefault(key, []).append(path)
-        return done
-
-    def step(self, spec: RunSpec, done: Sequence[float], final: Sequence[float]) -> float:
-        """Seconds of a step whose ranks are done then, and whose members then need so long for the rest."""
-        of = {
-            rank: seconds
-            for member, seconds in zip(self.members, final, strict=True)
-            for rank in member.ranks
-        }
-        last = max(end + of[rank] for rank, end in enumerate(done))
-        return last + (spec.microbatches - simulated(spec)) * self.period + self.on.stack.step
+        shapes = shape(layout.schedule, layout.pp, layout.chunks, held_microbatches(spec))
+        kept, found = self.kept(layout.schedule in SPLIT), []
+        for member, ranks in self._placed.members.items():
+            sizes = [kept[held] for held in member]
+            if min(sizes) == max(sizes):
+                most = max(shapes.most[rank] for rank in ranks) * sizes[0]
+            else:
+                most = max(sum(map(mul, each, sizes)) for rank in ranks for each in shapes.held[rank])
+            found.append(self._fragmentation * most)
+        return found

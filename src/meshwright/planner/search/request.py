@@ -1,79 +1,94 @@
-"""What a wish for a plan says: which run, on which devices, and what of the layout is fixed."""
+"""A request for plans in the user's words, and the searches that answer it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.hardware.cluster import NETWORKS, Cluster
-from meshwright.hardware.find import catalogue
-from meshwright.planner.cost.model import CostModel
-from meshwright.planner.cost.software import SoftwareStack
-from meshwright.planner.cost.uncertainty import fitting, room, spread
-from meshwright.planner.layout_space import POLICIES, LayoutSpace
-from meshwright.planner.memory.exact import fullest
-from meshwright.planner.search.branch_and_bound import Progress, SearchResult, search
+from meshwright.hardware import find as hardware
+from meshwright.hardware.cluster import Cluster
+from meshwright.planner import OBJECTIVES
+from meshwright.planner.cost.software import stack_named
+from meshwright.planner.search.problem import SearchProblem, node_size
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import did_you_mean
 from meshwright.spec.load import fixed_layout, from_tree, read_tree
 from meshwright.spec.presets import PRESETS
 from meshwright.units import amount
 
-_SLACK = 1.1
-"""Of a device's memory, what the search's formulas may need where those of our own program decide."""
 Overrides = Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """A run without a layout, and where it is to run."""
+    """A request for the `top` best layouts of a model on a cluster.
 
-    base: RunSpec
-    cluster: Cluster
-    stack: SoftwareStack
-    fixed: dict[str, Any] = field(default_factory=dict)
-    limit: float | None = None
-    """Bytes of a device that may be used, where that is less than there are."""
+    `model` is a preset, an HF folder or config.json, a run file or folder, or a `RunSpec` whose layout is
+    ignored; `cluster` a name of the catalogue, a hardware file or a `Cluster`, of `gpus` devices or of any
+    power-of-two number of nodes within '64..1024'. `batch_tokens` may be '16M'. `max_memory` is in bytes of a
+    device, `price` in USD for a device and hour, `tokens` what is trained on in all. `overrides` are dotted
+    keys with their texts: those of the layout and `recompute.policy` are kept fixed.
+    """
 
-    @property
-    def ranks(self) -> int:
-        return self.cluster.count
+    model: str | Path | RunSpec
+    cluster: str | Cluster
+    gpus: int | str | None = None
+    seq_len: int | None = None
+    batch_tokens: int | str | None = None
+    top: int = 5
+    objective: str = "time"
+    stack: str = "meshwright"
+    price: float | None = None
+    tokens: float | str | None = None
+    max_memory: float | None = None
+    overrides: Overrides = ()
 
-    @property
-    def capacity(self) -> float:
-        """Bytes that a rank may need."""
-        most = fitting(room(self.cluster), spread(self.cluster, self.stack))
-        return most if self.limit is None else min(most, self.limit)
+    def problems(self) -> tuple[list[SearchProblem], str | None]:
+        """A search for each number of devices, ascending, and the batch in words where it was rounded.
 
-    def space(self) -> LayoutSpace:
-        """Its layouts. Where selective recomputation computes nothing again it is 'none' by another name."""
-        idle = self.stack.selective == "attention" and self.stack.fused_attention
-        policies = [each for each in POLICIES if each != "selective" or not idle]
-        levels = [level.devices for level in self.cluster.levels]
-        return LayoutSpace(self.base, self.ranks, self.fixed, policies, levels)
-
-    def engines(self) -> CostModel:
-        return CostModel(self.cluster, self.stack)
-
-    def search(
-        self, top: int = 5, progress: Progress | None = None, any_will_do: bool = False
-    ) -> SearchResult:
-        """The `top` fastest layouts that fit, or any one; of our own program by its memory exactly."""
-        on, own = self.engines(), self.stack.ours
-
-        def accept(spec: RunSpec) -> bool:
-            return fullest(spec, on).device <= self.capacity
-
-        return search(
-            self.space(), on, self.searched, top, progress, any_will_do, accept=accept if own else None
-        )
+        Raises `UserError`.
+        """
+        stack = stack_named(self.stack)
+        kind = hardware.cluster(self.cluster) if isinstance(self.cluster, str) else self.cluster
+        kind = kind if self.price is None else replace(kind, price=self.price)
+        self._check(kind)
+        sizes = sizes_of(self.gpus, kind)
+        base, note = base_run(self.model, kind, self.seq_len, self.batch_tokens, self.overrides)
+        if (tokens := self.total_tokens) is not None:
+            train = base.train.model_copy(update={"steps": None, "tokens": int(tokens)})
+            base = base.model_copy(update={"train": train})
+        fixed = fixed_keys(self.overrides)
+        problem = SearchProblem(base, kind, stack, fixed, self.max_memory)
+        return [problem.resized(count) for count in sizes], note
 
     @property
-    def searched(self) -> float:
-        """Bytes that a rank may need by the search's formulas, where those of our own program decide."""
-        return self.capacity * (_SLACK if self.stack.ours else 1.0)
+    def total_tokens(self) -> float | None:
+        """Tokens that are trained on in all. Raises `UserError`."""
+        if self.tokens is None:
+            return None
+        try:
+            return amount(str(self.tokens))
+        except ValueError as error:
+            raise UserError(f"--tokens: '{self.tokens}' is not valid: {error}") from None
+
+    def _check(self, kind: Cluster) -> None:
+        if self.objective not in OBJECTIVES:
+            raise UserError(f"--objective: '{self.objective}' is not one of {', '.join(OBJECTIVES)}")
+        if self.top < 1:
+            raise UserError(f"--top: must be at least 1, got {self.top}")
+        if self.objective == "longest-context" and self.seq_len is not None:
+            raise UserError(
+                f"--seq-len: {self.seq_len:,} is given, but the objective 'longest-context' looks for the "
+                f"longest; leave one of them out"
+            )
+        if self.objective == "cost" and kind.price is None:
+            raise UserError(
+                f"--objective: 'cost' needs a price, and none is known of {kind.name}; give --price USD for "
+                f"a device and hour"
+            )
 
 
 def base_run(
@@ -83,10 +98,11 @@ def base_run(
     batch_tokens: int | str | None,
     overrides: Overrides,
 ) -> tuple[RunSpec, str | None]:
-    """The run without its layout, and in words what its batch was taken for.
+    """The run without its layout, and its batch in words where it was rounded.
 
-    `model` is a preset's name, an HF folder or config.json, a run file or a run's folder, or a run. What it
-    computes in is the run's own format, and where only a model is named bf16, or fp32 on CPUs.
+    `model` is a preset's name, an HF folder or config.json, a run file or a run's folder, or a run. It
+    computes in the run's own format; where only a model is named, in bf16, or in fp32 on CPUs. Raises
+    `UserError`.
     """
     tree, is_run = (model.to_json(), True) if isinstance(model, RunSpec) else _tree(str(model))
     tree = {name: part for name, part in tree.items() if name != "layout"}
@@ -99,22 +115,20 @@ def base_run(
         given = "seq_len" in tree.get("data", {}) or any(key == "data.seq_len" for key, _ in others)
         seq_len = first.data.seq_len if given else min(first.model.max_seq_len, 8192)
     if seq_len < 1:
-        raise UserError(f"--seq-len: {seq_len} tokens are no sequence; give 1 or more")
-    wanted = batch_tokens
-    if wanted is None:
-        wanted = tree.get("train", {}).get("batch_tokens")
+        raise UserError(f"--seq-len: must be at least 1 token, got {seq_len}")
+    wanted = batch_tokens if batch_tokens is not None else tree.get("train", {}).get("batch_tokens")
     if wanted is None:
         raise UserError(
             "--batch-tokens: is missing (tokens of one optimiser step); give it, such as --batch-tokens 4M"
         )
-    tokens, said = batch_of(wanted, seq_len)
+    tokens, note = batch_of(wanted, seq_len)
     others = [(key, text) for key, text in others if key not in ("data.seq_len", "train.batch_tokens")]
     others += [("data.seq_len", str(seq_len)), ("train.batch_tokens", str(tokens))]
-    return from_tree(tree, others, source), said
+    return from_tree(tree, others, source), note
 
 
 def _tree(name: str) -> tuple[dict[str, Any], bool]:
-    """The tables of a run file that a model's name stands for; and whether it names a whole run."""
+    """The tables of a run file that a model's name stands for, and true if it names a whole run."""
     path = Path(name)
     if name in PRESETS:
         return {"model": {"preset": name}}, False
@@ -129,10 +143,10 @@ def _tree(name: str) -> tuple[dict[str, Any], bool]:
 
 
 def batch_of(wanted: int | str, seq_len: int) -> tuple[int, str | None]:
-    """A batch of whole sequences near a wish, and what was taken in words where that is not what was said.
+    """Tokens of a batch of whole sequences near the wanted one, and a note if they differ.
 
     16M may be 16 x 2^20 or 16 x 10^6: of the numbers of sequences from one to the other, the one that most
-    powers of two divide is taken, since it can be dealt to most layouts. Raises `UserError`.
+    powers of two divide is taken, since most layouts can share it. Raises `UserError`.
     """
     try:
         low, high = (amount(str(wanted), unit) / seq_len for unit in (1000, 1024))
@@ -143,9 +157,11 @@ def batch_of(wanted: int | str, seq_len: int) -> tuple[int, str | None]:
             f"--batch-tokens: {wanted} is less than one sequence of {seq_len:,} tokens; give at least "
             f"{seq_len}"
         )
-    first, last = max(1, round(low)), max(1, int(high))
-    counts = range(first, last + 1) if last > first else range(first, first + 1)
-    count = _most_even(counts)
+    first = max(1, round(low))
+    last, step = max(first, int(high)), 1
+    while last // (2 * step) * 2 * step >= first:
+        step *= 2
+    count = last // step * step
     tokens = count * seq_len
     if str(tokens) == str(wanted):
         return tokens, None
@@ -153,43 +169,38 @@ def batch_of(wanted: int | str, seq_len: int) -> tuple[int, str | None]:
     return tokens, f"{wanted} is taken as {sequences} of {seq_len:,} tokens = {tokens:,}"
 
 
-def _most_even(counts: range) -> int:
-    """The number that the highest power of two divides; of several the largest."""
-    step = 1
-    while counts[-1] // (2 * step) * 2 * step >= counts[0]:
-        step *= 2
-    return counts[-1] // step * step
-
-
 def fixed_keys(overrides: Overrides) -> dict[str, Any]:
-    """What flags fix of a layout and of its recomputation's policy."""
+    """Keys of the layout that flags fix, and 'policy' for the recompute policy."""
     found = {name: value for name, value in fixed_layout(overrides).items() if value is not None}
-    for key, text in overrides:
-        if key == "recompute.policy":
-            found["policy"] = text
+    found.update(("policy", text) for key, text in overrides if key == "recompute.policy")
     return found
 
 
-def node(cluster: Cluster) -> int:
-    """Devices of one node: what is joined by more than a network."""
-    inner = [level.devices for level in cluster.hierarchy if level.kind not in NETWORKS]
-    return max(inner, default=1)
-
-
-def check_count(cluster: Cluster, count: int) -> None:
-    """Refuse a number of devices that leaves a node partly used beside full ones."""
-    each = node(cluster)
-    if cluster.device.kind == "cpu" or count <= each or count % each == 0:
-        return
-    below = count // each * each
-    raise UserError(
-        f"--gpus: {count:,} devices are not a multiple of the {each} of a node of {cluster.name}; try "
-        f"{below:,} or {below + each:,}"
-    )
-
-
-def roomier(cluster: Cluster) -> list[Cluster]:
-    """Clusters of as many devices with more memory, of the catalogue, those with least of it first."""
-    others = [each for each in catalogue().values() if each.device.kind == cluster.device.kind]
-    more = [each for each in others if each.device.memory > cluster.device.memory]
-    return [each.resized(cluster.count) for each in sorted(more, key=lambda each: each.device.memory)]
+def sizes_of(gpus: int | str | None, kind: Cluster) -> list[int]:
+    """The numbers of devices to plan for, ascending. Raises `UserError`."""
+    if gpus is None:
+        if kind.device.kind == "cpu" and kind.sharing == kind.count:
+            raise UserError("--gpus: is missing (ranks that share the host); give it, such as --gpus 2")
+        return [kind.count]
+    parts = re.fullmatch(r"([0-9]+)(?:\.\.([0-9]+))?", str(gpus))
+    if parts is None or int(parts[1]) < 1 or (parts[2] and int(parts[2]) < int(parts[1])):
+        raise UserError(
+            f"--gpus: '{gpus}' is not valid: it should be a number of devices, or a range such as 64..1024"
+        )
+    low, node = int(parts[1]), node_size(kind)
+    if parts[2] is None:
+        if kind.device.kind != "cpu" and low > node and low % node:
+            below = low // node * node
+            raise UserError(
+                f"--gpus: {low:,} devices are not a multiple of the {node} of a node of {kind.name}; try "
+                f"{below:,} or {below + node:,}"
+            )
+        return [low]
+    high = int(parts[2])
+    found = [node << power for power in range(32) if low <= node << power <= high]
+    if not found:
+        raise UserError(
+            f"--gpus: from {low} to {high} there is no power-of-two number of nodes of {node} devices; give "
+            f"one number, or a wider range"
+        )
+    return found

@@ -17,7 +17,7 @@ from typing import Any
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.step import step_time
 from meshwright.planner.cost.uncertainty import interval
-from meshwright.planner.memory.generic import Memory, memory
+from meshwright.planner.memory.generic import Generic, Memory
 from meshwright.planner.validation.calibration import is_used
 from meshwright.planner.validation.cases import Case, case_of
 from meshwright.planner.validation.table import PUBLISHED, PredictionError, Row, read
@@ -79,7 +79,7 @@ def predict(case: Case) -> Prediction:
     """The fastest of the case's runs that fit, with the least recomputation that fits."""
     costs = CostModel(case.cluster, case.stack, case.format)
     capacity = case.cluster.device.memory
-    needs = [(spec, memory(spec, costs)) for spec in case.specs]
+    needs = [(spec, Generic(costs).peak(spec)) for spec in case.specs]
     possible = [(spec, need) for spec, need in needs if need.device <= capacity * _NEARLY] or needs[-1:]
     least = [(spec, need) for spec, need in possible if spec.recompute == possible[0][0].recompute]
     fitting = [(spec, need) for spec, need in least if need.device <= capacity]

@@ -1,0 +1,101 @@
+"""One search: a run without a layout on a cluster of one size, and what of the layout is fixed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from meshwright.hardware.cluster import NETWORKS, Cluster
+from meshwright.planner.cost.model import CostModel
+from meshwright.planner.cost.software import SoftwareStack
+from meshwright.planner.cost.uncertainty import fitting, room, spread
+from meshwright.planner.layout_space import POLICIES, LayoutSpace
+from meshwright.planner.memory.exact import memory_model
+from meshwright.planner.memory.generic import Memory
+from meshwright.planner.search.branch_and_bound import search
+from meshwright.planner.search.least_memory import least_memory
+from meshwright.planner.search.results import Progress, SearchResult
+from meshwright.spec import ModelSpec, RunSpec
+
+
+@dataclass(frozen=True)
+class SearchProblem:
+    """A run without a layout, and the devices that it is to run on."""
+
+    base: RunSpec
+    cluster: Cluster
+    stack: SoftwareStack
+    fixed: dict[str, Any] = field(default_factory=dict)
+    limit: float | None = None
+    """Bytes of a device that may be used, where that is less than there are."""
+
+    @property
+    def ranks(self) -> int:
+        return self.cluster.count
+
+    @property
+    def model_name(self) -> str:
+        """The model's preset, its HF folder or its family."""
+        return self.base.model.preset or self.base.model.hf or self.base.model.family
+
+    @property
+    def capacity(self) -> float:
+        """Bytes that a rank may need."""
+        most = fitting(room(self.cluster), spread(self.cluster, self.stack))
+        return most if self.limit is None else min(most, self.limit)
+
+    @property
+    def costs(self) -> CostModel:
+        """A new cost model of the cluster."""
+        return CostModel(self.cluster, self.stack)
+
+    def space(self) -> LayoutSpace:
+        """Its layouts. Selective recomputation is left out where it recomputes nothing, as 'none' does."""
+        idle = self.stack.selective == "attention" and self.stack.fused_attention
+        policies = [name for name in POLICIES if name != "selective" or not idle]
+        levels = [level.devices for level in self.cluster.levels]
+        return LayoutSpace(self.base, self.ranks, self.fixed, policies, levels)
+
+    def least_memory(self) -> Memory | None:
+        """Bytes that a rank needs at least in any layout; None if no layout is legal."""
+        return least_memory(self.space(), self.costs)
+
+    def search(
+        self, top: int = 5, progress: Progress | None = None, any_will_do: bool = False
+    ) -> SearchResult:
+        """The `top` fastest layouts that fit, or any one."""
+        costs = self.costs
+        return search(self.space(), costs, self.capacity, top, progress, any_will_do, memory_model(costs))
+
+    def fits(self) -> bool:
+        """True if some layout fits; the search is spared where the least memory is too much."""
+        least = self.least_memory()
+        if least is None or least.device > self.capacity * memory_model(self.costs).slack:
+            return False
+        return bool(self.search(any_will_do=True).best)
+
+    def resized(self, count: int) -> SearchProblem:
+        """The run on another number of devices."""
+        return replace(self, cluster=self.cluster.resized(count))
+
+    def with_batch(self, seq_len: int, batch_tokens: int) -> SearchProblem:
+        """The run with another batch. Raises `UserError`."""
+        tree = self.base.to_json()
+        tree["data"]["seq_len"], tree["train"]["batch_tokens"] = seq_len, batch_tokens
+        return replace(self, base=RunSpec.model_validate(tree))
+
+    def with_model(self, model: ModelSpec) -> SearchProblem:
+        """The run with another model. Raises `UserError`."""
+        tree = self.base.to_json()
+        tree["model"] = model.model_dump(mode="json")
+        return replace(self, base=RunSpec.model_validate(tree))
+
+    def without(self, key: str) -> SearchProblem:
+        """The run with one key of the layout no longer fixed."""
+        return replace(self, fixed={name: value for name, value in self.fixed.items() if name != key})
+
+
+def node_size(cluster: Cluster) -> int:
+    """Devices of one node: those joined by more than a network."""
+    inner = [level.devices for level in cluster.hierarchy if level.kind not in NETWORKS]
+    return max(inner, default=1)
