@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from math import ceil, log2
 
 from meshwright.hardware.cluster import Cluster, Level
 from meshwright.hardware.measurements import collective_seconds
 from meshwright.planner.group_shapes import GroupShape
+from meshwright.planner.traffic.messages import Message
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class CollectiveCosts:
     def __init__(self, cluster: Cluster, network: float = 1.0, flat_rings: bool = False) -> None:
         self.cluster = cluster
         self._network, self._flat = network, flat_rings
-        self._paths: dict[GroupShape, Path] = {}
+        self.path = cache(self._ring)
         self._rate = cluster.device.rates.link
 
     def contention(self, operation: str) -> float:
@@ -63,13 +65,6 @@ class CollectiveCosts:
         """Bytes a second that a device's collectives send over a level, while all of its group do."""
         share = self._rate if level is self.cluster.levels[0] else self.cluster.device.rates.network
         return level.link.bandwidth / level.oversubscription * share
-
-    def path(self, group: GroupShape) -> Path:
-        """The ring of a group."""
-        found = self._paths.get(group)
-        if found is None:
-            found = self._paths[group] = self._ring(group)
-        return found
 
     def members(self, group: GroupShape) -> Iterator[tuple[Level, int, int]]:
         """(level, members of a group in one of its groups, the same one level further in) where it grows."""
@@ -101,6 +96,12 @@ class CollectiveCosts:
             once += (ceil(group.ranks / inner) - ceil(group.ranks / here)) * level.link.latency
             tree += ceil(log2(ceil(here / inner))) * level.link.latency
         return Path(bandwidth, reduced, once, tree, slowest, exchanged, trip)
+
+    def seconds(self, message: Message) -> float:
+        """Seconds of one call, with nothing else on its links."""
+        if message.operation == "send":
+            return self.message(message.size, message.group.stride)
+        return self.collective(message.operation, message.size, message.group)
 
     def collective(self, operation: str, size: float, group: GroupShape) -> float:
         """Seconds of one collective of a whole of `size` bytes; of an all-to-all, of one rank's bytes."""

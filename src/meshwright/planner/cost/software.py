@@ -109,7 +109,7 @@ class SoftwareStack:
     unpacked: float = 0.0
     """Bytes moved to lay out a gathered parameter."""
     own: bool = False
-    """This program: messages are counted call by call (`planner/cost/layer_communication.py`), and parameters
+    """This program: messages are counted call by call (`planner/traffic/messages.py`), and parameters
     are gathered in the format that computes."""
     agreements: int = 0
     """Sums of single numbers over ranks in a step."""
