@@ -143,11 +143,11 @@ def _tensor_messages(shape: LayerShape, where: Where) -> Iterator[Message]:
         inputs[:1] = [(shape.tokens * channels, weights) for channels, weights in latents]
     again = [Phase.RECOMPUTE] * ("matmul" in shape.repeated)
     for elements, weights in inputs:
-        yield call(shape.reduction, elements, phase=Phase.INPUT)
         if shape.layout.sequence_parallel:
             yield from (call("all_gather", elements, phase=phase) for phase in (Phase.FORWARD, *again))
         if shape.layout.sequence_parallel and weights:
             yield call("all_gather", elements, phase=Phase.WEIGHT, overlaps=Overlap.PRODUCT)
+        yield call(shape.reduction, elements, phase=Phase.INPUT)
     yield hidden(shape.reduction, phase=Phase.FORWARD, count=outputs)
     yield from (hidden(shape.reduction, phase=phase) for phase in again)  # not of the layer's last map
     if shape.layout.sequence_parallel:
@@ -160,11 +160,6 @@ def _context_messages(shape: LayerShape, where: Where) -> Iterator[Message]:
     """Queries, keys and values (`parallel/ring_attention.py`, `parallel/ulysses.py`)."""
     keys, ring, call = 2 * shape.tokens * shape.kv, shape.ring, partial(Message, "context", where=where)
     forwards = [Phase.FORWARD, *[Phase.RECOMPUTE] * ("attention" in shape.repeated)]
-    if shape.ulysses.ranks > 1:
-        exchange = partial(call, "all_to_all", width=shape.width, group=shape.ulysses)
-        for phase in (Phase.FORWARD, Phase.INPUT, *[Phase.RECOMPUTE] * ("exchange" in shape.repeated)):
-            yield exchange(shape.tokens * (shape.q + 2 * shape.kv), phase=phase)
-            yield exchange(shape.tokens * shape.q, phase=phase)
     if ring.ranks > 1 and shape.layout.context_mode == "gather":
         whole = partial(call, elements=keys * ring.ranks, group=ring)
         yield from (whole("all_gather", width=shape.width, phase=phase) for phase in forwards)
@@ -174,6 +169,11 @@ def _context_messages(shape: LayerShape, where: Where) -> Iterator[Message]:
         for phase in (*forwards, Phase.INPUT):
             yield shift(width=shape.width, phase=phase, count=ring.ranks - 1)
         yield shift(width=shape.exact, phase=Phase.INPUT, count=ring.ranks)
+    if shape.ulysses.ranks > 1:
+        exchange = partial(call, "all_to_all", width=shape.width, group=shape.ulysses)
+        for phase in (Phase.FORWARD, Phase.INPUT, *[Phase.RECOMPUTE] * ("exchange" in shape.repeated)):
+            yield exchange(shape.tokens * (shape.q + 2 * shape.kv), phase=phase)
+            yield exchange(shape.tokens * shape.q, phase=phase)
 
 
 def expert_messages(shape: LayerShape, copies: Copies | None = None) -> Iterator[Message]:
