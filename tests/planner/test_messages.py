@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+from meshwright.hardware.cluster import Attention, Measured, cluster
+from meshwright.planner.cost.model import CostModel
+from meshwright.planner.cost.step import step_time
+from meshwright.planner.explain.link_load import communication
 from meshwright.planner.rank_view import share
 from meshwright.planner.traffic.layer_shape import LayerShape, layer_shape
 from meshwright.planner.traffic.messages import (
@@ -132,3 +138,21 @@ def test_bytes_of_experts() -> None:
     names |= {"D": spec.model.hidden, "N": shape.tokens}
     ranks = [8, 8, 8, 8, 2, 2, 8, 2]
     assert layers == [value(text, **names, f=share(n)) for text, n in zip(formulas, ranks, strict=True)]
+
+
+@pytest.mark.parametrize("seconds", [1e-7, 1e-2])
+def test_seconds_by_themselves_do_not_depend_on_compute(seconds: float) -> None:
+    """Attention that was measured hides a ring's transfers; how long these take does not change."""
+    spec = spec_of(BASE, layout__cp=2, data__seq_len=128, layout__micro_batch=1)
+    model = spec.model
+    measured = tuple(
+        Attention("bf16", batch, model.heads, model.kv_heads, model.head_dim, length, seconds, seconds)
+        for batch, length in product((1, 2), (32, 64, 128))
+    )
+    known = Measured(attention=measured, collective_compute={"shift": 0.0})
+    on = CostModel(replace(cluster("cpu", 2), measured=known))
+    (ring,) = (load for load in communication(spec, on, step_time(spec, on)) if load.axis == "context")
+    calls = layer_messages(layer_shape(spec, on_cpu=True), False)
+    alone = sum(m.count * on.links.seconds(m) for m in calls)
+    assert ring.seconds == pytest.approx(spec.microbatches * model.layers * alone)
+    assert ring.hidden == pytest.approx(1.0 if seconds > 1e-3 else 0.0, abs=0.1)
