@@ -1,8 +1,9 @@
-"""What crosses the wire equals the planner's formulas, byte for byte, on every axis."""
+"""The calls of a step are the planner's messages, one by one, and its bytes their sums, on every axis."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
 from typing import Any
@@ -12,8 +13,8 @@ import pytest
 
 from meshwright.parallel.expert_parallel import AllToAllDispatcher
 from meshwright.parallel.mesh import Mesh
+from meshwright.planner.traffic.messages import Copies, messages
 from meshwright.planner.traffic.traffic import traffic
-from meshwright.planner.traffic.traffic_moe import Copies
 from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer
 from ranks import Ranks
@@ -24,39 +25,55 @@ BASE = {"model.vocab_size": 61, "data.corpus": "synthetic", "data.seq_len": 16, 
 MICROBATCHES = 3  # the first, one within, the last: all that may differ in what they send
 
 
-Sent = dict[tuple[str, str], float]
+Call = tuple[str, str, float]
+"""(axis, operation, bytes)."""
 
 
 @contextmanager
-def counted_copies() -> Iterator[list[tuple[int, int]]]:
-    """What each trip of a first forward sends to experts on other ranks, and gets from others."""
-    found: list[tuple[int, int]] = []
+def counted_copies() -> Iterator[list[Copies]]:
+    """The copies of tokens of each first dispatch to experts on other ranks."""
+    found: list[Copies] = []
     settle = AllToAllDispatcher._plan
 
     def count(trip: AllToAllDispatcher, *args: Any) -> None:
         settle(trip, *args)
         if not trip._kept.second:
             here = trip._axis.rank
-            sent, received = (
-                sum(by_rank[:here] + by_rank[here + 1 :])
-                for by_rank in (trip._sent_rows, trip._received_rows)
+            found.append(
+                Copies(
+                    *(
+                        float(sum(by_rank[:here] + by_rank[here + 1 :]))
+                        for by_rank in (trip._sent_rows, trip._received_rows)
+                    )
+                )
             )
-            found.append((sent, received))
 
     with patch.object(AllToAllDispatcher, "_plan", count):
         yield found
 
 
-def one_step(mesh: Mesh, spec: RunSpec) -> tuple[Sent, Copies]:
+def one_step(mesh: Mesh, spec: RunSpec) -> tuple[list[Call], list[Copies]]:
+    """The calls of one step on this rank, and its dispatches."""
     trainer = Trainer(spec, mesh)
     trainer.initialise()
     (batch,) = first_batches(spec, mesh, 1)
     trainer.expect(batch)
     mesh.wire.clear()
-    with counted_copies() as found:
+    mesh.wire.log = []
+    with counted_copies() as copies:
         trainer.step(batch, 1)
-    copies = Copies(*(float(sum(each[way] for each in found)) for way in (0, 1)))
-    return dict(mesh.wire.bytes), copies
+    return mesh.wire.log, copies
+
+
+def multiset(calls: Iterable[tuple[str, str, float, float]]) -> dict[str, Counter[float]]:
+    """'axis operation' -> bytes of a call -> number of such calls, of (axis, operation, bytes, number).
+
+    Bytes are fractions of whole numbers, so a thousandth of one tells calls apart.
+    """
+    found: dict[str, Counter[float]] = {}
+    for axis, operation, sent, count in calls:
+        found.setdefault(f"{axis} {operation}", Counter())[round(sent, 3)] += count
+    return found
 
 
 def spec_for(base: dict[str, object], **flags: object) -> RunSpec:
@@ -68,9 +85,15 @@ def spec_for(base: dict[str, object], **flags: object) -> RunSpec:
 def equal_bytes(ranks: Ranks, base: dict[str, object], **flags: object) -> None:
     spec = spec_for(base, **flags)
     assert spec.microbatches == MICROBATCHES
-    for rank, (sent, copies) in enumerate(ranks.run(spec.layout, one_step, spec)):
+    for rank, (calls, copies) in enumerate(ranks.run(spec.layout, one_step, spec)):
         stage = rank * spec.layout.pp // spec.layout.world_size
-        assert sent == pytest.approx(traffic(spec, stage, copies), rel=1e-14)
+        listed = messages(spec, stage, copies, on_cpu=True)
+        recorded = multiset((*call, 1) for call in calls)
+        assert recorded == multiset((m.axis, m.operation, m.sent, m.count) for m in listed)
+        sums: Counter[tuple[str, str]] = Counter()
+        for axis, operation, sent in calls:
+            sums[axis, operation] += sent
+        assert sums == pytest.approx(traffic(spec, stage, copies), rel=1e-14)
 
 
 DATA = [(4, 0, 1), (4, 1, 1), (4, 2, 1), (4, 3, 1), (2, 2, 2), (2, 3, 2), (1, 1, 1), (1, 2, 3), (3, 3, 1)]
@@ -230,7 +253,10 @@ def test_by_default_routing_is_even(ranks: Ranks, axes: dict[str, int]) -> None:
     spec = spec_of(
         MOE, **flags, layout__micro_batch=4, train__batch_tokens=16 * 48
     )  # enough tokens for a mean
-    found = [sent["expert", "all_to_all"] for sent, _ in ranks.run(spec.layout, one_step, spec)]
+    found = [
+        sum(sent for axis, _, sent in calls if axis == "expert")
+        for calls, _ in ranks.run(spec.layout, one_step, spec)
+    ]
     assert sum(found) / len(found) == pytest.approx(traffic(spec)["expert", "all_to_all"], rel=0.15)
 
 

@@ -1,6 +1,6 @@
-"""The one place where anything crosses a link: named functions that record (axis, operation, bytes).
+"""All communication between ranks: functions that start a collective and record (axis, operation, bytes).
 
-Every reduction is a SUM; the one division is in `loss.py`. On an axis of one rank nothing is sent.
+Every reduction is a SUM; the one division is in `loss_normalization.py`. An axis of one rank sends nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def start_all_gather(whole: Tensor, part: Tensor, axis: Axis) -> Pending:
-    """Fill `whole` (n * numel of part,) with every rank's `part`, in the order of ranks."""
+    """Fill `whole` (n * numel of part,) with the `part` of each rank, in the order of ranks."""
     if axis.size == 1:
         whole.view(-1).copy_(part.view(-1))
         return DONE
@@ -48,7 +48,7 @@ def start_all_gather(whole: Tensor, part: Tensor, axis: Axis) -> Pending:
 
 
 def start_reduce_scatter(part: Tensor, whole: Tensor, axis: Axis) -> Pending:
-    """Sum `whole` (n * numel of part,) over the axis and leave the slice of this rank in `part`."""
+    """Sum `whole` (n * numel of part,) over the axis and write this rank's slice to `part`."""
     if axis.size == 1:
         part.view(-1).copy_(whole.view(-1))
         return DONE
@@ -58,7 +58,7 @@ def start_reduce_scatter(part: Tensor, whole: Tensor, axis: Axis) -> Pending:
 
 
 def start_all_reduce(tensor: Tensor, axis: Axis, operation: str = "all_reduce") -> Pending:
-    """Sum `tensor` over the axis, in place; recorded as `operation`."""
+    """Sum `tensor` over the axis in place; recorded as `operation`."""
     if axis.size == 1:
         return DONE
     sent = 2 * _bytes(tensor) * (axis.size - 1) / axis.size
@@ -67,9 +67,9 @@ def start_all_reduce(tensor: Tensor, axis: Axis, operation: str = "all_reduce") 
 
 
 def start_broadcast(tensor: Tensor, source: int, axis: Axis) -> Pending:
-    """Give `tensor` of rank `source` of the axis to all its ranks, in place.
+    """Copy `tensor` of rank `source` of the axis to all its ranks, in place.
 
-    Recorded as S (n-1)/n for S bytes: what a rank sends on average when blocks pass along a chain of ranks.
+    Recorded as S (n-1)/n for S bytes, the mean over ranks when blocks pass along a chain.
     """
     if axis.size == 1:
         return DONE
@@ -80,7 +80,7 @@ def start_broadcast(tensor: Tensor, source: int, axis: Axis) -> Pending:
 
 
 def start_all_to_all(received: Tensor, sent: Tensor, axis: Axis) -> Pending:
-    """Give slice i of `sent` (n equal ones along its first dim) to rank i; `received` has them by sender."""
+    """Send slice i of `sent` (n equal ones along dim 0) to rank i; `received` holds slices by sender."""
     if axis.size == 1:
         received.view(-1).copy_(sent.view(-1))
         return DONE
@@ -91,7 +91,7 @@ def start_all_to_all(received: Tensor, sent: Tensor, axis: Axis) -> Pending:
 def start_all_to_all_rows(
     received: Tensor, sent: Tensor, received_rows: list[int], sent_rows: list[int], axis: Axis
 ) -> Pending:
-    """Give the first `sent_rows[0]` rows of `sent` to rank 0, and so on; `received` has them by sender."""
+    """Send the first `sent_rows[0]` rows of `sent` to rank 0, and so on; `received` holds rows by sender."""
     if axis.size == 1:
         received.copy_(sent)
         return DONE
@@ -114,7 +114,7 @@ class _All:
 
 
 def start_shift(received: Tensor, sent: Tensor, axis: Axis) -> Pending:
-    """Give `sent` to the next rank of the ring, and take into `received` what the one before gives."""
+    """Send `sent` to the next rank of the ring, and receive from the one before."""
     if axis.size == 1:
         received.copy_(sent)
         return DONE
@@ -127,35 +127,35 @@ def start_shift(received: Tensor, sent: Tensor, axis: Axis) -> Pending:
 
 
 def start_send(sent: Tensor, target: int, axis: Axis, tag: int = 0) -> Pending:
-    """Give `sent` to rank `target` of the axis; it must live until the end."""
+    """Send `sent` to rank `target` of the axis; the tensor must live until the send has ended."""
     work = dist.isend(sent, group=axis.group, group_dst=target, tag=tag)
     return axis.wire.start(axis.name, "send", float(_bytes(sent)), work)
 
 
 def start_receive(received: Tensor, source: int, axis: Axis, tag: int = 0) -> Pending:
-    """Take into `received` what rank `source` of the axis sends with this tag, in its order."""
+    """Receive what rank `source` of the axis sends with this tag, in the order in which it sends."""
     work: Pending | None = dist.irecv(received, group=axis.group, group_src=source, tag=tag)
     assert work is not None
     return work
 
 
-# Products that overlap with their own message -----------------------------------------------------------
+# Products fused with their collective -------------------------------------------------------------------
 #
-# Operators of torch's symmetric memory, in which a rank reads the others' parts straight from their memory
-# and multiplies each as it comes (asynchronous tensor parallelism; cf. Wang et al. 2023, ASPLOS). CUDA only.
+# Operators of torch's symmetric memory: a rank reads the other ranks' parts from their memory and multiplies
+# each as it arrives (asynchronous tensor parallelism; cf. Wang et al. 2023, ASPLOS). CUDA only.
 
 
 def reach_each_other(axis: Axis) -> bool:
-    """True if every rank of the axis can read the others' memory; all of them ask at once, and agree.
+    """True if every rank of the axis can read the memory of the others; collective, equal on all ranks.
 
-    Devices of one host must be peers; over several hosts (an NVLink domain of GB200 trays) symmetric memory's
-    own rendezvous decides.
+    Devices of one host must be peers; across hosts (an NVLink domain of GB200 trays) the rendezvous of
+    symmetric memory decides.
     """
     if axis.size == 1 or axis.device.type != "cuda":
         return False
     import torch.distributed._symmetric_memory as symmetric  # it registers torch.ops.symm_mem's
 
-    boot = Path("/proc/sys/kernel/random/boot_id")  # tells hosts of one name apart
+    boot = Path("/proc/sys/kernel/random/boot_id")  # differs between hosts of one name
     name = socket.gethostname() + (boot.read_text() if boot.exists() else "")
     host = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
     own = torch.tensor([host, axis.device.index or 0], dtype=torch.int64, device=axis.device)
@@ -178,7 +178,7 @@ def reach_each_other(axis: Axis) -> bool:
 def gather_matmul(
     part_ND: Tensor, maps_DF: list[Tensor], axis: Axis, keep: bool = False
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """(every rank's rows (n N, D) if `keep`, their products (n N, F) with each map)."""
+    """All-gather rows (N, D) and multiply: (the rows (n N, D) if `keep`, products (n N, F) with each map)."""
     assert axis.group is not None
     axis.wire.record(axis.name, "all_gather", _bytes(part_ND) * float(axis.size - 1))
     found: tuple[Tensor | None, list[Tensor]] = torch.ops.symm_mem.fused_all_gather_matmul(
@@ -188,7 +188,7 @@ def gather_matmul(
 
 
 def matmul_scatter(x_NF: Tensor, map_FD: Tensor, axis: Axis) -> Tensor:
-    """The product, summed over the axis, and of that this rank's rows (N / n, D)."""
+    """Multiply and reduce-scatter: this rank's rows (N / n, D) of the product, summed over the axis."""
     assert axis.group is not None
     sent = x_NF.shape[0] * map_FD.shape[1] * x_NF.element_size()
     axis.wire.record(axis.name, "reduce_scatter", sent * (axis.size - 1) / axis.size)
@@ -212,7 +212,7 @@ def sum_scalars(values: Sequence[float], axis: Axis) -> list[float]:
 
 
 def gather_rows(rows: Tensor, axis: Axis) -> Tensor:
-    """Stack equally shaped tensors of all ranks: (...) -> (n, ...)."""
+    """Stack the equally shaped tensors of all ranks: (...) -> (n, ...)."""
     whole = torch.empty((axis.size, *rows.shape), dtype=rows.dtype, device=rows.device)
     start_all_gather(whole.view(-1), rows.contiguous().view(-1), axis).wait()
     return whole

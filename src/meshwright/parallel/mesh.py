@@ -35,32 +35,37 @@ class Pending(Protocol):
 
 @dataclass
 class TrafficCounter:
-    """Traffic of each axis: (axis, operation) -> bytes that one rank sends, and the number of calls.
+    """Bytes that this rank sent and calls that it made, by (axis, operation).
 
-    Bytes are those of a bandwidth-optimal algorithm over n ranks and a whole tensor of S bytes: all-gather
-    and reduce-scatter S (n-1)/n, all-reduce 2 S (n-1)/n (Thakur et al. 2005); an all-to-all of S bytes a rank
-    S (n-1)/n; a shift what is sent.
+    Bytes are those of a bandwidth-optimal algorithm over n ranks and a tensor of S bytes: all-gather,
+    reduce-scatter and broadcast S (n-1)/n, all-reduce 2 S (n-1)/n (Thakur et al. 2005), all-to-all of S bytes
+    a rank S (n-1)/n; a shift or a send what leaves this rank.
     """
 
     bytes: dict[tuple[str, str], float] = field(default_factory=dict)
     calls: dict[tuple[str, str], int] = field(default_factory=dict)
+    log: list[tuple[str, str, float]] | None = None
+    """(axis, operation, bytes) of each call in order, if this is a list; None records the sums only."""
 
     def record(self, axis: str, operation: str, sent: float) -> None:
-        """Add one collective."""
+        """Add one call that sends `sent` bytes."""
         key = (axis, operation)
         self.bytes[key] = self.bytes.get(key, 0.0) + sent
         self.calls[key] = self.calls.get(key, 0) + 1
+        if self.log is not None:
+            self.log.append((axis, operation, sent))
 
     def start(self, axis: str, operation: str, sent: float, work: Pending | None) -> Pending:
-        """Add one collective that has just been started; returns the handle on which it is waited for."""
+        """Add one call that has just been started; returns the handle to wait on."""
         assert work is not None, "a rank starts collectives only on groups that it is in"
         self.record(axis, operation, sent)
         return work
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Drop all sums, and stop logging calls."""
         self.bytes.clear()
         self.calls.clear()
+        self.log = None
 
 
 @dataclass(frozen=True)

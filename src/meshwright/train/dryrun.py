@@ -35,7 +35,7 @@ from meshwright.parallel.precision import Formats
 from meshwright.parallel.process_groups import Groups, Row
 from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.parallel.unit import Unit
-from meshwright.planner.traffic.traffic_moe import admitted
+from meshwright.planner.traffic.layer_shape import admitted
 from meshwright.schedule import Action, Kind
 from meshwright.spec import RunSpec
 from meshwright.train.memory_tracker import COLLECTIVES, MESSAGES, PLAIN, FakeMemory, TrackedStorage

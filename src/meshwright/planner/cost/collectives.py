@@ -1,78 +1,77 @@
 """Seconds of a collective, from where its ranks are: which share a node, and what else uses the links.
 
-A group of n ranks that are `stride` apart has, in a node of d devices, n_local = min(n, d / stride)
-members, and as many groups as there are ranks between two of its members work beside it. Its ring enters a
-node and leaves it by the interfaces of all its members there (NCCL's channels), so that a message of the
-whole crosses nodes at n_local times an interface's rate, and within a node at the link's. Rings take a
-latency for each of their ranks; an all-reduce of few bytes goes through a tree (Thakur et al. 2005; Sanders
-et al. 2009; NVIDIA 2019, NCCL 2.4). Where a machine's own collectives were measured, their times count.
+A group of n ranks that are `stride` apart has n_local = min(n, d / stride) members in a node of d devices,
+and `stride` such groups use the node's links at once. Its ring enters and leaves a node through the
+interfaces of all its members there (NCCL's channels), so a message crosses nodes at n_local times the rate of
+an interface, and a node at the rate of its link. A ring takes one latency for each of its ranks; an
+all-reduce of few bytes goes through a tree (Thakur et al. 2005; Sanders et al. 2009; NVIDIA 2019, NCCL 2.4).
+Times measured on the machine itself take precedence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from math import ceil, log2
 
 from meshwright.hardware.cluster import Cluster, Level
 from meshwright.hardware.measurements import collective_seconds
 from meshwright.planner.group_shapes import GroupShape
+from meshwright.planner.traffic.messages import Message
 
 
 @dataclass(frozen=True)
 class Path:
-    """What a group's ring runs over."""
+    """The links that a group's collectives run over."""
 
     bandwidth: float
-    """Bytes a second of the whole ring."""
+    """Bytes per second of a ring around the group."""
     reduced: float
-    """Seconds a byte of half an all-reduce, which crosses each level once for each of its groups."""
+    """Seconds per byte of half an all-reduce, which crosses each level once for each group inside it."""
     once: float
-    """Seconds of latency all around it."""
+    """Seconds of latency around the ring."""
     tree: float
     """Seconds of latency up a tree."""
     level: str
-    """The slowest level's name."""
+    """Name of the slowest level."""
     exchanged: float
-    """Seconds a byte of an all-to-all, each rank's bytes."""
+    """Seconds per byte of an all-to-all, counting one rank's bytes."""
     trip: float
-    """Seconds of an all-to-all's latency."""
+    """Seconds of latency of an all-to-all."""
 
 
 class CollectiveCosts:
-    """Collectives of one cluster, for groups whose neighbours' groups talk at the same time."""
+    """Collectives on one cluster, of groups that all communicate at the same time.
+
+    `network` is the share of the interfaces' rate that collectives reach across nodes; with `flat_rings` a
+    ring crosses each node through one interface.
+    """
 
     def __init__(self, cluster: Cluster, network: float = 1.0, flat_rings: bool = False) -> None:
         self.cluster = cluster
         self._network, self._flat = network, flat_rings
-        self._paths: dict[GroupShape, Path] = {}
+        self.path = cache(self._ring)
         self._rate = cluster.device.rates.link
 
     def contention(self, operation: str) -> float:
-        """Seconds that compute loses for each second of a collective beside it, as measured; else all."""
+        """Compute slowdown per second of an overlapped collective, 0 to 1; 1 if not measured."""
         known = self.cluster.measured
         return 1.0 if known is None else known.collective_compute.get(operation, 1.0)
 
     @property
     def slowed(self) -> float:
-        """How many times as long a collective takes beside compute, as measured; else once."""
+        """Slowdown factor of a collective that overlaps compute, at least 1; 1 if not measured."""
         known = self.cluster.measured
         return 1.0 if known is None else known.overlap_collective or 1.0
 
     def rate(self, level: Level) -> float:
-        """Bytes a second that a device's collectives send over a level, while all of its group do."""
+        """Bytes per second that a device sends over a level while all devices of its group do."""
         share = self._rate if level is self.cluster.levels[0] else self.cluster.device.rates.network
         return level.link.bandwidth / level.oversubscription * share
 
-    def path(self, group: GroupShape) -> Path:
-        """The ring of a group."""
-        found = self._paths.get(group)
-        if found is None:
-            found = self._paths[group] = self._ring(group)
-        return found
-
     def members(self, group: GroupShape) -> Iterator[tuple[Level, int, int]]:
-        """(level, members of a group in one of its groups, the same one level further in) where it grows."""
+        """(level, ranks of the group inside it, those one level further in) per level that it crosses."""
         inner = 1
         for level in self.cluster.levels:
             last = level is self.cluster.levels[-1]
@@ -82,7 +81,7 @@ class CollectiveCosts:
                 inner = here
 
     def interfaces(self, inner: int) -> int:
-        """How many devices' interfaces a ring uses out of a group in which it has `inner` members."""
+        """Interfaces through which a ring leaves a node that holds `inner` of its members."""
         return 1 if self._flat else inner
 
     def _ring(self, group: GroupShape) -> Path:
@@ -90,7 +89,7 @@ class CollectiveCosts:
         slowest = self.cluster.levels[0].name
         for level, here, inner in self.members(group):
             rate = self.rate(level)
-            # Each rank sends each other the same; what leaves a node goes through the rank's own interface.
+            # A rank sends every other as much; what leaves a node goes through the rank's own interface.
             exchanged = max(exchanged, (here - inner) / group.ranks / rate)
             trip += level.link.latency * ceil(log2(1 + here / inner))
             if level is not self.cluster.levels[0]:
@@ -102,13 +101,19 @@ class CollectiveCosts:
             tree += ceil(log2(ceil(here / inner))) * level.link.latency
         return Path(bandwidth, reduced, once, tree, slowest, exchanged, trip)
 
+    def seconds(self, message: Message) -> float:
+        """Seconds of one call, with nothing else on its links."""
+        if message.operation == "send":
+            return self.message(message.size, message.group.stride)
+        return self.collective(message.operation, message.size, message.group)
+
     def collective(self, operation: str, size: float, group: GroupShape) -> float:
-        """Seconds of one collective of a whole of `size` bytes; of an all-to-all, of one rank's bytes."""
+        """Seconds of one collective on a tensor of `size` bytes; for an all-to-all, those of one rank."""
         n = group.ranks
         if n == 1 or size <= 0:
             return 0.0
         if self.cluster.measured is not None:
-            outermost = [level for level, _, _ in self.members(group)][-1]
+            *_, (outermost, _, _) = self.members(group)
             known = self._measured(operation, n, outermost, size)
             if known is not None:
                 return known
@@ -120,19 +125,19 @@ class CollectiveCosts:
         return size * (n - 1) / n / over.bandwidth + over.once
 
     def message(self, size: float, stride: int) -> float:
-        """Seconds of `size` bytes from a rank to the one `stride` further on."""
+        """Seconds of a transfer of `size` bytes to the rank that is `stride` away."""
         level = self.between(stride)
         known = self._measured("send", 2, level, size)
         return level.link.latency + size / self.rate(level) if known is None else known
 
     def _measured(self, operation: str, ranks: int, level: Level, size: float) -> float | None:
-        """The time between those that were measured, if the operation was at that level."""
+        """Seconds between measured sizes; None if the operation was not measured at that level."""
         if self.cluster.measured is None:
             return None
         return collective_seconds(self.cluster.measured, operation, ranks, level.name, size)
 
     def between(self, stride: int) -> Level:
-        """The innermost level whose groups hold neighbours that are `stride` apart."""
+        """The innermost level that connects ranks `stride` apart."""
         return next(
             (level for level in self.cluster.levels if stride < level.devices), self.cluster.levels[-1]
         )

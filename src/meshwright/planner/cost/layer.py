@@ -1,48 +1,61 @@
-"""Seconds of one microbatch in one block, and in the ends, on one device, by what they are spent on.
+"""Seconds of one microbatch in one layer, and in the embedding and the head, on one device.
 
-Every operator is taken with the shape that it has after tensor, context and expert ranks have their shares:
-matrix products by `KernelCosts.matmul`, attention by its FLOPs (the causal half) where it is fused and by the
-bytes of its scores where it is not, norms, activations and residuals by the bytes that they move. Messages
-between tensor ranks are on the critical path but for the share that the stack hides; those of a ring of
-context ranks run beside its attention, and only what is left of them counts.
-
-N tokens of a microbatch on this context rank, D hidden channels, Q and K channels of queries and keys, F of
-the feed-forward layer, b bytes of an element.
+Every operator has the shape that tensor, context and expert ranks leave of it: matrix products cost
+`KernelCosts.matmul`, fused attention its FLOPs (the causal half), other attention also the bytes of its
+scores, and norms, activations and residuals the bytes that they move. Messages are lists of `Message`: those
+of this program call by call where collectives were measured one by one, a coarser list for published
+programs. They are on the critical path but for the share that the software hides; keys and values that travel
+around a ring run beside its attention, and only the rest counts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 
-from meshwright.planner.cost import layer_communication as own_messages
 from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.kernels import KernelCosts
 from meshwright.planner.cost.software import SoftwareStack
-from meshwright.planner.group_shapes import GroupShape, axes
+from meshwright.planner.group_shapes import axes
+from meshwright.planner.rank_view import share
+from meshwright.planner.traffic.layer_shape import LayerShape, layer_shape
+from meshwright.planner.traffic.messages import (
+    Message,
+    Overlap,
+    Phase,
+    Where,
+    end_messages,
+    layer_messages,
+)
 from meshwright.spec import ModelSpec, MoeSpec, RunSpec
 from meshwright.spec.parameters import block_parameters
 from meshwright.units import FORMAT_BYTES
 
-_AGAIN = 8
-"""Operators that selective recomputation launches again."""
+# Each literal says where it is from: `source:` a publication, `counted:` reads and writes added up by hand,
+# `fitted by hand`: chosen by hand on all rows of the published table (`validation/data/published_runs.csv`).
+
+PRICED_AS = {"sequence": "expert"}
+"""Axes whose seconds count as another's: ranks that share sequences send the router's statistics."""
 
 
 @dataclass
 class Dense:
-    """What a layout's blocks without experts, and its ends, cost: the same however experts are dealt out."""
+    """Cached costs that do not depend on how experts are sharded: dense layers, embedding and head."""
 
     block: PassSeconds | None = None
     embedding: PassSeconds | None = None
     head: PassSeconds | None = None
     sizes: dict[bool, tuple[int, int, int]] = field(default_factory=dict)
-    """Parameters of a block, with experts or dense: split by tensor ranks, whole, experts'."""
+    """Has experts -> parameters of a layer: split by tensor ranks, replicated on them, of routed experts."""
 
 
 class LayerCost:
-    """What blocks cost in a run's layout.
+    """Seconds of the layers, the embedding and the head of a run, for one microbatch.
 
-    `dense` is what is known of layouts that differ in how experts are dealt out only.
+    `dense` is a cache shared by layouts that differ only in how experts are sharded.
     """
 
     def __init__(
@@ -55,106 +68,75 @@ class LayerCost:
         dense: Dense | None = None,
     ) -> None:
         self.spec, self.stack, self.kernels, self.links, self.format = spec, stack, kernels, links, format
-        layout, model = spec.layout, spec.model
         self.width = max(2.0, FORMAT_BYTES[format])
-        self.length = spec.data.seq_len
-        self.tokens = spec.micro_batch * self.length // layout.cp
-        self.own = self.tokens // (layout.tp if layout.sequence_parallel else 1)
-        self.q = model.heads * model.head_dim // layout.tp
-        self.kv = layout.local_kv_heads(model.kv_heads) * model.head_dim
+        on_cpu = kernels.device.kind == "cpu"
+        self.shape = shape = replace(layer_shape(spec, on_cpu), width=self.width, repeated=frozenset())
+        self.length, self.tokens, self.own = shape.length, shape.tokens, shape.own
+        self.q, self.kv, self.rows = shape.q, shape.kv, shape.rows
         self.launch = kernels.launched(stack.launch, stack.host)
-        self.on_cpu = kernels.device.kind == "cpu"
-        self.axes = axes(layout)
-        self.tensor, self.context, self.expert = self.axes.tensor, self.axes.context, self.axes.expert
+        self.axes = axes(spec.layout)
         self._dense = dense or Dense()
         self._routed: PassSeconds | None = None
 
-    # What a block is made of.
-
     def passes(self, routed: bool) -> PassSeconds:
-        """Seconds of a block, with experts or dense."""
+        """Seconds of a layer, dense or with routed experts."""
         if routed:
-            self._routed = self._routed or self._block(True)
+            self._routed = self._routed or self._layer(True)
             return self._routed
-        self._dense.block = self._dense.block or self._block(False)
+        self._dense.block = self._dense.block or self._layer(False)
         return self._dense.block
 
     def held(self, routed: bool) -> tuple[int, int]:
-        """Parameters of a block on one tensor rank: those that all tokens meet, and its experts'."""
+        """Parameters of a layer on one tensor rank: those that all tokens use, and its routed experts'."""
         if routed not in self._dense.sizes:
             self._dense.sizes[routed] = _sizes(self.spec.model, routed)
         (split, whole, experts), layout = self._dense.sizes[routed], self.spec.layout
         return split // layout.tp + whole, experts // (layout.ep * layout.etp)
 
     def products(self, routed: bool) -> list[Product]:
-        """The forward's matrix products of a block."""
+        """Matrix products of a layer's forward."""
         inner: list[Product] = self._routed_products() if routed else []
         return [*self._attention_products(), *self._feed_forward_products(routed), *inner]
 
     @property
-    def rows(self) -> int:
-        """Rows of the vocabulary on one tensor rank."""
-        return -(-self.spec.model.vocab_size // self.spec.layout.tp)
-
-    @property
     def largest_unit(self) -> float:
-        """Parameters of the largest of the ends."""
+        """Parameters of the embedding or the head on one tensor rank."""
         return self.rows * self.spec.model.hidden
 
-    def _block(self, routed: bool) -> PassSeconds:
-        products = self.products(routed)
-        forward = self._forward(products, routed)
-        input = self._input(products, routed)
+    def _layer(self, routed: bool) -> PassSeconds:
+        products, listed = self.products(routed), self.messages(routed)
+        (core, scores), (core_back, scores_back) = self._core(), self._core(backward=True)
+        moved = self.kernels.moved(self._bytes(routed))
+        forward = self._exposed(listed, core, Phase.FORWARD)._replace(
+            matmul=sum(map(self._product, products)), attention=core, moved=moved + scores
+        )
+        input = self._exposed(listed, core_back, Phase.INPUT, Phase.WEIGHT)._replace(
+            matmul=sum(self._product(Product(p.m, p.k, p.n, p.batch)) for p in products),
+            attention=core_back,
+            moved=2 * moved + 2 * scores_back,  # counted: the forward's tensors, and their gradients
+        )
         weight = Seconds(
             matmul=sum(self._product(Product(p.n, p.k, p.m, p.batch)) for p in products),
             moved=self.kernels.moved(self.stack.packed * sum(self.held(routed))),
         )
-        again = self._again(forward, products, routed)
+        policy, selective = self.spec.recompute.policy, self.stack.selective
+        again = forward if policy == "full" else self._exposed(listed, core, Phase.RECOMPUTE)
+        if policy == "selective" and selective == "attention":  # Korthikanti et al. 2022
+            again = Seconds() if self.stack.fused_attention else Seconds(attention=core, moved=scores)
+        elif policy == "selective":
+            products_again = 0.5 if selective == "half" else 0.0  # source: every second one, as torchtitan
+            again = again._replace(matmul=forward.matmul * products_again, moved=forward.moved - scores)
         return self._launched(PassSeconds(forward, input, weight, again), routed)
 
-    def _forward(self, products: list[Product], routed: bool) -> Seconds:
-        core, scores = self._core()
-        sent = self._own(core, routed, False) if self.stack.own else self._sent(core, routed, False)
-        return sent._replace(
-            matmul=sum(map(self._product, products)),
-            attention=core,
-            moved=self.kernels.moved(self._bytes(routed)) + scores,
-        )
-
-    def _input(self, products: list[Product], routed: bool) -> Seconds:
-        core, scores = self._core(backward=True)
-        sent = self._own(core, routed, True) if self.stack.own else self._sent(core, routed, True)
-        return sent._replace(
-            matmul=sum(self._product(Product(p.m, p.k, p.n, p.batch)) for p in products),
-            attention=core,
-            moved=2 * self.kernels.moved(self._bytes(routed)) + 2 * scores,
-        )
-
-    def _again(self, forward: Seconds, products: list[Product], routed: bool) -> Seconds:
-        policy = self.spec.recompute.policy
-        if policy == "full":
-            return forward
-        if policy == "none":
-            return Seconds()
-        core, scores = self._core()
-        if (
-            self.stack.selective == "attention"
-        ):  # Korthikanti et al. 2022: what fused attention does by itself
-            return Seconds() if self.stack.fused_attention else Seconds(attention=core, moved=scores)
-        moved = forward.moved - scores
-        if self.stack.selective == "half":  # every second product, and what moves bytes
-            return Seconds(matmul=forward.matmul / 2, moved=moved, tensor=forward.tensor / 2)
-        trips = self._trips(1) if routed else 0.0
-        return Seconds(moved=moved, tensor=0.0, expert=trips)
-
     def _launched(self, passes: PassSeconds, routed: bool) -> PassSeconds:
-        """With the time that the device waits for the host, which launches so many operators."""
-        each = 30 if not self.stack.fused_attention else 22
-        each += 25 if routed else 0
-        again = each if self.spec.recompute.policy == "full" else _AGAIN
+        """`passes` with the seconds in which the device waits for its host to launch operators."""
+        # Fitted by hand: operators of the forward, of both halves of the backward over those, and of
+        # selective recomputation.
+        count = (22 if self.stack.fused_attention else 30) + (25 if routed else 0)
+        counts = count, count * 1.2, count * 0.4, count if self.spec.recompute.policy == "full" else 8
         found = []
-        for seconds, count in zip(passes, (each, each * 1.2, each * 0.4, again), strict=True):
-            launches = count * self.launch if seconds.total else 0.0
+        for seconds, operators in zip(passes, counts, strict=True):
+            launches = operators * self.launch if seconds.total else 0.0
             waits = launches if self.stack.blocking else max(0.0, launches - seconds.total)
             found.append(seconds._replace(host=waits))
         return PassSeconds(*found)
@@ -183,68 +165,57 @@ class LayerCost:
         return [Product(n, self.gates * inner, model.hidden), Product(n, model.hidden, inner)]
 
     def _routed_products(self) -> list[Product]:
-        moe, layout, model = self._moe(), self.spec.layout, self.spec.model
-        local = max(1, moe.experts // layout.ep)
-        rows = max(1, round(self.routed_rows / local))
-        inner = moe.ffn // layout.etp
-        router = Product(self.own, moe.experts, model.hidden)
-        return [
-            router,
-            Product(rows, self.gates * inner, model.hidden, local),
-            Product(rows, model.hidden, inner, local),
-        ]
+        moe, layout, hidden = self._moe(), self.spec.layout, self.spec.model.hidden
+        local, inner = max(1, moe.experts // layout.ep), moe.ffn // layout.etp
+        each = partial(Product, max(1, round(self.routed_rows / local)), batch=local)
+        router = Product(self.own, moe.experts, hidden)
+        return [router, each(self.gates * inner, hidden), each(hidden, inner)]
 
     @property
     def routed_rows(self) -> float:
-        """Rows that this rank's experts compute, where the router is even."""
-        moe, layout = self._moe(), self.spec.layout
-        return self.tokens / layout.tp * moe.top_k * layout.etp
+        """Rows that this rank's experts compute under an even router."""
+        return self.shape.copies
 
     def _moe(self) -> MoeSpec:
-        moe = self.spec.model.moe
-        assert moe is not None
-        return moe
+        return self.shape.moe
 
     @property
     def gates(self) -> int:
+        """Products of a feed-forward network's input: two where the activation is gated."""
         return 2 if self.spec.model.activation == "swiglu" else 1
-
-    def _mapped(self, routed: bool) -> bool:
-        """Whether tensor ranks share a feed-forward layer that all tokens take."""
-        return not routed or bool(self._moe().shared_ffn)
 
     # Operators.
 
     def _product(self, p: Product) -> float:
         seconds = self.kernels.matmul(self.format, p.m, p.n, p.k, p.batch)
-        if self.format == "fp8":  # both operands are cast, one of them with its transpose
+        if self.format == "fp8":  # fitted by hand: a quarter of a cast of the weight for each product
             seconds += self.kernels.moved(self.stack.cast_bytes * p.batch * (p.m * p.k + p.k * p.n / 4))
         return seconds
 
     def _core(self, backward: bool = False) -> tuple[float, float]:
-        """Attention's products, and moving its scores where they are kept: seconds forward or backward."""
+        """Seconds of attention's products, and of moving its scores where they are stored; one way."""
         model, layout = self.spec.model, self.spec.layout
-        heads = model.heads // layout.tp
-        seen = self.length if model.sliding_window is None else min(self.length, 2 * model.sliding_window)
-        pairs = self.tokens * seen * heads  # query-key pairs, both halves
+        heads, window = model.heads // layout.tp, model.sliding_window
+        seen = self.length if window is None else min(self.length, 2 * window)  # no causal half of a window
+        pairs = self.tokens * seen * heads  # of queries and keys, without the causal mask
         if self.stack.fused_attention:
             measured = self._measured_core(backward) if self.stack.own else None
             if measured is not None:
                 return measured * seen / self.length, 0.0
-            products = 2.5 if backward else 1.0
+            products = 2.5 if backward else 1.0  # source: Dao et al. 2022, FlashAttention: five for two
             flops = products * (model.head_dim + model.v_dim) * pairs  # 2 FLOPs, half of the pairs
             return self.kernels.attention(self.format, flops, self.length, backward), 0.0
         batch = max(1, self.tokens // self.length) * heads
         length, d = self.length, model.head_dim
         shapes = [Product(length, length, d, batch), Product(length, d, length, batch)]
         core = sum(self.kernels.matmul(self.format, *p) for p in shapes)
+        # counted: softmax reads and writes 2 bytes twice; dropout its result, and a mask of 1 byte
         scored = (13 if self.stack.dropout else 8) * pairs
         return core * (2 if backward else 1), self.kernels.moved(scored)
 
     def _measured_core(self, backward: bool) -> float | None:
-        """Attention as it was measured: in a ring, on one rank's keys after the other's."""
-        model, layout = self.spec.model, self.spec.layout
-        u = layout.ulysses(model.kv_heads)
+        """Measured seconds of attention, once for the keys of each rank of the ring; None if not measured."""
+        model, layout, u = self.spec.model, self.spec.layout, self.shape.ulysses.ranks
         ring, heads = layout.cp // u, model.heads // layout.tp // u
         kv_heads = max(1, layout.local_kv_heads(model.kv_heads) // u)
         found = self.kernels.attention_of(
@@ -253,144 +224,151 @@ class LayerCost:
         return None if found is None else ring * found[backward]
 
     def _bytes(self, routed: bool) -> float:
-        """Bytes that the forward's norms, activations, residuals and copies move."""
+        """Bytes that the norms, activations, residuals and copies of the forward move."""
         model, b, t = self.spec.model, self.width, self.spec.layout.tp
         d, own, n = model.hidden, self.own, self.tokens
-        masks = 2.0 * own * d if self.stack.dropout else 0.0
-        found = own * d * b * (4 + 6) + masks  # two norms, two residuals
-        found += n * b * (2 * (self.q + 2 * self.kv) + 2 * self.q)  # rotated or rearranged
+        masks = 2.0 * own * d if self.stack.dropout else 0.0  # counted: two masks of a byte an element
+        found = own * d * b * (4 + 6) + masks  # counted: two norms, 1 read and 1 write; two sums, 2 and 1
+        # counted: queries, keys and values read and written by the rotation, queries once more
+        found += n * b * (2 * (self.q + 2 * self.kv) + 2 * self.q)
         if model.qk_norm:
             found += 2 * n * b * (self.q + self.kv)
         channels = 0 if model.moe is not None and routed else model.ffn
         if routed:
             moe = self._moe()
             channels = moe.shared_ffn
-            rows = self.routed_rows
-            found += rows * b * (4 * d + (1 + self.gates) * moe.ffn / self.spec.layout.etp)
+            # counted: rows permuted there and back; the activation reads its gates and writes one
+            found += self.routed_rows * b * (4 * d + (1 + self.gates) * moe.ffn / self.spec.layout.etp)
         found += n * b * (1 + self.gates) * channels / t
         return found * self.stack.elementwise
 
     # Messages.
 
-    def _own(self, core: float, routed: bool, backward: bool) -> Seconds:
-        """This program's in one pass."""
-        maps = 2 if self._mapped(routed) else 1
-        return Seconds(
-            tensor=own_messages.tensor(self, routed, maps, backward),
-            context=own_messages.context(self, core, backward),
-            expert=own_messages.expert(self, backward) if routed else 0.0,
-        )
+    def messages(self, routed: bool) -> list[Message]:
+        """Messages of a layer in one microbatch; recomputation repeats the forward's, or some of them."""
+        listed = [*(layer_messages if self.stack.own else _published)(self.shape, routed)]
+        again = [each for each in listed if each.phase is Phase.FORWARD]
+        policy, selective = self.spec.recompute.policy, self.stack.selective
+        if policy == "none" or (policy == "selective" and selective == "attention"):
+            return listed
+        if policy == "selective" and selective == "half":
+            again = [each.times(0.5) for each in again if each.axis == "tensor"]
+        elif policy == "selective":
+            again = [_dispatch(self.shape, Phase.FORWARD)] if routed else []
+        return listed + [replace(each, phase=Phase.RECOMPUTE) for each in again]
 
-    def _sent(self, core: float, routed: bool, backward: bool) -> Seconds:
-        """Any program's in one pass."""
-        layout = self.spec.layout
-        gathered = 0.0
-        if backward and layout.tp > 1 and layout.sequence_parallel:
-            whole = self.tokens * self.spec.model.hidden * self.width  # inputs, for their maps' gradients
-            gathered = self.links.collective("all_gather", whole, self.tensor) * (
-                1 - self.stack.overlap_gather
-            )
-        maps = 2 if self._mapped(routed) else 1
-        return Seconds(
-            tensor=self._tensor(maps) + maps * gathered,
-            context=self._exposed(core, 2 if backward else 1),
-            expert=self._trips(2) if routed else 0.0,
-        )
+    def end_messages(self, head: bool) -> list[Message]:
+        """Messages around the head, or the embedding; published programs are not charged for the loss's."""
+        listed = end_messages(self.shape, head)
+        if self.stack.own:
+            return listed
+        return [replace(each, overlaps=Overlap.COMPUTE) for each in listed if each.where != "loss"]
 
-    def _tensor(self, maps: int) -> float:
-        """What `maps` parallel regions exchange in one pass: gathered and reduced, or summed."""
-        layout = self.spec.layout
-        if layout.tp == 1:
-            return 0.0
-        whole = self.tokens * self.spec.model.hidden * self.width
-        if layout.sequence_parallel:
-            each = self.links.collective("all_gather", whole, self.tensor)
-            each += self.links.collective("reduce_scatter", whole, self.tensor)
+    def _exposed(self, listed: Iterable[Message], core: float, *phases: Phase) -> Seconds:
+        """Seconds of the messages of `phases`, less what overlaps products or `core` seconds of attention."""
+        found = dict.fromkeys(("tensor", "context", "expert"), 0.0)
+        shifts, beside = 0.0, 0.0
+        for each in listed:
+            if each.phase not in phases:
+                continue
+            seconds = each.count * self.links.seconds(each)
+            if each.overlaps is Overlap.ATTENTION:
+                shifts, beside = shifts + seconds, core * share(each.group.ranks)
+            else:
+                found[PRICED_AS.get(each.axis, each.axis)] += seconds * (1 - self._hidden(each))
+        if self.stack.own:
+            shifts -= min(shifts, beside / self.links.slowed) * (1 - self.links.contention("shift"))
         else:
-            each = self.links.collective("all_reduce", whole, self.tensor)
-        return maps * each * (1 - self.stack.overlap_tensor)
+            shifts = max(shifts - beside, 0.1 * shifts)  # fitted by hand: a tenth is never hidden
+        found["context"] += shifts
+        return Seconds(**found)
 
-    def _exposed(self, core: float, times: int) -> float:
-        """What keys and values between context ranks take beyond the attention that they run beside."""
-        layout = self.spec.layout
-        if layout.cp == 1:
-            return 0.0
-        n, u = layout.cp, layout.ulysses(self.spec.model.kv_heads)
-        keys = 2 * self.tokens * self.kv * self.width
-        if layout.context_mode == "gather":
-            return times * self.links.collective("all_gather", keys * n, self.context)
-        found = 0.0
-        if u > 1:
-            moved = 2 * self.tokens * (self.q + self.kv) * self.width
-            found += times * self.links.collective("all_to_all", moved, GroupShape(u, self.context.stride))
-        ring = n // u
-        if ring > 1:
-            shifts = (ring - 1) * times * self.links.message(keys, self.context.stride * u)
-            found += max(shifts - core * (ring - 1) / ring, 0.1 * shifts)
-        return found
-
-    def _trips(self, count: int) -> float:
-        """Tokens to their experts, or back, `count` times."""
-        layout = self.spec.layout
-        if self.expert.ranks == 1:
-            return 0.0
-        size = self.tokens / layout.tp * self._moe().top_k * layout.etp * self.spec.model.hidden * self.width
-        return (
-            count * self.links.collective("all_to_all", size, self.expert) * (1 - self.stack.overlap_expert)
-        )
+    def _hidden(self, message: Message) -> float:
+        """The share of a message's seconds that the software hides behind products."""
+        stack = self.stack
+        if message.overlaps is Overlap.PRODUCT:
+            return stack.overlap_gather
+        if message.overlaps is Overlap.COMPUTE:
+            return stack.overlap_expert if message.axis == "expert" else stack.overlap_tensor
+        return 0.0
 
     # The ends.
 
     def head(self) -> PassSeconds:
-        """Seconds of the last norm, the head's product and the loss; its logits are in `format` or bf16."""
+        """Seconds of the last norm, the head's product and the loss; fp8 runs compute logits in bf16."""
         self._dense.head = self._dense.head or self._head()
         return self._dense.head
 
     def embedding(self) -> PassSeconds:
-        """Seconds of the lookup, and of adding its gradient's rows."""
+        """Seconds of the lookup, and of adding up its gradient."""
         self._dense.embedding = self._dense.embedding or self._embedding()
         return self._dense.embedding
 
-    def _head(self) -> PassSeconds:
-        model, rows = self.spec.model, self.rows
-        format = "bf16" if self.format == "fp8" else self.format
-        n = self.tokens
-        product = self.kernels.matmul(format, n, rows, model.hidden)
-        logits = self.kernels.moved(n * rows * 14.0)
-        end = (own_messages.tensor_end(self) if self.stack.own else self._tensor(1)) / 2
-        told = own_messages.loss(self) if self.stack.own else 0.0
-        host = self.stack.ends / 2 * self.launch
-        forward = Seconds(matmul=product, moved=logits, host=host, tensor=end + told)
-        input = Seconds(
-            matmul=self.kernels.matmul(format, n, model.hidden, rows),
-            moved=logits * 0.7,
-            tensor=end,
-        )
-        packed = self.kernels.moved(self.stack.packed * rows * model.hidden)
-        weight = Seconds(matmul=self.kernels.matmul(format, rows, model.hidden, n), moved=packed)
-        return PassSeconds(forward, input, weight)
+    def _around(self, head: bool) -> float:
+        """Seconds of the messages around an end, the loss's left out: half of them for each pass."""
+        around = [each for each in self.end_messages(head) if each.where != "loss"]
+        return self._exposed(around, 0.0, *Phase).tensor / 2
 
-    def _embedding(self) -> PassSeconds:
-        moved = self.kernels.moved(3 * self.tokens * self.spec.model.hidden * self.width)
-        end = (own_messages.tensor_end(self) if self.stack.own else self._tensor(1)) / 2
-        packed = self.kernels.moved(self.stack.packed * self.rows * self.spec.model.hidden)
+    def _head(self) -> PassSeconds:
+        model, rows, n = self.spec.model, self.rows, self.tokens
+        product = partial(self.kernels.matmul, "bf16" if self.format == "fp8" else self.format)
+        loss = [each for each in self.end_messages(True) if each.where == "loss"]
+        sent, told = self._around(head=True), self._exposed(loss, 0.0, Phase.FORWARD).tensor
+        logits = self.kernels.moved(n * rows * 14.0)  # fitted by hand: bytes of a logit; 0.7 of it backward
+        packed = self.kernels.moved(self.stack.packed * rows * model.hidden)
         host = self.stack.ends / 2 * self.launch
         return PassSeconds(
-            Seconds(moved=moved, host=host, tensor=end),
-            Seconds(),
-            Seconds(moved=2 * moved + packed, tensor=end),
+            Seconds(matmul=product(n, rows, model.hidden), moved=logits, host=host, tensor=sent + told),
+            Seconds(matmul=product(n, model.hidden, rows), moved=logits * 0.7, tensor=sent),
+            Seconds(matmul=product(rows, model.hidden, n), moved=packed),
         )
+
+    def _embedding(self) -> PassSeconds:
+        stream, sent = self.shape.stream * self.width, self._around(head=False)
+        moved = self.kernels.moved(3 * stream)  # counted: a row read, written, and read by what follows
+        packed = self.kernels.moved(self.stack.packed * self.largest_unit)
+        host = self.stack.ends / 2 * self.launch
+        weight = Seconds(moved=2 * moved + packed, tensor=sent)  # fitted by hand: twice the forward's
+        return PassSeconds(Seconds(moved=moved, host=host, tensor=sent), Seconds(), weight)
+
+
+def _published(shape: LayerShape, routed: bool) -> Iterator[Message]:
+    """Messages of a layer in published programs, together where large ones cost the same in one call or two.
+
+    Latent attention gathers the residual stream, the backward of gathered keys and values takes two gathers,
+    and what accompanies tokens to their experts is left out.
+    """
+    layout, maps, ring = shape.layout, shape.maps(routed), shape.ring
+    keys = 2 * shape.tokens * shape.kv
+    where: Where = "moe" if routed else "dense"
+    stream = partial(Message, "tensor", elements=shape.stream, width=shape.width, group=shape.groups.tensor)
+    context = partial(Message, "context", width=shape.width, where=where)
+    for phase, times in ((Phase.FORWARD, 1), (Phase.INPUT, 2)):
+        for operation in (shape.reduction, *["all_gather"] * layout.sequence_parallel):
+            yield stream(operation, phase=phase, where=where, count=maps, overlaps=Overlap.COMPUTE)
+        moved = 2 * shape.tokens * (shape.q + shape.kv)
+        yield context("all_to_all", moved, group=shape.ulysses, phase=phase, count=times)
+        if layout.context_mode == "gather":
+            yield context("all_gather", keys * ring.ranks, group=ring, phase=phase, count=times)
+        elif ring.ranks > 1:
+            sends = times * (ring.ranks - 1)
+            yield context("send", keys, group=ring, phase=phase, count=sends, overlaps=Overlap.ATTENTION)
+        if routed:
+            yield _dispatch(shape, phase).times(2)
+    if layout.sequence_parallel:  # inputs, for the gradients of their weights
+        yield stream("all_gather", phase=Phase.WEIGHT, where=where, count=maps, overlaps=Overlap.PRODUCT)
+
+
+def _dispatch(shape: LayerShape, phase: Phase) -> Message:
+    """Tokens to their experts, or back."""
+    size = shape.copies * shape.model.hidden, shape.width, shape.groups.expert
+    return Message("expert", "all_to_all", *size, phase, "moe", overlaps=Overlap.COMPUTE)
 
 
 def _sizes(model: ModelSpec, routed: bool) -> tuple[int, int, int]:
-    """Parameters of a block with experts or dense: split by tensor ranks, others, of experts."""
-    split = whole = experts = 0
+    """Parameters of a layer: split by tensor ranks, replicated on them, of routed experts."""
+    found = Counter[str]()
     layer = next(layer for layer in range(model.layers) if model.has_experts(layer) == routed)
     for p in block_parameters(model, layer):
-        if p.expert:
-            experts += p.size
-        elif p.split:
-            split += p.size
-        else:
-            whole += p.size
-    return split, whole, experts
+        found["experts" if p.expert else "split" if p.split else "whole"] += p.size
+    return found["split"], found["whole"], found["experts"]

@@ -10,7 +10,7 @@ found is remembered, and bounds every other layout with the same lists.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from meshwright.planner.cost.kernels import peak
 from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.stages import Contents, PlacedStages, together
 from meshwright.planner.group_shapes import GroupShape
+from meshwright.planner.traffic.messages import Message, Phase
 from meshwright.schedule import MOST_HELD, Kind, Path, Schedule, StageCost, make
 from meshwright.spec.arithmetic import divisors
 from meshwright.spec.layout import HOLD_ALL, SPLIT
@@ -50,11 +51,8 @@ class Floor(LayerCost):
 class SharedFloor(Floor):
     """Least costs of blocks, however sequences are shared too: with the same number of tokens on a rank."""
 
-    def _own(self, core: float, routed: bool, backward: bool) -> Seconds:
-        return super()._own(core, routed, backward)._replace(context=0.0, expert=0.0)
-
-    def _sent(self, core: float, routed: bool, backward: bool) -> Seconds:
-        return super()._sent(core, routed, backward)._replace(context=0.0, expert=0.0)
+    def _exposed(self, listed: Iterable[Message], core: float, *phases: Phase) -> Seconds:
+        return super()._exposed(listed, core, *phases)._replace(context=0.0, expert=0.0)
 
 
 @lru_cache(maxsize=1024)

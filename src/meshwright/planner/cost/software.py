@@ -115,7 +115,7 @@ class SoftwareStack(Record):
     unpacked: NotNegative
     """Bytes moved per parameter to lay it out after a gather."""
     own: bool
-    """This program's own messages are counted call by call (`planner/cost/layer_communication.py`), and
+    """This program's own messages are counted call by call (`planner/traffic/messages.py`), and
     parameters are gathered in the compute format."""
     agreements: Integer
     """All-reduces of single numbers over all ranks per step."""

@@ -1,29 +1,27 @@
-"""What crosses the links in a step, axis by axis: bytes, seconds, levels of the cluster, what is hidden.
+"""Communication of a step by axis: bytes, seconds, the share that is hidden, the load of each link level.
 
-Bytes are the program's own (`planner/traffic/traffic.py`), seconds the cost model's. What a message takes by
-itself is asked of the same model with nothing to hide behind: a device that computes in no time, and a stack
-that overlaps nothing.
+Bytes are those that the program sends (`planner/traffic/messages.py`), seconds those of the cost model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshwright.planner.cost.breakdown import PassSeconds
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.data_parallel import AXES
+from meshwright.planner.cost.layer import PRICED_AS
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.stages import message
-from meshwright.planner.cost.step import StepTime, step_time
-from meshwright.planner.group_shapes import GroupShape, axes
-from meshwright.planner.traffic.traffic import traffic
-from meshwright.schedule import Schedule
+from meshwright.planner.cost.step import StepTime
+from meshwright.planner.group_shapes import axes
+from meshwright.planner.rank_view import place_of
+from meshwright.planner.traffic.messages import Message, messages, microbatch_messages, totals
 from meshwright.spec import RunSpec
-from meshwright.spec.layout import Layout
 
-_IN_NO_TIME = 1e12
+_INSIDE = ("tensor", "context", "expert")
+"""Axes whose messages are sent inside layers."""
 
 
 @dataclass(frozen=True)
@@ -32,150 +30,98 @@ class LevelLoad:
 
     level: str
     bytes: float
-    """One way, of one device, in a step."""
+    """Sent by one device in one step."""
     utilisation: float
-    """Of what the link could carry in the step's seconds."""
+    """`bytes` over what the link carries in the seconds of the step."""
 
 
 @dataclass(frozen=True)
 class AxisLoad:
-    """An axis of the layout, as one rank sees it."""
+    """Communication of one axis of the layout in one step, as one rank sees it."""
 
     axis: str
     ranks: int
     operations: dict[str, float]
-    """Bytes that the rank sends in a step."""
+    """Operation -> bytes that the rank sends."""
     seconds: float
-    """Of its messages by themselves."""
+    """Seconds of its messages with nothing else on the links."""
     exposed: float
-    """Of these, what a step waits for; data axes share what they wait for in proportion."""
+    """Seconds of these that the step waits for; data axes share theirs in proportion to `seconds`."""
     levels: tuple[LevelLoad, ...]
 
     @property
     def bytes(self) -> float:
+        """Bytes that the rank sends."""
         return sum(self.operations.values())
 
     @property
     def hidden(self) -> float:
-        """The share of its seconds that run beside compute."""
+        """The share of `seconds` that overlaps computation."""
         return max(0.0, 1 - self.exposed / self.seconds) if self.seconds else 0.0
 
     def to_json(self) -> dict[str, Any]:
+        """The fields and properties by name."""
         return {**asdict(self), "bytes": self.bytes, "hidden": self.hidden}
 
 
 def communication(spec: RunSpec, on: CostModel, timed: StepTime) -> tuple[AxisLoad, ...]:
     """The axes of the busiest pipeline rank, the most bytes first.
 
-    Left out are numbers that all ranks agree on (a loss, a norm, counts of an expert's tokens): small, and
-    not timed.
+    Sums of a few numbers over all ranks (loss, norm, router statistics) are left out: they are not timed.
     """
-    sent: dict[str, dict[str, float]] = {}
-    for (axis, operation), size in traffic(spec, timed.rank).items():
-        if operation != "scalars" and axis in (groups := groups_of(spec.layout)) and groups[axis].ranks > 1:
-            sent.setdefault(axis, {})[operation] = size
-    alone, exposed = _alone(spec, on, timed), _exposed(timed)
-    found = [
-        AxisLoad(
-            axis,
-            groups_of(spec.layout)[axis].ranks,
-            operations,
-            alone[axis],
-            min(exposed[axis], alone[axis]),
-            tuple(_levels(spec, on.links, axis, operations, timed.seconds)),
-        )
-        for axis, operations in sent.items()
-    ]
-    return tuple(sorted(found, key=lambda each: -each.bytes))
-
-
-def groups_of(layout: Layout) -> dict[str, GroupShape]:
-    """The axes that carry more than a few numbers, by the names of what the program records."""
-    at = axes(layout)
-    return {
-        "tensor": at.tensor,
-        "context": at.context,
-        "expert": at.expert,
-        "pipeline": at.pipeline,
-        "shard": at.shard,
-        "replicate": at.replicate,
-        "expert_data": at.expert_data,
-    }
+    groups, sent = axes(spec.layout)._asdict(), dict[str, list[Message]]()
+    for each in messages(spec, timed.rank):
+        if each.axis in groups:
+            sent.setdefault(each.axis, []).append(each)
+    alone, exposed, found = _alone(spec, on, timed, sent.get("pipeline", [])), _exposed(timed), []
+    for axis, listed in sent.items():
+        operations = totals((each.operation, each.count * each.sent) for each in listed)
+        waits, levels = min(exposed[axis], alone[axis]), tuple(_levels(on.links, listed, timed.seconds))
+        found.append(AxisLoad(axis, groups[axis].ranks, operations, alone[axis], waits, levels))
+    return tuple(sorted(found, key=lambda load: -load.bytes))
 
 
 def _exposed(timed: StepTime) -> dict[str, float]:
-    """Seconds that the busiest rank waits for each axis, what it does again included."""
+    """Axis -> seconds that the busiest rank waits for it, recomputation included."""
     own, idle = timed.ranks[timed.rank], timed.simulation.idle[timed.rank]
     sent = sum(own.data.sent.values())
     waits = {axis: own.data.exposed * own.data.sent[axis] / sent if sent else 0.0 for axis in AXES}
-    return {**waits, **_within_blocks(own.work), "pipeline": own.sent + idle.link}
+    inside = {axis: sum(getattr(seconds, axis) for seconds in own.work) for axis in _INSIDE}
+    return {**waits, **inside, "pipeline": own.sent + idle.link}
 
 
-def _within_blocks(work: PassSeconds) -> dict[str, float]:
-    return {axis: sum(getattr(each, axis) for each in work) for axis in ("tensor", "context", "expert")}
+def _alone(spec: RunSpec, on: CostModel, timed: StepTime, edges: Sequence[Message]) -> dict[str, float]:
+    """Axis -> seconds of the busiest rank's messages with nothing else on the links."""
+    cost = on.blocks(spec)
+    listed = microbatch_messages(place_of(spec, timed.rank), cost.messages, cost.end_messages)
+    inside = totals((PRICED_AS.get(m.axis, m.axis), m.count * on.links.seconds(m)) for m in listed)
+    edge = message(spec, on, cost)[0] * sum(m.count for m in edges if m.operation == "send")
+    return {**dict.fromkeys(_INSIDE, 0.0), **inside, **timed.ranks[timed.rank].data.sent, "pipeline": edge}
 
 
-def _alone(spec: RunSpec, on: CostModel, timed: StepTime) -> dict[str, float]:
-    """Seconds of each axis's messages where nothing hides them."""
-    device = on.cluster.device
-    instant = replace(
-        device,
-        peak={name: rate * _IN_NO_TIME for name, rate in device.peak.items()},
-        bandwidth=device.bandwidth * _IN_NO_TIME,
-    )
-    bare = replace(on.stack, overlap_tensor=0.0, overlap_gather=0.0, overlap_expert=0.0)
-    nothing = CostModel(replace(on.cluster, device=instant), bare, on.format)
-    work = step_time(spec, nothing).ranks[timed.rank].work
-    each, _ = message(spec, on, on.blocks(spec))
-    sends = spec.microbatches * _crossings(timed.simulation.schedule, timed.rank)
-    return {**timed.ranks[timed.rank].data.sent, **_within_blocks(work), "pipeline": sends * each}
-
-
-def _crossings(schedule: Schedule, rank: int) -> int:
-    """Messages that a rank sends for each microbatch: to the next stage and back, where another has it."""
-    last = len(schedule.rank_of) - 1
-    return sum(
-        (stage > 0 and schedule.rank_of[stage - 1] != rank)
-        + (stage < last and schedule.rank_of[stage + 1] != rank)
-        for stage in schedule.stages_of(rank)
-    )
-
-
-def _levels(
-    spec: RunSpec, links: CollectiveCosts, axis: str, operations: dict[str, float], seconds: float
-) -> Iterator[LevelLoad]:
-    """What a device's link to each level carries."""
-    layout, group = spec.layout, groups_of(spec.layout)[axis]
-    carried: dict[str, float] = {}
-    for operation, size in operations.items():
-        if operation in ("send", "shift"):
-            inner = layout.ulysses(spec.model.kv_heads) if operation == "shift" else 1
-            name = links.between(group.stride * inner).name
-            carried[name] = carried.get(name, 0.0) + size
-            continue
-        ranks = layout.ulysses(spec.model.kv_heads) if operation == "all_to_all" and axis == "context" else 0
-        for name, load in _crossed(links, operation, size, GroupShape(ranks or group.ranks, group.stride)):
-            carried[name] = carried.get(name, 0.0) + load
+def _levels(links: CollectiveCosts, listed: Sequence[Message], seconds: float) -> Iterator[LevelLoad]:
+    """What one device's link to each level carries in a step of `seconds`."""
+    carried = totals(crossed for each in listed for crossed in _crossed(links, each))
     for level in links.cluster.levels:
         if level.name in carried:
             size = carried[level.name]
             yield LevelLoad(level.name, size, size / (level.loaded * seconds))
 
 
-def _crossed(
-    links: CollectiveCosts, operation: str, size: float, group: GroupShape
-) -> Iterator[tuple[str, float]]:
-    """(level, bytes of one device over it) of a collective of which a rank sends `size` bytes.
+def _crossed(links: CollectiveCosts, message: Message) -> Iterator[tuple[str, float]]:
+    """(level, bytes of one device over it) of all calls of a message.
 
-    As `planner/cost/collectives.py` times them: a ring leaves a group of neighbours once, by the interfaces
-    of all its members there; an all-to-all sends what is for others there by each rank's own.
+    As `planner/cost/collectives.py` times them: a ring leaves a group of neighbours once, through the
+    interfaces of all its members there; an all-to-all sends what others need through each rank's own.
     """
-    n = group.ranks
-    for level, here, inner in links.members(group):
-        if operation == "all_to_all":
-            yield level.name, size * (here - inner) / (n - 1)
-        elif operation == "all_reduce":
-            share = n / (n - 1) * (1 - inner / here)
-            yield level.name, size * share / links.interfaces(inner)
+    sent, n = message.count * message.sent, message.group.ranks
+    if message.operation in ("send", "shift"):
+        yield links.between(message.group.stride).name, sent
+        return
+    for level, here, inner in links.members(message.group):
+        if message.operation == "all_to_all":
+            yield level.name, sent * (here - inner) / (n - 1)
+        elif message.operation == "all_reduce":
+            yield level.name, sent * n / (n - 1) * (1 - inner / here) / links.interfaces(inner)
         else:
-            yield level.name, size / links.interfaces(inner)
+            yield level.name, sent / links.interfaces(inner)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from math import ceil
 
 from meshwright.planner.rank_view import recomputed, widths
-from meshwright.planner.traffic.traffic_moe import admitted, routed_tokens
+from meshwright.planner.traffic.layer_shape import admitted, routed_tokens
 from meshwright.spec import MoeSpec, RunSpec
 from meshwright.spec.tiling import ALIGN
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from meshwright.planner.rank_view import RankView, Widths, part_elements, place_of, widths
-from meshwright.planner.traffic.traffic_moe import balance_counts
+from meshwright.planner.traffic.layer_shape import balance_counts
 from meshwright.schedule import Action, Kind, make
 from meshwright.spec import RunSpec
 

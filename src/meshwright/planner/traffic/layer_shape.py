@@ -1,0 +1,122 @@
+"""Sizes that a layer's messages depend on: tokens, channels, element sizes and process groups of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from meshwright.planner.group_shapes import Axes, GroupShape, axes
+from meshwright.planner.rank_view import recomputed, widths
+from meshwright.spec import Layout, ModelSpec, MoeSpec, RunSpec
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One rank's share of a layer, for one microbatch."""
+
+    model: ModelSpec
+    layout: Layout
+    sequences: int
+    """Sequences of a microbatch."""
+    length: int
+    """Tokens of a sequence, over all context ranks."""
+    width: float
+    """Bytes of an element in the compute format."""
+    exact: int
+    """Bytes of an element that is accumulated: log-sum-exps, router weights, gradients of keys and values."""
+    repeated: frozenset[str] = frozenset()
+    """Operators that the backward runs again: 'matmul', 'attention', 'exchange' (Ulysses)."""
+    on_cpu: bool = False
+    """True if the layer runs on processors, where the loss is computed in smaller chunks."""
+
+    @cached_property
+    def groups(self) -> Axes:
+        """The process groups of the layout."""
+        return axes(self.layout)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch on one context rank."""
+        return self.sequences * self.length // self.layout.cp
+
+    @property
+    def own(self) -> int:
+        """Tokens of the residual stream that one tensor rank holds."""
+        return self.tokens // (self.layout.tp if self.layout.sequence_parallel else 1)
+
+    @property
+    def stream(self) -> int:
+        """Elements of the residual stream, over all tensor ranks."""
+        return self.tokens * self.model.hidden
+
+    @property
+    def q(self) -> int:
+        """Channels of the queries on one tensor rank."""
+        return self.model.heads * self.model.head_dim // self.layout.tp
+
+    @property
+    def kv(self) -> int:
+        """Channels of the keys on one tensor rank, and as many of the values."""
+        return self.layout.local_kv_heads(self.model.kv_heads) * self.model.head_dim
+
+    @property
+    def rows(self) -> int:
+        """Rows of the vocabulary on one tensor rank, padding included."""
+        return -(-self.model.vocab_size // self.layout.tp)
+
+    @property
+    def moe(self) -> MoeSpec:
+        """The mixture of experts of a model that has one."""
+        assert self.model.moe is not None
+        return self.model.moe
+
+    @property
+    def copies(self) -> float:
+        """Rows that a rank sends to the experts, its own included: top_k for each token, and each slice."""
+        return self.tokens / self.layout.tp * self.moe.top_k * self.layout.etp
+
+    @property
+    def ulysses(self) -> GroupShape:
+        """Context ranks that exchange tokens for heads."""
+        return GroupShape(self.layout.ulysses(self.model.kv_heads), self.groups.context.stride)
+
+    @property
+    def ring(self) -> GroupShape:
+        """Context ranks between which keys and values travel; with `context_mode` 'gather', all of them."""
+        ranks, stride = self.ulysses
+        return GroupShape(self.layout.cp // ranks, stride * ranks)
+
+    @property
+    def reduction(self) -> str:
+        """The operation that sums the outputs of a row-parallel map over tensor ranks."""
+        return "reduce_scatter" if self.layout.sequence_parallel else "all_reduce"
+
+    def maps(self, routed: bool) -> int:
+        """Parallel regions of a layer: attention, and a feed-forward network that all tokens take."""
+        return 1 + (not routed or self.moe.shared_ffn > 0)
+
+
+def layer_shape(spec: RunSpec, on_cpu: bool = False) -> LayerShape:
+    """The shape of a run's layers, in the formats that the program computes and accumulates in."""
+    width = widths(spec)
+    again = {kind for kind in ("matmul", "attention") if recomputed(spec, kind)}
+    again |= set() if spec.recompute.policy == "none" else {"exchange"}
+    size = spec.micro_batch, spec.data.seq_len, width.compute, width.exact
+    return LayerShape(spec.model, spec.layout, *size, frozenset(again), on_cpu)
+
+
+def routed_tokens(spec: RunSpec) -> int:
+    """Tokens of a microbatch that one rank routes: its own, even if every tensor rank holds all of them."""
+    return spec.micro_batch * spec.data.seq_len // (spec.layout.cp * spec.layout.tp)
+
+
+def admitted(spec: RunSpec, moe: MoeSpec) -> float:
+    """The share of a token's copies that the experts' capacity admits, under an even router."""
+    length = spec.data.seq_len
+    capacity = moe.capacity(length)
+    return 1.0 if capacity is None else min(1.0, capacity * moe.experts / (moe.top_k * length))
+
+
+def balance_counts(model: ModelSpec, moe: MoeSpec) -> int:
+    """Numbers that a step sums over all ranks to report the balance of every layer with experts."""
+    return sum(map(model.has_experts, range(model.layers))) * (moe.experts + 4)

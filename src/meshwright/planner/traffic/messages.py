@@ -1,0 +1,339 @@
+"""Communication as data: one `Message` for each collective or transfer that `parallel/` starts.
+
+Bytes, seconds (`planner/cost/layer.py`) and the load of links (`planner/explain/link_load.py`) are sums over
+these lists; the calls that ranks record in a step are equal to them one by one
+(`tests/parallel/test_wire.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from typing import Literal, NamedTuple, TypeVar
+
+from meshwright.planner.group_shapes import GroupShape, axes
+from meshwright.planner.rank_view import RankView, part_elements, place_of, shards, share, widths
+from meshwright.planner.traffic.layer_shape import LayerShape, admitted, balance_counts, layer_shape
+from meshwright.schedule import Kind, steps
+from meshwright.spec import RunSpec
+from meshwright.spec.parameters import Piece
+from meshwright.spec.tiling import loss_rows
+
+Key = TypeVar("Key")
+
+_COUNT, _TOTALS = 8, 5
+"""Bytes of an int64 count or a float64 sum; numbers that a step sums over all ranks (`train.step.Totals`)."""
+_SMALL = 4
+"""Bytes of a number of the router's: counts in fp32, chosen experts in int32."""
+
+Where = Literal["dense", "moe", "embedding", "head", "loss", "edge", "unit", "step"]
+"""Part of the model that a message belongs to; an edge lies between stages, a unit is gathered as one."""
+
+
+class Phase(StrEnum):
+    """When a message is sent."""
+
+    FORWARD = "forward"
+    INPUT = "input"
+    """In the backward, for the gradient of a layer's input."""
+    WEIGHT = "weight"
+    """In the backward, for the gradient of its weights; zero-bubble schedules put it off."""
+    RECOMPUTE = "recompute"
+    """In the backward, to compute activations again."""
+    MICROBATCH = "microbatch"
+    """For each microbatch, between its layers: parameters and gradients under ZeRO-2 and 3."""
+    STEP = "step"
+    """Once in an optimiser step."""
+
+
+class Overlap(StrEnum):
+    """Computation that runs while a message travels."""
+
+    NONE = "none"
+    COMPUTE = "compute"
+    """The other operators of its layer."""
+    PRODUCT = "product"
+    """The matrix product for the gradient of the layer's input."""
+    ATTENTION = "attention"
+    """Attention to the keys and values that are already there."""
+    NEXT_UNIT = "next unit"
+    """The forward or backward of the next ZeRO unit."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """Equal calls of one collective or transfer, as one rank of the group sees them."""
+
+    axis: str
+    """Axis of the mesh, by the name under which the program records it."""
+    operation: str
+    elements: float
+    """Of the whole tensor for all-gather, reduce-scatter and all-reduce; of one rank's for the others."""
+    width: float
+    """Bytes of an element."""
+    group: GroupShape
+    phase: Phase
+    where: Where
+    count: float = 1
+    """Number of calls: in a microbatch for those of one layer or end, in a step for those of a rank."""
+    overlaps: Overlap = Overlap.NONE
+
+    @property
+    def size(self) -> float:
+        """Bytes of `elements`."""
+        return self.elements * self.width
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank sends in one call, of a bandwidth-optimal algorithm (Thakur et al. 2005).
+
+        (n-1)/n of `size` for all-gather, reduce-scatter and all-to-all, twice that for an all-reduce, all of
+        it for a shift or a send.
+        """
+        if self.operation in ("send", "shift"):
+            return self.size
+        return (2 if self.operation in ("all_reduce", "scalars") else 1) * self.size * share(self.group.ranks)
+
+    def times(self, count: float) -> Message:
+        """`count` times as many calls."""
+        return replace(self, count=self.count * count)
+
+
+def totals(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
+    """Key -> the sum of its numbers, in the order in which keys first come."""
+    found: dict[Key, float] = {}
+    for key, number in pairs:
+        found[key] = found.get(key, 0.0) + number
+    return found
+
+
+class Copies(NamedTuple):
+    """Copies of tokens that a rank sends to the experts of other ranks in one dispatch, and receives."""
+
+    sent: float
+    received: float
+
+
+# A layer and a microbatch -------------------------------------------------------------------------------
+
+
+def layer_messages(shape: LayerShape, routed: bool) -> list[Message]:
+    """Messages inside one layer, dense or with routed experts; the router is even and drops nothing."""
+    where: Where = "moe" if routed else "dense"
+    found = [*_tensor_messages(shape, where), *_context_messages(shape, where)]
+    return [*found, *expert_messages(shape), *_balance_messages(shape)] if routed else found
+
+
+def _tensor_messages(shape: LayerShape, where: Where) -> Iterator[Message]:
+    """Around the column- and row-parallel maps (`parallel/tensor_linears.py`).
+
+    With latent attention the latents enter, and the part of the keys that all heads share. That part is not
+    gathered again, since no weight's gradient needs it.
+    """
+    if shape.layout.tp == 1:
+        return
+    call = partial(Message, "tensor", width=shape.width, group=shape.groups.tensor, where=where)
+    hidden = partial(call, elements=shape.stream)
+    inputs, outputs = [(shape.stream, True)] * shape.maps(where == "moe"), shape.maps(where == "moe")
+    if (mla := shape.model.mla) is not None:
+        latents = [(mla.q_rank or shape.model.hidden, True), (mla.kv_rank, True), (mla.rope_dim, False)]
+        inputs[:1] = [(shape.tokens * channels, weights) for channels, weights in latents]
+    again = [Phase.RECOMPUTE] * ("matmul" in shape.repeated)
+    for elements, weights in inputs:
+        if shape.layout.sequence_parallel:
+            yield from (call("all_gather", elements, phase=phase) for phase in (Phase.FORWARD, *again))
+        if shape.layout.sequence_parallel and weights:
+            yield call("all_gather", elements, phase=Phase.WEIGHT, overlaps=Overlap.PRODUCT)
+        yield call(shape.reduction, elements, phase=Phase.INPUT)
+    yield hidden(shape.reduction, phase=Phase.FORWARD, count=outputs)
+    yield from (hidden(shape.reduction, phase=phase) for phase in again)  # not of the layer's last map
+    if shape.layout.sequence_parallel:
+        yield hidden("all_gather", phase=Phase.INPUT, count=outputs)
+    elif where == "moe":  # each tensor rank routes its own tokens
+        yield from (hidden("all_gather", phase=phase) for phase in (Phase.FORWARD, Phase.INPUT))
+
+
+def _context_messages(shape: LayerShape, where: Where) -> Iterator[Message]:
+    """Queries, keys and values (`parallel/ring_attention.py`, `parallel/ulysses.py`)."""
+    keys, ring, call = 2 * shape.tokens * shape.kv, shape.ring, partial(Message, "context", where=where)
+    forwards = [Phase.FORWARD, *[Phase.RECOMPUTE] * ("attention" in shape.repeated)]
+    if ring.ranks > 1 and shape.layout.context_mode == "gather":
+        whole = partial(call, elements=keys * ring.ranks, group=ring)
+        yield from (whole("all_gather", width=shape.width, phase=phase) for phase in forwards)
+        yield whole("reduce_scatter", width=shape.exact, phase=Phase.INPUT)
+    elif ring.ranks > 1:
+        shift = partial(call, "shift", keys, group=ring, overlaps=Overlap.ATTENTION)
+        for phase in (*forwards, Phase.INPUT):
+            yield shift(width=shape.width, phase=phase, count=ring.ranks - 1)
+        yield shift(width=shape.exact, phase=Phase.INPUT, count=ring.ranks)
+    if shape.ulysses.ranks > 1:
+        exchange = partial(call, "all_to_all", width=shape.width, group=shape.ulysses)
+        for phase in (Phase.FORWARD, Phase.INPUT, *[Phase.RECOMPUTE] * ("exchange" in shape.repeated)):
+            yield exchange(shape.tokens * (shape.q + 2 * shape.kv), phase=phase)
+            yield exchange(shape.tokens * shape.q, phase=phase)
+
+
+def expert_messages(shape: LayerShape, copies: Copies | None = None) -> Iterator[Message]:
+    """One dispatch to the experts and the way back (`parallel/expert_parallel.py`).
+
+    By default each expert is chosen equally often.
+    """
+    group, hidden = shape.groups.expert, shape.model.hidden
+    if group.ranks == 1:
+        return
+    sent, received = [n / share(group.ranks) for n in copies] if copies else [shape.copies] * 2
+    call = partial(Message, "expert", "all_to_all", group=group, where="moe")
+    yield call(shape.moe.experts * shape.layout.etp, _COUNT, phase=Phase.FORWARD)
+    for phase in (Phase.FORWARD, *[Phase.RECOMPUTE] * ("matmul" in shape.repeated)):
+        yield call(sent * hidden, shape.width, phase=phase)
+        yield call(sent, shape.exact, phase=phase)
+    yield call(received * hidden, shape.width, phase=Phase.FORWARD)
+    yield from (call(rows * hidden, shape.width, phase=Phase.INPUT) for rows in (sent, received))
+    yield call(received, shape.exact, phase=Phase.INPUT)
+
+
+def _balance_messages(shape: LayerShape) -> Iterator[Message]:
+    """Routing statistics of the ranks that share sequences (`parallel/router_balance.py`)."""
+    group = GroupShape(shape.layout.cp * shape.layout.tp, shape.groups.tensor.stride)
+    call = partial(Message, "sequence", width=_SMALL, group=group, phase=Phase.FORWARD, where="moe")
+    if shape.moe.aux_loss:
+        yield call("all_reduce", shape.sequences * shape.moe.experts)
+    if shape.moe.capacity_factor is not None:
+        yield call("all_gather", shape.sequences * shape.length * shape.moe.top_k)
+
+
+def end_messages(shape: LayerShape, head: bool) -> list[Message]:
+    """Messages around the vocabulary-parallel head, or around the embedding.
+
+    Each chunk of the head's loss gathers two numbers a token.
+    """
+    if shape.layout.tp == 1:
+        return []
+    call = partial(Message, "tensor", width=shape.width, group=shape.groups.tensor)
+    around = partial(call, elements=shape.stream, where="head" if head else "embedding")
+    summed, gathered = (Phase.INPUT, Phase.FORWARD) if head else (Phase.FORWARD, Phase.INPUT)
+    found = [around(shape.reduction, phase=summed)]
+    found += [around("all_gather", phase=gathered)] * shape.layout.sequence_parallel
+    rows = min(loss_rows(shape.rows, shape.on_cpu), shape.tokens)
+    for count, tokens in ((shape.tokens // rows, rows), (1, shape.tokens % rows)) if head else ():
+        numbers = replace(found[0], operation="all_gather", elements=2 * tokens * shape.layout.tp)
+        found.append(replace(numbers, width=shape.exact, phase=Phase.FORWARD, where="loss", count=count))
+    return found
+
+
+# A rank and a step --------------------------------------------------------------------------------------
+
+
+def messages(
+    spec: RunSpec, pipeline_rank: int = 0, copies: Sequence[Copies] | None = None, on_cpu: bool = False
+) -> list[Message]:
+    """Every message that a rank sends in one optimiser step; `count` is then that of the step.
+
+    `copies` are those of each dispatch of the step, by default as an even router makes them. The ranks of one
+    pipeline rank send the same, but for the dispatches. `on_cpu` sets the size of the loss's chunks.
+    """
+    view, shape = place_of(spec, pipeline_rank), layer_shape(spec, on_cpu)
+    inside = microbatch_messages(view, partial(layer_messages, shape), partial(end_messages, shape))
+    found = [*_state_messages(view), *(each for each in inside if each.axis != "expert")]
+    found += [*_dispatches(view, shape, copies), *_edge_messages(view, shape), *_step_messages(view)]
+    return [each for each in found if each.count and each.elements and each.group.ranks > 1]
+
+
+def microbatch_messages(
+    view: RankView, layer: Callable[[bool], list[Message]], end: Callable[[bool], list[Message]]
+) -> list[Message]:
+    """Messages inside a rank's stages, in all microbatches of a step.
+
+    `layer` gives those of a layer with routed experts or a dense one, `end` those of the head or the
+    embedding.
+    """
+    layers = (view.layers - view.routed, layer, False), (view.routed, layer, True)
+    parts = (*layers, (view.embed, end, False), (view.head, end, True))
+    often = view.spec.microbatches
+    return [each.times(often * count) for count, of, kind in parts if count for each in of(kind)]
+
+
+def _dispatches(view: RankView, shape: LayerShape, copies: Sequence[Copies] | None) -> Iterator[Message]:
+    """The dispatches of a step; a microbatch's tokens go in `layout.expert_parts` parts."""
+    if copies is not None:
+        yield from (each for dispatch in copies for each in expert_messages(shape, dispatch))
+    elif view.routed:
+        parts = min(shape.layout.expert_parts, shape.tokens // shape.layout.tp)
+        sent = shape.copies * admitted(view.spec, shape.moe) / parts * share(shape.groups.expert.ranks)
+        times = view.spec.microbatches * view.routed * parts
+        yield from (each.times(times) for each in expert_messages(shape, Copies(sent, sent)))
+
+
+def _edge_messages(view: RankView, shape: LayerShape) -> Iterator[Message]:
+    """Activations and their gradients to the neighbouring stages, as the schedule lists them."""
+    listed = steps(view.schedule)[view.schedule.rank_of[view.own[0].index]]
+    for phase, forward in ((Phase.FORWARD, True), (Phase.INPUT, False)):
+        count = sum(step.target is not None and (step.action.kind is Kind.F) == forward for step in listed)
+        size = shape.own * shape.model.hidden, shape.width, shape.groups.pipeline
+        yield Message("pipeline", "send", *size, phase, "edge", count, Overlap.COMPUTE)
+
+
+def _state_messages(view: RankView) -> Iterator[Message]:
+    """Parameters and gradients of each ZeRO unit; routed experts are units of their own."""
+    gathers = _gathers(view)
+    for name, listed in view.pieces().items():
+        for routed in (False, True):
+            pieces = [piece for _, piece in listed if (piece.experts is not None) == routed]
+            yield from _unit_messages(view.spec, pieces, routed, gathers.get(name, 1))
+
+
+def _gathers(view: RankView) -> dict[str, int]:
+    """Unit -> all-gathers in a step under ZeRO-3 without a pipeline; elsewhere each unit has one.
+
+    A block is gathered for its forward and for its backward. The head and the last block stay whole in
+    between, the first block from its backward to the next microbatch's forward; the backward of the embedding
+    reads no weight. Tied ends stay whole through the step.
+    """
+    often, blocks = view.spec.microbatches, view.spec.model.layers
+    if view.spec.layout.zero < 3 or view.spec.layout.pp > 1:
+        return {}
+    found = dict.fromkeys(view.pieces(), 2 * often)
+    found |= {"embed": 1 if view.spec.model.tied else often, "head": often}
+    found["blocks.0"] = often + 1
+    found[f"blocks.{blocks - 1}"] = often if blocks > 1 else 1
+    return found
+
+
+def _unit_messages(spec: RunSpec, pieces: Sequence[Piece], routed: bool, gathers: int) -> Iterator[Message]:
+    """Messages of one unit (`parallel/data_parallel.py`); in a pipeline it moves once a step."""
+    layout, width, zero, groups = spec.layout, widths(spec), spec.layout.zero, axes(spec.layout)
+    axis, group = ("expert_data", groups.expert_data) if routed else ("shard", groups.shard)
+    parts = group.ranks if zero else 1
+    part = sum(part_elements(piece, parts) for piece in pieces)
+    call = partial(Message, where="unit", overlaps=Overlap.NEXT_UNIT)
+    if parts == 1:
+        axis, group = (axis, group) if layout.replicate == 1 else ("replicate", groups.replicate)
+        yield call(axis, "all_reduce", part, width.reduce, group, Phase.STEP)
+        return
+    each_microbatch = [layout.pp == 1 and zero >= stage for stage in (3, 2)]
+    gathered, reduced = (Phase.MICROBATCH if often else Phase.STEP for often in each_microbatch)
+    reductions = spec.microbatches if each_microbatch[1] else 1
+    yield call(axis, "all_gather", parts * part, width.compute, group, gathered, count=gathers)
+    yield call(axis, "reduce_scatter", parts * part, width.reduce, group, reduced, count=reductions)
+    yield call("replicate", "all_reduce", part, width.master, groups.replicate, Phase.STEP)
+
+
+def _step_messages(view: RankView) -> Iterator[Message]:
+    """Sums once a step: gradients of parameters that several ranks hold, and numbers that all ranks need."""
+    spec, groups, moe = view.spec, axes(view.spec.layout), view.spec.model.moe
+    call, master = partial(Message, phase=Phase.STEP, where="step"), widths(spec).master
+    summed, tied = Counter[int](), 0
+    for parameter, piece in (each for unit in view.pieces().values() for each in unit):
+        size = part_elements(piece, shards(spec))
+        summed[piece.copies] += size * piece.summed
+        tied += size * (spec.model.tied and parameter.name == "embed.weight")
+    for copies, elements in summed.items():
+        yield call("tensor", "all_reduce", elements, master, GroupShape(copies, groups.tensor.stride))
+    if view.embed != view.head:
+        ends = GroupShape(2, groups.pipeline.stride * (spec.layout.pp - 1))
+        yield call("pipeline", "all_reduce", tied, master, ends)
+    numbers = _TOTALS + (balance_counts(spec.model, moe) if moe is not None else 0)
+    yield call("world", "scalars", numbers, _COUNT, GroupShape(spec.layout.world_size, 1))
