@@ -1,8 +1,8 @@
-"""What people look at: the run's record on disk, the live progress, trackers, the HTML report, timelines."""
+"""Output for people: the run's record on disk, live progress, trackers, HTML reports and timelines."""
 
-from meshwright.report.html import write_report
 from meshwright.report.progress import Progress
 from meshwright.report.record import RunRecord, read_events, read_metrics, read_run
+from meshwright.report.run_page import write_report
 from meshwright.report.timeline import write_timeline, write_trace
 from meshwright.report.trackers import make_trackers
 
