@@ -19,7 +19,7 @@ LINT = runpy.run_path(str(ROOT / "tools" / "lint_prose.py"))
         ('class A:\n    """A box."""\n    size: int\n    """Of the box, in bytes."""', 4, "opens with 'Of'"),
         ('class A:\n    """A."""\n    def f(self):\n        """Whether it fits."""', 4, "'Whether'"),
         ('raise UserError(f"{key}: {value} is no number")', 1, "'is no'"),
-        ('raise UserError("--top: " + f"{count} cannot be")', 1, "'cannot be'"),
+        ('raise UserError("--top: " + f"{count} cannot be; give 1 or more")', 1, "'cannot be'"),
         ('raise errors.UserError(\n    "tp: 3 and 8",\n    hint="leave it away",\n)', 3, "'leave it away'"),
         ('failure = ValueError("presets: there are none")', 1, "'are none'"),
         ("def load(): ...", 1, "load is public"),
@@ -41,6 +41,7 @@ WORDS = "The same is no error outside of one; Whatever"
 def load():
     """Offset in bytes, whether sharded or not."""
     raise UserError("layout.tp: 3 does not divide 8 heads; use 1, 2, 4 or 8")
+    raise UserError("run.toml: cannot be written (no space); give another file")
 
 
 @overload

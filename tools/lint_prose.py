@@ -18,8 +18,9 @@ ALLOWED = ROOT / "tools" / "lint_prose_allowed.txt"
 FOLDERS = ("src", "tests", "bench", "tools")
 # A docstring that opens so needs its neighbours to be understood, but an editor shows it alone.
 OPENING = re.compile(r"(The same|Of|What|Whether)\b")
-# Calques: an error gives the key or file, the value, the reason and what would work instead.
-PHRASE = re.compile(r"\b(is no|are none|cannot be|(leave|leaves|left) (\S+ )?away)\b")
+# Calques: an error gives the key or file, the value, the reason and what would work instead. "cannot be read"
+# is fine; a sentence that ends in "cannot be" is not.
+PHRASE = re.compile(r"\b(is no\b|are none\b|cannot be(?=[;:,.!]|$)|(leave|leaves|left) (\S+ )?away\b)")
 NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 Breach = tuple[int, str]

@@ -1,4 +1,4 @@
-"""Train a run, and check its layout against one device."""
+"""Train runs, and verify their layouts against one device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def train(
     """Train on `nproc` local ranks (default: the layout's world size) and return the run's result.
 
     The run's folder is `out` (default `runs/<time>`). `resume` is None, "auto" (from the newest checkpoint of
-    that folder, or from the start where there is none) or a step. The result has `final_loss`,
+    that folder, if there is one) or a step. The result has `final_loss`,
     `val_bits_per_byte`, `tokens_per_second`, `mfu`, `peak_memory_bytes`, `parameters_sha256`,
     `samples_sha256`, `steps` and more. Raises `UserError`.
     """
@@ -54,7 +54,7 @@ def train(
 
 
 def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: bool = False) -> Result:
-    """Train as one rank of the world that torchrun describes, or alone; every rank returns the result."""
+    """Train as one rank of the world of torchrun, or alone; every rank returns the result."""
     from meshwright.checkpoint import Lease
     from meshwright.data.corpus import open_corpus
     from meshwright.infer.sample import held_out_sample
@@ -88,7 +88,7 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
 
 
 def _check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
-    """Refuse a start that would bury what the folder `out` holds."""
+    """Refuse a start that would replace or ignore what the folder `out` holds."""
     from meshwright.checkpoint.directory import candidates, latest_step
     from meshwright.report.record import last_checkpoint
 
@@ -96,7 +96,7 @@ def _check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
     if resume is None:
         if (out / "run.json").exists():
             raise UserError(
-                f"--out: {out} already holds a run; go on with --resume auto, or give another --out"
+                f"--out: {out} already holds a run; continue it with --resume auto, or give another --out"
             )
     elif resume != "auto":
         if not resume.isdecimal():
@@ -117,7 +117,7 @@ def _make_folder(out: Path) -> None:
 
 
 def _keep_tokenizer(corpus: Corpus, out: Path, max_seq_len: int) -> None:
-    """Put the tokenizer into the run's folder, where `generate` and `export` look for it."""
+    """Save the tokenizer in the run's folder, where `generate` and `export` look for it."""
     if not corpus.has_text or (out / "tokenizer.json").exists():
         return
     _make_folder(out)
@@ -155,7 +155,7 @@ def verify(spec: RunSpec, *, nproc: int | None = None, steps: int = 3) -> Result
 
 
 def verify_worker(spec: RunSpec, *, steps: int = 3, out: Path | None = None) -> Result:
-    """`verify` as one rank: the first returns the result and writes `out`/verify.json, others return {}."""
+    """Run `verify` as one rank: the first returns the result and writes `out`/verify.json; others give {}."""
     from meshwright.launch.world import mesh_of
     from meshwright.train.verify import verify as verify_rank
 
@@ -166,7 +166,7 @@ def verify_worker(spec: RunSpec, *, steps: int = 3, out: Path | None = None) -> 
 
 
 def write_verdict(found: Result, out: Path) -> None:
-    """Write what `verify` found to `out`/verify.json."""
+    """Write the result of `verify` to `out`/verify.json."""
     from meshwright.report.record import write_atomically
 
     _make_folder(out)
@@ -174,7 +174,7 @@ def write_verdict(found: Result, out: Path) -> None:
 
 
 def default_out() -> Path:
-    """A new folder under runs/, named by the time."""
+    """Return the path of a new folder under runs/, named by the time."""
     base = Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
     return next(path for path in (base, *(Path(f"{base}-{i}") for i in range(2, 10**6))) if not path.exists())
 

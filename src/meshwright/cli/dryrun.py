@@ -1,4 +1,4 @@
-"""The verb that runs one rank's step of any world on fake tensors: dryrun."""
+"""The verb dryrun, which runs one rank's step of any world on fake tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from meshwright.cli.runs import RUN, spec_of
 
 
 def dryrun(call: Call) -> int:
-    """Say what a rank holds and sends in one step."""
+    """Show what a rank holds and sends in one step."""
     spec = spec_of(call)
     from meshwright import api
 
@@ -50,7 +50,7 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def _counts(counts: dict[str, float]) -> str:
-    """Counts of the set-up or of one step, most of any rank shown."""
+    """Return counts of the set-up or of one step as words, the largest of all ranks shown."""
     text = (
         f"{counts['groups']} groups made, {counts['host_collectives']} host collectives, "
         f"{counts['collectives']} device collectives, {counts['device_waits']} waits for the device"
@@ -88,7 +88,7 @@ def _components(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _modules(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row a unit of the model; units that hold the same are one."""
+    """Return a row for each unit of the model; consecutive units with equal memory share a row."""
     from meshwright.report.format import size
 
     alike: list[tuple[list[str], dict[str, int]]] = []
@@ -120,7 +120,7 @@ def _wire(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _span(units: list[str]) -> str:
-    """embed, blocks.0 to blocks.7: runs of blocks by their ends."""
+    """Return names of units with runs of blocks shortened: embed, blocks.0 to blocks.7."""
     found: list[list[str]] = []
     for unit in units:
         if found and _follows(found[-1][-1], unit):
@@ -138,15 +138,15 @@ def _follows(before: str, unit: str) -> bool:
 VERBS = (
     Verb(
         "dryrun",
-        "what one rank of any world holds and sends in a step: the real step, on fake tensors",
+        "run the real step of one rank of any world on fake tensors: what it holds and sends",
         dryrun,
         (RUN,),
         (
             Flag("world", "ranks of the world; default the layout's", "N", whole(1)),
             Flag("rank", "the rank whose step is run", "N", whole(0), default=0),
-            Flag("all-stages", "run a rank of each place in the pipeline, a row each"),
+            Flag("all-stages", "run one rank of each pipeline stage, with a row for each"),
             Flag(
-                "device", "what it would run on: cpu, or cuda where there is one", "NAME",
+                "device", "device to run on: cpu, or cuda if there is one", "NAME",
                 choice("cpu", "cuda"), default="cpu",
             ),
             JSON,

@@ -1,4 +1,4 @@
-"""The verb that says why a layout: explain. It imports no torch."""
+"""The verb explain, which gives the reasons for a layout; it imports no torch."""
 
 from __future__ import annotations
 
@@ -29,19 +29,18 @@ def explain(call: Call) -> int:
 VERBS = (
     Verb(
         "explain",
-        "why a run's layout: where time and memory go on a cluster, what crosses the links, why not others",
+        "explain a run's layout on a cluster: time, memory, links, and why others are worse",
         explain,
         (RUN,),
         (
             Flag(
                 "cluster",
-                "a name of `meshwright clusters`, or a hardware file; with as many devices as the layout has "
-                "ranks",
+                "a name of `meshwright clusters`, or a hardware file; resized to the layout's ranks",
                 "NAME",
                 str,
                 required=True,
             ),
-            Flag("stack", "the program that runs", "NAME", str, default="meshwright"),
+            Flag("stack", "the software that runs it", "NAME", str, default="meshwright"),
             Flag("out", "page to write, which opens offline", "FILE.html", file_name(".html")),
             JSON,
         ),

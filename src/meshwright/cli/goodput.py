@@ -1,4 +1,4 @@
-"""The verb that says what failures leave of a run's time: goodput. It imports no torch."""
+"""The verb goodput: the share of a run's time that failures leave for training; it imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from meshwright.spec import UserError
 
 
 def goodput(call: Call) -> int:
-    """Find the best checkpoint interval, and what is left of the time with it."""
+    """Find the best checkpoint interval, and show the goodput with it."""
     from meshwright import api
 
     flags = {name.replace("-", "_"): value for name, value in call.flags.items() if name != "json"}
@@ -25,7 +25,7 @@ def goodput(call: Call) -> int:
 
 
 def _with_flags(sentence: str, parameters: Iterable[str]) -> str:
-    """The sentence, with the flags that the parameters come from."""
+    """Return an error of the API with its parameters named as flags."""
     names = "|".join(parameters)
     return re.sub(rf"\b({names})\b", lambda found: "--" + found[0].replace("_", "-"), sentence)
 
@@ -69,38 +69,48 @@ _seconds, _hours = number(0, 1e12), number(1e-6, 1e8)
 VERBS = (
     Verb(
         "goodput",
-        "what failures leave of a run's time: the best checkpoint interval, tokens a day, cost",
+        "the best checkpoint interval under failures, and the effective time, tokens a day and cost",
         goodput,
         (),
         (
             Flag("step-seconds", "seconds of a training step", "S", number(1e-6, 1e12), required=True),
             Flag("save-seconds", "seconds that a save stops training", "S", _seconds, required=True),
             Flag(
-                "restart-seconds", "seconds from a failure until training goes on", "S", _seconds, None, True
+                "restart-seconds",
+                "seconds from a failure until training continues",
+                "S",
+                _seconds,
+                None,
+                True,
             ),
             Flag(
                 "background-seconds",
-                "seconds after the stop until the checkpoint is complete, beside training",
+                "seconds until the checkpoint is complete, while training continues",
                 "S",
                 _seconds,
                 default=0.0,
             ),
             Flag("mtbf-hours", "mean hours between failures of the whole system", "H", _hours),
-            Flag("device-mtbf-hours", "of one device, with --devices instead", "H", _hours),
-            Flag("devices", "their number", "N", whole(1)),
+            Flag(
+                "device-mtbf-hours", "mean hours between failures of one device, with --devices", "H", _hours
+            ),
+            Flag("devices", "number of devices", "N", whole(1)),
             Flag("batch-tokens", "tokens of a step, such as 16M, for tokens a day", "N", tokens()),
             Flag(
-                "tokens", "of the whole run, such as 15T, for its days; needs --batch-tokens", "N", tokens()
+                "tokens",
+                "tokens of the whole run, such as 15T, for its days; needs --batch-tokens",
+                "N",
+                tokens(),
             ),
             Flag(
                 "price",
-                "of a device for an hour, for the cost; needs --tokens and --devices",
+                "price of a device for an hour, for the cost; needs --tokens and --devices",
                 "AMOUNT",
                 above_zero,
             ),
             Flag("every", "steps between saves, instead of the best number", "STEPS", whole(1)),
-            Flag("runs", "simulate so many runs too, event by event", "N", whole(2)),
-            Flag("seed", "of the simulation", "N", whole(0), default=0),
+            Flag("runs", "also simulate N runs, event by event", "N", whole(2)),
+            Flag("seed", "seed of the simulation", "N", whole(0), default=0),
             JSON,
         ),
     ),

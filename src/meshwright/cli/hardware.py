@@ -1,4 +1,4 @@
-"""The verbs about machines: profile measures this one, clusters lists those that are known."""
+"""The verbs profile, which measures this machine, and clusters, which lists known clusters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEAST_SECONDS = 1.0
 
 
 def profile(call: Call) -> int:
-    """Launch the ranks that measure, or be one of them."""
+    """Launch the ranks and measure, or measure as one of them."""
     from meshwright import api
 
     place, seconds = worker(), call.flags["seconds"]
@@ -40,7 +40,7 @@ def profile(call: Call) -> int:
 
 
 def clusters(call: Call) -> int:
-    """Print the catalogue, or one of it or of a file in full."""
+    """Print the catalogue, or one cluster of it or of a hardware file in full."""
     if call.words:
         found = cluster(call.words[0], call.flags["count"])
         show.as_json(to_json(found)) if call.flags["json"] else _show_cluster(found)
@@ -145,7 +145,7 @@ def _times(slower: float | None) -> str | None:
 
 
 def _product_rows(measured: Measured) -> list[dict[str, Any]]:
-    """By format, the slowest, the middle and the fastest product."""
+    """Return rows with the slowest, the median and the fastest product of each format."""
     rows = []
     for name in sorted({point.format for point in measured.matmul}):
         ranked = sorted((2 * p.m * p.n * p.k / p.seconds, p) for p in measured.matmul if p.format == name)
@@ -159,7 +159,7 @@ def _product_rows(measured: Measured) -> list[dict[str, Any]]:
 
 
 def _collective_rows(measured: Measured) -> list[dict[str, Any]]:
-    """By operation and place, the smallest and the largest message."""
+    """Return a row for each operation, number of ranks and level: its smallest and largest message."""
     from meshwright.report.format import size
 
     rows = []
@@ -201,7 +201,7 @@ VERBS = (
             ),
             Flag(
                 "seconds",
-                "about how long to measure; less takes fewer and smaller shapes",
+                "about how long to measure; shorter runs measure fewer and smaller shapes",
                 "S",
                 number(LEAST_SECONDS, 3600),
                 default=120.0,
@@ -211,9 +211,12 @@ VERBS = (
     ),
     Verb(
         "clusters",
-        "list the clusters that are known by name, or show one, or a hardware file, in full",
+        "list the known clusters, or show one of them or a hardware file in full",
         clusters,
-        (Argument("NAME", "a name of the list, or a hardware file (JSON)", required=False),),
-        (Flag("count", "devices of it; default one node, or as the file says", "N", whole(1)), JSON),
+        (Argument("NAME", "a cluster of the list, or a hardware file (JSON)", required=False),),
+        (
+            Flag("count", "number of devices; default one node, or the number in the file", "N", whole(1)),
+            JSON,
+        ),
     ),
 )

@@ -1,4 +1,4 @@
-"""The help texts, made from the table of verbs and from the spec's own fields; no wider than 100 columns."""
+"""Help texts, generated from the table of verbs and the fields of the spec, within 100 columns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH = 100
 
 
 def program(verbs: Iterable[Verb], version: str) -> str:
-    """`meshwright --help`."""
+    """Return the text of `meshwright --help`."""
     rows = [(verb.name, verb.summary) for verb in verbs]
     return "\n".join(
         [
@@ -24,21 +24,21 @@ def program(verbs: Iterable[Verb], version: str) -> str:
             "verbs:",
             *_columns(rows),
             "",
-            "  meshwright VERB --help     its flags, and every key of a run",
+            "  meshwright VERB --help     the flags of a verb, and every key of a run",
             "  meshwright spec schema     the JSON schema of a run file, for editors",
             "  meshwright --version",
             "",
             "Every verb works without a run file, from presets and flags alone:",
             "  meshwright train --model.preset tiny --train.steps 200 --nproc 2 --out runs/first",
             "",
-            "exit codes: 0 well; 1 failed, or unequal (verify); 2 a mistake of the user's; 128 + n ended by",
-            "signal n: 130 Ctrl-C, 143 SIGTERM",
+            "exit codes: 0 success; 1 failed, or unequal (verify); 2 a mistake in the command or the file;",
+            "128 + n ended by signal n: 130 Ctrl-C, 143 SIGTERM",
         ]
     )
 
 
 def verb(entry: Verb) -> str:
-    """`meshwright VERB --help`."""
+    """Return the text of `meshwright VERB --help`."""
     lines = [f"usage: {entry.usage}", "", *textwrap.wrap(_sentence(entry.summary), WIDTH)]
     if entry.arguments:
         lines += ["", "words:", *_columns([(each.name, each.summary) for each in entry.arguments])]
@@ -50,7 +50,7 @@ def verb(entry: Verb) -> str:
 
 
 def group(name: str, verbs: Sequence[Verb]) -> str:
-    """`meshwright spec --help`: the verbs of a group."""
+    """Return the verbs of a group, as in `meshwright spec --help`."""
     rows = [(verb.name, verb.summary) for verb in verbs]
     return "\n".join([f"usage: meshwright {name} VERB ...", "", "verbs:", *_columns(rows)])
 
@@ -70,11 +70,11 @@ def _summary(flag: Flag) -> str:
 
 
 def _keys() -> list[str]:
-    """Every dotted key under its table: name, type, default; and below it what it means."""
+    """List every dotted key under its table: name, type, default, and its description below."""
     lines = textwrap.wrap(
-        "keys: tables of the run file; as flags, --layout.dp 2 or --layout.dp=2, they win over it. 'none' is "
-        "no value. For an editor, a file's first line can name the schema that meshwright spec schema "
-        "prints: #:schema FILE.",
+        "keys: tables of the run file; as flags, --layout.dp 2 or --layout.dp=2, they override it. 'none' "
+        "unsets a key. For editors, the first line of a file can name the schema that meshwright spec "
+        "schema prints: #:schema FILE.",
         WIDTH,
     )
     for table in RunSpec.model_fields:
@@ -97,7 +97,7 @@ def _key(key: Key) -> list[str]:
 
 
 def _about(table: str) -> str:
-    """What the part's docstring says first; for a choice between parts, what each of them says."""
+    """Return the first docstring line of a table; if it can be one of several classes, that of each."""
     parts = parts_of(table)
     said = {part: (part.__doc__ or "").strip().splitlines()[0] for part in parts}
     if len(parts) == 1:
@@ -106,7 +106,7 @@ def _about(table: str) -> str:
 
 
 def _columns(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Two columns, the second wrapped; a long first entry stands on a line of its own."""
+    """Format two columns; the second is wrapped, and a long first entry gets a line of its own."""
     left = min(26, max(len(first) for first, _ in rows))
     lines: list[str] = []
     for first, second in rows:

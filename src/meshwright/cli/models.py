@@ -1,4 +1,4 @@
-"""The verbs that read what a run left: generate, export, import, checkpoint."""
+"""The verbs that use trained models: generate, export, import, checkpoint ls, checkpoint verify."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _folder(call: Call, place: int = 0) -> Path:
 
 def _existing(path: Path, what: str) -> Path:
     if not path.is_dir():
-        raise UserError(f"{path}: there is no such folder; give {what}")
+        raise UserError(f"{path}: does not exist, or is not a folder; give {what}")
     return path
 
 
@@ -82,7 +82,7 @@ def checkpoint_ls(call: Call) -> int:
 
 
 def checkpoint_verify(call: Call) -> int:
-    """Check every hash of a checkpoint: exit code 1, and a line for each damaged piece, when one differs."""
+    """Check every hash of a checkpoint; if one differs, name the pieces and return exit code 1."""
     folder = _existing(_folder(call), "the folder of a run, or of its checkpoints")
     from meshwright import api
 
@@ -109,13 +109,15 @@ VERBS = (
         (Argument("RUN", "the folder of a run, or of an HF model"),),
         (
             Flag("prompt", "the text to continue", "TEXT", str, required=True),
-            Flag("max-new-tokens", "tokens at most", "N", whole(1), default=128),
+            Flag("max-new-tokens", "most tokens to generate", "N", whole(1), default=128),
             Flag(
                 "temperature", "0 always takes the likeliest token", "T", number(0, float("inf")), default=0.0
             ),
             Flag("top-k", "draw from the K likeliest tokens", "K", whole(1)),
-            Flag("top-p", "draw from the likeliest tokens that hold this share", "P", number(0, 1)),
-            Flag("seed", "of the draws", "N", whole(0), default=0),
+            Flag(
+                "top-p", "draw from the likeliest tokens whose probabilities add up to P", "P", number(0, 1)
+            ),
+            Flag("seed", "seed of the draws", "N", whole(0), default=0),
             JSON,
         ),
     ),
@@ -137,7 +139,7 @@ VERBS = (
     ),
     Verb(
         "import",
-        "make a run's folder from an HF folder of a family that model.family names",
+        "make a run's folder from an HF folder of a family of model.family",
         import_hf,
         (Argument("FOLDER", "an HF folder with config.json and safetensors"),),
         (Flag("out", "folder of the run to make", "DIR", folder_name, required=True), JSON),

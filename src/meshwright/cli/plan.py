@@ -1,4 +1,4 @@
-"""The verb that finds the best layouts: plan. It imports no torch."""
+"""The verb plan, which finds the best layouts; it imports no torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OBJECTIVES = ("time", "cost", "longest-context", "largest-model")
 
 
 def plan(call: Call) -> int:
-    """Search, and say what is best."""
+    """Search the layouts and show the best ones."""
     from meshwright.hardware.hardware_file import check_writable
     from meshwright.planner.plan import plan as find
 
@@ -72,13 +72,13 @@ def plan(call: Call) -> int:
 
 
 def _check_new(path: Path | None) -> None:
-    """Refuse a run file that is there: someone may have edited it."""
+    """Refuse to replace an existing run file, which someone may have edited."""
     if path is not None and path.exists():
         raise UserError(f"--write: {path} exists already; remove it, or give another file")
 
 
 def _page(found: Plans, path: Path) -> None:
-    """Why the best plan, and why not its neighbours and the other plans on as many devices."""
+    """Write the page of the best plan, compared with its neighbours and the plans on as many devices."""
     from meshwright.planner.cost.model import CostModel
     from meshwright.report.plan_page import write_plan_page
 
@@ -92,7 +92,7 @@ def _say(found: TimedLayout, counts: SearchCounts) -> None:
 
 
 def _finished(devices: int, best: Plan | None) -> None:
-    """Say what a range's search for one number of devices found."""
+    """Report on stderr the best plan for one number of devices of a range."""
     told = "nothing fits" if best is None else f"{best.step_seconds:.4g} s a step, {brief(best.spec)}"
     print(f"{show.count(devices, 'device')}: {told}", file=sys.stderr, flush=True)
 
@@ -106,7 +106,7 @@ def _write(spec: RunSpec, path: Path) -> None:
 
 
 def brief(spec: RunSpec) -> str:
-    """A layout in few words: dp16 cp8 tp2 pp64 zb-v x2 zero2 mb1."""
+    """Return a layout in few words: dp16 cp8 tp2 pp64 zb-v x2 zero2 mb1."""
     layout = spec.layout
     names = ("replicate", "dp", "cp", "tp", "pp", "ep", "etp")
     words = [f"{name}{size}" for name in names if (size := getattr(layout, name)) > 1]
@@ -124,7 +124,7 @@ def brief(spec: RunSpec) -> str:
 
 
 def _show(found: Plans, limit: float | None, why: bool) -> None:
-    """`limit` is what --max-memory says, in bytes."""
+    """Print the plans; `limit` is --max-memory in bytes."""
     from meshwright.planner.cost.uncertainty import room
     from meshwright.planner.search.objectives import described
     from meshwright.units import gigabytes, short
@@ -170,7 +170,7 @@ def _show(found: Plans, limit: float | None, why: bool) -> None:
 
 
 def _why(found: Plans) -> None:
-    """Why not the neighbours of the best plan, and which assumption would change the choice."""
+    """Print why the neighbours of the best plan are worse, and which assumption would change the choice."""
     from meshwright.planner.explain.text import assumption_lines, neighbour_lines
 
     why = found.reasons
@@ -229,16 +229,16 @@ VERBS = (
             Flag("stack", "the software that runs it", "NAME", str, "meshwright"),
             Flag("price", "USD for a device and hour; default the cluster's", "USD", number(1e-6, 1e6)),
             Flag("tokens", "tokens to train on, such as 15T, for days and USD", "N", tokens()),
-            Flag("max-memory", "GB of a device that a plan may need at most", "GB", above_zero),
-            Flag("write", "new run file to write, which train accepts", "RUN.toml", file_name(".toml")),
+            Flag("max-memory", "most GB of a device that a plan may need", "GB", above_zero),
+            Flag("write", "new run file to write, for train", "RUN.toml", file_name(".toml")),
             Flag(
                 "out",
                 "page to write: time, memory, links, timeline, neighbours; opens offline",
                 "FILE.html",
                 file_name(".html"),
             ),
-            Flag("no-why", "leave out the neighbours and the assumptions, which takes less time"),
-            Flag("progress", "say each plan that is the best so far, on stderr"),
+            Flag("no-why", "leave out the neighbours and the assumptions, to save time"),
+            Flag("progress", "show each plan that is the best so far, on stderr"),
             JSON,
         ),
         keys=True,

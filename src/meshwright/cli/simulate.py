@@ -1,4 +1,4 @@
-"""The verb that times a pipeline's step: simulate. It imports no torch."""
+"""The verb simulate, which times a pipeline's step; it imports no torch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from meshwright.cli.runs import RUN, spec_of
 from meshwright.spec import UserError
 
 MOST_RANKS = 16
-"""Pipelines of more ranks are told by their extremes."""
+"""Pipelines of more ranks are shown without a row for each."""
 
 
 def simulate(call: Call) -> int:
-    """Time one step of the run's pipeline."""
+    """Time one step of a run's pipeline and show it."""
     spec = spec_of(call)
     flags, times = call.flags, _durations(call.flags)
     from meshwright import api
@@ -41,7 +41,7 @@ def simulate(call: Call) -> int:
 
 
 def _durations(flags: dict[str, Any]) -> tuple[float, float, float] | None:
-    """Seconds of F, I and W from the flags' milliseconds; None where FLOPs are counted."""
+    """Return the seconds of F, I and W that the flags give in milliseconds; None if FLOPs are counted."""
     forward, others = flags["forward"], [name for name in ("input", "weight") if flags[name] is not None]
     if forward is None:
         if others:
@@ -49,7 +49,7 @@ def _durations(flags: dict[str, Any]) -> tuple[float, float, float] | None:
         return None
     if flags["tflops"] is not None:
         raise UserError(
-            f"--tflops: {flags['tflops']:g} is given beside --forward, with which no FLOPs are counted; give "
+            f"--tflops: {flags['tflops']:g} has no effect with --forward, which replaces counted FLOPs; give "
             f"one of them"
         )
     given = (forward if flags[name] is None else flags[name] for name in ("forward", "input", "weight"))
@@ -64,7 +64,7 @@ def _show(result: dict[str, Any]) -> None:
     bubbles, ideal, flops = result["bubbles"], result["closed_form_bubble"], result["flops"]
     peak, held = max(result["peak_activations"]), max(result["peak_activation_bytes"])
     counted = (
-        f"FLOPs at {result['flops'] / 1e12:g} TFLOP/s a device" if flops else "as given, alike in every stage"
+        f"FLOPs at {result['flops'] / 1e12:g} TFLOP/s a device" if flops else "as given, equal in every stage"
     )
     apart = f"; by rank from {percent(min(bubbles), 2)} to {percent(max(bubbles), 2)}"
     facts = {
@@ -89,7 +89,7 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row a rank."""
+    """Return a row for each rank."""
     from meshwright.report.format import percent, size
     from meshwright.units import seconds
 
@@ -121,7 +121,7 @@ VERBS = (
             ),
             Flag(
                 "tflops",
-                "TFLOP/s that a device attains, to turn the stages' FLOPs into time; default 400",
+                "attained TFLOP/s of a device, to turn the stages' FLOPs into time; default 400",
                 "RATE",
                 above_zero,
             ),
@@ -131,8 +131,15 @@ VERBS = (
                 "MS",
                 above_zero,
             ),
-            Flag("input", "of its backward for the input; default as --forward", "MS", above_zero),
-            Flag("weight", "of its backward for the weights; default as --forward", "MS", above_zero),
+            Flag(
+                "input", "milliseconds of the backward for the input; default as --forward", "MS", above_zero
+            ),
+            Flag(
+                "weight",
+                "milliseconds of the backward for the weights; default as --forward",
+                "MS",
+                above_zero,
+            ),
             Flag("latency", "microseconds of a message between stages", "US", number(0, 1e9), default=5.0),
             Flag("bandwidth", "GB/s of a link between stages, one way", "RATE", above_zero, default=50.0),
             JSON,

@@ -1,4 +1,4 @@
-"""The verbs about the spec itself: show, schema, check, presets. None of them imports torch."""
+"""The verbs spec show, spec schema, spec check and spec presets; they import no torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from meshwright.spec.schema import schema
 from meshwright.spec.toml import to_toml
 from meshwright.units import short
 
-_NPROC = Flag("nproc", "fill layout.dp where no axis is set, as train does", "N|auto", str)
+_NPROC = Flag("nproc", "set layout.dp if no axis is set, as train does", "N|auto", str)
 
 
 def show_spec(call: Call) -> int:
-    """Print every field, defaults and preset resolved."""
+    """Print every field of the spec, with defaults and presets resolved."""
     spec = spec_of(call)
     show.as_json(spec.to_json()) if call.flags["json"] else print(to_toml(spec), end="")
     return 0
@@ -30,7 +30,7 @@ def show_schema(call: Call) -> int:
 
 
 def check(call: Call) -> int:
-    """Validate, and say in one line what would run."""
+    """Validate a run file, and print in one line what would run."""
     spec = spec_of(call)
     facts = {
         "ok": True,
@@ -86,7 +86,12 @@ VERBS = (
     Verb("spec show", "print a run's whole spec as TOML", show_spec, (RUN,), (_NPROC, JSON), keys=True),
     Verb("spec schema", "print the JSON schema of a run file, for editors", show_schema),
     Verb(
-        "spec check", "validate a run file, and say what would run", check, (RUN,), (_NPROC, JSON), keys=True
+        "spec check",
+        "validate a run file, and print what would run",
+        check,
+        (RUN,),
+        (_NPROC, JSON),
+        keys=True,
     ),
     Verb("spec presets", "list the named models", presets, (), (JSON,)),
 )

@@ -1,4 +1,4 @@
-"""The verb that sets predictions beside measured runs: validate. It imports no torch."""
+"""The verb validate, which compares predictions with measured runs; it imports no torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from meshwright.cli.parser import JSON, Argument, Call, Flag, Verb, choice, file
 from meshwright.spec import UserError
 
 _NAMED = 24
-"""Columns of a source's, model's or GPU's name in the table."""
+"""Most columns of a source's, model's or GPU's name in the table."""
 
 
 def validate(call: Call) -> int:
-    """Predict every run of a table."""
+    """Predict every run of a table, and show the errors."""
     from meshwright import api
     from meshwright.planner.validation import page as validation_page
 
@@ -36,7 +36,9 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--markdown: {path} cannot be written: {error.strerror}") from None
+        raise UserError(
+            f"--markdown: {path} cannot be written ({error.strerror}); give another file"
+        ) from None
 
 
 def _tell(result: dict[str, Any]) -> None:
@@ -53,7 +55,7 @@ def _tell(result: dict[str, Any]) -> None:
 
 
 def _told(row: dict[str, Any]) -> str:
-    """What was measured of a row, and what was predicted."""
+    """Return what was measured and predicted of a row, in words."""
     if row["time_error_pct"] is not None:
         return f"{row['seconds']:.4g} s measured, {row['predicted']:.4g} predicted"
     if row["memory_error_pct"] is not None:
@@ -64,17 +66,17 @@ def _told(row: dict[str, Any]) -> str:
 VERBS = (
     Verb(
         "validate",
-        "set the planner's predictions beside measured runs: published ones, or a table of yours",
+        "compare the planner's predictions with measured runs: published ones, or a table of yours",
         validate,
         (Argument("RUNS.csv", "a table of measured runs; by default the published ones", required=False),),
         (
             Flag(
                 "by",
-                "a line for each: source (the default), model or gpu",
+                "column to group by: source (the default), model or gpu",
                 "COLUMN",
                 choice("source", "model", "gpu"),
             ),
-            Flag("rows", "every row with what was measured and predicted"),
+            Flag("rows", "also show every row, measured and predicted"),
             Flag("markdown", "page to write", "FILE.md", file_name(".md")),
             JSON,
         ),

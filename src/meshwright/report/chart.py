@@ -1,7 +1,7 @@
-"""Line charts as inline SVG that stay sharp at any width: the plot stretches, the labels are HTML beside it.
+"""Line charts and scatter plots as inline SVG that stretches to any width; labels are HTML.
 
-A long run is thinned before it is drawn, by the smallest and largest value of each pixel or so, which is why
-a spike of one step in a hundred thousand is still there.
+Long curves are thinned to the smallest and largest value of about each pixel, so that a spike of one step in
+a hundred thousand stays visible.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from markupsafe import Markup
 from meshwright.report.format import is_number
 from meshwright.report.page import render
 
-# The plot's own coordinates: the browser stretches them to whatever room there is.
+# Coordinates of the SVG; the browser stretches them to the available width.
 WIDTH, HEIGHT = 1000, 300
 # Two points in each bucket: about one per pixel on a wide screen.
 BUCKETS = 600
@@ -39,15 +39,15 @@ class Series:
     css: str = "line"
 
     def thinned(self) -> Series:
-        """The same curve in at most `2 * BUCKETS + 2` points."""
+        """Return the curve thinned to at most `2 * BUCKETS + 2` points."""
         keep = decimate(self.y, BUCKETS)
         return Series(self.name, [self.x[i] for i in keep], [self.y[i] for i in keep], self.colour, self.css)
 
 
 def decimate(values: Values, buckets: int) -> list[int]:
-    """Indices, ascending, that keep a curve's shape: the extremes of each bucket, the first and the last.
+    """Return ascending indices that keep a curve's shape: each bucket's extremes, the first and the last.
 
-    A bucket without any finite value gives one index, which keeps the gap. Short curves stay whole.
+    A bucket without finite values gives one index, which keeps the gap. Short curves stay whole.
     """
     length = len(values)
     if length <= 2 * buckets:
@@ -61,7 +61,7 @@ def decimate(values: Values, buckets: int) -> list[int]:
 
 
 def moving_mean(values: Values, window: int) -> list[float | None]:
-    """Mean of the finite values within `window` places around each one; None where there is none."""
+    """Return the mean of the finite values in the `window` around each value; None if there are none."""
     half = window // 2
     sums = [0.0, *accumulate(value or 0.0 for value in values)]
     counts = [0, *accumulate(int(value is not None) for value in values)]
@@ -74,7 +74,7 @@ def moving_mean(values: Values, window: int) -> list[float | None]:
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """Round numbers (1, 2, 2.5 or 5 times a power of ten) within [low, high], about `most` of them."""
+    """Return about `most` round numbers (1, 2, 2.5 or 5 times a power of ten) within [low, high]."""
     if not high > low:
         return [low]
     rough = (high - low) / max(1, most)
@@ -85,7 +85,7 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """Labels with just the decimals that tell neighbours apart; 20k from 10,000 up, 3e-4 for small ones."""
+    """Return labels with the fewest decimals that distinguish them, such as 20k or 3e-4."""
     largest = max((abs(value) for value in values), default=0.0)
     if largest == 0:
         return ["0" for _ in values]
@@ -106,19 +106,20 @@ def tick_labels(values: Sequence[float]) -> list[str]:
 
 @dataclass(frozen=True)
 class Scale:
-    """From a value to its place between 0 and 1."""
+    """A linear or logarithmic axis from `low` to `high`."""
 
     low: float
     high: float
     log: bool = False
 
     def at(self, value: float) -> float:
+        """Return the position of a value, from 0 to 1."""
         if self.log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, most: int) -> list[float]:
-        """Round numbers; on a logarithmic scale 1, 2, 5 of each decade, or decades, or else even steps."""
+        """Return round numbers; on a logarithmic axis 1, 2, 5 of each decade, decades, or even steps."""
         if not self.log:
             return ticks(self.low, self.high, most)
         decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
@@ -131,7 +132,7 @@ class Scale:
         return ticks(self.low, self.high, most)
 
     def labels(self, marks: Sequence[float]) -> list[str]:
-        """Labels of ticks: with decimals in common on a linear scale, each by itself on a logarithmic one."""
+        """Return the labels of ticks, with equal decimals on a linear axis."""
         return [label for mark in marks for label in tick_labels([mark])] if self.log else tick_labels(marks)
 
     def labelled(self, marks: Sequence[float], upward: bool = False) -> list[tuple[str, str]]:
@@ -141,7 +142,7 @@ class Scale:
 
 
 def fit(values: Sequence[float], log: bool, from_zero: bool) -> Scale:
-    """A scale with a little air around the values; a single value is put in the middle."""
+    """Return a scale with a margin around the values; a single value is centred."""
     low, high = min(values), max(values)
     if log:
         air = max(1.05, (high / low) ** 0.05)
@@ -156,7 +157,7 @@ def fit(values: Sequence[float], log: bool, from_zero: bool) -> Scale:
 class Chart:
     """A titled plot of curves over the optimiser step.
 
-    `log` offers a logarithmic scale beside the linear one. `mark_gaps` says that a None in the first curve
+    `log` offers a logarithmic scale, too. `mark_gaps` says that a None in the first curve
     means a value that was not finite, and marks those steps.
     """
 
@@ -226,7 +227,7 @@ def _paths(curve: Series, x: Scale, y: Scale) -> list[tuple[str, str]]:
 
 
 def _steps_scale(steps: Sequence[float]) -> Scale:
-    """The x axis: from 0 where the run starts near it, and never empty."""
+    """Return the x axis: from 0 if the run starts near it, and never empty."""
     low, high = min(steps), max(steps)
     if low == high:
         return Scale(low - 1, high + 1)
@@ -239,7 +240,7 @@ def down(share: float) -> str:
 
 
 def path(xs: Sequence[float], ys: Values, x: Scale, y: Scale) -> str:
-    """SVG path data; a None lifts the pen, and a point that stands alone becomes a dot (`h0`, round cap)."""
+    """Return SVG path data; None lifts the pen, and an isolated point becomes a dot (`h0`, round cap)."""
     pieces: list[str] = []
     pen_down = False
     for step, value in zip(xs, ys, strict=True):

@@ -1,7 +1,7 @@
-"""A simulated pipeline step to look at: a page of its own, and a trace for Perfetto or chrome://tracing.
+"""Timelines of simulated pipeline steps: an HTML page, and a trace for Perfetto or chrome://tracing.
 
-The page opens offline and fetches nothing. It draws on a canvas, so that 64 ranks and 512 microbatches move
-as smoothly as two and four: what is narrower than a pixel is drawn as the mean of its colours.
+The page opens offline. It draws on a canvas, so that 64 ranks and 512 microbatches move smoothly: actions
+that share a pixel are drawn in the mean of their colours.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from meshwright.report.page import render as render_template
 from meshwright.report.record import write_atomically
 from meshwright.schedule import Kind, Simulation
 
-# Times in the page are whole numbers of ticks, this many a step: a quarter of a nanosecond for one second.
+# Times in the page are whole ticks; a step has this many, so a tick of a one-second step is 0.23 ns.
 TICKS = 2**32 - 1
 _WORDS = {Kind.F: "forward", Kind.I: "input backward", Kind.W: "weight backward", Kind.B: "backward"}
 
 
 def write_timeline(simulated: Simulation, path: Path) -> Path:
-    """Write the page of a simulated step to `path`, and return it.
+    """Write the page of a simulated step to `path`, and return the path.
 
-    A row a rank, its actions by kind and with their microbatch; the shares of idle time at its end. Raises
-    `UserError` where the file can't be written.
+    It has a row for each rank with its actions, and a table of idle times. Raises `UserError` if the file is
+    not writable.
     """
     write_atomically(path, render(simulated))
     return path
 
 
 def write_trace(simulated: Simulation, path: Path) -> Path:
-    """Write a simulated step as Chrome trace events (JSON) to `path`, and return it.
+    """Write a simulated step as Chrome trace events (JSON) to `path`, and return the path.
 
-    A thread a rank; times in microseconds. Raises `UserError` where the file can't be written.
+    Each rank is a thread; times are in microseconds. Raises `UserError` if the file is not writable.
     """
     trace = {"traceEvents": trace_events(simulated), "displayTimeUnit": "ms"}
     write_atomically(path, json.dumps(trace, separators=(",", ":")))
@@ -46,7 +46,7 @@ def write_trace(simulated: Simulation, path: Path) -> Path:
 
 
 def trace_events(simulated: Simulation) -> list[dict[str, Any]]:
-    """An event an action, in the order of the lists, after those that name the rows."""
+    """Return the events that name the rows, then one for each action, in the order of the lists."""
     schedule = simulated.schedule
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": _title(simulated)}}
