@@ -41,7 +41,7 @@ def generate(
         )
     tokenizer = Tokenizer.open(tokenizer_file)
     given = tokenizer.encode(_encodable(prompt))
-    found = continue_tokens(
+    written = continue_tokens(
         decoder,
         tokenizer.prompt(given),
         max_new_tokens,
@@ -53,7 +53,7 @@ def generate(
         limit=tokenizer.vocab_size,
     )
     # Some tokenizers drop the space before the first word that they decode, so decode everything and cut.
-    return tokenizer.decode([*given, *found])[len(tokenizer.decode(given)) :]
+    return tokenizer.decode([*given, *written])[len(tokenizer.decode(given)) :]
 
 
 def _encodable(prompt: str) -> str:

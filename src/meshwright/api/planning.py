@@ -45,15 +45,15 @@ def simulate(
 
     try:
         machine = Machine(flops, latency, bandwidth)
-        found = pipeline_step(spec, machine, Durations(*durations) if durations else None)
+        step = pipeline_step(spec, machine, Durations(*durations) if durations else None)
     except ScheduleError as error:
         raise UserError(str(error)) from None
     if out is not None:
-        write_timeline(found.simulation, Path(out))
+        write_timeline(step.simulation, Path(out))
     if trace is not None:
-        write_trace(found.simulation, Path(trace))
+        write_trace(step.simulation, Path(trace))
     return {
-        **found.to_json(),
+        **step.to_json(),
         "flops": None if durations else flops,
         "latency": latency,
         "bandwidth": bandwidth,
@@ -73,8 +73,8 @@ def explain(
     from meshwright.report.plan_page import write_explanation
 
     ranks = spec.layout.world_size
-    found = hardware_of(cluster, ranks) if isinstance(cluster, str) else cluster.resized(ranks)
-    result = explain_on(spec, CostModel(found, stack_named(stack)))
+    hardware = hardware_of(cluster, ranks) if isinstance(cluster, str) else cluster.resized(ranks)
+    result = explain_on(spec, CostModel(hardware, stack_named(stack)))
     if out is not None:
         write_explanation(Path(out), result)
     return result
@@ -104,12 +104,12 @@ def goodput(
     `restarting`, `tokens_per_day`, `days`, `cost` (of `tokens`, at `price` a device-hour) and more. `every`
     fixes the number of steps between saves instead; `runs` also simulates that many runs. Raises `UserError`.
     """
-    from meshwright.reliability import goodput as planner
-    from meshwright.reliability.monte_carlo import simulate as play
+    from meshwright.reliability import goodput as model
+    from meshwright.reliability.monte_carlo import simulate as simulate_failures
 
-    mtbf = planner.system_mtbf(mtbf_hours, device_mtbf_hours, devices)
-    faults = planner.Faults(mtbf, save_seconds, restart_seconds, background_seconds)
-    found = planner.goodput(
+    mtbf = model.system_mtbf(mtbf_hours, device_mtbf_hours, devices)
+    faults = model.Faults(mtbf, save_seconds, restart_seconds, background_seconds)
+    best = model.goodput(
         step_seconds,
         faults,
         batch_tokens=batch_tokens,
@@ -119,9 +119,9 @@ def goodput(
         every=every,
     )
     if runs is None:
-        return {**found.to_json(), "simulated": None}
-    played = play(faults, found.interval_seconds, found.saves or 1000, runs, seed)
-    return {**found.to_json(), "simulated": played.to_json()}
+        return {**best.to_json(), "simulated": None}
+    simulated = simulate_failures(faults, best.interval_seconds, best.saves or 1000, runs, seed)
+    return {**best.to_json(), "simulated": simulated.to_json()}
 
 
 def validate(table: Path | None = None, *, rows: bool = False, by: str = "source") -> Result:
@@ -132,14 +132,18 @@ def validate(table: Path | None = None, *, rows: bool = False, by: str = "source
     `by_source` and by the column `by` (source, model or gpu). With `rows` it also has `each` row, and
     `skipped_rows` (row, source, reason) for those that are not predicted. Raises `UserError`.
     """
-    from meshwright.planner.validation import metrics as planner
+    from meshwright.planner.validation import metrics
     from meshwright.planner.validation.cases import PUBLISHED
 
-    found = planner.validate(Path(table) if table else PUBLISHED)
-    result = planner.report(found, by)
+    predictions = metrics.validate(Path(table) if table else PUBLISHED)
+    result = metrics.report(predictions, by)
     if not rows:
         return result
-    return {**result, "each": planner.each_row(found), "skipped_rows": planner.skipped_rows(found)}
+    return {
+        **result,
+        "each": metrics.each_row(predictions),
+        "skipped_rows": metrics.skipped_rows(predictions),
+    }
 
 
 def profile(*, nproc: int | None = None, seconds: float = 120.0, out: Path | None = None) -> Cluster:
@@ -154,17 +158,17 @@ def profile(*, nproc: int | None = None, seconds: float = 120.0, out: Path | Non
     check_writable(out)
     ranks = count_devices() if nproc is None else nproc
     if ranks == 1:
-        found = profile_worker(seconds=seconds, out=out)
-        assert found is not None  # this process is the first rank
-        return found
+        measured = profile_worker(seconds=seconds, out=out)
+        assert measured is not None  # this process is the first rank
+        return measured
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         file = Path(folder) / "hardware.json"
         argv = ["profile", "--seconds", str(seconds), "--out", str(file)]
         run_ranks(argv, ranks, log_dir=Path(folder) / "logs").raise_for_failure()
-        found = hardware_of(str(file))
+        measured = hardware_of(str(file))
     if out is not None:
-        write_hardware(found, out)
-    return found
+        write_hardware(measured, out)
+    return measured
 
 
 def profile_worker(*, seconds: float = 120.0, out: Path | None = None) -> Cluster | None:
@@ -174,10 +178,10 @@ def profile_worker(*, seconds: float = 120.0, out: Path | None = None) -> Cluste
 
     check_writable(out)
     with device_of() as device:
-        found = profile_rank(device, seconds)
-    if found is not None and out is not None:
-        write_hardware(found, out)
-    return found
+        measured = profile_rank(device, seconds)
+    if measured is not None and out is not None:
+        write_hardware(measured, out)
+    return measured
 
 
 def dryrun(

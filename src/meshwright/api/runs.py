@@ -75,13 +75,13 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
                 stack.enter_context(Lease(out, "meshwright"))
             return _observers(spec, out, quiet)
 
-        watching = stack.enter_context(ranks.together(start))
+        observers = stack.enter_context(ranks.together(start))
         once_per_host(ranks, lambda: open_corpus(spec))
-        run = TrainingRun(spec, mesh, out, watching, check="lazy")
+        run = TrainingRun(spec, mesh, out, observers, check="lazy")
         ranks.together(lambda: _keep_tokenizer(run.corpus, out, spec.model.max_seq_len) if first else None)
         result = run.execute(resume)
         result["sample"] = held_out_sample(run.trainer, run.corpus)
-        ranks.together(lambda: watching.on_end(result))
+        ranks.together(lambda: observers.on_end(result))
         if first:
             write_report(out)
     return result
@@ -160,17 +160,17 @@ def verify_worker(spec: RunSpec, *, steps: int = 3, out: Path | None = None) -> 
     from meshwright.train.verify import verify as verify_rank
 
     with mesh_of(spec) as mesh:
-        found = verify_rank(spec, mesh, steps) or {}
-        mesh.control.together(lambda: write_verdict(found, out) if found and out is not None else None)
-    return found
+        verdict = verify_rank(spec, mesh, steps) or {}
+        mesh.control.together(lambda: write_verdict(verdict, out) if verdict and out is not None else None)
+    return verdict
 
 
-def write_verdict(found: Result, out: Path) -> None:
+def write_verdict(result: Result, out: Path) -> None:
     """Write the result of `verify` to `out`/verify.json."""
     from meshwright.report.record import write_atomically
 
     _make_folder(out)
-    write_atomically(out / "verify.json", json.dumps(found))
+    write_atomically(out / "verify.json", json.dumps(result))
 
 
 def default_out() -> Path:

@@ -22,10 +22,7 @@ def dryrun(call: Call) -> int:
         all_stages=bool(flags["all-stages"]),
         device=flags["device"],
     )
-    if flags["json"]:
-        show.as_json(result)
-        return 0
-    _show(result)
+    show.result(flags["json"], result, _show)
     return 0
 
 
@@ -63,15 +60,15 @@ def _counts(counts: dict[str, float]) -> str:
 def _stage(row: dict[str, Any]) -> dict[str, Any]:
     from meshwright.report.format import size
 
-    at = row["components"]
+    components = row["components"]
     return {
         "rank": row["rank"],
         "units": _span(row["units"]),
         "peak": size(row["peak"]),
         "states": size(row["states"]),
-        "activations": size(at["activations"]),
-        "buffers": size(at["buffers"] + at["messages"]),
-        "temporaries": size(at["temporaries"]),
+        "activations": size(components["activations"]),
+        "buffers": size(components["buffers"] + components["messages"]),
+        "temporaries": size(components["temporaries"]),
         "sent": size(sum(sent["bytes"] for sent in row["wire"])),
     }
 
@@ -91,20 +88,20 @@ def _modules(row: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each unit of the model; consecutive units with equal memory share a row."""
     from meshwright.report.format import size
 
-    alike: list[tuple[list[str], dict[str, int]]] = []
+    runs: list[tuple[list[str], dict[str, int]]] = []
     for unit in ["", *row["units"]]:
         held = row["modules"].get(unit, {})
-        if alike and alike[-1][1] == held:
-            alike[-1][0].append(unit)
+        if runs and runs[-1][1] == held:
+            runs[-1][0].append(unit)
         else:
-            alike.append(([unit], held))
+            runs.append(([unit], held))
     return [
         {
             "part": _span(units) or "no unit",
             "each": size(sum(held.values())),
             "of which": ", ".join(f"{kind} {size(held[kind])}" for kind in held if held[kind]),
         }
-        for units, held in alike
+        for units, held in runs
         if held
     ]
 
@@ -121,18 +118,14 @@ def _wire(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _span(units: list[str]) -> str:
     """Return names of units with runs of blocks shortened: embed, blocks.0 to blocks.7."""
-    found: list[list[str]] = []
+    runs: list[list[str]] = []
     for unit in units:
-        if found and _follows(found[-1][-1], unit):
-            found[-1].append(unit)
+        name, _, number = runs[-1][-1].rpartition(".") if runs else ("", "", "")
+        if number.isdecimal() and unit == f"{name}.{int(number) + 1}":
+            runs[-1].append(unit)
         else:
-            found.append([unit])
-    return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in found)
-
-
-def _follows(before: str, unit: str) -> bool:
-    name, _, number = before.rpartition(".")
-    return number.isdecimal() and unit == f"{name}.{int(number) + 1}"
+            runs.append([unit])
+    return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
 VERBS = (
@@ -145,12 +138,9 @@ VERBS = (
             Flag("world", "ranks of the world; default the layout's", "N", whole(1)),
             Flag("rank", "the rank whose step is run", "N", whole(0), default=0),
             Flag("all-stages", "run one rank of each pipeline stage, with a row for each"),
-            Flag(
-                "device", "device to run on: cpu, or cuda if there is one", "NAME",
-                choice("cpu", "cuda"), default="cpu",
-            ),
+            Flag("device", "cpu, or cuda if there is one", "NAME", choice("cpu", "cuda"), default="cpu"),
             JSON,
         ),
         keys=True,
     ),
-)  # fmt: skip
+)

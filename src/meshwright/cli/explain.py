@@ -16,13 +16,11 @@ def explain(call: Call) -> int:
 
     flags = call.flags
     out = Path(flags["out"]) if flags["out"] else None
-    found = api.explain(spec_of(call), cluster=flags["cluster"], stack=flags["stack"], out=out)
+    explanation = api.explain(spec_of(call), cluster=flags["cluster"], stack=flags["stack"], out=out)
     if flags["json"]:
-        show.as_json(found.to_json())
+        show.as_json(explanation.to_json())
         return 0
-    print(text(found))
-    if out is not None:
-        print(f"wrote {out}")
+    print(text(explanation), *([] if out is None else [f"wrote {out}"]), sep="\n")
     return 0
 
 
@@ -33,13 +31,7 @@ VERBS = (
         explain,
         (RUN,),
         (
-            Flag(
-                "cluster",
-                "a name of `meshwright clusters`, or a hardware file; resized to the layout's ranks",
-                "NAME",
-                str,
-                required=True,
-            ),
+            Flag("cluster", "a cluster by name, or a hardware file", "NAME", str, required=True),
             Flag("stack", "the software that runs it", "NAME", str, default="meshwright"),
             Flag("out", "page to write, which opens offline", "FILE.html", file_name(".html")),
             JSON,

@@ -23,17 +23,17 @@ def profile(call: Call) -> int:
     out = Path(call.flags["out"]) if call.flags["out"] else None
     check_writable(out)
     if place is not None:
-        found = api.profile_worker(seconds=seconds, out=out)
-        if found is None or place.launched:
+        measured = api.profile_worker(seconds=seconds, out=out)
+        if measured is None or place.launched:
             return 0
     else:
         nproc = nproc_of(call.flags["nproc"])
         print(f"measuring with {show.count(nproc, 'rank')} for about {seconds:g} seconds", file=sys.stderr)
-        found = api.profile(nproc=nproc, seconds=seconds, out=out)
+        measured = api.profile(nproc=nproc, seconds=seconds, out=out)
     if call.flags["json"]:
-        show.as_json(to_json(found))
+        show.as_json(to_json(measured))
         return 0
-    _show_cluster(found)
+    _show_cluster(measured)
     if out is not None:
         print(f"written to {out}")
     return 0
@@ -42,14 +42,14 @@ def profile(call: Call) -> int:
 def clusters(call: Call) -> int:
     """Print the catalogue, or one cluster of it or of a hardware file in full."""
     if call.words:
-        found = cluster(call.words[0], call.flags["count"])
-        show.as_json(to_json(found)) if call.flags["json"] else _show_cluster(found)
+        named = cluster(call.words[0], call.flags["count"])
+        show.as_json(to_json(named)) if call.flags["json"] else _show_cluster(named)
         return 0
     known = catalogue()
     if call.flags["json"]:
-        show.as_json({"clusters": [to_json(each) for each in known.values()]})
+        show.as_json({"clusters": [to_json(entry) for entry in known.values()]})
     else:
-        show.table([_row(each) for each in known.values()])
+        show.table([_row(entry) for entry in known.values()])
     return 0
 
 
@@ -74,12 +74,12 @@ def _tera(rate: float | None) -> str:
     return "-" if rate is None else f"{rate / 1e12:,.4g}"
 
 
-def _show_cluster(found: Cluster) -> None:
+def _show_cluster(shown: Cluster) -> None:
     from meshwright.report.format import size
 
-    device, rates = found.device, found.device.rates
+    device, rates = shown.device, shown.device.rates
     facts = {
-        "cluster": f"{found.name}: {show.count(found.count, 'device')}",
+        "cluster": f"{shown.name}: {show.count(shown.count, 'device')}",
         "device": f"{device.name}, {device.units} units, {size(device.memory)} at {_rate(device.bandwidth)}, "
         f"cache {size(device.cache)}",
         "peaks": ", ".join(
@@ -88,15 +88,15 @@ def _show_cluster(found: Cluster) -> None:
         + " TFLOP/s",
         "attained": f"{rates.matmul:.0%} in products, {rates.attention:.0%} in attention, "
         f"{rates.memory:.0%} of memory, {rates.link:.0%} of links; {rates.launch * 1e6:.3g} us a launch",
-        "price": None if found.price is None else f"{found.price:.2f} USD for a device and hour",
-        "source": found.source,
+        "price": None if shown.price is None else f"{shown.price:.2f} USD for a device and hour",
+        "source": shown.source,
     }
     show.pairs(facts)
     print()
-    show.table([_level_row(each) for each in found.levels])
-    if found.measured is not None:
+    show.table([_level_row(level) for level in shown.levels])
+    if shown.measured is not None:
         print()
-        _show_measured(found.measured)
+        _show_measured(shown.measured)
 
 
 def _level_row(level: Any) -> dict[str, Any]:
@@ -192,20 +192,8 @@ VERBS = (
         (),
         (
             Flag("out", "hardware file to write", "FILE.json", file_name(".json")),
-            Flag(
-                "nproc",
-                "processes on this machine: a number, or 'auto' for its GPUs or cores",
-                "N|auto",
-                str,
-                default="auto",
-            ),
-            Flag(
-                "seconds",
-                "about how long to measure; shorter runs measure fewer and smaller shapes",
-                "S",
-                number(LEAST_SECONDS, 3600),
-                default=120.0,
-            ),
+            Flag("nproc", "processes: a number, or 'auto' for GPUs or cores", "N|auto", str, default="auto"),
+            Flag("seconds", "about how long to measure", "S", number(LEAST_SECONDS, 3600), default=120.0),
             JSON,
         ),
     ),

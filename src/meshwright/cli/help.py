@@ -39,11 +39,23 @@ def program(verbs: Iterable[Verb], version: str) -> str:
 
 def verb(entry: Verb) -> str:
     """Return the text of `meshwright VERB --help`."""
-    lines = [f"usage: {entry.usage}", "", *textwrap.wrap(_sentence(entry.summary), WIDTH)]
+    lines = [
+        f"usage: {entry.usage}",
+        "",
+        *textwrap.wrap(f"{entry.summary[0].upper()}{entry.summary[1:]}.", WIDTH),
+    ]
     if entry.arguments:
-        lines += ["", "words:", *_columns([(each.name, each.summary) for each in entry.arguments])]
+        lines += [
+            "",
+            "words:",
+            *_columns([(argument.name, argument.summary) for argument in entry.arguments]),
+        ]
     if entry.flags:
-        lines += ["", "flags:", *_columns([(_shown(flag), _summary(flag)) for flag in entry.flags])]
+        lines += [
+            "",
+            "flags:",
+            *_columns([(f"--{flag.name} {flag.value}".strip(), _summary(flag)) for flag in entry.flags]),
+        ]
     if entry.keys:
         lines += ["", *_keys()]
     return "\n".join(lines)
@@ -53,14 +65,6 @@ def group(name: str, verbs: Sequence[Verb]) -> str:
     """Return the verbs of a group, as in `meshwright spec --help`."""
     rows = [(verb.name, verb.summary) for verb in verbs]
     return "\n".join([f"usage: meshwright {name} VERB ...", "", "verbs:", *_columns(rows)])
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:] + "."
-
-
-def _shown(flag: Flag) -> str:
-    return f"--{flag.name} {flag.value}".strip()
 
 
 def _summary(flag: Flag) -> str:
@@ -99,10 +103,10 @@ def _key(key: Key) -> list[str]:
 def _about(table: str) -> str:
     """Return the first docstring line of a table; if it can be one of several classes, that of each."""
     parts = parts_of(table)
-    said = {part: (part.__doc__ or "").strip().splitlines()[0] for part in parts}
+    about = {part: (part.__doc__ or "").strip().splitlines()[0] for part in parts}
     if len(parts) == 1:
-        return said[parts[0]]
-    return " ".join(f"{next(iter(part.model_fields.values())).default}: {said[part]}" for part in parts)
+        return about[parts[0]]
+    return " ".join(f"{next(iter(part.model_fields.values())).default}: {about[part]}" for part in parts)
 
 
 def _columns(rows: Sequence[tuple[str, str]]) -> list[str]:

@@ -28,17 +28,10 @@ def generate(call: Call) -> int:
     run = _existing(_folder(call), "the folder of a run or of an HF model")
     from meshwright import api
 
-    flags = call.flags
-    text = api.generate(
-        run,
-        flags["prompt"],
-        max_new_tokens=flags["max-new-tokens"],
-        temperature=flags["temperature"],
-        top_k=flags["top-k"],
-        top_p=flags["top-p"],
-        seed=flags["seed"],
-    )
-    show.as_json({"prompt": flags["prompt"], "text": text}) if flags["json"] else print(text)
+    flags = {name.replace("-", "_"): value for name, value in call.flags.items()}
+    as_json, prompt = flags.pop("json"), flags.pop("prompt")
+    text = api.generate(run, prompt, **flags)
+    show.as_json({"prompt": prompt, "text": text}) if as_json else print(text)
     return 0
 
 
@@ -88,16 +81,15 @@ def checkpoint_verify(call: Call) -> int:
 
     result = api.checkpoint_verify(folder, call.flags["step"])
     problems = result["problems"]
-    if call.flags["json"]:
-        show.as_json(result)
-    else:
-        show.pairs(result)
+    show.result(call.flags["json"], result)
+    if not call.flags["json"]:
         print(f"damaged: {len(problems)}" if problems else "every byte is as it was written")
     for problem in problems:
         print(f"meshwright: error: {one_line(problem)}", file=sys.stderr)
     return 1 if problems else 0
 
 
+DTYPES = ("float32", "bfloat16", "float16")
 _RUN = Argument("RUN", "the folder of a run")
 _CHECKPOINTS = Argument("DIR", "the folder of a run, or of its checkpoints")
 
@@ -110,13 +102,9 @@ VERBS = (
         (
             Flag("prompt", "the text to continue", "TEXT", str, required=True),
             Flag("max-new-tokens", "most tokens to generate", "N", whole(1), default=128),
-            Flag(
-                "temperature", "0 always takes the likeliest token", "T", number(0, float("inf")), default=0.0
-            ),
+            Flag("temperature", "0 takes the likeliest token", "T", number(0, float("inf")), default=0.0),
             Flag("top-k", "draw from the K likeliest tokens", "K", whole(1)),
-            Flag(
-                "top-p", "draw from the likeliest tokens whose probabilities add up to P", "P", number(0, 1)
-            ),
+            Flag("top-p", "draw from the likeliest tokens that add up to P", "P", number(0, 1)),
             Flag("seed", "seed of the draws", "N", whole(0), default=0),
             JSON,
         ),
@@ -128,11 +116,7 @@ VERBS = (
         (_RUN, Argument("FOLDER", "the folder to write; it must not exist, or be empty")),
         (
             Flag(
-                "dtype",
-                "number format of the weights",
-                "float32|bfloat16|float16",
-                choice("float32", "bfloat16", "float16"),
-                default="float32",
+                "dtype", "number format of the weights", "|".join(DTYPES), choice(*DTYPES), default=DTYPES[0]
             ),
             JSON,
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -15,6 +15,16 @@ WIDTH = 100
 def as_json(result: Mapping[str, Any]) -> None:
     """Print one JSON object on one line of stdout."""
     print(json.dumps(result), flush=True)
+
+
+def result(
+    json_wanted: bool, values: Mapping[str, Any], show: Callable[[dict[str, Any]], None] | None = None
+) -> None:
+    """Print a result as one JSON object, or else by `show` (by default as `pairs`)."""
+    if json_wanted:
+        as_json(values)
+    else:
+        (show or pairs)(dict(values))
 
 
 def line(words: str, indent: int = 2) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -90,10 +91,7 @@ def number(least: float, most: float) -> Callable[[str], float]:
     """Return a reader of numbers within [least, most]."""
 
     def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
+        value = _float(text)
         if not least <= value <= most:
             bound = f"from {least:g} to {most:g}" if most < float("inf") else f"of at least {least:g}"
             raise ValueError(f"a number {bound} is needed")
@@ -102,12 +100,16 @@ def number(least: float, most: float) -> Callable[[str], float]:
     return read
 
 
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def above_zero(text: str) -> float:
     """Read a finite number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
+    value = _float(text)
     if not 0 < value < float("inf"):
         raise ValueError("a number above 0 is needed")
     return value
@@ -163,7 +165,7 @@ def parse(verb: Verb, words: Sequence[str]) -> Call:
     argument.
     """
     own = {flag.name: flag for flag in verb.flags}
-    found: dict[str, Any] = {}
+    flags: dict[str, Any] = {}
     overrides: list[tuple[str, str]] = []
     places: list[str] = []
     queue = list(words)
@@ -185,15 +187,15 @@ def parse(verb: Verb, words: Sequence[str]) -> Call:
             overrides.append((name, _key_value(verb, name, given, queue)))
         else:
             flag = own.get(name) or _unknown(verb, name)
-            if name in found:
+            if name in flags:
                 raise UserError(f"--{name}: is given twice; give it once")
-            found[name] = _own_value(flag, given, queue)
+            flags[name] = _own_value(flag, given, queue)
     for flag in verb.flags:
-        if flag.required and flag.name not in found:
+        if flag.required and flag.name not in flags:
             raise UserError(f"--{flag.name}: is missing; give --{flag.name} {flag.value} ({flag.summary})")
-        found.setdefault(flag.name, flag.default)
+        flags.setdefault(flag.name, flag.default)
     _check_places(verb, places)
-    return Call(tuple(places), found, overrides)
+    return Call(tuple(places), flags, overrides)
 
 
 def _own_value(flag: Flag, given: str | None, queue: list[str]) -> Any:
@@ -234,15 +236,12 @@ def _next(name: str, queue: list[str]) -> str:
 def _unknown(verb: Verb, name: str) -> Flag:
     hint = did_you_mean(name, [flag.name for flag in verb.flags])
     if verb.keys and name in _KEY_TABLES:
-        hint = f"; it is a table of keys: give one, as in --{_first_key(name)} VALUE"
+        first = next(key for key in known_keys() if key.startswith(f"{name}."))
+        hint = f"; it is a table of keys: give one, as in --{first} VALUE"
     elif verb.keys and not hint:
         same = [key for key in known_keys() if key.endswith(f".{name}")]
         hint = f"; did you mean '--{same[0]}'?" if same else ""
     raise UserError(f"--{name}: unknown flag{hint or f'; see meshwright {verb.name} --help'}")
-
-
-def _first_key(table: str) -> str:
-    return next(key for key in known_keys() if key.startswith(f"{table}."))
 
 
 def _check_places(verb: Verb, places: Sequence[str]) -> None:

@@ -48,7 +48,7 @@ def train(call: Call) -> int:
     else:
         result = api.train_worker(spec, out=out or _shared_out(spec), resume=resume, quiet=quiet)
     if place is None or (place.rank == 0 and not place.launched):
-        show.as_json(result) if call.flags["json"] else show.pairs(result)
+        show.result(call.flags["json"], result)
     return 0
 
 
@@ -102,16 +102,13 @@ def verify(call: Call) -> int:
             return 0
     else:
         result = api.verify(spec, steps=steps)
-    _show_verify(result, bool(call.flags["json"]))
+    show.result(call.flags["json"], result, _show_verify)
     if place is None and out is not None:
         api.write_verdict(result, out)
     return 0 if result["equal"] else 1
 
 
-def _show_verify(result: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        show.as_json(result)
-        return
+def _show_verify(result: dict[str, Any]) -> None:
     show.table(result.get("rows", []))
     if narrowed := result.get("narrowed"):
         show.line(narrowed)
@@ -137,7 +134,7 @@ def tokenize(call: Call) -> int:
         text_key=spec.data.text_key,
         val_fraction=spec.data.val_fraction,
     )
-    show.as_json(counts.to_json()) if call.flags["json"] else show.pairs(counts.to_json())
+    show.result(call.flags["json"], counts.to_json())
     return 0
 
 
@@ -146,7 +143,7 @@ def data_verify(call: Call) -> int:
     from meshwright import api
 
     result = api.data_verify(Path(call.words[0]))
-    show.as_json(result) if call.flags["json"] else show.pairs(result)
+    show.result(call.flags["json"], result)
     for problem in result["problems"]:
         print(f"meshwright: error: {one_line(problem)}", file=sys.stderr)
     return 1 if result["problems"] else 0
@@ -160,19 +157,9 @@ VERBS = (
         (RUN,),
         (
             NPROC,
-            Flag(
-                "cluster",
-                "cluster name or hardware file to plan a layout for if no axis is set; default this machine",
-                "NAME|FILE",
-                str,
-            ),
+            Flag("cluster", "hardware to plan a missing layout for; default this machine", "NAME|FILE", str),
             Flag("out", "folder of the run; default a new one under runs/", "DIR", folder_name),
-            Flag(
-                "resume",
-                "continue from a checkpoint: 'auto' for the newest one, or its step",
-                "auto|STEP",
-                str,
-            ),
+            Flag("resume", "continue from the newest checkpoint, or from a step", "auto|STEP", str),
             Flag("quiet", "no progress lines"),
             JSON,
         ),

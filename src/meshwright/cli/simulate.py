@@ -31,11 +31,8 @@ def simulate(call: Call) -> int:
         out=out,
         trace=trace,
     )
-    if flags["json"]:
-        show.as_json(result)
-        return 0
-    _show(result)
-    for path in filter(None, (out, trace)):
+    show.result(flags["json"], result, _show)
+    for path in () if flags["json"] else filter(None, (out, trace)):
         print(f"wrote {path}")
     return 0
 
@@ -116,30 +113,11 @@ VERBS = (
         (RUN,),
         (
             Flag("out", "timeline to write, a page that opens offline", "FILE.html", file_name(".html")),
-            Flag(
-                "trace", "trace to write, for Perfetto or chrome://tracing", "FILE.json", file_name(".json")
-            ),
-            Flag(
-                "tflops",
-                "attained TFLOP/s of a device, to turn the stages' FLOPs into time; default 400",
-                "RATE",
-                above_zero,
-            ),
-            Flag(
-                "forward",
-                "milliseconds of one microbatch's forward in every stage, instead of counted FLOPs",
-                "MS",
-                above_zero,
-            ),
-            Flag(
-                "input", "milliseconds of the backward for the input; default as --forward", "MS", above_zero
-            ),
-            Flag(
-                "weight",
-                "milliseconds of the backward for the weights; default as --forward",
-                "MS",
-                above_zero,
-            ),
+            Flag("trace", "trace to write, for Perfetto", "FILE.json", file_name(".json")),
+            Flag("tflops", "attained TFLOP/s of a device, to time FLOPs; default 400", "RATE", above_zero),
+            Flag("forward", "milliseconds of a stage's forward, instead of FLOPs", "MS", above_zero),
+            Flag("input", "milliseconds of input backward; default as --forward", "MS", above_zero),
+            Flag("weight", "milliseconds of weight backward; default as --forward", "MS", above_zero),
             Flag("latency", "microseconds of a message between stages", "US", number(0, 1e9), default=5.0),
             Flag("bandwidth", "GB/s of a link between stages, one way", "RATE", above_zero, default=50.0),
             JSON,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Call, Flag, Verb
@@ -47,15 +48,12 @@ def check(call: Call) -> int:
     if call.flags["json"]:
         show.as_json(facts)
         return 0
-    microbatches, sequences = (
-        show.count(spec.microbatches, "microbatch"),
-        show.count(spec.micro_batch, "sequence"),
-    )
     active = f", {short(spec.model.active_parameters)} of a token" if spec.model.moe else ""
     show.line(
         f"{call.path() or 'spec'}: OK: {short(spec.model.parameters)} parameters{active}; "
         f"world size {spec.layout.world_size} ({spec.layout.describe()}); "
-        f"{microbatches} of {sequences} on each rank; "
+        f"{show.count(spec.microbatches, 'microbatch')} of "
+        f"{show.count(spec.micro_batch, 'sequence')} on each rank; "
         f"{show.count(spec.train.total_steps, 'step')} of {spec.train.batch_tokens:,} tokens"
     )
     return 0
@@ -63,18 +61,13 @@ def check(call: Call) -> int:
 
 def presets(call: Call) -> int:
     """Print the named models."""
+    sizes = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab_size", "max_seq_len")
     rows = []
     for name in PRESETS:
         model = ModelSpec(preset=name)  # type: ignore[call-arg]
-        sizes = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab_size", "max_seq_len")
-        rows.append(
-            {
-                "preset": name,
-                "parameters": model.parameters,
-                "active": model.active_parameters,
-                **{size: getattr(model, size) for size in sizes},
-            }
-        )
+        row: dict[str, Any] = {"preset": name, "parameters": model.parameters}
+        row |= {"active": model.active_parameters, **{size: getattr(model, size) for size in sizes}}
+        rows.append(row)
     if call.flags["json"]:
         show.as_json({"presets": rows})
         return 0

@@ -9,6 +9,7 @@ from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, Verb, choice, file_name
 from meshwright.spec import UserError
 
+COLUMNS = ("source", "model", "gpu")
 _NAMED = 24
 """Most columns of a source's, model's or GPU's name in the table."""
 
@@ -18,7 +19,7 @@ def validate(call: Call) -> int:
     from meshwright import api
     from meshwright.planner.validation import page as validation_page
 
-    by = call.flags["by"] or "source"
+    by = call.flags["by"]
     result = api.validate(call.path(), rows=bool(call.flags["rows"]), by=by)
     if path := call.flags["markdown"]:
         _write(Path(path), validation_page.page(result))
@@ -26,7 +27,7 @@ def validate(call: Call) -> int:
         show.as_json(result)
         return 0
     show.table(validation_page.table(result, by, _NAMED))
-    _tell(result)
+    _show_rows(result)
     if path:
         print(f"wrote {path}")
     return 0
@@ -41,20 +42,20 @@ def _write(path: Path, text: str) -> None:
         ) from None
 
 
-def _tell(result: dict[str, Any]) -> None:
+def _show_rows(result: dict[str, Any]) -> None:
     print()
     for reason, count in result["skipped"].items():
         show.line(f"{show.count(count, 'row')} not predicted: {reason}", 5)
     if "each" in result:
         print("rows, from 0, without the heading:")
-    for each in result.get("each", ()):
-        model = " ".join(each["model"].split())[:18]
-        print(f"{each['row']:4d} {model:18s} {each['layout'][:36]:36s} {_told(each)}"[: show.WIDTH].rstrip())
-    for each in result.get("skipped_rows", ()):
-        show.line(f"{each['row']:4d} not predicted: {each['reason']}", 5)
+    for row in result.get("each", ()):
+        model = " ".join(row["model"].split())[:18]
+        print(f"{row['row']:4d} {model:18s} {row['layout'][:36]:36s} {_measured(row)}"[: show.WIDTH].rstrip())
+    for row in result.get("skipped_rows", ()):
+        show.line(f"{row['row']:4d} not predicted: {row['reason']}", 5)
 
 
-def _told(row: dict[str, Any]) -> str:
+def _measured(row: dict[str, Any]) -> str:
     """Return what was measured and predicted of a row, in words."""
     if row["time_error_pct"] is not None:
         return f"{row['seconds']:.4g} s measured, {row['predicted']:.4g} predicted"
@@ -70,12 +71,7 @@ VERBS = (
         validate,
         (Argument("RUNS.csv", "a table of measured runs; by default the published ones", required=False),),
         (
-            Flag(
-                "by",
-                "column to group by: source (the default), model or gpu",
-                "COLUMN",
-                choice("source", "model", "gpu"),
-            ),
+            Flag("by", "group by source, model or gpu", "COLUMN", choice(*COLUMNS), default="source"),
             Flag("rows", "also show every row, measured and predicted"),
             Flag("markdown", "page to write", "FILE.md", file_name(".md")),
             JSON,
