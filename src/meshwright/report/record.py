@@ -129,12 +129,12 @@ def _read_object(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path}: is not JSON ({error}); the file is damaged, move it away") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise UserError(f"{path}: holds no JSON object; the file is damaged, move it away")
-    return found
+    return value
 
 
 def read_metrics(out: Path) -> list[Row]:
