@@ -135,15 +135,11 @@ def validate(table: Path | None = None, *, rows: bool = False, by: str = "source
     from meshwright.planner.validation import metrics
     from meshwright.planner.validation.cases import PUBLISHED
 
-    predictions = metrics.validate(Path(table) if table else PUBLISHED)
-    result = metrics.report(predictions, by)
+    runs = metrics.validate(Path(table) if table else PUBLISHED)
+    result = metrics.report(runs, by)
     if not rows:
         return result
-    return {
-        **result,
-        "each": metrics.each_row(predictions),
-        "skipped_rows": metrics.skipped_rows(predictions),
-    }
+    return {**result, "each": metrics.each_row(runs), "skipped_rows": metrics.skipped_rows(runs)}
 
 
 def profile(*, nproc: int | None = None, seconds: float = 120.0, out: Path | None = None) -> Cluster:

@@ -59,7 +59,7 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
     from meshwright.data.corpus import open_corpus
     from meshwright.infer.sample import held_out_sample
     from meshwright.launch.world import mesh_of, once_per_host
-    from meshwright.report import write_report
+    from meshwright.report.run_page import write_report
     from meshwright.train.callbacks import Observers
     from meshwright.train.loop import TrainingRun
 
@@ -125,7 +125,9 @@ def _keep_tokenizer(corpus: Corpus, out: Path, max_seq_len: int) -> None:
 
 
 def _observers(spec: RunSpec, out: Path, quiet: bool) -> Observers:
-    from meshwright.report import Progress, RunRecord, make_trackers
+    from meshwright.report.progress import Progress
+    from meshwright.report.record import RunRecord
+    from meshwright.report.trackers import make_trackers
     from meshwright.train.callbacks import Observers
 
     record = RunRecord(out)

@@ -7,6 +7,7 @@ from typing import Any
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Call, Flag, Verb, choice, whole
 from meshwright.cli.runs import RUN, spec_of
+from meshwright.report.format import size
 
 
 def dryrun(call: Call) -> int:
@@ -58,8 +59,6 @@ def _counts(counts: dict[str, float]) -> str:
 
 
 def _stage(row: dict[str, Any]) -> dict[str, Any]:
-    from meshwright.report.format import size
-
     components = row["components"]
     return {
         "rank": row["rank"],
@@ -74,8 +73,6 @@ def _stage(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _components(row: dict[str, Any]) -> list[dict[str, Any]]:
-    from meshwright.report.format import size
-
     rows = [
         {"component": kind, "at the peak": size(row["components"][kind]), "most": size(most)}
         for kind, most in row["most"].items()
@@ -86,8 +83,6 @@ def _components(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _modules(row: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each unit of the model; consecutive units with equal memory share a row."""
-    from meshwright.report.format import size
-
     runs: list[tuple[list[str], dict[str, int]]] = []
     for unit in ["", *row["units"]]:
         held = row["modules"].get(unit, {})
@@ -107,8 +102,6 @@ def _modules(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _wire(row: dict[str, Any]) -> list[dict[str, Any]]:
-    from meshwright.report.format import size
-
     return [
         {"axis": sent["axis"], "operation": sent["operation"], "calls": sent["calls"]}
         | {"bytes": size(sent["bytes"])}

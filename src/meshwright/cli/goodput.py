@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Call, Flag, Verb, above_zero, number, tokens, whole
+from meshwright.report.format import duration, percent, short
 from meshwright.spec import UserError
 
 
@@ -31,8 +32,6 @@ def _with_flags(sentence: str, parameters: Iterable[str]) -> str:
 
 
 def _show(result: dict[str, Any]) -> None:
-    from meshwright.report.format import duration, percent, short
-
     hours, days, simulated = result["mtbf_seconds"] / 3600, result["days"], result["simulated"]
     best, *known = (duration(result[f"{name}_seconds"]) for name in ("interval", "young", "daly"))
     facts = {

@@ -11,6 +11,7 @@ from meshwright.cli.parser import JSON, Argument, Call, Flag, Verb, file_name, n
 from meshwright.hardware.cluster import FORMATS, Cluster, Measured, catalogue, cluster, to_json
 from meshwright.hardware.hardware_file import check_writable
 from meshwright.launch.env import nproc_of, worker
+from meshwright.report.format import size
 
 LEAST_SECONDS = 1.0
 
@@ -75,8 +76,6 @@ def _tera(rate: float | None) -> str:
 
 
 def _show_cluster(shown: Cluster) -> None:
-    from meshwright.report.format import size
-
     device, rates = shown.device, shown.device.rates
     facts = {
         "cluster": f"{shown.name}: {show.count(shown.count, 'device')}",
@@ -160,8 +159,6 @@ def _product_rows(measured: Measured) -> list[dict[str, Any]]:
 
 def _collective_rows(measured: Measured) -> list[dict[str, Any]]:
     """Return a row for each operation, number of ranks and level: its smallest and largest message."""
-    from meshwright.report.format import size
-
     rows = []
     for name, ranks, level in dict.fromkeys((p.operation, p.ranks, p.level) for p in measured.collectives):
         points = sorted(

@@ -23,6 +23,7 @@ from meshwright.cli.parser import (
 )
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.toml import to_toml
+from meshwright.units import gigabytes, short
 
 if TYPE_CHECKING:
     from meshwright.planner.plan import Plan, Plans
@@ -121,7 +122,6 @@ def _show(plans: Plans, limit: float | None, why: bool) -> None:
     """Print the plans; `limit` is --max-memory in bytes."""
     from meshwright.planner.cost.uncertainty import room
     from meshwright.planner.search.objectives import described
-    from meshwright.units import gigabytes, short
 
     best = plans.best
     model = best.spec.model.preset or best.spec.model.hf or best.spec.model.family

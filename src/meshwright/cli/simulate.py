@@ -8,7 +8,9 @@ from typing import Any
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Call, Flag, Verb, above_zero, file_name, number
 from meshwright.cli.runs import RUN, spec_of
+from meshwright.report.format import percent, size
 from meshwright.spec import UserError
+from meshwright.units import seconds
 
 MOST_RANKS = 16
 """Pipelines of more ranks are shown without a row for each."""
@@ -55,9 +57,6 @@ def _durations(flags: dict[str, Any]) -> tuple[float, float, float] | None:
 
 
 def _show(result: dict[str, Any]) -> None:
-    from meshwright.report.format import percent, size
-    from meshwright.units import seconds
-
     bubbles, ideal, flops = result["bubbles"], result["closed_form_bubble"], result["flops"]
     peak, held = max(result["peak_activations"]), max(result["peak_activation_bytes"])
     counted = (
@@ -87,9 +86,6 @@ def _show(result: dict[str, Any]) -> None:
 
 def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each rank."""
-    from meshwright.report.format import percent, size
-    from meshwright.units import seconds
-
     lists = (result["blocks"], result["bubbles"], result["peak_activations"], result["peak_activation_bytes"])
     return [
         {
