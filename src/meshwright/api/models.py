@@ -36,9 +36,7 @@ def generate(
 
     decoder, tokenizer_file = _load_any(Path(run))
     if not tokenizer_file.is_file():
-        raise UserError(
-            f"{run}: has no tokenizer.json to turn text into tokens; put the model's tokenizer.json there"
-        )
+        raise UserError(f"{run}: has no tokenizer.json; copy the model's into this folder")
     tokenizer = Tokenizer.open(tokenizer_file)
     given = tokenizer.encode(_encodable(prompt))
     written = continue_tokens(
