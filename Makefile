@@ -29,10 +29,11 @@ train: .venv/run.done
 test: .venv/dev.done
 	$(PY) -m pytest $(ARGS)
 
-## lint: ruff, mypy, and the contract that imports go down the floors only
+## lint: ruff, mypy, the contract that imports go down the floors only, and the prose of docstrings and errors
 lint: .venv/dev.done
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	$(PY) tools/lint_prose.py
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 

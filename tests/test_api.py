@@ -140,7 +140,7 @@ def test_verify_on_real_processes(folder: Path) -> None:
         (lambda run, tmp: api.generate(run, "a", seed=2**64), "seed"),
         (lambda run, tmp: api.generate(run, "a", max_new_tokens=10**12), "max_new_tokens"),
         (lambda run, tmp: api.verify(load(run), steps=0), "steps"),
-        (lambda run, tmp: api.checkpoint_list(tmp / "gone"), "no such folder"),
+        (lambda run, tmp: api.checkpoint_list(tmp / "gone"), "does not exist"),
         (lambda run, tmp: api.import_hf(tmp, Path("/proc/nowhere")), "config.json"),
     ],
 )

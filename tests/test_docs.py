@@ -21,11 +21,12 @@ from meshwright.spec.schema import Key, known_keys
 
 ROOT = Path(__file__).resolve().parent.parent
 READMES = (ROOT / "README.md", ROOT / "README.es.md")
-DOCUMENTS = (*READMES, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+SPANISH = (*ROOT.glob("*.es.md"), *sorted((ROOT / "docs").glob("*.es.md")))
+DOCUMENTS = (*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")))
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
-_SOURCE = re.compile(r"`((?:[a-z_]+/)+[a-z_]+\.py)`(?:: `(test_\w+)`)?")
+_PATH = re.compile(r"`([.\w-]+(?:/[.\w-]+)*/?)`(?:: `(test_\w+)`)?")
 
 
 def blocks(document: Path, language: str | None = None) -> list[str]:
@@ -137,12 +138,38 @@ def test_every_link_resolves(document: Path) -> None:
             assert defines(path, test), f"{target} has no {test}"
 
 
+def paths_named(document: Path) -> list[tuple[Path, str]]:
+    """(path, test) of every file and folder of the repository that the prose names in backticks.
+
+    A name is taken for a path if it begins with a folder of the repository or of `src/meshwright`.
+    """
+    package = ROOT / "src" / "meshwright"
+    named = []
+    for name, test in _PATH.findall(prose(document)):
+        base = ROOT if (ROOT / name.split("/")[0]).exists() else package
+        if "/" in name and (base / name.split("/")[0]).is_dir():
+            named.append((base / name, test))
+    return named
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_source_file_that_is_named_is_there(document: Path) -> None:
-    for name, test in _SOURCE.findall(prose(document)):
-        base = ROOT if name.split("/")[0] in ("tests", "bench", "src") else ROOT / "src" / "meshwright"
-        assert (base / name).is_file(), name
-        assert not test or defines(base / name, test), f"{name} has no {test}"
+def test_every_path_that_is_named_exists(document: Path) -> None:
+    for path, test in paths_named(document):
+        assert path.exists(), f"{document.name} names {path.relative_to(ROOT)}"
+        assert path.suffix == ".py" or not test
+        assert not test or defines(path, test), f"{path} has no {test}"
+
+
+def test_paths_are_recognised(tmp_path: Path) -> None:
+    document = tmp_path / "page.md"
+    document.write_text(
+        "`spec/load.py`, `tests/gone.py`, `planner/cost/`, `runs/first`, `a/b`, `report.html`"
+    )
+    assert [(path.relative_to(ROOT).as_posix(), path.exists()) for path, _ in paths_named(document)] == [
+        ("src/meshwright/spec/load.py", True),
+        ("tests/gone.py", False),
+        ("src/meshwright/planner/cost", True),
+    ]
 
 
 def defines(path: Path, function: str) -> bool:
@@ -152,7 +179,7 @@ def defines(path: Path, function: str) -> bool:
 
 
 def test_each_feature_links_to_a_test() -> None:
-    features = prose(READMES[0]).split("\n## Features\n")[1].split("\n## ")[0]
+    features = prose(ROOT / "docs" / "features.md")
     rows = [line for line in features.splitlines() if line.startswith("| ")][1:]  # without the head
     rows = [row for row in rows if not row.startswith("| ---")]
     assert rows
@@ -162,16 +189,17 @@ def test_each_feature_links_to_a_test() -> None:
         assert links and all(label.strip("`").startswith("test_") for label, _ in links), row
 
 
-def test_the_spanish_readme_says_the_same() -> None:
-    english, spanish = READMES
+@pytest.mark.parametrize("spanish", SPANISH, ids=lambda path: path.name)
+def test_spanish_pages_follow_the_english_ones(spanish: Path) -> None:
+    english = spanish.with_name(spanish.name.replace(".es.md", ".md"))
     assert [level for level, _ in headings(spanish)] == [level for level, _ in headings(english)]
     assert blocks(spanish) == blocks(english)
-    tables = [re.findall(r"^\|", prose(document), re.MULTILINE) for document in READMES]
+    tables = [re.findall(r"^\|", prose(document), re.MULTILINE) for document in (english, spanish)]
     assert len(tables[0]) == len(tables[1])
 
     def targets(document: Path) -> list[str]:
-        names = [target for _, target in _LINK.findall(prose(document))]
-        return [name for name in names if not name.startswith(("#", "README"))]
+        names = [target.replace(".es.md", ".md") for _, target in _LINK.findall(prose(document))]
+        return [name for name in names if not name.startswith("#")]
 
     assert targets(spanish) == targets(english)
 

@@ -1,3 +1,3 @@
-"""Meshwright plans, trains, checks and recovers large language models on any mesh of devices."""
+"""Meshwright plans, trains and checks large language models on any mesh of devices."""
 
 __version__ = "0.1.0"

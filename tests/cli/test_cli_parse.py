@@ -82,7 +82,7 @@ MISTAKES = [
     (["train", "a.toml", "b.toml"], ["'b.toml'", "too many", "usage: meshwright train [RUN]"]),
     (["generate", "x"], ["--prompt", "missing"]),
     (["generate", "--prompt", "x"], ["RUN", "missing", "usage: meshwright generate RUN"]),
-    (["generate", "/no/run", "--prompt", "x"], ["/no/run", "no such folder"]),
+    (["generate", "/no/run", "--prompt", "x"], ["/no/run", "does not exist"]),
     (["generate", "x", "--prompt", "x", "--top-k", "0"], ["--top-k", "'0'", "at least 1"]),
     (["generate", "x", "--prompt", "x", "--top-p", "1.5"], ["--top-p", "'1.5'", "from 0 to 1"]),
     (["generate", "x", "--prompt", "x", "--temperature", "nan"], ["--temperature", "'nan'"]),

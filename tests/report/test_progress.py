@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from meshwright.report import Progress
 from meshwright.report import format as fmt
+from meshwright.report.progress import Progress
 from meshwright.train.callbacks import Observers
 
 

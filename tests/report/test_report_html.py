@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.report import RunRecord, write_report
+from meshwright.report.record import RunRecord
+from meshwright.report.run_page import write_report
 from meshwright.spec import UserError, load
 from meshwright.train.callbacks import Observers
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.report import write_timeline, write_trace
-from meshwright.report.timeline import TICKS
+from meshwright.report.timeline import TICKS, write_timeline, write_trace
 from meshwright.schedule import Link, Simulation, StageCost, make, simulate
 from meshwright.spec import UserError
 from meshwright.units import seconds

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.report import make_trackers
+from meshwright.report.trackers import make_trackers
 from meshwright.spec import UserError
 from meshwright.train.callbacks import Observers
 

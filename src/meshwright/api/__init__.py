@@ -1,4 +1,4 @@
-"""Meshwright from Python: what the command line calls, and nothing more.
+"""The Python interface: the functions that the command line calls.
 
 from meshwright import api
 from meshwright.spec import load

@@ -1,4 +1,4 @@
-"""What runs read and leave: tokens, checkpoints, models of other programs, generated text."""
+"""Functions on tokens, checkpoints and trained models: tokenize, verify, export, import, generate."""
 
 from __future__ import annotations
 
@@ -27,16 +27,19 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
 ) -> str:
-    """The continuation of `prompt` by the newest checkpoint of a run's folder, or by an HF folder."""
+    """Return the continuation of `prompt` by the newest checkpoint of a run's folder, or by an HF folder.
+
+    `temperature` 0 takes the likeliest token. Raises `UserError` if the folder has no model or tokenizer.
+    """
     from meshwright.data.tokenizer import Tokenizer
     from meshwright.infer.generate import generate as continue_tokens
 
     decoder, tokenizer_file = _load_any(Path(run))
     if not tokenizer_file.is_file():
-        raise UserError(f"{run}: has no tokenizer.json, so text cannot be turned into tokens")
+        raise UserError(f"{run}: has no tokenizer.json; copy the model's into this folder")
     tokenizer = Tokenizer.open(tokenizer_file)
     given = tokenizer.encode(_encodable(prompt))
-    found = continue_tokens(
+    written = continue_tokens(
         decoder,
         tokenizer.prompt(given),
         max_new_tokens,
@@ -47,8 +50,8 @@ def generate(
         stop_id=tokenizer.end_id,
         limit=tokenizer.vocab_size,
     )
-    # Some tokenizers drop the space before the first word that they decode: so decode both, and cut.
-    return tokenizer.decode([*given, *found])[len(tokenizer.decode(given)) :]
+    # Some tokenizers drop the space before the first word that they decode, so decode everything and cut.
+    return tokenizer.decode([*given, *written])[len(tokenizer.decode(given)) :]
 
 
 def _encodable(prompt: str) -> str:
@@ -68,10 +71,10 @@ def tokenize(
     text_key: str = "text",
     val_fraction: float = 0.0,
 ) -> Counts:
-    """Turn a corpus into a folder of token shards that `data.corpus` can name; returns what it counted.
+    """Turn a corpus into a folder of token shards for `data.corpus`, and return the counts.
 
-    `tokenizer` is 'bpe' (trained to `vocab_size`), 'bpe:N', 'byte' or a tokenizer.json; a trained one does
-    not see the share `val_fraction` of the documents, which a run with that fraction holds out.
+    `tokenizer` is 'bpe' (trained to `vocab_size`), 'bpe:N', 'byte' or the path of a tokenizer.json. Training
+    it skips the share `val_fraction` of the documents, which a run with that fraction holds out.
     """
     from meshwright.data.tokenize import tokenize as write
 
@@ -81,7 +84,7 @@ def tokenize(
 
 
 def data_verify(folder: Path) -> Result:
-    """Hash every file of a folder of tokens again, whatever an earlier verification recorded.
+    """Hash every file of a folder of tokens again, ignoring earlier verifications.
 
     Returns `files`, `bytes`, `documents`, `tokens` and `sha256` as the manifest has them (None where that
     cannot be read), `damaged` (0 or 1) and `problems`: a sentence about the first damaged file, or nothing.
@@ -135,14 +138,17 @@ def export(run: Path, folder: Path, dtype: str | None = None) -> None:
 
 
 def import_hf(folder: Path, out: Path) -> None:
-    """Make a run's folder out of an HF folder; `train OUT --resume auto` goes on from its step 0."""
+    """Make a run's folder from an HF folder; `train OUT --resume auto` continues from its step 0."""
     from meshwright.infer.load import import_run
 
     import_run(Path(folder), Path(out))
 
 
 def checkpoint_list(directory: Path) -> list[Result]:
-    """The checkpoints of a run's folder, or of a folder of checkpoints: step, bytes, ranks, problem, ..."""
+    """Return a row for each checkpoint of a run's folder, or of a folder of checkpoints.
+
+    Rows have `step`, `bytes`, `tensors`, `ranks`, `saved_at`, `layout`, `latest` and `problem` (or None).
+    """
     from meshwright.checkpoint.inspect import list_checkpoints
 
     rows = []
@@ -162,24 +168,26 @@ def checkpoint_verify(directory: Path, step: int | None = None) -> Result:
 
 
 def checkpoints_of(folder: Path) -> Path:
-    """Where a run's folder has its checkpoints; any other folder is taken as one of checkpoints."""
+    """Return the folder of a run's checkpoints; a folder without a run is one of checkpoints itself."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: there is no such folder; give the folder of a run, or of its checkpoints")
+        raise UserError(
+            f"{folder}: does not exist, or is not a folder; give the folder of a run, or of its checkpoints"
+        )
     if (folder / "run.json").is_file():
         return load(folder).checkpoint.folder(folder)
-    inner = folder / "checkpoints"  # of a run whose record is gone
+    inner = folder / "checkpoints"  # the run's record is gone
     return inner if inner.is_dir() else folder
 
 
 def load_hf(folder: Path | str) -> Decoder:
-    """The decoder of an HF folder, in eval mode: tokens (B, T) -> logits (B, T, V)."""
+    """Return the decoder of an HF folder, in eval mode: tokens (B, T) -> logits (B, T, V)."""
     from meshwright.checkpoint.hf import load_hf as load_folder
 
     return load_folder(Path(folder))
 
 
 def load_run(run: Path, dtype: torch.dtype | None = None) -> Decoder:
-    """The decoder of a run's newest checkpoint, on one device, in eval mode."""
+    """Return the decoder of a run's newest checkpoint, on one device, in eval mode."""
     from meshwright.infer.load import load_run as load_decoder
 
     return load_decoder(Path(run), dtype)

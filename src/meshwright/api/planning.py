@@ -1,10 +1,10 @@
-"""What a run will cost, before it runs: nothing here starts it."""
+"""Predictions about runs: simulate, explain, goodput, validate, profile, dryrun."""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright.hardware.cluster import Cluster
 from meshwright.hardware.find import cluster as hardware_of
@@ -22,9 +22,6 @@ from meshwright.planner.simulated_pipeline import Durations, Machine
 from meshwright.planner.simulated_pipeline import step as pipeline_step
 from meshwright.spec import RunSpec, UserError
 
-if TYPE_CHECKING:
-    pass
-
 Result = dict[str, Any]
 
 
@@ -38,11 +35,11 @@ def simulate(
     out: Path | None = None,
     trace: Path | None = None,
 ) -> Result:
-    """Time one step of the run's pipeline, without torch and without its ranks.
+    """Simulate one step of the run's pipeline, without torch and without starting ranks.
 
-    `durations` are the seconds of one microbatch's F, I and W in every stage; without them the stages' FLOPs
-    are counted, and a device does `flops` of them a second. A message between stages takes `latency` seconds
-    and its bytes / `bandwidth`. `out` is where the timeline's page goes, `trace` the trace for Perfetto.
+    `durations` are the seconds of one microbatch's F, I and W in every stage; by default they follow from the
+    stages' FLOPs at `flops` a second. A message between stages takes `latency` seconds plus its bytes /
+    `bandwidth`. `out` is the timeline's page to write, `trace` the trace for Perfetto.
     Returns `step_seconds`, `bubble`, `bubbles`, `peak_activations` (in microbatches through all of a rank's
     stages) and `peak_activation_bytes` (of one device) by rank, `closed_form_bubble` (or None) and more.
     Raises `UserError`.
@@ -52,15 +49,15 @@ def simulate(
 
     try:
         machine = Machine(flops, latency, bandwidth)
-        found = pipeline_step(spec, machine, Durations(*durations) if durations else None)
+        step = pipeline_step(spec, machine, Durations(*durations) if durations else None)
     except ScheduleError as error:
         raise UserError(str(error)) from None
     if out is not None:
-        write_timeline(found.simulation, Path(out))
+        write_timeline(step.simulation, Path(out))
     if trace is not None:
-        write_trace(found.simulation, Path(trace))
+        write_trace(step.simulation, Path(trace))
     return {
-        **found.to_json(),
+        **step.to_json(),
         "flops": None if durations else flops,
         "latency": latency,
         "bandwidth": bandwidth,
@@ -110,18 +107,18 @@ def plan(
 def explain(
     spec: RunSpec, *, cluster: str | Cluster, stack: str = "meshwright", out: Path | None = None
 ) -> Explanation:
-    """Say why a run's layout takes what it takes on a cluster, without torch.
+    """Explain the time and memory of a run's layout on a cluster, without torch.
 
-    `cluster` is a name of the catalogue, a hardware file or a `Cluster`; it is taken with as many devices as
-    the layout has ranks. `stack` is the program that runs (`meshwright.planner.cost.software.STACKS`). `out`
-    is the page to write. The explanation has `time`, `memories`, `axes`, `neighbours`, `assumptions`,
-    `to_json()`, and is text by `meshwright.planner.explain.text.text`. Raises `UserError`.
+    `cluster` is a name of the catalogue, a hardware file or a `Cluster`; it is resized to the layout's ranks.
+    `stack` is the software that runs it (`meshwright.planner.cost.software.STACKS`). `out` is the page to
+    write. The explanation has `time`, `memories`, `axes`, `neighbours`, `assumptions` and `to_json()`;
+    `meshwright.planner.explain.text.text` renders it as text. Raises `UserError`.
     """
     from meshwright.report.plan_page import write_explanation
 
     ranks = spec.layout.world_size
-    found = hardware_of(cluster, ranks) if isinstance(cluster, str) else cluster.resized(ranks)
-    result = explain_on(spec, CostModel(found, stack_named(stack)))
+    hardware = hardware_of(cluster, ranks) if isinstance(cluster, str) else cluster.resized(ranks)
+    result = explain_on(spec, CostModel(hardware, stack_named(stack)))
     if out is not None:
         write_explanation(Path(out), result)
     return result
@@ -143,20 +140,20 @@ def goodput(
     runs: int | None = None,
     seed: int = 0,
 ) -> Result:
-    """What failures leave of a run's time, without torch: the best checkpoint interval and what follows.
+    """Return the best checkpoint interval under failures, and the goodput with it, without torch.
 
     The system fails every `mtbf_hours` on average, or each of its `devices` every `device_mtbf_hours`; a save
     stops training for `save_seconds` and is complete `background_seconds` later; a restart takes
-    `restart_seconds`. Returns `interval_steps`, the time's shares `effective`, `saving`, `lost_work` and
+    `restart_seconds`. Returns `interval_steps`, the shares of the time `effective`, `saving`, `lost_work` and
     `restarting`, `tokens_per_day`, `days`, `cost` (of `tokens`, at `price` a device-hour) and more. `every`
-    is a number of steps between saves to take instead; `runs` simulates so many runs too. Raises `UserError`.
+    fixes the number of steps between saves instead; `runs` also simulates that many runs. Raises `UserError`.
     """
-    from meshwright.reliability import goodput as planner
-    from meshwright.reliability.monte_carlo import simulate as play
+    from meshwright.reliability import goodput as model
+    from meshwright.reliability.monte_carlo import simulate as simulate_failures
 
-    mtbf = planner.system_mtbf(mtbf_hours, device_mtbf_hours, devices)
-    faults = planner.Faults(mtbf, save_seconds, restart_seconds, background_seconds)
-    found = planner.goodput(
+    mtbf = model.system_mtbf(mtbf_hours, device_mtbf_hours, devices)
+    faults = model.Faults(mtbf, save_seconds, restart_seconds, background_seconds)
+    best = model.goodput(
         step_seconds,
         faults,
         batch_tokens=batch_tokens,
@@ -166,33 +163,33 @@ def goodput(
         every=every,
     )
     if runs is None:
-        return {**found.to_json(), "simulated": None}
-    played = play(faults, found.interval_seconds, found.saves or 1000, runs, seed)
-    return {**found.to_json(), "simulated": played.to_json()}
+        return {**best.to_json(), "simulated": None}
+    simulated = simulate_failures(faults, best.interval_seconds, best.saves or 1000, runs, seed)
+    return {**best.to_json(), "simulated": simulated.to_json()}
 
 
 def validate(table: Path | None = None, *, rows: bool = False, by: str = "source") -> Result:
-    """Set the planner's predictions beside measured runs: `table`, or the published ones.
+    """Compare the planner's predictions with measured runs: those of `table`, or the published ones.
 
     The result has `rows`, `predicted`, `skipped` (reason -> rows), `time` and `memory` (absolute errors in
-    percent), `tau`, `regret_pct`, `oom` (`true_fit`, `false_fit`, `true_oom`, `false_oom`), and the same
-    `by_source`, and by what the column `by` says (source, model or gpu); with `rows`, `each` row too, and
-    of those that are not predicted `skipped_rows` (row, source, reason). Raises `UserError`.
+    percent), `tau`, `regret_pct`, `oom` (`true_fit`, `false_fit`, `true_oom`, `false_oom`), and these figures
+    `by_source` and by the column `by` (source, model or gpu). With `rows` it also has `each` row, and
+    `skipped_rows` (row, source, reason) for those that are not predicted. Raises `UserError`.
     """
-    from meshwright.planner.validation import metrics as planner
+    from meshwright.planner.validation import metrics
     from meshwright.planner.validation.table import PUBLISHED
 
-    found = planner.validate(Path(table) if table else PUBLISHED)
-    result = planner.report(found, by)
+    runs = metrics.validate(Path(table) if table else PUBLISHED)
+    result = metrics.report(runs, by)
     if not rows:
         return result
-    return {**result, "each": planner.each_row(found), "skipped_rows": planner.skipped_rows(found)}
+    return {**result, "each": metrics.each_row(runs), "skipped_rows": metrics.skipped_rows(runs)}
 
 
 def profile(*, nproc: int | None = None, seconds: float = 120.0, out: Path | None = None) -> Cluster:
-    """Measure this machine with `nproc` processes (default: one for each GPU, or core) for some `seconds`.
+    """Measure this machine with `nproc` processes (default: one for each GPU, or core) for about `seconds`.
 
-    The cluster has what was measured in `measured`; `out` is the hardware file that it is written to. Raises
+    The returned cluster holds the measurements in `measured`; `out` is the hardware file to write. Raises
     `UserError`.
     """
     from meshwright.launch import run_ranks
@@ -201,30 +198,30 @@ def profile(*, nproc: int | None = None, seconds: float = 120.0, out: Path | Non
     check_writable(out)
     ranks = count_devices() if nproc is None else nproc
     if ranks == 1:
-        found = profile_worker(seconds=seconds, out=out)
-        assert found is not None  # this process is the first rank
-        return found
+        measured = profile_worker(seconds=seconds, out=out)
+        assert measured is not None  # this process is the first rank
+        return measured
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         file = Path(folder) / "hardware.json"
         argv = ["profile", "--seconds", str(seconds), "--out", str(file)]
         run_ranks(argv, ranks, log_dir=Path(folder) / "logs").raise_for_failure()
-        found = hardware_of(str(file))
+        measured = hardware_of(str(file))
     if out is not None:
-        write_hardware(found, out)
-    return found
+        write_hardware(measured, out)
+    return measured
 
 
 def profile_worker(*, seconds: float = 120.0, out: Path | None = None) -> Cluster | None:
-    """`profile` as one rank: the first returns the cluster and writes the file, others return None."""
+    """Run `profile` as one rank: the first returns the cluster and writes the file, others return None."""
     from meshwright.launch.world import device_of
     from meshwright.profile.profile import profile as profile_rank
 
     check_writable(out)
     with device_of() as device:
-        found = profile_rank(device, seconds)
-    if found is not None and out is not None:
-        write_hardware(found, out)
-    return found
+        measured = profile_rank(device, seconds)
+    if measured is not None and out is not None:
+        write_hardware(measured, out)
+    return measured
 
 
 def dryrun(
@@ -235,11 +232,11 @@ def dryrun(
     all_stages: bool = False,
     device: str = "cpu",
 ) -> Result:
-    """Run one step of one rank of the layout's world on fake tensors; no rank is started, nothing allocated.
+    """Run one step of one rank of the layout's world on fake tensors, without other ranks or allocations.
 
-    `world` is checked against the layout. `all_stages` runs a rank of each place in the pipeline, with the
-    place of `rank` otherwise. `device` is what the step would run on: 'cpu', or 'cuda' where there is one.
-    Returns `world_size`, `layout`, `microbatches`, `assumed` (sentences) and `ranks`: of each `rank`, its
+    `world` is checked against the layout. `all_stages` runs one rank of each pipeline stage, at the position
+    of `rank` otherwise. `device` is where the step would run: 'cpu', or 'cuda' if there is one. Returns
+    `world_size`, `layout`, `microbatches`, `assumed` (sentences) and `ranks`: for each `rank`, its
     `pipeline_rank` and `units`, and in bytes `peak`, `components` and `modules` at the peak, `most` of each
     component at any time, `states`, and `wire` (rows of axis, operation, bytes, calls). Raises `UserError`.
     """

@@ -1,4 +1,4 @@
-"""Train a run, and check its layout against one device."""
+"""Train runs, and verify their layouts against one device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def train(
     """Train on `nproc` local ranks (default: the layout's world size) and return the run's result.
 
     The run's folder is `out` (default `runs/<time>`). `resume` is None, "auto" (from the newest checkpoint of
-    that folder, or from the start where there is none) or a step. The result has `final_loss`,
+    that folder, if there is one) or a step. The result has `final_loss`,
     `val_bits_per_byte`, `tokens_per_second`, `mfu`, `peak_memory_bytes`, `parameters_sha256`,
     `samples_sha256`, `steps` and more. Raises `UserError`.
     """
@@ -54,12 +54,12 @@ def train(
 
 
 def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: bool = False) -> Result:
-    """Train as one rank of the world that torchrun describes, or alone; every rank returns the result."""
+    """Train as one rank of the world of torchrun, or alone; every rank returns the result."""
     from meshwright.checkpoint import Lease
     from meshwright.data.corpus import open_corpus
     from meshwright.infer.sample import held_out_sample
     from meshwright.launch.world import mesh_of, once_per_host
-    from meshwright.report import write_report
+    from meshwright.report.run_page import write_report
     from meshwright.train.callbacks import Observers
     from meshwright.train.loop import TrainingRun
 
@@ -75,20 +75,20 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
                 stack.enter_context(Lease(out, "meshwright"))
             return _observers(spec, out, quiet)
 
-        watching = stack.enter_context(ranks.together(start))
+        observers = stack.enter_context(ranks.together(start))
         once_per_host(ranks, lambda: open_corpus(spec))
-        run = TrainingRun(spec, mesh, out, watching, check="lazy")
+        run = TrainingRun(spec, mesh, out, observers, check="lazy")
         ranks.together(lambda: _keep_tokenizer(run.corpus, out, spec.model.max_seq_len) if first else None)
         result = run.execute(resume)
         result["sample"] = held_out_sample(run.trainer, run.corpus)
-        ranks.together(lambda: watching.on_end(result))
+        ranks.together(lambda: observers.on_end(result))
         if first:
             write_report(out)
     return result
 
 
 def _check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
-    """Refuse a start that would bury what the folder `out` holds."""
+    """Refuse a start that would replace or ignore what the folder `out` holds."""
     from meshwright.checkpoint.directory import candidates, latest_step
     from meshwright.report.record import last_checkpoint
 
@@ -96,7 +96,7 @@ def _check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
     if resume is None:
         if (out / "run.json").exists():
             raise UserError(
-                f"--out: {out} already holds a run; go on with --resume auto, or give another --out"
+                f"--out: {out} already holds a run; continue it with --resume auto, or give another --out"
             )
     elif resume != "auto":
         if not resume.isdecimal():
@@ -117,7 +117,7 @@ def _make_folder(out: Path) -> None:
 
 
 def _keep_tokenizer(corpus: Corpus, out: Path, max_seq_len: int) -> None:
-    """Put the tokenizer into the run's folder, where `generate` and `export` look for it."""
+    """Save the tokenizer in the run's folder, where `generate` and `export` look for it."""
     if not corpus.has_text or (out / "tokenizer.json").exists():
         return
     _make_folder(out)
@@ -125,7 +125,9 @@ def _keep_tokenizer(corpus: Corpus, out: Path, max_seq_len: int) -> None:
 
 
 def _observers(spec: RunSpec, out: Path, quiet: bool) -> Observers:
-    from meshwright.report import Progress, RunRecord, make_trackers
+    from meshwright.report.progress import Progress
+    from meshwright.report.record import RunRecord
+    from meshwright.report.trackers import make_trackers
     from meshwright.train.callbacks import Observers
 
     record = RunRecord(out)
@@ -155,26 +157,26 @@ def verify(spec: RunSpec, *, nproc: int | None = None, steps: int = 3) -> Result
 
 
 def verify_worker(spec: RunSpec, *, steps: int = 3, out: Path | None = None) -> Result:
-    """`verify` as one rank: the first returns the result and writes `out`/verify.json, others return {}."""
+    """Run `verify` as one rank: the first returns the result and writes `out`/verify.json; others give {}."""
     from meshwright.launch.world import mesh_of
     from meshwright.train.verify import verify as verify_rank
 
     with mesh_of(spec) as mesh:
-        found = verify_rank(spec, mesh, steps) or {}
-        mesh.control.together(lambda: write_verdict(found, out) if found and out is not None else None)
-    return found
+        verdict = verify_rank(spec, mesh, steps) or {}
+        mesh.control.together(lambda: write_verdict(verdict, out) if verdict and out is not None else None)
+    return verdict
 
 
-def write_verdict(found: Result, out: Path) -> None:
-    """Write what `verify` found to `out`/verify.json."""
+def write_verdict(result: Result, out: Path) -> None:
+    """Write the result of `verify` to `out`/verify.json."""
     from meshwright.report.record import write_atomically
 
     _make_folder(out)
-    write_atomically(out / "verify.json", json.dumps(found))
+    write_atomically(out / "verify.json", json.dumps(result))
 
 
 def default_out() -> Path:
-    """A new folder under runs/, named by the time."""
+    """Return the path of a new folder under runs/, named by the time."""
     base = Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
     return next(path for path in (base, *(Path(f"{base}-{i}") for i in range(2, 10**6))) if not path.exists())
 

@@ -1,4 +1,4 @@
-"""The verb that runs one rank's step of any world on fake tensors: dryrun."""
+"""The verb dryrun, which runs one rank's step of any world on fake tensors."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Call, Flag, Verb, choice, whole
 from meshwright.cli.runs import RUN, spec_of
+from meshwright.report.format import size
 
 
 def dryrun(call: Call) -> int:
-    """Say what a rank holds and sends in one step."""
+    """Show what a rank holds and sends in one step."""
     spec = spec_of(call)
     from meshwright import api
 
@@ -22,10 +23,7 @@ def dryrun(call: Call) -> int:
         all_stages=bool(flags["all-stages"]),
         device=flags["device"],
     )
-    if flags["json"]:
-        show.as_json(result)
-        return 0
-    _show(result)
+    show.result(flags["json"], result, _show)
     return 0
 
 
@@ -50,7 +48,7 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def _counts(counts: dict[str, float]) -> str:
-    """Counts of the set-up or of one step, most of any rank shown."""
+    """Return counts of the set-up or of one step as words, the largest of all ranks shown."""
     text = (
         f"{counts['groups']} groups made, {counts['host_collectives']} host collectives, "
         f"{counts['collectives']} device collectives, {counts['device_waits']} waits for the device"
@@ -61,24 +59,20 @@ def _counts(counts: dict[str, float]) -> str:
 
 
 def _stage(row: dict[str, Any]) -> dict[str, Any]:
-    from meshwright.report.format import size
-
-    at = row["components"]
+    components = row["components"]
     return {
         "rank": row["rank"],
         "units": _span(row["units"]),
         "peak": size(row["peak"]),
         "states": size(row["states"]),
-        "activations": size(at["activations"]),
-        "buffers": size(at["buffers"] + at["messages"]),
-        "temporaries": size(at["temporaries"]),
+        "activations": size(components["activations"]),
+        "buffers": size(components["buffers"] + components["messages"]),
+        "temporaries": size(components["temporaries"]),
         "sent": size(sum(sent["bytes"] for sent in row["wire"])),
     }
 
 
 def _components(row: dict[str, Any]) -> list[dict[str, Any]]:
-    from meshwright.report.format import size
-
     rows = [
         {"component": kind, "at the peak": size(row["components"][kind]), "most": size(most)}
         for kind, most in row["most"].items()
@@ -88,30 +82,26 @@ def _components(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _modules(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row a unit of the model; units that hold the same are one."""
-    from meshwright.report.format import size
-
-    alike: list[tuple[list[str], dict[str, int]]] = []
+    """Return a row for each unit of the model; consecutive units with equal memory share a row."""
+    runs: list[tuple[list[str], dict[str, int]]] = []
     for unit in ["", *row["units"]]:
         held = row["modules"].get(unit, {})
-        if alike and alike[-1][1] == held:
-            alike[-1][0].append(unit)
+        if runs and runs[-1][1] == held:
+            runs[-1][0].append(unit)
         else:
-            alike.append(([unit], held))
+            runs.append(([unit], held))
     return [
         {
             "part": _span(units) or "no unit",
             "each": size(sum(held.values())),
             "of which": ", ".join(f"{kind} {size(held[kind])}" for kind in held if held[kind]),
         }
-        for units, held in alike
+        for units, held in runs
         if held
     ]
 
 
 def _wire(row: dict[str, Any]) -> list[dict[str, Any]]:
-    from meshwright.report.format import size
-
     return [
         {"axis": sent["axis"], "operation": sent["operation"], "calls": sent["calls"]}
         | {"bytes": size(sent["bytes"])}
@@ -120,37 +110,30 @@ def _wire(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _span(units: list[str]) -> str:
-    """embed, blocks.0 to blocks.7: runs of blocks by their ends."""
-    found: list[list[str]] = []
+    """Return names of units with runs of blocks shortened: embed, blocks.0 to blocks.7."""
+    runs: list[list[str]] = []
     for unit in units:
-        if found and _follows(found[-1][-1], unit):
-            found[-1].append(unit)
+        name, _, number = runs[-1][-1].rpartition(".") if runs else ("", "", "")
+        if number.isdecimal() and unit == f"{name}.{int(number) + 1}":
+            runs[-1].append(unit)
         else:
-            found.append([unit])
-    return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in found)
-
-
-def _follows(before: str, unit: str) -> bool:
-    name, _, number = before.rpartition(".")
-    return number.isdecimal() and unit == f"{name}.{int(number) + 1}"
+            runs.append([unit])
+    return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
 VERBS = (
     Verb(
         "dryrun",
-        "what one rank of any world holds and sends in a step: the real step, on fake tensors",
+        "run the real step of one rank of any world on fake tensors: what it holds and sends",
         dryrun,
         (RUN,),
         (
             Flag("world", "ranks of the world; default the layout's", "N", whole(1)),
             Flag("rank", "the rank whose step is run", "N", whole(0), default=0),
-            Flag("all-stages", "run a rank of each place in the pipeline, a row each"),
-            Flag(
-                "device", "what it would run on: cpu, or cuda where there is one", "NAME",
-                choice("cpu", "cuda"), default="cpu",
-            ),
+            Flag("all-stages", "run one rank of each pipeline stage, with a row for each"),
+            Flag("device", "cpu, or cuda if there is one", "NAME", choice("cpu", "cuda"), default="cpu"),
             JSON,
         ),
         keys=True,
     ),
-)  # fmt: skip
+)

@@ -1,4 +1,4 @@
-"""The verb that says why a layout: explain. It imports no torch."""
+"""The verb explain, which gives the reasons for a layout; it imports no torch."""
 
 from __future__ import annotations
 
@@ -16,32 +16,23 @@ def explain(call: Call) -> int:
 
     flags = call.flags
     out = Path(flags["out"]) if flags["out"] else None
-    found = api.explain(spec_of(call), cluster=flags["cluster"], stack=flags["stack"], out=out)
+    explanation = api.explain(spec_of(call), cluster=flags["cluster"], stack=flags["stack"], out=out)
     if flags["json"]:
-        show.as_json(found.to_json())
+        show.as_json(explanation.to_json())
         return 0
-    print(text(found))
-    if out is not None:
-        print(f"wrote {out}")
+    print(text(explanation), *([] if out is None else [f"wrote {out}"]), sep="\n")
     return 0
 
 
 VERBS = (
     Verb(
         "explain",
-        "why a run's layout: where time and memory go on a cluster, what crosses the links, why not others",
+        "explain a run's layout on a cluster: time, memory, links, and why others are worse",
         explain,
         (RUN,),
         (
-            Flag(
-                "cluster",
-                "a name of `meshwright clusters`, or a hardware file; with as many devices as the layout has "
-                "ranks",
-                "NAME",
-                str,
-                required=True,
-            ),
-            Flag("stack", "the program that runs", "NAME", str, default="meshwright"),
+            Flag("cluster", "a cluster by name, or a hardware file", "NAME", str, required=True),
+            Flag("stack", "the software that runs it", "NAME", str, default="meshwright"),
             Flag("out", "page to write, which opens offline", "FILE.html", file_name(".html")),
             JSON,
         ),

@@ -1,4 +1,4 @@
-"""The verb that says what failures leave of a run's time: goodput. It imports no torch."""
+"""The verb goodput: the share of a run's time that failures leave for training; it imports no torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Call, Flag, Verb, above_zero, number, tokens, whole
+from meshwright.report.format import duration, percent, short
 from meshwright.spec import UserError
 
 
 def goodput(call: Call) -> int:
-    """Find the best checkpoint interval, and what is left of the time with it."""
+    """Find the best checkpoint interval, and show the goodput with it."""
     from meshwright import api
 
     flags = {name.replace("-", "_"): value for name, value in call.flags.items() if name != "json"}
@@ -20,20 +21,18 @@ def goodput(call: Call) -> int:
         result = api.goodput(**flags)
     except UserError as error:
         raise UserError(_with_flags(str(error), flags)) from None
-    show.as_json(result) if call.flags["json"] else _show(result)
+    show.result(call.flags["json"], result, _show)
     return 0
 
 
 def _with_flags(sentence: str, parameters: Iterable[str]) -> str:
-    """The sentence, with the flags that the parameters come from."""
+    """Return an error of the API with its parameters named as flags."""
     names = "|".join(parameters)
-    return re.sub(rf"\b({names})\b", lambda found: "--" + found[0].replace("_", "-"), sentence)
+    return re.sub(rf"\b({names})\b", lambda match: "--" + match[0].replace("_", "-"), sentence)
 
 
 def _show(result: dict[str, Any]) -> None:
-    from meshwright.report.format import duration, percent, short
-
-    hours, days, played = result["mtbf_seconds"] / 3600, result["days"], result["simulated"]
+    hours, days, simulated = result["mtbf_seconds"] / 3600, result["days"], result["simulated"]
     best, *known = (duration(result[f"{name}_seconds"]) for name in ("interval", "young", "daly"))
     facts = {
         "failures": f"every {show.text(hours)} h, {show.text(result['failures_per_day'])} a day"
@@ -53,13 +52,13 @@ def _show(result: dict[str, Any]) -> None:
         facts["device_hours"] = short(result["device_hours"])
     if result["cost"] is not None:
         facts["cost"] = f"{result['cost']:,.0f} in the price's currency"
-    if played is not None:
+    if simulated is not None:
         share, error, low, high = (
-            percent(played[name], 2) for name in ("effective", "standard_error", "low", "high")
+            percent(simulated[name], 2) for name in ("effective", "standard_error", "low", "high")
         )
         facts["simulated"] = (
-            f"{share} effective in {show.count(played['runs'], 'run')}, with a standard error of {error}; 9 "
-            f"of 10 runs from {low} to {high}"
+            f"{share} effective in {show.count(simulated['runs'], 'run')}, with a standard error of {error}; "
+            f"9 of 10 runs from {low} to {high}"
         )
     show.pairs(facts)
 
@@ -69,38 +68,25 @@ _seconds, _hours = number(0, 1e12), number(1e-6, 1e8)
 VERBS = (
     Verb(
         "goodput",
-        "what failures leave of a run's time: the best checkpoint interval, tokens a day, cost",
+        "the best checkpoint interval under failures, and the effective time, tokens a day and cost",
         goodput,
         (),
         (
             Flag("step-seconds", "seconds of a training step", "S", number(1e-6, 1e12), required=True),
             Flag("save-seconds", "seconds that a save stops training", "S", _seconds, required=True),
+            Flag("restart-seconds", "seconds from a failure to training", "S", _seconds, required=True),
             Flag(
-                "restart-seconds", "seconds from a failure until training goes on", "S", _seconds, None, True
-            ),
-            Flag(
-                "background-seconds",
-                "seconds after the stop until the checkpoint is complete, beside training",
-                "S",
-                _seconds,
-                default=0.0,
+                "background-seconds", "seconds of writing that training overlaps", "S", _seconds, default=0.0
             ),
             Flag("mtbf-hours", "mean hours between failures of the whole system", "H", _hours),
-            Flag("device-mtbf-hours", "of one device, with --devices instead", "H", _hours),
-            Flag("devices", "their number", "N", whole(1)),
+            Flag("device-mtbf-hours", "mean hours of one device, with --devices", "H", _hours),
+            Flag("devices", "number of devices", "N", whole(1)),
             Flag("batch-tokens", "tokens of a step, such as 16M, for tokens a day", "N", tokens()),
-            Flag(
-                "tokens", "of the whole run, such as 15T, for its days; needs --batch-tokens", "N", tokens()
-            ),
-            Flag(
-                "price",
-                "of a device for an hour, for the cost; needs --tokens and --devices",
-                "AMOUNT",
-                above_zero,
-            ),
+            Flag("tokens", "tokens of the run, such as 15T; needs --batch-tokens", "N", tokens()),
+            Flag("price", "price of a device-hour; needs --tokens and --devices", "AMOUNT", above_zero),
             Flag("every", "steps between saves, instead of the best number", "STEPS", whole(1)),
-            Flag("runs", "simulate so many runs too, event by event", "N", whole(2)),
-            Flag("seed", "of the simulation", "N", whole(0), default=0),
+            Flag("runs", "also simulate N runs, event by event", "N", whole(2)),
+            Flag("seed", "seed of the simulation", "N", whole(0), default=0),
             JSON,
         ),
     ),

@@ -1,4 +1,4 @@
-"""The verbs about machines: profile measures this one, clusters lists those that are known."""
+"""The verbs profile, which measures this machine, and clusters, which lists known clusters."""
 
 from __future__ import annotations
 
@@ -12,46 +12,47 @@ from meshwright.hardware.cluster import Cluster, Measured
 from meshwright.hardware.find import catalogue, cluster
 from meshwright.hardware.hardware_file import check_writable, to_json
 from meshwright.launch.env import nproc_of, worker
+from meshwright.report.format import size
 from meshwright.units import FORMATS
 
 LEAST_SECONDS = 1.0
 
 
 def profile(call: Call) -> int:
-    """Launch the ranks that measure, or be one of them."""
+    """Launch the ranks and measure, or measure as one of them."""
     from meshwright import api
 
     place, seconds = worker(), call.flags["seconds"]
     out = Path(call.flags["out"]) if call.flags["out"] else None
     check_writable(out)
     if place is not None:
-        found = api.profile_worker(seconds=seconds, out=out)
-        if found is None or place.launched:
+        measured = api.profile_worker(seconds=seconds, out=out)
+        if measured is None or place.launched:
             return 0
     else:
         nproc = nproc_of(call.flags["nproc"])
         print(f"measuring with {show.count(nproc, 'rank')} for about {seconds:g} seconds", file=sys.stderr)
-        found = api.profile(nproc=nproc, seconds=seconds, out=out)
+        measured = api.profile(nproc=nproc, seconds=seconds, out=out)
     if call.flags["json"]:
-        show.as_json(to_json(found))
+        show.as_json(to_json(measured))
         return 0
-    _show_cluster(found)
+    _show_cluster(measured)
     if out is not None:
         print(f"written to {out}")
     return 0
 
 
 def clusters(call: Call) -> int:
-    """Print the catalogue, or one of it or of a file in full."""
+    """Print the catalogue, or one cluster of it or of a hardware file in full."""
     if call.words:
-        found = cluster(call.words[0], call.flags["count"])
-        show.as_json(to_json(found)) if call.flags["json"] else _show_cluster(found)
+        named = cluster(call.words[0], call.flags["count"])
+        show.as_json(to_json(named)) if call.flags["json"] else _show_cluster(named)
         return 0
     known = catalogue()
     if call.flags["json"]:
-        show.as_json({"clusters": [to_json(each) for each in known.values()]})
+        show.as_json({"clusters": [to_json(entry) for entry in known.values()]})
     else:
-        show.table([_row(each) for each in known.values()])
+        show.table([_row(entry) for entry in known.values()])
     return 0
 
 
@@ -76,12 +77,10 @@ def _tera(rate: float | None) -> str:
     return "-" if rate is None else f"{rate / 1e12:,.4g}"
 
 
-def _show_cluster(found: Cluster) -> None:
-    from meshwright.report.format import size
-
-    device, rates = found.device, found.device.rates
+def _show_cluster(shown: Cluster) -> None:
+    device, rates = shown.device, shown.device.rates
     facts = {
-        "cluster": f"{found.name}: {show.count(found.count, 'device')}",
+        "cluster": f"{shown.name}: {show.count(shown.count, 'device')}",
         "device": f"{device.name}, {device.units} units, {size(device.memory)} at {_rate(device.bandwidth)}, "
         f"cache {size(device.cache)}",
         "peaks": ", ".join(
@@ -90,15 +89,15 @@ def _show_cluster(found: Cluster) -> None:
         + " TFLOP/s",
         "attained": f"{rates.matmul:.0%} in products, {rates.attention:.0%} in attention, "
         f"{rates.memory:.0%} of memory, {rates.link:.0%} of links; {rates.launch * 1e6:.3g} us a launch",
-        "price": None if found.price is None else f"{found.price:.2f} USD for a device and hour",
-        "source": found.source,
+        "price": None if shown.price is None else f"{shown.price:.2f} USD for a device and hour",
+        "source": shown.source,
     }
     show.pairs(facts)
     print()
-    show.table([_level_row(each) for each in found.levels])
-    if found.measured is not None:
+    show.table([_level_row(level) for level in shown.levels])
+    if shown.measured is not None:
         print()
-        _show_measured(found.measured)
+        _show_measured(shown.measured)
 
 
 def _level_row(level: Any) -> dict[str, Any]:
@@ -147,7 +146,7 @@ def _times(slower: float | None) -> str | None:
 
 
 def _product_rows(measured: Measured) -> list[dict[str, Any]]:
-    """By format, the slowest, the middle and the fastest product."""
+    """Return rows with the slowest, the median and the fastest product of each format."""
     rows = []
     for name in sorted({point.format for point in measured.matmul}):
         ranked = sorted((2 * p.m * p.n * p.k / p.seconds, p) for p in measured.matmul if p.format == name)
@@ -161,9 +160,7 @@ def _product_rows(measured: Measured) -> list[dict[str, Any]]:
 
 
 def _collective_rows(measured: Measured) -> list[dict[str, Any]]:
-    """By operation and place, the smallest and the largest message."""
-    from meshwright.report.format import size
-
+    """Return a row for each operation, number of ranks and level: its smallest and largest message."""
     rows = []
     for name, ranks, level in dict.fromkeys((p.operation, p.ranks, p.level) for p in measured.collectives):
         points = sorted(
@@ -194,28 +191,19 @@ VERBS = (
         (),
         (
             Flag("out", "hardware file to write", "FILE.json", file_name(".json")),
-            Flag(
-                "nproc",
-                "processes on this machine: a number, or 'auto' for its GPUs or cores",
-                "N|auto",
-                str,
-                default="auto",
-            ),
-            Flag(
-                "seconds",
-                "about how long to measure; less takes fewer and smaller shapes",
-                "S",
-                number(LEAST_SECONDS, 3600),
-                default=120.0,
-            ),
+            Flag("nproc", "processes: a number, or 'auto' for GPUs or cores", "N|auto", str, default="auto"),
+            Flag("seconds", "about how long to measure", "S", number(LEAST_SECONDS, 3600), default=120.0),
             JSON,
         ),
     ),
     Verb(
         "clusters",
-        "list the clusters that are known by name, or show one, or a hardware file, in full",
+        "list the known clusters, or show one of them or a hardware file in full",
         clusters,
-        (Argument("NAME", "a name of the list, or a hardware file (JSON)", required=False),),
-        (Flag("count", "devices of it; default one node, or as the file says", "N", whole(1)), JSON),
+        (Argument("NAME", "a cluster of the list, or a hardware file (JSON)", required=False),),
+        (
+            Flag("count", "number of devices; default one node, or the number in the file", "N", whole(1)),
+            JSON,
+        ),
     ),
 )

@@ -1,4 +1,4 @@
-"""The help texts, made from the table of verbs and from the spec's own fields; no wider than 100 columns."""
+"""Help texts, generated from the table of verbs and the fields of the spec, within 100 columns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH = 100
 
 
 def program(verbs: Iterable[Verb], version: str) -> str:
-    """`meshwright --help`."""
+    """Return the text of `meshwright --help`."""
     rows = [(verb.name, verb.summary) for verb in verbs]
     return "\n".join(
         [
@@ -24,43 +24,47 @@ def program(verbs: Iterable[Verb], version: str) -> str:
             "verbs:",
             *_columns(rows),
             "",
-            "  meshwright VERB --help     its flags, and every key of a run",
+            "  meshwright VERB --help     the flags of a verb, and every key of a run",
             "  meshwright spec schema     the JSON schema of a run file, for editors",
             "  meshwright --version",
             "",
             "Every verb works without a run file, from presets and flags alone:",
             "  meshwright train --model.preset tiny --train.steps 200 --nproc 2 --out runs/first",
             "",
-            "exit codes: 0 well; 1 failed, or unequal (verify); 2 a mistake of the user's; 128 + n ended by",
-            "signal n: 130 Ctrl-C, 143 SIGTERM",
+            "exit codes: 0 success; 1 failed, or unequal (verify); 2 a mistake in the command or the file;",
+            "128 + n ended by signal n: 130 Ctrl-C, 143 SIGTERM",
         ]
     )
 
 
 def verb(entry: Verb) -> str:
-    """`meshwright VERB --help`."""
-    lines = [f"usage: {entry.usage}", "", *textwrap.wrap(_sentence(entry.summary), WIDTH)]
+    """Return the text of `meshwright VERB --help`."""
+    lines = [
+        f"usage: {entry.usage}",
+        "",
+        *textwrap.wrap(f"{entry.summary[0].upper()}{entry.summary[1:]}.", WIDTH),
+    ]
     if entry.arguments:
-        lines += ["", "words:", *_columns([(each.name, each.summary) for each in entry.arguments])]
+        lines += [
+            "",
+            "words:",
+            *_columns([(argument.name, argument.summary) for argument in entry.arguments]),
+        ]
     if entry.flags:
-        lines += ["", "flags:", *_columns([(_shown(flag), _summary(flag)) for flag in entry.flags])]
+        lines += [
+            "",
+            "flags:",
+            *_columns([(f"--{flag.name} {flag.value}".strip(), _summary(flag)) for flag in entry.flags]),
+        ]
     if entry.keys:
         lines += ["", *_keys()]
     return "\n".join(lines)
 
 
 def group(name: str, verbs: Sequence[Verb]) -> str:
-    """`meshwright spec --help`: the verbs of a group."""
+    """Return the verbs of a group, as in `meshwright spec --help`."""
     rows = [(verb.name, verb.summary) for verb in verbs]
     return "\n".join([f"usage: meshwright {name} VERB ...", "", "verbs:", *_columns(rows)])
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:] + "."
-
-
-def _shown(flag: Flag) -> str:
-    return f"--{flag.name} {flag.value}".strip()
 
 
 def _summary(flag: Flag) -> str:
@@ -70,11 +74,11 @@ def _summary(flag: Flag) -> str:
 
 
 def _keys() -> list[str]:
-    """Every dotted key under its table: name, type, default; and below it what it means."""
+    """List every dotted key under its table: name, type, default, and its description below."""
     lines = textwrap.wrap(
-        "keys: tables of the run file; as flags, --layout.dp 2 or --layout.dp=2, they win over it. 'none' is "
-        "no value. For an editor, a file's first line can name the schema that meshwright spec schema "
-        "prints: #:schema FILE.",
+        "keys: tables of the run file; as flags, --layout.dp 2 or --layout.dp=2, they override it. 'none' "
+        "unsets a key. For editors, the first line of a file can name the schema that meshwright spec "
+        "schema prints: #:schema FILE.",
         WIDTH,
     )
     for table in RunSpec.model_fields:
@@ -97,16 +101,16 @@ def _key(key: Key) -> list[str]:
 
 
 def _about(table: str) -> str:
-    """What the part's docstring says first; for a choice between parts, what each of them says."""
+    """Return the first docstring line of a table; if it can be one of several classes, that of each."""
     parts = parts_of(table)
-    said = {part: (part.__doc__ or "").strip().splitlines()[0] for part in parts}
+    about = {part: (part.__doc__ or "").strip().splitlines()[0] for part in parts}
     if len(parts) == 1:
-        return said[parts[0]]
-    return " ".join(f"{next(iter(part.model_fields.values())).default}: {said[part]}" for part in parts)
+        return about[parts[0]]
+    return " ".join(f"{next(iter(part.model_fields.values())).default}: {about[part]}" for part in parts)
 
 
 def _columns(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Two columns, the second wrapped; a long first entry stands on a line of its own."""
+    """Format two columns; the second is wrapped, and a long first entry gets a line of its own."""
     left = min(26, max(len(first) for first, _ in rows))
     lines: list[str] = []
     for first, second in rows:

@@ -1,4 +1,4 @@
-"""`meshwright VERB ...`: find the verb, parse, call it; what it raises becomes a line and an exit code."""
+"""The command line: find the verb, parse, call it; errors become a line and an exit code."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _HELP = ("-h", "--help")
 
 
 def run() -> None:
-    """The console script: exit with the code of `main`, without a traceback for what a person can mend.
+    """Run the console script: exit with the code of `main`, without a traceback for mistakes of the user.
 
-    In a rank that `meshwright` launched, errors go up to the launcher's wrapper, which shows each once.
+    In a rank that `meshwright` launched, errors go to the launcher's wrapper, which shows each once.
     """
     warnings.formatwarning = lambda message, *_args, **_kwargs: f"meshwright: warning: {message}\n"
     if LAUNCHER in os.environ:
@@ -50,7 +50,7 @@ def run() -> None:
         code = main(sys.argv[1:])
         sys.stdout.flush()
     except UserError as error:
-        record(error)  # a torchrun of the user's shows it too
+        record(error)  # shown by the user's torchrun, too
         code = _fail(str(error), exit_code(error))
     except RanksFailed as error:
         code = _fail(str(error), error.code, error.details)
@@ -58,7 +58,7 @@ def run() -> None:
         record(error)
         code = exit_code(error)
         print(f"meshwright: {str(error) or 'stopped by SIGINT'}", file=sys.stderr)
-    except BrokenPipeError:  # the reader has gone, as in `meshwright spec schema | head`
+    except BrokenPipeError:  # the reader closed the pipe, as in `meshwright spec schema | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141  # 128 + SIGPIPE
     leave(code)
@@ -76,7 +76,7 @@ def _fail(sentence: str, code: int, details: str = "") -> int:
 
 
 def main(words: Sequence[str]) -> int:
-    """Do what the command line says; returns the exit code. Raises `UserError`."""
+    """Run the command line `words` and return the exit code. Raises `UserError`."""
     if not words or words[0] in _HELP:
         print(helps.program(VERBS, __version__))
         return 0

@@ -1,4 +1,4 @@
-"""The verbs that read what a run left: generate, export, import, checkpoint."""
+"""The verbs that use trained models: generate, export, import, checkpoint ls, checkpoint verify."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _folder(call: Call, place: int = 0) -> Path:
 
 def _existing(path: Path, what: str) -> Path:
     if not path.is_dir():
-        raise UserError(f"{path}: there is no such folder; give {what}")
+        raise UserError(f"{path}: does not exist, or is not a folder; give {what}")
     return path
 
 
@@ -28,17 +28,10 @@ def generate(call: Call) -> int:
     run = _existing(_folder(call), "the folder of a run or of an HF model")
     from meshwright import api
 
-    flags = call.flags
-    text = api.generate(
-        run,
-        flags["prompt"],
-        max_new_tokens=flags["max-new-tokens"],
-        temperature=flags["temperature"],
-        top_k=flags["top-k"],
-        top_p=flags["top-p"],
-        seed=flags["seed"],
-    )
-    show.as_json({"prompt": flags["prompt"], "text": text}) if flags["json"] else print(text)
+    flags = {name.replace("-", "_"): value for name, value in call.flags.items()}
+    as_json, prompt = flags.pop("json"), flags.pop("prompt")
+    text = api.generate(run, prompt, **flags)
+    show.as_json({"prompt": prompt, "text": text}) if as_json else print(text)
     return 0
 
 
@@ -82,22 +75,21 @@ def checkpoint_ls(call: Call) -> int:
 
 
 def checkpoint_verify(call: Call) -> int:
-    """Check every hash of a checkpoint: exit code 1, and a line for each damaged piece, when one differs."""
+    """Check every hash of a checkpoint; if one differs, name the pieces and return exit code 1."""
     folder = _existing(_folder(call), "the folder of a run, or of its checkpoints")
     from meshwright import api
 
     result = api.checkpoint_verify(folder, call.flags["step"])
     problems = result["problems"]
-    if call.flags["json"]:
-        show.as_json(result)
-    else:
-        show.pairs(result)
+    show.result(call.flags["json"], result)
+    if not call.flags["json"]:
         print(f"damaged: {len(problems)}" if problems else "every byte is as it was written")
     for problem in problems:
         print(f"meshwright: error: {one_line(problem)}", file=sys.stderr)
     return 1 if problems else 0
 
 
+DTYPES = ("float32", "bfloat16", "float16")
 _RUN = Argument("RUN", "the folder of a run")
 _CHECKPOINTS = Argument("DIR", "the folder of a run, or of its checkpoints")
 
@@ -109,13 +101,11 @@ VERBS = (
         (Argument("RUN", "the folder of a run, or of an HF model"),),
         (
             Flag("prompt", "the text to continue", "TEXT", str, required=True),
-            Flag("max-new-tokens", "tokens at most", "N", whole(1), default=128),
-            Flag(
-                "temperature", "0 always takes the likeliest token", "T", number(0, float("inf")), default=0.0
-            ),
+            Flag("max-new-tokens", "most tokens to generate", "N", whole(1), default=128),
+            Flag("temperature", "0 takes the likeliest token", "T", number(0, float("inf")), default=0.0),
             Flag("top-k", "draw from the K likeliest tokens", "K", whole(1)),
-            Flag("top-p", "draw from the likeliest tokens that hold this share", "P", number(0, 1)),
-            Flag("seed", "of the draws", "N", whole(0), default=0),
+            Flag("top-p", "draw from the likeliest tokens that add up to P", "P", number(0, 1)),
+            Flag("seed", "seed of the draws", "N", whole(0), default=0),
             JSON,
         ),
     ),
@@ -126,18 +116,14 @@ VERBS = (
         (_RUN, Argument("FOLDER", "the folder to write; it must not exist, or be empty")),
         (
             Flag(
-                "dtype",
-                "number format of the weights",
-                "float32|bfloat16|float16",
-                choice("float32", "bfloat16", "float16"),
-                default="float32",
+                "dtype", "number format of the weights", "|".join(DTYPES), choice(*DTYPES), default=DTYPES[0]
             ),
             JSON,
         ),
     ),
     Verb(
         "import",
-        "make a run's folder from an HF folder of a family that model.family names",
+        "make a run's folder from an HF folder of a family of model.family",
         import_hf,
         (Argument("FOLDER", "an HF folder with config.json and safetensors"),),
         (Flag("out", "folder of the run to make", "DIR", folder_name, required=True), JSON),

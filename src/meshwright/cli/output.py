@@ -1,29 +1,39 @@
-"""What a verb prints: one JSON object for programs, aligned lines for people."""
+"""Output of verbs: one JSON object for programs, or aligned lines for people."""
 
 from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
 WIDTH = 100
-"""Columns that lines are kept within, where their words are not longer."""
+"""Columns that lines are kept within, unless a single word is longer."""
 
 
 def as_json(result: Mapping[str, Any]) -> None:
-    """One JSON object on one line of stdout."""
+    """Print one JSON object on one line of stdout."""
     print(json.dumps(result), flush=True)
 
 
+def result(
+    json_wanted: bool, values: Mapping[str, Any], show: Callable[[dict[str, Any]], None] | None = None
+) -> None:
+    """Print a result as one JSON object, or else by `show` (by default as `pairs`)."""
+    if json_wanted:
+        as_json(values)
+    else:
+        (show or pairs)(dict(values))
+
+
 def line(words: str, indent: int = 2) -> None:
-    """A sentence, on as many lines as it takes; those after the first are indented."""
+    """Print a sentence, wrapped; lines after the first are indented."""
     print("\n".join(_wrap(words, WIDTH, " " * indent)), flush=True)
 
 
 def pairs(result: Mapping[str, Any]) -> None:
-    """One line for each plain value, names and values aligned; long ones go on below."""
+    """Print a line for each plain value, with names and values aligned; long values are wrapped."""
     plain = {name: value for name, value in result.items() if not isinstance(value, (list, dict))}
     width = max((len(name) for name in plain), default=0) + 2
     for name, value in plain.items():
@@ -32,9 +42,9 @@ def pairs(result: Mapping[str, Any]) -> None:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Rows with the same keys, under a line of their names, without nested values; numbers stand right.
+    """Print rows with equal keys under a line of names, without nested values; numbers are right-aligned.
 
-    Where they are wider than `WIDTH`, cells go on below, those of the widest columns first.
+    If they are wider than `WIDTH`, cells are wrapped, those of the widest columns first.
     """
     if not rows:
         return
@@ -54,7 +64,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _widths(columns: Sequence[Sequence[str]]) -> list[int]:
-    """Of each column, so that all stay within `WIDTH` where their words allow it."""
+    """Return the width of each column, so that rows stay within `WIDTH` if their words allow it."""
     widths = [max(map(len, column)) for column in columns]
     least = [max(len(word) for cell in column for word in cell.split() or [""]) for column in columns]
     while sum(widths) + 2 * (len(widths) - 1) > WIDTH and widths != least:
@@ -63,14 +73,14 @@ def _widths(columns: Sequence[Sequence[str]]) -> list[int]:
 
 
 def _wrap(words: str, width: int, indent: str = "") -> list[str]:
-    """Lines of whole words; a word that is longer has its own."""
+    """Wrap into lines of whole words; a longer word gets a line of its own."""
     return textwrap.wrap(
         words, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     ) or [""]
 
 
 def text(value: Any) -> str:
-    """A value as people read it: 1,234,567; 3.142; yes; -."""
+    """Return a value as people read it: 1,234,567; 3.142; yes; -."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -83,6 +93,6 @@ def text(value: Any) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """A number of things: 1 step, 1,234 microbatches."""
+    """Return a number with its noun: 1 step, 1,234 microbatches."""
     plural = noun + ("es" if noun.endswith("ch") else "s")
     return f"{number:,} {noun if number == 1 else plural}"

@@ -1,7 +1,8 @@
-"""What a verb is, and how its words become a `Call`."""
+"""Command-line verbs, their flags and arguments, and how words are parsed into a `Call`."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ _KEY_TABLES = tuple(RunSpec.model_fields)
 
 @dataclass(frozen=True)
 class Flag:
-    """An own flag of a verb: `--name VALUE`, or a switch when `read` is None."""
+    """A flag: `--name VALUE`, or a switch if `read` is None; `read` raises ValueError for bad text."""
 
     name: str
     summary: str
@@ -31,7 +32,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Argument:
-    """A word in its place: RUN, FOLDER."""
+    """A positional argument, such as RUN or FOLDER."""
 
     name: str
     summary: str
@@ -40,20 +41,20 @@ class Argument:
 
 @dataclass(frozen=True)
 class Call:
-    """A parsed command line: the verb's words, own flags by name, and dotted flags in order."""
+    """A parsed command line: positional words, flags by name, and (key, text) of dotted flags."""
 
     words: tuple[str, ...]
     flags: dict[str, Any]
     overrides: list[tuple[str, str]]
 
     def path(self, place: int = 0) -> Path | None:
-        """The word at `place` as a path; None where it was left out."""
+        """Return the word at `place` as a path, or None if it was not given."""
         return Path(self.words[place]) if len(self.words) > place else None
 
 
 @dataclass(frozen=True)
 class Verb:
-    """One verb: what it takes, and the function that it calls, which returns the exit code."""
+    """A verb of the command line; `function` runs it and returns the exit code."""
 
     name: str
     summary: str
@@ -61,11 +62,11 @@ class Verb:
     arguments: tuple[Argument, ...] = ()
     flags: tuple[Flag, ...] = ()
     keys: bool = field(default=False)
-    """Whether the keys of a run may be given as dotted flags."""
+    """True if keys of a run may be given as dotted flags."""
 
     @property
     def usage(self) -> str:
-        """One line: the verb and what follows it."""
+        """Usage in one line: the verb and its arguments."""
         words = [argument.name if argument.required else f"[{argument.name}]" for argument in self.arguments]
         words += [f"--{flag.name} {flag.value}" for flag in self.flags if flag.required]
         words += ["[--TABLE.KEY VALUE ...]"] if self.keys else []
@@ -77,7 +78,7 @@ JSON = Flag("json", "print the result as one JSON object on the last line of std
 
 
 def whole(least: int) -> Callable[[str], int]:
-    """A reader of whole numbers of at least `least`."""
+    """Return a reader of whole numbers of at least `least`."""
 
     def read(text: str) -> int:
         if not re.fullmatch(r"[+-]?[0-9]+", text) or int(text) < least:
@@ -88,13 +89,10 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def number(least: float, most: float) -> Callable[[str], float]:
-    """A reader of numbers within [least, most]."""
+    """Return a reader of numbers within [least, most]."""
 
     def read(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
+        value = _float(text)
         if not least <= value <= most:
             bound = f"from {least:g} to {most:g}" if most < float("inf") else f"of at least {least:g}"
             raise ValueError(f"a number {bound} is needed")
@@ -103,19 +101,23 @@ def number(least: float, most: float) -> Callable[[str], float]:
     return read
 
 
-def above_zero(text: str) -> float:
-    """A reader of finite numbers above 0."""
+def _float(text: str) -> float:
     try:
-        value = float(text)
+        return float(text)
     except ValueError:
-        value = float("nan")
+        return math.nan
+
+
+def above_zero(text: str) -> float:
+    """Read a finite number above 0."""
+    value = _float(text)
     if not 0 < value < float("inf"):
         raise ValueError("a number above 0 is needed")
     return value
 
 
 def tokens(unit: int = 1000) -> Callable[[str], int]:
-    """A reader of whole numbers of tokens, such as 16M, with suffixes that stand for powers of `unit`."""
+    """Return a reader of whole numbers of tokens, such as 16M, whose suffixes are powers of `unit`."""
 
     def read(text: str) -> int:
         value = units.amount(text, unit)
@@ -127,7 +129,7 @@ def tokens(unit: int = 1000) -> Callable[[str], int]:
 
 
 def file_name(suffix: str) -> Callable[[str], str]:
-    """A reader of names of files that end in `suffix`."""
+    """Return a reader of file names that end in `suffix`."""
 
     def read(text: str) -> str:
         if Path(text).suffix.lower() != suffix:
@@ -138,14 +140,14 @@ def file_name(suffix: str) -> Callable[[str], str]:
 
 
 def folder_name(text: str) -> str:
-    """A reader of a folder's name; an empty one would be the folder that we are in."""
+    """Read the name of a folder; refuse the empty one, which would be the current folder."""
     if not text:
         raise ValueError("the name of a folder is needed")
     return text
 
 
 def choice(*names: str) -> Callable[[str], str]:
-    """A reader of one of `names`."""
+    """Return a reader of one of `names`."""
 
     def read(text: str) -> str:
         if text not in names:
@@ -156,13 +158,13 @@ def choice(*names: str) -> Callable[[str], str]:
 
 
 def parse(verb: Verb, words: Sequence[str]) -> Call:
-    """Sort the words after the verb. Flags and words may stand in any order; '--' ends the flags.
+    """Parse the words after the verb. Flags and arguments may be mixed; '--' ends the flags.
 
-    Raises `UserError` for a flag that is unknown, repeated or without its value, and for a word too many or
-    too few.
+    Raises `UserError` for a flag that is unknown, repeated or lacks its value, and for a missing or surplus
+    argument.
     """
     own = {flag.name: flag for flag in verb.flags}
-    found: dict[str, Any] = {}
+    flags: dict[str, Any] = {}
     overrides: list[tuple[str, str]] = []
     places: list[str] = []
     queue = list(words)
@@ -184,15 +186,15 @@ def parse(verb: Verb, words: Sequence[str]) -> Call:
             overrides.append((name, _key_value(verb, name, given, queue)))
         else:
             flag = own.get(name) or _unknown(verb, name)
-            if name in found:
+            if name in flags:
                 raise UserError(f"--{name}: is given twice; give it once")
-            found[name] = _own_value(flag, given, queue)
+            flags[name] = _own_value(flag, given, queue)
     for flag in verb.flags:
-        if flag.required and flag.name not in found:
+        if flag.required and flag.name not in flags:
             raise UserError(f"--{flag.name}: is missing; give --{flag.name} {flag.value} ({flag.summary})")
-        found.setdefault(flag.name, flag.default)
+        flags.setdefault(flag.name, flag.default)
     _check_places(verb, places)
-    return Call(tuple(places), found, overrides)
+    return Call(tuple(places), flags, overrides)
 
 
 def _own_value(flag: Flag, given: str | None, queue: list[str]) -> Any:
@@ -208,7 +210,7 @@ def _own_value(flag: Flag, given: str | None, queue: list[str]) -> Any:
 
 
 def _key_value(verb: Verb, name: str, given: str | None, queue: list[str]) -> str:
-    """The text of a dotted flag; a switch may stand alone for true."""
+    """Return the text of a dotted flag; a switch without a value is 'true'."""
     if not verb.keys:
         raise UserError(f"--{name}: 'meshwright {verb.name}' takes no keys of a run; see its --help")
     if given is not None:
@@ -220,28 +222,25 @@ def _key_value(verb: Verb, name: str, given: str | None, queue: list[str]) -> st
 
 
 def _is_run(word: str) -> bool:
-    """Whether a word behind a switch is the run and not the switch's value."""
+    """True if the word after a switch is the run, not the switch's value."""
     return word.endswith(".toml") or Path(word).exists()
 
 
 def _next(name: str, queue: list[str]) -> str:
     if not queue or _FLAG.match(queue[0]):
-        raise UserError(f"--{name}: needs a value after it; one that starts with '-' goes as --{name}=VALUE")
+        raise UserError(f"--{name}: needs a value; write one that starts with '-' as --{name}=VALUE")
     return queue.pop(0)
 
 
 def _unknown(verb: Verb, name: str) -> Flag:
     hint = did_you_mean(name, [flag.name for flag in verb.flags])
     if verb.keys and name in _KEY_TABLES:
-        hint = f"; it is a table of keys: give one, as in --{_first_key(name)} VALUE"
+        first = next(key for key in known_keys() if key.startswith(f"{name}."))
+        hint = f"; it is a table of keys: give one, as in --{first} VALUE"
     elif verb.keys and not hint:
         same = [key for key in known_keys() if key.endswith(f".{name}")]
         hint = f"; did you mean '--{same[0]}'?" if same else ""
     raise UserError(f"--{name}: unknown flag{hint or f'; see meshwright {verb.name} --help'}")
-
-
-def _first_key(table: str) -> str:
-    return next(key for key in known_keys() if key.startswith(f"{table}."))
 
 
 def _check_places(verb: Verb, places: Sequence[str]) -> None:

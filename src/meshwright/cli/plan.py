@@ -1,4 +1,4 @@
-"""The verb that finds the best layouts: plan. It imports no torch."""
+"""The verb plan, which finds the best layouts; it imports no torch."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from meshwright.cli.parser import (
 from meshwright.planner import OBJECTIVES
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.toml import to_toml
+from meshwright.units import gigabytes, short
 
 if TYPE_CHECKING:
     from meshwright.planner.plan import Plan, Plans
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def plan(call: Call) -> int:
-    """Search, and say what is best."""
+    """Search the layouts and show the best ones."""
     from meshwright.hardware.hardware_file import check_writable
     from meshwright.planner.plan import plan as find
     from meshwright.planner.search.request import PlanRequest
@@ -42,58 +43,52 @@ def plan(call: Call) -> int:
     check_writable(out, "--out")
     _check_new(write)
     limit = None if flags["max-memory"] is None else 1e9 * flags["max-memory"]
+    names = ("gpus", "seq-len", "batch-tokens", "top", "objective", "stack", "price", "tokens")
     request = PlanRequest(
         call.words[0],
         flags["cluster"],
-        gpus=flags["gpus"],
-        seq_len=flags["seq-len"],
-        batch_tokens=flags["batch-tokens"],
-        top=flags["top"],
-        objective=flags["objective"],
-        stack=flags["stack"],
-        price=flags["price"],
-        tokens=flags["tokens"],
+        **{name.replace("-", "_"): flags[name] for name in names},
         max_memory=limit,
         overrides=call.overrides,
     )
-    found = find(request, _say if flags["progress"] else None, _finished)
+    plans = find(request, _say if flags["progress"] else None, _finished)
     if write is not None:
-        _write(found.best.spec, write)
+        _write(plans.best.spec, write)
     if out is not None:
-        _page(found, out)
+        _page(plans, out)
     if flags["json"]:
-        show.as_json(found.to_json(why=not flags["no-why"]))
+        show.as_json(plans.to_json(why=not flags["no-why"]))
         return 0
-    _show(found, limit, why=not flags["no-why"])
+    _show(plans, limit, why=not flags["no-why"])
     written = [path for path in (write, out) if path is not None]
     print("".join(f"\nwrote {path}" for path in written), end="\n" if written else "")
     return 0
 
 
 def _check_new(path: Path | None) -> None:
-    """Refuse a run file that is there: someone may have edited it."""
+    """Refuse to replace an existing run file, which someone may have edited."""
     if path is not None and path.exists():
         raise UserError(f"--write: {path} exists already; remove it, or give another file")
 
 
-def _page(found: Plans, path: Path) -> None:
-    """Why the best plan, and why not its neighbours and the other plans on as many devices."""
+def _page(plans: Plans, path: Path) -> None:
+    """Write the page of the best plan, compared with its neighbours and the plans on as many devices."""
     from meshwright.planner.cost.model import CostModel
     from meshwright.report.plan_page import write_plan_page
 
-    best = found.best
-    alike = [each.spec for each in found.plans if each.cluster.count == best.cluster.count]
-    write_plan_page(path, alike, CostModel(best.cluster, found.stack), found.pareto)
+    best = plans.best
+    specs = [plan.spec for plan in plans.plans if plan.cluster.count == best.cluster.count]
+    write_plan_page(path, specs, CostModel(best.cluster, plans.stack), plans.pareto)
 
 
-def _say(found: TimedLayout, counts: SearchCounts) -> None:
-    print(f"{found.seconds:9.4g} s a step, {brief(found.spec)}", file=sys.stderr, flush=True)
+def _say(best: TimedLayout, counts: SearchCounts) -> None:
+    print(f"{best.seconds:9.4g} s a step, {brief(best.spec)}", file=sys.stderr, flush=True)
 
 
 def _finished(devices: int, best: Plan | None) -> None:
-    """Say what a range's search for one number of devices found."""
-    told = "nothing fits" if best is None else f"{best.step_seconds:.4g} s a step, {brief(best.spec)}"
-    print(f"{show.count(devices, 'device')}: {told}", file=sys.stderr, flush=True)
+    """Report on stderr the best plan for one number of devices of a range."""
+    words = "nothing fits" if best is None else f"{best.step_seconds:.4g} s a step, {brief(best.spec)}"
+    print(f"{show.count(devices, 'device')}: {words}", file=sys.stderr, flush=True)
 
 
 def _write(spec: RunSpec, path: Path) -> None:
@@ -105,7 +100,7 @@ def _write(spec: RunSpec, path: Path) -> None:
 
 
 def brief(spec: RunSpec) -> str:
-    """A layout in few words: dp16 cp8 tp2 pp64 zb-v x2 zero2 mb1."""
+    """Return a layout in few words: dp16 cp8 tp2 pp64 zb-v x2 zero2 mb1."""
     layout = spec.layout
     names = ("replicate", "dp", "cp", "tp", "pp", "ep", "etp")
     words = [f"{name}{size}" for name in names if (size := getattr(layout, name)) > 1]
@@ -122,37 +117,36 @@ def brief(spec: RunSpec) -> str:
     return " ".join(words)
 
 
-def _show(found: Plans, limit: float | None, why: bool) -> None:
-    """`limit` is what --max-memory says, in bytes."""
+def _show(plans: Plans, limit: float | None, why: bool) -> None:
+    """Print the plans; `limit` is --max-memory in bytes."""
     from meshwright.planner.cost.uncertainty import room
     from meshwright.planner.search.objectives import described
-    from meshwright.units import gigabytes, short
 
-    best = found.best
+    best = plans.best
     model = best.spec.model.preset or best.spec.model.hf or best.spec.model.family
     print(
         f"{model} ({short(best.spec.model.parameters)} parameters) on {best.cluster.count:,} x "
-        f"{best.cluster.device.name}, in {best.spec.precision.compute} by {found.stack.name}"
+        f"{best.cluster.device.name}, in {best.spec.precision.compute} by {plans.stack.name}"
     )
-    if found.model_found is not None:
-        show.line(f"the largest that fits: {described(found.model_found)}")
-    batch = found.note or f"{best.spec.train.batch_tokens:,} tokens"
+    if plans.model_found is not None:
+        show.line(f"the largest that fits: {described(plans.model_found)}")
+    batch = plans.note or f"{best.spec.train.batch_tokens:,} tokens"
     show.line(f"batch {batch}; sequences of {best.spec.data.seq_len:,}")
-    if found.objective == "longest-context" and best.spec.batch_sequences == 1:
+    if plans.objective == "longest-context" and best.spec.batch_sequences == 1:
         show.line("the batch is one sequence: with a larger --batch-tokens longer ones may fit")
-    if limit is not None and limit > found.capacity:
+    if limit is not None and limit > plans.capacity:
         show.line(
             f"--max-memory of {gigabytes(limit)} limits nothing: of {gigabytes(room(best.cluster))} a plan "
-            f"may fill {gigabytes(found.capacity)}"
+            f"may fill {gigabytes(plans.capacity)}"
         )
     print()
-    show.table([_row(place, each, found) for place, each in enumerate(found.plans, 1)])
+    show.table([_row(place, plan, plans) for place, plan in enumerate(plans.plans, 1)])
     low, high = best.interval
     print(f"\nThe first: a step takes {low:.4g} to {high:.4g} s in 9 of 10 cases.")
-    if found.tokens is not None:
-        figures = best.to_json(found.tokens)
+    if plans.tokens is not None:
+        figures = best.to_json(plans.tokens)
         money = "" if figures["usd"] is None else f", {figures['usd']:,.0f} USD"
-        print(f"{short(found.tokens)} tokens take it {show.text(figures['days'])} days{money}.")
+        print(f"{short(plans.tokens)} tokens take it {show.text(figures['days'])} days{money}.")
     print("\nWhere its time goes, by the busiest rank:")
     _shares(best.parts, best.step_seconds, "s")
     needs = best.memory
@@ -160,37 +154,37 @@ def _show(found: Plans, limit: float | None, why: bool) -> None:
     terms = {field.name: getattr(needs, field.name) / 1e9 for field in fields(needs) if field.name != "rank"}
     _shares(terms, needs.device / 1e9, "GB")
     if why:
-        _why(found)
-    did = found.searched
+        _why(plans)
+    did = plans.searched
     print(
         f"\nsearched in {did.seconds:.1f} s: {did.branches:,} branches, {did.simulated:,} schedules "
         f"simulated, {did.timed:,} layouts timed"
     )
 
 
-def _why(found: Plans) -> None:
-    """Why not the neighbours of the best plan, and which assumption would change the choice."""
+def _why(plans: Plans) -> None:
+    """Print why the neighbours of the best plan are worse, and which assumption would change the choice."""
     from meshwright.planner.explain.text import assumption_lines, neighbour_lines
 
-    why = found.reasons
+    why = plans.reasons
     print("\nWhy not its neighbours:")
     print(*neighbour_lines(why.neighbours, why.count, "further away, which --out has"), sep="\n")
     print("\nWhat would change the choice:")
     print(*assumption_lines(why.assumptions, why.candidates), sep="\n")
 
 
-def _row(place: int, each: Plan, found: Plans) -> dict[str, Any]:
+def _row(place: int, plan: Plan, plans: Plans) -> dict[str, Any]:
     row: dict[str, Any] = {"#": place}
-    if len({other.cluster.count for other in found.plans}) > 1:
-        row["GPUs"] = each.cluster.count
-    row["step s"] = show.text(each.step_seconds)
-    row["tok/s/GPU"] = f"{each.tokens_per_second / each.cluster.count:,.0f}"
-    row["MFU"] = f"{100 * each.mfu:.1f}%"
-    row["GB"] = f"{each.memory.device / 1e9:.1f}"
-    row["fits"] = f"{100 * each.fits_probability:.0f}%"
-    if each.cost_per_token is not None:
-        row["USD/1B"] = show.text(1e9 * each.cost_per_token)
-    return {**row, "layout": brief(each.spec)}
+    if len({other.cluster.count for other in plans.plans}) > 1:
+        row["GPUs"] = plan.cluster.count
+    row["step s"] = show.text(plan.step_seconds)
+    row["tok/s/GPU"] = f"{plan.tokens_per_second / plan.cluster.count:,.0f}"
+    row["MFU"] = f"{100 * plan.mfu:.1f}%"
+    row["GB"] = f"{plan.memory.device / 1e9:.1f}"
+    row["fits"] = f"{100 * plan.fits_probability:.0f}%"
+    if plan.cost_per_token is not None:
+        row["USD/1B"] = show.text(1e9 * plan.cost_per_token)
+    return {**row, "layout": brief(plan.spec)}
 
 
 def _shares(parts: dict[str, float], total: float, unit: str) -> None:
@@ -206,38 +200,25 @@ VERBS = (
         plan,
         (Argument("MODEL", "a preset, an HF folder or config.json, or a run file"),),
         (
-            Flag(
-                "cluster", "a cluster by name, such as h100, or a hardware file", "NAME", str, required=True
-            ),
+            Flag("cluster", "a cluster by name, or a hardware file", "NAME", str, required=True),
             Flag("gpus", "devices, or a range such as 64..1024; default one node", "N", str),
             Flag(
                 "seq-len",
-                "tokens of a sequence, such as 128k, where k is 1,024; default the run's, or 8192 at most",
+                "tokens, such as 128k (k = 1,024); default the run's, up to 8192",
                 "S",
                 tokens(1024),
             ),
             Flag("batch-tokens", "tokens of an optimiser step, such as 16M; default the run's", "B", str),
             Flag("top", "plans to show", "K", whole(1), 5),
-            Flag(
-                "objective",
-                ", ".join(OBJECTIVES),
-                "NAME",
-                choice(*OBJECTIVES),
-                "time",
-            ),
+            Flag("objective", ", ".join(OBJECTIVES), "NAME", choice(*OBJECTIVES), "time"),
             Flag("stack", "the software that runs it", "NAME", str, "meshwright"),
             Flag("price", "USD for a device and hour; default the cluster's", "USD", number(1e-6, 1e6)),
             Flag("tokens", "tokens to train on, such as 15T, for days and USD", "N", tokens()),
-            Flag("max-memory", "GB of a device that a plan may need at most", "GB", above_zero),
-            Flag("write", "new run file to write, which train accepts", "RUN.toml", file_name(".toml")),
-            Flag(
-                "out",
-                "page to write: time, memory, links, timeline, neighbours; opens offline",
-                "FILE.html",
-                file_name(".html"),
-            ),
-            Flag("no-why", "leave out the neighbours and the assumptions, which takes less time"),
-            Flag("progress", "say each plan that is the best so far, on stderr"),
+            Flag("max-memory", "most GB of a device that a plan may need", "GB", above_zero),
+            Flag("write", "new run file to write, for train", "RUN.toml", file_name(".toml")),
+            Flag("out", "page with the reasons to write; opens offline", "FILE.html", file_name(".html")),
+            Flag("no-why", "leave out the neighbours and the assumptions, to save time"),
+            Flag("progress", "show each plan that is the best so far, on stderr"),
             JSON,
         ),
         keys=True,

@@ -1,4 +1,4 @@
-"""The verbs that run ranks: train and verify."""
+"""The verbs train, verify, tokenize and data verify."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from meshwright.spec.load import one_line, read_tree
 RUN = Argument("RUN", "a run file (TOML), or the folder of an earlier run", required=False)
 NPROC = Flag(
     "nproc",
-    "processes on this machine: a number, or 'auto' for its GPUs or cores; default the layout's product; "
-    "fills layout.dp where no axis is set",
+    "processes on this machine: a number, or 'auto' for its GPUs or cores; default the layout's world "
+    "size; sets layout.dp if no axis is set",
     "N|auto",
     str,
 )
 
 
 def spec_of(call: Call, ranks: int | None = None) -> RunSpec:
-    """The spec that a command line asks for, with its layout fitted to the number of processes.
+    """Return the spec of a command line, with its layout fitted to the number of processes.
 
-    `ranks` is the number that torchrun has started; it stands for --nproc.
+    `ranks`, the number that torchrun has started, takes the place of --nproc.
     """
     path = call.path()
     tree = read_tree(path) if path else {}
@@ -34,7 +34,7 @@ def spec_of(call: Call, ranks: int | None = None) -> RunSpec:
 
 
 def train(call: Call) -> int:
-    """Launch the ranks, or be one of them."""
+    """Launch the ranks and train, or train as one of them."""
     from meshwright import api
 
     place = worker()
@@ -42,25 +42,27 @@ def train(call: Call) -> int:
     spec = _planned(call, quiet) if place is None and resume is None else _given(call, place)
     run = call.path() if resume is not None else None
     if out is not None and run is not None and run.is_dir() and run.resolve() != out.resolve():
-        raise UserError(f"--out: {out} is not the run {run} that is resumed; leave --out away")
+        raise UserError(f"--out: {out} differs from the resumed run {run}; remove --out")
     if place is None:
         result = api.train(spec, out=out, resume=resume, quiet=quiet)
     else:
         result = api.train_worker(spec, out=out or _shared_out(spec), resume=resume, quiet=quiet)
     if place is None or (place.rank == 0 and not place.launched):
-        show.as_json(result) if call.flags["json"] else show.pairs(result)
+        show.result(call.flags["json"], result)
     return 0
 
 
 def _given(call: Call, place: Worker | None) -> RunSpec:
-    """The spec that ranks of a torchrun, and runs that are resumed, take as it is."""
+    """Return the spec of a torchrun rank or a resumed run, whose layout is not planned."""
     if call.flags["cluster"] is not None:
-        raise UserError("--cluster: plans a layout for a new run; it goes with neither --resume nor torchrun")
+        raise UserError(
+            "--cluster: only plans layouts of new runs; remove it, or run without --resume and torchrun"
+        )
     return spec_of(call, place.world_size if place else None)
 
 
 def _planned(call: Call, quiet: bool) -> RunSpec:
-    """The spec of a new run; where it sizes no axis, with a layout that is planned, and why in one line."""
+    """Return the spec of a new run; if it sets no axis, plan its layout and print the reason in one line."""
     from meshwright.launch.auto_layout import planned
 
     path = call.path()
@@ -68,16 +70,14 @@ def _planned(call: Call, quiet: bool) -> RunSpec:
     source, nproc, cluster = str(path) if path else "", call.flags["nproc"], call.flags["cluster"]
     spec, why = planned(tree, call.overrides, nproc, source, cluster)
     if cluster is not None and why is None:
-        raise UserError(
-            "--cluster: is what a layout is planned for, but this run has its layout; leave it away"
-        )
+        raise UserError("--cluster: only plans a layout, but this run sets its own; remove --cluster")
     if why is not None and not quiet:
         show.line(why)
     return spec
 
 
 def _out(call: Call) -> Path | None:
-    """--out, or the folder of the run that was named, or None for a new one."""
+    """Return --out, else the folder of the named run, else None for a new one."""
     if call.flags["out"] is not None:
         return Path(call.flags["out"])
     path = call.path()
@@ -85,12 +85,12 @@ def _out(call: Call) -> Path | None:
 
 
 def _shared_out(spec: RunSpec) -> Path:
-    """A folder that every rank of a torchrun names alike: by the spec, as no clock is shared."""
+    """Return a folder whose name all ranks of a torchrun agree on: from the spec, as they share no clock."""
     return Path("runs") / f"{spec.model.preset or spec.model.family}-{spec.digest()[:8]}"
 
 
 def verify(call: Call) -> int:
-    """Compare the layout with one device: exit code 1 when they differ."""
+    """Compare the layout with one device; the exit code is 1 if they differ."""
     from meshwright import api
 
     place = worker()
@@ -102,16 +102,13 @@ def verify(call: Call) -> int:
             return 0
     else:
         result = api.verify(spec, steps=steps)
-    _show_verify(result, bool(call.flags["json"]))
+    show.result(call.flags["json"], result, _show_verify)
     if place is None and out is not None:
         api.write_verdict(result, out)
     return 0 if result["equal"] else 1
 
 
-def _show_verify(result: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        show.as_json(result)
-        return
+def _show_verify(result: dict[str, Any]) -> None:
     show.table(result.get("rows", []))
     if narrowed := result.get("narrowed"):
         show.line(narrowed)
@@ -126,7 +123,7 @@ def tokenize(call: Call) -> int:
     """Turn a corpus into a folder of token shards."""
     spec = spec_of(call)
     if spec.data.mixture:
-        raise UserError("data.mixture: one corpus is tokenized at a time; give it as --data.corpus")
+        raise UserError("data.mixture: only one corpus can be tokenized at a time; give it as --data.corpus")
     from meshwright import api
 
     counts = api.tokenize(
@@ -137,16 +134,16 @@ def tokenize(call: Call) -> int:
         text_key=spec.data.text_key,
         val_fraction=spec.data.val_fraction,
     )
-    show.as_json(counts.to_json()) if call.flags["json"] else show.pairs(counts.to_json())
+    show.result(call.flags["json"], counts.to_json())
     return 0
 
 
 def data_verify(call: Call) -> int:
-    """Hash every file of a folder of tokens: exit code 1, and a line for the first damaged one."""
+    """Hash every file of a folder of tokens; the exit code is 1, with a line on stderr, if one is damaged."""
     from meshwright import api
 
     result = api.data_verify(Path(call.words[0]))
-    show.as_json(result) if call.flags["json"] else show.pairs(result)
+    show.result(call.flags["json"], result)
     for problem in result["problems"]:
         print(f"meshwright: error: {one_line(problem)}", file=sys.stderr)
     return 1 if result["problems"] else 0
@@ -160,17 +157,9 @@ VERBS = (
         (RUN,),
         (
             NPROC,
-            Flag(
-                "cluster",
-                "hardware file, or a name, that a layout is planned for where no axis is set; default this "
-                "machine",
-                "NAME|FILE",
-                str,
-            ),
+            Flag("cluster", "hardware to plan a missing layout for; default this machine", "NAME|FILE", str),
             Flag("out", "folder of the run; default a new one under runs/", "DIR", folder_name),
-            Flag(
-                "resume", "go on from a checkpoint: 'auto' for the newest one, or its step", "auto|STEP", str
-            ),
+            Flag("resume", "continue from the newest checkpoint, or from a step", "auto|STEP", str),
             Flag("quiet", "no progress lines"),
             JSON,
         ),
@@ -184,14 +173,14 @@ VERBS = (
         (
             NPROC,
             Flag("steps", "optimiser steps to compare", "K", whole(1), default=3),
-            Flag("out", "write the result to DIR/verify.json too", "DIR", folder_name),
+            Flag("out", "also write the result to DIR/verify.json", "DIR", folder_name),
             JSON,
         ),
         keys=True,
     ),
     Verb(
         "tokenize",
-        "turn text, JSONL or sources into a folder of tokens that data.corpus can name",
+        "turn text, JSONL or source files into a folder of tokens for data.corpus",
         tokenize,
         (RUN,),
         (Flag("out", "folder to write", "DIR", folder_name, required=True), JSON),

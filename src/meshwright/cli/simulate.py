@@ -1,4 +1,4 @@
-"""The verb that times a pipeline's step: simulate. It imports no torch."""
+"""The verb simulate, which times a pipeline's step; it imports no torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Call, Flag, Verb, above_zero, file_name, number
 from meshwright.cli.runs import RUN, spec_of
+from meshwright.report.format import percent, size
 from meshwright.spec import UserError
+from meshwright.units import seconds
 
 MOST_RANKS = 16
-"""Pipelines of more ranks are told by their extremes."""
+"""Pipelines of more ranks are shown without a row for each."""
 
 
 def simulate(call: Call) -> int:
-    """Time one step of the run's pipeline."""
+    """Time one step of a run's pipeline and show it."""
     spec = spec_of(call)
     flags, times = call.flags, _durations(call.flags)
     from meshwright import api
@@ -31,17 +33,14 @@ def simulate(call: Call) -> int:
         out=out,
         trace=trace,
     )
-    if flags["json"]:
-        show.as_json(result)
-        return 0
-    _show(result)
-    for path in filter(None, (out, trace)):
+    show.result(flags["json"], result, _show)
+    for path in () if flags["json"] else filter(None, (out, trace)):
         print(f"wrote {path}")
     return 0
 
 
 def _durations(flags: dict[str, Any]) -> tuple[float, float, float] | None:
-    """Seconds of F, I and W from the flags' milliseconds; None where FLOPs are counted."""
+    """Return the seconds of F, I and W that the flags give in milliseconds; None if FLOPs are counted."""
     forward, others = flags["forward"], [name for name in ("input", "weight") if flags[name] is not None]
     if forward is None:
         if others:
@@ -49,7 +48,7 @@ def _durations(flags: dict[str, Any]) -> tuple[float, float, float] | None:
         return None
     if flags["tflops"] is not None:
         raise UserError(
-            f"--tflops: {flags['tflops']:g} is given beside --forward, with which no FLOPs are counted; give "
+            f"--tflops: {flags['tflops']:g} has no effect with --forward, which replaces counted FLOPs; give "
             f"one of them"
         )
     given = (forward if flags[name] is None else flags[name] for name in ("forward", "input", "weight"))
@@ -58,13 +57,10 @@ def _durations(flags: dict[str, Any]) -> tuple[float, float, float] | None:
 
 
 def _show(result: dict[str, Any]) -> None:
-    from meshwright.report.format import percent, size
-    from meshwright.units import seconds
-
     bubbles, ideal, flops = result["bubbles"], result["closed_form_bubble"], result["flops"]
     peak, held = max(result["peak_activations"]), max(result["peak_activation_bytes"])
     counted = (
-        f"FLOPs at {result['flops'] / 1e12:g} TFLOP/s a device" if flops else "as given, alike in every stage"
+        f"FLOPs at {result['flops'] / 1e12:g} TFLOP/s a device" if flops else "as given, equal in every stage"
     )
     apart = f"; by rank from {percent(min(bubbles), 2)} to {percent(max(bubbles), 2)}"
     facts = {
@@ -89,10 +85,7 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row a rank."""
-    from meshwright.report.format import percent, size
-    from meshwright.units import seconds
-
+    """Return a row for each rank."""
     lists = (result["blocks"], result["bubbles"], result["peak_activations"], result["peak_activation_bytes"])
     return [
         {
@@ -116,23 +109,11 @@ VERBS = (
         (RUN,),
         (
             Flag("out", "timeline to write, a page that opens offline", "FILE.html", file_name(".html")),
-            Flag(
-                "trace", "trace to write, for Perfetto or chrome://tracing", "FILE.json", file_name(".json")
-            ),
-            Flag(
-                "tflops",
-                "TFLOP/s that a device attains, to turn the stages' FLOPs into time; default 400",
-                "RATE",
-                above_zero,
-            ),
-            Flag(
-                "forward",
-                "milliseconds of one microbatch's forward in every stage, instead of counted FLOPs",
-                "MS",
-                above_zero,
-            ),
-            Flag("input", "of its backward for the input; default as --forward", "MS", above_zero),
-            Flag("weight", "of its backward for the weights; default as --forward", "MS", above_zero),
+            Flag("trace", "trace to write, for Perfetto", "FILE.json", file_name(".json")),
+            Flag("tflops", "attained TFLOP/s of a device, to time FLOPs; default 400", "RATE", above_zero),
+            Flag("forward", "milliseconds of a stage's forward, instead of FLOPs", "MS", above_zero),
+            Flag("input", "milliseconds of input backward; default as --forward", "MS", above_zero),
+            Flag("weight", "milliseconds of weight backward; default as --forward", "MS", above_zero),
             Flag("latency", "microseconds of a message between stages", "US", number(0, 1e9), default=5.0),
             Flag("bandwidth", "GB/s of a link between stages, one way", "RATE", above_zero, default=50.0),
             JSON,

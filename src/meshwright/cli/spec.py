@@ -1,8 +1,9 @@
-"""The verbs about the spec itself: show, schema, check, presets. None of them imports torch."""
+"""The verbs spec show, spec schema, spec check and spec presets; they import no torch."""
 
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Call, Flag, Verb
@@ -13,11 +14,11 @@ from meshwright.spec.schema import schema
 from meshwright.spec.toml import to_toml
 from meshwright.units import short
 
-_NPROC = Flag("nproc", "fill layout.dp where no axis is set, as train does", "N|auto", str)
+_NPROC = Flag("nproc", "set layout.dp if no axis is set, as train does", "N|auto", str)
 
 
 def show_spec(call: Call) -> int:
-    """Print every field, defaults and preset resolved."""
+    """Print every field of the spec, with defaults and presets resolved."""
     spec = spec_of(call)
     show.as_json(spec.to_json()) if call.flags["json"] else print(to_toml(spec), end="")
     return 0
@@ -30,7 +31,7 @@ def show_schema(call: Call) -> int:
 
 
 def check(call: Call) -> int:
-    """Validate, and say in one line what would run."""
+    """Validate a run file, and print in one line what would run."""
     spec = spec_of(call)
     facts = {
         "ok": True,
@@ -47,15 +48,12 @@ def check(call: Call) -> int:
     if call.flags["json"]:
         show.as_json(facts)
         return 0
-    microbatches, sequences = (
-        show.count(spec.microbatches, "microbatch"),
-        show.count(spec.micro_batch, "sequence"),
-    )
     active = f", {short(spec.model.active_parameters)} of a token" if spec.model.moe else ""
     show.line(
         f"{call.path() or 'spec'}: OK: {short(spec.model.parameters)} parameters{active}; "
         f"world size {spec.layout.world_size} ({spec.layout.describe()}); "
-        f"{microbatches} of {sequences} on each rank; "
+        f"{show.count(spec.microbatches, 'microbatch')} of "
+        f"{show.count(spec.micro_batch, 'sequence')} on each rank; "
         f"{show.count(spec.train.total_steps, 'step')} of {spec.train.batch_tokens:,} tokens"
     )
     return 0
@@ -63,18 +61,13 @@ def check(call: Call) -> int:
 
 def presets(call: Call) -> int:
     """Print the named models."""
+    sizes = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab_size", "max_seq_len")
     rows = []
     for name in PRESETS:
         model = ModelSpec(preset=name)  # type: ignore[call-arg]
-        sizes = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab_size", "max_seq_len")
-        rows.append(
-            {
-                "preset": name,
-                "parameters": model.parameters,
-                "active": model.active_parameters,
-                **{size: getattr(model, size) for size in sizes},
-            }
-        )
+        row: dict[str, Any] = {"preset": name, "parameters": model.parameters}
+        row |= {"active": model.active_parameters, **{size: getattr(model, size) for size in sizes}}
+        rows.append(row)
     if call.flags["json"]:
         show.as_json({"presets": rows})
         return 0
@@ -86,7 +79,12 @@ VERBS = (
     Verb("spec show", "print a run's whole spec as TOML", show_spec, (RUN,), (_NPROC, JSON), keys=True),
     Verb("spec schema", "print the JSON schema of a run file, for editors", show_schema),
     Verb(
-        "spec check", "validate a run file, and say what would run", check, (RUN,), (_NPROC, JSON), keys=True
+        "spec check",
+        "validate a run file, and print what would run",
+        check,
+        (RUN,),
+        (_NPROC, JSON),
+        keys=True,
     ),
     Verb("spec presets", "list the named models", presets, (), (JSON,)),
 )

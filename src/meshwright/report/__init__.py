@@ -1,19 +1,6 @@
-"""What people look at: the run's record on disk, the live progress, trackers, the HTML report, timelines."""
+"""Output for people.
 
-from meshwright.report.html import write_report
-from meshwright.report.progress import Progress
-from meshwright.report.record import RunRecord, read_events, read_metrics, read_run
-from meshwright.report.timeline import write_timeline, write_trace
-from meshwright.report.trackers import make_trackers
-
-__all__ = [
-    "Progress",
-    "RunRecord",
-    "make_trackers",
-    "read_events",
-    "read_metrics",
-    "read_run",
-    "write_report",
-    "write_timeline",
-    "write_trace",
-]
+`record` writes a run's metrics, events and result to its folder, `progress` shows them live, and `trackers`
+send them to TensorBoard, Weights & Biases and Trackio. `run_page`, `plan_page` and `timeline` make HTML pages
+that open offline, from the templates that `page` renders and the plots of `chart`. `format` shows values.
+"""

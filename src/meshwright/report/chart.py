@@ -1,23 +1,24 @@
-"""Line charts as inline SVG that stay sharp at any width: the plot stretches, the labels are HTML beside it.
+"""Line charts and scatter plots as inline SVG that stretches to any width; labels are HTML.
 
-A long run is thinned before it is drawn, by the smallest and largest value of each pixel or so, which is why
-a spike of one step in a hundred thousand is still there.
+Long curves are thinned to the smallest and largest value of about each pixel, so that a spike of one step in
+a hundred thousand stays visible.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import accumulate
 from typing import Any
 
-from meshwright.report.format import is_number
+from markupsafe import Markup
 
-# The plot's own coordinates: the browser stretches them to whatever room there is.
+from meshwright.report.format import is_number
+from meshwright.report.page import render
+
+# Coordinates of the SVG; the browser stretches them to the available width.
 WIDTH, HEIGHT = 1000, 300
 # Two points in each bucket: about one per pixel on a wide screen.
 BUCKETS = 600
@@ -38,15 +39,15 @@ class Series:
     css: str = "line"
 
     def thinned(self) -> Series:
-        """The same curve in at most `2 * BUCKETS + 2` points."""
+        """Return the curve thinned to at most `2 * BUCKETS + 2` points."""
         keep = decimate(self.y, BUCKETS)
         return Series(self.name, [self.x[i] for i in keep], [self.y[i] for i in keep], self.colour, self.css)
 
 
 def decimate(values: Values, buckets: int) -> list[int]:
-    """Indices, ascending, that keep a curve's shape: the extremes of each bucket, the first and the last.
+    """Return ascending indices that keep a curve's shape: each bucket's extremes, the first and the last.
 
-    A bucket without any finite value gives one index, which keeps the gap. Short curves stay whole.
+    A bucket without finite values gives one index, which keeps the gap. Short curves stay whole.
     """
     length = len(values)
     if length <= 2 * buckets:
@@ -60,7 +61,7 @@ def decimate(values: Values, buckets: int) -> list[int]:
 
 
 def moving_mean(values: Values, window: int) -> list[float | None]:
-    """Mean of the finite values within `window` places around each one; None where there is none."""
+    """Return the mean of the finite values in the `window` around each value; None if there are none."""
     half = window // 2
     sums = [0.0, *accumulate(value or 0.0 for value in values)]
     counts = [0, *accumulate(int(value is not None) for value in values)]
@@ -73,7 +74,7 @@ def moving_mean(values: Values, window: int) -> list[float | None]:
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """Round numbers (1, 2, 2.5 or 5 times a power of ten) within [low, high], about `most` of them."""
+    """Return about `most` round numbers (1, 2, 2.5 or 5 times a power of ten) within [low, high]."""
     if not high > low:
         return [low]
     rough = (high - low) / max(1, most)
@@ -84,7 +85,7 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """Labels with just the decimals that tell neighbours apart; 20k from 10,000 up, 3e-4 for small ones."""
+    """Return labels with the fewest decimals that distinguish them, such as 20k or 3e-4."""
     largest = max((abs(value) for value in values), default=0.0)
     if largest == 0:
         return ["0" for _ in values]
@@ -105,19 +106,20 @@ def tick_labels(values: Sequence[float]) -> list[str]:
 
 @dataclass(frozen=True)
 class Scale:
-    """From a value to its place between 0 and 1."""
+    """A linear or logarithmic axis from `low` to `high`."""
 
     low: float
     high: float
     log: bool = False
 
     def at(self, value: float) -> float:
+        """Return the position of a value, from 0 to 1."""
         if self.log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, most: int) -> list[float]:
-        """Round numbers; on a logarithmic scale 1, 2, 5 of each decade, or decades, or else even steps."""
+        """Return round numbers; on a logarithmic axis 1, 2, 5 of each decade, decades, or even steps."""
         if not self.log:
             return ticks(self.low, self.high, most)
         decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
@@ -130,12 +132,17 @@ class Scale:
         return ticks(self.low, self.high, most)
 
     def labels(self, marks: Sequence[float]) -> list[str]:
-        """Labels of ticks: with decimals in common on a linear scale, each by itself on a logarithmic one."""
+        """Return the labels of ticks, with equal decimals on a linear axis."""
         return [label for mark in marks for label in tick_labels([mark])] if self.log else tick_labels(marks)
+
+    def labelled(self, marks: Sequence[float], upward: bool = False) -> list[tuple[str, str]]:
+        """(percent of the width, label) of each tick; `upward` the percent counts from the top."""
+        places = [1 - self.at(mark) if upward else self.at(mark) for mark in marks]
+        return [(f"{100 * p:.2f}", label) for p, label in zip(places, self.labels(marks), strict=True)]
 
 
 def fit(values: Sequence[float], log: bool, from_zero: bool) -> Scale:
-    """A scale with a little air around the values; a single value is put in the middle."""
+    """Return a scale with a margin around the values; a single value is centred."""
     low, high = min(values), max(values)
     if log:
         air = max(1.05, (high / low) ** 0.05)
@@ -150,7 +157,7 @@ def fit(values: Sequence[float], log: bool, from_zero: bool) -> Scale:
 class Chart:
     """A titled plot of curves over the optimiser step.
 
-    `log` offers a logarithmic scale beside the linear one. `mark_gaps` says that a None in the first curve
+    `log` offers a logarithmic scale, too. `mark_gaps` says that a None in the first curve
     means a value that was not finite, and marks those steps.
     """
 
@@ -162,125 +169,93 @@ class Chart:
     mark_gaps: bool = False
     wide: bool = False
 
-    def html(self) -> str:
-        """The chart as a `<figure>`, with the data of its hover read-out."""
+    def html(self) -> Markup:
+        """Return the chart as a `<figure>`, with the data of its read-out under the pointer."""
         curves = [series.thinned() for series in self.series]
         values = [value for curve in curves for value in curve.y if value is not None]
         gaps = self._gaps()
-        css = "chart wide" if self.wide else "chart"
-        caption = f"<b>{escape(self.title)}</b>{self._legend(gaps)}"
         if not values:
-            body = f'<p class="empty">{"No finite value" if gaps else "Nothing"} was recorded.</p>'
-            return f'<figure class="{css}"><figcaption>{caption}</figcaption>{body}</figure>'
+            return render("chart.html", chart=self, gaps=len(gaps), views=[])
         x = _steps_scale([step for series in self.series for step in series.x])
         scales = {"linear": fit(values, False, self.from_zero)}
         if self.log and min(values) > 0 and max(values) > min(values):
             scales["log"] = fit(values, True, False)
-        views = "".join(_view(name, x, y, curves, gaps, self.wide) for name, y in scales.items())
-        # A spike would flatten a linear plot, so such a curve opens on the logarithmic one.
-        opened = "log" if "log" in scales and max(values) > 10 * statistics.median(values) else "linear"
-        inputs, labels = self._switch(list(scales), opened)
-        return (
-            f'<figure class="{css}" data-chart="{self.key}">{inputs}'
-            f"<figcaption>{caption}{labels}</figcaption>"
-            f'<div class="frame" tabindex="0" role="group" aria-label="{escape(self.title)} by step">'
-            f"{views}{_x_axis(x, 6 if self.wide else 4)}</div>{_data(x, scales, curves)}</figure>"
+        return render(
+            "chart.html",
+            chart=self,
+            gaps=len(gaps),
+            views=[self._view(name, x, y, curves, gaps) for name, y in scales.items()],
+            # A spike would flatten a linear plot, so such a curve opens on the logarithmic one.
+            opened="log" if "log" in scales and max(values) > 10 * statistics.median(values) else "linear",
+            steps=x.labelled([mark for mark in x.ticks(6 if self.wide else 4) if mark == int(mark)]),
+            data=_data(x, scales, curves),
+            width=WIDTH,
+            height=HEIGHT,
         )
 
-    def _legend(self, gaps: Sequence[float]) -> str:
-        """The names of the curves where there are several, and how many values were not finite."""
-        names = [f'<span class="key c{s.colour} {s.css}">{escape(s.name)}</span>' for s in self.series]
-        legend = "".join(names) if len(names) > 1 else ""
-        if gaps:
-            legend += f'<span class="key bad">not finite: {len(gaps):,} step{"s" * (len(gaps) > 1)}</span>'
-        return legend
-
     def _gaps(self) -> list[float]:
+        """Return the steps at which the first curve was not finite."""
         if not self.mark_gaps or not self.series:
             return []
         first = self.series[0]
         return [x for x, y in zip(first.x, first.y, strict=True) if y is None]
 
-    def _switch(self, names: list[str], opened: str) -> tuple[str, str]:
-        """Radio buttons that choose a view without any script."""
-        if len(names) < 2:
-            return "", ""
-        inputs = "".join(
-            f'<input type="radio" name="{self.key}-scale" id="{self.key}-{name}" class="pick-{name}"'
-            f"{' checked' if name == opened else ''}>"
-            for name in names
-        )
-        labels = "".join(f'<label for="{self.key}-{name}">{name}</label>' for name in names)
-        return inputs, f'<span class="switch">{labels}</span>'
+    def _view(
+        self, name: str, x: Scale, y: Scale, curves: Sequence[Series], gaps: Sequence[float]
+    ) -> dict[str, Any]:
+        """Return one way to draw the curves (linear or log): (class, path) of its lines, and the y labels."""
+        marks = y.ticks(7 if self.wide else 5)
+        paths = [("grid", f"M0 {down(y.at(mark))}H{WIDTH}") for mark in marks]
+        if gaps:
+            places = sorted({round(x.at(step) * WIDTH / 2) * 2 for step in gaps})
+            paths.append(("bad", "".join(f"M{place} 0V{HEIGHT}" for place in places)))
+        paths += [path for curve in curves for path in _paths(curve, x, y)]
+        return {"name": name, "paths": paths, "labels": y.labelled(marks, upward=True)}
 
 
-def _view(name: str, x: Scale, y: Scale, curves: Sequence[Series], bad: Sequence[float], wide: bool) -> str:
-    """One way to draw the curves (linear or log): grid, steps that were not finite, curves, y labels."""
-    marks = y.ticks(7 if wide else 5)
-    grid = "".join(f'<path class="grid" d="M0 {_down(y.at(mark))}H{WIDTH}"/>' for mark in marks)
-    places = sorted({round(x.at(step) * WIDTH / 2) * 2 for step in bad})
-    gaps = f'<path class="bad" d="{"".join(f"M{place} 0V{HEIGHT}" for place in places)}"/>' if places else ""
-    paths = "".join(_paths(curve, x, y) for curve in curves)
-    labels = "".join(
-        f'<span class="y" style="top:{100 * (1 - y.at(mark)):.2f}%">{label}</span>'
-        for mark, label in zip(marks, y.labels(marks), strict=True)
-    )
-    return (
-        f'<div class="view {name}"><svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" '
-        f'aria-hidden="true">{grid}{gaps}{paths}</svg>{labels}</div>'
-    )
-
-
-def _paths(curve: Series, x: Scale, y: Scale) -> str:
-    """The curve, with dots on the points that were asked for as dots and on those that stand alone."""
-    drawn = f'<path class="c{curve.colour} {curve.css}" d="{path(curve.x, curve.y, x, y)}"/>'
+def _paths(curve: Series, x: Scale, y: Scale) -> list[tuple[str, str]]:
+    """Return (class, path) of a curve, and of dots on points that are drawn so or stand alone."""
+    drawn = [(f"c{curve.colour} {curve.css}", path(curve.x, curve.y, x, y))]
     dotted = curve.css == "dots" and len(curve.x) <= MOST_DOTS
-    beside = [None, *curve.y, None]
+    around = [None, *curve.y, None]
     points = "".join(
         path([step], [value], x, y)
         for i, (step, value) in enumerate(zip(curve.x, curve.y, strict=True))
-        if dotted or (beside[i] is None and beside[i + 2] is None)
+        if dotted or (around[i] is None and around[i + 2] is None)
     )
-    return drawn + (f'<path class="c{curve.colour} points" d="{points}"/>' if points else "")
+    return [*drawn, (f"c{curve.colour} points", points)] if points else drawn
 
 
 def _steps_scale(steps: Sequence[float]) -> Scale:
-    """The x axis: from 0 where the run starts near it, and never empty."""
+    """Return the x axis: from 0 if the run starts near it, and never empty."""
     low, high = min(steps), max(steps)
     if low == high:
         return Scale(low - 1, high + 1)
     return Scale(0 if 0 < low <= 0.05 * high else low, high)
 
 
-def _x_axis(x: Scale, most: int) -> str:
-    marks = [mark for mark in x.ticks(most) if mark == int(mark)]
-    return "".join(
-        f'<span class="x" style="left:{100 * x.at(mark):.2f}%">{label}</span>'
-        for mark, label in zip(marks, tick_labels(marks), strict=True)
-    )
-
-
-def _down(share: float) -> str:
+def down(share: float) -> str:
+    """Return the SVG coordinate y of a share of the height, counted from below."""
     return f"{HEIGHT * (1 - share):.1f}"
 
 
 def path(xs: Sequence[float], ys: Values, x: Scale, y: Scale) -> str:
-    """SVG path data; a None lifts the pen, and a point that stands alone becomes a dot (`h0`, round cap)."""
+    """Return SVG path data; None lifts the pen, and an isolated point becomes a dot (`h0`, round cap)."""
     pieces: list[str] = []
     pen_down = False
     for step, value in zip(xs, ys, strict=True):
         if value is None:
             pen_down = False
             continue
-        place = f"{x.at(step) * WIDTH:.1f} {_down(y.at(value))}"
+        place = f"{x.at(step) * WIDTH:.1f} {down(y.at(value))}"
         pieces.append(f"L{place}" if pen_down else f"M{place}h0")
         pen_down = True
     return "".join(pieces)
 
 
-def _data(x: Scale, scales: dict[str, Scale], curves: Sequence[Series]) -> str:
-    """What the hover read-out needs, as JSON that cannot end its own element."""
-    data: dict[str, Any] = {
+def _data(x: Scale, scales: dict[str, Scale], curves: Sequence[Series]) -> dict[str, Any]:
+    """Return the data that `page.js` reads out under the pointer, as plain values for JSON."""
+    return {
         "x": [x.low, x.high],
         "scales": {name: {"low": s.low, "high": s.high, "log": s.log} for name, s in scales.items()},
         "series": [
@@ -293,5 +268,45 @@ def _data(x: Scale, scales: dict[str, Scale], curves: Sequence[Series]) -> str:
             for curve in curves
         ],
     }
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace("&", "\\u0026")
-    return f'<script type="application/json">{text}</script>'
+
+
+@dataclass(frozen=True)
+class Points:
+    """Points of one kind in a scatter plot: (x, y, words); `joined` ones are linked by steps."""
+
+    name: str
+    css: str
+    points: Sequence[tuple[float, float, str]]
+    joined: bool = False
+
+
+def scatter(
+    title: str, groups: Sequence[Points], x_name: str, y_name: str, limit: float, limit_words: str
+) -> Markup:
+    """Return a plot of points as a `<figure>`, with a line across at y = `limit`."""
+    every = [point for group in groups for point in group.points]
+    x = fit([point[0] for point in every], False, False)
+    y = fit([*(point[1] for point in every), limit], False, True)
+    marks = y.ticks(6)
+    paths = [("grid", f"M0 {down(y.at(mark))}H{WIDTH}", "") for mark in marks]
+    paths.append(("bad", f"M0 {down(y.at(limit))}H{WIDTH}", ""))
+    for group in groups:
+        places = [f"{WIDTH * x.at(across):.1f} {down(y.at(up))}" for across, up, _ in sorted(group.points)]
+        if group.joined and places:
+            steps = "".join("H{}V{}".format(*place.split()) for place in places[1:])
+            paths.append((f"{group.css} front", f"M{places[0]}{steps}", ""))
+        for across, up, words in group.points:
+            paths.append((f"{group.css} points", path([across], [up], x, y), words))
+    return render(
+        "scatter.html",
+        title=title,
+        groups=groups,
+        paths=paths,
+        x_name=x_name,
+        y_name=y_name,
+        x_labels=x.labelled(x.ticks(5)),
+        y_labels=y.labelled(marks, upward=True),
+        limit_words=limit_words,
+        width=WIDTH,
+        height=HEIGHT,
+    )

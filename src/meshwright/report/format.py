@@ -1,4 +1,4 @@
-"""Numbers as people read them; what is absent or not finite is a dash."""
+"""Values as text for people; absent and non-finite ones are a dash."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ ABSENT = "-"
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """True for a finite int or float; booleans are not numbers here."""
+    """Return True for a finite int or float, False for a boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def fixed(value: Any, digits: int = 4) -> str:
-    """5.1234"""
+    """Return a number with fixed decimals: 5.1234."""
     return f"{value:.{digits}f}" if is_number(value) else ABSENT
 
 
 def count(value: Any) -> str:
-    """12,345"""
+    """Return a whole number with separators: 12,345."""
     return f"{value:,.0f}" if is_number(value) else ABSENT
 
 
 def percent(value: Any, digits: int = 1) -> str:
-    """0.341 as 34.1%"""
+    """Return a share in percent: 34.1% for 0.341."""
     return f"{100 * value:.{digits}f}%" if is_number(value) else ABSENT
 
 
 def size(value: Any) -> str:
-    """Bytes as 1.2 GiB (powers of 1,024)."""
+    """Return bytes in powers of 1,024: 1.2 GiB."""
     if not is_number(value):
         return ABSENT
     amount, units = float(value), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
@@ -41,12 +41,12 @@ def size(value: Any) -> str:
 
 
 def short(value: Any) -> str:
-    """12,345 as 12.35k, 8,030,261,248 as 8.03B."""
+    """Return a number with a suffix: 12.35k for 12,345, 8.03B for 8,030,261,248."""
     return words.short(value) if is_number(value) else ABSENT
 
 
 def duration(seconds: Any) -> str:
-    """Seconds as 0:42, 1:02:03, or 2 d 3:04:05."""
+    """Return seconds as 0:42, 1:02:03 or 2 d 3:04:05."""
     if not is_number(seconds):
         return ABSENT
     whole = max(0, round(seconds))
@@ -59,7 +59,7 @@ def duration(seconds: Any) -> str:
 
 
 def value_text(value: Any) -> str:
-    """Any JSON value in one line: floats to six digits, lists and dicts by their parts."""
+    """Return any JSON value in one line: floats to six digits, lists and dicts part by part."""
     if value is None:
         return ABSENT
     if isinstance(value, bool):
@@ -74,5 +74,5 @@ def value_text(value: Any) -> str:
 
 
 def fields_text(fields: dict[str, Any], between: str = "  ") -> str:
-    """The fields of an event in one line: `step 20  seconds 0.41`."""
+    """Return the fields of an event in one line: `step 20  seconds 0.41`."""
     return between.join(f"{key} {value_text(value)}" for key, value in fields.items())

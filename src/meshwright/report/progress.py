@@ -1,4 +1,4 @@
-"""The live progress of a run: a bar on a terminal, plain single lines anywhere else."""
+"""Live progress of a run: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rich.table import Column
 
 from meshwright.report import format as fmt
 
-# Figures of the last steps give the time left: enough to smooth, few enough to follow a change of speed.
+# Steps that the remaining time is estimated from: few enough to follow a change of speed.
 _WINDOW = 50
-# Columns of a terminal from which a bar fits beside steps and figures.
+# Narrowest terminal, in columns, that has room for a bar.
 _BAR_FROM = 100
 
 
 def figures(row: dict[str, Any], seconds_left: float | None) -> str:
-    """`loss 5.1234  12,345 tok/s  mfu 34.1%  mem 1.2 GiB  eta 0:42`; what is unknown is a dash."""
+    """Return `loss 5.1234  12,345 tok/s  mfu 34.1%  mem 1.2 GiB  eta 0:42`, unknown values as dashes."""
     return (
         f"loss {fmt.fixed(row.get('loss'))}  {fmt.count(row.get('tokens_per_second'))} tok/s  "
         f"mfu {fmt.percent(row.get('mfu'))}  mem {fmt.size(row.get('memory_bytes'))}  "
@@ -30,7 +30,7 @@ def figures(row: dict[str, Any], seconds_left: float | None) -> str:
 
 
 def summary(result: dict[str, Any]) -> str:
-    """The end of a run in one line, of what its result holds."""
+    """Return a line that sums up the result of a run."""
     bits, xz = result.get("val_bits_per_byte"), result.get("xz_bits_per_byte")
     skipped = f", {fmt.count(result['skipped_steps'])} skipped" if result.get("skipped_steps") else ""
     against = f" (xz -9e {fmt.fixed(xz)})" if fmt.is_number(xz) else ""
@@ -46,15 +46,15 @@ def summary(result: dict[str, Any]) -> str:
 
 
 class Progress:
-    """The observer that shows a run to a person.
+    """An observer that prints a run's progress.
 
-    On a terminal: a bar with the figures, redrawn in place at most `1 / interval` times a second, without a
-    thread of its own. Elsewhere: a line for the first and the last step, and for others at most one in
-    `interval` seconds. Evaluations and events are always lines.
+    On a terminal: a bar with figures, redrawn in place at most `1 / interval` times a second, without a
+    thread of its own. Elsewhere: a line for the first and the last step, and at most one in `interval`
+    seconds for others. Evaluations and events are always lines.
 
     Args:
-        console: where to show; standard output when not given.
-        interval: seconds between two showings; by default 0.2 on a terminal and 2 elsewhere.
+        console: where to print; standard output by default.
+        interval: seconds between two updates; by default 0.2 on a terminal and 2 elsewhere.
         clock: monotonic seconds.
     """
 
@@ -95,7 +95,7 @@ class Progress:
             self._bar.start()
 
     def _make_bar(self, step: int) -> Bar:
-        """Steps, bar and figures in one row; a narrow terminal has no bar, and loses the last figures."""
+        """Make a row of steps, bar and figures; a narrow terminal has no bar, and cuts the last figures."""
         widest = len(self._of(self._total if self._total is not None else 10**6 + step))
         columns: list[ProgressColumn] = [
             TextColumn("{task.fields[steps]}", table_column=Column(no_wrap=True, min_width=widest)),
@@ -123,7 +123,7 @@ class Progress:
         self._line(f"validation at {self._of(int(row['step']))}  loss {loss}  {bits} bits per byte")
 
     def on_event(self, kind: str, fields: dict[str, Any]) -> None:
-        if kind != "warning":  # Python's warnings show it, also to who wants no progress
+        if kind != "warning":  # shown by Python's warnings, also if progress is off
             self._line(f"{kind}  {fmt.fields_text(fields)}".rstrip())
 
     def on_end(self, result: dict[str, Any]) -> None:
@@ -131,7 +131,7 @@ class Progress:
         self._line(summary(result))
 
     def close(self) -> None:
-        """Give the terminal back (a bar hides the cursor); may be called twice."""
+        """Remove the bar, which hides the cursor; may be called twice."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -140,7 +140,7 @@ class Progress:
         return f"step {step}/{self._total}" if self._total is not None else f"step {step}"
 
     def _seconds_left(self, step: int) -> float | None:
-        """From the steps seen last, evaluations and checkpoints between them included; needs two."""
+        """Estimate from the last steps, including evaluations and checkpoints between them; needs two."""
         (then, first), (moment, _) = self._seen[0], self._seen[-1]
         if self._last_step is None:
             return None

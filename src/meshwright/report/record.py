@@ -1,8 +1,8 @@
-"""The run's record in its folder: `run.json`, `metrics.jsonl`, `events.jsonl` and `result.json`.
+"""The record of a run in its folder: `run.json`, `metrics.jsonl`, `events.jsonl` and `result.json`.
 
 A line is written by one system call, so a crash leaves whole lines and at most one torn last line, which
-readers ignore and the next start removes. Whole files are replaced by a rename. Numbers that are not finite
-are written as null, since JSON has no NaN.
+readers ignore and the next start removes. Whole files are replaced by a rename. Non-finite numbers are
+written as null, since JSON has no NaN.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Row = dict[str, Any]
 
 
 def now() -> str:
-    """This moment in UTC, ISO 8601 with milliseconds."""
+    """Return the current time in UTC, as ISO 8601 with milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def strict(value: Any) -> Any:
-    """`value` with every float that is not finite replaced by None, so that any JSON reader takes it."""
+    """Return `value` with every non-finite float replaced by None, so that any JSON reader accepts it."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -70,7 +70,7 @@ class _Lines:
         start = os.fstat(self._file.fileno()).st_size
         try:
             written = self._file.write(line)
-            while written < len(line):  # a disk that fills up takes a part, then refuses the rest
+            while written < len(line):  # a full disk accepts a part, then refuses the rest
                 written += self._file.write(line[written:])
         except OSError as error:
             os.ftruncate(self._file.fileno(), start)
@@ -81,7 +81,7 @@ class _Lines:
 
 
 def _read_lines(path: Path) -> list[Row]:
-    """All whole lines of a JSON-lines file; a torn last one is left out, a missing file is empty."""
+    """Return the whole lines of a JSON-lines file, without a torn last one; [] for a missing file."""
     if not path.is_file():
         return []
     *lines, _torn = path.read_bytes().split(b"\n")
@@ -98,9 +98,9 @@ def _read_lines(path: Path) -> list[Row]:
 
 
 def _cut(path: Path, keep: Callable[[Row], bool]) -> int:
-    """Rewrite a JSON-lines file without a torn last line and without the rows that `keep` refuses.
+    """Rewrite a JSON-lines file without a torn last line and without rows for which `keep` is False.
 
-    Returns the number of whole rows that were dropped.
+    Returns the number of whole rows removed.
     """
     if not path.is_file():
         return 0
@@ -121,36 +121,36 @@ def _read_object(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"{path}: is not JSON ({error}); the file is damaged, move it away") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise UserError(f"{path}: holds no JSON object; the file is damaged, move it away")
-    return found
+    return value
 
 
 def read_metrics(out: Path) -> list[Row]:
-    """Training and validation rows of the run in folder `out`, in the order written.
+    """Return the training and validation rows of the run in folder `out`, in the order written.
 
-    Values that were not finite are None. Raises `UserError` for a damaged line that is not the last.
+    Non-finite values are None. Raises `UserError` for a damaged line other than the last.
     """
     return _read_lines(out / METRICS)
 
 
 def read_events(out: Path) -> list[Row]:
-    """Events of the run in folder `out`: {"time", "kind", ...}, in the order written."""
+    """Return the events of the run in folder `out`, {"time", "kind", ...}, in the order written."""
     return _read_lines(out / EVENTS)
 
 
 def last_checkpoint(out: Path) -> int | None:
-    """The step of the last checkpoint that the run in folder `out` reports to have published; None: none."""
+    """Return the step of the last checkpoint in the events of the run in folder `out`, or None."""
     steps = [row.get("step") for row in read_events(out) if row.get("kind") == "checkpoint"]
     return int(steps[-1] or 0) if steps else None
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """All that a run's folder tells: what was asked, what happened, and the result if it ended."""
+    """The record of a run: its spec and set-up, metrics, events, and the result if it ended."""
 
     out: Path
     info: dict[str, Any]
@@ -160,7 +160,7 @@ class RecordedRun:
 
 
 def read_run(out: Path) -> RecordedRun:
-    """Read the record of the run in folder `out`; raises `UserError` where there is none."""
+    """Read the record of the run in folder `out`. Raises `UserError` if it has none."""
     info = _read_object(out / RUN)
     if info is None:
         raise UserError(f"{out}: holds no {RUN}, so it is not the folder of a run; give the --out of one")
@@ -168,11 +168,11 @@ def read_run(out: Path) -> RecordedRun:
 
 
 class RunRecord:
-    """The observer that writes a run's record into the folder `out`, which it makes.
+    """An observer that writes a run's record into the folder `out`, which it makes.
 
-    A start at step s drops the metrics of later steps, which an earlier part of the run wrote and then lost.
-    Events are a history and stay. `result.json` of an earlier part stays until the run takes a further step.
-    Raises `UserError` when the folder cannot be written; lines written before are intact.
+    A start at step s removes metrics of later steps, which an earlier part of the run wrote and then lost.
+    Events are a history and stay. An earlier `result.json` stays until the run takes another step. Raises
+    `UserError` if the folder is not writable; lines written before stay intact.
     """
 
     def __init__(self, out: Path) -> None:
@@ -197,7 +197,7 @@ class RunRecord:
             self.on_event("resumed", {"step": step, "lost_rows": lost})
 
     def _write_run(self, info: dict[str, Any], step: int) -> None:
-        """`run.json`: a resumed run keeps the moment of its first start and lists the later ones."""
+        """Write `run.json`; a resumed run keeps the time of its first start and lists the later ones."""
         earlier = (_read_object(self.out / RUN) or {}) if step else {}
         starts = [*earlier.get("starts", []), {"step": step, "time": now()}]
         described = {
@@ -210,12 +210,12 @@ class RunRecord:
 
     def on_step(self, row: Row) -> None:
         assert self._metrics is not None, "on_step before on_start"
-        (self.out / RESULT).unlink(missing_ok=True)  # it tells how a part ended that now goes on
+        (self.out / RESULT).unlink(missing_ok=True)  # the result of a part that now continues
         self._metrics.append(row)
 
     def on_eval(self, row: Row) -> None:
         assert self._metrics is not None, "on_eval before on_start"
-        if strict(row) != self._evaluated:  # a finished run that is started again evaluates the same
+        if strict(row) != self._evaluated:  # a finished run that is started again repeats its evaluation
             self._metrics.append(row)
 
     def on_event(self, kind: str, fields: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""Opt-in trackers: TensorBoard, Weights & Biases and Trackio see the same rows as the run's own record.
+"""Optional trackers: TensorBoard, Weights & Biases and Trackio get the rows of the run's own record.
 
-Each package is imported when its tracker is made, which is before training starts.
+Each package is imported when its tracker is made, before training starts.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ def _import(tracker: str, module: str) -> Any:
     except ImportError as error:
         raise UserError(
             f"train.trackers: '{tracker}' cannot be imported ({error}); "
-            "run pip install 'meshwright[trackers]', or leave it out"
+            "run pip install 'meshwright[trackers]', or remove it"
         ) from error
 
 
 def scalars(row: dict[str, Any], group: str) -> dict[str, float]:
-    """The finite numbers of a row as `group/key`, without its step."""
+    """Return the finite numbers of a row by `group/key`, without its step."""
     return {f"{group}/{key}": value for key, value in row.items() if key != "step" and is_number(value)}
 
 
 class _Tracker(ABC):
-    """What the three have in common: what they send, and where, under which name, with which spec."""
+    """Base of the trackers: which values of which step they log, for the run `run_name` in folder `out`."""
 
     def __init__(self, out: Path, run_name: str, spec_json: dict[str, Any]) -> None:
         self.out, self.run_name, self.spec_json = out, run_name, spec_json
@@ -46,7 +46,7 @@ class _Tracker(ABC):
 
     @abstractmethod
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Send named numbers of one step."""
+        """Log named numbers of one step."""
 
     def on_step(self, row: dict[str, Any]) -> None:
         self.step = int(row["step"])
@@ -91,10 +91,10 @@ class TensorBoardTracker(_Tracker):
 
 
 class WandbTracker(_Tracker):
-    """A Weights & Biases run; `WANDB_MODE=offline` and wandb's other variables are honoured by wandb itself.
+    """A Weights & Biases run; wandb itself reads `WANDB_MODE=offline` and its other variables.
 
-    The run's id is kept in `trackers.json`, so that a resume goes on with the same curve. The step is a
-    metric of its own (`step`), since wandb ignores what is logged for a step that it has already seen.
+    The run's id is kept in `trackers.json`, so that a resumed run continues its curves. The step is a metric
+    of its own (`step`), since wandb ignores values of a step that it has already seen.
     """
 
     def __init__(self, out: Path, run_name: str, spec_json: dict[str, Any]) -> None:
@@ -141,9 +141,9 @@ class WandbTracker(_Tracker):
 
 
 class TrackioTracker(_Tracker):
-    """A Trackio run, kept where Trackio keeps its own (`TRACKIO_DIR`).
+    """A Trackio run, in Trackio's own folder (`TRACKIO_DIR`).
 
-    Trackio cannot take rows back: after a resume, steps that were lost are there twice.
+    Trackio has no way to remove rows: after a resume, lost steps appear twice.
     """
 
     def __init__(self, out: Path, run_name: str, spec_json: dict[str, Any]) -> None:
@@ -182,9 +182,9 @@ _KINDS: dict[str, Callable[[Path, str, dict[str, Any]], Observer]] = {
 def make_trackers(
     names: Sequence[str], out: Path, run_name: str, spec_json: dict[str, Any]
 ) -> list[Observer]:
-    """The trackers of `train.trackers`, not started.
+    """Return the trackers of `train.trackers`, not started.
 
-    Raises `UserError` for an unknown name and for a package that is not installed.
+    Raises `UserError` for an unknown name, or a package that is not installed.
     """
     unknown = [name for name in names if name not in _KINDS]
     if unknown:
