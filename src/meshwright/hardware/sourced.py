@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.spec.errors import UserError
 
 SOURCE_KEYS = ("source", "fitted_on")
-"""Keys of which each table of figures has one or both: a publication, and the measured runs of a fit."""
+"""Keys that name a publication, and the measured runs of a fit; each table of figures has at least one."""
 
 
 def resolve(tables: Mapping[str, dict[str, Any]], where: str) -> dict[str, dict[str, Any]]:

@@ -39,7 +39,7 @@ def model_of(row: Row, length: int, guesses: Guesses) -> ModelSpec | None:
         return _preset(row, guesses)
     heads, vocabulary = row.whole("heads"), row.whole("vocab")
     if not heads:
-        heads = max(1, hidden // 128)
+        heads = max(1, hidden // 128)  # source: assumed, heads of 128 channels
         guesses["heads"] = heads
     if vocabulary is None:
         vocabulary = guesses["vocab"] = _VOCABULARY
@@ -48,6 +48,7 @@ def model_of(row: Row, length: int, guesses: Guesses) -> ModelSpec | None:
     name = row.words["model"].lower()
     for family in next(families for pattern, families in _FAMILIES if re.search(pattern, name)):
         gated = family["activation"] == "swiglu"
+        # Source: Touvron et al. 2023, two thirds of 4 x hidden, rounded up to a multiple of 256.
         ffn = row.whole("ffn") or (-(-8 * hidden // 768) * 256 if gated else 4 * hidden)
         shape = {
             "preset": None,

@@ -40,7 +40,7 @@ INTEGERS: Mapping[str, tuple[int, float]] = {
 """Columns of whole numbers -> the least (0 means "none") and the most: larger ones are slips of the pen, and
 would take too long to predict."""
 _MOST_PARAMETERS = 1e6
-"""Of the column `params_b`, in billions."""
+"""Largest valid `params_b`, in billions."""
 FORMATS = ("fp8", "bf16", "fp16", "fp32")
 """Number formats that a cell of `precision` may contain, as in amp_bf16."""
 CHOICES: Mapping[str, tuple[str, ...]] = {
