@@ -135,7 +135,7 @@ class StageCosts:
         self._hop, link = message(spec, costs, self.blocks)
         self.link, self._on_path = link or Link(), link is None
         self.hop = 0.0 if self._on_path else self._hop
-        """Seconds of a message that overlaps compute; 0 where ranks wait for it, which `stages` counts."""
+        """Seconds of a message that overlaps compute; 0 where `stages` include waiting for messages."""
         self.passes = {held: stage_passes(self.blocks, held) for held in set(placed.contents)}
         waits = self.data(spec, placed.by_rank[0]).each_microbatch if spec.layout.pp == 1 else 0.0
         known = {held: self._stage(held, waits) for held in self.passes}
