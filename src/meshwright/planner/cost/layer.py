@@ -19,7 +19,6 @@ from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.kernels import FORMAT_BYTES, KernelCosts
 from meshwright.planner.cost.software import SoftwareStack
-from meshwright.planner.group_shapes import axes
 from meshwright.planner.rank_view import share
 from meshwright.planner.traffic.layer_shape import LayerShape, layer_shape
 from meshwright.planner.traffic.messages import (
@@ -73,7 +72,6 @@ class LayerCost:
         self.length, self.tokens, self.own = shape.length, shape.tokens, shape.own
         self.q, self.kv, self.rows = shape.q, shape.kv, shape.rows
         self.launch = kernels.launched(stack.launch, stack.host)
-        self.axes = axes(spec.layout)
         self._dense = dense or Dense()
         self._routed: PassSeconds | None = None
 
@@ -253,15 +251,12 @@ class LayerCost:
         if policy == "selective" and selective == "half":
             again = [each.times(0.5) for each in again if each.axis == "tensor"]
         elif policy == "selective":
-            again = [_dispatch(self.shape, Phase.FORWARD)] if routed else []
+            again = [_dispatch(self.shape, Phase.FORWARD, 1)] if routed else []
         return listed + [replace(each, phase=Phase.RECOMPUTE) for each in again]
 
     def end_messages(self, head: bool) -> list[Message]:
         """Messages around the head, or the embedding; published programs are not charged for the loss's."""
-        listed = end_messages(self.shape, head)
-        if self.stack.own:
-            return listed
-        return [replace(each, overlaps=Overlap.COMPUTE) for each in listed if each.where != "loss"]
+        return [m for m in end_messages(self.shape, head) if self.stack.own or m.where != "loss"]
 
     def _exposed(self, listed: Iterable[Message], core: float, *phases: Phase) -> Seconds:
         """Seconds of the messages of `phases`, less what overlaps products or `core` seconds of attention."""
@@ -305,19 +300,19 @@ class LayerCost:
 
     def _around(self, head: bool) -> float:
         """Seconds of the messages around an end, the loss's left out: half of them for each pass."""
-        around = [each for each in self.end_messages(head) if each.where != "loss"]
-        return self._exposed(around, 0.0, *Phase).tensor / 2
+        seconds = sum(self.links.seconds(m) for m in end_messages(self.shape, head) if m.where != "loss")
+        return seconds * (1 - self.stack.overlap_tensor) / 2
 
     def _head(self) -> PassSeconds:
         model, rows, n = self.spec.model, self.rows, self.tokens
         product = partial(self.kernels.matmul, "bf16" if self.format == "fp8" else self.format)
-        loss = [each for each in self.end_messages(True) if each.where == "loss"]
-        sent, told = self._around(head=True), self._exposed(loss, 0.0, Phase.FORWARD).tensor
+        loss = [m.count * self.links.seconds(m) for m in self.end_messages(True) if m.where == "loss"]
+        sent = self._around(head=True)
         logits = self.kernels.moved(n * rows * 14.0)  # fitted by hand: bytes of a logit; 0.7 of it backward
         packed = self.kernels.moved(self.stack.packed * rows * model.hidden)
         host = self.stack.ends / 2 * self.launch
         return PassSeconds(
-            Seconds(matmul=product(n, rows, model.hidden), moved=logits, host=host, tensor=sent + told),
+            Seconds(matmul=product(n, rows, model.hidden), moved=logits, host=host, tensor=sent + sum(loss)),
             Seconds(matmul=product(n, model.hidden, rows), moved=logits * 0.7, tensor=sent),
             Seconds(matmul=product(rows, model.hidden, n), moved=packed),
         )
@@ -353,15 +348,15 @@ def _published(shape: LayerShape, routed: bool) -> Iterator[Message]:
             sends = times * (ring.ranks - 1)
             yield context("send", keys, group=ring, phase=phase, count=sends, overlaps=Overlap.ATTENTION)
         if routed:
-            yield _dispatch(shape, phase).times(2)
+            yield _dispatch(shape, phase, 2)
     if layout.sequence_parallel:  # inputs, for the gradients of their weights
         yield stream("all_gather", phase=Phase.WEIGHT, where=where, count=maps, overlaps=Overlap.PRODUCT)
 
 
-def _dispatch(shape: LayerShape, phase: Phase) -> Message:
+def _dispatch(shape: LayerShape, phase: Phase, count: int) -> Message:
     """Tokens to their experts, or back."""
     size = shape.copies * shape.model.hidden, shape.width, shape.groups.expert
-    return Message("expert", "all_to_all", *size, phase, "moe", overlaps=Overlap.COMPUTE)
+    return Message("expert", "all_to_all", *size, phase, "moe", count, Overlap.COMPUTE)
 
 
 def _sizes(model: ModelSpec, routed: bool) -> tuple[int, int, int]:
