@@ -32,8 +32,8 @@ from meshwright.planner.traffic.messages import (
 from meshwright.spec import ModelSpec, MoeSpec, RunSpec
 from meshwright.spec.parameters import block_parameters
 
-# Each literal says where it is from: `source:` a publication, `counted:` reads and writes added up by hand,
-# `fitted by hand`: chosen by hand on all rows of the published table (`validation/data/published_runs.csv`).
+# Each literal says where it is from. `source:` a publication or a program. `counted:` a count of reads and
+# writes that gives it. `fitted by hand`: on all rows of the published table (`docs/validation.md`).
 
 PRICED_AS = {"sequence": "expert"}
 """Axes whose seconds count as another's: ranks that share sequences send the router's statistics."""
@@ -230,19 +230,21 @@ class LayerCost:
         found += n * b * (2 * (self.q + 2 * self.kv) + 2 * self.q)
         if model.qk_norm:
             found += 2 * n * b * (self.q + self.kv)
-        channels = 0 if model.moe is not None and routed else model.ffn
-        if routed:
-            moe = self._moe()
-            channels = moe.shared_ffn
-            # counted: rows permuted there and back; the activation reads its gates and writes one
-            found += self.routed_rows * b * (4 * d + (1 + self.gates) * moe.ffn / self.spec.layout.etp)
+        channels = self._moe().shared_ffn if routed else model.ffn
+        if routed:  # counted: rows permuted there and back; the activation reads its gates and writes one
+            inner = (1 + self.gates) * self._moe().ffn / self.spec.layout.etp
+            found += self.routed_rows * b * (4 * d + inner)
         found += n * b * (1 + self.gates) * channels / t
         return found * self.stack.elementwise
 
     # Messages.
 
     def messages(self, routed: bool) -> list[Message]:
-        """Messages of a layer in one microbatch; recomputation repeats the forward's, or some of them."""
+        """Messages of a layer in one microbatch; recomputation repeats the forward's, or some of them.
+
+        Full recomputation is charged a whole forward, compute and messages alike, as the lower bounds of the
+        search are; the program leaves out what no backward reads (`planner/traffic/messages.py`).
+        """
         listed = [*(layer_messages if self.stack.own else _published)(self.shape, routed)]
         again = [each for each in listed if each.phase is Phase.FORWARD]
         policy, selective = self.spec.recompute.policy, self.stack.selective
