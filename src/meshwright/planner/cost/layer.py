@@ -131,12 +131,12 @@ class LayerCost:
         # selective recomputation.
         count = (22 if self.stack.fused_attention else 30) + (25 if routed else 0)
         counts = count, count * 1.2, count * 0.4, count if self.spec.recompute.policy == "full" else 8
-        found = []
+        launched = []
         for seconds, operators in zip(passes, counts, strict=True):
             launches = operators * self.launch if seconds.total else 0.0
             waits = launches if self.stack.blocking else max(0.0, launches - seconds.total)
-            found.append(seconds._replace(host=waits))
-        return PassSeconds(*found)
+            launched.append(seconds._replace(host=waits))
+        return PassSeconds(*launched)
 
     # Shapes.
 
@@ -164,9 +164,9 @@ class LayerCost:
     def _routed_products(self) -> list[Product]:
         moe, layout, hidden = self._moe(), self.spec.layout, self.spec.model.hidden
         local, inner = max(1, moe.experts // layout.ep), moe.ffn // layout.etp
-        each = partial(Product, max(1, round(self.routed_rows / local)), batch=local)
+        experts = partial(Product, max(1, round(self.routed_rows / local)), batch=local)
         router = Product(self.own, moe.experts, hidden)
-        return [router, each(self.gates * inner, hidden), each(hidden, inner)]
+        return [router, experts(self.gates * inner, hidden), experts(hidden, inner)]
 
     @property
     def routed_rows(self) -> float:
@@ -215,27 +215,27 @@ class LayerCost:
         model, layout, u = self.spec.model, self.spec.layout, self.shape.ulysses.ranks
         ring, heads = layout.cp // u, model.heads // layout.tp // u
         kv_heads = max(1, layout.local_kv_heads(model.kv_heads) // u)
-        found = self.kernels.attention_of(
+        measured = self.kernels.attention_of(
             self.format, self.spec.micro_batch, heads, kv_heads, model.head_dim, self.length // ring
         )
-        return None if found is None else ring * found[backward]
+        return None if measured is None else ring * measured[backward]
 
     def _bytes(self, routed: bool) -> float:
         """Bytes that the norms, activations, residuals and copies of the forward move."""
         model, b, t = self.spec.model, self.width, self.spec.layout.tp
         d, own, n = model.hidden, self.own, self.tokens
         masks = 2.0 * own * d if self.stack.dropout else 0.0  # counted: two masks of a byte an element
-        found = own * d * b * (4 + 6) + masks  # counted: two norms, 1 read and 1 write; two sums, 2 and 1
+        moved = own * d * b * (4 + 6) + masks  # counted: two norms, 1 read and 1 write; two sums, 2 and 1
         # counted: queries, keys and values read and written by the rotation, queries once more
-        found += n * b * (2 * (self.q + 2 * self.kv) + 2 * self.q)
+        moved += n * b * (2 * (self.q + 2 * self.kv) + 2 * self.q)
         if model.qk_norm:
-            found += 2 * n * b * (self.q + self.kv)
+            moved += 2 * n * b * (self.q + self.kv)
         channels = self._moe().shared_ffn if routed else model.ffn
         if routed:  # counted: rows permuted there and back; the activation reads its gates and writes one
             inner = (1 + self.gates) * self._moe().ffn / self.spec.layout.etp
-            found += self.routed_rows * b * (4 * d + inner)
-        found += n * b * (1 + self.gates) * channels / t
-        return found * self.stack.elementwise
+            moved += self.routed_rows * b * (4 * d + inner)
+        moved += n * b * (1 + self.gates) * channels / t
+        return moved * self.stack.elementwise
 
     # Messages.
 
@@ -246,15 +246,15 @@ class LayerCost:
         search are; the program leaves out what no backward reads (`planner/traffic/messages.py`).
         """
         listed = [*(layer_messages if self.stack.own else _published)(self.shape, routed)]
-        again = [each for each in listed if each.phase is Phase.FORWARD]
+        again = [m for m in listed if m.phase is Phase.FORWARD]
         policy, selective = self.spec.recompute.policy, self.stack.selective
         if policy == "none" or (policy == "selective" and selective == "attention"):
             return listed
         if policy == "selective" and selective == "half":
-            again = [each.times(0.5) for each in again if each.axis == "tensor"]
+            again = [m.times(0.5) for m in again if m.axis == "tensor"]
         elif policy == "selective":
             again = [_dispatch(self.shape, Phase.FORWARD, 1)] if routed else []
-        return listed + [replace(each, phase=Phase.RECOMPUTE) for each in again]
+        return listed + [replace(m, phase=Phase.RECOMPUTE) for m in again]
 
     def end_messages(self, head: bool) -> list[Message]:
         """Messages around the head, or the embedding; published programs are not charged for the loss's."""
@@ -262,22 +262,22 @@ class LayerCost:
 
     def _exposed(self, listed: Iterable[Message], core: float, *phases: Phase) -> Seconds:
         """Seconds of the messages of `phases`, less what overlaps products or `core` seconds of attention."""
-        found = dict.fromkeys(("tensor", "context", "expert"), 0.0)
+        exposed = dict.fromkeys(("tensor", "context", "expert"), 0.0)
         shifts, beside = 0.0, 0.0
-        for each in listed:
-            if each.phase not in phases:
+        for m in listed:
+            if m.phase not in phases:
                 continue
-            seconds = each.count * self.links.seconds(each)
-            if each.overlaps is Overlap.ATTENTION:
-                shifts, beside = shifts + seconds, core * share(each.group.ranks)
+            seconds = m.count * self.links.seconds(m)
+            if m.overlaps is Overlap.ATTENTION:
+                shifts, beside = shifts + seconds, core * share(m.group.ranks)
             else:
-                found[PRICED_AS.get(each.axis, each.axis)] += seconds * (1 - self._hidden(each))
+                exposed[PRICED_AS.get(m.axis, m.axis)] += seconds * (1 - self._hidden(m))
         if self.stack.own:
             shifts -= min(shifts, beside / self.links.slowed) * (1 - self.links.contention("shift"))
         else:
             shifts = max(shifts - beside, 0.1 * shifts)  # fitted by hand: a tenth is never hidden
-        found["context"] += shifts
-        return Seconds(**found)
+        exposed["context"] += shifts
+        return Seconds(**exposed)
 
     def _hidden(self, message: Message) -> float:
         """The share of a message's seconds that the software hides behind products."""
@@ -363,8 +363,8 @@ def _dispatch(shape: LayerShape, phase: Phase, count: int) -> Message:
 
 def _sizes(model: ModelSpec, routed: bool) -> tuple[int, int, int]:
     """Parameters of a layer: split by tensor ranks, replicated on them, of routed experts."""
-    found = Counter[str]()
+    sizes = Counter[str]()
     layer = next(layer for layer in range(model.layers) if model.has_experts(layer) == routed)
     for p in block_parameters(model, layer):
-        found["experts" if p.expert else "split" if p.split else "whole"] += p.size
-    return found["split"], found["whole"], found["experts"]
+        sizes["experts" if p.expert else "split" if p.split else "whole"] += p.size
+    return sizes["split"], sizes["whole"], sizes["experts"]
