@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import cycle, product
 from math import prod
 from typing import Any
 from unittest.mock import patch
@@ -99,20 +100,33 @@ def equal_bytes(ranks: Ranks, base: dict[str, object], **flags: object) -> None:
 DATA = [(4, 0, 1), (4, 1, 1), (4, 2, 1), (4, 3, 1), (2, 2, 2), (2, 3, 2), (1, 1, 1), (1, 2, 3), (3, 3, 1)]
 
 
-@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp64"])
-@pytest.mark.parametrize(("dp", "zero", "replicate"), DATA)
+POLICIES = ["none", "full", "selective"]
+
+
+def in_turn(cases: Iterable[tuple[Any, ...]], *values: object) -> list[tuple[Any, ...]]:
+    """The cases, each with the next of the values."""
+    return [(*case, value) for case, value in zip(cases, cycle(values))]
+
+
+@pytest.mark.parametrize(
+    ("dp", "zero", "replicate", "compute"), in_turn(DATA, "fp32", "bf16", "fp64", "bf16")
+)
 def test_bytes_of_the_data_axes(ranks: Ranks, dp: int, zero: int, replicate: int, compute: str) -> None:
     axes = {"layout__dp": dp, "layout__zero": zero, "layout__replicate": replicate}
     equal_bytes(ranks, BASE, **axes, precision__compute=compute)
 
 
-@pytest.mark.parametrize("tied", ["true", "false"])
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-@pytest.mark.parametrize("sequence", ["true", "false"])
-@pytest.mark.parametrize(("tp", "kv_heads", "dp", "zero"), [(2, 2, 1, 0), (4, 1, 2, 3), (4, 2, 2, 1)])
+TENSOR = [(2, 2, 1, 0), (4, 1, 2, 3), (4, 2, 2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sequence", "recompute", "tied"),
+    in_turn(product(TENSOR, ["true", "false"], POLICIES), "true", "false"),
+)
 def test_bytes_of_the_tensor_axis(
-    ranks: Ranks, tp: int, kv_heads: int, dp: int, zero: int, sequence: str, recompute: str, tied: str
+    ranks: Ranks, sizes: tuple[int, int, int, int], sequence: str, recompute: str, tied: str
 ) -> None:
+    tp, kv_heads, dp, zero = sizes
     flags = {
         "layout__tp": tp, "layout__dp": dp, "layout__zero": zero, "layout__sequence_parallel": sequence,
         "model__kv_heads": kv_heads, "model__tied": tied, "model__qk_norm": tied,
@@ -127,9 +141,9 @@ LATENTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("q_rank", [16, "none"])
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-@pytest.mark.parametrize("sequence", ["true", "false"])
+@pytest.mark.parametrize(
+    ("sequence", "recompute", "q_rank"), in_turn(product(["true", "false"], POLICIES), 16, "none")
+)
 def test_bytes_of_latents(ranks: Ranks, sequence: str, recompute: str, q_rank: object) -> None:
     flags = {
         "layout__tp": 2, "layout__dp": 2, "layout__zero": 3, "layout__sequence_parallel": sequence,
@@ -151,12 +165,13 @@ def test_bytes_of_latents_over_context_ranks(ranks: Ranks, mode: str, recompute:
 MODES = [("ring", 4), ("gather", 4), ("ulysses", 4), ("ring+ulysses", 4), ("ring", 1), ("gather", 2)]
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-@pytest.mark.parametrize("compute", ["fp64", "bf16"])
-@pytest.mark.parametrize(("mode", "kv_heads"), MODES)
+@pytest.mark.parametrize(
+    ("heads", "recompute", "compute"), in_turn(product(MODES, POLICIES), "fp64", "bf16"), ids=str
+)
 def test_bytes_of_the_context_axis(
-    ranks: Ranks, mode: str, kv_heads: int, compute: str, recompute: str
+    ranks: Ranks, heads: tuple[str, int], recompute: str, compute: str
 ) -> None:
+    mode, kv_heads = heads
     flags = {
         "layout__cp": 4, "layout__zero": 3, "layout__context_mode": mode,
         "model__kv_heads": kv_heads, "precision__compute": compute, "recompute__policy": recompute,
@@ -227,10 +242,7 @@ EXPERTS: list[dict[str, object]] = [
 ]
 
 
-POLICIES = ["none", "full", "selective"] * len(EXPERTS)
-
-
-@pytest.mark.parametrize(("axes", "recompute"), [*zip(EXPERTS, POLICIES, strict=False)], ids=str)
+@pytest.mark.parametrize(("axes", "recompute"), in_turn(((axes,) for axes in EXPERTS), *POLICIES), ids=str)
 def test_bytes_of_experts(ranks: Ranks, axes: dict[str, object], recompute: str) -> None:
     flags = {key if "__" in key else f"layout__{key}": value for key, value in axes.items()}
     equal_bytes(ranks, MOE, **flags, recompute__policy=recompute, precision__compute="bf16")

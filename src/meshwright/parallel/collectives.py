@@ -181,10 +181,10 @@ def gather_matmul(
     """All-gather rows (N, D) and multiply: (the rows (n N, D) if `keep`, products (n N, F) with each map)."""
     assert axis.group is not None
     axis.wire.record(axis.name, "all_gather", _bytes(part_ND) * float(axis.size - 1))
-    found: tuple[Tensor | None, list[Tensor]] = torch.ops.symm_mem.fused_all_gather_matmul(
+    gathered: tuple[Tensor | None, list[Tensor]] = torch.ops.symm_mem.fused_all_gather_matmul(
         part_ND.contiguous(), maps_DF, 0, axis.group.group_name, return_A=keep
     )
-    return found
+    return gathered
 
 
 def matmul_scatter(x_NF: Tensor, map_FD: Tensor, axis: Axis) -> Tensor:
@@ -207,8 +207,8 @@ def sum_scalars(values: Sequence[float], axis: Axis) -> list[float]:
         return list(values)
     tensor = torch.tensor(list(values), dtype=torch.float64, device=axis.device)
     start_all_reduce(tensor, axis, "scalars").wait()
-    found: list[float] = tensor.tolist()
-    return found
+    sums: list[float] = tensor.tolist()
+    return sums
 
 
 def gather_rows(rows: Tensor, axis: Axis) -> Tensor:

@@ -19,7 +19,6 @@ from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.kernels import KernelCosts
 from meshwright.planner.cost.software import SoftwareStack
-from meshwright.planner.group_shapes import axes
 from meshwright.planner.rank_view import share
 from meshwright.planner.traffic.layer_shape import LayerShape, layer_shape
 from meshwright.planner.traffic.messages import (
@@ -34,8 +33,8 @@ from meshwright.spec import ModelSpec, MoeSpec, RunSpec
 from meshwright.spec.parameters import block_parameters
 from meshwright.units import FORMAT_BYTES
 
-# Each literal says where it is from: `source:` a publication, `counted:` reads and writes added up by hand,
-# `fitted by hand`: chosen by hand on all rows of the published table (`validation/data/published_runs.csv`).
+# Each literal says where it is from. `source:` a publication or a program. `counted:` a count of reads and
+# writes that gives it. `fitted by hand`: on all rows of the published table (`docs/validation.md`).
 
 PRICED_AS = {"sequence": "expert"}
 """Axes whose seconds count as another's: ranks that share sequences send the router's statistics."""
@@ -74,7 +73,6 @@ class LayerCost:
         self.length, self.tokens, self.own = shape.length, shape.tokens, shape.own
         self.q, self.kv, self.rows = shape.q, shape.kv, shape.rows
         self.launch = kernels.launched(stack.launch, stack.host)
-        self.axes = axes(spec.layout)
         self._dense = dense or Dense()
         self._routed: PassSeconds | None = None
 
@@ -134,12 +132,12 @@ class LayerCost:
         # selective recomputation.
         count = (22 if self.stack.fused_attention else 30) + (25 if routed else 0)
         counts = count, count * 1.2, count * 0.4, count if self.spec.recompute.policy == "full" else 8
-        found = []
+        launched = []
         for seconds, operators in zip(passes, counts, strict=True):
             launches = operators * self.launch if seconds.total else 0.0
             waits = launches if self.stack.blocking else max(0.0, launches - seconds.total)
-            found.append(seconds._replace(host=waits))
-        return PassSeconds(*found)
+            launched.append(seconds._replace(host=waits))
+        return PassSeconds(*launched)
 
     # Shapes.
 
@@ -167,9 +165,9 @@ class LayerCost:
     def _routed_products(self) -> list[Product]:
         moe, layout, hidden = self._moe(), self.spec.layout, self.spec.model.hidden
         local, inner = max(1, moe.experts // layout.ep), moe.ffn // layout.etp
-        each = partial(Product, max(1, round(self.routed_rows / local)), batch=local)
+        experts = partial(Product, max(1, round(self.routed_rows / local)), batch=local)
         router = Product(self.own, moe.experts, hidden)
-        return [router, each(self.gates * inner, hidden), each(hidden, inner)]
+        return [router, experts(self.gates * inner, hidden), experts(hidden, inner)]
 
     @property
     def routed_rows(self) -> float:
@@ -218,70 +216,69 @@ class LayerCost:
         model, layout, u = self.spec.model, self.spec.layout, self.shape.ulysses.ranks
         ring, heads = layout.cp // u, model.heads // layout.tp // u
         kv_heads = max(1, layout.local_kv_heads(model.kv_heads) // u)
-        found = self.kernels.attention_of(
+        measured = self.kernels.attention_of(
             self.format, self.spec.micro_batch, heads, kv_heads, model.head_dim, self.length // ring
         )
-        return None if found is None else ring * found[backward]
+        return None if measured is None else ring * measured[backward]
 
     def _bytes(self, routed: bool) -> float:
         """Bytes that the norms, activations, residuals and copies of the forward move."""
         model, b, t = self.spec.model, self.width, self.spec.layout.tp
         d, own, n = model.hidden, self.own, self.tokens
         masks = 2.0 * own * d if self.stack.dropout else 0.0  # counted: two masks of a byte an element
-        found = own * d * b * (4 + 6) + masks  # counted: two norms, 1 read and 1 write; two sums, 2 and 1
+        moved = own * d * b * (4 + 6) + masks  # counted: two norms, 1 read and 1 write; two sums, 2 and 1
         # counted: queries, keys and values read and written by the rotation, queries once more
-        found += n * b * (2 * (self.q + 2 * self.kv) + 2 * self.q)
+        moved += n * b * (2 * (self.q + 2 * self.kv) + 2 * self.q)
         if model.qk_norm:
-            found += 2 * n * b * (self.q + self.kv)
-        channels = 0 if model.moe is not None and routed else model.ffn
-        if routed:
-            moe = self._moe()
-            channels = moe.shared_ffn
-            # counted: rows permuted there and back; the activation reads its gates and writes one
-            found += self.routed_rows * b * (4 * d + (1 + self.gates) * moe.ffn / self.spec.layout.etp)
-        found += n * b * (1 + self.gates) * channels / t
-        return found * self.stack.elementwise
+            moved += 2 * n * b * (self.q + self.kv)
+        channels = self._moe().shared_ffn if routed else model.ffn
+        if routed:  # counted: rows permuted there and back; the activation reads its gates and writes one
+            inner = (1 + self.gates) * self._moe().ffn / self.spec.layout.etp
+            moved += self.routed_rows * b * (4 * d + inner)
+        moved += n * b * (1 + self.gates) * channels / t
+        return moved * self.stack.elementwise
 
     # Messages.
 
     def messages(self, routed: bool) -> list[Message]:
-        """Messages of a layer in one microbatch; recomputation repeats the forward's, or some of them."""
+        """Messages of a layer in one microbatch; recomputation repeats the forward's, or some of them.
+
+        Full recomputation is charged a whole forward, compute and messages alike, as the lower bounds of the
+        search are; the program leaves out what no backward reads (`planner/traffic/messages.py`).
+        """
         listed = [*(layer_messages if self.stack.own else _published)(self.shape, routed)]
-        again = [each for each in listed if each.phase is Phase.FORWARD]
+        again = [m for m in listed if m.phase is Phase.FORWARD]
         policy, selective = self.spec.recompute.policy, self.stack.selective
         if policy == "none" or (policy == "selective" and selective == "attention"):
             return listed
         if policy == "selective" and selective == "half":
-            again = [each.times(0.5) for each in again if each.axis == "tensor"]
+            again = [m.times(0.5) for m in again if m.axis == "tensor"]
         elif policy == "selective":
-            again = [_dispatch(self.shape, Phase.FORWARD)] if routed else []
-        return listed + [replace(each, phase=Phase.RECOMPUTE) for each in again]
+            again = [_dispatch(self.shape, Phase.FORWARD, 1)] if routed else []
+        return listed + [replace(m, phase=Phase.RECOMPUTE) for m in again]
 
     def end_messages(self, head: bool) -> list[Message]:
         """Messages around the head, or the embedding; published programs are not charged for the loss's."""
-        listed = end_messages(self.shape, head)
-        if self.stack.own:
-            return listed
-        return [replace(each, overlaps=Overlap.COMPUTE) for each in listed if each.where != "loss"]
+        return [m for m in end_messages(self.shape, head) if self.stack.own or m.where != "loss"]
 
     def _exposed(self, listed: Iterable[Message], core: float, *phases: Phase) -> Seconds:
         """Seconds of the messages of `phases`, less what overlaps products or `core` seconds of attention."""
-        found = dict.fromkeys(("tensor", "context", "expert"), 0.0)
+        exposed = dict.fromkeys(("tensor", "context", "expert"), 0.0)
         shifts, beside = 0.0, 0.0
-        for each in listed:
-            if each.phase not in phases:
+        for m in listed:
+            if m.phase not in phases:
                 continue
-            seconds = each.count * self.links.seconds(each)
-            if each.overlaps is Overlap.ATTENTION:
-                shifts, beside = shifts + seconds, core * share(each.group.ranks)
+            seconds = m.count * self.links.seconds(m)
+            if m.overlaps is Overlap.ATTENTION:
+                shifts, beside = shifts + seconds, core * share(m.group.ranks)
             else:
-                found[PRICED_AS.get(each.axis, each.axis)] += seconds * (1 - self._hidden(each))
+                exposed[PRICED_AS.get(m.axis, m.axis)] += seconds * (1 - self._hidden(m))
         if self.stack.own:
             shifts -= min(shifts, beside / self.links.slowed) * (1 - self.links.contention("shift"))
         else:
             shifts = max(shifts - beside, 0.1 * shifts)  # fitted by hand: a tenth is never hidden
-        found["context"] += shifts
-        return Seconds(**found)
+        exposed["context"] += shifts
+        return Seconds(**exposed)
 
     def _hidden(self, message: Message) -> float:
         """The share of a message's seconds that the software hides behind products."""
@@ -306,19 +303,19 @@ class LayerCost:
 
     def _around(self, head: bool) -> float:
         """Seconds of the messages around an end, the loss's left out: half of them for each pass."""
-        around = [each for each in self.end_messages(head) if each.where != "loss"]
-        return self._exposed(around, 0.0, *Phase).tensor / 2
+        seconds = sum(self.links.seconds(m) for m in end_messages(self.shape, head) if m.where != "loss")
+        return seconds * (1 - self.stack.overlap_tensor) / 2
 
     def _head(self) -> PassSeconds:
         model, rows, n = self.spec.model, self.rows, self.tokens
         product = partial(self.kernels.matmul, "bf16" if self.format == "fp8" else self.format)
-        loss = [each for each in self.end_messages(True) if each.where == "loss"]
-        sent, told = self._around(head=True), self._exposed(loss, 0.0, Phase.FORWARD).tensor
+        loss = [m.count * self.links.seconds(m) for m in self.end_messages(True) if m.where == "loss"]
+        sent = self._around(head=True)
         logits = self.kernels.moved(n * rows * 14.0)  # fitted by hand: bytes of a logit; 0.7 of it backward
         packed = self.kernels.moved(self.stack.packed * rows * model.hidden)
         host = self.stack.ends / 2 * self.launch
         return PassSeconds(
-            Seconds(matmul=product(n, rows, model.hidden), moved=logits, host=host, tensor=sent + told),
+            Seconds(matmul=product(n, rows, model.hidden), moved=logits, host=host, tensor=sent + sum(loss)),
             Seconds(matmul=product(n, model.hidden, rows), moved=logits * 0.7, tensor=sent),
             Seconds(matmul=product(rows, model.hidden, n), moved=packed),
         )
@@ -354,21 +351,21 @@ def _published(shape: LayerShape, routed: bool) -> Iterator[Message]:
             sends = times * (ring.ranks - 1)
             yield context("send", keys, group=ring, phase=phase, count=sends, overlaps=Overlap.ATTENTION)
         if routed:
-            yield _dispatch(shape, phase).times(2)
+            yield _dispatch(shape, phase, 2)
     if layout.sequence_parallel:  # inputs, for the gradients of their weights
         yield stream("all_gather", phase=Phase.WEIGHT, where=where, count=maps, overlaps=Overlap.PRODUCT)
 
 
-def _dispatch(shape: LayerShape, phase: Phase) -> Message:
+def _dispatch(shape: LayerShape, phase: Phase, count: int) -> Message:
     """Tokens to their experts, or back."""
     size = shape.copies * shape.model.hidden, shape.width, shape.groups.expert
-    return Message("expert", "all_to_all", *size, phase, "moe", overlaps=Overlap.COMPUTE)
+    return Message("expert", "all_to_all", *size, phase, "moe", count, Overlap.COMPUTE)
 
 
 def _sizes(model: ModelSpec, routed: bool) -> tuple[int, int, int]:
     """Parameters of a layer: split by tensor ranks, replicated on them, of routed experts."""
-    found = Counter[str]()
+    sizes = Counter[str]()
     layer = next(layer for layer in range(model.layers) if model.has_experts(layer) == routed)
     for p in block_parameters(model, layer):
-        found["experts" if p.expert else "split" if p.split else "whole"] += p.size
-    return found["split"], found["whole"], found["experts"]
+        sizes["experts" if p.expert else "split" if p.split else "whole"] += p.size
+    return sizes["split"], sizes["whole"], sizes["experts"]

@@ -64,21 +64,21 @@ class AxisLoad:
         return {**asdict(self), "bytes": self.bytes, "hidden": self.hidden}
 
 
-def communication(spec: RunSpec, on: CostModel, timed: StepTime) -> tuple[AxisLoad, ...]:
+def communication(spec: RunSpec, model: CostModel, timed: StepTime) -> tuple[AxisLoad, ...]:
     """The axes of the busiest pipeline rank, the most bytes first.
 
     Sums of a few numbers over all ranks (loss, norm, router statistics) are left out: they are not timed.
     """
     groups, sent = axes(spec.layout)._asdict(), dict[str, list[Message]]()
-    for each in messages(spec, timed.rank):
-        if each.axis in groups:
-            sent.setdefault(each.axis, []).append(each)
-    alone, exposed, found = _alone(spec, on, timed, sent.get("pipeline", [])), _exposed(timed), []
+    for m in messages(spec, timed.rank):
+        if m.axis in groups:
+            sent.setdefault(m.axis, []).append(m)
+    alone, exposed, loads = _alone(spec, model, timed, sent.get("pipeline", [])), _exposed(timed), []
     for axis, listed in sent.items():
-        operations = totals((each.operation, each.count * each.sent) for each in listed)
-        waits, levels = min(exposed[axis], alone[axis]), tuple(_levels(on.links, listed, timed.seconds))
-        found.append(AxisLoad(axis, groups[axis].ranks, operations, alone[axis], waits, levels))
-    return tuple(sorted(found, key=lambda load: -load.bytes))
+        operations = totals((m.operation, m.count * m.sent) for m in listed)
+        waits, levels = min(exposed[axis], alone[axis]), tuple(_levels(model.links, listed, timed.seconds))
+        loads.append(AxisLoad(axis, groups[axis].ranks, operations, alone[axis], waits, levels))
+    return tuple(sorted(loads, key=lambda load: -load.bytes))
 
 
 def _exposed(timed: StepTime) -> dict[str, float]:
@@ -90,18 +90,18 @@ def _exposed(timed: StepTime) -> dict[str, float]:
     return {**waits, **inside, "pipeline": own.sent + idle.link}
 
 
-def _alone(spec: RunSpec, on: CostModel, timed: StepTime, edges: Sequence[Message]) -> dict[str, float]:
+def _alone(spec: RunSpec, model: CostModel, timed: StepTime, edges: Sequence[Message]) -> dict[str, float]:
     """Axis -> seconds of the busiest rank's messages with nothing else on the links."""
-    cost = on.blocks(spec)
+    cost = model.blocks(spec)
     listed = microbatch_messages(place_of(spec, timed.rank), cost.messages, cost.end_messages)
-    inside = totals((PRICED_AS.get(m.axis, m.axis), m.count * on.links.seconds(m)) for m in listed)
-    edge = message(spec, on, cost)[0] * sum(m.count for m in edges if m.operation == "send")
+    inside = totals((PRICED_AS.get(m.axis, m.axis), m.count * model.links.seconds(m)) for m in listed)
+    edge = message(spec, model, cost)[0] * sum(m.count for m in edges if m.operation == "send")
     return {**dict.fromkeys(_INSIDE, 0.0), **inside, **timed.ranks[timed.rank].data.sent, "pipeline": edge}
 
 
 def _levels(links: CollectiveCosts, listed: Sequence[Message], seconds: float) -> Iterator[LevelLoad]:
     """What one device's link to each level carries in a step of `seconds`."""
-    carried = totals(crossed for each in listed for crossed in _crossed(links, each))
+    carried = totals(crossed for m in listed for crossed in _crossed(links, m))
     for level in links.cluster.levels:
         if level.name in carried:
             size = carried[level.name]

@@ -1,1 +1,1 @@
-"""Bytes that a step sends."""
+"""Messages of a step, call by call, and the bytes that they add up to."""

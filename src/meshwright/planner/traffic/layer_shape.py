@@ -34,59 +34,59 @@ class LayerShape:
         """The process groups of the layout."""
         return axes(self.layout)
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Tokens of a microbatch on one context rank."""
         return self.sequences * self.length // self.layout.cp
 
-    @property
+    @cached_property
     def own(self) -> int:
         """Tokens of the residual stream that one tensor rank holds."""
         return self.tokens // (self.layout.tp if self.layout.sequence_parallel else 1)
 
-    @property
+    @cached_property
     def stream(self) -> int:
         """Elements of the residual stream, over all tensor ranks."""
         return self.tokens * self.model.hidden
 
-    @property
+    @cached_property
     def q(self) -> int:
         """Channels of the queries on one tensor rank."""
         return self.model.heads * self.model.head_dim // self.layout.tp
 
-    @property
+    @cached_property
     def kv(self) -> int:
         """Channels of the keys on one tensor rank, and as many of the values."""
         return self.layout.local_kv_heads(self.model.kv_heads) * self.model.head_dim
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Rows of the vocabulary on one tensor rank, padding included."""
         return -(-self.model.vocab_size // self.layout.tp)
 
-    @property
+    @cached_property
     def moe(self) -> MoeSpec:
         """The mixture of experts of a model that has one."""
         assert self.model.moe is not None
         return self.model.moe
 
-    @property
+    @cached_property
     def copies(self) -> float:
         """Rows that a rank sends to the experts, its own included: top_k for each token, and each slice."""
         return self.tokens / self.layout.tp * self.moe.top_k * self.layout.etp
 
-    @property
+    @cached_property
     def ulysses(self) -> GroupShape:
         """Context ranks that exchange tokens for heads."""
         return GroupShape(self.layout.ulysses(self.model.kv_heads), self.groups.context.stride)
 
-    @property
+    @cached_property
     def ring(self) -> GroupShape:
         """Context ranks between which keys and values travel; with `context_mode` 'gather', all of them."""
         ranks, stride = self.ulysses
         return GroupShape(self.layout.cp // ranks, stride * ranks)
 
-    @property
+    @cached_property
     def reduction(self) -> str:
         """The operation that sums the outputs of a row-parallel map over tensor ranks."""
         return "reduce_scatter" if self.layout.sequence_parallel else "all_reduce"

@@ -104,10 +104,10 @@ class Message:
 
 def totals(pairs: Iterable[tuple[Key, float]]) -> dict[Key, float]:
     """Key -> the sum of its numbers, in the order in which keys first come."""
-    found: dict[Key, float] = {}
+    sums: dict[Key, float] = {}
     for key, number in pairs:
-        found[key] = found.get(key, 0.0) + number
-    return found
+        sums[key] = sums.get(key, 0.0) + number
+    return sums
 
 
 class Copies(NamedTuple):
@@ -123,8 +123,8 @@ class Copies(NamedTuple):
 def layer_messages(shape: LayerShape, routed: bool) -> list[Message]:
     """Messages inside one layer, dense or with routed experts; the router is even and drops nothing."""
     where: Where = "moe" if routed else "dense"
-    found = [*_tensor_messages(shape, where), *_context_messages(shape, where)]
-    return [*found, *expert_messages(shape), *_balance_messages(shape)] if routed else found
+    listed = [*_tensor_messages(shape, where), *_context_messages(shape, where)]
+    return [*listed, *expert_messages(shape), *_balance_messages(shape)] if routed else listed
 
 
 def _tensor_messages(shape: LayerShape, where: Where) -> Iterator[Message]:
@@ -215,13 +215,13 @@ def end_messages(shape: LayerShape, head: bool) -> list[Message]:
     call = partial(Message, "tensor", width=shape.width, group=shape.groups.tensor)
     around = partial(call, elements=shape.stream, where="head" if head else "embedding")
     summed, gathered = (Phase.INPUT, Phase.FORWARD) if head else (Phase.FORWARD, Phase.INPUT)
-    found = [around(shape.reduction, phase=summed)]
-    found += [around("all_gather", phase=gathered)] * shape.layout.sequence_parallel
+    listed = [around(shape.reduction, phase=summed)]
+    listed += [around("all_gather", phase=gathered)] * shape.layout.sequence_parallel
     rows = min(loss_rows(shape.rows, shape.on_cpu), shape.tokens)
     for count, tokens in ((shape.tokens // rows, rows), (1, shape.tokens % rows)) if head else ():
-        numbers = replace(found[0], operation="all_gather", elements=2 * tokens * shape.layout.tp)
-        found.append(replace(numbers, width=shape.exact, phase=Phase.FORWARD, where="loss", count=count))
-    return found
+        numbers = replace(listed[0], operation="all_gather", elements=2 * tokens * shape.layout.tp)
+        listed.append(replace(numbers, width=shape.exact, phase=Phase.FORWARD, where="loss", count=count))
+    return listed
 
 
 # A rank and a step --------------------------------------------------------------------------------------
@@ -237,9 +237,9 @@ def messages(
     """
     view, shape = place_of(spec, pipeline_rank), layer_shape(spec, on_cpu)
     inside = microbatch_messages(view, partial(layer_messages, shape), partial(end_messages, shape))
-    found = [*_state_messages(view), *(each for each in inside if each.axis != "expert")]
-    found += [*_dispatches(view, shape, copies), *_edge_messages(view, shape), *_step_messages(view)]
-    return [each for each in found if each.count and each.elements and each.group.ranks > 1]
+    listed = [*_state_messages(view), *(m for m in inside if m.axis != "expert")]
+    listed += [*_dispatches(view, shape, copies), *_edge_messages(view, shape), *_step_messages(view)]
+    return [m for m in listed if m.count and m.elements and m.group.ranks > 1]
 
 
 def microbatch_messages(
@@ -253,18 +253,18 @@ def microbatch_messages(
     layers = (view.layers - view.routed, layer, False), (view.routed, layer, True)
     parts = (*layers, (view.embed, end, False), (view.head, end, True))
     often = view.spec.microbatches
-    return [each.times(often * count) for count, of, kind in parts if count for each in of(kind)]
+    return [m.times(often * count) for count, of, kind in parts if count for m in of(kind)]
 
 
 def _dispatches(view: RankView, shape: LayerShape, copies: Sequence[Copies] | None) -> Iterator[Message]:
     """The dispatches of a step; a microbatch's tokens go in `layout.expert_parts` parts."""
     if copies is not None:
-        yield from (each for dispatch in copies for each in expert_messages(shape, dispatch))
+        yield from (m for dispatch in copies for m in expert_messages(shape, dispatch))
     elif view.routed:
         parts = min(shape.layout.expert_parts, shape.tokens // shape.layout.tp)
         sent = shape.copies * admitted(view.spec, shape.moe) / parts * share(shape.groups.expert.ranks)
         times = view.spec.microbatches * view.routed * parts
-        yield from (each.times(times) for each in expert_messages(shape, Copies(sent, sent)))
+        yield from (m.times(times) for m in expert_messages(shape, Copies(sent, sent)))
 
 
 def _edge_messages(view: RankView, shape: LayerShape) -> Iterator[Message]:
@@ -295,11 +295,11 @@ def _gathers(view: RankView) -> dict[str, int]:
     often, blocks = view.spec.microbatches, view.spec.model.layers
     if view.spec.layout.zero < 3 or view.spec.layout.pp > 1:
         return {}
-    found = dict.fromkeys(view.pieces(), 2 * often)
-    found |= {"embed": 1 if view.spec.model.tied else often, "head": often}
-    found["blocks.0"] = often + 1
-    found[f"blocks.{blocks - 1}"] = often if blocks > 1 else 1
-    return found
+    gathers = dict.fromkeys(view.pieces(), 2 * often)
+    gathers |= {"embed": 1 if view.spec.model.tied else often, "head": often}
+    gathers["blocks.0"] = often + 1
+    gathers[f"blocks.{blocks - 1}"] = often if blocks > 1 else 1
+    return gathers
 
 
 def _unit_messages(spec: RunSpec, pieces: Sequence[Piece], routed: bool, gathers: int) -> Iterator[Message]:
@@ -326,7 +326,7 @@ def _step_messages(view: RankView) -> Iterator[Message]:
     spec, groups, moe = view.spec, axes(view.spec.layout), view.spec.model.moe
     call, master = partial(Message, phase=Phase.STEP, where="step"), widths(spec).master
     summed, tied = Counter[int](), 0
-    for parameter, piece in (each for unit in view.pieces().values() for each in unit):
+    for parameter, piece in (held for unit in view.pieces().values() for held in unit):
         size = part_elements(piece, shards(spec))
         summed[piece.copies] += size * piece.summed
         tied += size * (spec.model.tied and parameter.name == "embed.weight")

@@ -12,4 +12,4 @@ from meshwright.spec import RunSpec
 def traffic(spec: RunSpec, pipeline_rank: int = 0, copies: Sequence[Copies] | None = None) -> Traffic:
     """(axis, operation) -> bytes, forward to update; arguments as those of `messages`."""
     listed = messages(spec, pipeline_rank, copies)
-    return totals(((each.axis, each.operation), each.count * each.sent) for each in listed)
+    return totals(((m.axis, m.operation), m.count * m.sent) for m in listed)
