@@ -35,7 +35,7 @@ def counted_copies() -> Iterator[list[tuple[int, int]]]:
 
     def count(trip: AllToAllDispatcher, *args: Any) -> None:
         settle(trip, *args)
-        if not trip._kept.second:
+        if not trip._cache.recomputing:
             here = trip._axis.rank
             sent, received = (
                 sum(by_rank[:here] + by_rank[here + 1 :])

@@ -37,11 +37,11 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parallel.collectives import start_all_reduce, start_reduce_scatter
-from meshwright.parallel.flat_param import Owners, ParamSlot, Stored, make_slots
+from meshwright.parallel.flat_param import Owners, Stored, make_slots
 from meshwright.parallel.grad_norm import sum_of_squares
 from meshwright.parallel.mesh import Axis, Mesh, Pending
 from meshwright.parallel.precision import Formats
-from meshwright.parallel.unit import Unit
+from meshwright.parallel.unit import Unit, UnitObserver
 from meshwright.spec.parameters import Piece
 
 UnitModules = Sequence[nn.Module]
@@ -58,10 +58,6 @@ class _Reduction:
     def finish(self) -> None:
         self.work.wait()
         self.then()
-
-
-MakeUnit = Callable[[list[ParamSlot], Mesh, Axis | None, Axis, Formats], Unit]
-"""What makes a unit: `Unit`, or one that tells what it holds."""
 
 
 class DataParallel:
@@ -81,9 +77,9 @@ class DataParallel:
         pieces: Mapping[str, Piece],
         names: Mapping[nn.Parameter, str],
         apart: str | None = None,
-        make_unit: MakeUnit = Unit,
+        observer: UnitObserver | None = None,
     ) -> None:
-        self._new_unit = make_unit
+        self._observer = observer
         self.mesh, self.formats, self._pieces, self._names, self._apart = mesh, formats, pieces, names, apart
         self.zero = mesh.layout.zero if max(mesh.shard.size, mesh.expert_data.size) > 1 else 0
         self.each_microbatch = mesh.pipeline.size == 1
@@ -137,9 +133,9 @@ class DataParallel:
         mesh = self.mesh
         if self.zero and ranks.size > 1:
             slots = make_slots(listed, ranks.size, ranks.rank)
-            return self._new_unit(slots, mesh, ranks, mesh.replicate, self.formats)
+            return Unit(slots, mesh, ranks, mesh.replicate, self.formats, self._observer)
         replicas = mesh.replicate if mesh.replicate.size > 1 else ranks
-        return self._new_unit(make_slots(listed, 1, 0), mesh, None, replicas, self.formats)
+        return Unit(make_slots(listed, 1, 0), mesh, None, replicas, self.formats, self._observer)
 
     # When things move -------------------------------------------------------------------------------
 
@@ -273,7 +269,7 @@ class DataParallel:
             return
         packed = unit.take_packed()
         if unit.shards is None and unit.replicas.size == 1:
-            unit.gradient = packed.to(self.formats.master)
+            unit.set_gradient(packed.to(self.formats.master))
             self._unsquared.append(unit)
             return
         sent = unit.to_send(packed)
@@ -293,17 +289,18 @@ class DataParallel:
     def _replicated(self, unit: Unit, summed: Tensor, packed: Tensor) -> None:
         """The all-reduce of a unit that is not sharded has ended."""
         if packed.dtype == self.formats.master:
-            unit.gradient = packed if summed is packed else packed.copy_(summed)
+            unit.set_gradient(packed if summed is packed else packed.copy_(summed))
         else:
-            unit.gradient = summed.to(self.formats.master)
+            unit.set_gradient(summed.to(self.formats.master))
         self._unsquared.append(unit)
 
     def _scattered(self, unit: Unit, part: Tensor, _sent: Tensor, due: bool) -> None:
         """A reduce-scatter has ended; `_sent`, its input, had to live until now."""
         if unit.gradient is None:
-            unit.gradient = part.to(self.formats.master)
+            unit.set_gradient(part.to(self.formats.master))
         else:
             unit.gradient.add_(part)
+        assert unit.gradient is not None
         if due and unit.replicas.size > 1:
             work = start_all_reduce(unit.gradient, unit.replicas)
             self._replicating.append(_Reduction(work, lambda: self._unsquared.append(unit)))

@@ -17,6 +17,8 @@ with zeros to equal parts. With n = 1 and equal formats `full` is `stored`: noth
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +29,24 @@ from meshwright.parallel.flat_param import ParamSlot, Stored, stored
 from meshwright.parallel.mesh import Axis, Mesh, Pending
 from meshwright.parallel.precision import Formats
 
+BufferEvent = Literal[
+    "stored", "full", "resized", "gathered", "packed", "packed taken", "sent", "part", "gradient"
+]
+
+
+class UnitObserver:
+    """Callbacks about the buffers of units, for accounting; these do nothing."""
+
+    def gathering(self, unit: Unit) -> AbstractContextManager[None]:
+        """Context of a unit's gather, in which its temporaries are allocated."""
+        return nullcontext()
+
+    def on_buffer(self, unit: Unit, event: BufferEvent, buffer: Tensor) -> None:
+        """Called when a buffer was allocated, resized, or changed its purpose."""
+
 
 class Unit:
-    """Storage and buffers of one unit on one rank; when they are filled is decided by `data.DataParallel`."""
+    """Storage and buffers of one unit on one rank; `data_parallel.DataParallel` decides when to fill them."""
 
     def __init__(
         self,
@@ -38,8 +55,10 @@ class Unit:
         shards: Axis | None,
         replicas: Axis,
         formats: Formats,
+        observer: UnitObserver | None = None,
     ) -> None:
-        """Parts lie on `shards`, or the whole on each rank; `replicas` have the same and add up gradients."""
+        """Parameters are sharded over `shards`, or whole; gradients are summed over `replicas`, too."""
+        self._observer = observer or UnitObserver()
         self.slots, self.shards, self.replicas = slots, shards, replicas
         self.formats, self.mesh = formats, mesh
         self.ranks = shards.size if shards else 1
@@ -67,6 +86,12 @@ class Unit:
         self.waiting: dict[str, int] = {}
         """Parameter -> gradients that are still to come before the unit is done."""
         self._packed_format = formats.reduce
+        self._notify("full", self.full)
+        self._notify("stored", self.stored)
+
+    def _notify(self, event: BufferEvent, buffer: Tensor) -> Tensor:
+        self._observer.on_buffer(self, event, buffer)
+        return buffer
 
     def _whole(self, slot: ParamSlot) -> Tensor:
         """One parameter's part of `full`, with a dim of `ranks` before that of their rows."""
@@ -102,9 +127,12 @@ class Unit:
         if self.shards is None:
             self._gathering = (DONE, self.stored)
             return
-        part = self.stored.to(self.formats.compute)
-        whole = torch.empty(self.ranks * self.part, dtype=part.dtype, device=part.device)
-        self._gathering = (start_all_gather(whole, part, self.shards), whole)
+        with self._observer.gathering(self):
+            part = self.stored.to(self.formats.compute)
+            whole = torch.empty(self.ranks * self.part, dtype=part.dtype, device=part.device)
+            self._gathering = (start_all_gather(whole, part, self.shards), whole)
+            del part
+        self._notify("gathered", whole)
 
     def finish_gather(self) -> None:
         """Wait for the gather and lay the parameters out whole."""
@@ -119,7 +147,7 @@ class Unit:
             self._resize(self._storage_bytes)
         parts = whole.view(self.ranks, self.part)
         # Autograd saved views of `full`; they hold the same values again, so their version stays.
-        with torch.no_grad(), preserve_version(self.full):
+        with self._observer.gathering(self), torch.no_grad(), preserve_version(self.full):
             if self.ranks == 1:
                 self.full.copy_(whole)
             else:
@@ -136,8 +164,9 @@ class Unit:
         self.ready = False
 
     def _resize(self, size: int) -> None:
-        """Give `full` memory of so many bytes, or none."""
+        """Resize the storage of `full` to `size` bytes."""
         self.full.untyped_storage().resize_(size)
+        self._notify("resized", self.full)
 
     def expire(self) -> None:
         """The stored values changed: the next use gathers again, into the memory that is held."""
@@ -159,8 +188,7 @@ class Unit:
 
     def pack(self, slot: ParamSlot, grad: Tensor) -> None:
         """Take a parameter's gradient over into `packed`: copied the first time, added after that."""
-        if self.packed is None:
-            self.packed = self._new_packed()
+        self.packed = self.packed if self.packed is not None else self._new_packed()
         dim, per_rank = slot.dim, slot.part[slot.dim]
         rows = self._packed_rows(slot).unflatten(1, slot.part)
         whole, rest = divmod(grad.shape[dim], per_rank)
@@ -180,7 +208,9 @@ class Unit:
         self.arrived.add(slot.name)
 
     def _new_packed(self) -> Tensor:
-        return torch.empty(self.ranks * self.part, dtype=self._packed_format, device=self.stored.device)
+        size = self.ranks * self.part
+        packed = torch.empty(size, dtype=self._packed_format, device=self.stored.device)
+        return self._notify("packed", packed)
 
     def take_packed(self) -> Tensor:
         """The packed gradients, zeros where none arrived; a unit that is not sharded keeps their memory."""
@@ -190,16 +220,24 @@ class Unit:
             if slot.name not in self.arrived:
                 self._packed_rows(slot).zero_()
         self.arrived = set()
-        self.packed = packed if self.shards is None else None
+        if self.shards is not None:
+            self.packed = None
+            self._notify("packed taken", packed)
         return packed
 
     def to_send(self, packed: Tensor) -> Tensor:
         """Packed gradients in the format of the wire; a copy where they were added up in another."""
-        return packed.to(self.formats.reduce)
+        sent = packed.to(self.formats.reduce)
+        return sent if sent is packed else self._notify("sent", sent)
 
     def new_part(self) -> Tensor:
         """Room for this rank's part (P/n,) of the gradients' sum, in the format of the wire."""
-        return torch.empty(self.part, dtype=self.formats.reduce, device=self.stored.device)
+        part = torch.empty(self.part, dtype=self.formats.reduce, device=self.stored.device)
+        return self._notify("part", part)
+
+    def set_gradient(self, gradient: Tensor) -> None:
+        """Store the summed gradients (P/n,) of this rank's part."""
+        self.gradient = self._notify("gradient", gradient)
 
     def _packed_rows(self, slot: ParamSlot) -> Tensor:
         assert self.packed is not None

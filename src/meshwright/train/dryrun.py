@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,10 +31,9 @@ from meshwright.parallel.expert_parallel import AllToAllDispatcher
 from meshwright.parallel.flat_param import ParamSlot
 from meshwright.parallel.mesh import Axis, Mesh, build_mesh
 from meshwright.parallel.pipeline_parallel import ActionHook
-from meshwright.parallel.precision import Formats
 from meshwright.parallel.process_groups import Groups, Row
 from meshwright.parallel.recompute_cache import RecomputeCache
-from meshwright.parallel.unit import Unit
+from meshwright.parallel.unit import BufferEvent, Unit, UnitObserver
 from meshwright.planner.traffic.traffic_moe import admitted
 from meshwright.schedule import Action, Kind
 from meshwright.spec import RunSpec
@@ -87,7 +86,7 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
         mesh = build_mesh(spec.layout, device, heads, groups, experts)
         assert mesh is not None
         with memory:
-            trainer = Trainer(spec, mesh, partial(_CountedUnit, memory, spec.microbatches > 1))
+            trainer = Trainer(spec, mesh, _BufferAccount(memory, spec.microbatches > 1))
             _tell(memory, trainer)
             first, second = _batch(spec), _batch(spec)
             trainer.expect(first)
@@ -175,73 +174,35 @@ def _batch(spec: RunSpec) -> Batch:
 # What serves what ---------------------------------------------------------------------------------------
 
 
-class _CountedUnit(Unit):
-    """Tells what its buffers are for. A gradient that waits, of `several` microbatches, is a state."""
+class _BufferAccount(UnitObserver):
+    """Records the purpose of units' buffers. Gradients that wait for further microbatches are states."""
 
-    def __init__(
-        self,
-        memory: FakeMemory,
-        several: bool,
-        slots: list[ParamSlot],
-        mesh: Mesh,
-        shards: Axis | None,
-        replicas: Axis,
-        formats: Formats,
-    ) -> None:
-        self._memory, self.name = memory, _unit_of(slots)
-        self._buffers: dict[str, Any] = {}
-        layout, parted = mesh.layout, max(mesh.shard.size, mesh.expert_data.size) > 1
-        self._waits = shards is None or (several and (layout.zero < 2 or layout.pp > 1))
-        super().__init__(slots, mesh, shards, replicas, formats)
-        memory.mark(self.full, BUFFERS if layout.zero == 3 and parted else PARAMETERS, self.name)
-        memory.mark(self.stored, PARAMETERS if self.aliased else MASTERS, self.name)
+    def __init__(self, memory: FakeMemory, several: bool) -> None:
+        self._memory, self._several = memory, several
 
-    def start_gather(self) -> None:
-        with self._memory.serving(self.name):
-            super().start_gather()
-        if self._gathering is not None and self.shards is not None:
-            self._memory.mark(self._gathering[1], BUFFERS)
+    def gathering(self, unit: Unit) -> AbstractContextManager[None]:
+        return self._memory.serving(_unit_of(unit.slots))
 
-    def finish_gather(self) -> None:
-        with self._memory.serving(self.name):
-            super().finish_gather()
-
-    def _resize(self, size: int) -> None:
-        super()._resize(size)
-        self._memory.resized(self.full)
-
-    def to_send(self, packed: Tensor) -> Tensor:
-        sent = super().to_send(packed)
-        if sent is not packed:
-            self._memory.mark(sent, BUFFERS, self.name)
-        return sent
-
-    def new_part(self) -> Tensor:
-        part = super().new_part()
-        self._memory.mark(part, BUFFERS, self.name)
-        return part
-
-    @property
-    def packed(self) -> Tensor | None:
-        return self._buffers.get("packed")
-
-    @packed.setter
-    def packed(self, packed: Tensor | None) -> None:
-        before, self._buffers["packed"] = self.packed, packed
-        if packed is not None:
-            self._memory.mark(packed, GRADIENTS if self._waits else BUFFERS, self.name)
-        elif before is not None:  # it is taken for the wire
-            self._memory.becomes(before.untyped_storage(), BUFFERS)
-
-    @property
-    def gradient(self) -> Tensor | None:
-        return self._buffers.get("gradient")
-
-    @gradient.setter
-    def gradient(self, gradient: Tensor | None) -> None:
-        self._buffers["gradient"] = gradient
-        if gradient is not None:
-            self._memory.becomes(gradient.untyped_storage(), GRADIENTS, self.name)
+    def on_buffer(self, unit: Unit, event: BufferEvent, buffer: Tensor) -> None:
+        memory, name, mesh = self._memory, _unit_of(unit.slots), unit.mesh
+        layout = mesh.layout
+        match event:
+            case "full":
+                sharded = layout.zero == 3 and max(mesh.shard.size, mesh.expert_data.size) > 1
+                memory.mark(buffer, BUFFERS if sharded else PARAMETERS, name)
+            case "stored":
+                memory.mark(buffer, PARAMETERS if unit.aliased else MASTERS, name)
+            case "resized":
+                memory.resized(buffer)
+            case "packed":
+                waits = unit.shards is None or (self._several and (layout.zero < 2 or layout.pp > 1))
+                memory.mark(buffer, GRADIENTS if waits else BUFFERS, name)
+            case "packed taken":
+                memory.becomes(buffer.untyped_storage(), BUFFERS)
+            case "gradient":
+                memory.becomes(buffer.untyped_storage(), GRADIENTS, name)
+            case "gathered" | "sent" | "part":
+                memory.mark(buffer, BUFFERS, name)
 
 
 def _unit_of(slots: list[ParamSlot]) -> str:
@@ -286,9 +247,8 @@ def _tell(memory: FakeMemory, trainer: Trainer) -> None:
     """Say what a trainer's tensors are, and be told where its step is."""
     optimiser, decoder, spec = trainer.optimiser, trainer.decoder, trainer.spec
     for unit, *moments in zip(trainer.states.units, *optimiser.moments.values(), strict=True):
-        assert isinstance(unit, _CountedUnit)
         for moment in moments:
-            memory.mark(moment, OPTIMISER, unit.name)
+            memory.mark(moment, OPTIMISER, _unit_of(unit.slots))
     for tensor in trainer.balance.tensors():
         memory.mark(tensor, BALANCE)
     memory.settle(0, OPTIMISER)  # Adam's step counts
