@@ -88,9 +88,7 @@ class DataParallel:
         """What computes with the units of each group, in the order of the forward."""
         self._groups = [list(self._make_units(modules)) for modules in units]
         self.units = [unit for group in self._groups for unit in group]
-        self._places = {
-            unit.parameters[slot.name]: (unit, slot) for unit in self.units for slot in unit.slots
-        }
+        self._places = {unit.parameters[slot.key]: (unit, slot) for unit in self.units for slot in unit.slots}
         self._depth = {id(unit): len(group) for group in self._groups for unit in group}
         ends = mesh.ends
         self.elsewhere = {apart} if apart and ends is not None and ends.rank > 0 else set()
@@ -120,16 +118,16 @@ class DataParallel:
             for module in root.modules():
                 for attribute, parameter in module.named_parameters(recurse=False):
                     owners.setdefault(self._names[parameter], []).append((module, attribute))
-        listed: list[tuple[str, Piece, Owners]] = [
-            (name, self._pieces[name], tuple(places)) for name, places in owners.items()
+        listed: list[tuple[Piece, Owners]] = [
+            (self._pieces[name], tuple(places)) for name, places in owners.items()
         ]
         mesh = self.mesh
         for routed, shards in ((False, mesh.shard), (True, mesh.expert_data)):
-            own = [parameter for parameter in listed if (parameter[1].experts is not None) == routed]
+            own = [parameter for parameter in listed if parameter[0].routed == routed]
             if own:
                 yield self._make_unit(own, shards)
 
-    def _make_unit(self, listed: list[tuple[str, Piece, Owners]], ranks: Axis) -> Unit:
+    def _make_unit(self, listed: list[tuple[Piece, Owners]], ranks: Axis) -> Unit:
         mesh = self.mesh
         if self.zero and ranks.size > 1:
             slots = make_slots(listed, ranks.size, ranks.rank)
@@ -192,9 +190,9 @@ class DataParallel:
         """Add a gradient that was found apart from the backward."""
         unit, slot = self._places[parameter]
         unit.pack(slot, grad)
-        unit.waiting[slot.name] -= 1
-        if not unit.waiting[slot.name]:
-            del unit.waiting[slot.name]
+        unit.waiting[slot.key] -= 1
+        if not unit.waiting[slot.key]:
+            del unit.waiting[slot.key]
         if not unit.waiting:
             self._unit_done(unit)
 
@@ -213,7 +211,7 @@ class DataParallel:
         """Expect so many gradients of each parameter from each stage that reads it before a unit is done."""
         for unit in self.units:
             # In a pipeline two stages of a rank may each have a gradient of tied ends.
-            readers = {slot.name: 1 if self.each_microbatch else len(slot.owners) for slot in unit.slots}
+            readers = {slot.key: 1 if self.each_microbatch else len(slot.owners) for slot in unit.slots}
             waits = not self.each_microbatch or self.zero < 2 or unit.shards is None
             several = (waits and self._microbatches > 1) or max(readers.values()) > 1
             unit.expect({name: gradients * count for name, count in readers.items()}, several)
@@ -244,7 +242,7 @@ class DataParallel:
         """This rank's gradient of the parameter that the other end of the pipeline holds too."""
         for unit in self.units:
             for slot in unit.slots:
-                if slot.name == self._apart:
+                if slot.key == self._apart:
                     yield unit.gradient_of(slot)
 
     def _sum_over_tensor(self) -> None:
@@ -320,13 +318,13 @@ class DataParallel:
         """Take the squares of what the tensor axis and the ends of the pipeline have summed."""
         flats = []
         for unit in self.units:
-            early = {slot.name for slot in unit.slots} - self._late(unit)
+            early = {slot.key for slot in unit.slots} - self._late(unit)
             flats += unit.counted_gradients(early | self.elsewhere)
         self._squares.append(sum_of_squares(flats, self.mesh.device))
 
     def _late(self, unit: Unit) -> set[str]:
         """The parameters of a unit whose gradients are summed once more after the reductions of the units."""
-        summed = {slot.name for _, slot in unit.slots_summed()}
+        summed = {slot.key for _, slot in unit.slots_summed()}
         return summed | ({self._apart} if self._apart and self.mesh.ends is not None else set())
 
     def squares(self, exact: bool = False) -> Tensor:

@@ -121,7 +121,7 @@ def initialise(states: DataParallel, model: ModelSpec, seed: int) -> None:
     for unit in states.units:
         for slot in unit.slots:
             local, indices = unit.local(unit.stored, slot), slot.indices()
-            whole = torch.Size(slot.piece.whole)
-            init_part_(local, model, seed=seed, name=slot.name, index_vectors=indices, shape=whole)
+            whole = torch.Size(slot.global_shape)
+            init_part_(local, model, seed=seed, name=slot.key, index_vectors=indices, shape=whole)
             local[indices[0] >= whole[0]] = 0.0  # padding
         unit.expire()

@@ -163,5 +163,5 @@ def shard_parameters(decoder: Decoder, pieces: Mapping[str, Piece]) -> None:
     for module in decoder.modules():
         for attribute, whole in list(module.named_parameters(recurse=False)):
             if whole not in replaced:
-                replaced[whole] = nn.Parameter(whole.new_empty(pieces[names[whole]].shape))
+                replaced[whole] = nn.Parameter(whole.new_empty(pieces[names[whole]].local_shape))
             setattr(module, attribute, replaced[whole])

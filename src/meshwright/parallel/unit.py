@@ -62,7 +62,7 @@ class Unit:
         self.slots, self.shards, self.replicas = slots, shards, replicas
         self.formats, self.mesh = formats, mesh
         self.ranks = shards.size if shards else 1
-        self.routed = slots[0].piece.experts is not None
+        self.routed = slots[0].piece.routed
         """Whether it is of routed experts, which never share a unit with others."""
         self._axis = mesh.expert_data if self.routed else mesh.shard
         self.part = sum(slot.padded for slot in slots)
@@ -77,7 +77,7 @@ class Unit:
         self._storage_bytes = self.full.untyped_storage().nbytes()
         self._gathering: tuple[Pending, Tensor] | None = None
         self.ready = self.aliased
-        self.parameters = {slot.name: self._compute_parameter(slot) for slot in slots}
+        self.parameters = {slot.key: self._compute_parameter(slot) for slot in slots}
         if not self.aliased:
             self._resize(0)
         self.packed: Tensor | None = None
@@ -101,7 +101,7 @@ class Unit:
 
     def _compute_parameter(self, slot: ParamSlot) -> nn.Parameter:
         rows = self._whole(slot).flatten(slot.dim, slot.dim + 1)
-        parameter = nn.Parameter(rows.narrow(slot.dim, 0, slot.shape[slot.dim]))
+        parameter = nn.Parameter(rows.narrow(slot.dim, 0, slot.piece.local_shape[slot.dim]))
         for module, attribute in slot.owners:
             setattr(module, attribute, parameter)
         return parameter
@@ -116,7 +116,7 @@ class Unit:
     def tensors(self, flat: Tensor) -> Iterator[tuple[str, Stored]]:
         """(name, part of the whole) for each parameter of a flat buffer in stored form, in its memory."""
         for slot in self.slots:
-            yield slot.name, stored(slot, self.local(flat, slot), self.mesh, self.shards is not None)
+            yield slot.key, stored(slot, self.local(flat, slot), self.mesh, self.shards is not None)
 
     # Gathering parameters ---------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class Unit:
         pieces = [(rows[:whole], evenly.movedim(dim, 0))]
         if rest:
             pieces.append((rows[whole].narrow(dim, 0, rest), grad.narrow(dim, whole * per_rank, rest)))
-        if slot.name in self.arrived:
+        if slot.key in self.arrived:
             for target, source in pieces:
                 target.add_(source)
             return
@@ -205,7 +205,7 @@ class Unit:
         if rest:  # the padding
             rows[whole].narrow(dim, rest, per_rank - rest).zero_()
         rows[whole + (1 if rest else 0) :].zero_()
-        self.arrived.add(slot.name)
+        self.arrived.add(slot.key)
 
     def _new_packed(self) -> Tensor:
         size = self.ranks * self.part
@@ -217,7 +217,7 @@ class Unit:
         packed = self.packed if self.packed is not None else self._new_packed()
         self.packed = packed
         for slot in self.slots:
-            if slot.name not in self.arrived:
+            if slot.key not in self.arrived:
                 self._packed_rows(slot).zero_()
         self.arrived = set()
         if self.shards is not None:
@@ -255,7 +255,7 @@ class Unit:
         if self.mesh.replicate.rank > 0 or (self.shards is None and self._axis.rank > 0):
             return []
         rank = self.mesh.tensor.rank
-        return [slot for slot in self.slots if rank % slot.piece.copies == 0 and slot.name not in without]
+        return [slot for slot in self.slots if rank % slot.piece.copies == 0 and slot.key not in without]
 
     def counted_gradients(self, without: Collection[str] = ()) -> list[Tensor]:
         """The parts of `gradient` of the parameters that this rank counts, adjacent ones as one."""

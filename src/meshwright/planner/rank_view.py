@@ -101,8 +101,8 @@ def shards(spec: RunSpec) -> int:
 
 def part_elements(piece: Piece, ranks: int) -> int:
     """Elements that one of `ranks` stores of a piece, padding included."""
-    rows = piece.shape[piece.rows_dim]
-    return ceil(rows / ranks) * (prod(piece.shape) // rows)
+    rows = piece.local_shape[piece.rows_dim]
+    return ceil(rows / ranks) * (prod(piece.local_shape) // rows)
 
 
 def recomputed(spec: RunSpec, kind: SavedOp) -> bool:

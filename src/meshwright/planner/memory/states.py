@@ -114,7 +114,7 @@ def units(at: RankView) -> list[StateShard]:
 
 
 def _unit(name: str, routed: bool, ranks: int, pieces: Sequence[Piece], zero: int) -> StateShard:
-    sizes = [(part_elements(piece, ranks), len(piece.whole) >= 2) for piece in pieces]
+    sizes = [(part_elements(piece, ranks), len(piece.global_shape) >= 2) for piece in pieces]
     decays = sum(size for size, decay in sizes if decay)
     return StateShard(name, routed, ranks, sum(size for size, _ in sizes), decays, zero)
 
