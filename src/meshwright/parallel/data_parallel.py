@@ -50,7 +50,7 @@ UnitModules = Sequence[nn.Module]
 
 @dataclass(frozen=True)
 class _Reduction:
-    """A reduction under way, and what follows when it has ended."""
+    """A reduction in flight, and the callback to run when it has ended."""
 
     work: Pending
     then: Callable[[], None]
@@ -83,16 +83,17 @@ class DataParallel:
         self.mesh, self.formats, self._pieces, self._names, self._apart = mesh, formats, pieces, names, apart
         self.zero = mesh.layout.zero if max(mesh.shard.size, mesh.expert_data.size) > 1 else 0
         self.each_microbatch = mesh.pipeline.size == 1
-        """Whether units are gathered and reduced for each microbatch, where the stage of ZeRO says so."""
+        """True if the ZeRO stage decides what moves in each microbatch; False in a pipeline, where all moves
+        once."""
         self.modules = units
-        """What computes with the units of each group, in the order of the forward."""
+        """Modules that use the units of each group, in the order of the forward."""
         self._groups = [list(self._make_units(modules)) for modules in units]
         self.units = [unit for group in self._groups for unit in group]
         self._places = {unit.parameters[slot.key]: (unit, slot) for unit in self.units for slot in unit.slots}
         self._depth = {id(unit): len(group) for group in self._groups for unit in group}
         ends = mesh.ends
         self.elsewhere = {apart} if apart and ends is not None and ends.rank > 0 else set()
-        """Parameters that this rank has, but another rank of the pipeline counts."""
+        """Names of parameters that this rank holds but another pipeline rank counts in the norm."""
         self._scattering: deque[_Reduction] = deque()
         self._replicating: deque[_Reduction] = deque()
         self._squares: list[Tensor] = []
@@ -112,7 +113,7 @@ class DataParallel:
                 parameter.register_post_accumulate_grad_hook(on_gradient)
 
     def _make_units(self, modules: UnitModules) -> Iterator[Unit]:
-        """What moves together with these modules: their parameters, and apart from them routed experts."""
+        """Units of these modules: one of their parameters, and a second one of their routed experts."""
         owners: dict[str, list[tuple[nn.Module, str]]] = {}
         for root in modules:
             for module in root.modules():
@@ -138,7 +139,8 @@ class DataParallel:
     # When things move -------------------------------------------------------------------------------
 
     def _hook(self, index: int, module: nn.Module, after: int | None) -> None:
-        """Let a module of group `index` gather what it needs, and then group `after`, which runs next."""
+        """Make a module of group `index` gather its units, and start to gather those of `after`, the next
+        group."""
         module.register_forward_pre_hook(lambda _module, _args: self._gather(index, after))
         module.register_forward_hook(lambda module, _args, output: self._after_forward(index, module, output))
 
@@ -176,7 +178,8 @@ class DataParallel:
         self._gather(index, None if index == 1 and self._last_microbatch else index - 1)
 
     def _stays(self, unit: Unit) -> bool:
-        """True if a unit stays whole after its backward, for the next forward: tied ends, the first block."""
+        """True if a unit stays gathered after its backward for the next forward: tied ends, the first
+        block."""
         if not self.each_microbatch or self._last_microbatch:
             return False
         return unit in self._groups[1] or (len(self.modules[0]) > 1 and unit in self._groups[0])
@@ -187,7 +190,8 @@ class DataParallel:
             self.take(parameter, grad)
 
     def take(self, parameter: nn.Parameter, grad: Tensor) -> None:
-        """Add a gradient that was found apart from the backward."""
+        """Add a parameter's gradient; for gradients computed outside autograd's hooks, such as deferred
+        ones."""
         unit, slot = self._places[parameter]
         unit.pack(slot, grad)
         unit.waiting[slot.key] -= 1
@@ -239,14 +243,14 @@ class DataParallel:
         self._square_late()
 
     def _gradients_apart(self) -> Iterator[Tensor]:
-        """This rank's gradient of the parameter that the other end of the pipeline holds too."""
+        """This rank's gradient of the tied parameter that the other end of the pipeline holds, too."""
         for unit in self.units:
             for slot in unit.slots:
                 if slot.key == self._apart:
                     yield unit.gradient_of(slot)
 
     def _sum_over_tensor(self) -> None:
-        """Add up the gradients of pieces that several tensor ranks hold, each with a part of the sum."""
+        """Sum the partial gradients of pieces that several tensor ranks hold."""
         of_axis: dict[str, tuple[Axis, list[Tensor]]] = {}
         for unit in self.units:
             for axis, slot in unit.slots_summed():
@@ -323,7 +327,7 @@ class DataParallel:
         self._squares.append(sum_of_squares(flats, self.mesh.device))
 
     def _late(self, unit: Unit) -> set[str]:
-        """The parameters of a unit whose gradients are summed once more after the reductions of the units."""
+        """Names of a unit's parameters whose gradients are summed again after the units' reductions."""
         summed = {slot.key for _, slot in unit.slots_summed()}
         return summed | ({self._apart} if self._apart and self.mesh.ends is not None else set())
 

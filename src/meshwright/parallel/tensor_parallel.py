@@ -145,7 +145,7 @@ class VocabularyParallel:
 
 
 def parameter_pieces(model: ModelSpec, mesh: Mesh) -> dict[str, Piece]:
-    """What this rank's place on the tensor and expert axes holds of each parameter, by name."""
+    """The piece of each parameter that this rank of the tensor and expert axes holds, by name."""
     axis, layout = mesh.tensor, mesh.layout
     return {
         parameter.name: expert_piece(parameter, layout.ep, layout.etp, mesh.expert.rank)

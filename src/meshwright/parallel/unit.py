@@ -63,7 +63,7 @@ class Unit:
         self.formats, self.mesh = formats, mesh
         self.ranks = shards.size if shards else 1
         self.routed = slots[0].piece.routed
-        """Whether it is of routed experts, which never share a unit with others."""
+        """True if its parameters are routed experts, which share a unit with no others."""
         self._axis = mesh.expert_data if self.routed else mesh.shard
         self.part = sum(slot.padded for slot in slots)
         self.decayed = sum(slot.padded for slot in slots if slot.decay)
@@ -84,7 +84,7 @@ class Unit:
         self.gradient: Tensor | None = None
         self.arrived: set[str] = set()
         self.waiting: dict[str, int] = {}
-        """Parameter -> gradients that are still to come before the unit is done."""
+        """Parameter -> number of gradients still expected before the unit can be reduced."""
         self._packed_format = formats.reduce
         self._notify("full", self.full)
         self._notify("stored", self.stored)
@@ -135,7 +135,7 @@ class Unit:
         self._notify("gathered", whole)
 
     def finish_gather(self) -> None:
-        """Wait for the gather and lay the parameters out whole."""
+        """Wait for the gather and copy the gathered parameters into `full`."""
         if self.ready:
             return
         self.start_gather()
@@ -169,7 +169,7 @@ class Unit:
         self._notify("resized", self.full)
 
     def expire(self) -> None:
-        """The stored values changed: the next use gathers again, into the memory that is held."""
+        """Mark `full` as outdated because `stored` changed: the next use gathers again into its memory."""
         if self._gathering:
             self._gathering[0].wait()
             self._gathering = None
@@ -187,7 +187,7 @@ class Unit:
         self._packed_format = self.formats.master if several else self.formats.reduce
 
     def pack(self, slot: ParamSlot, grad: Tensor) -> None:
-        """Take a parameter's gradient over into `packed`: copied the first time, added after that."""
+        """Copy a parameter's gradient into `packed`, or add it if one has arrived before."""
         self.packed = self.packed if self.packed is not None else self._new_packed()
         dim, per_rank = slot.dim, slot.part[slot.dim]
         rows = self._packed_rows(slot).unflatten(1, slot.part)

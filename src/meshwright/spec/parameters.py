@@ -156,8 +156,7 @@ def _rows(name: str, outputs: int, inputs: int, bias: bool, split: Split) -> Ite
 
 @dataclass(frozen=True)
 class Piece(ShardedTensor):
-    """What one tensor rank, or expert rank, holds of a parameter: some indices of dim `dim`, all of the
-    others.
+    """The part of a parameter on one tensor or expert rank: some indices of dim `dim`, all of the others.
 
     There are `parts` different pieces, each on `copies` ranks. A piece reaches beyond the end of the
     parameter by `padding` rows of zeros where a vocabulary is not divided evenly. `summed` says that the

@@ -1,8 +1,8 @@
 """The real training step of one rank of a world of any size, without the world and without memory.
 
-The step is the program's own: `parallelize`, the pipeline's list, the optimiser. Three things are others: the
-device is faked (`fake_memory.py`), the process groups send nothing, and a router deals its tokens to all its
-experts alike, since what data would decide is not known.
+The step is the program's own: `parallelize`, the pipeline's schedule, the optimiser. Three things are
+replaced: the device is fake (`memory_tracker.py`), process groups send nothing, and routers send equally many
+tokens to every expert, since the routing of real data is not known.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ STATES = (PARAMETERS, MASTERS, GRADIENTS, OPTIMISER, BALANCE)
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What one rank's step took: bytes by component, by part of the model, and on the wire."""
+    """Resources of one rank's step: bytes by component, by part of the model, and on the wire."""
 
     peak: int
-    """The most at any time of the step."""
+    """Peak bytes of the step."""
     by_component: dict[str, int]
-    """Of that, by `COMPONENTS`."""
+    """The peak's bytes by `COMPONENTS`."""
     by_module: dict[str, dict[str, int]]
-    """The same of each unit of the model, and of "" for what serves none."""
+    """The peak's bytes by unit of the model, then component; "" stands for no unit."""
     most: dict[str, int]
-    """The most of each component alone, whenever it was."""
+    """Peak bytes of each component by itself."""
     wire: dict[tuple[str, str], float]
     """(axis, operation) -> bytes that the rank sends."""
     calls: dict[tuple[str, str], int]
@@ -112,7 +112,7 @@ _SUMS = ("groups", "host_collectives", "device_waits")
 
 
 def _counts(mesh: Mesh, groups: Groups, memory: FakeMemory, started: float) -> dict[str, float]:
-    """What a rank has made, sent and waited for so far.
+    """Counts of what a rank has constructed, sent and waited for so far.
 
     `groups` are constructions of process groups, `host_collectives` rounds of the control plane,
     `collectives` those on devices, messages included, and `device_waits` reads of the host that wait for the
@@ -213,7 +213,7 @@ def _unit_of(slots: list[ParamSlot]) -> str:
 
 
 class _Watch(ActionHook):
-    """Tells activations, which an action leaves for another, from temporaries."""
+    """Distinguishes activations, which an action leaves for another, from temporaries."""
 
     def __init__(self, memory: FakeMemory) -> None:
         self._memory = memory
@@ -244,7 +244,7 @@ def _nothing() -> None:
 
 
 def _tell(memory: FakeMemory, trainer: Trainer) -> None:
-    """Say what a trainer's tensors are, and be told where its step is."""
+    """Mark a trainer's tensors, and install the callbacks that follow its step."""
     optimiser, decoder, spec = trainer.optimiser, trainer.decoder, trainer.spec
     for unit, *moments in zip(trainer.states.units, *optimiser.moments.values(), strict=True):
         for moment in moments:
@@ -268,7 +268,7 @@ def _name_of(decoder: Decoder, module: torch.nn.Module) -> str:
 
 
 def _follow(memory: FakeMemory, module: torch.nn.Module, name: str) -> None:
-    """What is made in this part of the model, forward and backward, serves it."""
+    """Attribute allocations in the forward and backward of `module` to `name`."""
 
     def enter(*_: Any) -> None:
         memory.module = name
@@ -335,7 +335,7 @@ def _route_evenly(mixture: Moe, share: float) -> None:
 
 
 def _of(kinds: Counter[str], kind: str) -> int:
-    """Collectives outside the units are messages, too."""
+    """Bytes of a kind; collectives outside units count as messages."""
     return kinds[kind] + (kinds[COLLECTIVES] if kind == MESSAGES else 0)
 
 

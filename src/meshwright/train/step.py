@@ -224,7 +224,7 @@ def kinds_of_microbatches(spec: RunSpec) -> Iterator[Batch]:
 
 
 def own_tokens(batch: Batch, mesh: Mesh) -> Batch:
-    """What a context rank computes on: its tokens of each sequence; the documents stay whole."""
+    """A context rank's tokens of each sequence of a batch; `documents` stay those of whole sequences."""
     axis = mesh.context
     tokens, targets, positions = (share(x, axis) for x in (batch.tokens, batch.targets, batch.positions))
     return replace(batch, tokens=tokens, targets=targets, positions=positions)
