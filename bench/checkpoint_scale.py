@@ -21,9 +21,10 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.checkpoint.manifest import Manifest, PartFile, join, report
-from meshwright.checkpoint.pieces import Part, Rectangle
+from meshwright.checkpoint.pieces import Part
 from meshwright.checkpoint.save_plan import cut_rows, rectangles
 from meshwright.checkpoint.store import PART_RANKS, PARTS
+from meshwright.spec.sharded_tensor import Rectangle
 
 T = TypeVar("T")
 HIDDEN, INNER, HEAD, VOCAB = 16384, 53248, 1024, 128256

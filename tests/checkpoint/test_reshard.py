@@ -80,7 +80,7 @@ def chunks_are_the_places_of_local_elements(control: Control, directory: Path) -
             for tensor in placed({"x": full}, mesh, placements).values():
                 seen = 0
                 for chunk in local_chunks("x", tensor):
-                    box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+                    box = tuple(slice(o, o + s) for o, s in zip(*chunk.rectangle, strict=True))
                     assert torch.equal(chunk.local, full[box])
                     seen += chunk.local.numel()
                 assert isinstance(tensor, DTensor)

@@ -38,7 +38,7 @@ def counted_copies() -> Iterator[list[Copies]]:
 
     def count(trip: AllToAllDispatcher, *args: Any) -> None:
         settle(trip, *args)
-        if not trip._kept.second:
+        if not trip._cache.recomputing:
             here = trip._axis.rank
             found.append(
                 Copies(

@@ -7,9 +7,7 @@ ids of tokens, are kilobytes. Of context ranks the first sees most keys, and hol
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ from layouts import draw
 from meshwright.data.loader import Batch
 from meshwright.hardware.find import cluster
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.unit import UnitObserver
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.memory.exact import memory_model
 from meshwright.planner.memory.generic import Memory
@@ -39,10 +38,10 @@ LLAMA: dict[str, object] = {
 class SecondStep(Trainer):
     """Takes a step before the one whose peak counts."""
 
-    def __init__(self, spec: RunSpec, mesh: Mesh, make_unit: Callable[..., Any]) -> None:
-        super().__init__(spec, mesh, make_unit)
-        assert isinstance(make_unit, partial)
-        self._memory: FakeMemory = make_unit.args[0]
+    def __init__(self, spec: RunSpec, mesh: Mesh, observer: UnitObserver) -> None:
+        super().__init__(spec, mesh, observer)
+        assert isinstance(observer, dryrun._BufferAccount)
+        self._memory: FakeMemory = observer._memory
 
     def step(self, batch: Batch, number: int, following: Batch | None = None, *_: Any, **__: Any) -> Step:
         super().step(batch, number, following)

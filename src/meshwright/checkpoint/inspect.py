@@ -13,8 +13,9 @@ from meshwright.checkpoint.directory import candidates, published, read_latest
 from meshwright.checkpoint.disk import MANIFEST, Disk
 from meshwright.checkpoint.errors import BadCheckpointError
 from meshwright.checkpoint.manifest import Manifest, check_cover
-from meshwright.checkpoint.pieces import Part, Piece, Rectangle
+from meshwright.checkpoint.pieces import Part, Piece
 from meshwright.checkpoint.reader import check_size, read_manifest, read_part, verify_piece
+from meshwright.spec.sharded_tensor import Rectangle
 
 
 @dataclass(frozen=True)

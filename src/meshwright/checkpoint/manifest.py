@@ -26,7 +26,6 @@ from meshwright.checkpoint.pieces import (
     ITEM_BYTES,
     MAX_BYTES,
     Part,
-    Rectangle,
     common,
     count,
     counts,
@@ -35,6 +34,7 @@ from meshwright.checkpoint.pieces import (
     text,
     within,
 )
+from meshwright.spec.sharded_tensor import Rectangle
 
 VERSION = 2
 Spread = tuple[tuple[int, Rectangle], ...]

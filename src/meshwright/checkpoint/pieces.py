@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.checkpoint.disk import is_rank_file, rank_file
+from meshwright.spec.sharded_tensor import Rectangle
 
 MAX_DIMS = 16
 MAX_BYTES = 1 << 62
@@ -37,8 +38,6 @@ ITEM_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
-Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes."""
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,13 @@ from torch.distributed.tensor import DTensor
 from meshwright.checkpoint.disk import MANIFEST, Disk, parse_step_name
 from meshwright.checkpoint.errors import BadCheckpointError
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.pieces import Part, Piece, Rectangle, common, covers_once
+from meshwright.checkpoint.pieces import Part, Piece, common, covers_once
 from meshwright.checkpoint.replicas import Replicas, deal
-from meshwright.checkpoint.save_plan import DTYPE_NAMES, DTYPES, Chunk, local_chunks
+from meshwright.checkpoint.save_plan import DTYPE_NAMES, DTYPES, LocalShard, local_chunks
 from meshwright.parallel.flat_param import UnpaddedDTensor
 from meshwright.parallel.mesh import TrafficCounter
 from meshwright.spec.errors import UserError, did_you_mean
+from meshwright.spec.sharded_tensor import Rectangle
 
 READ_BYTES = 16 << 20
 MAX_TEXT_BYTES = 1 << 30
@@ -122,13 +123,13 @@ def match_tensors(manifest: Manifest, tensors: Mapping[str, Tensor | UnpaddedDTe
 class StagedTensor:
     """A verified rectangle of a live tensor, on the host, that waits for the other ranks' verdict."""
 
-    chunk: Chunk
+    chunk: LocalShard
     data: Tensor
 
     @property
     def rectangle(self) -> Rectangle:
         """Its place in the tensor."""
-        return self.chunk.offsets, self.chunk.sizes
+        return self.chunk.rectangle
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class _Copy:
         source, target = data, self.target.data
         for dim, (offset, size) in enumerate(zip(*self.shared, strict=True)):
             source = source.narrow(dim, offset - piece.offsets[dim], size)
-            target = target.narrow(dim, offset - self.target.chunk.offsets[dim], size)
+            target = target.narrow(dim, offset - self.target.chunk.offset[dim], size)
         target.copy_(source)
 
 
@@ -186,7 +187,7 @@ class Reading:
             if reader == replicas.index:
                 tensor = self.tensors[name]
                 self._staged[name] = [
-                    StagedTensor(chunk, torch.empty(chunk.sizes, dtype=tensor.dtype))
+                    StagedTensor(chunk, torch.empty(chunk.local_shape, dtype=tensor.dtype))
                     for chunk in local_chunks(name, tensor)
                 ]
         fetches: dict[str, list[_Fetch]] = defaultdict(list)
@@ -240,10 +241,11 @@ class Reading:
                 found[id(copy.target)].append(copy.shared)
         for name, staged in self._staged.items():
             for each in staged:
-                if not covers_once(found[id(each)], each.chunk.sizes):
+                if not covers_once(found[id(each)], each.chunk.local_shape):
                     raise BadCheckpointError(
                         f"{self.path / MANIFEST} cannot be trusted: the pieces of tensor {name} do not cover "
-                        f"its rows from {list(each.chunk.offsets)} on, {list(each.chunk.sizes)}, exactly once"
+                        f"its rows from {list(each.chunk.offset)} on, {list(each.chunk.local_shape)}, "
+                        "exactly once"
                     )
 
     def _read_file(self, path: Path, size: int, fetches: list[_Fetch]) -> None:

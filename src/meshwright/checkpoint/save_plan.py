@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshwright.checkpoint.pieces import ITEM_BYTES, Rectangle
+from meshwright.checkpoint.pieces import ITEM_BYTES
 from meshwright.checkpoint.replicas import Replicas, deal
 from meshwright.parallel.flat_param import UnpaddedDTensor
+from meshwright.spec.sharded_tensor import Rectangle, ShardedTensor
 
 PIECE_BYTES = 64 << 20
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
@@ -31,25 +32,23 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A rectangle of a global tensor that this rank holds; ``local`` is a view into its storage."""
+class LocalShard(ShardedTensor):
+    """A rectangle of a global tensor that this rank holds; `local` is a view of its memory."""
 
-    name: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
     local: Tensor
 
 
-def local_chunks(name: str, tensor: Tensor | UnpaddedDTensor) -> list[Chunk]:
+def local_chunks(name: str, tensor: Tensor | UnpaddedDTensor) -> list[LocalShard]:
     """The rectangles of ``tensor`` on this rank, none where its shard is empty or it is outside the mesh.
 
     A plain tensor is the same on every rank that has it. Raises ValueError for a Partial placement.
     """
     if isinstance(tensor, UnpaddedDTensor):
         real = (_first_rows(chunk, tensor.rows) for chunk in local_chunks(name, tensor.padded))
-        return [chunk for chunk in real if chunk.sizes[0]]
+        return [chunk for chunk in real if chunk.local_shape[0]]
     if not isinstance(tensor, DTensor):
-        whole = Chunk(name, (0,) * tensor.ndim, tuple(tensor.shape), tensor.detach())
+        shape = tuple(tensor.shape)
+        whole = LocalShard(name, shape, (0,) * tensor.ndim, shape, tensor.detach())
         return [whole] if tensor.numel() else []
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
@@ -68,7 +67,7 @@ def local_chunks(name: str, tensor: Tensor | UnpaddedDTensor) -> list[Chunk]:
         view = local
         for dim, (start, length) in enumerate(zip(places, lengths, strict=True)):
             view = view.narrow(dim, start, length)
-        chunks.append(Chunk(name, offsets, lengths, view))
+        chunks.append(LocalShard(name, tuple(tensor.shape), offsets, lengths, view))
     return chunks
 
 
@@ -94,10 +93,12 @@ def _rectangles(indices: list[Tensor]) -> Iterator[tuple[tuple[int, ...], Rectan
         yield places, (offsets, lengths)
 
 
-def _first_rows(chunk: Chunk, rows: int) -> Chunk:
+def _first_rows(chunk: LocalShard, rows: int) -> LocalShard:
     """The part of a rectangle that lies in the first ``rows`` of the whole."""
-    count = max(0, min(chunk.sizes[0], rows - chunk.offsets[0]))
-    return Chunk(chunk.name, chunk.offsets, (count, *chunk.sizes[1:]), chunk.local.narrow(0, 0, count))
+    count = max(0, min(chunk.local_shape[0], rows - chunk.offset[0]))
+    shape = (count, *chunk.local_shape[1:])
+    whole = (rows, *chunk.global_shape[1:])
+    return LocalShard(chunk.key, whole, chunk.offset, shape, chunk.local.narrow(0, 0, count))
 
 
 def _global_indices(
@@ -137,15 +138,15 @@ def _runs(index: Tensor) -> Iterator[tuple[int, int, int]]:
             yield start, int(index[start]), end - start
 
 
-def _cut(chunk: Chunk) -> Iterator[Chunk]:
+def _cut(chunk: LocalShard) -> Iterator[LocalShard]:
     """Cut a rectangle along its first dim into pieces of at most PIECE_BYTES (one row at least)."""
-    if not chunk.sizes:
+    if not chunk.local_shape:
         yield chunk
         return
-    for start, rows in cut_rows(chunk.sizes, chunk.local.element_size()):
-        offsets = (chunk.offsets[0] + start, *chunk.offsets[1:])
+    for start, rows in cut_rows(chunk.local_shape, chunk.local.element_size()):
+        offsets = (chunk.offset[0] + start, *chunk.offset[1:])
         view = chunk.local.narrow(0, start, rows)
-        yield Chunk(chunk.name, offsets, tuple(view.shape), view)
+        yield LocalShard(chunk.key, chunk.global_shape, offsets, tuple(view.shape), view)
 
 
 def cut_rows(sizes: Sequence[int], item_bytes: int) -> Iterator[tuple[int, int]]:
@@ -170,9 +171,9 @@ def describe(tensors: Mapping[str, Tensor | UnpaddedDTensor], rank: int) -> dict
     return found
 
 
-def own_share(tensors: Mapping[str, Tensor | UnpaddedDTensor], names: Collection[str]) -> list[Chunk]:
+def own_share(tensors: Mapping[str, Tensor | UnpaddedDTensor], names: Collection[str]) -> list[LocalShard]:
     """The pieces of the tensors `names` that this rank writes: its equal share of what its replicas hold."""
-    pieces: dict[Replicas, list[Chunk]] = defaultdict(list)
+    pieces: dict[Replicas, list[LocalShard]] = defaultdict(list)
     for name in sorted(names):
         replicas = Replicas.of(tensors[name])
         if replicas is not None:

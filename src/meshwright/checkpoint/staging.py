@@ -18,25 +18,24 @@ import torch
 from torch import Tensor
 
 from meshwright.checkpoint.pieces import ITEM_BYTES
-from meshwright.checkpoint.save_plan import DTYPE_NAMES, DTYPES, Chunk
+from meshwright.checkpoint.save_plan import DTYPE_NAMES, DTYPES, LocalShard
+from meshwright.spec.sharded_tensor import ShardedTensor
 
 BLOCK_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
-class ImageSlot:
-    """Where a chunk lies in the image: from byte ``start`` of a block on."""
+class ImageSlot(ShardedTensor):
+    """A rectangle of a tensor in the image: from byte `start` of block `block` on."""
 
-    name: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
     dtype: str
     block: int
     start: int
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.sizes) * ITEM_BYTES[self.dtype]
+        """Bytes of its elements."""
+        return math.prod(self.local_shape) * ITEM_BYTES[self.dtype]
 
 
 class HostImage:
@@ -52,7 +51,7 @@ class HostImage:
         """Of the file."""
         return sum(self._lengths)
 
-    def stage(self, chunks: Iterable[Chunk]) -> None:
+    def stage(self, chunks: Iterable[LocalShard]) -> None:
         """Copy the chunks to the host; when this returns, training may change the tensors."""
         chunks = sorted(chunks, key=lambda chunk: -chunk.local.element_size())
         self._place(chunks)
@@ -66,11 +65,11 @@ class HostImage:
         with torch.no_grad():
             for slot, chunk in zip(self._slots, chunks, strict=True):
                 place = self._blocks[slot.block][slot.start : slot.start + slot.bytes]
-                place.view(DTYPES[slot.dtype]).view(slot.sizes).copy_(chunk.local, non_blocking=True)
+                place.view(DTYPES[slot.dtype]).view(slot.local_shape).copy_(chunk.local, non_blocking=True)
         for device in devices:
             torch.cuda.synchronize(device)
 
-    def _place(self, chunks: Iterable[Chunk]) -> None:
+    def _place(self, chunks: Iterable[LocalShard]) -> None:
         """Find a slot for each chunk: a block ends where the next chunk would exceed BLOCK_BYTES."""
         self._slots, self._lengths = [], []
         for chunk in chunks:
@@ -79,7 +78,7 @@ class HostImage:
                 self._lengths.append(0)
             dtype, block = DTYPE_NAMES[chunk.local.dtype], len(self._lengths) - 1
             self._slots.append(
-                ImageSlot(chunk.name, chunk.offsets, chunk.sizes, dtype, block, self._lengths[-1])
+                ImageSlot(chunk.key, chunk.global_shape, *chunk.rectangle, dtype, block, self._lengths[-1])
             )
             self._lengths[-1] += size
 
@@ -94,6 +93,6 @@ class HostImage:
         for slot in self._slots:
             content = data[slot.block][slot.start : slot.start + slot.bytes]
             digest = hashlib.sha256(content).hexdigest()
-            found.append([slot.name, list(slot.offsets), list(slot.sizes), start, slot.bytes, digest])
+            found.append([slot.key, list(slot.offset), list(slot.local_shape), start, slot.bytes, digest])
             start += slot.bytes
         return found

@@ -1,9 +1,9 @@
-"""Causal attention on the CPU, one block of queries at a time, as an operator of its own.
+"""Causal attention on the CPU, one block of queries at a time, as a custom operator.
 
-Why not torch's: its CPU flash kernel reaches a third of this machine's bf16 matmul rate. Batched matmuls over
-a block of queries and the keys that they see reach twice as much, and skip what the causal mask hides.
-As in flash attention (Dao et al. 2022) the backward computes the probabilities again, so memory is linear in
-the sequence. Scores are rounded to the input's format before the softmax, which sums in fp32.
+PyTorch's CPU flash kernel reaches a third of a CPU's bf16 matmul rate. Batched matmuls over a block of
+queries and the keys that they attend to reach twice as much, and skip keys that the causal mask hides. As in
+flash attention (Dao et al. 2022) the backward recomputes the probabilities, so memory is linear in the
+sequence length. Scores are rounded to the input's format before the softmax, which sums in fp32.
 
 Being one operator (`torch.ops.meshwright.blocked_attention`) it can be saved or recomputed by name, runs on
 fake tensors, and counts its FLOPs. Shapes: B batch, T queries, S keys, H heads, K key-value heads,
@@ -95,7 +95,7 @@ BODIES: dict[Any, Callable[..., Any]] = {
     torch.ops.meshwright.blocked_attention.default: attend_in_blocks,
     torch.ops.meshwright.blocked_attention_backward.default: _differentiate_in_blocks,
 }
-"""Of each operator what it computes: for whom it is no whole, such as a count of its temporaries."""
+"""The function behind each operator, for those who look inside, such as a count of its temporaries."""
 
 
 @register_flop_formula(torch.ops.meshwright.blocked_attention)

@@ -32,7 +32,7 @@ _MOST_CHANNELS = 256
 
 
 def flash_takes(like: Tensor, head_dim: int) -> bool:
-    """Whether the kernel takes heads of `head_dim` channels in the format, and on the device, of `like`."""
+    """True if the flash kernel supports heads of `head_dim` channels, and the dtype and device of `like`."""
     half = like.dtype in (torch.float16, torch.bfloat16)
     return like.is_cuda and half and head_dim % 8 == 0 and head_dim <= _MOST_CHANNELS
 
@@ -149,7 +149,7 @@ def _bound(longest: int) -> int:
 
 
 class Packed(NamedTuple):
-    """What every query of a batch sees, as sequences laid end to end."""
+    """Attention mask of a packed batch: the documents of all rows as sequences laid end to end."""
 
     ends: Tensor
     """int32, from 0 to B T: where documents end in the rows of the batch, one after another."""
@@ -191,12 +191,12 @@ class FlashCall(NamedTuple):
     keys: Rows
     """A key once for each sequence that sees it."""
     bounds: tuple[Tensor, Tensor, int, int, bool, None]
-    """What `varlen_attention` takes after q, k and v; there is no window."""
+    """Arguments of `varlen_attention` after q, k and v, without a window."""
 
 
 @dataclass(frozen=True)
 class FlashPart:
-    """What the queries see of one part of the keys, a query in one run at most."""
+    """Attention of queries to one part of the keys, as runs; a query is in at most one run."""
 
     runs: tuple[FlashCall, ...]
     batch: int
@@ -288,7 +288,7 @@ def flash_backward(
 
 
 def _whole_output(_grad: Tensor, out: Tensor) -> Tensor:
-    """What `flash_backward` remembers of the forward: the kernel makes its own row products."""
+    """The output, which `flash_backward` needs: the kernel computes row products itself."""
     return out
 
 
@@ -307,5 +307,5 @@ FLASH = PartOperators(make_flash_part, flash_forward, _whole_output, flash_backw
 
 
 def part_operators(q_BTHd: Tensor, intervals: AttentionIntervals) -> PartOperators:
-    """What computes the attention of these queries, part by part."""
+    """The operators for partial attention of these queries: flash kernels where supported, else tiles."""
     return FLASH if not intervals.windowed and flash_takes(q_BTHd, q_BTHd.shape[-1]) else TILES

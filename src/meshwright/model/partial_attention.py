@@ -40,12 +40,13 @@ class Tile:
     rows: slice
     columns: slice
     borders: tuple[slice, ...]
-    """Of the columns, those that not every query sees."""
+    """The columns that some of the queries do not attend to."""
 
 
 @dataclass(frozen=True)
 class PartialAttention:
-    """What queries see of one part of the keys: its rows `low` to `high` (B, T), and the work this is."""
+    """Queries that attend to rows `low` to `high` (B, T) of one part of the keys, and the tiles to
+    compute."""
 
     low: Tensor
     high: Tensor
@@ -253,7 +254,7 @@ def _limit(dtype: torch.dtype) -> float:
 
 
 def _bounded(q: Tensor, k: Tensor) -> bool:
-    """Whether all scores are so small that exp needs no maximum taken off: |q k| <= |q| |k|.
+    """True if all scores are so small that exp needs no maximum subtracted: |q k| <= |q| |k|.
 
     Saves two passes over the scores. Not asked on devices that would have to be waited for.
     """

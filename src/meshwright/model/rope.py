@@ -56,11 +56,11 @@ def _llama3(base: Tensor, scaling: Llama3Rope) -> Tensor:
 
 
 def _yarn(base: Tensor, scaling: YarnRope, theta: float) -> Tensor:
-    """YaRN's ramp over channels: those of `beta_fast` turns and more stay, of `beta_slow` are divided."""
+    """YaRN's ramp: channels with at least `beta_fast` turns are kept, with at most `beta_slow` divided."""
     dims = 2 * len(base)
 
     def channel(turns: float) -> float:
-        """The channel pair, as a number between two, that turns so often in the original context."""
+        """The fractional index of the channel pair that makes `turns` turns in the original context."""
         return dims * math.log(scaling.original_max_seq_len / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first, last = channel(scaling.beta_fast), channel(scaling.beta_slow)
@@ -73,7 +73,7 @@ def _yarn(base: Tensor, scaling: YarnRope, theta: float) -> Tensor:
 
 
 def attention_factor(spec: ModelSpec) -> float:
-    """What YaRN multiplies cosines and sines by; 1 without it."""
+    """Factor of cosines and sines with YaRN; 1 without it."""
     scaling = spec.rope_scaling
     if not isinstance(scaling, YarnRope):
         return 1.0
@@ -85,7 +85,7 @@ def attention_factor(spec: ModelSpec) -> float:
 
 
 def score_factor(spec: ModelSpec) -> float:
-    """What latent attention's scores are multiplied by beside 1 / sqrt(head_dim), with YaRN; 1 without it."""
+    """Factor of latent attention's scores with YaRN, in addition to 1 / sqrt(head_dim); 1 without it."""
     scaling = spec.rope_scaling
     if not isinstance(scaling, YarnRope) or not scaling.mscale_all_dim:
         return 1.0
@@ -97,8 +97,10 @@ def _mscale(factor: float, weight: float) -> float:
 
 
 class _Rotate(torch.autograd.Function):
-    """A rotation's gradient is the opposite rotation, so nothing of x is kept. Of more channels than the
-    tables have, the last turn, and the others are copied."""
+    """Rotation of the last channels, as many as the tables have; the others are copied.
+
+    Its gradient is the opposite rotation, so nothing of x is saved.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -123,7 +125,9 @@ def _turn(x: Tensor, cosine: Tensor, sine: Tensor, sign: int) -> Tensor:
 
 
 def rotate(x_BTHd: Tensor, rope: Rope) -> Tensor:
-    """Turn each head's channel pairs by their position's angle, or those of its last channels, as many as the
-    tables have; same shape and dtype out."""
+    """Rotate channel pairs of x (B, T, H, d) by their position's angle; same shape and dtype.
+
+    If the tables have fewer than d channels, the last ones of each head are rotated.
+    """
     turned: Tensor = _Rotate.apply(x_BTHd, *rope)
     return turned

@@ -219,7 +219,7 @@ class Control:
         return f"{self.rounds}/{name}"
 
     def _keys_of(self, number: int, parts: int) -> Iterator[str]:
-        """What a round left in the store."""
+        """Keys that a round left in the store."""
         names = ["blocks", "all", "value", *(f"value/{index}" for index in range(parts))]
         names += [f"block/{index}" for index in range(self._blocks)]
         return (f"{number}/{name}" for name in names)

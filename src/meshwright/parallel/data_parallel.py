@@ -37,11 +37,11 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.parallel.collectives import start_all_reduce, start_reduce_scatter
-from meshwright.parallel.flat_param import Owners, ParamSlot, Stored, make_slots
+from meshwright.parallel.flat_param import Owners, Stored, make_slots
 from meshwright.parallel.grad_norm import sum_of_squares
 from meshwright.parallel.mesh import Axis, Mesh, Pending
 from meshwright.parallel.precision import Formats
-from meshwright.parallel.unit import Unit
+from meshwright.parallel.unit import Unit, UnitObserver
 from meshwright.spec.parameters import Piece
 
 UnitModules = Sequence[nn.Module]
@@ -50,7 +50,7 @@ UnitModules = Sequence[nn.Module]
 
 @dataclass(frozen=True)
 class _Reduction:
-    """A reduction under way, and what follows when it has ended."""
+    """A reduction in flight, and the callback to run when it has ended."""
 
     work: Pending
     then: Callable[[], None]
@@ -58,10 +58,6 @@ class _Reduction:
     def finish(self) -> None:
         self.work.wait()
         self.then()
-
-
-MakeUnit = Callable[[list[ParamSlot], Mesh, Axis | None, Axis, Formats], Unit]
-"""What makes a unit: `Unit`, or one that tells what it holds."""
 
 
 class DataParallel:
@@ -81,24 +77,23 @@ class DataParallel:
         pieces: Mapping[str, Piece],
         names: Mapping[nn.Parameter, str],
         apart: str | None = None,
-        make_unit: MakeUnit = Unit,
+        observer: UnitObserver | None = None,
     ) -> None:
-        self._new_unit = make_unit
+        self._observer = observer
         self.mesh, self.formats, self._pieces, self._names, self._apart = mesh, formats, pieces, names, apart
         self.zero = mesh.layout.zero if max(mesh.shard.size, mesh.expert_data.size) > 1 else 0
         self.each_microbatch = mesh.pipeline.size == 1
-        """Whether units are gathered and reduced for each microbatch, where the stage of ZeRO says so."""
+        """True if the ZeRO stage decides what moves in each microbatch; False in a pipeline, where all moves
+        once."""
         self.modules = units
-        """What computes with the units of each group, in the order of the forward."""
+        """Modules that use the units of each group, in the order of the forward."""
         self._groups = [list(self._make_units(modules)) for modules in units]
         self.units = [unit for group in self._groups for unit in group]
-        self._places = {
-            unit.parameters[slot.name]: (unit, slot) for unit in self.units for slot in unit.slots
-        }
+        self._places = {unit.parameters[slot.key]: (unit, slot) for unit in self.units for slot in unit.slots}
         self._depth = {id(unit): len(group) for group in self._groups for unit in group}
         ends = mesh.ends
         self.elsewhere = {apart} if apart and ends is not None and ends.rank > 0 else set()
-        """Parameters that this rank has, but another rank of the pipeline counts."""
+        """Names of parameters that this rank holds but another pipeline rank counts in the norm."""
         self._scattering: deque[_Reduction] = deque()
         self._replicating: deque[_Reduction] = deque()
         self._squares: list[Tensor] = []
@@ -118,33 +113,34 @@ class DataParallel:
                 parameter.register_post_accumulate_grad_hook(on_gradient)
 
     def _make_units(self, modules: UnitModules) -> Iterator[Unit]:
-        """What moves together with these modules: their parameters, and apart from them routed experts."""
+        """Units of these modules: one of their parameters, and a second one of their routed experts."""
         owners: dict[str, list[tuple[nn.Module, str]]] = {}
         for root in modules:
             for module in root.modules():
                 for attribute, parameter in module.named_parameters(recurse=False):
                     owners.setdefault(self._names[parameter], []).append((module, attribute))
-        listed: list[tuple[str, Piece, Owners]] = [
-            (name, self._pieces[name], tuple(places)) for name, places in owners.items()
+        listed: list[tuple[Piece, Owners]] = [
+            (self._pieces[name], tuple(places)) for name, places in owners.items()
         ]
         mesh = self.mesh
         for routed, shards in ((False, mesh.shard), (True, mesh.expert_data)):
-            own = [parameter for parameter in listed if (parameter[1].experts is not None) == routed]
+            own = [parameter for parameter in listed if parameter[0].routed == routed]
             if own:
                 yield self._make_unit(own, shards)
 
-    def _make_unit(self, listed: list[tuple[str, Piece, Owners]], ranks: Axis) -> Unit:
+    def _make_unit(self, listed: list[tuple[Piece, Owners]], ranks: Axis) -> Unit:
         mesh = self.mesh
         if self.zero and ranks.size > 1:
             slots = make_slots(listed, ranks.size, ranks.rank)
-            return self._new_unit(slots, mesh, ranks, mesh.replicate, self.formats)
+            return Unit(slots, mesh, ranks, mesh.replicate, self.formats, self._observer)
         replicas = mesh.replicate if mesh.replicate.size > 1 else ranks
-        return self._new_unit(make_slots(listed, 1, 0), mesh, None, replicas, self.formats)
+        return Unit(make_slots(listed, 1, 0), mesh, None, replicas, self.formats, self._observer)
 
     # When things move -------------------------------------------------------------------------------
 
     def _hook(self, index: int, module: nn.Module, after: int | None) -> None:
-        """Let a module of group `index` gather what it needs, and then group `after`, which runs next."""
+        """Make a module of group `index` gather its units, and start to gather those of `after`, the next
+        group."""
         module.register_forward_pre_hook(lambda _module, _args: self._gather(index, after))
         module.register_forward_hook(lambda module, _args, output: self._after_forward(index, module, output))
 
@@ -182,7 +178,8 @@ class DataParallel:
         self._gather(index, None if index == 1 and self._last_microbatch else index - 1)
 
     def _stays(self, unit: Unit) -> bool:
-        """True if a unit stays whole after its backward, for the next forward: tied ends, the first block."""
+        """True if a unit stays gathered after its backward for the next forward: tied ends, the first
+        block."""
         if not self.each_microbatch or self._last_microbatch:
             return False
         return unit in self._groups[1] or (len(self.modules[0]) > 1 and unit in self._groups[0])
@@ -193,12 +190,13 @@ class DataParallel:
             self.take(parameter, grad)
 
     def take(self, parameter: nn.Parameter, grad: Tensor) -> None:
-        """Add a gradient that was found apart from the backward."""
+        """Add a parameter's gradient; for gradients computed outside autograd's hooks, such as deferred
+        ones."""
         unit, slot = self._places[parameter]
         unit.pack(slot, grad)
-        unit.waiting[slot.name] -= 1
-        if not unit.waiting[slot.name]:
-            del unit.waiting[slot.name]
+        unit.waiting[slot.key] -= 1
+        if not unit.waiting[slot.key]:
+            del unit.waiting[slot.key]
         if not unit.waiting:
             self._unit_done(unit)
 
@@ -217,7 +215,7 @@ class DataParallel:
         """Expect so many gradients of each parameter from each stage that reads it before a unit is done."""
         for unit in self.units:
             # In a pipeline two stages of a rank may each have a gradient of tied ends.
-            readers = {slot.name: 1 if self.each_microbatch else len(slot.owners) for slot in unit.slots}
+            readers = {slot.key: 1 if self.each_microbatch else len(slot.owners) for slot in unit.slots}
             waits = not self.each_microbatch or self.zero < 2 or unit.shards is None
             several = (waits and self._microbatches > 1) or max(readers.values()) > 1
             unit.expect({name: gradients * count for name, count in readers.items()}, several)
@@ -245,14 +243,14 @@ class DataParallel:
         self._square_late()
 
     def _gradients_apart(self) -> Iterator[Tensor]:
-        """This rank's gradient of the parameter that the other end of the pipeline holds too."""
+        """This rank's gradient of the tied parameter that the other end of the pipeline holds, too."""
         for unit in self.units:
             for slot in unit.slots:
-                if slot.name == self._apart:
+                if slot.key == self._apart:
                     yield unit.gradient_of(slot)
 
     def _sum_over_tensor(self) -> None:
-        """Add up the gradients of pieces that several tensor ranks hold, each with a part of the sum."""
+        """Sum the partial gradients of pieces that several tensor ranks hold."""
         of_axis: dict[str, tuple[Axis, list[Tensor]]] = {}
         for unit in self.units:
             for axis, slot in unit.slots_summed():
@@ -273,7 +271,7 @@ class DataParallel:
             return
         packed = unit.take_packed()
         if unit.shards is None and unit.replicas.size == 1:
-            unit.gradient = packed.to(self.formats.master)
+            unit.set_gradient(packed.to(self.formats.master))
             self._unsquared.append(unit)
             return
         sent = unit.to_send(packed)
@@ -293,17 +291,18 @@ class DataParallel:
     def _replicated(self, unit: Unit, summed: Tensor, packed: Tensor) -> None:
         """The all-reduce of a unit that is not sharded has ended."""
         if packed.dtype == self.formats.master:
-            unit.gradient = packed if summed is packed else packed.copy_(summed)
+            unit.set_gradient(packed if summed is packed else packed.copy_(summed))
         else:
-            unit.gradient = summed.to(self.formats.master)
+            unit.set_gradient(summed.to(self.formats.master))
         self._unsquared.append(unit)
 
     def _scattered(self, unit: Unit, part: Tensor, _sent: Tensor, due: bool) -> None:
         """A reduce-scatter has ended; `_sent`, its input, had to live until now."""
         if unit.gradient is None:
-            unit.gradient = part.to(self.formats.master)
+            unit.set_gradient(part.to(self.formats.master))
         else:
             unit.gradient.add_(part)
+        assert unit.gradient is not None
         if due and unit.replicas.size > 1:
             work = start_all_reduce(unit.gradient, unit.replicas)
             self._replicating.append(_Reduction(work, lambda: self._unsquared.append(unit)))
@@ -323,13 +322,13 @@ class DataParallel:
         """Take the squares of what the tensor axis and the ends of the pipeline have summed."""
         flats = []
         for unit in self.units:
-            early = {slot.name for slot in unit.slots} - self._late(unit)
+            early = {slot.key for slot in unit.slots} - self._late(unit)
             flats += unit.counted_gradients(early | self.elsewhere)
         self._squares.append(sum_of_squares(flats, self.mesh.device))
 
     def _late(self, unit: Unit) -> set[str]:
-        """The parameters of a unit whose gradients are summed once more after the reductions of the units."""
-        summed = {slot.name for _, slot in unit.slots_summed()}
+        """Names of a unit's parameters whose gradients are summed again after the units' reductions."""
+        summed = {slot.key for _, slot in unit.slots_summed()}
         return summed | ({self._apart} if self._apart and self.mesh.ends is not None else set())
 
     def squares(self, exact: bool = False) -> Tensor:

@@ -1,4 +1,4 @@
-"""Where each parameter lies: its piece of the tensor axis, its rows of the shard axis, its place."""
+"""Flat storage of parameters: each one's piece on the tensor axis, rows on the shard axis, and offset."""
 
 from __future__ import annotations
 
@@ -14,31 +14,26 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.parameters import Piece
+from meshwright.spec.sharded_tensor import ShardedTensor
 
 Owners = tuple[tuple[nn.Module, str], ...]
-"""The (module, attribute) pairs that read a parameter; two when tied."""
+"""The (module, attribute) pairs that use a parameter; two if it is tied."""
 
 
 @dataclass(frozen=True)
-class ParamSlot:
-    """Where one parameter lies in its unit's flat buffers; `shape` is that of its piece."""
+class ParamSlot(ShardedTensor):
+    """The rows of one parameter that a rank stores, and their place in the flat buffers of its unit.
 
-    name: str
+    Rows are indices of dim 0 of the rank's `piece`, or for experts of dim 1, so that every rank stores some
+    rows of each expert.
+    """
+
     piece: Piece
     start: int
-    """Offset in `stored` and `gradient`, in elements."""
+    """Offset in `Unit.stored` and `Unit.gradient`, in elements."""
     padded: int
-    """Elements of one rank's part, padding included."""
-    first_row: int
-    rows: int
-    """Rows of this rank, of those of the piece: `first_row` to `first_row + rows`. Rows are indices of dim 0,
-    or of dim 1 for experts, where each of the rank's experts has some of its rows on every rank."""
+    """Elements that each rank stores, padding included."""
     owners: Owners
-
-    @property
-    def shape(self) -> torch.Size:
-        """What computes on this tensor rank."""
-        return torch.Size(self.piece.shape)
 
     @property
     def dim(self) -> int:
@@ -46,41 +41,44 @@ class ParamSlot:
         return self.piece.rows_dim
 
     @property
+    def rows(self) -> int:
+        """Number of rows of this rank."""
+        return self.local_shape[self.dim]
+
+    @property
     def part(self) -> tuple[int, ...]:
-        """The shape of one rank's part, padding included."""
-        shape, dim = self.shape, self.dim
-        per_rank = self.padded // (shape.numel() // shape[dim])
+        """The shape of what each rank stores, padding included."""
+        shape, dim = self.piece.local_shape, self.dim
+        per_rank = self.padded // (math.prod(shape) // shape[dim])
         return (*shape[:dim], per_rank, *shape[dim + 1 :])
 
     @property
     def decay(self) -> bool:
-        """Whether weight decay applies: not to norms and biases."""
-        return len(self.piece.whole) >= 2
+        """True if weight decay applies: not to norms and biases."""
+        return len(self.global_shape) >= 2
 
     def indices(self) -> list[Tensor]:
-        """For each dim of the local rows, the place of each index in the whole parameter."""
-        found = [torch.arange(size) for size in self.shape]
-        found[self.piece.dim] += self.piece.first
-        if self.piece.experts is not None:
-            found[0] += self.piece.experts.start
-        found[self.dim] = found[self.dim][self.first_row : self.first_row + self.rows]
-        return found
+        """For each dim, the global index of each local index."""
+        return [torch.arange(o, o + size) for o, size in zip(self.offset, self.local_shape, strict=True)]
 
 
-def make_slots(parameters: list[tuple[str, Piece, Owners]], ranks: int, rank: int) -> list[ParamSlot]:
-    """Deal the rows of each piece over `ranks`, as DTensor's `Shard(0)` deals them.
+def make_slots(parameters: list[tuple[Piece, Owners]], ranks: int, rank: int) -> list[ParamSlot]:
+    """Shard the rows of each piece over `ranks`, as DTensor's `Shard(0)` does, or `Shard(1)` for experts.
 
-    Those of experts as `Shard(1)` does. Decayed parameters come first; within each half those whose gradients
-    the tensor axis must sum.
+    Parameters with weight decay come first; within each half those whose gradients the tensor axis must sum
+    come last.
     """
     slots, start = [], 0
-    for name, piece, owners in sorted(parameters, key=lambda item: (len(item[1].whole) < 2, item[1].summed)):
-        rows_of_piece = piece.shape[piece.rows_dim]
-        per_rank = math.ceil(rows_of_piece / ranks)
-        first = min(rank * per_rank, rows_of_piece)
-        padded = per_rank * (math.prod(piece.shape) // rows_of_piece)
+    for piece, owners in sorted(parameters, key=lambda item: (len(item[0].global_shape) < 2, item[0].summed)):
+        shape, dim = piece.local_shape, piece.rows_dim
+        per_rank = math.ceil(shape[dim] / ranks)
+        first = min(rank * per_rank, shape[dim])
+        padded = per_rank * (math.prod(shape) // shape[dim])
+        rows = min(per_rank, shape[dim] - first)
+        offset = (*piece.offset[:dim], piece.offset[dim] + first, *piece.offset[dim + 1 :])
+        local_shape = (*shape[:dim], rows, *shape[dim + 1 :])
         slots.append(
-            ParamSlot(name, piece, start, padded, first, min(per_rank, rows_of_piece - first), owners)
+            ParamSlot(piece.key, piece.global_shape, offset, local_shape, piece, start, padded, owners)
         )
         start += padded
     return slots
@@ -88,14 +86,14 @@ def make_slots(parameters: list[tuple[str, Piece, Owners]], ranks: int, rank: in
 
 @dataclass(frozen=True)
 class UnpaddedDTensor:
-    """A DTensor whose last rows are padding, seen without them: `rows` of its first dim are real."""
+    """A DTensor without its last rows, which are padding: the first `rows` of its dim 0."""
 
     padded: DTensor
     rows: int
 
     @property
     def shape(self) -> torch.Size:
-        """Of the whole parameter, without padding."""
+        """Shape of the whole parameter, without padding."""
         return torch.Size((self.rows, *self.padded.shape[1:]))
 
     @property
@@ -105,7 +103,7 @@ class UnpaddedDTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its elements."""
+        """Dtype of its elements."""
         return self.padded.dtype
 
     def full_tensor(self) -> Tensor:
@@ -117,7 +115,7 @@ Stored = DTensor | UnpaddedDTensor
 
 
 def stored(slot: ParamSlot, local: Tensor, mesh: Mesh, sharded: bool) -> Stored:
-    """A parameter's, gradient's or moment's local rows as a part of the whole; they share its memory."""
+    """A DTensor over the local rows of a parameter, its gradient or a moment, sharing their memory."""
     piece = slot.piece
     if piece.experts is not None:
         return _stored_experts(slot, local, mesh, sharded)
@@ -126,7 +124,7 @@ def stored(slot: ParamSlot, local: Tensor, mesh: Mesh, sharded: bool) -> Stored:
     if sharded:
         rows = _StridedShard(0, split_factor=piece.parts) if split and piece.dim == 0 else Shard(0)
     over_tensor: Placement = Shard(piece.dim) if split else Replicate()
-    shape = list(piece.whole)
+    shape = list(piece.global_shape)
     if split:
         shape[piece.dim] = piece.size * piece.parts
     found = _part_of(
@@ -135,11 +133,12 @@ def stored(slot: ParamSlot, local: Tensor, mesh: Mesh, sharded: bool) -> Stored:
         mesh.storage_of(piece.copies if split else 1),
         {"shard": rows, "tp": over_tensor, "parts": over_tensor},
     )
-    return UnpaddedDTensor(found, piece.whole[0]) if shape[0] > piece.whole[0] else found
+    return UnpaddedDTensor(found, piece.global_shape[0]) if shape[0] > piece.global_shape[0] else found
 
 
 def _stored_experts(slot: ParamSlot, local: Tensor, mesh: Mesh, sharded: bool) -> DTensor:
-    """Local rows of routed experts: dim 0 over the expert ranks, channels over those that share an expert."""
+    """`stored` of routed experts: dim 0 is sharded over expert ranks, channels over those that share an
+    expert."""
     piece = slot.piece
     split = piece.parts > 1
     rows: Placement = Replicate()
@@ -148,13 +147,13 @@ def _stored_experts(slot: ParamSlot, local: Tensor, mesh: Mesh, sharded: bool) -
         rows = _StridedShard(1, split_factor=piece.parts) if both else Shard(1)
     channels: Placement = Shard(piece.dim) if split else Replicate()
     placements = {"expert_data": rows, "ep": Shard(0), "etp": channels}
-    return _part_of(torch.Size(piece.whole), local, mesh.expert_storage, placements)
+    return _part_of(torch.Size(piece.global_shape), local, mesh.expert_storage, placements)
 
 
 def _part_of(
     whole: torch.Size, local: Tensor, mesh: DeviceMesh, placements: Mapping[str, Placement]
 ) -> DTensor:
-    """A part of a tensor of shape `whole`; dims of the mesh that have no placement replicate it."""
+    """A DTensor of shape `whole`, replicated over the dims of the mesh that have no placement."""
     names = mesh.mesh_dim_names
     assert names is not None
     return DTensor.from_local(

@@ -39,5 +39,5 @@ def power_and_rest(weight: float) -> tuple[float, float]:
 
 
 def share_of_a_sequence(global_sequences: int) -> float:
-    """What one sequence counts in the mean over the global batch, where a loss is defined for each."""
+    """Weight of one sequence in a mean over the sequences of the global batch."""
     return 1.0 / global_sequences

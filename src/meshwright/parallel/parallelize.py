@@ -13,7 +13,7 @@ from meshwright.model.hooks import Hooks
 from meshwright.model.init import init_part_
 from meshwright.model.moe import Moe
 from meshwright.parallel.context_parallel import context_parallel_hooks
-from meshwright.parallel.data_parallel import DataParallel, MakeUnit
+from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.deferred_wgrad import WeightGradStore
 from meshwright.parallel.expert_parallel import expert_parallel_hooks
 from meshwright.parallel.mesh import Mesh
@@ -29,18 +29,19 @@ from meshwright.parallel.tensor_parallel import (
     shard_parameters,
     tensor_parallel_hooks,
 )
-from meshwright.parallel.unit import Unit
+from meshwright.parallel.unit import UnitObserver
 from meshwright.schedule import schedule_of
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.stages import stages
 
 
 def parallelize(
-    spec: RunSpec, mesh: Mesh, make_unit: MakeUnit = Unit
+    spec: RunSpec, mesh: Mesh, observer: UnitObserver | None = None
 ) -> tuple[Decoder, DataParallel, RouterBalance, Pipeline]:
     """Build this rank's part of a decoder on the mesh.
 
-    The values of the parameters are zeros until `initialise` or a checkpoint fills them.
+    The values of the parameters are zeros until `initialise` or a checkpoint fills them. `observer` is called
+    about the buffers of units.
     """
     model, layout = spec.model, spec.layout
     schedule = schedule_of(layout, spec.microbatches)
@@ -62,7 +63,7 @@ def parallelize(
     balance.attach(decoder, [index for stage in own for index in stage.blocks])
     apart = "embed.weight" if model.tied and schedule.rank_of[0] != schedule.rank_of[-1] else None
     units, recipe = unit_modules(decoder, own), formats(spec.precision)
-    states = DataParallel(units, mesh, recipe, pieces, names, apart, make_unit)
+    states = DataParallel(units, mesh, recipe, pieces, names, apart, observer)
     modules = {stage.index: DecoderStage(decoder, stage, spec, mesh) for stage in own}
     pipeline = Pipeline(
         modules, mesh, partial(schedule_of, layout), store, states.begin_microbatch, states.take
@@ -120,7 +121,7 @@ def initialise(states: DataParallel, model: ModelSpec, seed: int) -> None:
     for unit in states.units:
         for slot in unit.slots:
             local, indices = unit.local(unit.stored, slot), slot.indices()
-            whole = torch.Size(slot.piece.whole)
-            init_part_(local, model, seed=seed, name=slot.name, index_vectors=indices, shape=whole)
+            whole = torch.Size(slot.global_shape)
+            init_part_(local, model, seed=seed, name=slot.key, index_vectors=indices, shape=whole)
             local[indices[0] >= whole[0]] = 0.0  # padding
         unit.expire()

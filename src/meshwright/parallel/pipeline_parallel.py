@@ -47,7 +47,7 @@ from meshwright.schedule.actions import target_of
 
 
 class StageModule(Protocol):
-    """What a rank computes of one stage."""
+    """The computation of one pipeline stage."""
 
     target_weight: float
     """Factor of each target's loss, where the stage gives the loss."""
@@ -62,13 +62,13 @@ class StageModule(Protocol):
 
 
 class ActionHook:
-    """What is told of each action that a rank computes; this one does nothing with it."""
+    """Callbacks around each action that a rank computes; these do nothing."""
 
     def before(self, action: Action) -> None:
-        """An action is about to be computed."""
+        """Called before an action is computed."""
 
     def after(self, action: Action, given: Tensor | None, result: Tensor | None) -> None:
-        """It was, of what a stage beside had `given`; a stage beside will have the result."""
+        """Called after an action, with its input from and its result for a neighbouring stage, if any."""
 
 
 class Pipeline:
@@ -96,7 +96,7 @@ class Pipeline:
 
     @property
     def has_end(self) -> bool:
-        """Whether this rank has the last stage."""
+        """True if this rank holds the last stage."""
         return max(self.stages) == self.make(1).stages - 1
 
     def warm_up(self, microbatch: Any, training: bool) -> None:
@@ -114,7 +114,8 @@ class Pipeline:
                 torch.autograd.grad(out, x, torch.zeros_like(out))
 
     def _checked_posting(self, microbatches: int, training: bool) -> Posting:
-        """What this rank posts in a step, or in a forward alone; raises `ScheduleError` where ranks hang."""
+        """This rank's operations of a step, or of a forward alone. Raises `ScheduleError` if ranks would
+        hang."""
         schedule = self.make(microbatches)
         if training:
             check(schedule)
@@ -131,7 +132,7 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Any]) -> list[Tensor]:
-        """What the last stage gives for each microbatch, on the rank that has it; nothing elsewhere.
+        """The last stage's result for each microbatch, on the rank that holds it; an empty list elsewhere.
 
         Stage by stage, all microbatches (breadth first).
         """
@@ -159,7 +160,8 @@ class _Run:
         """(stage, microbatch) -> its input, and where its backward begins."""
         self.deferred: dict[tuple[int, int], list[Work]] = {}
         self.local: dict[Action, Tensor] = {}
-        """What a stage of this rank computed for another one: by what waits for it, as F or B."""
+        """Results that a stage of this rank computed for another of its stages, by the waiting action (F or
+        B)."""
         self.received: dict[Action, tuple[Pending, Tensor]] = {}
         """By the action that needs it."""
         self.to_send: dict[Action, Tensor] = {}
@@ -221,7 +223,7 @@ class _Run:
             self.to_send[action] = result.contiguous()
 
     def _result(self, action: Action, given: Tensor | None) -> Tensor | None:
-        """What the neighbouring stage waits for, if one does."""
+        """Compute an action; returns the result that a neighbouring stage needs, if any."""
         place = (action.stage, action.microbatch)
         if action.kind is Kind.F:
             return self._forward(place, given)

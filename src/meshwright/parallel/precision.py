@@ -77,7 +77,7 @@ class LossScale:
             self.value, self.good_steps = self.value * 2, 0
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         return {"value": self.value, "good_steps": self.good_steps}
 
     def restore(self, state: dict[str, float]) -> None:

@@ -145,7 +145,7 @@ class VocabularyParallel:
 
 
 def parameter_pieces(model: ModelSpec, mesh: Mesh) -> dict[str, Piece]:
-    """What this rank's place on the tensor and expert axes holds of each parameter, by name."""
+    """The piece of each parameter that this rank of the tensor and expert axes holds, by name."""
     axis, layout = mesh.tensor, mesh.layout
     return {
         parameter.name: expert_piece(parameter, layout.ep, layout.etp, mesh.expert.rank)
@@ -163,5 +163,5 @@ def shard_parameters(decoder: Decoder, pieces: Mapping[str, Piece]) -> None:
     for module in decoder.modules():
         for attribute, whole in list(module.named_parameters(recurse=False)):
             if whole not in replaced:
-                replaced[whole] = nn.Parameter(whole.new_empty(pieces[names[whole]].shape))
+                replaced[whole] = nn.Parameter(whole.new_empty(pieces[names[whole]].local_shape))
             setattr(module, attribute, replaced[whole])

@@ -17,6 +17,8 @@ with zeros to equal parts. With n = 1 and equal formats `full` is `stored`: noth
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +29,24 @@ from meshwright.parallel.flat_param import ParamSlot, Stored, stored
 from meshwright.parallel.mesh import Axis, Mesh, Pending
 from meshwright.parallel.precision import Formats
 
+BufferEvent = Literal[
+    "stored", "full", "resized", "gathered", "packed", "packed taken", "sent", "part", "gradient"
+]
+
+
+class UnitObserver:
+    """Callbacks about the buffers of units, for accounting; these do nothing."""
+
+    def gathering(self, unit: Unit) -> AbstractContextManager[None]:
+        """Context of a unit's gather, in which its temporaries are allocated."""
+        return nullcontext()
+
+    def on_buffer(self, unit: Unit, event: BufferEvent, buffer: Tensor) -> None:
+        """Called when a buffer was allocated, resized, or changed its purpose."""
+
 
 class Unit:
-    """Storage and buffers of one unit on one rank; when they are filled is decided by `data.DataParallel`."""
+    """Storage and buffers of one unit on one rank; `data_parallel.DataParallel` decides when to fill them."""
 
     def __init__(
         self,
@@ -38,13 +55,15 @@ class Unit:
         shards: Axis | None,
         replicas: Axis,
         formats: Formats,
+        observer: UnitObserver | None = None,
     ) -> None:
-        """Parts lie on `shards`, or the whole on each rank; `replicas` have the same and add up gradients."""
+        """Parameters are sharded over `shards`, or whole; gradients are summed over `replicas`, too."""
+        self._observer = observer or UnitObserver()
         self.slots, self.shards, self.replicas = slots, shards, replicas
         self.formats, self.mesh = formats, mesh
         self.ranks = shards.size if shards else 1
-        self.routed = slots[0].piece.experts is not None
-        """Whether it is of routed experts, which never share a unit with others."""
+        self.routed = slots[0].piece.routed
+        """True if its parameters are routed experts, which share a unit with no others."""
         self._axis = mesh.expert_data if self.routed else mesh.shard
         self.part = sum(slot.padded for slot in slots)
         self.decayed = sum(slot.padded for slot in slots if slot.decay)
@@ -58,15 +77,21 @@ class Unit:
         self._storage_bytes = self.full.untyped_storage().nbytes()
         self._gathering: tuple[Pending, Tensor] | None = None
         self.ready = self.aliased
-        self.parameters = {slot.name: self._compute_parameter(slot) for slot in slots}
+        self.parameters = {slot.key: self._compute_parameter(slot) for slot in slots}
         if not self.aliased:
             self._resize(0)
         self.packed: Tensor | None = None
         self.gradient: Tensor | None = None
         self.arrived: set[str] = set()
         self.waiting: dict[str, int] = {}
-        """Parameter -> gradients that are still to come before the unit is done."""
+        """Parameter -> number of gradients still expected before the unit can be reduced."""
         self._packed_format = formats.reduce
+        self._notify("full", self.full)
+        self._notify("stored", self.stored)
+
+    def _notify(self, event: BufferEvent, buffer: Tensor) -> Tensor:
+        self._observer.on_buffer(self, event, buffer)
+        return buffer
 
     def _whole(self, slot: ParamSlot) -> Tensor:
         """One parameter's part of `full`, with a dim of `ranks` before that of their rows."""
@@ -76,7 +101,7 @@ class Unit:
 
     def _compute_parameter(self, slot: ParamSlot) -> nn.Parameter:
         rows = self._whole(slot).flatten(slot.dim, slot.dim + 1)
-        parameter = nn.Parameter(rows.narrow(slot.dim, 0, slot.shape[slot.dim]))
+        parameter = nn.Parameter(rows.narrow(slot.dim, 0, slot.piece.local_shape[slot.dim]))
         for module, attribute in slot.owners:
             setattr(module, attribute, parameter)
         return parameter
@@ -91,7 +116,7 @@ class Unit:
     def tensors(self, flat: Tensor) -> Iterator[tuple[str, Stored]]:
         """(name, part of the whole) for each parameter of a flat buffer in stored form, in its memory."""
         for slot in self.slots:
-            yield slot.name, stored(slot, self.local(flat, slot), self.mesh, self.shards is not None)
+            yield slot.key, stored(slot, self.local(flat, slot), self.mesh, self.shards is not None)
 
     # Gathering parameters ---------------------------------------------------------------------------
 
@@ -102,12 +127,15 @@ class Unit:
         if self.shards is None:
             self._gathering = (DONE, self.stored)
             return
-        part = self.stored.to(self.formats.compute)
-        whole = torch.empty(self.ranks * self.part, dtype=part.dtype, device=part.device)
-        self._gathering = (start_all_gather(whole, part, self.shards), whole)
+        with self._observer.gathering(self):
+            part = self.stored.to(self.formats.compute)
+            whole = torch.empty(self.ranks * self.part, dtype=part.dtype, device=part.device)
+            self._gathering = (start_all_gather(whole, part, self.shards), whole)
+            del part
+        self._notify("gathered", whole)
 
     def finish_gather(self) -> None:
-        """Wait for the gather and lay the parameters out whole."""
+        """Wait for the gather and copy the gathered parameters into `full`."""
         if self.ready:
             return
         self.start_gather()
@@ -119,7 +147,7 @@ class Unit:
             self._resize(self._storage_bytes)
         parts = whole.view(self.ranks, self.part)
         # Autograd saved views of `full`; they hold the same values again, so their version stays.
-        with torch.no_grad(), preserve_version(self.full):
+        with self._observer.gathering(self), torch.no_grad(), preserve_version(self.full):
             if self.ranks == 1:
                 self.full.copy_(whole)
             else:
@@ -136,11 +164,12 @@ class Unit:
         self.ready = False
 
     def _resize(self, size: int) -> None:
-        """Give `full` memory of so many bytes, or none."""
+        """Resize the storage of `full` to `size` bytes."""
         self.full.untyped_storage().resize_(size)
+        self._notify("resized", self.full)
 
     def expire(self) -> None:
-        """The stored values changed: the next use gathers again, into the memory that is held."""
+        """Mark `full` as outdated because `stored` changed: the next use gathers again into its memory."""
         if self._gathering:
             self._gathering[0].wait()
             self._gathering = None
@@ -158,9 +187,8 @@ class Unit:
         self._packed_format = self.formats.master if several else self.formats.reduce
 
     def pack(self, slot: ParamSlot, grad: Tensor) -> None:
-        """Take a parameter's gradient over into `packed`: copied the first time, added after that."""
-        if self.packed is None:
-            self.packed = self._new_packed()
+        """Copy a parameter's gradient into `packed`, or add it if one has arrived before."""
+        self.packed = self.packed if self.packed is not None else self._new_packed()
         dim, per_rank = slot.dim, slot.part[slot.dim]
         rows = self._packed_rows(slot).unflatten(1, slot.part)
         whole, rest = divmod(grad.shape[dim], per_rank)
@@ -168,7 +196,7 @@ class Unit:
         pieces = [(rows[:whole], evenly.movedim(dim, 0))]
         if rest:
             pieces.append((rows[whole].narrow(dim, 0, rest), grad.narrow(dim, whole * per_rank, rest)))
-        if slot.name in self.arrived:
+        if slot.key in self.arrived:
             for target, source in pieces:
                 target.add_(source)
             return
@@ -177,29 +205,39 @@ class Unit:
         if rest:  # the padding
             rows[whole].narrow(dim, rest, per_rank - rest).zero_()
         rows[whole + (1 if rest else 0) :].zero_()
-        self.arrived.add(slot.name)
+        self.arrived.add(slot.key)
 
     def _new_packed(self) -> Tensor:
-        return torch.empty(self.ranks * self.part, dtype=self._packed_format, device=self.stored.device)
+        size = self.ranks * self.part
+        packed = torch.empty(size, dtype=self._packed_format, device=self.stored.device)
+        return self._notify("packed", packed)
 
     def take_packed(self) -> Tensor:
         """The packed gradients, zeros where none arrived; a unit that is not sharded keeps their memory."""
         packed = self.packed if self.packed is not None else self._new_packed()
         self.packed = packed
         for slot in self.slots:
-            if slot.name not in self.arrived:
+            if slot.key not in self.arrived:
                 self._packed_rows(slot).zero_()
         self.arrived = set()
-        self.packed = packed if self.shards is None else None
+        if self.shards is not None:
+            self.packed = None
+            self._notify("packed taken", packed)
         return packed
 
     def to_send(self, packed: Tensor) -> Tensor:
         """Packed gradients in the format of the wire; a copy where they were added up in another."""
-        return packed.to(self.formats.reduce)
+        sent = packed.to(self.formats.reduce)
+        return sent if sent is packed else self._notify("sent", sent)
 
     def new_part(self) -> Tensor:
         """Room for this rank's part (P/n,) of the gradients' sum, in the format of the wire."""
-        return torch.empty(self.part, dtype=self.formats.reduce, device=self.stored.device)
+        part = torch.empty(self.part, dtype=self.formats.reduce, device=self.stored.device)
+        return self._notify("part", part)
+
+    def set_gradient(self, gradient: Tensor) -> None:
+        """Store the summed gradients (P/n,) of this rank's part."""
+        self.gradient = self._notify("gradient", gradient)
 
     def _packed_rows(self, slot: ParamSlot) -> Tensor:
         assert self.packed is not None
@@ -217,7 +255,7 @@ class Unit:
         if self.mesh.replicate.rank > 0 or (self.shards is None and self._axis.rank > 0):
             return []
         rank = self.mesh.tensor.rank
-        return [slot for slot in self.slots if rank % slot.piece.copies == 0 and slot.name not in without]
+        return [slot for slot in self.slots if rank % slot.piece.copies == 0 and slot.key not in without]
 
     def counted_gradients(self, without: Collection[str] = ()) -> list[Tensor]:
         """The parts of `gradient` of the parameters that this rank counts, adjacent ones as one."""

@@ -100,8 +100,8 @@ def shards(spec: RunSpec) -> int:
 
 def part_elements(piece: Piece, ranks: int) -> int:
     """Elements of a piece that each of `ranks` ranks stores, padding included."""
-    rows = piece.shape[piece.rows_dim]
-    return ceil(rows / ranks) * (prod(piece.shape) // rows)
+    rows = piece.local_shape[piece.rows_dim]
+    return ceil(rows / ranks) * (prod(piece.local_shape) // rows)
 
 
 def recomputed(spec: RunSpec, kind: SavedOp) -> bool:

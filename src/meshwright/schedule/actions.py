@@ -20,7 +20,8 @@ class ScheduleError(ValueError):
 
 
 class Kind(IntEnum):
-    """What is computed. I and W are the halves of a backward that is split (Qi et al. 2023), B is both."""
+    """Kind of computation: forward F, backward B, or its halves for inputs I and weights W (Qi et al.
+    2023)."""
 
     F = 0
     """Forward."""
@@ -75,7 +76,7 @@ class Schedule:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether some backward is two actions, I and W."""
+        """True if some backward is split into the actions I and W."""
         return any(action.kind is Kind.I for listed in self.actions for action in listed)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ class DependencyGraph:
     target: list[int]
     """The action that waits for this one's result; -1 where there is none."""
     crosses: list[bool]
-    """Whether the target is on another rank."""
+    """True if the target is on another rank."""
 
     @property
     def ranks(self) -> int:

@@ -19,7 +19,7 @@ from meshwright.schedule.dependency_graph import DependencyGraph, flow_of
 
 
 class Verb(IntEnum):
-    """What a rank does at one place of its posting."""
+    """Kind of operation in a rank's posting."""
 
     RECEIVE = 0
     """Post the receive of what the action needs."""

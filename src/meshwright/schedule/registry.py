@@ -21,7 +21,7 @@ class _Family:
     """Schedules that take the same number of stages a rank, and so serve the same layouts."""
 
     virtual: str
-    """What `layout.virtual` must be, in words."""
+    """Requirement on `layout.virtual`, as text."""
     allows: Callable[[int], bool]
     place: Callable[[int, int], tuple[int, ...]]
     """(ranks, virtual) -> the rank of each stage."""
@@ -57,7 +57,7 @@ _V = _Family(
 _FAMILIES = {name: family for family in (_ONE, _LOOPED, _V) for name in family.lists}
 
 NAMES: tuple[str, ...] = tuple(_FAMILIES)
-"""What `layout.schedule` may be."""
+"""Values of `layout.schedule`."""
 
 
 @lru_cache(maxsize=64)  # layouts that are compared with each other share schedules
@@ -87,7 +87,7 @@ def make(name: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
 
 
 def schedule_of(layout: Layout, microbatches: int) -> Schedule:
-    """What a run runs: its schedule, or without a pipeline one rank with one stage, whatever is named."""
+    """The schedule of a layout; without a pipeline one rank with one stage, whatever schedule is named."""
     return _made(layout.schedule if layout.pp > 1 else "1f1b", layout.pp, layout.chunks, microbatches)
 
 

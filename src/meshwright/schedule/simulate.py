@@ -14,7 +14,7 @@ from meshwright.schedule.validate import peak
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one microbatch costs in one stage. Raises `ScheduleError` for what is below 0."""
+    """Costs of one microbatch in one stage. Raises `ScheduleError` if one is negative."""
 
     forward: float
     """Seconds of F."""
@@ -93,7 +93,7 @@ class Simulation:
     peak: tuple[int, ...]
     """Most activations (of one microbatch in one stage) held at a time."""
     peak_bytes: tuple[float, ...]
-    """The same in bytes."""
+    """Most bytes of activations held at a time."""
 
     @property
     def makespan(self) -> float:
@@ -168,7 +168,7 @@ class Path(NamedTuple):
     messages: int
 
     def seconds(self, costs: Sequence[StageCost], message: float) -> float:
-        """What it takes where stages cost that much, and a message between ranks `message` seconds."""
+        """Length of the path for these costs of the stages, and `message` seconds for each message."""
         found = self.messages * message
         for cost, (forward, input, weight, whole) in zip(costs, self.actions, strict=True):
             found += forward * cost.forward + (input + whole) * cost.input + (weight + whole) * cost.weight

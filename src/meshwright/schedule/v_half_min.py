@@ -25,7 +25,7 @@ Block = tuple[int, int, int, int]
 
 _F, _I, _W = Kind.F, Kind.I, Kind.W
 _CHANGE = (1, 0, -1)
-"""What F, I and W add to the activations that their rank holds."""
+"""Change of a rank's activations in flight by F, I and W."""
 
 _NEVER = sys.maxsize
 
@@ -126,7 +126,7 @@ class _Line:
         return places
 
     def _fits(self, at: int) -> bool:
-        """Whether the rank never holds too much if it computes position `at` before those that come first."""
+        """True if the rank stays within its memory when it computes position `at` before the earlier ones."""
         if self.listed[at].kind is not _F or at == self.head:
             return True
         return max(self.level, *self.held[self.head : at]) < self.cap
@@ -172,7 +172,7 @@ def _backfill(lists: list[list[Action]], ranks: int, microbatches: int) -> Lists
 
 
 def _needs(lists: list[list[Action]], source: list[int], microbatches: int) -> list[int]:
-    """What each action waits for, its own stage included: W for I, and the last stage's I for F; else -1."""
+    """Index of the action that each one waits for, W for its I and the last stage's I for its F; else -1."""
     needs = source.copy()
     last = 2 * len(lists) - 1
     own = [-1] * (2 * len(lists) * microbatches)  # the latest of each stage and microbatch

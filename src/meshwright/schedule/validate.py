@@ -1,4 +1,4 @@
-"""What makes lists a schedule: everything is computed once, where it belongs, and nobody waits for ever."""
+"""Validity of a schedule: every action is computed once, on its rank, and no rank waits for ever."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _WHOLE = (0b0111, 0b1001)  # F I W, or F B
 
 @dataclass(frozen=True)
 class Report:
-    """What a valid schedule asks of its ranks and of their links."""
+    """Requirements of a valid schedule on ranks and links."""
 
     peak: tuple[int, ...]
     """Rank -> most activations (of one microbatch in one stage) that it holds at a time."""
     messages: int
     """Activations and gradients that cross from rank to rank in a step."""
     in_order: bool
-    """Whether each rank receives what another sends it in the order of sending; else messages need tags."""
+    """True if each rank receives another's messages in the order of sending; else messages need tags."""
     in_order_by_kind: bool
     """`in_order` for activations and gradients taken separately; it is what lanes rely on."""
     unbuffered: bool
-    """Whether it runs even where a send waits for its receive, each in its place in the lists.
+    """True if it runs even if a send waits for its receive, each at its place in the lists.
 
     Most schedules do not: in 1F1B two neighbours send to each other at once. Their sends must be
     asynchronous.
@@ -155,7 +155,7 @@ def _awaited(schedule: Schedule, action: Action) -> str:
 
 
 def _in_order(flow: DependencyGraph, channels: Sequence[int]) -> bool:
-    """Whether messages of one channel (by action) from one rank to another come in the order of sending."""
+    """True if messages of one channel (by action) between two ranks arrive in the order of sending."""
     latest: dict[tuple[int, int, int], int] = {}
     for rank in range(flow.ranks):
         for at in range(flow.starts[rank], flow.starts[rank + 1]):

@@ -1,4 +1,4 @@
-"""What every part of the spec is: a small frozen object that refuses unknown keys."""
+"""Base class of the spec's parts: a frozen model that refuses unknown keys."""
 
 from __future__ import annotations
 

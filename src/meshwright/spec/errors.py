@@ -1,4 +1,4 @@
-"""What ends a run that no bug ended: a user's mistake or a signal; and the words that help to mend it."""
+"""Exceptions for users' mistakes and signals, and the suggestions in their messages."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ ContextMode = Literal["ring", "ulysses", "gather", "ring+ulysses"]
 ScheduleName = Literal[
     "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "bfs", "zb-v", "v-half", "v-min", "dualpipe-v"
 ]
-"""What `meshwright.schedule` makes; the names stand here as the spec is the floor below."""
+"""Names of the schedules in `meshwright.schedule`; listed here because the spec is the floor below."""
 ONE_STAGE = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 """Schedules with one stage a rank."""
 TWO_STAGES = ("zb-v", "v-half", "v-min", "dualpipe-v")

@@ -144,7 +144,7 @@ class ModelSpec(FrozenModel):
         return self.head_dim if self.mla is None else self.mla.v_dim
 
     def has_experts(self, layer: int) -> bool:
-        """Whether layer `layer` (from 0) has experts."""
+        """True if layer `layer` (from 0) has experts."""
         return self.moe is not None and self.moe.has_experts(layer)
 
     def flops_per_token(self, seq_len: int) -> float:

@@ -1,4 +1,4 @@
-"""What DeepSeek's kind of model adds to a decoder: a mixture of experts, and attention over latents."""
+"""Specs of mixtures of experts and of multi-head latent attention (DeepSeek)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MoeSpec(FrozenModel):
     every: int = Field(1, ge=1, description="of the layers after those, each n-th has experts")
 
     def has_experts(self, layer: int) -> bool:
-        """Whether layer `layer` (from 0) has experts."""
+        """True if layer `layer` (from 0) has experts."""
         return layer >= self.dense_first and (layer - self.dense_first + 1) % self.every == 0
 
     def capacity(self, length: int) -> int | None:

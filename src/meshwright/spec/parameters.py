@@ -1,14 +1,15 @@
-"""Every parameter of a decoder by name: its shape, its unit, and what the tensor axis may split it by."""
+"""Every parameter of a decoder by name: its shape, its unit, and how the tensor and expert axes split it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, prod
 from typing import Literal
 
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.sharded_tensor import ShardedTensor
 from meshwright.spec.stages import Stage
 
 Split = Literal["vocabulary", "heads", "kv_heads", "ffn"]
@@ -16,13 +17,12 @@ Split = Literal["vocabulary", "heads", "kv_heads", "ffn"]
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter as one device has it, in the order of `Decoder.named_parameters`.
+    """An unsharded parameter, in the order of `Decoder.named_parameters`.
 
-    `split` says what dim `dim` counts; None for one that every tensor rank holds whole. `after_reduce` tells
-    of those that act on the residual stream, which sequence parallelism cuts, so that each rank's gradient
-    is then a part of the sum; a whole one that is not acts on the rank's own heads, or tokens. `expert` tells
-    of the weights of routed experts, which dim 0 counts: the expert axis splits that, and the axis of expert
-    slices dim `dim`.
+    `split` says what dim `dim` counts; None if every tensor rank holds the whole parameter. `after_reduce` is
+    True if the parameter acts on the residual stream, which sequence parallelism shards, so that each rank's
+    gradient is then partial; if it is False, the parameter acts on the rank's own heads or tokens. `expert`
+    marks weights of routed experts: the expert axis splits dim 0, and that of expert slices dim `dim`.
     """
 
     name: str
@@ -45,7 +45,7 @@ def parameters(model: ModelSpec) -> dict[str, list[Parameter]]:
 
 @lru_cache(maxsize=8)
 def _every(model: ModelSpec) -> dict[str, list[Parameter]]:
-    """The same; the last models' are kept, since each rank of a pipeline asks again."""
+    """Cached `parameters`, since each rank of a pipeline asks for them again."""
     found = {"embed": list(_embed(model))}
     found |= {f"blocks.{i}": list(block_parameters(model, i)) for i in range(model.layers)}
     head = list(_norm(model, "head.norm"))
@@ -57,7 +57,7 @@ def _every(model: ModelSpec) -> dict[str, list[Parameter]]:
 
 
 def parameters_of(model: ModelSpec, own: Sequence[Stage]) -> dict[str, list[Parameter]]:
-    """The same of the units in the stages of one rank; tied ends on different ranks are a unit each."""
+    """The parameters of the units in the stages of one rank; tied ends on different ranks are two units."""
     ends = {"embed": any(stage.embed for stage in own), "head": any(stage.head for stage in own)}
     blocks = {f"blocks.{i}" for stage in own for i in stage.blocks}
     every = _every(model)
@@ -78,7 +78,7 @@ def _embed(model: ModelSpec) -> Iterator[Parameter]:
 
 
 def block_parameters(model: ModelSpec, layer: int) -> Iterator[Parameter]:
-    """Those of block `layer`."""
+    """The parameters of block `layer`."""
     name = f"blocks.{layer}"
     yield from _norm(model, f"{name}.attn_norm")
     yield from _attention(model, f"{name}.attn") if model.mla is None else _latent(model, f"{name}.attn")
@@ -101,7 +101,7 @@ def _attention(model: ModelSpec, name: str) -> Iterator[Parameter]:
 
 
 def _latent(model: ModelSpec, name: str) -> Iterator[Parameter]:
-    """Latents are made of whole tokens on each rank; what they are expanded to is split by heads."""
+    """Each rank projects whole tokens to latents; the layers that expand these are split by heads."""
     assert model.mla is not None
     mla, hidden, q = model.mla, model.hidden, model.heads * model.head_dim
     if mla.q_rank is not None:
@@ -123,7 +123,7 @@ def _mlp(model: ModelSpec, name: str, channels: int) -> Iterator[Parameter]:
 
 
 def _mixture(model: ModelSpec, name: str) -> Iterator[Parameter]:
-    """Each rank routes its own tokens, so that gradients of the router are always parts of a sum."""
+    """Each rank routes its own tokens, so gradients of the router are always partial."""
     assert model.moe is not None
     moe, hidden = model.moe, model.hidden
     yield Parameter(f"{name}.router.weight", (moe.experts, hidden), after_reduce=False)
@@ -155,59 +155,68 @@ def _rows(name: str, outputs: int, inputs: int, bias: bool, split: Split) -> Ite
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What one of `tp` tensor ranks holds of a parameter: indices `first` to `first + size` of dim `dim`.
+class Piece(ShardedTensor):
+    """The part of a parameter on one tensor or expert rank: some indices of dim `dim`, all of the others.
 
-    `parts` different pieces exist, each on tp / parts ranks (`copies`). A piece may reach beyond the whole,
-    by `padding` rows of zeros, where a vocabulary is not divided evenly. `summed` tells that the ranks
-    that hold the same piece have parts of its gradient, which must be summed.
-
-    Of routed experts it is what one of ep x etp expert ranks holds: `experts` are their numbers along dim 0,
-    and `parts` counts those that share an expert.
+    There are `parts` different pieces, each on `copies` ranks. A piece reaches beyond the end of the
+    parameter by `padding` rows of zeros where a vocabulary is not divided evenly. `summed` says that the
+    ranks which hold the same piece have partial gradients. Pieces of routed experts also hold only some
+    indices of dim 0, the experts; their `parts` are those of one expert.
     """
 
-    whole: tuple[int, ...]
     dim: int
-    first: int
-    size: int
     parts: int
     copies: int
     summed: bool
-    experts: range | None = None
+    routed: bool = False
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape that the rank holds, padding included."""
-        shape = (*self.whole[: self.dim], self.size, *self.whole[self.dim + 1 :])
-        return shape if self.experts is None else (len(self.experts), *shape[1:])
+    def first(self) -> int:
+        """First index along `dim`."""
+        return self.offset[self.dim]
+
+    @property
+    def size(self) -> int:
+        """Number of indices along `dim`, padding included."""
+        return self.local_shape[self.dim]
+
+    @property
+    def experts(self) -> range | None:
+        """Indices of the experts; None unless the parameter is one of routed experts."""
+        return range(self.offset[0], self.offset[0] + self.local_shape[0]) if self.routed else None
 
     @property
     def rows_dim(self) -> int:
-        """The dim whose indices are dealt over the ranks that share its storage; experts may be too few."""
-        return 0 if self.experts is None else 1
+        """The dim whose indices are sharded by data parallelism: dim 1 for experts, which may be too few."""
+        return 1 if self.routed else 0
 
     @property
     def padding(self) -> int:
-        """Rows beyond the end of the whole."""
-        return max(0, min(self.size, self.first + self.size - self.whole[self.dim]))
+        """Number of rows beyond the end of the parameter."""
+        return max(0, min(self.size, self.first + self.size - self.global_shape[self.dim]))
 
 
 def piece_of(parameter: Parameter, model: ModelSpec, tp: int, rank: int, sequence_parallel: bool) -> Piece:
-    """The piece of tensor rank `rank`; with tp = 1 the whole."""
-    length = parameter.shape[parameter.dim]
+    """The piece of tensor rank `rank` of `tp`; with tp = 1 the whole parameter."""
+    shape, dim = parameter.shape, parameter.dim
+    origin = (0,) * len(shape)
     if parameter.split is None:
         summed = tp > 1 and (sequence_parallel or not parameter.after_reduce)
-        return Piece(parameter.shape, parameter.dim, 0, length, 1, tp, summed)
+        return Piece(parameter.name, shape, origin, shape, dim, 1, tp, summed)
     parts = min(tp, model.kv_heads) if parameter.split == "kv_heads" else tp
-    copies = tp // parts
-    size = ceil(length / parts)
-    first = rank // copies * size
-    return Piece(parameter.shape, parameter.dim, first, size, parts, copies, copies > 1)
+    copies, size = tp // parts, ceil(shape[dim] / parts)
+    offset = _replaced(origin, {dim: rank // copies * size})
+    return Piece(parameter.name, shape, offset, _replaced(shape, {dim: size}), dim, parts, copies, copies > 1)
 
 
 def expert_piece(parameter: Parameter, ep: int, etp: int, rank: int) -> Piece:
-    """The piece of routed experts that one of ep x etp ranks holds; etp neighbours share the same."""
-    count, channels = parameter.shape[0] // ep, parameter.shape[parameter.dim] // etp
-    mine, part = divmod(rank, etp)
-    experts = range(mine * count, (mine + 1) * count)
-    return Piece(parameter.shape, parameter.dim, part * channels, channels, etp, 1, False, experts)
+    """The piece of routed experts that rank `rank` of ep x etp holds; etp neighbours share their experts."""
+    shape, dim = parameter.shape, parameter.dim
+    sizes = {0: shape[0] // ep, dim: shape[dim] // etp}
+    group, part = divmod(rank, etp)
+    offset = _replaced((0,) * len(shape), {0: group * sizes[0], dim: part * sizes[dim]})
+    return Piece(parameter.name, shape, offset, _replaced(shape, sizes), dim, etp, 1, False, routed=True)
+
+
+def _replaced(numbers: tuple[int, ...], by_dim: Mapping[int, int]) -> tuple[int, ...]:
+    return tuple(by_dim.get(dim, number) for dim, number in enumerate(numbers))

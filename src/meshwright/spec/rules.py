@@ -1,4 +1,4 @@
-"""What no part can see alone: one rule, one function, one sentence that names the axis and the values."""
+"""Rules across parts of the spec: one function per rule, one sentence that names the axis and the values."""
 
 from __future__ import annotations
 
@@ -129,12 +129,12 @@ def tensor_axis_divides(spec: RunSpec) -> None:
 
 
 def has_dense_layers(model: ModelSpec) -> bool:
-    """Whether a layer has a feed-forward layer of `ffn` channels."""
+    """True if some layer has a dense feed-forward layer of `ffn` channels."""
     return not all(map(model.has_experts, range(model.layers)))
 
 
 def every_rank_has_rows(vocabulary: int, tp: int) -> bool:
-    """Whether each of `tp` tensor ranks has a row of a vocabulary that is dealt out in equal shares."""
+    """True if each of `tp` tensor ranks holds a row of a vocabulary split into equal shares."""
     return (tp - 1) * -(-vocabulary // tp) < vocabulary
 
 
@@ -295,7 +295,7 @@ def ranks_match(spec: RunSpec, ranks: int) -> None:
 
 
 def near_worlds(spec: RunSpec, ranks: int, flag: str) -> str:
-    """What to try for so many ranks: those of the layout, or another `layout.dp` that the run takes."""
+    """Suggestion for a number of ranks: those of the layout, or another `layout.dp` that the run allows."""
     layout, words = spec.layout, f"try {flag} {spec.layout.world_size}"
     others = layout.world_size // layout.dp
     sizes = set(divisors(spec.batch_sequences)) - {layout.dp}

@@ -34,7 +34,7 @@ class Key:
 
     @property
     def optional(self) -> bool:
-        """Whether 'none' means no value here (and is not itself one of the choices)."""
+        """True if 'none' means no value here (and is not itself one of the choices)."""
         return type(None) in self.kinds and "none" not in self.choices
 
     @property
@@ -44,23 +44,23 @@ class Key:
 
     @property
     def is_text(self) -> bool:
-        """Whether every value is text, so that a flag's characters are taken as they are."""
+        """True if every value is text, so that a flag's characters are used unparsed."""
         kinds = [kind for kind in self.kinds if kind is not type(None)]
         return all(kind is str or _is_text_choice(kind) for kind in kinds)
 
     @property
     def is_list(self) -> bool:
-        """Whether the value is a list."""
+        """True if the value is a list."""
         return any(get_origin(kind) is tuple for kind in self.kinds)
 
     @property
     def is_table(self) -> bool:
-        """Whether the value is a table with keys that the user names."""
+        """True if the value is a table with keys that the user names."""
         return any(get_origin(kind) is dict for kind in self.kinds)
 
     @property
     def is_switch(self) -> bool:
-        """Whether the value is true or false."""
+        """True if the value is a boolean."""
         return bool in self.kinds
 
 
@@ -113,7 +113,7 @@ def _key(name: str, field: FieldInfo) -> Key:
 
 
 def _merge(first: Key, other: Key) -> Key:
-    """The same key of two branches of a union: every choice of both, the first one's default."""
+    """Merge a key that two branches of a union have: every choice of both, the first one's default."""
     kinds = tuple(dict.fromkeys((*first.kinds, *other.kinds)))
     text = first.text if other.text == first.text else f"{first.text}|{other.text}"
     return replace(first, kinds=kinds, text=text, description=first.description or other.description)
@@ -139,7 +139,7 @@ def _kinds(annotation: Any) -> Iterator[Any]:
 
 
 def _metadata(annotation: Any) -> Iterator[Any]:
-    """What stands beside the types of a union's members, such as the bound in `PositiveInt | None`."""
+    """Metadata of the types in a union, such as the bound in `PositiveInt | None`."""
     if get_origin(annotation) is Annotated:
         yield from annotation.__metadata__
     elif get_origin(annotation) in (Union, types.UnionType):

@@ -146,7 +146,7 @@ class CheckpointSpec(FrozenModel):
 
 
 class RecoverySpec(FrozenModel):
-    """What a run does about a bad step."""
+    """Reaction of a run to a bad step."""
 
     max_skipped: int = Field(
         10, ge=0, description="steps in a row with a gradient that is not finite before the run stops"

@@ -28,7 +28,7 @@ SIDE_FILES = (
     "tekken.json",
     "generation_config.json",
 )
-"""What an HF folder holds beside config.json and weights, and needs to read and to write text."""
+"""Files of an HF folder, besides config.json and weights, that reading and writing text needs."""
 
 
 def token_name(token: Any) -> str | None:

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 
 class Observer(Protocol):
-    """What the trainer tells, in this order: one start, steps with evaluations and events, one end."""
+    """Callbacks of the training loop, in this order: one start, steps with evaluations and events, one
+    end."""
 
     def on_start(self, info: dict[str, Any]) -> None:
         """The run begins, or goes on from a checkpoint."""

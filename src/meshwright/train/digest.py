@@ -39,7 +39,7 @@ def parameters_sha256(trainer: Trainer) -> str:
     sums = torch.zeros(len(places), dtype=torch.int64, device=mesh.device)
     for unit in states.units:
         for slot in unit.counted_slots(states.elsewhere):
-            sums[places[slot.name]] += _sum_of_hashes(unit.local(unit.stored, slot), slot)
+            sums[places[slot.key]] += _sum_of_hashes(unit.local(unit.stored, slot), slot)
     start_all_reduce(sums, mesh.world, "digest").wait()
     dtype = states.formats.master
     rows = [
@@ -51,8 +51,8 @@ def parameters_sha256(trainer: Trainer) -> str:
 @torch.no_grad()
 def _sum_of_hashes(local: Tensor, slot: ParamSlot) -> Tensor:
     """The sum of hashes of (parameter, place in the whole, bits) of a part of a parameter, modulo 2^64."""
-    whole = slot.piece.whole
-    key = int.from_bytes(hashlib.sha256(slot.name.encode()).digest()[:8], "little")
+    whole = slot.global_shape
+    key = int.from_bytes(hashlib.sha256(slot.key.encode()).digest()[:8], "little")
     strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
     indices = [vector.to(local.device) for vector in slot.indices()]
     real = int((slot.indices()[0] < whole[0]).sum())  # beyond the whole is padding

@@ -1,8 +1,8 @@
 """The real training step of one rank of a world of any size, without the world and without memory.
 
-The step is the program's own: `parallelize`, the pipeline's list, the optimiser. Three things are others: the
-device is faked (`fake_memory.py`), the process groups send nothing, and a router deals its tokens to all its
-experts alike, since what data would decide is not known.
+The step is the program's own: `parallelize`, the pipeline's schedule, the optimiser. Three things are
+replaced: the device is fake (`memory_tracker.py`), process groups send nothing, and routers send equally many
+tokens to every expert, since the routing of real data is not known.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,10 +31,9 @@ from meshwright.parallel.expert_parallel import AllToAllDispatcher
 from meshwright.parallel.flat_param import ParamSlot
 from meshwright.parallel.mesh import Axis, Mesh, build_mesh
 from meshwright.parallel.pipeline_parallel import ActionHook
-from meshwright.parallel.precision import Formats
 from meshwright.parallel.process_groups import Groups, Row
 from meshwright.parallel.recompute_cache import RecomputeCache
-from meshwright.parallel.unit import Unit
+from meshwright.parallel.unit import BufferEvent, Unit, UnitObserver
 from meshwright.planner.traffic.layer_shape import admitted
 from meshwright.schedule import Action, Kind
 from meshwright.spec import RunSpec
@@ -50,16 +49,16 @@ STATES = (PARAMETERS, MASTERS, GRADIENTS, OPTIMISER, BALANCE)
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What one rank's step took: bytes by component, by part of the model, and on the wire."""
+    """Resources of one rank's step: bytes by component, by part of the model, and on the wire."""
 
     peak: int
-    """The most at any time of the step."""
+    """Peak bytes of the step."""
     by_component: dict[str, int]
-    """Of that, by `COMPONENTS`."""
+    """The peak's bytes by `COMPONENTS`."""
     by_module: dict[str, dict[str, int]]
-    """The same of each unit of the model, and of "" for what serves none."""
+    """The peak's bytes by unit of the model, then component; "" stands for no unit."""
     most: dict[str, int]
-    """The most of each component alone, whenever it was."""
+    """Peak bytes of each component by itself."""
     wire: dict[tuple[str, str], float]
     """(axis, operation) -> bytes that the rank sends."""
     calls: dict[tuple[str, str], int]
@@ -87,7 +86,7 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
         mesh = build_mesh(spec.layout, device, heads, groups, experts)
         assert mesh is not None
         with memory:
-            trainer = Trainer(spec, mesh, partial(_CountedUnit, memory, spec.microbatches > 1))
+            trainer = Trainer(spec, mesh, _BufferAccount(memory, spec.microbatches > 1))
             _tell(memory, trainer)
             first, second = _batch(spec), _batch(spec)
             trainer.expect(first)
@@ -113,7 +112,7 @@ _SUMS = ("groups", "host_collectives", "device_waits")
 
 
 def _counts(mesh: Mesh, groups: Groups, memory: FakeMemory, started: float) -> dict[str, float]:
-    """What a rank has made, sent and waited for so far.
+    """Counts of what a rank has constructed, sent and waited for so far.
 
     `groups` are constructions of process groups, `host_collectives` rounds of the control plane,
     `collectives` those on devices, messages included, and `device_waits` reads of the host that wait for the
@@ -175,84 +174,46 @@ def _batch(spec: RunSpec) -> Batch:
 # What serves what ---------------------------------------------------------------------------------------
 
 
-class _CountedUnit(Unit):
-    """Tells what its buffers are for. A gradient that waits, of `several` microbatches, is a state."""
+class _BufferAccount(UnitObserver):
+    """Records the purpose of units' buffers. Gradients that wait for further microbatches are states."""
 
-    def __init__(
-        self,
-        memory: FakeMemory,
-        several: bool,
-        slots: list[ParamSlot],
-        mesh: Mesh,
-        shards: Axis | None,
-        replicas: Axis,
-        formats: Formats,
-    ) -> None:
-        self._memory, self.name = memory, _unit_of(slots)
-        self._buffers: dict[str, Any] = {}
-        layout, parted = mesh.layout, max(mesh.shard.size, mesh.expert_data.size) > 1
-        self._waits = shards is None or (several and (layout.zero < 2 or layout.pp > 1))
-        super().__init__(slots, mesh, shards, replicas, formats)
-        memory.mark(self.full, BUFFERS if layout.zero == 3 and parted else PARAMETERS, self.name)
-        memory.mark(self.stored, PARAMETERS if self.aliased else MASTERS, self.name)
+    def __init__(self, memory: FakeMemory, several: bool) -> None:
+        self._memory, self._several = memory, several
 
-    def start_gather(self) -> None:
-        with self._memory.serving(self.name):
-            super().start_gather()
-        if self._gathering is not None and self.shards is not None:
-            self._memory.mark(self._gathering[1], BUFFERS)
+    def gathering(self, unit: Unit) -> AbstractContextManager[None]:
+        return self._memory.serving(_unit_of(unit.slots))
 
-    def finish_gather(self) -> None:
-        with self._memory.serving(self.name):
-            super().finish_gather()
-
-    def _resize(self, size: int) -> None:
-        super()._resize(size)
-        self._memory.resized(self.full)
-
-    def to_send(self, packed: Tensor) -> Tensor:
-        sent = super().to_send(packed)
-        if sent is not packed:
-            self._memory.mark(sent, BUFFERS, self.name)
-        return sent
-
-    def new_part(self) -> Tensor:
-        part = super().new_part()
-        self._memory.mark(part, BUFFERS, self.name)
-        return part
-
-    @property
-    def packed(self) -> Tensor | None:
-        return self._buffers.get("packed")
-
-    @packed.setter
-    def packed(self, packed: Tensor | None) -> None:
-        before, self._buffers["packed"] = self.packed, packed
-        if packed is not None:
-            self._memory.mark(packed, GRADIENTS if self._waits else BUFFERS, self.name)
-        elif before is not None:  # it is taken for the wire
-            self._memory.becomes(before.untyped_storage(), BUFFERS)
-
-    @property
-    def gradient(self) -> Tensor | None:
-        return self._buffers.get("gradient")
-
-    @gradient.setter
-    def gradient(self, gradient: Tensor | None) -> None:
-        self._buffers["gradient"] = gradient
-        if gradient is not None:
-            self._memory.becomes(gradient.untyped_storage(), GRADIENTS, self.name)
+    def on_buffer(self, unit: Unit, event: BufferEvent, buffer: Tensor) -> None:
+        memory, name, mesh = self._memory, _unit_of(unit.slots), unit.mesh
+        layout = mesh.layout
+        match event:
+            case "full":
+                sharded = layout.zero == 3 and max(mesh.shard.size, mesh.expert_data.size) > 1
+                memory.mark(buffer, BUFFERS if sharded else PARAMETERS, name)
+            case "stored":
+                memory.mark(buffer, PARAMETERS if unit.aliased else MASTERS, name)
+            case "resized":
+                memory.resized(buffer)
+            case "packed":
+                waits = unit.shards is None or (self._several and (layout.zero < 2 or layout.pp > 1))
+                memory.mark(buffer, GRADIENTS if waits else BUFFERS, name)
+            case "packed taken":
+                memory.becomes(buffer.untyped_storage(), BUFFERS)
+            case "gradient":
+                memory.becomes(buffer.untyped_storage(), GRADIENTS, name)
+            case "gathered" | "sent" | "part":
+                memory.mark(buffer, BUFFERS, name)
 
 
 def _unit_of(slots: list[ParamSlot]) -> str:
     """embed (tied ends too), blocks.0, ..., or head."""
-    names = {slot.name for slot in slots}
+    names = {slot.key for slot in slots}
     first = "embed.weight" if "embed.weight" in names and len(names) < 4 else min(names)
     return ".".join(first.split(".")[: 2 if first.startswith("blocks.") else 1])
 
 
 class _Watch(ActionHook):
-    """Tells activations, which an action leaves for another, from temporaries."""
+    """Distinguishes activations, which an action leaves for another, from temporaries."""
 
     def __init__(self, memory: FakeMemory) -> None:
         self._memory = memory
@@ -283,12 +244,11 @@ def _nothing() -> None:
 
 
 def _tell(memory: FakeMemory, trainer: Trainer) -> None:
-    """Say what a trainer's tensors are, and be told where its step is."""
+    """Mark a trainer's tensors, and install the callbacks that follow its step."""
     optimiser, decoder, spec = trainer.optimiser, trainer.decoder, trainer.spec
     for unit, *moments in zip(trainer.states.units, *optimiser.moments.values(), strict=True):
-        assert isinstance(unit, _CountedUnit)
         for moment in moments:
-            memory.mark(moment, OPTIMISER, unit.name)
+            memory.mark(moment, OPTIMISER, _unit_of(unit.slots))
     for tensor in trainer.balance.tensors():
         memory.mark(tensor, BALANCE)
     memory.settle(0, OPTIMISER)  # Adam's step counts
@@ -308,7 +268,7 @@ def _name_of(decoder: Decoder, module: torch.nn.Module) -> str:
 
 
 def _follow(memory: FakeMemory, module: torch.nn.Module, name: str) -> None:
-    """What is made in this part of the model, forward and backward, serves it."""
+    """Attribute allocations in the forward and backward of `module` to `name`."""
 
     def enter(*_: Any) -> None:
         memory.module = name
@@ -375,7 +335,7 @@ def _route_evenly(mixture: Moe, share: float) -> None:
 
 
 def _of(kinds: Counter[str], kind: str) -> int:
-    """Collectives outside the units are messages, too."""
+    """Bytes of a kind; collectives outside units count as messages."""
     return kinds[kind] + (kinds[COLLECTIVES] if kind == MESSAGES else 0)
 
 

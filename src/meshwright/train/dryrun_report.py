@@ -62,7 +62,7 @@ def _check(spec: RunSpec, world: int | None, rank: int, device: str) -> None:
 
 
 def _assumed(spec: RunSpec) -> list[str]:
-    """What the figures take for granted."""
+    """Assumptions behind the figures."""
     found = ["bytes are those of tensors: what an allocator, a library or a kernel adds is not in them"]
     if spec.model.moe is not None:
         found.append("routing is even: every expert gets equally many tokens from every rank")

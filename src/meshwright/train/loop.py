@@ -335,7 +335,7 @@ def _raise(failure: Exception | None) -> None:
 
 
 def balance_row(moe: MoeSpec, layers: dict[int, LayerBalance]) -> Row:
-    """What a metrics row tells of experts; loads are in even shares, of all layers or of each.
+    """Fields of a metrics row about experts; loads are in even shares, of all layers or of each.
 
     Losses are there where they have a factor, every expert's load unless that would be more than 4,096
     numbers a row.

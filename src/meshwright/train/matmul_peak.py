@@ -1,4 +1,4 @@
-"""What this machine's matrix units reach, measured: the denominator of MFU."""
+"""Measured peak matmul rate of this machine: the denominator of MFU."""
 
 from __future__ import annotations
 

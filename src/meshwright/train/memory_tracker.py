@@ -27,13 +27,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
 PLAIN = "temporaries"
-"""The kind of what nobody has told more of."""
+"""Kind of storages that were never marked."""
 COLLECTIVES, MESSAGES = "collectives", "messages"
 """Tensors that ranks of an axis share a collective over, and those that one gives another."""
 
 _POINT_TO_POINT = ("c10d::send", "c10d::recv_", "c10d::recv_any_source_")
 ASSUMED = 1.0
-"""What the host reads of a number that has no value."""
+"""Value that the host reads from a fake scalar."""
 
 _WAITS = {
     _aten._local_scalar_dense.default: 1,
@@ -115,12 +115,12 @@ class FakeMemory(TorchDispatchMode):
         self.operators: Counter[str] = Counter()
         self.waits = 0
         self._busy = False
-        """Whether anything was launched since the host last waited."""
+        """True if anything was launched since the host last waited."""
         self._fake = _WithoutValues(allow_non_fake_inputs=True)
         self._held: dict[int, TrackedStorage] = {}
         self._peak_at = 0
         self._gone: list[TrackedStorage] = []
-        """What was there at the peak and is no more."""
+        """Storages that existed at the peak and have been freed since."""
         self._inside: dict[Any, int] = {}
 
     # Operators --------------------------------------------------------------------------------------
@@ -234,11 +234,11 @@ class FakeMemory(TorchDispatchMode):
         )
 
     def becomes(self, storage: UntypedStorage, kind: str, module: str | None = None) -> None:
-        """From now on a storage is for something else than before."""
+        """Count a storage as newly allocated, of another kind."""
         self._again(storage, kind, module)
 
     def mark(self, tensor: Tensor, kind: str, module: str | None = None, only: str | None = None) -> None:
-        """Say what the storage of `tensor` is for, whatever was said before, or where that was `only`."""
+        """Set the kind of the storage of `tensor`; with `only`, just if its kind is `only` now."""
         held = self._held.get(tensor.untyped_storage()._cdata)
         if held is None or held.kind == kind or (only is not None and held.kind != only):
             return
@@ -248,7 +248,8 @@ class FakeMemory(TorchDispatchMode):
         self._change(kind, held.size)
 
     def settle(self, since: int, kind: str) -> None:
-        """What was made after `since` (a value of `now`) and is there still is no temporary, but `kind`."""
+        """Mark unmarked storages that were allocated after `since` (a value of `now`) and still exist as
+        `kind`."""
         for held in self._held.values():
             if held.born > since and held.kind in (PLAIN, COLLECTIVES):
                 self.kinds[held.kind] -= held.size
@@ -257,7 +258,7 @@ class FakeMemory(TorchDispatchMode):
 
     @contextmanager
     def serving(self, module: str) -> Iterator[None]:
-        """What is made meanwhile serves this part of the model."""
+        """Context in which allocations are attributed to `module`."""
         before, self.module = self.module, module
         try:
             yield
@@ -265,11 +266,11 @@ class FakeMemory(TorchDispatchMode):
             self.module = before
 
     def at_peak(self) -> list[TrackedStorage]:
-        """All that was there at the peak."""
+        """All storages that existed at the peak."""
         return [held for held in (*self._gone, *self._held.values()) if held.born <= self._peak_at]
 
     def restart(self) -> None:
-        """Forget what was the most so far; what is there stays."""
+        """Reset the peaks to what is allocated now."""
         self.peak, self._peak_at = self.total, self.now
         self._gone.clear()
         self.most = Counter(self.kinds)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run, and whether a checkpoint belongs to it."""
+"""State of a run in a checkpoint, and the check that a checkpoint belongs to the run."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from meshwright.data.loader import Batch
 from meshwright.parallel.collectives import start_all_reduce, sum_scalars
 from meshwright.parallel.context_parallel import share
-from meshwright.parallel.data_parallel import MakeUnit
 from meshwright.parallel.loss_normalization import (
     count_targets,
     power_and_rest,
@@ -24,7 +23,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.parallelize import initialise, parallelize
 from meshwright.parallel.precision import LossScale
 from meshwright.parallel.router_balance import LayerBalance
-from meshwright.parallel.unit import Unit
+from meshwright.parallel.unit import UnitObserver
 from meshwright.spec import RunSpec
 from meshwright.train.lr_schedule import learning_rate
 from meshwright.train.optimiser import Optimiser
@@ -60,9 +59,9 @@ class Totals(NamedTuple):
 class Trainer:
     """A decoder, its states and its optimiser on one rank of a mesh."""
 
-    def __init__(self, spec: RunSpec, mesh: Mesh, make_unit: MakeUnit = Unit) -> None:
+    def __init__(self, spec: RunSpec, mesh: Mesh, observer: UnitObserver | None = None) -> None:
         self.spec, self.mesh = spec, mesh
-        self.decoder, self.states, self.balance, self.pipeline = parallelize(spec, mesh, make_unit)
+        self.decoder, self.states, self.balance, self.pipeline = parallelize(spec, mesh, observer)
         self.optimiser = Optimiser(self.states, spec.train)
         self.loss_scale = LossScale(spec.precision)
         self.rest = 1.0
@@ -225,7 +224,7 @@ def kinds_of_microbatches(spec: RunSpec) -> Iterator[Batch]:
 
 
 def own_tokens(batch: Batch, mesh: Mesh) -> Batch:
-    """What a context rank computes on: its tokens of each sequence; the documents stay whole."""
+    """A context rank's tokens of each sequence of a batch; `documents` stay those of whole sequences."""
     axis = mesh.context
     tokens, targets, positions = (share(x, axis) for x in (batch.tokens, batch.targets, batch.positions))
     return replace(batch, tokens=tokens, targets=targets, positions=positions)

@@ -1,4 +1,4 @@
-"""What a router's losses, statistics and bias should be, a sequence and an expert at a time."""
+"""Reference of a router's losses, statistics and bias, computed per sequence and expert."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RouterReference:
         return weights, self._admitted
 
     def loss(self, sequences: int) -> Tensor:
-        """What this layer adds to the mean loss; fills `found`."""
+        """This layer's auxiliary losses per sequence, a scalar to add to the mean loss; fills `found`."""
         moe, routing = self.moe, self._routing
         shares = routing.scores / routing.scores.sum(1, keepdim=True)
         chosen = torch.zeros_like(shares)

@@ -114,7 +114,7 @@ def units(view: RankView) -> list[StateShard]:
             ranks = ranks if zero else 1
             pieces = [piece for _, piece in listed if (piece.experts is not None) == routed]
             if pieces:
-                sizes = [(part_elements(piece, ranks), len(piece.whole) >= 2) for piece in pieces]
+                sizes = [(part_elements(piece, ranks), len(piece.global_shape) >= 2) for piece in pieces]
                 decays = sum(size for size, decay in sizes if decay)
                 found.append(StateShard(name, routed, ranks, sum(size for size, _ in sizes), decays, zero))
     return found
