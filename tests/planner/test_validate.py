@@ -59,6 +59,7 @@ def test_memory_over_all_rows(found: dict) -> None:
 
 
 def test_what_did_not_fit_is_not_predicted_to(whole: Validation) -> None:
+    assert sum(each.case.ran is False for each in whole.predictions) == 2
     for each in whole.predictions:
         if each.case.ran is False:
             assert not each.fits

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from meshwright.train.step import Step, Trainer
 
 CPU = torch.device("cpu")
 LARGER = {"layout__pp": 1, "model__hidden": 128, "model__ffn": 384}
-SEEDS = (1, 2, 16, 20, 25, 47, 52, 64, 67, 103)
+SEEDS = sorted(range(128), key=lambda seed: sha256(f"peak of a dry run {seed}".encode()).digest())[:10]
 LLAMA: dict[str, object] = {
     "model.preset": "llama3-8b", "model.layers": 4, "data.corpus": "synthetic", "data.seq_len": 8192,
     "layout.dp": 64, "layout.micro_batch": 1, "precision.compute": "bf16",
@@ -62,7 +63,6 @@ def llama(**flags: object) -> RunSpec:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_plan_has_the_peak_of_a_dry_run(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So do all seeds from 0 to 16 and from 47 to 77."""
     monkeypatch.setattr(dryrun, "Trainer", SecondStep)
     spec, rank = draw(seed, 256, **LARGER)
     layout = spec.layout
