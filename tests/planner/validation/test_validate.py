@@ -13,7 +13,7 @@ from meshwright.planner.validation.cases import PUBLISHED, PredictionError, case
 from meshwright.planner.validation.metrics import Validation, kendall, report, skipped_rows, validate
 from meshwright.spec import UserError
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 @pytest.fixture(scope="module")
