@@ -6,7 +6,7 @@ OUT ?= runs/first-$(shell date +%Y%m%d-%H%M%S)
 RESULTS ?= bench/results
 TODAY := $(shell date +%Y%m%d)
 
-.PHONY: train test lint format bench gpu gpu-test gpu-bench docs clean
+.PHONY: train test test-all lint format bench gpu gpu-test gpu-bench docs clean
 
 .venv/run.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -25,8 +25,12 @@ TODAY := $(shell date +%Y%m%d)
 train: .venv/run.done
 	.venv/bin/meshwright train examples/first.toml --nproc 2 --out $(OUT)
 
-## test: the whole test suite
+## test: every test, with a part of the full products that covers all pairs of choices
 test: .venv/dev.done
+	$(PY) -m pytest -m "not full" $(ARGS)
+
+## test-all: every test, with the full products of layouts, schedules and policies
+test-all: .venv/dev.done
 	$(PY) -m pytest $(ARGS)
 
 ## lint: ruff, mypy, the contract that imports go down the floors only, and the prose of docstrings and errors

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 
 from ranks import Ranks
-from small import measure_peak_quickly
+from small import count_synthetic_bytes_once, measure_peak_quickly
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -30,9 +30,10 @@ def ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_peak() -> None:
-    """Runs in this process do not dwell on the matmul rate."""
+def quick_runs() -> None:
+    """Runs in this process do not dwell on the matmul rate, nor on synthetic corpora that they have made."""
     measure_peak_quickly()
+    count_synthetic_bytes_once()
 
 
 @pytest.fixture(scope="session", autouse=True)

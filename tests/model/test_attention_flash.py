@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_attention import by_definition
-from test_attention_parts import (
+from test_partial_attention import (
     DIM,
     GROUP,
     HEADS,

@@ -75,7 +75,10 @@ def traced() -> Iterator[Trace]:
         name = func.name().removeprefix("aten::").partition(".")[0]
         trace.computed += func.namespace == "meshwright" or name.startswith(COMPUTE)
 
-    with patch.object(meshes, "Wire", lambda: trace), patch.object(FakeMemory, "_count_operator", count):
+    with (
+        patch.object(meshes, "TrafficCounter", lambda: trace),
+        patch.object(FakeMemory, "_count_operator", count),
+    ):
         yield trace
 
 

@@ -7,9 +7,10 @@ from itertools import product
 from unittest.mock import patch
 
 import pytest
-import torch
 from torch import Tensor
 
+from covering import covered
+from equality import equal_to_one_device
 from meshwright.data.loader import Batch
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec, load
@@ -18,7 +19,6 @@ from meshwright.train.shrink import MOST_WORK, shrink
 from ranks import Ranks
 from small import spec_of
 
-STEPS = 2  # the second takes up the first's moments
 BASE = {
     "model.vocab_size": 61,  # prime: no axis divides it
     "data.seq_len": 16,
@@ -26,24 +26,6 @@ BASE = {
     "train.steps": 3,
     "train.warmup_steps": 1,
 }
-
-
-def body(mesh: Mesh, spec: RunSpec, steps: int) -> dict[str, object] | None:
-    return subject.verify(spec, mesh, steps)
-
-
-def worst(ranks: Ranks, spec: RunSpec) -> float:
-    found = ranks.run(spec.layout, body, spec, STEPS)[0]
-    assert found["compared"] == STEPS * (2 + 2 * len(list(found_names(spec))))
-    assert found["equal"] == (found["worst_relative"] <= subject.TOLERANCE)
-    return float(found["worst_relative"])
-
-
-def found_names(spec: RunSpec) -> list[str]:
-    from meshwright.model.decoder import Decoder
-
-    with torch.device("meta"):
-        return [name for name, _ in Decoder(spec.model).named_parameters()]
 
 
 LAYOUTS = [
@@ -54,19 +36,20 @@ LAYOUTS = [
     *({"dp": 2, "replicate": 2, "zero": zero} for zero in (1, 2, 3)),
     {"dp": 1, "replicate": 4, "zero": 2},
 ]
+DEFAULTS = {"dp": 1, "replicate": 1, "zero": 0}
+CASES: list[dict[str, object]] = [
+    {**DEFAULTS, **layout, "micro_batch": micro_batch, "policy": policy}
+    for layout in LAYOUTS
+    for micro_batch, policy in product((1, 2), ("none", "full", "selective"))
+]
 
 
-RECOMPUTE = ["none", "full", "selective"]
-
-
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "-".join(f"{k}{v}" for k, v in layout.items()))
-def test_every_layout_equals_one_device(ranks: Ranks, layout: dict[str, int], recompute: str) -> None:
-    """Over 8 / ranks / micro_batch microbatches, of one size and of two with each layout and each policy."""
-    flags = {f"layout__{key}": value for key, value in layout.items()}
-    micro_batch = 1 + (LAYOUTS.index(layout) + RECOMPUTE.index(recompute)) % 2
-    spec = spec_of(BASE, **flags, layout__micro_batch=micro_batch, recompute__policy=recompute)
-    assert worst(ranks, spec) <= 1e-10
+@pytest.mark.parametrize("case", covered(CASES))
+def test_every_layout_equals_one_device(ranks: Ranks, case: dict[str, object]) -> None:
+    """Over 8 / ranks / micro_batch microbatches."""
+    layout = {f"layout.{key}": value for key, value in case.items() if key != "policy"}
+    spec = spec_of(BASE | layout, recompute__policy=case["policy"])
+    equal_to_one_device(ranks, spec, 1e-10, rules="gloo")
 
 
 GPT2 = {
@@ -83,14 +66,13 @@ GPT2 = {
 )
 @pytest.mark.parametrize("zero", [0, 3])
 def test_every_kind_of_model_equals_one_device(ranks: Ranks, model: dict[str, object], zero: int) -> None:
-    assert (
-        worst(ranks, spec_of(BASE, **model, layout__dp=4, layout__zero=zero, layout__micro_batch=1)) <= 1e-10
-    )
+    spec = spec_of(BASE, **model, layout__dp=4, layout__zero=zero, layout__micro_batch=1)
+    equal_to_one_device(ranks, spec, 1e-10, rules="gloo")
 
 
 @pytest.mark.parametrize("data", [{"data__pack": "false"}, {"data__document_mask": "false"}])
 def test_every_packing_equals_one_device(ranks: Ranks, data: dict[str, object]) -> None:
-    assert worst(ranks, spec_of(BASE, **data, layout__dp=2, layout__zero=2)) <= 1e-10
+    equal_to_one_device(ranks, spec_of(BASE, **data, layout__dp=2, layout__zero=2), 1e-10, rules="gloo")
 
 
 def scale_all(trainer: subject.Trainer) -> None:

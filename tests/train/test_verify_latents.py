@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from meshwright.parallel.mesh import Mesh
-from meshwright.spec import RunSpec
-from meshwright.spec.parameters import parameters
+from covering import marked
+from equality import equal_to_one_device
 from meshwright.train.shrink import shrink
-from meshwright.train.verify import verify
 from ranks import Ranks
 from small import spec_of
 
@@ -20,18 +16,6 @@ BASE = {
     "data.seq_len": 32, "train.batch_tokens": 8 * 32, "train.steps": 3, "train.warmup_steps": 1,
     "layout.micro_batch": 1,
 }  # fmt: skip
-
-
-def body(mesh: Mesh, spec: RunSpec) -> dict[str, Any] | None:
-    return verify(spec, mesh, 2)
-
-
-def worst(ranks: Ranks, **flags: object) -> float:
-    spec = spec_of(BASE, **flags)
-    found = ranks.run(spec.layout, body, spec, rules="nccl")[0]
-    tensors = sum(len(unit) for unit in parameters(spec.model).values())
-    assert found is not None and found["compared"] == 2 * (2 + 2 * tensors)
-    return float(found["worst_relative"])
 
 
 LAYOUTS: dict[str, dict[str, object]] = {
@@ -55,12 +39,21 @@ LAYOUTS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("q_rank", [32, "none"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_equals_one_device(ranks: Ranks, layout: str, q_rank: object) -> None:
-    flags = {key if "__" in key else f"layout__{key}": value for key, value in LAYOUTS[layout].items()}
+CASES: list[dict[str, object]] = [
+    {"layout": layout, "q_rank": q_rank} for layout in LAYOUTS for q_rank in (32, "none")
+]
+QUICK = [case for number, case in enumerate(CASES) if number % 4 in (0, 3)]
+"""Each layout with one of the two."""
+
+
+@pytest.mark.parametrize("case", marked(CASES, QUICK))
+def test_every_layout_equals_one_device(ranks: Ranks, case: dict[str, str]) -> None:
+    flags = {
+        key if "__" in key else f"layout__{key}": value for key, value in LAYOUTS[case["layout"]].items()
+    }
     layers = 4 if flags.get("layout__schedule") == "zb-v" else 3
-    assert worst(ranks, **flags, model__layers=layers, model__mla__q_rank=q_rank) <= 1e-10
+    spec = spec_of(BASE, **flags, model__layers=layers, model__mla__q_rank=case["q_rank"])
+    equal_to_one_device(ranks, spec, 1e-10)
 
 
 def test_a_narrowed_copy_keeps_the_latents() -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import random
-from math import prod
-from typing import Any
 
 import pytest
 
-from meshwright.parallel.mesh import Mesh
+from covering import covered
+from equality import equal_to_one_device
 from meshwright.schedule import NAMES
-from meshwright.spec import RunSpec
 from meshwright.train.shrink import shrink
-from meshwright.train.verify import verify
 from ranks import Ranks
 from small import spec_of
 
@@ -24,36 +21,28 @@ BASE = {
 }  # fmt: skip
 
 
-def body(mesh: Mesh, spec: RunSpec) -> dict[str, Any] | None:
-    return verify(spec, mesh, 2)
-
-
-def worst(ranks: Ranks, sequences: int, **flags: object) -> float:
-    spec = spec_of(BASE, **flags, train__batch_tokens=16 * sequences)
-    found = ranks.run(spec.layout, body, spec, rules="nccl")[0]
-    assert found is not None and found["compared"] > 20
-    return float(found["worst_relative"])
+def check(ranks: Ranks, sequences: int, **flags: object) -> None:
+    equal_to_one_device(ranks, spec_of(BASE, **flags, train__batch_tokens=16 * sequences), 1e-9)
 
 
 def virtuals(schedule: str) -> tuple[int, ...]:
     return (2,) if schedule in V_SHAPED else (1, 2) if schedule in LOOPED else (1,)
 
 
-CASES = [
-    (schedule, pp, virtual, microbatches)
+CASES: list[dict[str, object]] = [
+    {"layout__schedule": schedule, "layout__pp": pp, "layout__virtual": virtual, "microbatches": microbatches}
     for schedule in NAMES
     for pp in (2, 4)
     for virtual in virtuals(schedule)
-    for microbatches in ((2, 5) if pp == 2 else (4, 9))
+    for microbatches in ("few", "many")
 ]
+MICROBATCHES = {("few", 2): 2, ("many", 2): 5, ("few", 4): 4, ("many", 4): 9}
 
 
-@pytest.mark.parametrize(("schedule", "pp", "virtual", "microbatches"), CASES)
-def test_every_schedule_equals_one_device(
-    ranks: Ranks, schedule: str, pp: int, virtual: int, microbatches: int
-) -> None:
-    flags = {"layout__pp": pp, "layout__schedule": schedule, "layout__virtual": virtual}
-    assert worst(ranks, microbatches, **flags) <= 1e-9
+@pytest.mark.parametrize("case", covered(CASES))
+def test_every_schedule_equals_one_device(ranks: Ranks, case: dict[str, object]) -> None:
+    flags = dict(case)
+    check(ranks, MICROBATCHES[str(flags.pop("microbatches")), int(str(case["layout__pp"]))], **flags)
 
 
 AXES: list[dict[str, object]] = [
@@ -70,27 +59,35 @@ AXES: list[dict[str, object]] = [
 ]
 
 
-PAIRS = [
-    (axes, schedule)
-    for number, axes in enumerate(AXES)
-    for schedule in (("1f1b", "zb-v") if number % 2 else ("interleaved", "zb-h1"))
-]
-
-
-@pytest.mark.parametrize(("axes", "schedule"), PAIRS, ids=str)
-def test_pipelines_go_with_every_other_axis(ranks: Ranks, axes: dict[str, object], schedule: str) -> None:
+def with_the_rest(axes: dict[str, object], schedule: str) -> dict[str, object]:
+    """A case of these axes, with a choice of what does not belong to them that is drawn by its name."""
     choose = random.Random(f"{axes} {schedule}").choice
-    flags = {
+    one = {f"layout__{axis}": 1 for axis in ("replicate", "dp", "cp", "tp")}
+    return {
+        **one,
         "layout__pp": 2,
+        "layout__zero": 0,
+        "layout__schedule": schedule,
         "model__tied": choose(["true", "false"]),
         "model__qk_norm": choose(["true", "false"]),
         "layout__sequence_parallel": choose(["true", "false"]),
         "recompute__policy": choose(["none", "full", "selective"]),
         "data__pack": choose(["true", "false"]),
         "layout__stages": choose(["even", "balanced"]),
-    }
-    data_ranks = prod(int(str(axes.get(f"layout__{axis}", 1))) for axis in ("dp", "replicate"))
-    assert worst(ranks, 6 * data_ranks, layout__schedule=schedule, **(flags | axes)) <= 1e-9
+    } | axes
+
+
+PAIRS = [
+    with_the_rest(axes, schedule)
+    for number, axes in enumerate(AXES)
+    for schedule in (("1f1b", "zb-v") if number % 2 else ("interleaved", "zb-h1"))
+]
+
+
+@pytest.mark.parametrize("case", covered(PAIRS))
+def test_pipelines_go_with_every_other_axis(ranks: Ranks, case: dict[str, object]) -> None:
+    data_ranks = int(str(case["layout__dp"])) * int(str(case["layout__replicate"]))
+    check(ranks, 6 * data_ranks, **case)
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
@@ -101,14 +98,14 @@ def test_recomputation_over_context_ranks_in_a_pipeline(
     """Microbatches are under way together, and stages have several blocks."""
     flags = {"layout__pp": 2, "layout__cp": 4, "layout__virtual": 2, "layout__schedule": "interleaved"}
     rest = {"layout__context_mode": mode, "recompute__policy": recompute, "data__seq_len": 32}
-    assert worst(ranks, 8, **flags, **rest, model__heads=8, model__kv_heads=heads, model__layers=8) <= 1e-9
+    check(ranks, 8, **flags, **rest, model__heads=8, model__kv_heads=heads, model__layers=8)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h2"])
 @pytest.mark.parametrize("stages", ["0,4,3,0", "3,0,2,2", "7,0,0,0"])
 def test_cuts_by_hand_and_stages_that_hold_nothing(ranks: Ranks, stages: str, schedule: str) -> None:
     flags = {"layout__pp": 4, "layout__schedule": schedule, "layout__stages": stages}
-    assert worst(ranks, 6, **flags, model__tied="true") <= 1e-9
+    check(ranks, 6, **flags, model__tied="true")
 
 
 def test_a_pipeline_of_gpt2(ranks: Ranks) -> None:
@@ -118,7 +115,7 @@ def test_a_pipeline_of_gpt2(ranks: Ranks) -> None:
         "model__kv_heads": 4, "model__qkv_bias": "true", "model__out_bias": "true", "model__mlp_bias": "true",
         "model__tied": "true",
     }  # fmt: skip
-    assert worst(ranks, 8, **flags) <= 1e-9
+    check(ranks, 8, **flags)
 
 
 def test_a_narrowed_copy_keeps_a_layer_for_each_stage() -> None:

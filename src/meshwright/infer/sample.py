@@ -43,8 +43,7 @@ def _whole(trainer: Trainer) -> Decoder | None:
         decoder = Decoder(trainer.spec.model).to(trainer.mesh.device, trainer.states.formats.master)
     mine = decoder.tensors() if decoder is not None else {}
     stored = [*trainer.states.parameters(), *trainer.balance.biases().items()]
-    for name, whole in gather_full(stored, trainer.mesh):
-        mine[name].data.copy_(whole)
+    gather_full(stored, trainer.mesh, into=mine)
     return decoder
 
 

@@ -1,41 +1,74 @@
-"""Whole parameters on the first rank, wherever their pieces are."""
+"""Gathering of sharded tensors: whole copies on rank 0."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.checkpoint.replicas import Replicas
+from meshwright.checkpoint.save_plan import DTYPE_NAMES, DTYPES, local_chunks
 from meshwright.parallel.flat_param import Stored
 from meshwright.parallel.mesh import Mesh
 
+Kinds = dict[str, tuple[list[int], str]]
+"""Shape and dtype of whole tensors, by name."""
+Place = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""Name, offset and local shape of a rectangle of a tensor."""
 
-def gather_full(named: Iterable[tuple[str, Stored]], mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) of each, one at a time: on the first rank all, of every stage; elsewhere none.
 
-    Every rank goes through all of it with the tensors of its own stages, in the same order as the ranks that
-    share them. What two stages hold comes once.
+def gather_full(
+    named: Iterable[tuple[str, Stored]], mesh: Mesh, into: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Gather every tensor on rank 0, and return {name: whole tensor}; an empty dict on the other ranks.
+
+    Collective over the mesh; each rank passes the tensors of its own stages. Of ranks that hold the same part
+    the first sends it, and a rank sends all its parts as one message. The whole tensors are written to those
+    of `into`, or else to new ones on rank 0's device. A new tensor is NaN where no rank has a part of it.
     """
-    named = list(named)
-    column = mesh.replicate.rank == mesh.shard.rank == mesh.tensor.rank == 0
-    owners: dict[str, int] = {}
-    forms = {name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for name, tensor in named}
-    listed = mesh.control.gather([mesh.pipeline.rank, forms] if column else None)
-    listed = [row for row in listed if row is not None]
-    for stage, theirs in listed:
-        for name in theirs:
-            owners.setdefault(name, stage)
+    places: list[Place] = []
+    parts: list[Tensor] = []
+    kinds: Kinds = {}
     for name, tensor in named:
-        whole = tensor.full_tensor().detach()
-        if column and mesh.pipeline.rank == 0:
-            yield name, whole
-        elif column:
-            dist.send(whole.contiguous(), group=mesh.pipeline.group, group_dst=0)
-    for stage, theirs in listed[1:]:
+        replicas = Replicas.of(tensor)
+        if replicas is not None and replicas.index == 0:
+            kinds[name] = list(tensor.shape), DTYPE_NAMES[tensor.dtype]
+            for shard in local_chunks(name, tensor):
+                places.append((name, *shard.rectangle))
+                parts.append(shard.local)
+    rows = mesh.control.gather([kinds, places])
+    if mesh.rank > 0:
+        if parts:
+            joined = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
+            dist.send(joined, group=mesh.world.group, group_dst=0)
+        return {}
+    whole = into if into is not None else {}
+    for rank, (theirs, held) in enumerate(rows):
         for name, (shape, dtype) in theirs.items():
-            whole = torch.empty(shape, dtype=getattr(torch, dtype), device=mesh.device)
-            dist.recv(whole, group=mesh.pipeline.group, group_src=stage)
-            if owners[name] == stage:
-                yield name, whole
+            if name not in whole:
+                whole[name] = torch.full(shape, math.nan, dtype=DTYPES[dtype], device=mesh.device)
+        received = parts if rank == 0 else _receive(rank, theirs, held, mesh)
+        for (name, offset, local_shape), part in zip(held, received, strict=True):
+            target = whole[name].detach()
+            for dim, (start, length) in enumerate(zip(offset, local_shape, strict=True)):
+                target = target.narrow(dim, start, length)
+            target.copy_(part)
+    return whole
+
+
+def _receive(rank: int, kinds: Kinds, places: list[Place], mesh: Mesh) -> list[Tensor]:
+    """The parts at `places` of the tensors `kinds`, in the message of `rank`."""
+    dtypes = [DTYPES[kinds[name][1]] for name, _, _ in places]
+    counts = [math.prod(shape) * dtype.itemsize for (_, _, shape), dtype in zip(places, dtypes, strict=True)]
+    if not counts:
+        return []
+    joined = torch.empty(sum(counts), dtype=torch.uint8, device=mesh.device)
+    dist.recv(joined, group=mesh.world.group, group_src=rank)
+    # Each part is cloned, since a view in another dtype must begin at a multiple of its item's bytes.
+    return [
+        part.clone().view(dtype).view(shape)
+        for (_, _, shape), dtype, part in zip(places, dtypes, joined.split(counts), strict=True)
+    ]

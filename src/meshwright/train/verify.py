@@ -88,12 +88,13 @@ def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
     loader = Loader(corpus, spec, mesh.data_rank, spec.layout.data_ranks)
     for number in range(1, steps + 1):
         totals = trainer.totals(trainer.gradients(loader.step(number - 1)))
-        found = gather_full(trainer.states.gradients(), mesh)
-        gradients = {name: grad * trainer.gradient_factor for name, grad in found}
+        gradients = gather_full(trainer.states.gradients(), mesh)
+        for gradient in gradients.values():
+            gradient.mul_(trainer.gradient_factor)
         done = trainer.apply(totals, number)
-        parameters = dict(gather_full(trainer.states.parameters(), mesh))
+        parameters = gather_full(trainer.states.parameters(), mesh)
         balance = trainer.layers_balance()
-        biases = dict(gather_full(trainer.balance.biases().items(), mesh))
+        biases = gather_full(trainer.balance.biases().items(), mesh)
         if reference is not None:
             theirs = next(reference)
             at = f"step {number} "

@@ -169,6 +169,7 @@ def test_a_neighbour_that_is_too_large_names_the_term_that_grew_most() -> None:
 @every
 def test_a_slower_neighbour_names_the_part_that_grew_most(name: str) -> None:
     found = explained(name)
+    assert any(each.verdict == "slower" for each in found.neighbours)
     for each in found.neighbours:
         timed = step_time(each.change.spec, found.on)
         grown = {part: timed.parts[part] - found.time.parts[part] for part in timed.parts}

@@ -14,7 +14,7 @@ from meshwright.planner.validation.metrics import Validation, kendall, report, s
 from meshwright.planner.validation.table import PUBLISHED, PredictionError, read
 from meshwright.spec import UserError
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,7 @@ def test_memory_over_all_rows(found: dict) -> None:
 
 
 def test_what_did_not_fit_is_not_predicted_to(whole: Validation) -> None:
+    assert sum(each.case.ran is False for each in whole.predictions) == 2
     for each in whole.predictions:
         if each.case.ran is False:
             assert not each.fits

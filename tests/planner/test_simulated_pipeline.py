@@ -129,8 +129,8 @@ def test_a_large_pipeline_is_timed_in_two_seconds() -> None:
     assert spec.microbatches == 512
 
     def taken() -> float:
-        begin = time.perf_counter()
+        begin = time.process_time()  # others may be at work on this machine
         step(spec, Machine())
-        return time.perf_counter() - begin
+        return time.process_time() - begin
 
-    assert any(taken() < 2 for _ in range(3))  # others may be at work on this machine
+    assert any(taken() < 2 for _ in range(3))

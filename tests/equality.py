@@ -1,0 +1,93 @@
+"""One layout against one device, on the test ranks: numbers by `meshwright verify`, bytes by the formulas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator
+from itertools import islice
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from meshwright.data.corpus import Corpus
+from meshwright.data.loader import Batch
+from meshwright.parallel.mesh import Mesh
+from meshwright.planner.traffic.traffic import traffic
+from meshwright.spec import RunSpec
+from meshwright.train import verify as subject
+from meshwright.train.step import Step, Totals, Trainer
+from ranks import Ranks
+
+STEPS = 2  # the second takes up the first's moments
+Sent = dict[tuple[str, str], float]
+Counted = tuple[dict[str, Any] | None, int, list[Sent]]
+"""The result of `verify`, the rank's stage, the bytes that it sent in each step."""
+Run = Callable[[Mesh, RunSpec], Counted]
+_reference = subject._reference
+_references: dict[str, list[subject.ReferenceStep]] = {}
+
+
+def equal_to_one_device(
+    ranks: Ranks, spec: RunSpec, tolerance: float, rules: str = "nccl", run: Run | None = None
+) -> Collection[str]:
+    """Assert it of STEPS steps, with the bytes that each rank sends; returns the kinds that were compared.
+
+    Bytes are compared where they do not depend on the routing of tokens.
+    """
+    results = ranks.run(spec.layout, run or verify_and_count, spec, rules=rules)
+    found, _, _ = results[0]
+    assert found["narrowed"] is None
+    assert found["equal"] == (found["worst_relative"] <= subject.TOLERANCE)
+    assert found["worst_relative"] <= tolerance, found["worst_name"]
+    kinds = {row["kind"]: row["compared"] for row in found["rows"]}
+    tensors = len(parameter_names(spec))
+    for step in range(1, STEPS + 1):
+        assert kinds[f"step {step} gradient"] == kinds[f"step {step} parameter"] == tensors
+        assert {f"step {step} loss", f"step {step} grad norm"} <= kinds.keys()
+    if spec.model.moe is None:
+        exact = subject._exact(spec, STEPS)
+        for _, stage, steps in results:
+            assert len(steps) == STEPS
+            for sent in steps:
+                assert sent == pytest.approx(traffic(exact, stage), rel=1e-14)
+    return kinds.keys()
+
+
+def parameter_names(spec: RunSpec) -> list[str]:
+    """Names of the whole decoder's parameters."""
+    from meshwright.model.decoder import Decoder
+
+    with torch.device("meta"):
+        return [name for name, _ in Decoder(spec.model).named_parameters()]
+
+
+def verify_and_count(mesh: Mesh, spec: RunSpec, known: bool = True) -> Counted:
+    """Run `verify`, with the reference of another run of this model and data where that is `known`."""
+    sent: list[Sent] = []
+
+    class Counting(Trainer):
+        def gradients(self, batch: Batch) -> torch.Tensor:
+            self.expect(batch)
+            self.mesh.wire.clear()
+            return super().gradients(batch)
+
+        def apply(self, totals: Totals, number: int) -> Step:
+            done = super().apply(totals, number)
+            sent.append(dict(self.mesh.wire.bytes))
+            return done
+
+    reference = known_reference if known else _reference
+    with patch.object(subject, "Trainer", Counting), patch.object(subject, "_reference", reference):
+        result = subject.verify(spec, mesh, STEPS)
+    return result, mesh.pipeline.rank, sent
+
+
+def known_reference(spec: RunSpec, corpus: Corpus, device: torch.device) -> Iterator[subject.ReferenceStep]:
+    """One device's steps, computed once by this process: they do not depend on the layout."""
+    tree = spec.to_json()
+    key = json.dumps([tree[part] for part in ("model", "data", "train")], sort_keys=True)
+    if key not in _references:
+        _references[key] = list(islice(_reference(spec, corpus, device), STEPS))
+    return iter(_references[key])
