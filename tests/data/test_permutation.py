@@ -63,7 +63,7 @@ def test_no_correlation(n: int) -> None:
 
 
 def test_neighbours_are_spread_evenly() -> None:
-    """Of the first tenth of an epoch, each tenth of the samples gets its share (chi-squared, 9 degrees)."""
+    """The first tenth of an epoch takes its share of each tenth of the samples (chi-squared, 9 degrees)."""
     n = 50_000
     counts = np.bincount(SampleOrder(n, seed=8).at(np.arange(n // 10)) * 10 // n, minlength=10)
     assert ((counts - 500) ** 2 / 500).sum() < 33  # p = 1e-4

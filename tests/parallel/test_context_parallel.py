@@ -84,7 +84,7 @@ def one_device(case: Case, compute: torch.dtype) -> list[Tensor]:
 
 
 def sharded(mesh: Mesh, attention: ContextAttention, case: Case) -> list[Tensor]:
-    """The same of this rank's tokens."""
+    """The rank's own tokens' part of the result."""
     axis = mesh.context
     *inputs, grad = (share(x, axis) for x in case.tensors())
     inputs = [x.clone().requires_grad_() for x in inputs]
@@ -152,7 +152,7 @@ def test_equals_one_device(ranks: Ranks, mode: ContextMode, n: int) -> None:
 
 
 def difference_in_runs(mesh: Mesh, case: Case) -> float:
-    """The same with the sequences that flash attention takes on CUDA, and an exact kernel for them."""
+    """Ring attention on the sequences that flash attention takes on CUDA, with an exact kernel for them."""
     with patch.object(ring, "part_operators", lambda _q, _sight: FLASH), exact_kernel() as calls:
         found = difference(mesh, case)
     assert calls["forward"] and calls["backward"]
@@ -179,7 +179,7 @@ def test_bf16_is_as_close_as_one_device(ranks: Ranks, mode: ContextMode) -> None
 
 
 def sent_bytes(mesh: Mesh, case: Case) -> tuple[dict[Any, float], dict[Any, float]]:
-    """What one layer sends in its forward, and in its backward."""
+    """Bytes that one layer sends in its forward, and in its backward."""
     axis = mesh.context
     attention = ContextAttention(mesh, mesh.layout.context_mode, RecomputeCache())
     *inputs, grad = (share(x, axis).clone() for x in case.tensors())

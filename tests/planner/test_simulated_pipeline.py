@@ -25,7 +25,7 @@ def spec_of(*flags: tuple[str, str], **layout: Any) -> RunSpec:
 
 
 def flops(timed: PipelineStep, spec: RunSpec) -> float:
-    """What all devices of one replica's pipeline computed."""
+    """FLOPs that all devices of one replica's pipeline computed."""
     return sum(timed.simulation.busy) * FREE.flops * spec.layout.tp * spec.layout.cp
 
 

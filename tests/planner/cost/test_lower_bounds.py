@@ -1,4 +1,4 @@
-"""What a schedule takes at least, beside what it takes."""
+"""Lower bounds on a schedule's seconds, against the seconds that it takes."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift
 
 
 def profiled(hosts: int = 1, local: int = 4, cores: int = 2, alone: float = 2.0) -> Cluster:
-    """What a profile finds where products run at RATE, and hosts are joined by 1 Gb/s."""
+    """The measurements of a machine whose products run at RATE, and whose hosts are joined by 1 Gb/s."""
     shapes = list(product((64, 512, 2048), (64, 512, 2048), (64, 512)))
     products = tuple(Matmul("fp32", m, n, k, 2 * m * n * k / RATE) for m, n, k in shapes)
     attention = tuple(
@@ -177,7 +177,7 @@ def test_stages_on_hosts_of_their_own_do_not_share() -> None:
 
 
 def test_a_bubble_costs_less_where_cores_are_shared() -> None:
-    """Of stages of one microbatch only one computes at a time; where they share cores, it has them."""
+    """With one microbatch only one stage computes at a time, and has all cores that stages share."""
     one = {"pp": 4, "micro_batch": 8}
     shared, apart = profiled(), replace(profiled(), sharing=1)
     assert seconds(shared, one) < 0.7 * seconds(apart, one)

@@ -222,7 +222,7 @@ def preferred(found: Explanation, on: CostModel, capacity: float) -> set[str]:
 
 
 def test_the_change_that_turns_the_choice_is_the_smallest() -> None:
-    """Of every rate: nothing is ahead one percent before, something is at the percent that was found."""
+    """At each rate nothing is ahead one percent before the percent found, and something is ahead there."""
     turned = 0
     for name in LAYOUTS:
         found = explained(name)

@@ -71,7 +71,7 @@ class Message:
     """Axis of the mesh, by the name under which the program records it."""
     operation: str
     elements: float
-    """Of the whole tensor for all-gather, reduce-scatter and all-reduce; of one rank's for the others."""
+    """Elements of the whole tensor for all-gather, reduce-scatter and all-reduce; else of one rank's part."""
     width: float
     """Bytes of an element."""
     group: GroupShape
