@@ -18,7 +18,7 @@ from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.stages import Contents, model_contents, placed_stages, stored, together
 from meshwright.schedule import schedule_of
 from meshwright.schedule.validate import peak
-from meshwright.spec import RunSpec
+from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.layout import HOLD_ALL, SPLIT
 
 _CONTEXT = 0.6e9
@@ -101,6 +101,8 @@ class Generic(MemoryModel):
     def __init__(self, costs: CostModel) -> None:
         super().__init__(costs)
         self._shares: dict[tuple[LayerCost, int], tuple[StoredParameters, float]] = {}
+        self._model: tuple[ModelSpec, Contents] | None = None
+        """The model that was asked for last."""
 
     @property
     def generic(self) -> Generic:
@@ -122,11 +124,25 @@ class Generic(MemoryModel):
 
     def lower_bound(self, spec: RunSpec, blocks: LayerCost | None = None) -> Memory:
         """Bytes of a rank with an equal share of the model and of one microbatch's activations."""
-        blocks, pp = blocks or self.costs.blocks(spec), spec.layout.pp
-        if (blocks, pp) not in self._shares:
-            self._shares[blocks, pp] = _equal_share(blocks, pp)
-        held, kept = self._shares[blocks, pp]
+        blocks = blocks or self.costs.blocks(spec)
+        held, kept = self.equal_share(blocks, spec.layout.pp)
         return self.rank(spec, blocks, held, kept, False, 0)
+
+    def equal_share(self, blocks: LayerCost, pp: int) -> tuple[StoredParameters, float]:
+        """Parameters of 1 / `pp` of the model, and bytes that as much of its blocks keeps of a microbatch."""
+        if (blocks, pp) in self._shares:
+            return self._shares[blocks, pp]
+        model = blocks.spec.model
+        if self._model is None or self._model[0] is not model:
+            self._model = model, model_contents(model)
+        dense = routed = kept = 0.0
+        for count, has_experts in self._model[1].kinds:
+            mine = blocks.held(has_experts)
+            dense, routed = dense + count * mine[0] / pp, routed + count * mine[1] / pp
+            kept += count * block_activations(blocks, has_experts) / pp
+        dense += (1 if model.tied else 2) * blocks.largest_unit / pp
+        share = self._shares[blocks, pp] = StoredParameters(dense, routed, model.layers + 2, 1), kept
+        return share
 
     def rank(
         self,
@@ -160,18 +176,6 @@ class Generic(MemoryModel):
         logits = blocks.rows * blocks.tokens * stack.logits if head else 0.0
         terms = copy + master, gradients, optimiser, activations, logits, buffers
         return Memory(*terms, *overhead(spec, self.costs, sum(terms)), rank=rank)
-
-
-def _equal_share(blocks: LayerCost, pp: int) -> tuple[StoredParameters, float]:
-    """Parameters of 1 / `pp` of the model, and bytes that as much of its blocks keeps of a microbatch."""
-    model = blocks.spec.model
-    dense = routed = kept = 0.0
-    for count, has_experts in model_contents(model).kinds:
-        mine = blocks.held(has_experts)
-        dense, routed = dense + count * mine[0] / pp, routed + count * mine[1] / pp
-        kept += count * block_activations(blocks, has_experts) / pp
-    dense += (1 if model.tied else 2) * blocks.largest_unit / pp
-    return StoredParameters(dense, routed, model.layers + 2, 1), kept
 
 
 def overhead(spec: RunSpec, costs: CostModel, allocated: float) -> tuple[float, float, float]:

@@ -198,6 +198,8 @@ class ExpertNode(Node):
                 yield MeshNode(bound, inner, mesh, blocks)
 
     def _fits(self, scope: Scope, mesh: DataMesh, blocks: LayerCost) -> bool:
+        if scope.memory.generic.equal_share(blocks, mesh.pp)[1] > scope.capacity:  # activations alone
+            return False
         specs = (
             scope.space.spec(self.inner, mesh, NO_CUT, sharding)
             for sharding in scope.space.most_shared(self.inner, mesh)
