@@ -1,4 +1,4 @@
-"""What a checkpoint directory holds, by names alone: the published steps, and the one that LATEST names."""
+"""Published steps of a checkpoint directory, and the one that LATEST names, read from file names alone."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def latest_step(directory: Path) -> int | None:
 
 
 def candidates(directory: Path, step: int | None) -> list[Path]:
-    """What may answer a request for ``step``: that checkpoint alone, or with None the whole `history`.
+    """Checkpoints that may serve a request for ``step``: that one, or with None the whole `history`.
 
     Raises CheckpointError where there is none.
     """

@@ -43,7 +43,7 @@ def rank_file(rank: int) -> str:
 
 
 def is_rank_file(name: str) -> bool:
-    """Whether ``name`` is a piece file's name: no separator, no dots, nothing that leaves the directory."""
+    """True if ``name`` is a piece file's name: no separator or dots, so it stays within the directory."""
     return _RANK_FILE.fullmatch(name) is not None
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint can raise: each is one sentence with the file, the reason, and what was kept."""
+"""Exceptions of checkpoints: each is one sentence with the file, the reason, and what was kept."""
 
 from __future__ import annotations
 

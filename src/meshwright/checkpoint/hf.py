@@ -103,7 +103,7 @@ class HfWeights:
                 )
 
     def _is_redundant(self, name: str) -> bool:
-        """What old files hold beside the weights: masks, rotary tables, and a tied head once more."""
+        """Tensors of old files that are not weights: masks, rotary tables, and copies of a tied head."""
         if name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")):
             return True
         if self.spec.tied and name == "lm_head.weight":
@@ -178,7 +178,7 @@ def _config_dtype(folder: Path) -> torch.dtype:
 
 
 def _mode_of_new_files(folder: Path) -> int:
-    """What a file made here may be read by: safetensors makes its own readable by their owner alone."""
+    """Default mode of a new file here; safetensors makes its own readable by their owner alone."""
     probe = folder / ".mode"
     probe.touch()
     mode = probe.stat().st_mode & 0o777

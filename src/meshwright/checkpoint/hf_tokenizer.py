@@ -1,4 +1,4 @@
-"""What an exported HF folder says of its tokenizer."""
+"""Tokenizer files of an exported HF folder."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `verify_checkpoint` read, and what is wrong; no problem: every byte is as written."""
+    """Result of `verify_checkpoint`: what was read, and problems; without any, every byte is as written."""
 
     step: int | None  # None where the manifest itself is damaged
     path: Path
@@ -130,7 +130,7 @@ def _check_files(path: Path, part: Part) -> None:
 
 
 def _verify_part(path: Path, part: Part, disk: Disk) -> list[str]:
-    """What is wrong with the files of a part."""
+    """Problems of the files of a part."""
     by_file: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
     for name, pieces in part.tensors.items():
         for piece in pieces:

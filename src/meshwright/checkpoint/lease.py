@@ -41,7 +41,7 @@ _NO_FLOCK = {errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL}
 
 @dataclass(frozen=True)
 class Holder:
-    """What lease.json says."""
+    """The content of lease.json."""
 
     holder: str
     host: str
@@ -79,7 +79,7 @@ class Lease:
 
     @property
     def held(self) -> bool:
-        """Whether this object took the lease and did not give it back (another may have taken over since)."""
+        """True if this object took the lease and did not release it (another may have taken over since)."""
         return self._mine is not None
 
     def acquire(self) -> None:

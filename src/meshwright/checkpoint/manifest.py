@@ -192,7 +192,7 @@ def check_cover(name: str, shape: tuple[int, ...], rectangles: Sequence[Rectangl
 
 
 def report(part: Part, file: PartFile) -> dict[str, Any]:
-    """What the root must know of a part, as JSON: its file, and each tensor's bytes and place in it."""
+    """Summary of a part for the root, as JSON: its file, and each tensor's bytes and bounding rectangle."""
     hulls: dict[Rectangle, int] = {}
     tensors = {}
     for name, pieces in part.tensors.items():

@@ -157,7 +157,7 @@ def hull(rectangles: Iterable[Rectangle]) -> Rectangle:
 
 
 def common(left: Rectangle, right: Rectangle) -> Rectangle | None:
-    """What two rectangles share; None where they do not touch."""
+    """The intersection of two rectangles; None if it is empty."""
     offsets, sizes = [], []
     for first, size, other, length in zip(*left, *right, strict=True):
         start = max(first, other)
@@ -176,7 +176,7 @@ def covers_once(rectangles: Sequence[Rectangle], shape: Sequence[int]) -> bool:
 
 
 def _overlapping(rectangles: Sequence[Rectangle]) -> bool:
-    """Whether two rectangles share an element: a sweep along the first dim that is split."""
+    """True if two of the rectangles share an element; sweeps along the dim with most distinct offsets."""
     if len(rectangles) < 2:
         return False
     dims = range(len(rectangles[0][0]))

@@ -33,7 +33,7 @@ from meshwright.spec.sharded_tensor import Rectangle
 
 READ_BYTES = 16 << 20
 MAX_TEXT_BYTES = 1 << 30
-"""Of one file of a manifest."""
+"""Largest size of a manifest file, in bytes."""
 
 
 def read_manifest_text(path: Path, disk: Disk) -> str:
@@ -134,7 +134,7 @@ class StagedTensor:
 
 @dataclass(frozen=True)
 class _Copy:
-    """What a piece has of a staged rectangle."""
+    """The overlap of a piece with a staged rectangle."""
 
     target: StagedTensor
     shared: Rectangle
@@ -259,7 +259,7 @@ class Reading:
 
 
 def _readers(tensors: Mapping[str, Tensor | UnpaddedDTensor]) -> dict[str, tuple[Replicas, int]]:
-    """Of each tensor that this rank holds, by name: its replicas, and which of them reads it."""
+    """The replicas of each tensor that this rank holds, and which of them reads it, by name."""
     shared: dict[Replicas, list[str]] = defaultdict(list)
     for name in sorted(tensors):
         replicas = Replicas.of(tensors[name])

@@ -48,7 +48,7 @@ class HostImage:
 
     @property
     def bytes(self) -> int:
-        """Of the file."""
+        """Size of the file."""
         return sum(self._lengths)
 
     def stage(self, chunks: Iterable[LocalShard]) -> None:

@@ -157,7 +157,7 @@ class CheckpointStore:
 
     @property
     def busy(self) -> bool:
-        """Whether a background save is on its way on this rank."""
+        """True if a background save is in progress on this rank."""
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self) -> None:

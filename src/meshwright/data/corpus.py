@@ -27,7 +27,7 @@ from meshwright.data.verified import cache_folder
 from meshwright.spec import RunSpec, UserError
 
 XZ_BYTES = 8 * 10**6
-"""Of the held-out text that is compressed, at most: `xz -9e` takes about a second for 1.4 MB."""
+"""Most bytes of held-out text that are compressed: `xz -9e` takes about a second for 1.4 MB."""
 
 
 class Split:
@@ -136,7 +136,7 @@ class Head:
 
 
 class Corpus:
-    """What `open_corpus` gives.
+    """Result of `open_corpus`.
 
     `has_text` is False for synthetic tokens, which spell nothing.
     `digest` is the SHA-256 of everything but the seed that decides samples: a resume with another is refused.

@@ -31,14 +31,14 @@ DOCUMENT = np.dtype([("start", "<u8"), ("bytes", "<u8"), ("hash", "<u8")])
 
 
 class FileEntry(FrozenModel):
-    """What a file must be."""
+    """Expected size and hash of a file."""
 
     bytes: int = Field(ge=0)
     sha256: str
 
 
 class ShardEntry(FrozenModel):
-    """What a pair of files `NNNNN.tokens.bin` and `NNNNN.documents.bin` holds."""
+    """Content of a pair of files `NNNNN.tokens.bin` and `NNNNN.documents.bin`."""
 
     tokens: int = Field(ge=0)
     documents: int = Field(ge=0)
@@ -85,7 +85,7 @@ class Manifest(FrozenModel):
 
 
 def is_shards(path: Path) -> bool:
-    """Whether `path` is a folder of shards."""
+    """True if `path` is a folder of shards."""
     return (path / MANIFEST).is_file()
 
 

@@ -40,7 +40,7 @@ class _Documents(NamedTuple):
     """Their places in the stream of the side."""
     stop: I64
     origin: I64
-    """What is added to such a place to make it one of the source's stream."""
+    """Offset that converts such a position to one of the source's stream."""
     bytes: I64
     windows: I64
     """Windows of the side before them, when unpacked."""

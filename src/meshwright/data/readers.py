@@ -34,7 +34,7 @@ class TextSource(Protocol):
     """Documents in a fixed order."""
 
     name: str
-    """What the user called it."""
+    """Name that the user gave."""
     skipped: Counter[str]
     """Why files and rows were left out of the last complete walk over `documents`, with counts."""
 

@@ -29,7 +29,7 @@ BPE_BYTES = 2**28  # a BPE is trained on a sample of about this size; more chang
 
 @dataclass(frozen=True)
 class Counts:
-    """What `tokenize` wrote, and what it left out."""
+    """Result of `tokenize`: what was written, and what was left out."""
 
     documents: int
     tokens: int

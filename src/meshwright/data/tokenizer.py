@@ -110,7 +110,7 @@ class Tokenizer:
 
     @property
     def is_byte_level(self) -> bool:
-        """Whether the tokens spell the bytes of a text, no more and no less."""
+        """True if the tokens decode to exactly the bytes of a text."""
         return self._spelling is not None and self.decode_bytes(self.encode("a")) == b"a"
 
     def save(self, folder: Path, max_seq_len: int | None = None) -> None:

@@ -135,7 +135,7 @@ class _TokensLook:
         self._highest = max(self._highest, int(np.frombuffer(chunk, self._dtype).max()))
 
     def fault(self) -> str | None:
-        """What is wrong with the file."""
+        """Problem of the file, as text."""
         if self._highest < self._vocab_size:
             return None
         return f"holds the token id {self._highest}, and its vocabulary has {self._vocab_size} entries"
@@ -162,6 +162,6 @@ class _DocumentsLook:
         self._last = int(starts[-1])
 
     def fault(self) -> str | None:
-        """What is wrong with the file."""
+        """Problem of the file, as text."""
         fills = self._well and self._last < self._shard.tokens
         return None if fills else "its documents do not fill the token file"

@@ -39,7 +39,7 @@ class FileState(NamedTuple):
 
     @staticmethod
     def of(found: os.stat_result) -> FileState:
-        """What `stat` found."""
+        """The file state from a result of `stat`."""
         return FileState(found.st_size, found.st_mtime_ns, found.st_ino)
 
 

@@ -1,4 +1,4 @@
-"""What is done with a trained decoder: generation."""
+"""Generation with a trained decoder."""
 
 from meshwright.infer.generate import generate
 

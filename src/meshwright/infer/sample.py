@@ -14,7 +14,7 @@ PROMPT_TOKENS, NEW_TOKENS = 32, 96
 
 
 MOST_BYTES = 4 * 2**30
-"""Of a decoder that is put together on one rank for the sample."""
+"""Largest size of a decoder that is gathered on one rank for the sample."""
 
 
 def held_out_sample(trainer: Trainer, corpus: Corpus) -> dict[str, str] | None:

@@ -98,7 +98,7 @@ def _sizes(devices: int) -> list[int]:
 
 
 def _fixed(tree: dict[str, Any], alone: RunSpec) -> list[tuple[str, str]]:
-    """What the run file says of its layout and recomputation, as flags that stay as they are."""
+    """Layout and recomputation keys that the run file sets, as flags that are kept unchanged."""
     table = tree.get("layout") or {}
     found = [(f"layout.{key}", str(getattr(alone.layout, key))) for key in table]
     if tree.get("recompute"):

@@ -1,4 +1,4 @@
-"""What every launched rank is: `python -m meshwright.launch.child PARENT MODULE ARGUMENT...`.
+"""Main program of each launched rank: `python -m meshwright.launch.child PARENT MODULE ARGUMENT...`.
 
 It ties the rank to its launcher, keeps its sockets on the loopback interface, runs MODULE as `__main__`, and
 leaves an uncaught error in a file for the launcher instead of printing it.

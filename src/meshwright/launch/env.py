@@ -79,7 +79,7 @@ def count_devices() -> int:
 
 
 def sets_layout(tree: Mapping[str, Any], overrides: Overrides = ()) -> bool:
-    """Whether the run file or the flags give the size of any axis."""
+    """True if the run file or the flags give the size of any axis."""
     table = tree.get("layout")
     given = set(table) if isinstance(table, Mapping) else set()
     given |= {key.removeprefix("layout.") for key, _ in overrides if key.startswith("layout.")}

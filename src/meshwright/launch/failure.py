@@ -30,7 +30,7 @@ ECHO_SECONDS = 10
 """A rank that dies this much later than the first was ended by the agent, which gives it 30 s to go."""
 
 ECHOES = ("onnection reset by peer", "onnection closed by peer", "roken pipe", "remote process exited")
-"""What gloo and NCCL say in a rank whose peer is gone."""
+"""Messages of gloo and NCCL on a rank whose peer is gone."""
 
 
 class RanksFailed(Exception):  # noqa: N818 - it says what happened
@@ -128,7 +128,7 @@ def outcome(failures: Mapping[int, ProcessFailure], ranks: int, stderrs: Mapping
 
 
 def last_words(log_dir: Path) -> str:
-    """What the ranks of a stopped run left to say: one plain sentence, of the lowest rank that has one."""
+    """The message that the ranks of a stopped run left: that of the lowest rank that has one."""
     for file in sorted(log_dir.glob("*/attempt_0/*/error.json")):
         message = json.loads(file.read_text(encoding="utf-8"))["message"]
         if isinstance(message, dict) and message["extraInfo"].get("plain_code") is not None:

@@ -1,4 +1,4 @@
-"""What a rank stands on: its place in the world, its device, and the mesh of the layout."""
+"""Environment of a rank: its place in the world, its device, and the mesh of the layout."""
 
 from __future__ import annotations
 

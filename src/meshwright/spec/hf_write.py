@@ -91,7 +91,8 @@ def _rope_scaling(model: ModelSpec) -> dict[str, Any] | None:
 
 
 def _experts(model: ModelSpec) -> dict[str, Any]:
-    """What acts in training only, and no family knows (the z-loss, the step of the bias), is left out."""
+    """Keys of the mixture of experts; training-only ones that no family knows (z-loss, bias step) are
+    omitted."""
     moe = model.moe
     if moe is None:
         return {}
