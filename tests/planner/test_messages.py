@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.hardware.cluster import Attention, Measured, cluster
+from meshwright.hardware.cluster import Attention, Measured
+from meshwright.hardware.find import cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.step import step_time
 from meshwright.planner.explain.link_load import communication

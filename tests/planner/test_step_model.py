@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.hardware.cluster import Cluster, cluster
+from meshwright.hardware.cluster import Cluster
+from meshwright.hardware.find import cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.step import step_time
 from meshwright.planner.layout_space import LayoutSpace
