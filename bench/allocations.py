@@ -19,8 +19,11 @@ from meshwright.train.step import Trainer, microbatches, own_tokens
 _FORWARD = "the forward of a microbatch"
 
 
-def measure(mesh: Mesh, spec: RunSpec) -> tuple[int, int]:
-    """(bytes held between forward and backward, the most at any time), beyond what was there before."""
+def measure(mesh: Mesh, spec: RunSpec, pause: float = 0.003) -> tuple[int, int]:
+    """(bytes held between forward and backward, the most at any time), beyond what was there before.
+
+    After each message it waits `pause` seconds, in which gloo's threads free what they sent.
+    """
     assert spec.microbatches > 1
     trainer = Trainer(spec, mesh)
     trainer.initialise()
@@ -37,19 +40,19 @@ def measure(mesh: Mesh, spec: RunSpec) -> tuple[int, int]:
         loss.backward()
 
     forward_backward(0)  # makes the buffers of gradients, which are no activations
-    with _unhurried(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with _unhurried(pause), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         forward_backward(1)
     return _history(seen)
 
 
 @contextmanager
-def _unhurried() -> Iterator[None]:
+def _unhurried(pause: float) -> Iterator[None]:
     """Wait for gloo's threads to let go of what they sent: the profiler does not see what is freed there."""
     wait = dist.Work.wait
 
     def slow(work: dist.Work, *args: object) -> bool:
         done = wait(work, *args)
-        time.sleep(0.003)
+        time.sleep(pause)
         return done
 
     with patch.object(dist.Work, "wait", slow):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +14,7 @@ from allocations import measure
 from covering import marked
 from meshwright.model.router import Router
 from meshwright.parallel.mesh import Mesh
-from meshwright.planner.memory.activations import activations
+from meshwright.planner.memory.activations import Activations, activations
 from meshwright.spec import RunSpec
 from ranks import Ranks
 from small import spec_of
@@ -60,11 +62,24 @@ QUICK = [
 """Each layout with one policy, and one device, either axis and latents with all."""
 
 
+def measured(
+    ranks: Ranks, spec: RunSpec, expected: Activations, function: Callable[..., Any] = measure
+) -> list[tuple[int, int]]:
+    """(bytes kept, most bytes) of each rank, measured again with longer pauses where they are too many.
+
+    On a busy machine gloo's threads may free what they sent too late for the first measurement.
+    """
+    found: list[tuple[int, int]] = ranks.run(spec.layout, function, spec)
+    if any(kept > 1.01 * expected.kept or peak > 1.05 * expected.peak for kept, peak in found):
+        found = ranks.run(spec.layout, function, spec, 0.1)
+    return found
+
+
 @pytest.mark.parametrize("layout", marked(CASES, QUICK))
 def test_formulas_hold(ranks: Ranks, layout: dict[str, object]) -> None:
     spec = spec_of(BASE, **layout)
     expected = activations(spec)
-    for kept, peak in ranks.run(spec.layout, measure, spec):
+    for kept, peak in measured(ranks, spec, expected):
         assert kept == pytest.approx(expected.kept, rel=0.01)
         assert peak == pytest.approx(expected.peak, rel=0.05)
 
@@ -73,8 +88,9 @@ def test_formulas_hold(ranks: Ranks, layout: dict[str, object]) -> None:
 @pytest.mark.parametrize("axis", [{}, {"layout__tp": 2}, {"layout__cp": 2}], ids=str)
 def test_formulas_hold_for_each_saved_operator(ranks: Ranks, axis: dict[str, object], save: str) -> None:
     spec = spec_of(BASE, **axis, recompute__save=save)
-    for kept, _ in ranks.run(spec.layout, measure, spec):
-        assert kept == pytest.approx(activations(spec).kept, rel=0.01)
+    expected = activations(spec)
+    for kept, _ in measured(ranks, spec, expected):
+        assert kept == pytest.approx(expected.kept, rel=0.01)
 
 
 MOE = BASE | {
@@ -100,9 +116,9 @@ def choose_evenly(router: Router, scores_NE: Tensor) -> Tensor:
     return copies.view(len(scores_NE), -1) % router.moe.experts
 
 
-def measure_evenly(mesh: Mesh, spec: RunSpec) -> tuple[int, int]:
+def measure_evenly(mesh: Mesh, spec: RunSpec, pause: float = 0.003) -> tuple[int, int]:
     with patch.object(Router, "_choose", choose_evenly):
-        return measure(mesh, spec)
+        return measure(mesh, spec, pause)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -110,6 +126,6 @@ def measure_evenly(mesh: Mesh, spec: RunSpec) -> tuple[int, int]:
 def test_formulas_hold_for_experts(ranks: Ranks, layout: dict[str, object], policy: str) -> None:
     spec = spec_of(MOE, **layout, recompute__policy=policy)
     expected = activations(spec)
-    for kept, peak in ranks.run(spec.layout, measure_evenly, spec):
+    for kept, peak in measured(ranks, spec, expected, measure_evenly):
         assert kept == pytest.approx(expected.kept, rel=0.01)
         assert peak == pytest.approx(expected.peak, rel=0.05)
