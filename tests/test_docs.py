@@ -138,15 +138,19 @@ def test_every_link_resolves(document: Path) -> None:
             assert defines(path, test), f"{target} has no {test}"
 
 
+FOLDERS = ("src", "tests", "bench", "docs", "examples", "tools", ".ci")
+"""Folders of the repository; those that runs make, such as `runs`, are not among them."""
+
+
 def paths_named(document: Path) -> list[tuple[Path, str]]:
     """(path, test) of every file and folder of the repository that the prose names in backticks.
 
-    A name is taken for a path if it begins with a folder of the repository or of `src/meshwright`.
+    A name is taken for a path if it begins with one of FOLDERS, or with a folder of `src/meshwright`.
     """
     package = ROOT / "src" / "meshwright"
     named = []
     for name, test in _PATH.findall(prose(document)):
-        base = ROOT if (ROOT / name.split("/")[0]).exists() else package
+        base = ROOT if name.split("/")[0] in FOLDERS else package
         if "/" in name and (base / name.split("/")[0]).is_dir():
             named.append((base / name, test))
     return named
