@@ -1,4 +1,4 @@
-"""What one microbatch allocates on one rank, read from the profiler's record of the CPU's allocator."""
+"""Bytes that one microbatch allocates on one rank, read from the profiler's record of the CPU's allocator."""
 
 from __future__ import annotations
 

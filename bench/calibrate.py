@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def inside(name: str, value: float) -> bool:
-    """Whether a constant may have the value: shares are at most 1."""
+    """True if a constant may have the value: shares are at most 1."""
     return value <= 1.0 or name in calibration.UNBOUNDED
 
 

@@ -94,7 +94,7 @@ class Faked:
         }
 
     def rows(self, rank: int) -> list[list[Any]]:
-        """What the rank tells the first of its part; what all tensor ranks hold, its first one writes."""
+        """Message of a rank to the first rank of its part; of tensor ranks the first writes what all hold."""
         found, start = [], 0
         for kind in ("model/", "optim/exp_avg/", "optim/exp_avg_sq/"):
             for name, held in self.held(rank).items():
@@ -114,7 +114,7 @@ class Faked:
         return Part.of((self.rows(rank) for rank in range(first, first + self.part_ranks)), first)
 
     def reports(self) -> list[dict[str, Any]]:
-        """Of all parts, for rank 0."""
+        """Messages of all parts, for rank 0."""
         count = range(-(-self.ranks // self.part_ranks))
         return [report(self.part(number), PartFile(f"part-{number:05d}.json", 1, DIGEST)) for number in count]
 

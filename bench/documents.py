@@ -1,4 +1,4 @@
-"""What a rank pays to open a corpus of very many documents: seconds and resident memory.
+"""Seconds and resident memory of a rank that opens a corpus of very many documents.
 
     python bench/documents.py [--documents 1000000000]
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 SEQ_LEN, SEQUENCES, VOCABULARY, HIDDEN = 512, 8, 8192, 512
 FUSIONS = os.environ.get("MEGATRON_FUSIONS", "swiglu dropout").split()
-"""Of `swiglu`, `dropout` and `loss`, those that torch.compile makes one kernel of."""
+"""The kernels among `swiglu`, `dropout` and `loss` that torch.compile fuses."""
 
 
 def pretend_cuda() -> None:

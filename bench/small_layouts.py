@@ -16,7 +16,7 @@ Made = TypeVar("Made")
 
 
 def layouts(experts: bool, make: Callable[[Tree], Made | None]) -> Iterator[Made]:
-    """What `make` gives for every combination, but for None: where the rules refuse it."""
+    """Results of `make` for every combination that the rules accept (it returns None for others)."""
     draw = random.Random(0)
     ways = [[made for tree in _options(shape, experts) if (made := make(tree))] for shape in _shapes()]
     for each in ways:

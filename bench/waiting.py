@@ -103,7 +103,7 @@ class Waited:
     """A run of waiting stages, as one rank saw it."""
 
     seconds: float
-    """Of all ranks, from barrier to barrier."""
+    """Seconds of all ranks, from barrier to barrier."""
     peak: int
     """Most activations of this rank."""
     log: tuple[Action, ...]

@@ -67,7 +67,7 @@ _groups: WeakSet[InOrderGroup] = WeakSet()
 
 
 def stuck() -> str:
-    """What each group of this rank is at, of those that are not done."""
+    """Pending operations of each group of this rank."""
     listed = [(group, group.waiting()) for group in _groups]
     lines = [
         f"group '{group.label}', rank {group.rank()}: {names[0]}"

@@ -105,7 +105,7 @@ def _share_one_device() -> None:
 
 
 def _kv_heads(arguments: tuple[Any, ...]) -> int:
-    """Of the spec, or the case, among a function's arguments; else as many as any layout can deal out."""
+    """Key-value heads of the spec, or the case, among a function's arguments; else enough for any layout."""
     return next((model.kv_heads for model in _models(arguments) if hasattr(model, "kv_heads")), RANKS)
 
 
@@ -184,7 +184,7 @@ class Ranks:
         return [results[rank] for rank in range(layout.world_size)]
 
     def _where(self, silent: list[int]) -> str:
-        """What the threads of ranks that do not answer are at."""
+        """Stacks of the threads of ranks that do not answer."""
         for rank in silent:
             if self._processes[rank].is_alive():
                 os.kill(self._processes[rank].pid, signal.SIGUSR1)

@@ -1,4 +1,4 @@
-"""What the documents say is so: commands parse, links resolve, keys exist, the twin says the same."""
+"""The documents are true: commands parse, links resolve, keys exist, the twin says the same."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def parsed(words: list[str]) -> tuple[Verb, Call]:
 
 
 def tree_of(call: Call) -> dict[str, Any]:
-    """What a command's run file holds: the repository's, or the README's run.toml; a folder says nothing."""
+    """Content of a command's run file: the repository's, or the README's run.toml; a folder says nothing."""
     path = call.path()
     if path is None or path.suffix != ".toml":
         return {}
@@ -177,7 +177,7 @@ def test_paths_are_recognised(tmp_path: Path) -> None:
 
 
 def defines(path: Path, function: str) -> bool:
-    """Whether a module has a function of this name."""
+    """True if a module has a function of this name."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     return any(isinstance(node, ast.FunctionDef) and node.name == function for node in tree.body)
 

@@ -20,7 +20,9 @@ FOLDERS = ("src", "tests", "bench", "tools")
 OPENING = re.compile(r"(The same|Of|What|Whether)\b")
 # Calques: an error gives the key or file, the value, the reason and what would work instead. "cannot be read"
 # is fine; a sentence that ends in "cannot be" is not.
-PHRASE = re.compile(r"\b(is no\b|are none\b|cannot be(?=[;:,.!]|$)|(leave|leaves|left) (\S+ )?away\b)")
+PHRASE = re.compile(
+    r"\b((?<!there )is no\b|are none\b|cannot be(?=[;:,.!]|$)|(leave|leaves|left) (\S+ )?away\b)"
+)
 NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 Breach = tuple[int, str]

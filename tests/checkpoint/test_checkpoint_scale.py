@@ -1,4 +1,4 @@
-"""What a save and a load cost in a large world: who talks, who reads what, and how often."""
+"""Cost of a save and a load in a large world: messages, and which rank reads which bytes how often."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What verbs print for people stays within 100 columns."""
+"""The output of verbs for people stays within 100 columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each verb calls and prints, and the spec verbs through and through."""
+"""Calls and output of each verb, and the spec verbs from end to end."""
 
 from __future__ import annotations
 

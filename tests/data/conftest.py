@@ -1,4 +1,4 @@
-"""What the tests of data share: a small corpus of text, and specs that read it."""
+"""Fixtures of the data tests: a small corpus of text, and specs that read it."""
 
 from __future__ import annotations
 

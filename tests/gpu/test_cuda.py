@@ -1,4 +1,4 @@
-"""The same program on a CUDA device: equal to one device in float64, and training in bf16 and fp16."""
+"""Training on a CUDA device: equal to one device in float64, and training in bf16 and fp16."""
 
 from __future__ import annotations
 

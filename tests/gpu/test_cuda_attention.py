@@ -46,7 +46,7 @@ def differentiated(inputs: list[Tensor], grad: Tensor, mask: Tensor | Packed | N
 
 
 def errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
-    """Of each tensor, relative to its norm (or to 1: a query that sees one key has a gradient of 0)."""
+    """Errors of tensors, relative to the norm (or to 1: a query that sees one key has a gradient of 0)."""
     pairs = [(a.double(), b.double()) for a, b in zip(found, exact, strict=True)]
     return [float((a - b).norm() / b.norm().clamp(min=1)) for a, b in pairs]
 

@@ -50,7 +50,7 @@ def roundoff(dtype: torch.dtype) -> float:
 
 
 def bound(dtype: torch.dtype, times: float, terms: int = 1) -> float:
-    """Of a relative error in norm: `times` roundings to the format, and sums of `terms` terms in fp32."""
+    """Bound on a relative error: `times` roundings to the format, and sums of `terms` terms in fp32."""
     return times * roundoff(dtype) + math.sqrt(terms) * roundoff(torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""What is stored on a CUDA device: initial weights, digests and AdamW's updates are those of the CPU."""
+"""State on a CUDA device: initial weights, digests and AdamW's updates are those of the CPU."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def trainer_on(device: str, spec: RunSpec) -> Trainer:
 
 
 def test_device_groups_are_of_nccl_only(world: dist.ProcessGroup) -> None:
-    """What ranks say to each other on the host goes through the store: no gloo group is there."""
+    """Messages between hosts go through the store: no gloo group is there."""
     assert dist.get_backend_config(world) == "cuda:nccl"
 
 
@@ -84,7 +84,7 @@ def test_drawn_weights(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("preset", ["tiny", "moe-tiny"])
 def test_parameters_have_the_digest_of_the_cpu(preset: str) -> None:
-    """Of the initial weights, and of others, which are equal whatever draws them."""
+    """Digests of the initial weights and of others are those of the CPU."""
     spec = spec_of(model__preset=preset)
     ours, theirs = trainer_on(DEVICE, spec), trainer_on("cpu", spec)
     for mine, other in zip(ours.states.units, theirs.states.units, strict=True):

@@ -17,7 +17,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def start(way: str, out: Path, device: str, cases: list[str], seconds: float) -> dict[str, Any]:
-    """What the first rank of `one_device` wrote; fails with what the program printed when it failed."""
+    """Result that rank 0 of `one_device` wrote; fails with what the program printed when it failed."""
     out.mkdir()
     paths = [str(TESTS.parent / "src"), str(TESTS), str(TESTS / "gpu")]
     command = [sys.executable, "-m", "one_device", "--way", way, "--out", str(out), "--device", device]

@@ -57,7 +57,7 @@ def dressed(theirs: Path, folder: Path, config: dict[str, Any] | None, puts: str
 
 
 def their_text(folder: Path, first: list[int], prompt: str) -> str:
-    """What transformers writes greedily after the ids `first` and the prompt."""
+    """Text that transformers generates greedily after the ids `first` and the prompt."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ids = [*first, *tokenizer.encode(prompt, add_special_tokens=False).ids]
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()

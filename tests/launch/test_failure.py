@@ -1,4 +1,4 @@
-"""Of the ranks that failed, the cause is named, not an echo of it."""
+"""The rank that failed first is named, and not those that failed because of it."""
 
 from __future__ import annotations
 

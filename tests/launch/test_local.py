@@ -86,7 +86,7 @@ def pids(folder: Path) -> list[int]:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs: neither gone nor a zombie."""
+    """True if the process runs: neither gone nor a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

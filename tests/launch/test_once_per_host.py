@@ -1,4 +1,4 @@
-"""What one rank of a host does for hours, while the others wait without a limit."""
+"""Work that one rank of a host does for hours, while the others wait without a limit."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_flops_are_those_that_torch_counts(shape: str) -> None:
 
 
 def test_flops_of_experts_are_those_that_torch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of experts only those that a token takes; routed evenly, so that no rows are padded."""
+    """FLOPs count only the experts that a token takes; routed evenly, so that no rows are padded."""
 
     def choose(router: Router, scores_NE: Tensor) -> Tensor:
         return torch.arange(2 * len(scores_NE)).view(-1, 2) % router.moe.experts

@@ -39,7 +39,7 @@ BASE = {
 
 
 def trained(mesh: Mesh, spec: RunSpec, backend: str = "aot_eager") -> dict[str, Any]:
-    """What the steps gave, what the last one sent, and what the compiler made of the blocks.
+    """Results of the steps, bytes that the last one sent, and graphs that the compiler made.
 
     `aot_eager` makes the graphs of `inductor`, with the same messages, and generates no code of them, which
     takes nine tenths of the time.

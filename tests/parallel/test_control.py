@@ -52,7 +52,7 @@ def threads(size: int, timeout: float = 20.0) -> tuple[dist.Store, list[LocalSto
 
 
 def on_each(controls: list[Control], work: Any) -> list[Any]:
-    """What `work` returns on each rank's thread, or the exception that it raised."""
+    """Result of `work` on each rank's thread, or the exception that it raised."""
     found: list[Any] = [None] * len(controls)
 
     def run(rank: int) -> None:

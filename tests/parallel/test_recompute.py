@@ -1,4 +1,4 @@
-"""What recomputation keeps and what it computes again, by counting operators and saved bytes."""
+"""Saved and recomputed operators under each policy, by counting operators and saved bytes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def as_on_cuda(
     like: torch.Tensor,
     _head_dim: int,
 ) -> Packed:
-    """What attention sees where flash attention takes it."""
+    """Attention intervals of a batch that flash attention takes."""
     return pack(documents_BT, like.shape[0], queries, window, like.device)
 
 

@@ -1,4 +1,4 @@
-"""What a person reads while a run goes on: enough lines, not too many, and no number that is not one."""
+"""Progress lines of a run: enough lines, not too many, and no number that is not one."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def test_a_dry_run_holds_and_sends_what_ranks_do(ranks: Ranks, layout: dict[str,
 @pytest.mark.parametrize("policy", ["none", "full"])
 @pytest.mark.parametrize("layout", [{}, {"layout__tp": 2}, {"layout__cp": 2}], ids=str)
 def test_a_dry_run_allocates_what_ranks_do(ranks: Ranks, layout: dict[str, object], policy: str) -> None:
-    """What planning on the host takes is the allocator's, too, and not the dry run's."""
+    """Memory of planning on the host is not counted by the dry run."""
     spec = spec_of(BASE, **layout, recompute__policy=policy)
     dry = rehearse(spec, 0, CPU)
     at_peak = sum(dry.by_component[kind] for kind in (ACTIVATIONS, MESSAGES, PLAIN))

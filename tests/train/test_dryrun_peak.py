@@ -1,4 +1,4 @@
-"""What a plan says that a step without a pipeline holds at its peak is what a dry run holds.
+"""The planned peak of a step without a pipeline is that of a dry run.
 
 The step is the second one: gradients that are stored whole keep their room from step to step, so the first
 one has less. Sizes are such that a step holds megabytes: what is counted nowhere, a router's small tensors or

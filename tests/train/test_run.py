@@ -390,7 +390,7 @@ def loaded(mesh: Mesh, spec: RunSpec, out: Path) -> dict[str, str]:
 
 
 def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Of each tensor's type, shape and bytes: as good as the tensor for equality, and quick to send."""
+    """Digests of tensors' type, shape and bytes: as good as the tensor for equality, and quick to send."""
     return {
         name: f"{tensor.dtype} {tuple(tensor.shape)} {sha256(tensor.numpy().tobytes()).hexdigest()}"
         for name, tensor in tensors.items()

@@ -115,7 +115,7 @@ class Part:
                 raise ValueError(f"{name!r} is not the name of a piece file of this directory")
         for name, pieces in self.tensors.items():
             if name not in forms:
-                raise ValueError(f"it has pieces of {name}, which is no tensor of the checkpoint")
+                raise ValueError(f"it has pieces of {name}, but the checkpoint has no such tensor")
             for piece in pieces:
                 _check_piece(name, piece, *forms[name])
                 if piece.file not in by_file:

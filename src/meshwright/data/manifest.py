@@ -95,10 +95,12 @@ def digest_of(sources: Sequence[str], **settings: Any) -> str:
 
 
 def tokens_file(number: int) -> str:
+    """Name of the file with the tokens of shard `number`."""
     return f"{number:05d}.tokens.bin"
 
 
 def documents_file(number: int) -> str:
+    """Name of the file with the document boundaries of shard `number`."""
     return f"{number:05d}.documents.bin"
 
 

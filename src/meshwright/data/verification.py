@@ -22,8 +22,8 @@ from meshwright.data.verified import (
 from meshwright.spec.errors import UserError
 
 Check = Literal["lazy", "files", "content"]
-"""What an opening compares: a file's size and time with the record when it is mapped; those of every file, at
-once; every byte with its SHA-256."""
+"""How much to verify on opening: 'lazy' compares a file's size and time with the record when it is mapped,
+'files' those of every file at once, 'content' every byte with its SHA-256."""
 
 _LOCK = "verified.lock"
 

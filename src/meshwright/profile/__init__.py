@@ -1,1 +1,1 @@
-"""What the present machine attains, measured: products, attention, memory, collectives."""
+"""Measured rates of this machine: products, attention, memory, collectives."""

@@ -31,7 +31,7 @@ class Clock:
         return clock
 
     def typical(self, times: list[float]) -> float:
-        """What a list of times comes to."""
+        """Lower quartile of repeated timings, in seconds."""
         return sorted(times)[(len(times) - 1) // 4]
 
     def _computed(self, call: Callable[[], object]) -> float:

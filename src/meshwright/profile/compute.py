@@ -164,7 +164,7 @@ def launch_time(clock: Clock) -> float:
 
 
 def _elements(device: torch.device) -> int:
-    """Of a tensor of fp32 that no cache holds."""
+    """Elements of an fp32 tensor that is larger than any cache."""
     return 2**28 if device.type == "cuda" else 2**24
 
 

@@ -32,7 +32,7 @@ from meshwright.profile.clock import MOST, Budget, Clock, how_many
 
 _SIZES = tuple(2**power for power in (10, 13, 16, 18, 20, 22, 24))
 _ROWS, _CHANNELS, _ROUNDS = 256, 512, 3
-"""Of products between collectives, and how often rows of them are timed, of which the fastest counts."""
+"""Number of products between two collectives, and of timed rows, of which the fastest counts."""
 _LEAST = 1e-5
 """Seconds of a collective at least."""
 _SIZES_CUDA = (*_SIZES, 2**26, 2**28)
@@ -73,7 +73,7 @@ def placements(hosts: int, local: int, device: torch.device) -> tuple[Axis, list
 
 @dataclass
 class Spent:
-    """What operations take of the rank's processor, as a share of their time: of the largest ones."""
+    """CPU share used by each collective at its largest measured size, 0 to 1."""
 
     shares: dict[str, float] = field(default_factory=dict)
 
@@ -156,7 +156,7 @@ def never_less(points: list[Collective]) -> list[Collective]:
 
 
 def _is_of_level(place: Placement, name: str, world: Axis) -> bool:
-    """Whether it crosses the level: neighbours among all ranks are of one host."""
+    """True if the group crosses the level; consecutive ranks are on one host."""
     return name != "send" or place.axis is not world
 
 
@@ -170,7 +170,7 @@ Made = tuple[Callable[[], object], int, int]
 
 
 def _elements(axis: Axis, size: int) -> int:
-    """Of fp32, shared evenly by the ranks."""
+    """Elements of fp32, a multiple of the number of ranks."""
     return max(1, size // 4 // axis.size) * axis.size
 
 

@@ -1,4 +1,4 @@
-"""What the present machine is, in words and as a `Device`."""
+"""Description of this machine, in words and as a `Device`."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _attention_share(measured: Measured, peak: Mapping[str, float], ranks: int) 
 
 
 def _share(work: list[tuple[str, int, float]], peak: Mapping[str, float], ranks: int) -> float | None:
-    """Of the peak, in the larger half of what was done: (format, FLOPs, seconds)."""
+    """Attained share of the peak, over the larger half of the products (format, FLOPs, seconds)."""
     large = sorted(work, key=lambda each: each[1])[len(work) // 2 :]
     logs = [log(ranks * flops / seconds / peak[name]) for name, flops, seconds in large if name in peak]
     return min(1.0, exp(fsum(logs) / len(logs))) if logs else None
@@ -155,10 +155,10 @@ def _text(path: str) -> str:
 
 
 def host_name() -> str:
-    """What this host is called."""
+    """Name of this host on the network."""
     return socket.gethostname()
 
 
 def has_infiniband() -> bool:
-    """Whether it has any adapter of that kind."""
+    """True if this host has an InfiniBand adapter."""
     return any(Path("/sys/class/infiniband").glob("*"))

@@ -185,7 +185,7 @@ def _cluster(world: _World, measured: Measured) -> Cluster:
 
 
 def _inside(world: _World, measured: Measured) -> Kind:
-    """What joins the devices of a host: on GPUs, what is faster than PCIe's 5th generation is NVLink."""
+    """Kind of the links between a host's devices: GPU links faster than PCIe 5.0 are taken for NVLink."""
     if not world.clock.cuda:
         return "memory"
     return "nvlink" if _link(measured, "host").bandwidth > 64e9 else "pcie"

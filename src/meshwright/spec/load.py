@@ -109,13 +109,15 @@ def read_tree(path: Path) -> dict[str, Any]:
         if path.suffix == ".json":
             found = json.loads(text)["spec"]
             if not isinstance(found, dict):
-                raise TypeError("'spec' is no table")
+                raise TypeError("'spec' is not a table")
             return found
         return tomllib.loads(text)
     except (OSError, tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from None
     except (KeyError, TypeError, ValueError):
-        raise UserError(f"{path}: is no run record (it has no table 'spec')") from None
+        raise UserError(
+            f"{path}: is not a run record, as it has no table 'spec'; give the run.json of a run"
+        ) from None
 
 
 def _find_tokenizer(data: Any, kept: Path) -> None:

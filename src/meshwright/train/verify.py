@@ -115,7 +115,7 @@ def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
 
 
 def _tensors(balance: dict[int, LayerBalance]) -> dict[str, Tensor]:
-    """What `RouterReference.found` has, by the same names."""
+    """Router statistics by name, as in `RouterReference.found`, as float64 vectors."""
     return {
         f"blocks.{layer} {name}": torch.tensor(value, dtype=torch.float64).reshape(-1)
         for layer, found in balance.items()
@@ -143,7 +143,7 @@ def _exact(spec: RunSpec, steps: int) -> RunSpec:
 
 @dataclass(frozen=True)
 class ReferenceStep:
-    """What one device finds: scalars and whole tensors in float64, on the host of `device`."""
+    """Results of one device: scalars and whole tensors in float64, on the host of `device`."""
 
     loss: Tensor
     norm: Tensor

@@ -26,7 +26,7 @@ _INSIDE = ("tensor", "context", "expert")
 
 @dataclass(frozen=True)
 class LevelLoad:
-    """What one device's link to a level of the cluster carries for an axis."""
+    """Traffic of an axis over one device's link to a level of the cluster."""
 
     level: str
     bytes: float
@@ -100,7 +100,7 @@ def _alone(spec: RunSpec, model: CostModel, timed: StepTime, edges: Sequence[Mes
 
 
 def _levels(links: CollectiveCosts, listed: Sequence[Message], seconds: float) -> Iterator[LevelLoad]:
-    """What one device's link to each level carries in a step of `seconds`."""
+    """Traffic over one device's link to each level, in a step of `seconds`."""
     carried = totals(crossed for m in listed for crossed in _crossed(links, m))
     for level in links.cluster.levels:
         if level.name in carried:
