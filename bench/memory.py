@@ -33,8 +33,9 @@ from torch import Tensor
 
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Loader
+from meshwright.parallel.flat_param import ParamSlot
 from meshwright.parallel.mesh import build_mesh
-from meshwright.parallel.unit import Slot, Unit
+from meshwright.parallel.unit import Unit
 from meshwright.spec import load
 from meshwright.train.step import Trainer
 
@@ -71,8 +72,8 @@ class Watch:
 
         return run
 
-    def _pack(self, honest: Callable[[Slot, Tensor], None]) -> Callable[[Slot, Tensor], None]:
-        def run(slot: Slot, grad: Tensor) -> None:
+    def _pack(self, honest: Callable[[ParamSlot, Tensor], None]) -> Callable[[ParamSlot, Tensor], None]:
+        def run(slot: ParamSlot, grad: Tensor) -> None:
             honest(slot, grad)
             self._look(0)
 
