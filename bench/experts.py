@@ -22,6 +22,7 @@ import json
 import os
 import statistics
 from collections.abc import Callable
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -65,12 +66,12 @@ class Loop(nn.Module):
     def __init__(self, mixture: Moe) -> None:
         super().__init__()
         self.router, self.experts, self.shared = mixture.router, mixture.experts, mixture.shared
-        self._settle = mixture.settle
+        self._admit = partial(mixture.hooks.admit, mixture.moe, mixture.layer)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         x = x_BTD.flatten(0, 1)
         routing = self.router(x)
-        weights, _ = self._settle(routing, len(x_BTD))
+        weights, _ = self._admit(routing, len(x_BTD))
         found = torch.zeros_like(x)
         for expert in range(len(self.experts.gate)):
             token, choice = torch.where(routing.experts == expert)
