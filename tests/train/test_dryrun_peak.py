@@ -29,10 +29,9 @@ from meshwright.train.step import Step, Trainer
 
 CPU = torch.device("cpu")
 LARGER = {"layout__pp": 1, "model__hidden": 128, "model__ffn": 384}
-EXCEPTIONS = {95: 0.06, 111: 0.06}
-"""Tolerances of the seeds below 128 for which 5% do not hold: a plan of these runs with experts in fp16 is
-5.4% and 5.5% low, for a reason that is not known yet."""
-SEEDS = sorted(range(128), key=lambda seed: sha256(f"peak of a dry run {seed}".encode()).digest())[:10]
+SEEDS = sorted(range(128), key=lambda seed: sha256(f"peak of a dry run {seed}".encode()).digest())[:8] + [95, 111]
+"""Eight of the first 128, and the two whose plans were 5% low: a microbatch between the first and the last held
+most, and experts whose gradients no other rank holds waited in the plan behind reductions of other units."""
 LLAMA: dict[str, object] = {
     "model.preset": "llama3-8b", "model.layers": 4, "data.corpus": "synthetic", "data.seq_len": 8192,
     "layout.dp": 64, "layout.micro_batch": 1, "precision.compute": "bf16",
@@ -70,7 +69,7 @@ def test_a_plan_has_the_peak_of_a_dry_run(seed: int, monkeypatch: pytest.MonkeyP
     layout = spec.layout
     first = rank - rank // layout.tp % layout.cp * layout.tp
     found = dryrun.rehearse(spec, first, CPU)
-    assert planned(spec).allocated == pytest.approx(found.peak, rel=EXCEPTIONS.get(seed, 0.05))
+    assert planned(spec).allocated == pytest.approx(found.peak, rel=0.04)
 
 
 @pytest.mark.parametrize(

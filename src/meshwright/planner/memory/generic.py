@@ -190,7 +190,7 @@ def overhead(spec: RunSpec, costs: CostModel, allocated: float) -> tuple[float, 
 def held_microbatches(spec: RunSpec) -> int:
     """Microbatches after which a rank of the schedule holds no more than before."""
     layout = spec.layout
-    return spec.microbatches if layout.schedule in HOLD_ALL else min(spec.microbatches, 2 * layout.pp)
+    return spec.microbatches if layout.schedule in HOLD_ALL else min(spec.microbatches, max(2 * layout.pp, 3))
 
 
 def stage_activations(blocks: LayerCost, held: Contents, split: bool = False) -> float:

@@ -49,9 +49,10 @@ class Moment:
 def fullest_moment(view: RankView, shards: Sequence[StateShard], kept: Activations, casts: bool) -> Moment:
     """The fullest moment of a rank that holds `shards`; for `casts` see `activations.head_moments`."""
     step = _Step(view, shards, kept, casts)
-    for last in [True] if view.spec.microbatches == 1 else [False, True]:  # others hold no more than these
+    # The first microbatch, one that finds the gradients of others, and the last, which reduces them.
+    for left in reversed(range(min(view.spec.microbatches, 3))):
         step.forward()
-        step.backward(last)
+        step.backward(last=left == 0)
     step.finish()
     return step.most
 
@@ -144,6 +145,9 @@ class _Units:
         elif copied and self.sends(unit):
             self.buffers += sent
         self.look(temporaries)
+        if unit.ranks == 1 and not self.sends(unit):
+            self._reduced(unit)
+            return
         self.reducing.append(unit)
         while len(self.reducing) > len(self.groups[unit.name]):
             self._reduced(self.reducing.popleft())
