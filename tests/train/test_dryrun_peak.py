@@ -29,9 +29,10 @@ from meshwright.train.step import Step, Trainer
 
 CPU = torch.device("cpu")
 LARGER = {"layout__pp": 1, "model__hidden": 128, "model__ffn": 384}
-SEEDS = sorted(range(128), key=lambda seed: sha256(f"peak of a dry run {seed}".encode()).digest())[:8] + [95, 111]
-"""Eight of the first 128, and the two whose plans were 5% low: a microbatch between the first and the last held
-most, and experts whose gradients no other rank holds waited in the plan behind reductions of other units."""
+BY_HASH = sorted(range(128), key=lambda seed: sha256(f"peak of a dry run {seed}".encode()).digest())
+SEEDS = [*BY_HASH[:8], 95, 111]
+"""In the last two a microbatch between the first and the last holds most, and experts whose gradients no other
+rank holds are done before reductions that began earlier."""
 LLAMA: dict[str, object] = {
     "model.preset": "llama3-8b", "model.layers": 4, "data.corpus": "synthetic", "data.seq_len": 8192,
     "layout.dp": 64, "layout.micro_batch": 1, "precision.compute": "bf16",
