@@ -25,6 +25,8 @@ from meshwright.units import FORMATS
 Kind = Literal["nvlink", "infinity", "pcie", "infiniband", "ethernet", "ici", "memory"]
 """Technology of a link; 'memory' is the shared memory of one host."""
 
+DeviceKind = Literal["cuda", "rocm", "tpu", "cpu"]
+
 NETWORKS = ("infiniband", "ethernet")
 """Kinds of links that leave a node."""
 
@@ -85,18 +87,18 @@ class Rates(Record):
     network: Number = 0.8
     """Share of the bandwidth of all other levels in large collectives."""
 
-    def check_shares(self) -> Rates:
-        """Return the rates of a file, or raise `UserError` where one is not a share.
+    def check_shares(self, where: str = "") -> Rates:
+        """Return the rates of a file, or raise `UserError`, which starts with `where`, if one is not a share.
 
         The constructor accepts others, because a sensitivity analysis also tries rates above 1.
         """
         for name, share in vars(self).items():
+            key = f"{where}: device.rates.{name}" if where else f"device.rates.{name}"
             if name == "launch" and share < 0:
-                raise UserError(f"device.rates.launch: {share} is not a time; give seconds, 0 or more")
+                raise UserError(f"{key}: {share} is not a time; give seconds, 0 or more")
             if name != "launch" and not 0 < share <= 1:
                 raise UserError(
-                    f"device.rates.{name}: {share} is not a share of the device's peak; give a number "
-                    "above 0 and up to 1"
+                    f"{key}: {share} is not a share of the device's peak; give a number above 0 and up to 1"
                 )
         return self
 
@@ -118,7 +120,7 @@ class Device(Record):
     """Streaming multiprocessors, compute units or cores."""
     source: str
     rates: Rates = field(default_factory=Rates)
-    kind: Literal["cuda", "rocm", "tpu", "cpu"] = "cuda"
+    kind: DeviceKind = "cuda"
     power: Positive | None = None
     """Maximum watts, where the source states them."""
 
@@ -140,6 +142,11 @@ class Matmul(NamedTuple):
     k: Count
     seconds: Positive
 
+    @property
+    def flops(self) -> int:
+        """FLOPs of the product."""
+        return 2 * self.m * self.n * self.k
+
 
 class Attention(NamedTuple):
     """Seconds of causal attention over `sequences` sequences: its forward, and its backward alone."""
@@ -152,6 +159,11 @@ class Attention(NamedTuple):
     length: Count
     forward: Positive
     backward: Positive
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the forward: two products over the causal half. Those of the backward are proportional."""
+        return 2 * self.sequences * self.heads * self.length**2 * self.head_dim
 
 
 class Collective(NamedTuple):
