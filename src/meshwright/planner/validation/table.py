@@ -6,10 +6,12 @@ The columns are those of `data/published_runs.csv`.
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
-from dataclasses import dataclass
-from math import inf, isfinite
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import inf, isfinite, prod
 from pathlib import Path
+from typing import TypeVar
 
 from meshwright.spec import UserError
 
@@ -53,11 +55,10 @@ _WORDS = ("source", "model", "gpu", "recompute", "sequence_parallel", "precision
 _NEEDED = ("source", "gpu", "gpus", "seq_len")
 _SHOWN = 30
 
-Guesses = dict[str, object]
-"""Properties that a row does not state -> the values that were inferred."""
+V = TypeVar("V")
 
 
-class PredictionError(Exception):
+class PredictionError(UserError):
     """A row that cannot be predicted; the message says why."""
 
 
@@ -69,16 +70,38 @@ class Row:
     """From 0, without the heading."""
     words: dict[str, str]
     numbers: dict[str, float]
+    inferred: dict[str, object] = field(default_factory=dict)
+    """Properties that the row does not state -> the values that were inferred."""
 
     def whole(self, name: str) -> int | None:
         """A whole number, or None where the cell is empty."""
         value = self.numbers.get(name)
         return None if value is None else round(value)
 
+    def infer(self, name: str, value: V) -> V:
+        """Note the value of a property that the row does not state, and return it."""
+        self.inferred[name] = value
+        return value
+
+    def whole_or(self, name: str, guess: int) -> int:
+        """A whole number; where the cell is empty, `guess`, which is noted as inferred."""
+        value = self.whole(name)
+        return self.infer(name, guess) if value is None else value
+
+    @property
+    def model_ranks(self) -> int:
+        """GPUs that hold the model once: tp x cp x pp."""
+        return prod(self.whole(name) or 1 for name in ("tp", "cp", "pp"))
+
     @property
     def text(self) -> str:
         """Source, model and comment of the run, in small letters."""
         return " ".join(self.words.get(name, "") for name in ("source", "model", "where")).lower()
+
+
+def first_match(table: Iterable[tuple[str, V]], text: str) -> V | None:
+    """The value of the first pattern of a table that occurs in `text`, or None."""
+    return next((value for pattern, value in table if re.search(pattern, text)), None)
 
 
 def read(path: Path) -> list[Row]:
@@ -130,25 +153,22 @@ def _row(number: int, cells: Mapping[str, str]) -> Row:
 def _mistake(name: str, text: str, value: float) -> str:
     """The reason why a number cannot stand in a column, or an empty text."""
     cell = f"the cell '{name}' is '{text}'"
-    most = _MOST_PARAMETERS if name == "params_b" else inf
-    if name not in INTEGERS:
-        if not (isfinite(value) and value > 0):
-            return f"{cell}, which is not a measurement; give a number above 0, or an empty cell"
-    else:
-        least, most = INTEGERS[name]
-        if not (isfinite(value) and value >= least and value.is_integer()):
-            return f"{cell}, which is not a whole number of at least {least}"
+    least, most = INTEGERS.get(name, (0, _MOST_PARAMETERS if name == "params_b" else inf))
+    if name not in INTEGERS and not (isfinite(value) and value > 0):
+        return f"{cell}, which is not a measurement; give a number above 0, or an empty cell"
+    if name in INTEGERS and not (isfinite(value) and value >= least and value.is_integer()):
+        return f"{cell}, which is not a whole number of at least {least}"
     return f"{cell}, which is implausible; give at most {most:,.0f}" if value > most else ""
 
 
-def unknown_word(row: Row) -> str:
-    """The reason why a word of a row is not one of its column's, or an empty text."""
+def check(row: Row) -> None:
+    """Raise `PredictionError` for a row with an invalid number, or a word that is not one of its column's."""
+    if mistake := row.words.get("broken"):
+        raise PredictionError(mistake)
     for name, known in CHOICES.items():
         word = row.words[name].lower()
-        valid = any(each in word for each in known) if known is FORMATS else word in known
-        if word and not valid:
-            return f"the {name} '{short(row.words[name])}' is not one of {', '.join(known)}"
-    return ""
+        if word and not (any(choice in word for choice in known) if known is FORMATS else word in known):
+            raise PredictionError(f"the {name} '{short(row.words[name])}' is not one of {', '.join(known)}")
 
 
 def short(text: str) -> str:
