@@ -50,9 +50,9 @@ def attention_seconds(
 
 
 def collective_seconds(
-    measured: Measured, operation: str, ranks: int, level: str, bytes: float
+    measured: Measured | None, operation: str, ranks: int, level: str, bytes: float
 ) -> float | None:
-    """Seconds of a collective; None if the operation was not measured at that level.
+    """Seconds of a collective; None if the operation was not measured at that level, or nothing was.
 
     `bytes` counts the whole tensor, as in `Collective`. For a number of ranks that was not measured, the time
     is that of the nearest measured number, at the size at which each rank sends as many bytes, plus the
@@ -60,8 +60,7 @@ def collective_seconds(
     """
     if ranks == 1:
         return 0.0
-    by_ranks = _by_ranks(measured.collectives, operation, level)
-    if not by_ranks:
+    if measured is None or not (by_ranks := _by_ranks(measured.collectives, operation, level)):
         return None
     near = min(by_ranks, key=lambda count: (abs(log(count / ranks)), count))
     points = by_ranks[near]

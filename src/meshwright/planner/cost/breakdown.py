@@ -23,11 +23,6 @@ class Seconds(NamedTuple):
         """Seconds of everything."""
         return sum(self)
 
-    @property
-    def compute(self) -> float:
-        """Seconds without messages."""
-        return self.matmul + self.attention + self.moved + self.host
-
     def plus(self, other: Seconds, times: float = 1.0) -> Seconds:
         """The sum with `times` x `other`."""
         return Seconds(*(a + times * b for a, b in zip(self, other, strict=True)))

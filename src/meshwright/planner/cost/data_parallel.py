@@ -52,18 +52,6 @@ class DataSeconds:
         return self.optimiser + (0.0 if self.each_microbatch else self.exposed + self.slowed)
 
 
-@dataclass(frozen=True)
-class _Overlap:
-    """Compute that overlaps messages: its seconds for a microbatch, and the slowdown of both."""
-
-    forward: float
-    backward: float
-    contention: float
-    """Seconds that compute loses for each second of a message."""
-    slower: float
-    """How many times as long a message takes."""
-
-
 def data_seconds(
     spec: RunSpec,
     stack: SoftwareStack,
@@ -99,47 +87,26 @@ def data_seconds(
         whole += mine
     optimiser = whole * update
     often = spec.microbatches if layout.pp == 1 else 0
-    gather, reduce = sum(gathers.values()), sum(reduces.values())
+    gather, reduce, units = sum(gathers.values()), sum(reduces.values()), max(1, held.units)
     contention, slower = stack.contention, 1.0
     if stack.own and reduce + gather:
-        lost = reduce * links.contention(reduction)
-        slower = links.slowed
-        contention = (lost + gather * links.contention("all_gather")) / (reduce + gather)
+        lost = reduce * links.contention(reduction) + gather * links.contention("all_gather")
+        contention, slower = lost / (reduce + gather), links.slowed
+    forward, backward = forward / slower, backward / slower  # seconds of messages that compute can hide
+    times = max(1, often) if layout.zero >= 2 else 1  # a pipeline gathers and reduces once a step
     if layout.zero == 3:
-        overlap = _Overlap(forward, backward, contention, slower)
-        return _zero3(stack, gathers, reduces, overlap, optimiser, often, max(1, held.units))
-    times = max(1, often) if layout.zero == 2 else 1
-    hidden = min(reduce, backward / slower) * stack.overlap_data * (1 - 1 / max(1, held.units))
-    hidden_gather = min(gather, forward / slower) * stack.overlap_gather_parameters
-    exposed = times * (reduce - hidden) + gather - hidden_gather
-    slowed = contention * (times * hidden + hidden_gather)
+        hidden = min(gather, forward) * stack.overlap_data
+        hidden_back = min(gather + reduce, backward) * stack.overlap_data
+        exposed = max((gather - hidden) + (gather + reduce - hidden_back), gather / units + reduce / units)
+        slowed = contention * (hidden + hidden_back)
+        sent = {axis: times * (2 * gathers[axis] + reduces[axis]) for axis in AXES}
+        each = exposed + slowed if often else 0.0
+        return DataSeconds(sent, times * exposed, times * slowed, optimiser, each)
+    hidden = min(gather, forward) * stack.overlap_gather_parameters
+    hidden_back = min(reduce, backward) * stack.overlap_data * (1 - 1 / units)
+    exposed = times * (reduce - hidden_back) + gather - hidden
     sent = {axis: times * reduces[axis] + gathers[axis] for axis in AXES}
-    return DataSeconds(sent, exposed, slowed, optimiser)
-
-
-def _zero3(
-    stack: SoftwareStack,
-    gathers: Mapping[str, float],
-    reduces: Mapping[str, float],
-    overlap: _Overlap,
-    optimiser: float,
-    often: int,
-    units: int,
-) -> DataSeconds:
-    """ZeRO-3 gathers for the forward and again for the backward, `often` times a step.
-
-    0 stands for a pipeline, which gathers once a step and not for each microbatch.
-    """
-    gather, reduce = sum(gathers.values()), sum(reduces.values())
-    hidden = min(gather, overlap.forward / overlap.slower) * stack.overlap_data
-    hidden_back = min(gather + reduce, overlap.backward / overlap.slower) * stack.overlap_data
-    exposed = (gather - hidden) + (gather + reduce - hidden_back)
-    exposed = max(exposed, gather / units + reduce / units)
-    slowed = overlap.contention * (hidden + hidden_back)
-    times = often or 1
-    sent = {axis: times * (2 * gathers[axis] + reduces[axis]) for axis in AXES}
-    each = exposed + slowed if often else 0.0
-    return DataSeconds(sent, times * exposed, times * slowed, optimiser, each)
+    return DataSeconds(sent, exposed, contention * (times * hidden_back + hidden), optimiser)
 
 
 def _messages(links: CollectiveCosts, operation: str, size: float, group: GroupShape, count: int) -> float:

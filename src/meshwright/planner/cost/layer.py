@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from meshwright.hardware.measurements import attention_seconds
 from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.kernels import KernelCosts
@@ -29,7 +30,7 @@ from meshwright.planner.traffic.messages import (
     end_messages,
     layer_messages,
 )
-from meshwright.spec import ModelSpec, MoeSpec, RunSpec
+from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.parameters import block_parameters
 from meshwright.units import FORMAT_BYTES
 
@@ -72,7 +73,10 @@ class LayerCost:
         self.shape = shape = replace(layer_shape(spec, on_cpu), width=self.width, repeated=frozenset())
         self.length, self.tokens, self.own = shape.length, shape.tokens, shape.own
         self.q, self.kv, self.rows = shape.q, shape.kv, shape.rows
-        self.launch = kernels.launched(stack.launch, stack.host)
+        measured = kernels.measured
+        self.launch = stack.launch
+        if stack.host and measured is not None and measured.launch is not None:
+            self.launch = stack.host * measured.launch
         self._dense = dense or Dense()
         self._routed: PassSeconds | None = None
 
@@ -93,8 +97,8 @@ class LayerCost:
 
     def products(self, routed: bool) -> list[Product]:
         """Matrix products of a layer's forward."""
-        inner: list[Product] = self._routed_products() if routed else []
-        return [*self._attention_products(), *self._feed_forward_products(routed), *inner]
+        inner = self._feed_forward_products(self.shape.moe.shared_ffn if routed else self.spec.model.ffn)
+        return [*self._attention_products(), *inner, *(self._routed_products() if routed else ())]
 
     @property
     def largest_unit(self) -> float:
@@ -154,28 +158,16 @@ class LayerCost:
         up = Product(n, heads * (model.head_dim - mla.rope_dim + mla.v_dim), mla.kv_rank)
         return [*down, *query, up, Product(n, model.hidden, heads * mla.v_dim)]
 
-    def _feed_forward_products(self, routed: bool) -> list[Product]:
-        model, t = self.spec.model, self.spec.layout.tp
-        channels = self._moe().shared_ffn if routed else model.ffn
-        if not channels:
-            return []
-        n, inner = self.tokens, channels // t
-        return [Product(n, self.gates * inner, model.hidden), Product(n, model.hidden, inner)]
+    def _feed_forward_products(self, channels: int) -> list[Product]:
+        n, inner, hidden = self.tokens, channels // self.spec.layout.tp, self.spec.model.hidden
+        return [Product(n, self.gates * inner, hidden), Product(n, hidden, inner)] if channels else []
 
     def _routed_products(self) -> list[Product]:
-        moe, layout, hidden = self._moe(), self.spec.layout, self.spec.model.hidden
+        moe, layout, hidden = self.shape.moe, self.spec.layout, self.spec.model.hidden
         local, inner = max(1, moe.experts // layout.ep), moe.ffn // layout.etp
-        experts = partial(Product, max(1, round(self.routed_rows / local)), batch=local)
+        experts = partial(Product, max(1, round(self.shape.copies / local)), batch=local)
         router = Product(self.own, moe.experts, hidden)
         return [router, experts(self.gates * inner, hidden), experts(hidden, inner)]
-
-    @property
-    def routed_rows(self) -> float:
-        """Rows that this rank's experts compute under an even router."""
-        return self.shape.copies
-
-    def _moe(self) -> MoeSpec:
-        return self.shape.moe
 
     @property
     def gates(self) -> int:
@@ -216,10 +208,11 @@ class LayerCost:
         model, layout, u = self.spec.model, self.spec.layout, self.shape.ulysses.ranks
         ring, heads = layout.cp // u, model.heads // layout.tp // u
         kv_heads = max(1, layout.local_kv_heads(model.kv_heads) // u)
-        measured = self.kernels.attention_of(
-            self.format, self.spec.micro_batch, heads, kv_heads, model.head_dim, self.length // ring
-        )
-        return None if measured is None else ring * measured[backward]
+        if (measured := self.kernels.measured) is None:
+            return None
+        size = self.spec.micro_batch, heads, kv_heads, model.head_dim, self.length // ring
+        seconds = attention_seconds(measured, self.format, *size)
+        return None if seconds is None else ring * seconds[backward]
 
     def _bytes(self, routed: bool) -> float:
         """Bytes that the norms, activations, residuals and copies of the forward move."""
@@ -231,10 +224,10 @@ class LayerCost:
         moved += n * b * (2 * (self.q + 2 * self.kv) + 2 * self.q)
         if model.qk_norm:
             moved += 2 * n * b * (self.q + self.kv)
-        channels = self._moe().shared_ffn if routed else model.ffn
+        channels = self.shape.moe.shared_ffn if routed else model.ffn
         if routed:  # counted: rows permuted there and back; the activation reads its gates and writes one
-            inner = (1 + self.gates) * self._moe().ffn / self.spec.layout.etp
-            moved += self.routed_rows * b * (4 * d + inner)
+            inner = (1 + self.gates) * self.shape.moe.ffn / self.spec.layout.etp
+            moved += self.shape.copies * b * (4 * d + inner)
         moved += n * b * (1 + self.gates) * channels / t
         return moved * self.stack.elementwise
 

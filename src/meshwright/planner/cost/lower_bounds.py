@@ -16,7 +16,6 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds
-from meshwright.planner.cost.kernels import peak
 from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.stages import Contents, PlacedStages, together
 from meshwright.planner.group_shapes import GroupShape
@@ -33,17 +32,15 @@ class Floor(LayerCost):
     """
 
     def _routed_products(self) -> list[Product]:
-        return [Product(self.own, self._moe().experts, self.spec.model.hidden)]  # the router
+        return [Product(self.own, self.shape.moe.experts, self.spec.model.hidden)]  # the router
 
     def _launched(self, passes: PassSeconds, routed: bool) -> PassSeconds:
         if not routed:
             return super()._launched(passes, routed)
-        moe, model, device = self._moe(), self.spec.model, self.kernels.device
+        moe, model = self.shape.moe, self.spec.model
         rows = _fewest_rows(self.tokens / self.spec.layout.tp * moe.top_k, moe.experts, moe.ffn)
-        rate = peak(device, self.format) * device.rates.matmul * self.stack.matmul
-        if self.format == "fp8":
-            rate *= device.rates.fp8
-        each = 2.0 * rows * model.hidden * moe.ffn * (self.gates + 1) / rate
+        flops = 2.0 * rows * model.hidden * moe.ffn * (self.gates + 1)
+        each = flops / self.kernels.large_rate(self.format)
         with_experts = (seconds._replace(matmul=seconds.matmul + each) for seconds in passes[:3])
         return super()._launched(PassSeconds(*with_experts), routed)
 

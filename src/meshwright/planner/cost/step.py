@@ -9,6 +9,7 @@ same, are not simulated one by one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from operator import add
 
@@ -16,7 +17,7 @@ from meshwright.planner.cost.breakdown import Seconds
 from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.lower_bounds import rank_ends, schedule
 from meshwright.planner.cost.model import CostModel
-from meshwright.planner.cost.shared_cores import Places, makespan
+from meshwright.planner.cost.shared_cores import SharedCores, makespan
 from meshwright.planner.cost.shared_cores import period as shared_period
 from meshwright.planner.cost.stages import PlacedStages, StageCosts, placed_stages
 from meshwright.planner.group_shapes import axes
@@ -95,10 +96,10 @@ class StepModel:
         self.stages = StageCosts(spec, costs, placed or placed_stages(spec), blocks)
         self.times = times if times is not None else ScheduleTimes()
         self._bounds: dict[tuple[Lists, int], list[float]] = {}
-        self.places: Places | None = None
+        self.shared: SharedCores | None = None
         """Where the ranks are, if they share cores, so that one is faster while others wait."""
         if costs.shared is not None and spec.layout.pp > 1:
-            self.places = Places(costs.shared, axes(spec.layout).pipeline.stride)
+            self.shared = replace(costs.shared, stride=axes(spec.layout).pipeline.stride)
 
     def bound(self, spec: RunSpec, finals: Sequence[float]) -> float:
         """Seconds of a step at least, for ranks that never share cores.
@@ -117,9 +118,9 @@ class StepModel:
     def exact(self, spec: RunSpec, finals: Sequence[float]) -> float:
         """Seconds of a step."""
         lists, stages = lists_of(spec), self.stages
-        if self.places is not None:
-            span = makespan(schedule(*lists), stages.stages, finals, self.places, stages.hop)
-            return self._seconds(spec, span, shared_period(stages.by_rank, self.places))
+        if self.shared is not None:
+            span = makespan(schedule(*lists), stages.stages, finals, self.shared, stages.hop)
+            return self._seconds(spec, span, shared_period(stages.by_rank, self.shared))
         span = _last(self.times.exact(lists, stages.stages, stages.link), finals)
         return self._seconds(spec, span, max(stages.by_rank))
 
@@ -149,7 +150,7 @@ class StepTime:
     @cached_property
     def bound(self) -> float:
         """Seconds of the step at least; exact where ranks share cores, which no bound counts."""
-        return self.seconds if self.model.places is not None else self.model.bound(self.spec, self._finals)
+        return self.seconds if self.model.shared is not None else self.model.bound(self.spec, self._finals)
 
     @cached_property
     def seconds(self) -> float:
