@@ -184,7 +184,7 @@ def validate(table: Path | None = None, *, rows: bool = False, by: str = "source
     if not rows:
         return result
     each = [prediction.to_json() for prediction in runs.predictions]
-    return {**result, "each": each, "skipped_rows": metrics.skipped_rows(runs)}
+    return {**result, "each": each, "skipped_rows": list(runs.skipped)}
 
 
 def profile(*, nproc: int | None = None, seconds: float = 120.0, out: Path | None = None) -> Cluster:

@@ -35,13 +35,7 @@ def matmul_seconds(
 
 
 def attention_seconds(
-    measured: Measured,
-    format: str,
-    sequences: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    length: int,
+    measured: Measured, format: str, sequences: int, heads: int, kv_heads: int, head_dim: int, length: int
 ) -> tuple[float, float] | None:
     """(forward, backward) seconds of causal attention; None if the format was not measured."""
     forward, backward = (_rates(measured.attention, format, half) for half in (False, True))

@@ -95,11 +95,7 @@ def attention_shapes(flops: float, cuda: bool) -> list[tuple[int, int, int, int,
 
 
 def attentions(
-    clock: Clock,
-    name: str,
-    shapes: list[tuple[int, int, int, int, int]],
-    seconds: float,
-    meet: Meet,
+    clock: Clock, name: str, shapes: list[tuple[int, int, int, int, int]], seconds: float, meet: Meet
 ) -> Iterator[Attention]:
     """Times of the model's own causal attention, forward and backward."""
     for shape, share in zip(shapes, time_shares(seconds, len(shapes)), strict=True):

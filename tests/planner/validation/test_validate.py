@@ -10,7 +10,7 @@ import pytest
 from meshwright.planner.validation import page as validation_page
 from meshwright.planner.validation.calibration import is_used
 from meshwright.planner.validation.cases import case_of
-from meshwright.planner.validation.metrics import Validation, kendall, report, skipped_rows, validate
+from meshwright.planner.validation.metrics import Validation, kendall, report, validate
 from meshwright.planner.validation.table import PUBLISHED, PredictionError, read
 from meshwright.spec import UserError
 
@@ -194,7 +194,7 @@ def test_a_broken_row_leaves_the_others(tmp_path: Path) -> None:
         writer.writerows({**first, **changed} for changed in changes)
     found = validate(path)
     assert [each.case.row.number for each in found.predictions] == [1]
-    skipped = skipped_rows(found)
+    skipped = found.skipped
     assert [each["row"] for each in skipped] == [0, 2, 3]
     assert all(each["source"] == first["source"] for each in skipped)
     assert all("\n" not in each["reason"] and "pydantic" not in each["reason"] for each in skipped)

@@ -13,13 +13,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.planner.cost.collectives import CollectiveCosts
-from meshwright.planner.cost.software import SoftwareStack
+from meshwright.planner.cost.model import CostModel
 from meshwright.planner.group_shapes import GroupShape, axes
 from meshwright.spec import RunSpec
 from meshwright.units import FORMAT_BYTES
 
 AXES = ("shard", "expert_data", "replicate")
 """Axes of data ranks, each with messages of its own."""
+_UPDATE_BYTES = 38.0
+"""Bytes per parameter of an optimiser step: AdamW reads the gradient, the master and both moments, writes
+three of them and the copy that computes; the norm reads gradients once more, and they are cleared."""
+_ADAMW_BYTES = 28.0
+"""Bytes per parameter that AdamW itself moves, in fp32."""
 
 
 @dataclass(frozen=True)
@@ -53,22 +58,18 @@ class DataSeconds:
 
 
 def data_seconds(
-    spec: RunSpec,
-    stack: SoftwareStack,
-    links: CollectiveCosts,
-    held: StoredParameters,
-    forward: float,
-    backward: float,
-    update: float,
-    unpack: float = 0.0,
+    spec: RunSpec, costs: CostModel, held: StoredParameters, forward: float, backward: float
 ) -> DataSeconds:
-    """Seconds of a rank with `held`, whose microbatch takes `forward` and `backward` seconds.
-
-    `update` is the optimiser's seconds for each parameter of the rank, `unpack` those to lay out one that was
-    gathered.
-    """
-    layout, groups = spec.layout, axes(spec.layout)
+    """Seconds of a rank with `held`, whose microbatch takes `forward` and `backward` seconds."""
+    layout, groups, stack, links, kernels = (
+        spec.layout,
+        axes(spec.layout),
+        costs.stack,
+        costs.links,
+        costs.kernels,
+    )
     width = FORMAT_BYTES[spec.precision.compute] if stack.own else stack.gather_bytes
+    unpack = kernels.moved(stack.unpacked)
     gathers, reduces, whole = dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 0.0), 0.0
     reduction = "reduce_scatter" if layout.zero else "all_reduce"
     for axis, elements, group in (
@@ -85,7 +86,7 @@ def data_seconds(
         mine = elements / (group.ranks if layout.zero else 1)
         reduces["replicate"] += links.collective("all_reduce", mine * stack.gradient_bytes, groups.replicate)
         whole += mine
-    optimiser = whole * update
+    optimiser = whole * kernels.updated(_UPDATE_BYTES, _UPDATE_BYTES - _ADAMW_BYTES)
     often = spec.microbatches if layout.pp == 1 else 0
     gather, reduce, units = sum(gathers.values()), sum(reduces.values()), max(1, held.units)
     contention, slower = stack.contention, 1.0

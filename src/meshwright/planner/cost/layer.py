@@ -22,14 +22,7 @@ from meshwright.planner.cost.kernels import KernelCosts
 from meshwright.planner.cost.software import SoftwareStack
 from meshwright.planner.rank_view import share
 from meshwright.planner.traffic.layer_shape import LayerShape, layer_shape
-from meshwright.planner.traffic.messages import (
-    Message,
-    Overlap,
-    Phase,
-    Where,
-    end_messages,
-    layer_messages,
-)
+from meshwright.planner.traffic.messages import Message, Overlap, Phase, Where, end_messages, layer_messages
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.parameters import block_parameters
 from meshwright.units import FORMAT_BYTES
@@ -52,32 +45,32 @@ class Dense:
     """Has experts -> parameters of a layer: split by tensor ranks, replicated on them, of routed experts."""
 
 
+@dataclass(eq=False)
 class LayerCost:
     """Seconds of the layers, the embedding and the head of a run, for one microbatch.
 
-    `dense` is a cache shared by layouts that differ only in how experts are sharded.
+    `dense` is a cache shared by layouts that differ only in how experts are sharded; `format` is the number
+    format of matrix products.
     """
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        format: str,
-        stack: SoftwareStack,
-        kernels: KernelCosts,
-        links: CollectiveCosts,
-        dense: Dense | None = None,
-    ) -> None:
-        self.spec, self.stack, self.kernels, self.links, self.format = spec, stack, kernels, links, format
+    spec: RunSpec
+    format: str
+    stack: SoftwareStack
+    kernels: KernelCosts
+    links: CollectiveCosts
+    dense: Dense
+
+    def __post_init__(self) -> None:
+        spec, stack, kernels, format = self.spec, self.stack, self.kernels, self.format
         self.width = max(2.0, FORMAT_BYTES[format])
-        on_cpu = kernels.device.kind == "cpu"
-        self.shape = shape = replace(layer_shape(spec, on_cpu), width=self.width, repeated=frozenset())
+        shape = layer_shape(spec, on_cpu=kernels.device.kind == "cpu")
+        self.shape = shape = replace(shape, width=self.width, repeated=frozenset())
         self.length, self.tokens, self.own = shape.length, shape.tokens, shape.own
         self.q, self.kv, self.rows = shape.q, shape.kv, shape.rows
         measured = kernels.measured
         self.launch = stack.launch
         if stack.host and measured is not None and measured.launch is not None:
             self.launch = stack.host * measured.launch
-        self._dense = dense or Dense()
         self._routed: PassSeconds | None = None
 
     def passes(self, routed: bool) -> PassSeconds:
@@ -85,14 +78,14 @@ class LayerCost:
         if routed:
             self._routed = self._routed or self._layer(True)
             return self._routed
-        self._dense.block = self._dense.block or self._layer(False)
-        return self._dense.block
+        self.dense.block = self.dense.block or self._layer(False)
+        return self.dense.block
 
     def held(self, routed: bool) -> tuple[int, int]:
         """Parameters of a layer on one tensor rank: those that all tokens use, and its routed experts'."""
-        if routed not in self._dense.sizes:
-            self._dense.sizes[routed] = _sizes(self.spec.model, routed)
-        (split, whole, experts), layout = self._dense.sizes[routed], self.spec.layout
+        if routed not in self.dense.sizes:
+            self.dense.sizes[routed] = _sizes(self.spec.model, routed)
+        (split, whole, experts), layout = self.dense.sizes[routed], self.spec.layout
         return split // layout.tp + whole, experts // (layout.ep * layout.etp)
 
     def products(self, routed: bool) -> list[Product]:
@@ -286,13 +279,13 @@ class LayerCost:
 
     def head(self) -> PassSeconds:
         """Seconds of the last norm, the head's product and the loss; fp8 runs compute logits in bf16."""
-        self._dense.head = self._dense.head or self._head()
-        return self._dense.head
+        self.dense.head = self.dense.head or self._head()
+        return self.dense.head
 
     def embedding(self) -> PassSeconds:
         """Seconds of the lookup, and of adding up its gradient."""
-        self._dense.embedding = self._dense.embedding or self._embedding()
-        return self._dense.embedding
+        self.dense.embedding = self.dense.embedding or self._embedding()
+        return self.dense.embedding
 
     def _around(self, head: bool) -> float:
         """Seconds of the messages around an end, the loss's left out: half of them for each pass."""

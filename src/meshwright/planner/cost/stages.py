@@ -25,11 +25,6 @@ from meshwright.spec import Layout, ModelSpec, RunSpec
 from meshwright.spec.layout import TWO_STAGES
 from meshwright.spec.stages import Stage, stages
 
-_UPDATE_BYTES = 38.0
-"""Bytes per parameter of an optimiser step: AdamW reads the gradient, the master and both moments, writes
-three of them and the copy that computes; the norm reads gradients once more, and they are cleared."""
-_ADAMW_BYTES = 28.0
-"""Bytes per parameter that AdamW itself moves, in fp32."""
 _TENSORS = 7
 """Large parameters of a block."""
 NUMBER = 8
@@ -128,10 +123,8 @@ class StageCosts:
     Without a pipeline they hold for the sharding of `spec` alone: each microbatch may wait for its messages.
     """
 
-    def __init__(
-        self, spec: RunSpec, costs: CostModel, placed: PlacedStages, blocks: LayerCost | None = None
-    ) -> None:
-        self._costs, self.placed, self.blocks = costs, placed, blocks or costs.blocks(spec)
+    def __init__(self, spec: RunSpec, costs: CostModel, placed: PlacedStages, blocks: LayerCost) -> None:
+        self._costs, self.placed, self.blocks = costs, placed, blocks
         self._hop, link = message(spec, costs, self.blocks)
         self.link, self._on_path = link or Link(), link is None
         self.hop = 0.0 if self._on_path else self._hop
@@ -159,19 +152,10 @@ class StageCosts:
 
     def data(self, spec: RunSpec, mine: Sequence[Contents]) -> DataSeconds:
         """Seconds on the data axis and of the optimiser for a rank with these stages."""
-        kernels, stack = self._costs.kernels, self._costs.stack
         work = [self.passes[held] for held in mine]
-        forward = sum(each.forward.total for each in work)
-        return data_seconds(
-            spec,
-            stack,
-            self._costs.links,
-            stored(self.blocks, together(mine)),
-            forward,
-            sum(each.total for each in work) - forward,
-            kernels.updated(_UPDATE_BYTES, _UPDATE_BYTES - _ADAMW_BYTES),
-            kernels.moved(stack.unpacked),
-        )
+        forward = sum(passes.forward.total for passes in work)
+        backward = sum(passes.total for passes in work) - forward
+        return data_seconds(spec, self._costs, stored(self.blocks, together(mine)), forward, backward)
 
     def rank_times(self, spec: RunSpec) -> tuple[RankTime, ...]:
         """Seconds of each rank in a step."""

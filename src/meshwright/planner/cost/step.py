@@ -8,6 +8,7 @@ same, are not simulated one by one.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
@@ -54,21 +55,17 @@ class ScheduleTimes:
     """
 
     def __init__(self) -> None:
-        self.paths: dict[Lists, list[Path]] = {}
-        self._ends: dict[tuple[Lists, tuple[StageCost, ...], Link], tuple[float, ...]] = {}
-
-    def known(self, lists: Lists) -> Sequence[Path]:
+        self.paths = defaultdict[Lists, list[Path]](list)
         """Paths through a schedule that were found so far."""
-        return self.paths.get(lists, ())
+        self._ends: dict[tuple[Lists, tuple[StageCost, ...], Link], tuple[float, ...]] = {}
 
     def exact(self, lists: Lists, costs: tuple[StageCost, ...], link: Link) -> tuple[float, ...]:
         """When each rank's last action ends, in seconds."""
         key = lists, costs, link
         if key not in self._ends:
             self._ends[key], path = ends(schedule(*lists), costs, link, _graph(lists))
-            known = self.paths.setdefault(lists, [])
-            if path not in known:
-                known.append(path)
+            if path not in self.paths[lists]:
+                self.paths[lists].append(path)
         return self._ends[key]
 
 
@@ -81,20 +78,14 @@ def _graph(lists: Lists) -> DependencyGraph:
 class StepModel:
     """Seconds of a step of a pipeline with given stages, under any schedule and sharding of states.
 
-    `spec` is one of the runs with these stages. `times` is shared by layouts that are compared; `placed` and
-    `blocks` save their computation where they are known.
+    `spec` is one of the runs with these stages, and `blocks` the cost of its layers. `times` is shared by
+    layouts that are compared.
     """
 
     def __init__(
-        self,
-        spec: RunSpec,
-        costs: CostModel,
-        times: ScheduleTimes | None = None,
-        placed: PlacedStages | None = None,
-        blocks: LayerCost | None = None,
+        self, spec: RunSpec, costs: CostModel, times: ScheduleTimes, placed: PlacedStages, blocks: LayerCost
     ) -> None:
-        self.stages = StageCosts(spec, costs, placed or placed_stages(spec), blocks)
-        self.times = times if times is not None else ScheduleTimes()
+        self.stages, self.times = StageCosts(spec, costs, placed, blocks), times
         self._bounds: dict[tuple[Lists, int], list[float]] = {}
         self.shared: SharedCores | None = None
         """Where the ranks are, if they share cores, so that one is faster while others wait."""
@@ -107,7 +98,7 @@ class StepModel:
         `finals` are each rank's seconds after its last backward.
         """
         lists, stages = lists_of(spec), self.stages
-        paths = self.times.known(lists)
+        paths = self.times.paths[lists]
         key = lists, len(paths)
         if key not in self._bounds:
             self._bounds[key] = rank_ends(
@@ -136,14 +127,8 @@ def _last(done: Sequence[float], finals: Sequence[float]) -> float:
 class StepTime:
     """The step of one layout, lazily: its seconds, its simulation, and where each rank's time goes."""
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        costs: CostModel,
-        times: ScheduleTimes | None = None,
-        placed: PlacedStages | None = None,
-    ) -> None:
-        self.spec, self.model = spec, StepModel(spec, costs, times, placed)
+    def __init__(self, spec: RunSpec, costs: CostModel, times: ScheduleTimes, placed: PlacedStages) -> None:
+        self.spec, self.model = spec, StepModel(spec, costs, times, placed, costs.blocks(spec))
         self.ranks = self.model.stages.rank_times(spec)
         self._finals = [rank.data.final for rank in self.ranks]
 
@@ -202,4 +187,4 @@ class StepTime:
 
 def step_time(spec: RunSpec, costs: CostModel) -> StepTime:
     """The step of a layout on its own."""
-    return StepTime(spec, costs)
+    return StepTime(spec, costs, ScheduleTimes(), placed_stages(spec))

@@ -125,21 +125,21 @@ class Validation:
     table: Path
     read: tuple[Row, ...]
     predictions: tuple[Prediction, ...]
-    skipped: dict[int, str]
-    """Number of a row -> reason why it cannot be predicted."""
+    skipped: tuple[dict[str, Any], ...]
+    """Row, source and reason of each row that cannot be predicted."""
 
 
 def validate(table: Path = PUBLISHED) -> Validation:
     """Predict every row of a table. Raises `UserError` for a file that is not a table of runs."""
     rows = read(table)
     predictions: list[Prediction] = []
-    skipped: dict[int, str] = {}
+    skipped: list[dict[str, Any]] = []
     for row in rows:
         try:
             predictions.append(predict(case_of(row, rows)))
         except UserError as reason:
-            skipped[row.number] = str(reason)
-    return Validation(table, tuple(rows), tuple(predictions), skipped)
+            skipped.append({"row": row.number, "source": row.words["source"], "reason": str(reason)})
+    return Validation(table, tuple(rows), tuple(predictions), tuple(skipped))
 
 
 def errors(relative: Iterable[float | None]) -> dict[str, float | int | None]:
@@ -153,29 +153,31 @@ def errors(relative: Iterable[float | None]) -> dict[str, float | int | None]:
     }
 
 
-def groups(predictions: Iterable[Prediction]) -> list[list[Prediction]]:
-    """Groups of three or more runs of one model and batch on one cluster that differ in their layouts."""
-    by_key: dict[tuple[Any, ...], list[Prediction]] = {}
+Times = list[tuple[float, float]]
+"""(predicted, measured) seconds of runs that are compared with each other."""
+
+
+def groups(predictions: Iterable[Prediction]) -> list[Times]:
+    """Times of three or more runs of one model and batch on one cluster that differ in their layouts."""
+    by_key: dict[tuple[Any, ...], Times] = {}
     for prediction in predictions:
         case, row = prediction.case, prediction.case.row
         if case.seconds is not None and not case.block_only:
             sizes = row.numbers["gpus"], row.numbers["seq_len"], prediction.spec.train.batch_tokens
             key = (*(row.words[name] for name in COLUMNS), *sizes, case.format)
-            by_key.setdefault(key, []).append(prediction)
+            by_key.setdefault(key, []).append((prediction.seconds, case.seconds))
     return [group for group in by_key.values() if len(group) > 2]
 
 
-def kendall(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Kendall's tau-b of (predicted, measured): 1 for equal order, -1 for reversed order, None if
-    undefined."""
-    signs = [((a > c) - (a < c), (b > d) - (b < d)) for (a, b), (c, d) in combinations(pairs, 2)]
+def kendall(times: Times) -> float | None:
+    """Kendall's tau-b of predicted and measured times: 1 for equal order, -1 for reversed order, or None."""
+    signs = [((a > c) - (a < c), (b > d) - (b < d)) for (a, b), (c, d) in combinations(times, 2)]
     untied = sum(first != 0 for first, _ in signs) * sum(second != 0 for _, second in signs)
     return sum(first * second for first, second in signs) / untied**0.5 if untied else None
 
 
-def regret(group: Sequence[Prediction]) -> float:
+def regret(times: Times) -> float:
     """Measured time of the layout predicted fastest, over the fastest measured time, less 1, in percent."""
-    times = [(prediction.seconds, prediction.case.seconds or 0.0) for prediction in group]
     _, chosen = min(times, key=lambda pair: pair[0])
     return 100 * (chosen / min(measured for _, measured in times) - 1)
 
@@ -195,12 +197,11 @@ def summary(validation: Validation, rows: Sequence[Row]) -> dict[str, Any]:
     numbers = {row.number for row in rows}
     predictions = [each for each in validation.predictions if each.case.row.number in numbers]
     comparable = groups(predictions)
-    pairs = ([(each.seconds, each.case.seconds or 0.0) for each in group] for group in comparable)
-    taus = [tau for tau in map(kendall, pairs) if tau is not None]
+    taus = [tau for tau in map(kendall, comparable) if tau is not None]
     return {
         "rows": len(rows),
         "predicted": len(predictions),
-        "skipped": dict(Counter(why for number, why in validation.skipped.items() if number in numbers)),
+        "skipped": dict(Counter(skip["reason"] for skip in validation.skipped if skip["row"] in numbers)),
         "time": errors(each.time_error_pct for each in predictions),
         "memory": errors(each.memory_error_pct for each in predictions),
         "tau": fmean(taus) if taus else None,
@@ -237,12 +238,3 @@ def report(validation: Validation, by: str = "source") -> dict[str, Any]:
             for name in names
         }
     return figures
-
-
-def skipped_rows(validation: Validation) -> list[dict[str, Any]]:
-    """Every row that was not predicted, with the reason."""
-    return [
-        {"row": row.number, "source": row.words["source"], "reason": validation.skipped[row.number]}
-        for row in validation.read
-        if row.number in validation.skipped
-    ]
