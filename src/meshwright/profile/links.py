@@ -6,7 +6,7 @@ All groups of one shape run at once, as they do in training, so what they share,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -90,8 +90,8 @@ def collectives(
         elements = max(1, size // 4 // place.axis.size) * place.axis.size
         call = _call(name, place.axis, elements, clock.device)
         clock.once(call)  # the first is not counted
-        _agreed(0.0, world)
-        duration, share = _agreed(clock.once(call), world), _agreed(share, world)
+        sum_scalars([0.0], world)
+        duration, share = mean([clock.once(call), share], world)
         if clock.crowded:
             taken, computed = _between_products(call, world, clock, share)
         else:
@@ -126,11 +126,11 @@ def _between_products(
         taken = clock.once(calls)
         return taken / count, (time.process_time() - before) * clock.share / count
 
-    duration = _agreed(row(2, call)[0] + row(2, lambda: None)[0], world)
+    (duration,) = mean([row(2, call)[0] + row(2, lambda: None)[0]], world)
     count = repeats_within(seconds / _ROUNDS, duration, least=1)
     rounds = [(*row(count, call), *row(count, lambda: None)) for _ in range(_ROUNDS)]
     taken, computed, bare_taken, bare_computed = map(min, zip(*rounds, strict=True))
-    taken, computed = _agreed(taken - bare_taken, world), _agreed(computed - bare_computed, world)
+    taken, computed = mean([taken - bare_taken, computed - bare_computed], world)
     computed = max(computed, _LEAST)
     return max(taken, computed), computed
 
@@ -150,9 +150,9 @@ def never_less(points: list[Collective]) -> list[Collective]:
     return [point._replace(seconds=seconds) for point, seconds in zip(points, times, strict=True)]
 
 
-def _agreed(seconds: float, world: Axis) -> float:
-    """The mean over all ranks: one number for all."""
-    return sum_scalars([seconds], world)[0] / world.size
+def mean(values: Sequence[float], world: Axis) -> list[float]:
+    """The means of numbers over all ranks."""
+    return [total / world.size for total in sum_scalars(values, world)]
 
 
 _OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift", "send")
@@ -199,7 +199,8 @@ def overlap(axis: Axis, clock: Clock, seconds: float) -> tuple[float, float]:
         return start_all_reduce(message, axis).wait()
 
     clock.once(reduce)
-    repeats = repeats_within(seconds / 2, _agreed(2 * clock.once(reduce), axis))
+    (duration,) = mean([2 * clock.once(reduce)], axis)
+    repeats = repeats_within(seconds / 2, duration)
     alone, quiet = clock.times(product, repeats), clock.times(reduce, repeats)
     products: list[float] = []
     reduces: list[float] = []

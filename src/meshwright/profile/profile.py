@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, pairwise
@@ -63,7 +63,8 @@ def profile(device: torch.device, seconds: float) -> Cluster | None:
     matmul, attention, alone = _computed(world, seconds)
     rates = compute.memory_rates(world.clock, seconds * _QUICK, world.meet)
     world.meet()
-    elementwise, copy, optimiser, launch = _mean(world, [*rates, compute.launch_time(world.clock)])
+    rates.append(compute.launch_time(world.clock))
+    elementwise, copy, optimiser, launch = links.mean(rates, world.axis)
     share = seconds * _LINKS / PASSES
     cpu_shares: dict[str, float] = {}
     turn = partial(links.collectives, world.places, world.axis, world.clock, share, cpu_shares)
@@ -78,10 +79,10 @@ def profile(device: torch.device, seconds: float) -> Cluster | None:
     )
     if world.places:
         slower = links.overlap(world.places[-1].axis, world.clock, seconds * _OVERLAP)
-        compute_by, collective_by = _mean(world, slower)
+        compute_by, collective_by = links.mean(slower, world.axis)
         measured = replace(measured, overlap_compute=compute_by, overlap_collective=collective_by)
         if not world.clock.cuda:
-            shares = dict(zip(cpu_shares, _mean(world, list(cpu_shares.values())), strict=True))
+            shares = dict(zip(cpu_shares, links.mean(list(cpu_shares.values()), world.axis), strict=True))
             measured = replace(measured, collective_compute=shares)
     return _cluster(world, measured) if world.ranks.rank == 0 else None
 
@@ -108,7 +109,7 @@ def _computed(
     """Products with all ranks at work, attention likewise, and products of one rank of each host."""
     clock, cuda, formats = world.clock, world.clock.cuda, compute.FORMATS
     with torch.no_grad():
-        rates = _mean(world, [compute.probe(clock, name) for name in formats])
+        rates = links.mean([compute.probe(clock, name) for name in formats], world.axis)
     share = seconds / len(formats) / PASSES
     matmul: list[list[Matmul]] = [[] for _ in range(PASSES)]
     attention: list[list[Attention]] = [[] for _ in range(PASSES)]
@@ -137,11 +138,6 @@ def _alone(world: _World, name: str, shapes: list[tuple[int, int, int]], seconds
     if world.ranks.rank % world.local == 0:
         yield from compute.products(world.clock.alone(), name, shapes, seconds, lambda: None)
     world.meet()
-
-
-def _mean(world: _World, values: Sequence[float]) -> list[float]:
-    """Over all ranks."""
-    return [total / world.axis.size for total in sum_scalars(values, world.axis)]
 
 
 def _merge(world: _World, passes: list[list[Point]], by_pass: Average, by_rank: Average) -> tuple[Point, ...]:

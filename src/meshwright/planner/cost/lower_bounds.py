@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds
 from meshwright.planner.cost.layer import LayerCost
-from meshwright.planner.cost.stages import Contents, PlacedStages, together
+from meshwright.planner.cost.stages import Contents, PlacedStages, parts, together
 from meshwright.planner.group_shapes import GroupShape
 from meshwright.planner.traffic.messages import Message, Phase
 from meshwright.schedule import MOST_HELD, Kind, Path, Schedule, StageCost, make
@@ -67,10 +67,9 @@ def microbatch_seconds(blocks: LayerCost, model: Contents, policy: str | None = 
 
     `policy` 'full' adds the recomputation of each block's forward, if `blocks` do not include it.
     """
-    total = blocks.embedding().total + blocks.head().total
-    for count, routed in model.kinds:
-        passes = blocks.passes(routed)
-        total += count * (passes.total + (passes.forward.total if policy == "full" else 0.0))
+    total = sum(count * passes.total for count, passes in parts(blocks, model))
+    if policy == "full":
+        total += sum(count * blocks.passes(routed).forward.total for count, routed in model.kinds)
     return total
 
 
@@ -105,15 +104,14 @@ class StageShape(NamedTuple):
 def pace_setters(placed: PlacedStages) -> list[StageShape]:
     """The ranks that may set a step's pace: the first, the last, that of the head, and the fullest."""
     held = [together(mine) for mine in placed.by_rank]
-    most = max(each.blocks for each in held)
-    fullest = max(rank for rank, each in enumerate(held) if each.blocks == most)
-    head = next(rank for rank, each in enumerate(held) if each.head)
-    found = []
+    fullest = max(range(len(held)), key=lambda rank: (held[rank].blocks, rank))
+    head = next(rank for rank, contents in enumerate(held) if contents.head)
+    shapes = []
     for rank in sorted({0, len(held) - 1, head, fullest}):
         first = min(placed.own[rank])
         before = together(placed.contents[:first]) if first else Contents(0, 0, False, False)
-        found.append(StageShape(held[rank], before, first))
-    return found
+        shapes.append(StageShape(held[rank], before, first))
+    return shapes
 
 
 class Pace(NamedTuple):

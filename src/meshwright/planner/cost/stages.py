@@ -7,13 +7,13 @@ the model cost the same and are priced once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from meshwright.planner.cost.breakdown import PassSeconds
+from meshwright.planner.cost.breakdown import PassSeconds, weighted_sum
 from meshwright.planner.cost.data_parallel import DataSeconds, StoredParameters, data_seconds
 from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.model import CostModel
@@ -125,11 +125,11 @@ class StageCosts:
 
     def __init__(self, spec: RunSpec, costs: CostModel, placed: PlacedStages, blocks: LayerCost) -> None:
         self._costs, self.placed, self.blocks = costs, placed, blocks
-        self._hop, link = message(spec, costs, self.blocks)
+        self._hop, link = message(spec, costs, blocks)
         self.link, self._on_path = link or Link(), link is None
         self.hop = 0.0 if self._on_path else self._hop
         """Seconds of a message that overlaps compute; 0 where `stages` include waiting for messages."""
-        self.passes = {held: stage_passes(self.blocks, held) for held in set(placed.contents)}
+        self.passes = {held: weighted_sum(parts(blocks, held)) for held in set(placed.contents)}
         waits = self.data(spec, placed.by_rank[0]).each_microbatch if spec.layout.pp == 1 else 0.0
         known = {held: self._stage(held, waits) for held in self.passes}
         self.stages = tuple(known[held] for held in placed.contents)
@@ -161,23 +161,21 @@ class StageCosts:
         """Seconds of each rank in a step."""
         known: dict[tuple[Contents, ...], RankTime] = {}
         for mine in self.placed.members:
-            work = PassSeconds()
-            for held in mine:
-                work = work.plus(self.passes[held], spec.microbatches)
+            work = weighted_sum((spec.microbatches, self.passes[held]) for held in mine)
             ends = sum((not held.embed) + (not held.head) for held in mine)
             sent = spec.microbatches * self._hop * ends if self._on_path else 0.0
             known[mine] = RankTime(work, self.data(spec, mine), sent)
         return tuple(known[mine] for mine in self.placed.by_rank)
 
 
-def stage_passes(blocks: LayerCost, held: Contents) -> PassSeconds:
-    """Seconds of a microbatch in a stage."""
-    found = PassSeconds()
+def parts(blocks: LayerCost, held: Contents) -> Iterator[tuple[int, PassSeconds]]:
+    """(number, seconds of a microbatch in one) of the blocks of each kind, the embedding and the head."""
     for count, routed in held.kinds:
-        found = found.plus(blocks.passes(routed), count)
+        yield count, blocks.passes(routed)
     if held.embed:
-        found = found.plus(blocks.embedding())
-    return found.plus(blocks.head()) if held.head else found
+        yield 1, blocks.embedding()
+    if held.head:
+        yield 1, blocks.head()
 
 
 def stored(blocks: LayerCost, held: Contents) -> StoredParameters:

@@ -14,15 +14,10 @@ from meshwright.spec.sections import FullRecompute, NoRecompute, SelectiveRecomp
 
 _SCHEDULES = {
     "zb-2p": "zb-h2",
-    "zb-h2": "zb-h2",
     "zb-1p": "zb-h1",
-    "zb-h1": "zb-h1",
-    "zb-v": "zb-v",
     "1f1b-i": "interleaved",
-    "interleaved": "interleaved",
-    "gpipe": "gpipe",
     "dualpipe": "dualpipe-v",
-    "1f1b": "1f1b",
+    **{name: name for name in ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v")},
 }
 """Names of schedules in publications -> names of this program."""
 _POLICIES = {"none": NoRecompute(), "full": FullRecompute(), "selective": SelectiveRecompute()}

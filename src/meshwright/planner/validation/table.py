@@ -20,24 +20,14 @@ PUBLISHED = Path(__file__).parent / "data" / "published_runs.csv"
 
 INTEGERS: Mapping[str, tuple[int, float]] = {
     "gpus": (1, 10e6),
-    "seq_len": (1, 1e8),
+    **dict.fromkeys(("seq_len", "ffn", "vocab"), (1, 1e8)),
     "layers": (1, 10_000),
     "hidden": (1, 1e7),
-    "ffn": (1, 1e8),
-    "heads": (1, 1e6),
-    "kv_heads": (1, 1e6),
-    "vocab": (1, 1e8),
-    "global_batch_seqs": (1, 1e6),
-    "experts": (0, 1e6),
-    "top_k": (0, inf),
-    "tp": (0, inf),
-    "cp": (0, inf),
-    "pp": (0, inf),
+    **dict.fromkeys(("heads", "kv_heads", "global_batch_seqs"), (1, 1e6)),
+    **dict.fromkeys(("experts", "micro_batch"), (0, 1e6)),
+    **dict.fromkeys(("top_k", "tp", "cp", "pp", "ep", "dp"), (0, inf)),
     "vp": (0, 10_000),
-    "ep": (0, inf),
-    "dp": (0, inf),
     "zero": (0, 3),
-    "micro_batch": (0, 1e6),
 }
 """Columns of whole numbers -> the least (0 means "none") and the most: larger ones are slips of the pen, and
 would take too long to predict."""
