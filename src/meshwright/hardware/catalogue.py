@@ -5,8 +5,9 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
+from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
 from meshwright.hardware.cluster import Cluster, Device, DeviceKind, Kind, Level, Link, Network, Rates
@@ -18,7 +19,8 @@ _GIB, _MIB, _TERA, _GIGA, _GIGABIT = 2**30, 2**20, 1e12, 1e9, 1e9 / 8
 _MOST = 2**20
 """Devices of the outermost level."""
 
-Unknown = Literal["unknown"]
+Known = Annotated[Positive | None, BeforeValidator(lambda value: None if value == "unknown" else value)]
+"""A figure, or "unknown" where a table would inherit one that does not hold for it."""
 
 T = TypeVar("T")
 
@@ -69,36 +71,27 @@ class _ClusterTable(Record):
     nics: Count
     nic: Positive
     kind: DeviceKind = "cuda"
-    power: Positive | Unknown = "unknown"
-    price: Positive | Unknown = "unknown"
+    power: Known = None
+    price: Known = None
     price_source: str = ""
     assumed: str = ""
     count: Count | None = None
 
     def cluster(self, rates: Rates, link: _LinkTable, network: _NetworkTable) -> Cluster:
         """The cluster at the size of one node, or of `count` devices."""
+        peak = {format: rate * _TERA for format, rate in self.peak.items()}
+        memory, bandwidth, cache = self.memory * _GIB, self.bandwidth * _GIGA, self.cache * _MIB
         device = Device(
-            self.device,
-            {format: rate * _TERA for format, rate in self.peak.items()},
-            self.memory * _GIB,
-            self.bandwidth * _GIGA,
-            self.cache * _MIB,
-            self.units,
-            self.source,
-            rates,
-            self.kind,
-            None if self.power == "unknown" else self.power,
+            self.device, peak, memory, bandwidth, cache, self.units, self.source, rates, self.kind, self.power
         )
-        node, nic = self.node, self.nic * _GIGABIT
+        node, nics = self.node, Network(self.nics, self.nic * _GIGABIT)
         levels = [Level(node.name, node.devices, Link(link.latency, node.bandwidth * _GIGA), kind=node.kind)]
         for level in network.levels:
-            outside = Link(level.latency, self.nics * nic / node.devices)
+            outside = Link(level.latency, nics.nics * nics.bandwidth / node.devices)
             levels.append(Level(level.name, level.devices, outside, kind=network.kind))
-        price = None if self.price == "unknown" else self.price
         figures = f"{self.source}; {self.assumed}" if self.assumed else self.source
-        source = f"{figures}; price: {self.price_source if price else 'none known'}"
-        nics = Network(self.nics, nic)
-        whole = Cluster(self.name, device, _MOST, tuple(levels), price, source, network=nics)
+        source = f"{figures}; price: {self.price_source if self.price else 'none known'}"
+        whole = Cluster(self.name, device, _MOST, tuple(levels), self.price, source, network=nics)
         return whole.resized(self.count or node.devices)
 
 
@@ -135,18 +128,10 @@ def host(name: str, cores: int, memory: int) -> Cluster:
     Its rates are round figures; `meshwright profile` measures the real ones.
     """
     source = "round figures of no machine in particular: cores with AVX2 at 3 GHz"
-    device = Device(
-        name,
-        # 16 multiply-adds in fp32 per core and cycle.
-        {"fp64": 0.05 * cores * _TERA, "fp32": 0.1 * cores * _TERA, "bf16": 0.1 * cores * _TERA},
-        memory,
-        min(10 * cores, 200) * _GIGA,
-        32 * _MIB,
-        cores,
-        source,
-        Rates(attention=0.3, launch=1e-5),
-        kind="cpu",
-    )
+    fp32 = 0.1 * cores * _TERA  # 16 multiply-adds per core and cycle
+    peak, bandwidth = {"fp64": 0.05 * cores * _TERA, "fp32": fp32, "bf16": fp32}, min(10 * cores, 200) * _GIGA
+    rates = Rates(attention=0.3, launch=1e-5)
+    device = Device(name, peak, memory, bandwidth, 32 * _MIB, cores, source, rates, kind="cpu")
     within = Level("host", _MOST, Link(30e-6, 2 * _GIGA), kind="memory")
     return Cluster("cpu", device, _MOST, (within,), None, source, sharing=_MOST).resized(cores)
 

@@ -305,36 +305,27 @@ def with_network(
     `oversubscription` that of the outermost level. Raises `UserError`.
     """
     full = given.hierarchy
-    outer = tuple(level for level in full if level.kind in NETWORKS)
-    if not outer or not (inner := full[: len(full) - len(outer)]):
+    outer = [level for level in full if level.kind in NETWORKS]
+    inner = full[: len(full) - len(outer)]
+    if not inner or not outer:
         raise UserError(f"{given.name}: has no nodes with a network between them that could be changed")
-    devices = inner[-1].devices if per_node is None else per_node
+    node = inner[-1]
+    devices = node.devices if per_node is None else per_node
     if devices < 1 or (nodes is not None and nodes < 1):
         raise UserError(f"per_node: {devices} devices on {nodes} nodes are too few; give 1 or more of each")
-    old = given.network or Network(1, outer[0].link.bandwidth * inner[-1].devices)
-    network = Network(
-        old.nics if nics is None else nics, old.bandwidth if nic_bandwidth is None else nic_bandwidth
-    )
-    bandwidth = network.nics * network.bandwidth / devices
-    ratio = devices / inner[-1].devices
-    changed = [
-        replace(
-            level,
-            devices=max(1, round(level.devices * ratio)),
-            link=Link(level.link.latency if latency is None else latency, bandwidth),
-        )
-        for level in outer
-    ]
+    network = given.network or Network(1, outer[0].link.bandwidth * node.devices)
+    if nics is not None:
+        network = replace(network, nics=nics)
+    if nic_bandwidth is not None:
+        network = replace(network, bandwidth=nic_bandwidth)
+    levels = [*(level for level in inner[:-1] if level.devices < devices), replace(node, devices=devices)]
+    for level in outer:
+        size = max(1, round(level.devices * (devices / node.devices)))
+        seconds = level.link.latency if latency is None else latency
+        link = Link(seconds, network.nics * network.bandwidth / devices)
+        levels.append(replace(level, devices=size, link=link))
     if oversubscription is not None:
-        changed[-1] = replace(changed[-1], oversubscription=oversubscription)
-    kept = tuple(level for level in inner[:-1] if level.devices < devices)
-    levels = (*kept, replace(inner[-1], devices=devices), *changed)
-    whole = replace(
-        given,
-        count=changed[-1].devices,
-        levels=levels,
-        beyond=(),
-        network=network,
-        price=given.price if price is None else price,
-    )
+        levels[-1] = replace(levels[-1], oversubscription=oversubscription)
+    price, count = given.price if price is None else price, levels[-1].devices
+    whole = replace(given, count=count, levels=tuple(levels), beyond=(), network=network, price=price)
     return whole.resized(devices * nodes if nodes is not None else given.count)

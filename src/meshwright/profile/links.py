@@ -16,16 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.hardware.cluster import Collective
-from meshwright.parallel.collectives import (
-    start_all_gather,
-    start_all_reduce,
-    start_all_to_all,
-    start_receive,
-    start_reduce_scatter,
-    start_send,
-    start_shift,
-    sum_scalars,
-)
+from meshwright.parallel import collectives
 from meshwright.parallel.mesh import Axis, TrafficCounter
 from meshwright.parallel.process_groups import Groups
 from meshwright.profile.clock import Clock, repeats_within, time_shares
@@ -71,7 +62,7 @@ def placements(hosts: int, local: int, device: torch.device) -> tuple[Axis, list
     return world, places
 
 
-def collectives(
+def collective_times(
     places: list[Placement], world: Axis, clock: Clock, seconds: float, cpu_shares: dict[str, float]
 ) -> Iterator[Collective]:
     """Times of every operation at every place and size, equal on all ranks; `seconds` for all of them.
@@ -90,7 +81,7 @@ def collectives(
         elements = max(1, size // 4 // place.axis.size) * place.axis.size
         call = _call(name, place.axis, elements, clock.device)
         clock.once(call)  # the first is not counted
-        sum_scalars([0.0], world)
+        collectives.sum_scalars([0.0], world)
         duration, share = mean([clock.once(call), share], world)
         if clock.crowded:
             taken, computed = _between_products(call, world, clock, share)
@@ -119,9 +110,9 @@ def _between_products(
             for _ in range(count):
                 F.linear(x, weight)
                 then()
-            sum_scalars([0.0], world)
+            collectives.sum_scalars([0.0], world)
 
-        sum_scalars([0.0], world)
+        collectives.sum_scalars([0.0], world)
         before = time.process_time()
         taken = clock.once(calls)
         return taken / count, (time.process_time() - before) * clock.share / count
@@ -152,7 +143,7 @@ def never_less(points: list[Collective]) -> list[Collective]:
 
 def mean(values: Sequence[float], world: Axis) -> list[float]:
     """The means of numbers over all ranks."""
-    return [total / world.size for total in sum_scalars(values, world)]
+    return [total / world.size for total in collectives.sum_scalars(values, world)]
 
 
 _OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift", "send")
@@ -163,11 +154,11 @@ def _call(name: str, axis: Axis, elements: int, device: torch.device) -> Callabl
     whole = torch.zeros(elements, device=device)  # sums of sums stay 0
     part, sent = (torch.ones(count, device=device) for count in (elements // axis.size, elements))
     calls: dict[str, Callable[[], object]] = {
-        "all_gather": lambda: start_all_gather(whole, part, axis).wait(),
-        "reduce_scatter": lambda: start_reduce_scatter(part, whole, axis).wait(),
-        "all_reduce": lambda: start_all_reduce(whole, axis).wait(),
-        "all_to_all": lambda: start_all_to_all(whole, sent, axis).wait(),
-        "shift": lambda: start_shift(whole, sent, axis).wait(),
+        "all_gather": lambda: collectives.start_all_gather(whole, part, axis).wait(),
+        "reduce_scatter": lambda: collectives.start_reduce_scatter(part, whole, axis).wait(),
+        "all_reduce": lambda: collectives.start_all_reduce(whole, axis).wait(),
+        "all_to_all": lambda: collectives.start_all_to_all(whole, sent, axis).wait(),
+        "shift": lambda: collectives.start_shift(whole, sent, axis).wait(),
         "send": lambda: _there_and_back(sent, axis),
     }
     return calls[name]
@@ -177,9 +168,9 @@ def _there_and_back(tensor: Tensor, axis: Axis) -> None:
     """Send from a rank to its neighbour and back: two messages. An odd last rank has no neighbour."""
     peer = axis.rank ^ 1
     if peer < axis.size:
-        first, second = (start_send, start_receive) if axis.rank < peer else (start_receive, start_send)
-        first(tensor, peer, axis).wait()
-        second(tensor, peer, axis).wait()
+        moves = [collectives.start_send, collectives.start_receive]
+        for move in moves if axis.rank < peer else moves[::-1]:
+            move(tensor, peer, axis).wait()
 
 
 def overlap(axis: Axis, clock: Clock, seconds: float) -> tuple[float, float]:
@@ -196,7 +187,7 @@ def overlap(axis: Axis, clock: Clock, seconds: float) -> tuple[float, float]:
         return F.linear(x, weight)
 
     def reduce() -> object:
-        return start_all_reduce(message, axis).wait()
+        return collectives.start_all_reduce(message, axis).wait()
 
     clock.once(reduce)
     (duration,) = mean([2 * clock.once(reduce)], axis)
@@ -205,9 +196,9 @@ def overlap(axis: Axis, clock: Clock, seconds: float) -> tuple[float, float]:
     products: list[float] = []
     reduces: list[float] = []
     for _ in range(repeats):
-        sum_scalars([0.0], axis)
+        collectives.sum_scalars([0.0], axis)
         start = time.perf_counter()
-        pending = start_all_reduce(message, axis)
+        pending = collectives.start_all_reduce(message, axis)
         while not pending.is_completed():
             products.append(clock.once(product))
         reduces.append(time.perf_counter() - start)

@@ -67,7 +67,7 @@ def profile(device: torch.device, seconds: float) -> Cluster | None:
     elementwise, copy, optimiser, launch = links.mean(rates, world.axis)
     share = seconds * _LINKS / PASSES
     cpu_shares: dict[str, float] = {}
-    turn = partial(links.collectives, world.places, world.axis, world.clock, share, cpu_shares)
+    turn = partial(links.collective_times, world.places, world.axis, world.clock, share, cpu_shares)
     passes = [list(turn()) for _ in range(PASSES)]
     # Of differences of times none is right by being the least.
     collectives = _merge(world, passes, fmean if world.clock.crowded else min, max)

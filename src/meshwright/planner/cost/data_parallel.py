@@ -72,10 +72,8 @@ def data_seconds(
     unpack = kernels.moved(stack.unpacked)
     gathers, reduces, whole = dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 0.0), 0.0
     reduction = "reduce_scatter" if layout.zero else "all_reduce"
-    for axis, elements, group in (
-        ("shard", held.dense, groups.shard),
-        ("expert_data", held.routed, groups.expert_data),
-    ):
+    stored = ("shard", held.dense, groups.shard), ("expert_data", held.routed, groups.expert_data)
+    for axis, elements, group in stored:
         if not elements:
             continue
         count = held.tensors if stack.by_tensor and layout.zero else held.units

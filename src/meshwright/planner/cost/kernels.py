@@ -107,8 +107,5 @@ class KernelCosts:
 def _alignment(format: str, n: int, k: int, batch: int) -> float:
     """Factor on the rate for sizes that are not multiples of the tensor cores' word size."""
     words = int(_WORD / FORMAT_BYTES[format])
-    share = 1.0
-    for size in (n, k):
-        if size % words:
-            share *= _UNALIGNED if batch == 1 else _UNALIGNED_BATCHED
-    return share
+    unaligned = (n % words > 0) + (k % words > 0)
+    return (_UNALIGNED if batch == 1 else _UNALIGNED_BATCHED) ** unaligned

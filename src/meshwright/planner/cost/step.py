@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import cached_property, lru_cache
 from operator import add
 
-from meshwright.planner.cost.breakdown import Seconds
 from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.lower_bounds import rank_ends, schedule
 from meshwright.planner.cost.model import CostModel
@@ -160,16 +159,14 @@ class StepTime:
 
     def parts_of(self, rank: int) -> dict[str, float]:
         """Seconds of a pipeline rank by cause; its bubble is what remains of the step."""
-        own, every, again = self.ranks[rank], Seconds(), self.ranks[rank].work.again
-        for each in own.work:
-            every = every.plus(each)
-        first = every.plus(again, -1)
+        own, work = self.ranks[rank], self.ranks[rank].work
+        first = work.forward.plus(work.input).plus(work.weight)
         parts = {
             "matrix products": first.matmul,
             "attention": first.attention,
             "memory-bound": first.moved,
             "host": first.host,
-            "recomputation": again.total,
+            "recomputation": work.again.total,
             "tensor axis": first.tensor,
             "context axis": first.context,
             "expert axis": first.expert,
