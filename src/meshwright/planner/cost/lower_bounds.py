@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds
@@ -115,25 +116,19 @@ def pace_setters(placed: PlacedStages) -> list[StageShape]:
 
 
 class Pace(NamedTuple):
-    """Seconds of a microbatch in each of `Contents`' parts, by pass, and of a message between stages."""
+    """Seconds of a microbatch in each of `Contents`' parts, and of a message between stages."""
 
+    total: tuple[float, ...]
     forward: tuple[float, ...]
-    back: tuple[float, ...]
-    weight: tuple[float, ...]
     hop: float
 
 
 def pace(blocks: LayerCost, model: Contents, hop: float) -> Pace:
     """The pace of a mesh whose stages are a message of `hop` seconds apart."""
     wanted = {routed for _, routed in model.kinds}
-    each = [blocks.passes(routed) if routed in wanted else PassSeconds() for routed in (False, True)]
-    each += [blocks.embedding(), blocks.head()]
-    return Pace(
-        tuple(passes.forward.total for passes in each),
-        tuple(passes.input.total + passes.again.total for passes in each),
-        tuple(passes.weight.total for passes in each),
-        hop,
-    )
+    passes = [blocks.passes(routed) if routed in wanted else PassSeconds() for routed in (False, True)]
+    passes += [blocks.embedding(), blocks.head()]
+    return Pace(tuple(part.total for part in passes), tuple(part.forward.total for part in passes), hop)
 
 
 def pace_bound(shapes: Sequence[StageShape], pace: Pace, microbatches: int, whole: bool) -> float:
@@ -141,15 +136,11 @@ def pace_bound(shapes: Sequence[StageShape], pace: Pace, microbatches: int, whol
 
     `whole` is true if backwards are not split.
     """
-    most = 0.0
-    for work, before, hops in shapes:
-        seconds = hops * pace.hop * (2 if whole else 1)
-        for own, earlier, forward, back, weight in zip(work, before, *pace[:3], strict=True):
-            seconds += microbatches * own * (forward + back + weight) + earlier * forward
-            if whole:
-                seconds += earlier * (back + weight)
-        most = max(most, seconds)
-    return most
+    once, hop = (pace.total, 2 * pace.hop) if whole else (pace.forward, pace.hop)
+    return max(
+        microbatches * sum(map(mul, work, pace.total)) + sum(map(mul, before, once)) + hops * hop
+        for work, before, hops in shapes
+    )
 
 
 class ScheduleShape(NamedTuple):
