@@ -21,7 +21,7 @@ from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.stages import Contents, PlacedStages, parts, together
 from meshwright.planner.group_shapes import GroupShape
 from meshwright.planner.traffic.messages import Message, Phase
-from meshwright.schedule import MOST_HELD, Kind, Path, Schedule, StageCost, make
+from meshwright.schedule import MOST_HELD, Kind, Path, StageCost, make
 from meshwright.spec.arithmetic import divisors
 from meshwright.spec.layout import HOLD_ALL, SPLIT
 
@@ -157,7 +157,7 @@ def shape(name: str, ranks: int, virtual: int, microbatches: int) -> ScheduleSha
     """The shape of a schedule."""
     if name in HOLD_ALL:
         return ScheduleShape((virtual * microbatches,) * ranks, (((microbatches,) * virtual,),) * ranks)
-    made = schedule(name, ranks, virtual, microbatches)
+    made = make(name, ranks, virtual, microbatches)
     most, held = [], []
     for rank, actions in enumerate(made.actions):
         own = {stage: place for place, stage in enumerate(made.stages_of(rank))}
@@ -179,12 +179,6 @@ def shape(name: str, ranks: int, virtual: int, microbatches: int) -> ScheduleSha
                 kept.append(each)
         held.append(tuple(kept))
     return ScheduleShape(tuple(most), tuple(held))
-
-
-@lru_cache(maxsize=16)
-def schedule(name: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
-    """A schedule's lists, which are large: few are kept."""
-    return make(name, ranks, virtual, microbatches)
 
 
 def rank_ends(

@@ -15,20 +15,20 @@ from functools import cached_property, lru_cache
 from operator import add
 
 from meshwright.planner.cost.layer import LayerCost
-from meshwright.planner.cost.lower_bounds import rank_ends, schedule
+from meshwright.planner.cost.lower_bounds import rank_ends
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.shared_cores import SharedCores, makespan
 from meshwright.planner.cost.shared_cores import period as shared_period
 from meshwright.planner.cost.stages import PlacedStages, StageCosts, placed_stages
 from meshwright.planner.group_shapes import axes
-from meshwright.schedule import Link, Path, Simulation, StageCost, ends, simulate
+from meshwright.schedule import Link, Path, Simulation, StageCost, ends, make, simulate
 from meshwright.schedule.dependency_graph import DependencyGraph, flow_of
 from meshwright.spec import RunSpec
 
 _SIMULATED = 6
 """Microbatches that are simulated, in multiples of the pipeline's ranks."""
 Lists = tuple[str, int, int, int]
-"""Arguments of `lower_bounds.schedule`: its name, ranks, stages of a rank, microbatches."""
+"""Arguments of `schedule.make`: its name, ranks, stages of a rank, microbatches."""
 
 
 def simulated(spec: RunSpec) -> int:
@@ -62,7 +62,7 @@ class ScheduleTimes:
         """When each rank's last action ends, in seconds."""
         key = lists, costs, link
         if key not in self._ends:
-            self._ends[key], path = ends(schedule(*lists), costs, link, _graph(lists))
+            self._ends[key], path = ends(make(*lists), costs, link, _graph(lists))
             if path not in self.paths[lists]:
                 self.paths[lists].append(path)
         return self._ends[key]
@@ -71,7 +71,7 @@ class ScheduleTimes:
 @lru_cache(maxsize=4)
 def _graph(lists: Lists) -> DependencyGraph:
     """Who waits for whom; graphs are large, so few are kept."""
-    return flow_of(schedule(*lists))
+    return flow_of(make(*lists))
 
 
 class StepModel:
@@ -109,7 +109,7 @@ class StepModel:
         """Seconds of a step."""
         lists, stages = lists_of(spec), self.stages
         if self.shared is not None:
-            span = makespan(schedule(*lists), stages.stages, finals, self.shared, stages.hop)
+            span = makespan(make(*lists), stages.stages, finals, self.shared, stages.hop)
             return self._seconds(spec, span, shared_period(stages.by_rank, self.shared))
         span = _last(self.times.exact(lists, stages.stages, stages.link), finals)
         return self._seconds(spec, span, max(stages.by_rank))
@@ -145,7 +145,7 @@ class StepTime:
     def simulation(self) -> Simulation:
         """The simulated microbatches, action by action."""
         stages = self.model.stages
-        return simulate(schedule(*lists_of(self.spec)), stages.stages, stages.link, self._finals)
+        return simulate(make(*lists_of(self.spec)), stages.stages, stages.link, self._finals)
 
     @cached_property
     def rank(self) -> int:
