@@ -36,11 +36,10 @@ PRICED_AS = {"sequence": "expert"}
 
 @dataclass
 class Dense:
-    """Cached costs that do not depend on how experts are sharded: dense layers, embedding and head."""
+    """Cached costs that do not depend on how experts are sharded."""
 
-    block: PassSeconds | None = None
-    embedding: PassSeconds | None = None
-    head: PassSeconds | None = None
+    seconds: dict[str, PassSeconds] = field(default_factory=dict)
+    """'dense', 'embed' or 'head' -> seconds of the part."""
     sizes: dict[bool, tuple[int, int, int]] = field(default_factory=dict)
     """Has experts -> parameters of a layer: split by tensor ranks, replicated on them, of routed experts."""
 
@@ -71,15 +70,23 @@ class LayerCost:
         self.launch = stack.launch
         if stack.host and measured is not None and measured.launch is not None:
             self.launch = stack.host * measured.launch
-        self._routed: PassSeconds | None = None
+        self._routed: dict[str, PassSeconds] = {}
+
+    def seconds(self, part: str) -> PassSeconds:
+        """Seconds of a part of the model: a 'dense' layer, a 'routed' one with experts, 'embed' or 'head'."""
+        known = self._routed if part == "routed" else self.dense.seconds
+        if part not in known:
+            if part == "head":
+                known[part] = self._head()
+            elif part == "embed":
+                known[part] = self._embedding()
+            else:
+                known[part] = self._layer(part == "routed")
+        return known[part]
 
     def passes(self, routed: bool) -> PassSeconds:
         """Seconds of a layer, dense or with routed experts."""
-        if routed:
-            self._routed = self._routed or self._layer(True)
-            return self._routed
-        self.dense.block = self.dense.block or self._layer(False)
-        return self.dense.block
+        return self.seconds("routed" if routed else "dense")
 
     def held(self, routed: bool) -> tuple[int, int]:
         """Parameters of a layer on one tensor rank: those that all tokens use, and its routed experts'."""
@@ -277,22 +284,13 @@ class LayerCost:
 
     # The ends.
 
-    def head(self) -> PassSeconds:
-        """Seconds of the last norm, the head's product and the loss; fp8 runs compute logits in bf16."""
-        self.dense.head = self.dense.head or self._head()
-        return self.dense.head
-
-    def embedding(self) -> PassSeconds:
-        """Seconds of the lookup, and of adding up its gradient."""
-        self.dense.embedding = self.dense.embedding or self._embedding()
-        return self.dense.embedding
-
     def _around(self, head: bool) -> float:
         """Seconds of the messages around an end, the loss's left out: half of them for each pass."""
         seconds = sum(self.links.seconds(m) for m in end_messages(self.shape, head) if m.where != "loss")
         return seconds * (1 - self.stack.overlap_tensor) / 2
 
     def _head(self) -> PassSeconds:
+        """Seconds of the last norm, the head's product and the loss; fp8 runs compute logits in bf16."""
         model, rows, n = self.spec.model, self.rows, self.tokens
         product = partial(self.kernels.matmul, "bf16" if self.format == "fp8" else self.format)
         loss = [m.count * self.links.seconds(m) for m in self.end_messages(True) if m.where == "loss"]
@@ -307,6 +305,7 @@ class LayerCost:
         )
 
     def _embedding(self) -> PassSeconds:
+        """Seconds of the lookup, and of adding up its gradient."""
         stream, sent = self.shape.stream * self.width, self._around(head=False)
         moved = self.kernels.moved(3 * stream)  # counted: a row read, written, and read by what follows
         packed = self.kernels.moved(self.stack.packed * self.largest_unit)

@@ -125,9 +125,7 @@ class Pace(NamedTuple):
 
 def pace(blocks: LayerCost, model: Contents, hop: float) -> Pace:
     """The pace of a mesh whose stages are a message of `hop` seconds apart."""
-    wanted = {routed for _, routed in model.kinds}
-    passes = [blocks.passes(routed) if routed in wanted else PassSeconds() for routed in (False, True)]
-    passes += [blocks.embedding(), blocks.head()]
+    passes = [blocks.seconds(part) if count else PassSeconds() for part, count in model._asdict().items()]
     return Pace(tuple(part.total for part in passes), tuple(part.forward.total for part in passes), hop)
 
 

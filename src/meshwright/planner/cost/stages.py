@@ -170,12 +170,7 @@ class StageCosts:
 
 def parts(blocks: LayerCost, held: Contents) -> Iterator[tuple[int, PassSeconds]]:
     """(number, seconds of a microbatch in one) of the blocks of each kind, the embedding and the head."""
-    for count, routed in held.kinds:
-        yield count, blocks.passes(routed)
-    if held.embed:
-        yield 1, blocks.embedding()
-    if held.head:
-        yield 1, blocks.head()
+    return ((count, blocks.seconds(part)) for part, count in held._asdict().items() if count)
 
 
 def stored(blocks: LayerCost, held: Contents) -> StoredParameters:
