@@ -90,8 +90,10 @@ def batch_of(row: Row, table: Sequence[Row], layout: Layout) -> int:
 
 
 def choices(row: Row, base: RunSpec, program: SoftwareStack) -> Iterator[RunSpec]:
-    """All runs that the row may describe: microbatches, virtual stages and recomputation that it does not
-    state, the least recomputation first. Raises `PredictionError`."""
+    """All runs that the row may describe, by the properties that it does not state.
+
+    These are microbatches, virtual stages and recomputation, the least recomputation first.
+    """
     layout, micro, stated = base.layout, row.whole("micro_batch"), row.words["recompute"].lower()
     per_rank = base.batch_sequences // layout.data_ranks
     if stated not in _POLICIES:

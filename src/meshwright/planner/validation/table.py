@@ -131,12 +131,14 @@ def _row(number: int, cells: Mapping[str, str]) -> Row:
             words["oom"] = "yes"
             continue
         try:
-            numbers[name] = float(text)
-            mistake = _mistake(name, short(text), numbers[name])
+            value = float(text)
+            mistake = _mistake(name, short(text), value)
         except ValueError:
             mistake = f"the cell '{name}' is '{short(text)}', which is not a number"
         if mistake:
             words.setdefault("broken", mistake)
+        else:
+            numbers[name] = value
     return Row(number, words, numbers)
 
 
