@@ -36,7 +36,7 @@ import torch
 
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Loader
-from meshwright.hardware.catalogue import CLUSTERS, CUDA_NAMES
+from meshwright.hardware.catalogue import cluster_of_gpu
 from meshwright.launch.env import process_group
 from meshwright.model.chunked_cross_entropy import linear_cross_entropy
 from meshwright.parallel.mesh import build_mesh
@@ -166,9 +166,8 @@ def datasheet_of(device: torch.device) -> tuple[str | None, float | None]:
     """(name in the planner's catalogue, dense bf16 peak in FLOP/s), or None of both."""
     if device.type != "cuda":
         return None, None
-    words = f" {torch.cuda.get_device_name(device)} "
-    name = next((name for said, name in CUDA_NAMES.items() if f" {said} " in words), None)
-    return (CLUSTERS[name].device.name, CLUSTERS[name].device.peak["bf16"]) if name else (None, None)
+    cluster = cluster_of_gpu(torch.cuda.get_device_name(device))
+    return (cluster.device.name, cluster.device.peak["bf16"]) if cluster else (None, None)
 
 
 def row_of(

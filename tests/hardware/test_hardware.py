@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.hardware.catalogue import ALIASES, CUDA_NAMES, DATA, read_catalogue
+from meshwright.hardware.catalogue import ALIASES, CUDA_NAMES, DATA, cluster_of_gpu, read_catalogue
 from meshwright.hardware.cluster import (
     Attention,
     Cluster,
@@ -74,6 +74,9 @@ def test_json_brings_a_cluster_back(known: Cluster, tmp_path: Path) -> None:
 
 def test_names_of_devices_lead_to_the_catalogue() -> None:
     assert {*ALIASES.values(), *CUDA_NAMES.values()} <= set(KNOWN)
+    assert cluster_of_gpu("NVIDIA H100 80GB HBM3") is KNOWN["h100-sxm"]
+    assert cluster_of_gpu("NVIDIA L4") is KNOWN["l4"]
+    assert cluster_of_gpu("NVIDIA L40S") is None
     assert cluster("DGX-H100", 64) == KNOWN["h100-sxm"].resized(64)
     assert cluster("cpu", 3).sharing == 3 and cluster("h100", 64).sharing == 1
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from meshwright.hardware.sourced import read_tables
 from meshwright.planner.cost import software
-from meshwright.planner.cost.software import MESHWRIGHT, STACKS, read_stacks, stack_named
+from meshwright.planner.cost.software import MESHWRIGHT, STACKS, SoftwareStack, stack_named
 from meshwright.spec.errors import UserError
 
 
@@ -21,8 +22,8 @@ def tables() -> dict[str, Any]:
 def test_every_table_without_its_source_is_refused() -> None:
     for name, table in tables().items():
         bare = {key: value for key, value in table.items() if key not in ("source", "fitted_on")}
-        with pytest.raises(UserError, match=rf"^file\.{name}: has neither 'source' nor 'fitted_on'"):
-            read_stacks(tables() | {name: bare}, "file")
+        with pytest.raises(UserError, match=rf"^file: {name}: has neither 'source' nor 'fitted_on'"):
+            read_tables(SoftwareStack, tables() | {name: bare}, "file: ")
 
 
 @pytest.mark.parametrize(
@@ -31,14 +32,14 @@ def test_every_table_without_its_source_is_refused() -> None:
         ({"lunch": 1e-6}, r"^file: nanotron: lunch: unknown key; did you mean 'launch'"),
         ({"launch": "fast"}, r'^file: nanotron: launch: "fast" is not valid: it should be a number'),
         ({"selective": "most"}, r'"most" is not one of attention, half, elementwise'),
-        ({"extends": "fspd"}, r"^file\.nanotron\.extends: 'fspd' is not a table above it"),
+        ({"extends": "fspd"}, r"^file: nanotron\.extends: 'fspd' is not a table above it"),
     ],
 )
 def test_broken_tables_are_refused(changed: dict[str, object], sentence: str) -> None:
     tree = tables()
     tree["nanotron"] |= changed
     with pytest.raises(UserError, match=sentence):
-        read_stacks(tree, "file")
+        read_tables(SoftwareStack, tree, "file: ")
 
 
 def test_a_table_takes_over_what_it_extends() -> None:

@@ -16,7 +16,7 @@ from meshwright.hardware.measurements import attention_seconds, collective_secon
 from meshwright.parallel.mesh import Mesh
 from meshwright.profile import clock
 from meshwright.profile.clock import Clock
-from meshwright.profile.links import Spent, collectives, never_less, placements
+from meshwright.profile.links import collective_times, never_less, placements
 from meshwright.spec import Layout, UserError
 from ranks import Ranks
 
@@ -141,9 +141,9 @@ def test_groups_stay_on_a_host_or_cross_all(ranks: Ranks) -> None:
 def times_of(_mesh: Mesh) -> tuple[list[Collective], dict[str, float]]:
     """Within hosts of two ranks, as where both share a core, wherever this runs."""
     world, places = placements(4, 2, torch.device("cpu"))
-    spent, within = Spent(), [each for each in places if each.level == "host"]
-    found = list(collectives(within, world, Clock(torch.device("cpu"), 2.0), 1.0, spent))
-    return found, spent.shares
+    shares, within = dict[str, float](), [each for each in places if each.level == "host"]
+    found = list(collective_times(within, world, Clock(torch.device("cpu"), 2.0), 1.0, shares))
+    return found, shares
 
 
 def test_collectives_are_timed_between_products_where_ranks_share_cores(ranks: Ranks) -> None:

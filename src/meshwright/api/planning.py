@@ -183,7 +183,8 @@ def validate(table: Path | None = None, *, rows: bool = False, by: str = "source
     result = metrics.report(runs, by)
     if not rows:
         return result
-    return {**result, "each": metrics.each_row(runs), "skipped_rows": metrics.skipped_rows(runs)}
+    each = [prediction.to_json() for prediction in runs.predictions]
+    return {**result, "each": each, "skipped_rows": list(runs.skipped)}
 
 
 def profile(*, nproc: int | None = None, seconds: float = 120.0, out: Path | None = None) -> Cluster:

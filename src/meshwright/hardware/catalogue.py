@@ -5,13 +5,13 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, TypeVar
 
+from pydantic import BeforeValidator
 from pydantic.dataclasses import dataclass
 
-from meshwright.hardware.cluster import Cluster, Device, Kind, Level, Link, Network, Rates
-from meshwright.hardware.sourced import SOURCE_KEYS, resolve
-from meshwright.spec import records
+from meshwright.hardware.cluster import Cluster, Device, DeviceKind, Kind, Level, Link, Network, Rates
+from meshwright.hardware.sourced import read_tables
 from meshwright.spec.errors import UserError
 from meshwright.spec.records import Count, Integer, NotNegative, Positive, Record
 
@@ -19,7 +19,10 @@ _GIB, _MIB, _TERA, _GIGA, _GIGABIT = 2**30, 2**20, 1e12, 1e9, 1e9 / 8
 _MOST = 2**20
 """Devices of the outermost level."""
 
-Unknown = Literal["unknown"]
+Known = Annotated[Positive | None, BeforeValidator(lambda value: None if value == "unknown" else value)]
+"""A figure, or "unknown" where a table would inherit one that does not hold for it."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class _LinkTable(Record):
 class _ClusterTable(Record):
     """A cluster in the units of datasheets, which the head of the file lists."""
 
+    name: str
     source: str
     device: str
     peak: Mapping[str, Positive]
@@ -66,43 +70,28 @@ class _ClusterTable(Record):
     network: str
     nics: Count
     nic: Positive
-    kind: Literal["cuda", "rocm", "tpu", "cpu"] = "cuda"
-    power: Positive | Unknown = "unknown"
-    price: Positive | Unknown = "unknown"
+    kind: DeviceKind = "cuda"
+    power: Known = None
+    price: Known = None
     price_source: str = ""
     assumed: str = ""
     count: Count | None = None
 
-    def cluster(self, name: str, rates: Rates, link: _LinkTable, network: _NetworkTable) -> Cluster:
+    def cluster(self, rates: Rates, link: _LinkTable, network: _NetworkTable) -> Cluster:
         """The cluster at the size of one node, or of `count` devices."""
+        peak = {format: rate * _TERA for format, rate in self.peak.items()}
+        memory, bandwidth, cache = self.memory * _GIB, self.bandwidth * _GIGA, self.cache * _MIB
         device = Device(
-            self.device,
-            {format: rate * _TERA for format, rate in self.peak.items()},
-            self.memory * _GIB,
-            self.bandwidth * _GIGA,
-            self.cache * _MIB,
-            self.units,
-            self.source,
-            rates,
-            self.kind,
-            None if self.power == "unknown" else self.power,
+            self.device, peak, memory, bandwidth, cache, self.units, self.source, rates, self.kind, self.power
         )
-        node, nic = self.node, self.nic * _GIGABIT
-        inside = Level(node.name, node.devices, Link(link.latency, node.bandwidth * _GIGA), kind=node.kind)
-        outside = [
-            Level(
-                level.name,
-                level.devices,
-                Link(level.latency, self.nics * nic / node.devices),
-                kind=network.kind,
-            )
-            for level in network.levels
-        ]
-        price = None if self.price == "unknown" else self.price
+        node, nics = self.node, Network(self.nics, self.nic * _GIGABIT)
+        levels = [Level(node.name, node.devices, Link(link.latency, node.bandwidth * _GIGA), kind=node.kind)]
+        for level in network.levels:
+            outside = Link(level.latency, nics.nics * nics.bandwidth / node.devices)
+            levels.append(Level(level.name, level.devices, outside, kind=network.kind))
         figures = f"{self.source}; {self.assumed}" if self.assumed else self.source
-        source = f"{figures}; price: {self.price_source if price else 'none known'}"
-        levels = (inside, *outside)
-        whole = Cluster(name, device, _MOST, levels, price, source, network=Network(self.nics, nic))
+        source = f"{figures}; price: {self.price_source if self.price else 'none known'}"
+        whole = Cluster(self.name, device, _MOST, tuple(levels), self.price, source, network=nics)
         return whole.resized(self.count or node.devices)
 
 
@@ -112,28 +101,25 @@ def read_catalogue(tree: Mapping[str, Any], where: str) -> dict[str, Cluster]:
     Raises `UserError`, which starts with `where`, for a table without a source, an unknown key, an invalid
     value, and the name of a table that is not there.
     """
-    groups = {
-        name: resolve(tree[name], f"{where}: {name}") for name in ("rates", "links", "networks", "clusters")
+    rates = read_tables(Rates, tree["rates"], f"{where}: rates.")
+    links = read_tables(_LinkTable, tree["links"], f"{where}: links.")
+    networks = read_tables(_NetworkTable, tree["networks"], f"{where}: networks.")
+    price_source = tree["prices"]["source"]
+    clusters = read_tables(_ClusterTable, tree["clusters"], f"{where}: clusters.", price_source=price_source)
+    return {
+        name: table.cluster(
+            _part(rates, table.rates, f"{where}: rates").check_shares(),
+            _part(links, table.node.kind, f"{where}: links"),
+            _part(networks, table.network, f"{where}: networks"),
+        )
+        for name, table in clusters.items()
     }
 
-    def part(kind: type[records.T], group: str, name: str) -> records.T:
-        if name not in groups[group]:
-            hint = f"the tables are {', '.join(groups[group])}"
-            raise UserError(f"{where}: {group}: there is no table '{name}'; {hint}")
-        figures = {key: value for key, value in groups[group][name].items() if key not in SOURCE_KEYS}
-        return records.read(kind, figures, f"{where}: {group}.{name}")
 
-    clusters = {}
-    for name, figures in groups["clusters"].items():
-        figures = {"price_source": tree["prices"]["source"], **figures}
-        table = records.read(_ClusterTable, figures, f"{where}: clusters.{name}")
-        clusters[name] = table.cluster(
-            name,
-            part(Rates, "rates", table.rates).check_shares(),
-            part(_LinkTable, "links", table.node.kind),
-            part(_NetworkTable, "networks", table.network),
-        )
-    return clusters
+def _part(tables: Mapping[str, T], name: str, where: str) -> T:
+    if name not in tables:
+        raise UserError(f"{where}: there is no table '{name}'; the tables are {', '.join(tables)}")
+    return tables[name]
 
 
 def host(name: str, cores: int, memory: int) -> Cluster:
@@ -142,18 +128,10 @@ def host(name: str, cores: int, memory: int) -> Cluster:
     Its rates are round figures; `meshwright profile` measures the real ones.
     """
     source = "round figures of no machine in particular: cores with AVX2 at 3 GHz"
-    device = Device(
-        name,
-        # 16 multiply-adds in fp32 per core and cycle.
-        {"fp64": 0.05 * cores * _TERA, "fp32": 0.1 * cores * _TERA, "bf16": 0.1 * cores * _TERA},
-        memory,
-        min(10 * cores, 200) * _GIGA,
-        32 * _MIB,
-        cores,
-        source,
-        Rates(attention=0.3, launch=1e-5),
-        kind="cpu",
-    )
+    fp32 = 0.1 * cores * _TERA  # 16 multiply-adds per core and cycle
+    peak, bandwidth = {"fp64": 0.05 * cores * _TERA, "fp32": fp32, "bf16": fp32}, min(10 * cores, 200) * _GIGA
+    rates = Rates(attention=0.3, launch=1e-5)
+    device = Device(name, peak, memory, bandwidth, 32 * _MIB, cores, source, rates, kind="cpu")
     within = Level("host", _MOST, Link(30e-6, 2 * _GIGA), kind="memory")
     return Cluster("cpu", device, _MOST, (within,), None, source, sharing=_MOST).resized(cores)
 
@@ -168,3 +146,8 @@ ALIASES: dict[str, str] = _TREE["aliases"]
 
 CUDA_NAMES: dict[str, str] = _TREE["cuda_names"]
 """Part of the name that a driver gives to a device -> the cluster of such devices; the first match counts."""
+
+
+def cluster_of_gpu(name: str) -> Cluster | None:
+    """The cluster of GPUs that the driver names so, such as 'NVIDIA H100 PCIe'; None for an unknown one."""
+    return next((CLUSTERS[key] for part, key in CUDA_NAMES.items() if f" {part} " in f" {name} "), None)

@@ -25,6 +25,8 @@ from meshwright.units import FORMATS
 Kind = Literal["nvlink", "infinity", "pcie", "infiniband", "ethernet", "ici", "memory"]
 """Technology of a link; 'memory' is the shared memory of one host."""
 
+DeviceKind = Literal["cuda", "rocm", "tpu", "cpu"]
+
 NETWORKS = ("infiniband", "ethernet")
 """Kinds of links that leave a node."""
 
@@ -85,18 +87,18 @@ class Rates(Record):
     network: Number = 0.8
     """Share of the bandwidth of all other levels in large collectives."""
 
-    def check_shares(self) -> Rates:
-        """Return the rates of a file, or raise `UserError` where one is not a share.
+    def check_shares(self, where: str = "") -> Rates:
+        """Return the rates of a file, or raise `UserError`, which starts with `where`, if one is not a share.
 
         The constructor accepts others, because a sensitivity analysis also tries rates above 1.
         """
         for name, share in vars(self).items():
+            key = f"{where}: device.rates.{name}" if where else f"device.rates.{name}"
             if name == "launch" and share < 0:
-                raise UserError(f"device.rates.launch: {share} is not a time; give seconds, 0 or more")
+                raise UserError(f"{key}: {share} is not a time; give seconds, 0 or more")
             if name != "launch" and not 0 < share <= 1:
                 raise UserError(
-                    f"device.rates.{name}: {share} is not a share of the device's peak; give a number "
-                    "above 0 and up to 1"
+                    f"{key}: {share} is not a share of the device's peak; give a number above 0 and up to 1"
                 )
         return self
 
@@ -118,7 +120,7 @@ class Device(Record):
     """Streaming multiprocessors, compute units or cores."""
     source: str
     rates: Rates = field(default_factory=Rates)
-    kind: Literal["cuda", "rocm", "tpu", "cpu"] = "cuda"
+    kind: DeviceKind = "cuda"
     power: Positive | None = None
     """Maximum watts, where the source states them."""
 
@@ -140,6 +142,11 @@ class Matmul(NamedTuple):
     k: Count
     seconds: Positive
 
+    @property
+    def flops(self) -> int:
+        """FLOPs of the product."""
+        return 2 * self.m * self.n * self.k
+
 
 class Attention(NamedTuple):
     """Seconds of causal attention over `sequences` sequences: its forward, and its backward alone."""
@@ -152,6 +159,11 @@ class Attention(NamedTuple):
     length: Count
     forward: Positive
     backward: Positive
+
+    @property
+    def flops(self) -> int:
+        """FLOPs of the forward: two products over the causal half. Those of the backward are proportional."""
+        return 2 * self.sequences * self.heads * self.length**2 * self.head_dim
 
 
 class Collective(NamedTuple):
@@ -293,36 +305,27 @@ def with_network(
     `oversubscription` that of the outermost level. Raises `UserError`.
     """
     full = given.hierarchy
-    outer = tuple(level for level in full if level.kind in NETWORKS)
-    if not outer or not (inner := full[: len(full) - len(outer)]):
+    outer = [level for level in full if level.kind in NETWORKS]
+    inner = full[: len(full) - len(outer)]
+    if not inner or not outer:
         raise UserError(f"{given.name}: has no nodes with a network between them that could be changed")
-    devices = inner[-1].devices if per_node is None else per_node
+    node = inner[-1]
+    devices = node.devices if per_node is None else per_node
     if devices < 1 or (nodes is not None and nodes < 1):
         raise UserError(f"per_node: {devices} devices on {nodes} nodes are too few; give 1 or more of each")
-    old = given.network or Network(1, outer[0].link.bandwidth * inner[-1].devices)
-    network = Network(
-        old.nics if nics is None else nics, old.bandwidth if nic_bandwidth is None else nic_bandwidth
-    )
-    bandwidth = network.nics * network.bandwidth / devices
-    ratio = devices / inner[-1].devices
-    changed = [
-        replace(
-            level,
-            devices=max(1, round(level.devices * ratio)),
-            link=Link(level.link.latency if latency is None else latency, bandwidth),
-        )
-        for level in outer
-    ]
+    network = given.network or Network(1, outer[0].link.bandwidth * node.devices)
+    if nics is not None:
+        network = replace(network, nics=nics)
+    if nic_bandwidth is not None:
+        network = replace(network, bandwidth=nic_bandwidth)
+    levels = [*(level for level in inner[:-1] if level.devices < devices), replace(node, devices=devices)]
+    for level in outer:
+        size = max(1, round(level.devices * (devices / node.devices)))
+        seconds = level.link.latency if latency is None else latency
+        link = Link(seconds, network.nics * network.bandwidth / devices)
+        levels.append(replace(level, devices=size, link=link))
     if oversubscription is not None:
-        changed[-1] = replace(changed[-1], oversubscription=oversubscription)
-    kept = tuple(level for level in inner[:-1] if level.devices < devices)
-    levels = (*kept, replace(inner[-1], devices=devices), *changed)
-    whole = replace(
-        given,
-        count=changed[-1].devices,
-        levels=levels,
-        beyond=(),
-        network=network,
-        price=given.price if price is None else price,
-    )
+        levels[-1] = replace(levels[-1], oversubscription=oversubscription)
+    price, count = given.price if price is None else price, levels[-1].devices
+    whole = replace(given, count=count, levels=tuple(levels), beyond=(), network=network, price=price)
     return whole.resized(devices * nodes if nodes is not None else given.count)

@@ -25,10 +25,7 @@ def to_json(cluster: Cluster) -> dict[str, Any]:
 def from_json(tree: Any, source: str = "") -> Cluster:
     """The cluster that plain values describe. Raises `UserError`, which starts with `source`, a file."""
     cluster = records.read(Cluster, tree, source)
-    try:
-        cluster.device.rates.check_shares()
-    except UserError as error:
-        raise UserError(f"{source}: {error}" if source else str(error)) from None
+    cluster.device.rates.check_shares(source)
     return cluster
 
 

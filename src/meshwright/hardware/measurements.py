@@ -30,33 +30,23 @@ def matmul_seconds(
 
     None if the format was not measured.
     """
-    points = _products(measured.matmul_alone if alone else measured.matmul, format)
-    return 2 * m * n * k / exp(_fitted(points, (log(m), log(n), log(k)))) if points else None
+    rates = _rates(measured.matmul_alone if alone else measured.matmul, format)
+    return _seconds(rates, Matmul(format, m, n, k, 0.0)) if rates else None
 
 
 def attention_seconds(
-    measured: Measured,
-    format: str,
-    sequences: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    length: int,
+    measured: Measured, format: str, sequences: int, heads: int, kv_heads: int, head_dim: int, length: int
 ) -> tuple[float, float] | None:
     """(forward, backward) seconds of causal attention; None if the format was not measured."""
-    forward = _attentions(measured.attention, format, False)
-    if not forward:
-        return None
-    backward = _attentions(measured.attention, format, True)
-    query = _attention_logs(sequences, heads, kv_heads, head_dim, length)
-    work = _attention_work(sequences, heads, head_dim, length)
-    return work / exp(_fitted(forward, query)), work / exp(_fitted(backward, query))
+    forward, backward = (_rates(measured.attention, format, half) for half in (False, True))
+    query = Attention(format, sequences, heads, kv_heads, head_dim, length, 0.0, 0.0)
+    return (_seconds(forward, query), _seconds(backward, query)) if forward else None
 
 
 def collective_seconds(
-    measured: Measured, operation: str, ranks: int, level: str, bytes: float
+    measured: Measured | None, operation: str, ranks: int, level: str, bytes: float
 ) -> float | None:
-    """Seconds of a collective; None if the operation was not measured at that level.
+    """Seconds of a collective; None if the operation was not measured at that level, or nothing was.
 
     `bytes` counts the whole tensor, as in `Collective`. For a number of ranks that was not measured, the time
     is that of the nearest measured number, at the size at which each rank sends as many bytes, plus the
@@ -64,8 +54,7 @@ def collective_seconds(
     """
     if ranks == 1:
         return 0.0
-    by_ranks = _by_ranks(measured.collectives, operation, level)
-    if not by_ranks:
+    if measured is None or not (by_ranks := _by_ranks(measured.collectives, operation, level)):
         return None
     near = min(by_ranks, key=lambda count: (abs(log(count / ranks)), count))
     points = by_ranks[near]
@@ -102,35 +91,26 @@ def _on_line(points: Sequence[tuple[int, float]], bytes: float) -> float:
 
 
 @lru_cache(maxsize=64)
-def _products(points: tuple[Matmul, ...], format: str) -> Points:
-    return tuple(
-        ((log(p.m), log(p.n), log(p.k)), log(2 * p.m * p.n * p.k / p.seconds))
-        for p in points
-        if p.format == format
-    )
-
-
-@lru_cache(maxsize=64)
-def _attentions(points: tuple[Attention, ...], format: str, backward: bool) -> Points:
+def _rates(points: tuple[Matmul, ...] | tuple[Attention, ...], format: str, backward: bool = False) -> Points:
+    """The rates of the points of a format; of attention, of its forward or its backward."""
     rates = []
     for p in points:
         if p.format == format:
-            work = _attention_work(p.sequences, p.heads, p.head_dim, p.length)
-            rate = work / (p.backward if backward else p.forward)
-            sizes = _attention_logs(p.sequences, p.heads, p.kv_heads, p.head_dim, p.length)
-            rates.append((sizes, log(rate)))
+            seconds = p.seconds if isinstance(p, Matmul) else p.backward if backward else p.forward
+            rates.append((_logs(p), log(p.flops / seconds)))
     return tuple(rates)
 
 
-def _attention_logs(
-    sequences: int, heads: int, kv_heads: int, head_dim: int, length: int
-) -> tuple[float, ...]:
-    return log(sequences * heads), log(heads / kv_heads), log(head_dim), log(length)
+def _logs(shape: Matmul | Attention) -> tuple[float, ...]:
+    """Logarithms of the sizes that the rate depends on."""
+    if isinstance(shape, Matmul):
+        return log(shape.m), log(shape.n), log(shape.k)
+    batch, group = shape.sequences * shape.heads, shape.heads / shape.kv_heads
+    return log(batch), log(group), log(shape.head_dim), log(shape.length)
 
 
-def _attention_work(sequences: int, heads: int, head_dim: int, length: int) -> int:
-    """FLOPs of the forward: two products over the causal half. Those of the backward are proportional."""
-    return 2 * sequences * heads * length**2 * head_dim
+def _seconds(rates: Points, query: Matmul | Attention) -> float:
+    return query.flops / exp(_fitted(rates, _logs(query)))
 
 
 @lru_cache(maxsize=65536)
@@ -142,37 +122,24 @@ def _fitted(points: Points, query: tuple[float, ...]) -> float:
     if near[0][0] < 1e-9:
         return near[0][2]
     reach = near[-1][0] or 1.0
-    size = len(query) + 1
-    matrix = [[_RIDGE * (i == j > 0) for j in range(size)] for i in range(size)]
-    right = [0.0] * size
+    size = len(query) + 2
+    # Normal equations, their right-hand side as the last column; the first unknown is the value at `inside`
+    normal = [[_RIDGE * (i == j > 0) for j in range(size)] for i in range(size - 1)]
     for distance, sizes, value in near:
         weight = 1 / (distance / reach + 1e-3) ** 2
-        row = [1.0, *(a - b for a, b in zip(sizes, inside, strict=True))]
-        for i in range(size):
-            right[i] += weight * row[i] * value
+        row = [1.0, *(a - b for a, b in zip(sizes, inside, strict=True)), value]
+        for i in range(size - 1):
             for j in range(size):
-                matrix[i][j] += weight * row[i] * row[j]
+                normal[i][j] += weight * row[i] * row[j]
+    for pivot in reversed(range(1, size - 1)):  # positive definite: any order of elimination is stable
+        for i in range(pivot):
+            factor = normal[i][pivot] / normal[pivot][pivot]
+            normal[i] = [a - factor * b for a, b in zip(normal[i], normal[pivot], strict=True)]
     values = [value for _, _, value in near]
     spread = max(values) - min(values)
-    return min(max(_solve(matrix, right)[0], min(values) - spread / 4), max(values) + spread / 4)
+    fitted = normal[0][-1] / normal[0][0]
+    return min(max(fitted, min(values) - spread / 4), max(values) + spread / 4)
 
 
 def _distance(one: tuple[float, ...], other: tuple[float, ...]) -> float:
     return sum((a - b) ** 2 for a, b in zip(one, other, strict=True))
-
-
-def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Solve a small positive definite system by Gaussian elimination; overwrites both arguments."""
-    size = len(right)
-    for i in range(size):
-        pivot = max(range(i, size), key=lambda row: abs(matrix[row][i]))
-        matrix[i], matrix[pivot] = matrix[pivot], matrix[i]
-        right[i], right[pivot] = right[pivot], right[i]
-        for row in range(i + 1, size):
-            factor = matrix[row][i] / matrix[i][i]
-            right[row] -= factor * right[i]
-            for column in range(i, size):
-                matrix[row][column] -= factor * matrix[i][column]
-    for i in reversed(range(size)):
-        right[i] = (right[i] - sum(matrix[i][j] * right[j] for j in range(i + 1, size))) / matrix[i][i]
-    return right

@@ -22,19 +22,19 @@ def present() -> Cluster:
     """This machine, by what its GPUs are called, or as a host with so many cores; not measured."""
     import torch
 
-    from meshwright.hardware.catalogue import CUDA_NAMES, host
+    from meshwright.hardware.catalogue import cluster_of_gpu, host
     from meshwright.profile import machine
 
     if not torch.cuda.is_available():
         return host(machine.processor(), machine.cores(), machine.host_memory())
-    called = torch.cuda.get_device_name(0)
-    name = next((known for part, known in CUDA_NAMES.items() if part in called), None)
-    if name is None:
+    name = torch.cuda.get_device_name(0)
+    cluster = cluster_of_gpu(name)
+    if cluster is None:
         raise UserError(
-            f"layout: no axis is sized, and the GPU '{called}' is not in the catalogue to plan for it; give "
+            f"layout: no axis is sized, and the GPU '{name}' is not in the catalogue to plan for it; give "
             f"layout.dp, or --cluster FILE as `meshwright profile` writes it"
         )
-    return hardware.cluster(name)
+    return cluster
 
 
 def check_room(spec: RunSpec) -> None:

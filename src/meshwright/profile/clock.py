@@ -8,7 +8,7 @@ a core: that leaves out what other programs took meanwhile.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import torch
@@ -62,12 +62,12 @@ class Clock:
         """
         self.once(call)
         if self.cuda:
-            return self.times(call, how_many(seconds, self.once(call)))
-        found: list[float] = []
+            return self.times(call, repeats_within(seconds, self.once(call)))
+        times: list[float] = []
         end = time.perf_counter() + seconds
-        while not found or (time.perf_counter() < end and len(found) < MOST):
-            found.append(self._computed(call))
-        return self.typical(found)
+        while not times or (time.perf_counter() < end and len(times) < MOST):
+            times.append(self._computed(call))
+        return self.typical(times)
 
     def times(self, call: Callable[[], object], repeats: int) -> float:
         """The time of a call, by so many of them: what takes several ranks is called by each as often."""
@@ -83,18 +83,13 @@ class Clock:
         return self.typical(spans) / 1e3
 
 
-class Budget:
-    """Seconds for a number of things to measure; what one leaves over or overdraws, the others share."""
-
-    def __init__(self, seconds: float, things: int) -> None:
-        self._end, self._left = time.perf_counter() + seconds, things
-
-    def share(self) -> float:
-        """Seconds for the next thing, at least 0."""
-        self._left -= 1
-        return max(0.0, self._end - time.perf_counter()) / (self._left + 1)
+def time_shares(seconds: float, parts: int) -> Iterator[float]:
+    """Seconds for each of `parts` measurements: the later ones share what one leaves over or overdraws."""
+    end = time.perf_counter() + seconds
+    for left in range(parts, 0, -1):
+        yield max(0.0, end - time.perf_counter()) / left
 
 
-def how_many(seconds: float, each: float) -> int:
-    """Calls of `each` seconds that fill `seconds`, within bounds."""
-    return max(LEAST, min(MOST, int(seconds / max(each, 1e-9))))
+def repeats_within(seconds: float, duration: float, least: int = LEAST) -> int:
+    """Calls of `duration` seconds that fill `seconds`: at least `least`, and at most `MOST`."""
+    return max(least, min(MOST, int(seconds / max(duration, 1e-9))))

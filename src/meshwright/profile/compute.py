@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import accumulate, cycle
 from math import ceil, prod
 from typing import TypeVar
@@ -14,7 +15,7 @@ from torch import Tensor
 from meshwright.hardware.cluster import Attention, Matmul
 from meshwright.model.attention import attend
 from meshwright.parallel.precision import DTYPES
-from meshwright.profile.clock import Budget, Clock
+from meshwright.profile.clock import Clock, time_shares
 
 FORMATS = ("fp32", "bf16")
 
@@ -40,9 +41,10 @@ _HEADS = ((4, 4, 32), (8, 8, 64), (8, 2, 64), (8, 8, 128), (32, 8, 128))
 def product_shapes(flops: float, cuda: bool) -> list[tuple[int, int, int]]:
     """(m, n, k), small and skinny ones among them, the largest first; as many as `flops` are enough for."""
     rows = (*_ROWS, 32768) if cuda else _ROWS
-    found = {(m, n, k) for n, k in (_LARGE if cuda else _SMALL) for m in rows}
-    found |= {(n, k, m) for n, k in ((256, 256), (256, 1024), (1024, 256)) for m in rows[1:]}  # of a weight
-    return _afforded(found, _product_work, flops)
+    shapes = {(m, n, k) for n, k in (_LARGE if cuda else _SMALL) for m in rows}
+    # Gradients of weights
+    shapes |= {(n, k, m) for n, k in ((256, 256), (256, 1024), (1024, 256)) for m in rows[1:]}
+    return _affordable(shapes, _product_work, flops)
 
 
 def _product_work(shape: tuple[int, int, int]) -> int:
@@ -51,11 +53,11 @@ def _product_work(shape: tuple[int, int, int]) -> int:
     return 2 * m * n * k + 100 * (m * k + n * k + m * n)
 
 
-def _afforded(shapes: Iterable[Shape], work: Callable[[Shape], int], flops: float) -> list[Shape]:
+def _affordable(shapes: Iterable[Shape], work: Callable[[Shape], int], flops: float) -> list[Shape]:
     """The smallest shapes of which `flops` allow three calls at half the rate; the largest first."""
-    ranked = sorted(shapes, key=lambda each: (work(each), each))
-    spent = accumulate(2 * 3 * work(each) for each in ranked)
-    return [each for each, total in zip(ranked, spent, strict=True) if total <= flops][::-1]
+    ranked = sorted(shapes, key=lambda shape: (work(shape), shape))
+    spent = accumulate(2 * 3 * work(shape) for shape in ranked)
+    return [shape for shape, total in zip(ranked, spent, strict=True) if total <= flops][::-1]
 
 
 def products(
@@ -65,28 +67,14 @@ def products(
 
     Each call has other weights: a step reads each once a pass, from memory and not from a cache.
     """
-    budget = Budget(seconds, len(shapes))
     pool = _random(clock.device, name, _elements(clock.device))
-    for m, n, k in shapes:
-        x, weights = _random(clock.device, name, m, k), _copies(pool, name, n, k)
+    for (m, n, k), share in zip(shapes, time_shares(seconds, len(shapes)), strict=True):
+        count = pool.numel() // (n * k)
+        whole = pool[: count * n * k] if count > 1 else _random(clock.device, name, n * k)
+        weights = whole.view(-1, n, k)
+        calls = map(partial(F.linear, _random(clock.device, name, m, k)), cycle(weights))
         meet()
-        yield Matmul(name, m, n, k, clock.during(_with_next(x, weights), budget.share()))
-
-
-def _copies(pool: Tensor, name: str, n: int, k: int) -> Iterator[Tensor]:
-    """Weights (n, k), each beside the one before, round and round a pool of numbers."""
-    count = pool.numel() // (n * k)
-    if count < 2:
-        return cycle([_random(pool.device, name, n, k)])
-    return cycle(pool[: count * n * k].view(count, n, k).unbind())
-
-
-def _with_next(x: Tensor, weights: Iterator[Tensor]) -> Callable[[], object]:
-    return lambda: F.linear(x, next(weights))
-
-
-def _call(function: Callable[..., object], *arguments: object) -> Callable[[], object]:
-    return lambda: function(*arguments)
+        yield Matmul(name, m, n, k, clock.during(partial(next, calls), share))
 
 
 def probe(clock: Clock, name: str) -> float:
@@ -102,54 +90,47 @@ def attention_shapes(flops: float, cuda: bool) -> list[tuple[int, int, int, int,
     `flops` are those of products; attention is taken to be slower by a factor of 4.
     """
     heads = _HEADS if cuda else _HEADS[:4]
-    found = [(batch, *shape, length) for batch, length in _SEQUENCES for shape in heads]
-    return _afforded(found, lambda each: 4 * 7 * each[0] * each[1] * each[3] * each[4] ** 2, flops)
+    shapes = [(batch, *shape, length) for batch, length in _SEQUENCES for shape in heads]
+    return _affordable(shapes, lambda shape: 4 * 7 * shape[0] * shape[1] * shape[3] * shape[4] ** 2, flops)
 
 
 def attentions(
-    clock: Clock,
-    name: str,
-    shapes: list[tuple[int, int, int, int, int]],
-    seconds: float,
-    meet: Meet,
+    clock: Clock, name: str, shapes: list[tuple[int, int, int, int, int]], seconds: float, meet: Meet
 ) -> Iterator[Attention]:
     """Times of the model's own causal attention, forward and backward."""
-    budget = Budget(seconds, len(shapes))
-    for batch, heads, kv_heads, dim, length in shapes:
-        q, k, v = (_random(clock.device, name, batch, length, n, dim) for n in (heads, kv_heads, kv_heads))
-        for x in (q, k, v):
-            x.requires_grad_()
+    for shape, share in zip(shapes, time_shares(seconds, len(shapes)), strict=True):
+        batch, heads, kv_heads, dim, length = shape
+        q, k, v = (
+            _random(clock.device, name, batch, length, n, dim).requires_grad_()
+            for n in (heads, kv_heads, kv_heads)
+        )
         meet()
-        share = budget.share()
-        forward = clock.during(_call(attend, q, k, v, None), share / 3)
+        forward = clock.during(partial(attend, q, k, v, None), share / 3)
         out = attend(q, k, v, None)
-        grad = torch.ones_like(out)
-        backward = clock.during(_backward(out, (q, k, v), grad), share * 2 / 3)
-        yield Attention(name, batch, heads, kv_heads, dim, length, forward, backward)
+        backward = partial(torch.autograd.grad, out, (q, k, v), torch.ones_like(out), retain_graph=True)
+        yield Attention(name, *shape, forward, clock.during(backward, share * 2 / 3))
 
 
-def _backward(out: Tensor, inputs: tuple[Tensor, ...], grad: Tensor) -> Callable[[], object]:
-    return lambda: torch.autograd.grad(out, inputs, grad, retain_graph=True)
+def memory_rates(clock: Clock, seconds: float, meet: Meet) -> list[float]:
+    """(elementwise, copy, optimiser) bytes per second, read and written, by `seconds` of large calls each.
 
-
-def copy_rate(clock: Clock, seconds: float) -> float:
-    """Bytes a second that a large copy reads and writes."""
-    a, b = (torch.ones(_elements(clock.device), device=clock.device) for _ in range(2))
-    return 2 * _bytes(a) / clock.during(lambda: a.copy_(b), seconds)
-
-
-def elementwise_rate(clock: Clock, seconds: float) -> float:
-    """Bytes a second that a large sum of two tensors reads and writes."""
-    a, b, c = (torch.ones(_elements(clock.device), device=clock.device) for _ in range(3))
-    return 3 * _bytes(a) / clock.during(lambda: torch.add(a, b, out=c), seconds)
-
-
-def optimiser_rate(clock: Clock, seconds: float) -> float:
-    """Bytes a second of fused AdamW on fp32, which reads 16 of each parameter and writes 12."""
-    weight = torch.ones(_elements(clock.device) // 4, device=clock.device, requires_grad=True)
+    Fused AdamW on fp32 reads 16 bytes of each parameter and writes 12.
+    """
+    elements = _elements(clock.device)
+    a, b, c = (torch.ones(elements, device=clock.device) for _ in range(3))
+    weight = torch.ones(elements // 4, device=clock.device, requires_grad=True)
     weight.grad = torch.ones_like(weight)
     adam = torch.optim.AdamW([weight], lr=1e-3, fused=True)
-    return 7 * _bytes(weight) / clock.during(adam.step, seconds)
+    calls: list[tuple[int, Callable[[], object]]] = [
+        (3 * 4 * elements, partial(torch.add, a, b, out=c)),
+        (2 * 4 * elements, partial(a.copy_, b)),
+        (28 * weight.numel(), adam.step),
+    ]
+    rates = []
+    for moved, call in calls:
+        meet()
+        rates.append(moved / clock.during(call, seconds))
+    return rates
 
 
 def launch_time(clock: Clock) -> float:
@@ -172,7 +153,3 @@ def _random(device: torch.device, name: str, *shape: int) -> Tensor:
     """Normal numbers; large tensors repeat them, as drawing takes longer than using them."""
     drawn = torch.randn(min(prod(shape), 2**16), device=device).to(DTYPES[name])
     return drawn.repeat(ceil(prod(shape) / drawn.numel()))[: prod(shape)].view(shape)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

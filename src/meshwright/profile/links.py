@@ -6,8 +6,8 @@ All groups of one shape run at once, as they do in training, so what they share,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 import torch
@@ -16,19 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.hardware.cluster import Collective
-from meshwright.parallel.collectives import (
-    start_all_gather,
-    start_all_reduce,
-    start_all_to_all,
-    start_receive,
-    start_reduce_scatter,
-    start_send,
-    start_shift,
-    sum_scalars,
-)
-from meshwright.parallel.mesh import Axis, Pending, TrafficCounter
+from meshwright.parallel import collectives
+from meshwright.parallel.mesh import Axis, TrafficCounter
 from meshwright.parallel.process_groups import Groups
-from meshwright.profile.clock import MOST, Budget, Clock, how_many
+from meshwright.profile.clock import Clock, repeats_within, time_shares
 
 _SIZES = tuple(2**power for power in (10, 13, 16, 18, 20, 22, 24))
 _ROWS, _CHANNELS, _ROUNDS = 256, 512, 3
@@ -56,53 +47,51 @@ def placements(hosts: int, local: int, device: torch.device) -> tuple[Axis, list
     grid = torch.arange(hosts * local).view(hosts, local)
 
     def axis(rows: Tensor, dim: int) -> Axis:
-        found = groups.along(rows, dim)
-        assert found is not None  # rows hold every rank
-        row, group = found
+        along = groups.along(rows, dim)
+        assert along is not None  # rows hold every rank
+        row, group = along
         return Axis("profile", len(row), row.index(dist.get_rank()), group, device, wire)
 
     world = axis(grid.view(1, -1), 1)
     within = {2**power for power in range(1, local.bit_length()) if local % 2**power == 0} | {local} - {1}
-    found = [Placement(n, "host", axis(grid.view(-1, n), 1)) for n in sorted(within)]
+    places = [Placement(n, "host", axis(grid.view(-1, n), 1)) for n in sorted(within)]
     if hosts > 1:
-        found.append(Placement(hosts, "network", axis(grid, 0)))
+        places.append(Placement(hosts, "network", axis(grid, 0)))
         if local > 1:
-            found.append(Placement(hosts * local, "network", world))
-    return world, found
+            places.append(Placement(hosts * local, "network", world))
+    return world, places
 
 
-@dataclass
-class Spent:
-    """CPU share used by each collective at its largest measured size, 0 to 1."""
-
-    shares: dict[str, float] = field(default_factory=dict)
-
-    def note(self, name: str, computed: float, seconds: float) -> None:
-        """Remember the last of an operation's sizes and places."""
-        self.shares[name] = min(1.0, max(1e-3, computed / seconds))
-
-
-def collectives(
-    places: list[Placement], world: Axis, clock: Clock, seconds: float, spent: Spent
+def collective_times(
+    places: list[Placement], world: Axis, clock: Clock, seconds: float, cpu_shares: dict[str, float]
 ) -> Iterator[Collective]:
-    """Times of every operation at every place and size, alike on all ranks; `seconds` for all of them."""
-    sizes = _SIZES_CUDA if clock.cuda else _SIZES
-    todo = [(place, name) for place in places for name in _OPERATIONS if _is_of_level(place, name, world)]
-    budget = Budget(seconds, len(todo) * len(sizes))
-    for place, name in todo:
-        for size in sizes:
-            call, whole, times = _OPERATIONS[name](place.axis, size, clock.device)
-            clock.once(call)  # the first is not counted
-            _agreed(0.0, world)
-            each, share = _agreed(clock.once(call), world), _agreed(budget.share(), world)
-            if clock.crowded:
-                taken, computed = _between_products(call, world, clock, share)
-            else:
-                repeats, before = how_many(share, each), time.process_time()
-                taken = clock.times(call, repeats)
-                computed = (time.process_time() - before) * clock.share / repeats
-            spent.note(name, computed, taken)
-            yield Collective(name, place.ranks, place.level, whole, taken / times)
+    """Times of every operation at every place and size, equal on all ranks; `seconds` for all of them.
+
+    `cpu_shares` receives the share of its time, 0 to 1, that each operation occupies the rank's processor, at
+    the largest size of its last place.
+    """
+    cases = [
+        (place, name, size)
+        for place in places
+        for name in _OPERATIONS
+        if name != "send" or place.axis is not world  # neighbours are on one host: no network in between
+        for size in (_SIZES_CUDA if clock.cuda else _SIZES)
+    ]
+    for (place, name, size), share in zip(cases, time_shares(seconds, len(cases)), strict=True):
+        elements = max(1, size // 4 // place.axis.size) * place.axis.size
+        call = _call(name, place.axis, elements, clock.device)
+        clock.once(call)  # the first is not counted
+        collectives.sum_scalars([0.0], world)
+        duration, share = mean([clock.once(call), share], world)
+        if clock.crowded:
+            taken, computed = _between_products(call, world, clock, share)
+        else:
+            repeats, before = repeats_within(share, duration), time.process_time()
+            taken = clock.times(call, repeats)
+            computed = (time.process_time() - before) * clock.share / repeats
+        cpu_shares[name] = min(1.0, max(1e-3, computed / taken))
+        messages = 2 if name == "send" else 1
+        yield Collective(name, place.ranks, place.level, 4 * elements, taken / messages)
 
 
 def _between_products(
@@ -121,21 +110,18 @@ def _between_products(
             for _ in range(count):
                 F.linear(x, weight)
                 then()
-            sum_scalars([0.0], world)
+            collectives.sum_scalars([0.0], world)
 
-        sum_scalars([0.0], world)
+        collectives.sum_scalars([0.0], world)
         before = time.process_time()
         taken = clock.once(calls)
         return taken / count, (time.process_time() - before) * clock.share / count
 
-    each = _agreed(row(2, call)[0] + row(2, lambda: None)[0], world)
-    count = max(1, min(MOST, int(seconds / _ROUNDS / max(each, 1e-9))))
-    rounds = [(row(count, call), row(count, lambda: None)) for _ in range(_ROUNDS)]
-    with_it, without = zip(*rounds, strict=True)
-    taken, computed = (
-        _agreed(min(each[kind] for each in with_it) - min(each[kind] for each in without), world)
-        for kind in (0, 1)
-    )
+    (duration,) = mean([row(2, call)[0] + row(2, lambda: None)[0]], world)
+    count = repeats_within(seconds / _ROUNDS, duration, least=1)
+    rounds = [(*row(count, call), *row(count, lambda: None)) for _ in range(_ROUNDS)]
+    taken, computed, bare_taken, bare_computed = map(min, zip(*rounds, strict=True))
+    taken, computed = mean([taken - bare_taken, computed - bare_computed], world)
     computed = max(computed, _LEAST)
     return max(taken, computed), computed
 
@@ -155,77 +141,36 @@ def never_less(points: list[Collective]) -> list[Collective]:
     return [point._replace(seconds=seconds) for point, seconds in zip(points, times, strict=True)]
 
 
-def _is_of_level(place: Placement, name: str, world: Axis) -> bool:
-    """True if the group crosses the level; consecutive ranks are on one host."""
-    return name != "send" or place.axis is not world
+def mean(values: Sequence[float], world: Axis) -> list[float]:
+    """The means of numbers over all ranks."""
+    return [total / world.size for total in collectives.sum_scalars(values, world)]
 
 
-def _agreed(seconds: float, world: Axis) -> float:
-    """The mean over all ranks: one number for all."""
-    return sum_scalars([seconds], world)[0] / world.size
+_OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "shift", "send")
 
 
-Made = tuple[Callable[[], object], int, int]
-"""A call, the bytes of its whole tensor, and how many messages one after the other it is."""
+def _call(name: str, axis: Axis, elements: int, device: torch.device) -> Callable[[], object]:
+    """A call of an operation whose whole tensor has `elements` elements of fp32."""
+    whole = torch.zeros(elements, device=device)  # sums of sums stay 0
+    part, sent = (torch.ones(count, device=device) for count in (elements // axis.size, elements))
+    calls: dict[str, Callable[[], object]] = {
+        "all_gather": lambda: collectives.start_all_gather(whole, part, axis).wait(),
+        "reduce_scatter": lambda: collectives.start_reduce_scatter(part, whole, axis).wait(),
+        "all_reduce": lambda: collectives.start_all_reduce(whole, axis).wait(),
+        "all_to_all": lambda: collectives.start_all_to_all(whole, sent, axis).wait(),
+        "shift": lambda: collectives.start_shift(whole, sent, axis).wait(),
+        "send": lambda: _there_and_back(sent, axis),
+    }
+    return calls[name]
 
 
-def _elements(axis: Axis, size: int) -> int:
-    """Elements of fp32, a multiple of the number of ranks."""
-    return max(1, size // 4 // axis.size) * axis.size
-
-
-def _all_gather(axis: Axis, size: int, device: torch.device) -> Made:
-    whole = torch.ones(_elements(axis, size), device=device)
-    part = torch.ones(whole.numel() // axis.size, device=device)
-    return lambda: start_all_gather(whole, part, axis).wait(), 4 * whole.numel(), 1
-
-
-def _reduce_scatter(axis: Axis, size: int, device: torch.device) -> Made:
-    whole = torch.zeros(_elements(axis, size), device=device)
-    part = torch.zeros(whole.numel() // axis.size, device=device)
-    return lambda: start_reduce_scatter(part, whole, axis).wait(), 4 * whole.numel(), 1
-
-
-def _all_reduce(axis: Axis, size: int, device: torch.device) -> Made:
-    whole = torch.zeros(_elements(axis, size), device=device)  # sums of sums stay 0
-    return lambda: start_all_reduce(whole, axis).wait(), 4 * whole.numel(), 1
-
-
-def _all_to_all(axis: Axis, size: int, device: torch.device) -> Made:
-    sent = torch.ones(_elements(axis, size), device=device)
-    received = torch.empty_like(sent)
-    return lambda: start_all_to_all(received, sent, axis).wait(), 4 * sent.numel(), 1
-
-
-def _shift(axis: Axis, size: int, device: torch.device) -> Made:
-    sent = torch.ones(_elements(axis, size), device=device)
-    received = torch.empty_like(sent)
-    return lambda: start_shift(received, sent, axis).wait(), 4 * sent.numel(), 1
-
-
-def _send(axis: Axis, size: int, device: torch.device) -> Made:
-    """From a rank to its neighbour and back: two messages. An odd last rank looks on."""
-    tensor = torch.ones(_elements(axis, size), device=device)
+def _there_and_back(tensor: Tensor, axis: Axis) -> None:
+    """Send from a rank to its neighbour and back: two messages. An odd last rank has no neighbour."""
     peer = axis.rank ^ 1
-
-    def there_and_back() -> None:
-        if peer >= axis.size:
-            return
-        moves: list[Callable[[Tensor, int, Axis], Pending]] = [start_send, start_receive]
-        for move in moves if axis.rank < peer else reversed(moves):
+    if peer < axis.size:
+        moves = [collectives.start_send, collectives.start_receive]
+        for move in moves if axis.rank < peer else moves[::-1]:
             move(tensor, peer, axis).wait()
-
-    return there_and_back, 4 * tensor.numel(), 2
-
-
-_OPERATIONS: dict[str, Callable[[Axis, int, torch.device], Made]] = {
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_reduce": _all_reduce,
-    "all_to_all": _all_to_all,
-    "shift": _shift,
-    "send": _send,
-}
 
 
 def overlap(axis: Axis, clock: Clock, seconds: float) -> tuple[float, float]:
@@ -242,17 +187,18 @@ def overlap(axis: Axis, clock: Clock, seconds: float) -> tuple[float, float]:
         return F.linear(x, weight)
 
     def reduce() -> object:
-        return start_all_reduce(message, axis).wait()
+        return collectives.start_all_reduce(message, axis).wait()
 
     clock.once(reduce)
-    repeats = how_many(seconds / 2, _agreed(2 * clock.once(reduce), axis))
+    (duration,) = mean([2 * clock.once(reduce)], axis)
+    repeats = repeats_within(seconds / 2, duration)
     alone, quiet = clock.times(product, repeats), clock.times(reduce, repeats)
     products: list[float] = []
     reduces: list[float] = []
     for _ in range(repeats):
-        sum_scalars([0.0], axis)
+        collectives.sum_scalars([0.0], axis)
         start = time.perf_counter()
-        pending = start_all_reduce(message, axis)
+        pending = collectives.start_all_reduce(message, axis)
         while not pending.is_completed():
             products.append(clock.once(product))
         reduces.append(time.perf_counter() - start)

@@ -6,16 +6,19 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import date
-from math import exp, fsum, log
 from pathlib import Path
+from statistics import geometric_mean
 
 import torch
 
-from meshwright.hardware.catalogue import CLUSTERS, CUDA_NAMES
-from meshwright.hardware.cluster import Device, Matmul, Measured, Rates
+from meshwright.hardware.catalogue import cluster_of_gpu
+from meshwright.hardware.cluster import Device, DeviceKind, Measured, Rates
+
+Work = tuple[str, float, float]
+"""(format, FLOPs, seconds) of a product."""
 
 
 def host_id() -> str:
@@ -36,8 +39,8 @@ def cores() -> int:
 
 def processor() -> str:
     """The name of this host's processor."""
-    found = re.search(r"^model name\s*:\s*(.+)$", _text("/proc/cpuinfo"), re.MULTILINE)
-    return found[1] if found else platform.processor() or platform.machine()
+    name = re.search(r"^model name\s*:\s*(.+)$", _text("/proc/cpuinfo"), re.MULTILINE)
+    return name[1] if name else platform.processor() or platform.machine()
 
 
 def taken(device: torch.device) -> dict[str, str]:
@@ -46,8 +49,9 @@ def taken(device: torch.device) -> dict[str, str]:
         "date": date.today().isoformat(),
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "processor": processor(),
+        "cores": str(cores()),
     }
-    words |= {"processor": processor(), "cores": str(cores())}
     if device.type == "cuda":
         words["device"] = torch.cuda.get_device_name(device)
         words["driver"] = str(torch.version.cuda or torch.version.hip)
@@ -63,74 +67,38 @@ def device_of(device: torch.device, measured: Measured) -> Device:
     """
     ranks = measured.ranks if device.type == "cpu" else 1
     at_once = min(ranks, cores())
-    peak = {name: at_once * rate for name, rate in _best(measured.matmul).items()}
+    peak: dict[str, float] = {}
+    for point in measured.matmul:
+        peak[point.format] = max(peak.get(point.format, 0.0), at_once * point.flops / point.seconds)
     source = f"meshwright profile, {measured.taken['date']}"
     memory_rate = at_once * (measured.memory_bandwidth or 0.0)
     if device.type == "cpu":
-        found = Device(processor(), peak, host_memory(), memory_rate, _cache(), cores(), source, kind="cpu")
+        known = Device(processor(), peak, host_memory(), memory_rate, _cache(), cores(), source, kind="cpu")
+    elif (cluster := cluster_of_gpu(torch.cuda.get_device_name(device))) is not None:
+        known = cluster.device
     else:
-        found = _known(device) or _unknown(device, peak, memory_rate, source)
-    shares = _matmul_share(measured, found.peak, ranks), _attention_share(measured, found.peak, ranks)
+        gpu = torch.cuda.get_device_properties(device)
+        sizes = gpu.L2_cache_size, gpu.multi_processor_count
+        kind: DeviceKind = "rocm" if torch.version.hip else "cuda"
+        known = Device(gpu.name, peak, gpu.total_memory, memory_rate, *sizes, source, kind=kind)
+    matmul = [(p.format, p.flops, p.seconds) for p in measured.matmul]
+    # Two products of a causal half in the forward, five in the backward
+    attention = [(p.format, 3.5 * p.flops, p.forward + p.backward) for p in measured.attention]
     rates = Rates(
-        matmul=shares[0],
-        attention=shares[1],
-        memory=min(1.0, memory_rate / found.bandwidth),
+        matmul=_attained(matmul, known.peak, ranks, Rates.matmul),
+        attention=_attained(attention, known.peak, ranks, Rates.attention),
+        memory=min(1.0, memory_rate / known.bandwidth),
         launch=measured.launch or Rates.launch,
         link=1.0,  # a link's rate is a measured one
     )
-    return replace(found, rates=rates)
+    return replace(known, rates=rates)
 
 
-def _known(device: torch.device) -> Device | None:
-    words = f" {torch.cuda.get_device_name(device)} "
-    name = next((name for said, name in CUDA_NAMES.items() if f" {said} " in words), None)
-    return CLUSTERS[name].device if name else None
-
-
-def _unknown(device: torch.device, peak: Mapping[str, float], memory_rate: float, source: str) -> Device:
-    said = torch.cuda.get_device_properties(device)
-    return Device(
-        said.name,
-        peak,
-        said.total_memory,
-        memory_rate,
-        said.L2_cache_size,
-        said.multi_processor_count,
-        source,
-        kind="rocm" if torch.version.hip else "cuda",
-    )
-
-
-def _flops(point: Matmul) -> int:
-    return 2 * point.m * point.n * point.k
-
-
-def _best(points: Iterable[Matmul]) -> dict[str, float]:
-    best: dict[str, float] = {}
-    for point in points:
-        best[point.format] = max(best.get(point.format, 0.0), _flops(point) / point.seconds)
-    return best
-
-
-def _matmul_share(measured: Measured, peak: Mapping[str, float], ranks: int) -> float:
-    work = [(point.format, _flops(point), point.seconds) for point in measured.matmul]
-    return _share(work, peak, ranks) or Rates.matmul
-
-
-def _attention_share(measured: Measured, peak: Mapping[str, float], ranks: int) -> float:
-    """Seven products of a causal half: two of them forward, five backward."""
-    work = [
-        (p.format, 7 * p.sequences * p.heads * p.length**2 * p.head_dim, p.forward + p.backward)
-        for p in measured.attention
-    ]
-    return _share(work, peak, ranks) or Rates.attention
-
-
-def _share(work: list[tuple[str, int, float]], peak: Mapping[str, float], ranks: int) -> float | None:
-    """Attained share of the peak, over the larger half of the products (format, FLOPs, seconds)."""
-    large = sorted(work, key=lambda each: each[1])[len(work) // 2 :]
-    logs = [log(ranks * flops / seconds / peak[name]) for name, flops, seconds in large if name in peak]
-    return min(1.0, exp(fsum(logs) / len(logs))) if logs else None
+def _attained(work: Sequence[Work], peak: Mapping[str, float], ranks: int, default: float) -> float:
+    """Attained share of the peak, over the larger half of the products; without any, `default`."""
+    large = sorted(work, key=lambda product: product[1])[len(work) // 2 :]
+    shares = [ranks * flops / seconds / peak[name] for name, flops, seconds in large if name in peak]
+    return min(1.0, geometric_mean(shares)) if shares else default
 
 
 def host_memory() -> int:
@@ -140,9 +108,8 @@ def host_memory() -> int:
 
 def _cache() -> int:
     """Bytes of the last level of cache; 0 where the system does not tell."""
-    sizes = [
-        _text(str(file)).strip() for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    ]
+    files = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    sizes = [_text(str(file)).strip() for file in files]
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
     return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=0)
 
@@ -152,13 +119,3 @@ def _text(path: str) -> str:
         return Path(path).read_text(encoding="utf-8")
     except OSError:  # a system without such a file
         return ""
-
-
-def host_name() -> str:
-    """Name of this host on the network."""
-    return socket.gethostname()
-
-
-def has_infiniband() -> bool:
-    """True if this host has an InfiniBand adapter."""
-    return any(Path("/sys/class/infiniband").glob("*"))

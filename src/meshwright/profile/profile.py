@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, pairwise
+from pathlib import Path
+from socket import gethostname
 from statistics import fmean
 from typing import TypeVar
 
@@ -27,6 +30,10 @@ _QUICK = 0.02
 PASSES = 2
 """Over everything that has shapes: other work comes in bursts."""
 
+_PCIE = 64e9
+"""Bytes per second of PCIe 5.0: faster links between GPUs of a host are taken for NVLink."""
+
+Average = Callable[[Iterable[float]], float]
 Point = TypeVar("Point", Matmul, Attention, Collective)
 
 
@@ -54,25 +61,28 @@ def profile(device: torch.device, seconds: float) -> Cluster | None:
     """
     world = _world(device)
     matmul, attention, alone = _computed(world, seconds)
-    rates = _rates(world, seconds)
+    rates = compute.memory_rates(world.clock, seconds * _QUICK, world.meet)
+    world.meet()
+    rates.append(compute.launch_time(world.clock))
+    elementwise, copy, optimiser, launch = links.mean(rates, world.axis)
     share = seconds * _LINKS / PASSES
-    spent = links.Spent()
-    passes = [
-        list(links.collectives(world.places, world.axis, world.clock, share, spent)) for _ in range(PASSES)
-    ]
+    cpu_shares: dict[str, float] = {}
+    turn = partial(links.collective_times, world.places, world.axis, world.clock, share, cpu_shares)
+    passes = [list(turn()) for _ in range(PASSES)]
     # Of differences of times none is right by being the least.
-    collectives = _merge(world, _combine(passes, fmean if world.clock.crowded else min), max)
+    collectives = _merge(world, passes, fmean if world.clock.crowded else min, max)
     by_place = groupby(collectives, key=lambda point: (point.operation, point.ranks, point.level))
     collectives = tuple(point for _, points in by_place for point in links.never_less(list(points)))
+    ranks, taken = world.local, machine.taken(device)
     measured = Measured(
-        matmul, attention, collectives, alone, *rates, ranks=world.local, taken=machine.taken(device)
+        matmul, attention, collectives, alone, elementwise, copy, optimiser, launch, ranks=ranks, taken=taken
     )
     if world.places:
         slower = links.overlap(world.places[-1].axis, world.clock, seconds * _OVERLAP)
-        compute_by, collective_by = _mean(world, slower)
+        compute_by, collective_by = links.mean(slower, world.axis)
         measured = replace(measured, overlap_compute=compute_by, overlap_collective=collective_by)
         if not world.clock.cuda:
-            shares = dict(zip(spent.shares, _mean(world, list(spent.shares.values())), strict=True))
+            shares = dict(zip(cpu_shares, links.mean(list(cpu_shares.values()), world.axis), strict=True))
             measured = replace(measured, collective_compute=shares)
     return _cluster(world, measured) if world.ranks.rank == 0 else None
 
@@ -97,28 +107,26 @@ def _computed(
     world: _World, seconds: float
 ) -> tuple[tuple[Matmul, ...], tuple[Attention, ...], tuple[Matmul, ...]]:
     """Products with all ranks at work, attention likewise, and products of one rank of each host."""
-    clock, cuda, names = world.clock, world.clock.cuda, compute.FORMATS
+    clock, cuda, formats = world.clock, world.clock.cuda, compute.FORMATS
     with torch.no_grad():
-        rates = _mean(world, [compute.probe(clock, name) for name in names])
-    share = seconds / len(names) / PASSES
-    matmul: list[list[Matmul]] = []
-    attention: list[list[Attention]] = []
-    alone: list[list[Matmul]] = []
-    for _ in range(PASSES):
-        for found in (matmul, attention, alone):
-            found.append([])
-        for name, rate in zip(names, rates, strict=True):
+        rates = links.mean([compute.probe(clock, name) for name in formats], world.axis)
+    share = seconds / len(formats) / PASSES
+    matmul: list[list[Matmul]] = [[] for _ in range(PASSES)]
+    attention: list[list[Attention]] = [[] for _ in range(PASSES)]
+    alone: list[list[Matmul]] = [[] for _ in range(PASSES)]
+    for turn in range(PASSES):
+        for name, rate in zip(formats, rates, strict=True):
             shapes = compute.product_shapes(rate * share * _PRODUCTS, cuda)
             with torch.no_grad():
-                matmul[-1] += compute.products(clock, name, shapes, share * _PRODUCTS, world.meet)
+                matmul[turn] += compute.products(clock, name, shapes, share * _PRODUCTS, world.meet)
                 if not cuda:  # a GPU does not wait for its neighbours
-                    alone[-1] += _alone(world, name, shapes[::2], share * _ALONE)
+                    alone[turn] += _alone(world, name, shapes[::2], share * _ALONE)
             sizes = compute.attention_shapes(rate * share * _ATTENTION, cuda)
-            attention[-1] += compute.attentions(clock, name, sizes, share * _ATTENTION, world.meet)
+            attention[turn] += compute.attentions(clock, name, sizes, share * _ATTENTION, world.meet)
     return (
-        _merge(world, _combine(matmul, min), fmean),
-        _merge(world, _combine(attention, min), fmean),
-        _merge(world, _combine(alone, min), fmean),
+        _merge(world, matmul, min, fmean),
+        _merge(world, attention, min, fmean),
+        _merge(world, alone, min, fmean),
     )
 
 
@@ -132,49 +140,36 @@ def _alone(world: _World, name: str, shapes: list[tuple[int, int, int]], seconds
     world.meet()
 
 
-def _rates(world: _World, seconds: float) -> tuple[float, float, float, float]:
-    """(elementwise, copy, optimiser) bytes a second, and the seconds of a launch."""
-    found = []
-    for measure in (compute.elementwise_rate, compute.copy_rate, compute.optimiser_rate):
-        world.meet()
-        found.append(measure(world.clock, seconds * _QUICK))
-    world.meet()
-    elementwise, copy, optimiser, launch = _mean(world, [*found, compute.launch_time(world.clock)])
-    return elementwise, copy, optimiser, launch
-
-
-def _mean(world: _World, values: Sequence[float]) -> list[float]:
-    """Over all ranks."""
-    return [total / world.axis.size for total in sum_scalars(values, world.axis)]
-
-
-def _merge(world: _World, mine: list[Point], by: Callable[[Iterable[float]], float]) -> tuple[Point, ...]:
+def _merge(world: _World, passes: list[list[Point]], by_pass: Average, by_rank: Average) -> tuple[Point, ...]:
     """The points of all ranks that have any, their times combined, on the first rank; () on the others."""
-    rows = [[type(mine[0])(*point) for point in each] for each in world.ranks.gather(mine) if each]
-    return tuple(_combine(rows, by))
+    points = _combine(passes, by_pass)
+    rows = [[type(points[0])(*point) for point in row] for row in world.ranks.gather(points) if row]
+    return tuple(_combine(rows, by_rank))
 
 
-def _combine(rows: list[list[Point]], by: Callable[[Iterable[float]], float]) -> list[Point]:
+def _combine(rows: list[list[Point]], by: Average) -> list[Point]:
     """Points of the same shapes, their times combined."""
-    found: list[Point] = []
+    combined: list[Point] = []
     for points in zip(*rows, strict=True):
         kind = type(points[0])
         times = 2 if kind is Attention else 1
-        combined = [by(each) for each in zip(*(point[-times:] for point in points), strict=True)]
-        found.append(kind(*points[0][:-times], *combined))
-    return found
+        seconds = zip(*(point[-times:] for point in points), strict=True)
+        combined.append(kind(*points[0][:-times], *map(by, seconds)))
+    return combined
 
 
 def _cluster(world: _World, measured: Measured) -> Cluster:
     cuda, total = world.clock.cuda, world.hosts * world.local
-    levels = [Level("host", world.local, _link(measured, "host"), kind=_inside(world, measured))]
+    inside = _link(measured, "host")
+    kind: Kind = "nvlink" if inside.bandwidth > _PCIE else "pcie"
+    levels = [Level("host", world.local, inside, kind=kind if cuda else "memory")]
     if world.hosts > 1:
-        kind: Kind = "infiniband" if cuda and machine.has_infiniband() else "ethernet"
+        infiniband = cuda and any(Path("/sys/class/infiniband").glob("*"))
+        kind = "infiniband" if infiniband else "ethernet"
         levels.append(Level("network", total, _link(measured, "network"), kind=kind))
-    device = machine.device_of(world.clock.device, measured)
     return Cluster(
-        machine.host_name(),
-        device,
+        gethostname(),
+        machine.device_of(world.clock.device, measured),
         total,
         tuple(levels),
         None,
@@ -184,16 +179,9 @@ def _cluster(world: _World, measured: Measured) -> Cluster:
     )
 
 
-def _inside(world: _World, measured: Measured) -> Kind:
-    """Kind of the links between a host's devices: GPU links faster than PCIe 5.0 are taken for NVLink."""
-    if not world.clock.cuda:
-        return "memory"
-    return "nvlink" if _link(measured, "host").bandwidth > 64e9 else "pcie"
-
-
 def _link(measured: Measured, level: str) -> Link:
     """By messages from a rank to a neighbour; within a lone process, by its memory."""
-    sends = [each for each in measured.collectives if each.operation == "send" and each.level == level]
+    sends = [point for point in measured.collectives if (point.operation, point.level) == ("send", level)]
     if not sends:
         return Link(measured.launch or 0.0, (measured.copy_bandwidth or 0.0) / 2)
-    return Link(min(each.seconds for each in sends), max(each.bytes / each.seconds for each in sends))
+    return Link(min(point.seconds for point in sends), max(point.bytes / point.seconds for point in sends))

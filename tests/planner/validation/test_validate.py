@@ -10,7 +10,7 @@ import pytest
 from meshwright.planner.validation import page as validation_page
 from meshwright.planner.validation.calibration import is_used
 from meshwright.planner.validation.cases import case_of
-from meshwright.planner.validation.metrics import Validation, kendall, report, skipped_rows, validate
+from meshwright.planner.validation.metrics import Validation, kendall, report, validate
 from meshwright.planner.validation.table import PUBLISHED, PredictionError, read
 from meshwright.spec import UserError
 
@@ -187,14 +187,21 @@ def test_a_broken_row_leaves_the_others(tmp_path: Path) -> None:
     with PUBLISHED.open(newline="") as file:
         reader = csv.DictReader(file)
         first, names = next(reader), list(reader.fieldnames or [])
-    changes: list[dict[str, str]] = [{"gpus": "0"}, {}, {"precision": "int4"}, {"hidden": "1", "heads": "9"}]
+    changes: list[dict[str, str]] = [
+        {"gpus": "inf"},
+        {},
+        {"precision": "int4"},
+        {"hidden": "1", "heads": "9"},
+    ]
+    changes += [{"gpus": "64", "global_batch_seqs": ""}]  # the batch of row 1, in proportion
     with path.open("w", newline="", encoding="utf-8-sig") as file:  # as spreadsheets write it
         writer = csv.DictWriter(file, names)
         writer.writeheader()
         writer.writerows({**first, **changed} for changed in changes)
     found = validate(path)
-    assert [each.case.row.number for each in found.predictions] == [1]
-    skipped = skipped_rows(found)
+    assert [each.case.row.number for each in found.predictions] == [1, 4]
+    assert found.predictions[1].spec.batch_sequences == 2 * found.predictions[0].spec.batch_sequences
+    skipped = found.skipped
     assert [each["row"] for each in skipped] == [0, 2, 3]
     assert all(each["source"] == first["source"] for each in skipped)
     assert all("\n" not in each["reason"] and "pydantic" not in each["reason"] for each in skipped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -23,11 +24,6 @@ class Seconds(NamedTuple):
         """Seconds of everything."""
         return sum(self)
 
-    @property
-    def compute(self) -> float:
-        """Seconds without messages."""
-        return self.matmul + self.attention + self.moved + self.host
-
     def plus(self, other: Seconds, times: float = 1.0) -> Seconds:
         """The sum with `times` x `other`."""
         return Seconds(*(a + times * b for a, b in zip(self, other, strict=True)))
@@ -46,9 +42,13 @@ class PassSeconds(NamedTuple):
         """Seconds of all passes."""
         return sum(self.forward) + sum(self.input) + sum(self.weight) + sum(self.again)
 
-    def plus(self, other: PassSeconds, times: float = 1.0) -> PassSeconds:
-        """The sum with `times` x `other`."""
-        return PassSeconds(*(a.plus(b, times) for a, b in zip(self, other, strict=True)))
+
+def weighted_sum(counted: Iterable[tuple[float, PassSeconds]]) -> PassSeconds:
+    """The sum of (number, seconds of one)."""
+    sums = PassSeconds()
+    for count, seconds in counted:
+        sums = PassSeconds(*(a.plus(b, count) for a, b in zip(sums, seconds, strict=True)))
+    return sums
 
 
 class Product(NamedTuple):

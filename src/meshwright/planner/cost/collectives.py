@@ -34,7 +34,7 @@ class Path:
     tree: float
     """Seconds of latency up a tree."""
     level: str
-    """Name of the slowest level."""
+    """Name of the outermost level."""
     exchanged: float
     """Seconds per byte of an all-to-all, counting one rank's bytes."""
     trip: float
@@ -51,8 +51,7 @@ class CollectiveCosts:
     def __init__(self, cluster: Cluster, network: float = 1.0, flat_rings: bool = False) -> None:
         self.cluster = cluster
         self._network, self._flat = network, flat_rings
-        self.path = cache(self._ring)
-        self._rate = cluster.device.rates.link
+        self.path = cache(self._path)
 
     def contention(self, operation: str) -> float:
         """Compute slowdown per second of an overlapped collective, 0 to 1; 1 if not measured."""
@@ -67,8 +66,8 @@ class CollectiveCosts:
 
     def rate(self, level: Level) -> float:
         """Bytes per second that a device sends over a level while all devices of its group do."""
-        share = self._rate if level is self.cluster.levels[0] else self.cluster.device.rates.network
-        return level.link.bandwidth / level.oversubscription * share
+        rates = self.cluster.device.rates
+        return level.loaded * (rates.link if level is self.cluster.levels[0] else rates.network)
 
     def members(self, group: GroupShape) -> Iterator[tuple[Level, int, int]]:
         """(level, ranks of the group inside it, those one level further in) per level that it crosses."""
@@ -84,9 +83,9 @@ class CollectiveCosts:
         """Interfaces through which a ring leaves a node that holds `inner` of its members."""
         return 1 if self._flat else inner
 
-    def _ring(self, group: GroupShape) -> Path:
+    def _path(self, group: GroupShape) -> Path:
         bandwidth, reduced, once, tree, exchanged, trip = float("inf"), 0.0, 0.0, 0.0, 0.0, 0.0
-        slowest = self.cluster.levels[0].name
+        level = self.cluster.levels[0]
         for level, here, inner in self.members(group):
             rate = self.rate(level)
             # A rank sends every other as much; what leaves a node goes through the rank's own interface.
@@ -94,12 +93,11 @@ class CollectiveCosts:
             trip += level.link.latency * ceil(log2(1 + here / inner))
             if level is not self.cluster.levels[0]:
                 rate *= self._network * self.interfaces(inner)
-            if rate < bandwidth:
-                bandwidth, slowest = rate, level.name
+            bandwidth = min(bandwidth, rate)
             reduced = max(reduced, (1 - inner / here) / rate)
             once += (ceil(group.ranks / inner) - ceil(group.ranks / here)) * level.link.latency
             tree += ceil(log2(ceil(here / inner))) * level.link.latency
-        return Path(bandwidth, reduced, once, tree, slowest, exchanged, trip)
+        return Path(bandwidth, reduced, once, tree, level.name, exchanged, trip)
 
     def seconds(self, message: Message) -> float:
         """Seconds of one call, with nothing else on its links."""
@@ -112,29 +110,21 @@ class CollectiveCosts:
         n = group.ranks
         if n == 1 or size <= 0:
             return 0.0
-        if self.cluster.measured is not None:
-            *_, (outermost, _, _) = self.members(group)
-            known = self._measured(operation, n, outermost, size)
-            if known is not None:
-                return known
-        over = self.path(group)
+        path = self.path(group)
+        known = collective_seconds(self.cluster.measured, operation, n, path.level, size)
+        if known is not None:
+            return known
         if operation == "all_to_all":
-            return size * over.exchanged + over.trip
+            return size * path.exchanged + path.trip
         if operation == "all_reduce":
-            return 2 * size * over.reduced + 2 * min(over.once, over.tree)
-        return size * (n - 1) / n / over.bandwidth + over.once
+            return 2 * size * path.reduced + 2 * min(path.once, path.tree)
+        return size * (n - 1) / n / path.bandwidth + path.once
 
     def message(self, size: float, stride: int) -> float:
         """Seconds of a transfer of `size` bytes to the rank that is `stride` away."""
         level = self.between(stride)
-        known = self._measured("send", 2, level, size)
+        known = collective_seconds(self.cluster.measured, "send", 2, level.name, size)
         return level.link.latency + size / self.rate(level) if known is None else known
-
-    def _measured(self, operation: str, ranks: int, level: Level, size: float) -> float | None:
-        """Seconds between measured sizes; None if the operation was not measured at that level."""
-        if self.cluster.measured is None:
-            return None
-        return collective_seconds(self.cluster.measured, operation, ranks, level.name, size)
 
     def between(self, stride: int) -> Level:
         """The innermost level that connects ranks `stride` apart."""

@@ -13,13 +13,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from meshwright.planner.cost.collectives import CollectiveCosts
-from meshwright.planner.cost.software import SoftwareStack
+from meshwright.planner.cost.model import CostModel
 from meshwright.planner.group_shapes import GroupShape, axes
 from meshwright.spec import RunSpec
 from meshwright.units import FORMAT_BYTES
 
 AXES = ("shard", "expert_data", "replicate")
 """Axes of data ranks, each with messages of its own."""
+_UPDATE_BYTES = 38.0
+"""Bytes per parameter of an optimiser step: AdamW reads the gradient, the master and both moments, writes
+three of them and the copy that computes; the norm reads gradients once more, and they are cleared."""
+_ADAMW_BYTES = 28.0
+"""Bytes per parameter that AdamW itself moves, in fp32."""
 
 
 @dataclass(frozen=True)
@@ -52,41 +57,23 @@ class DataSeconds:
         return self.optimiser + (0.0 if self.each_microbatch else self.exposed + self.slowed)
 
 
-@dataclass(frozen=True)
-class _Overlap:
-    """Compute that overlaps messages: its seconds for a microbatch, and the slowdown of both."""
-
-    forward: float
-    backward: float
-    contention: float
-    """Seconds that compute loses for each second of a message."""
-    slower: float
-    """How many times as long a message takes."""
-
-
 def data_seconds(
-    spec: RunSpec,
-    stack: SoftwareStack,
-    links: CollectiveCosts,
-    held: StoredParameters,
-    forward: float,
-    backward: float,
-    update: float,
-    unpack: float = 0.0,
+    spec: RunSpec, costs: CostModel, held: StoredParameters, forward: float, backward: float
 ) -> DataSeconds:
-    """Seconds of a rank with `held`, whose microbatch takes `forward` and `backward` seconds.
-
-    `update` is the optimiser's seconds for each parameter of the rank, `unpack` those to lay out one that was
-    gathered.
-    """
-    layout, groups = spec.layout, axes(spec.layout)
+    """Seconds of a rank with `held`, whose microbatch takes `forward` and `backward` seconds."""
+    layout, groups, stack, links, kernels = (
+        spec.layout,
+        axes(spec.layout),
+        costs.stack,
+        costs.links,
+        costs.kernels,
+    )
     width = FORMAT_BYTES[spec.precision.compute] if stack.own else stack.gather_bytes
+    unpack = kernels.moved(stack.unpacked)
     gathers, reduces, whole = dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 0.0), 0.0
     reduction = "reduce_scatter" if layout.zero else "all_reduce"
-    for axis, elements, group in (
-        ("shard", held.dense, groups.shard),
-        ("expert_data", held.routed, groups.expert_data),
-    ):
+    stored = ("shard", held.dense, groups.shard), ("expert_data", held.routed, groups.expert_data)
+    for axis, elements, group in stored:
         if not elements:
             continue
         count = held.tensors if stack.by_tensor and layout.zero else held.units
@@ -97,49 +84,28 @@ def data_seconds(
         mine = elements / (group.ranks if layout.zero else 1)
         reduces["replicate"] += links.collective("all_reduce", mine * stack.gradient_bytes, groups.replicate)
         whole += mine
-    optimiser = whole * update
+    optimiser = whole * kernels.updated(_UPDATE_BYTES, _UPDATE_BYTES - _ADAMW_BYTES)
     often = spec.microbatches if layout.pp == 1 else 0
-    gather, reduce = sum(gathers.values()), sum(reduces.values())
+    gather, reduce, units = sum(gathers.values()), sum(reduces.values()), max(1, held.units)
     contention, slower = stack.contention, 1.0
     if stack.own and reduce + gather:
-        lost = reduce * links.contention(reduction)
-        slower = links.slowed
-        contention = (lost + gather * links.contention("all_gather")) / (reduce + gather)
+        lost = reduce * links.contention(reduction) + gather * links.contention("all_gather")
+        contention, slower = lost / (reduce + gather), links.slowed
+    forward, backward = forward / slower, backward / slower  # seconds of messages that compute can hide
+    times = max(1, often) if layout.zero >= 2 else 1  # a pipeline gathers and reduces once a step
     if layout.zero == 3:
-        overlap = _Overlap(forward, backward, contention, slower)
-        return _zero3(stack, gathers, reduces, overlap, optimiser, often, max(1, held.units))
-    times = max(1, often) if layout.zero == 2 else 1
-    hidden = min(reduce, backward / slower) * stack.overlap_data * (1 - 1 / max(1, held.units))
-    hidden_gather = min(gather, forward / slower) * stack.overlap_gather_parameters
-    exposed = times * (reduce - hidden) + gather - hidden_gather
-    slowed = contention * (times * hidden + hidden_gather)
+        hidden = min(gather, forward) * stack.overlap_data
+        hidden_back = min(gather + reduce, backward) * stack.overlap_data
+        exposed = max((gather - hidden) + (gather + reduce - hidden_back), gather / units + reduce / units)
+        slowed = contention * (hidden + hidden_back)
+        sent = {axis: times * (2 * gathers[axis] + reduces[axis]) for axis in AXES}
+        each = exposed + slowed if often else 0.0
+        return DataSeconds(sent, times * exposed, times * slowed, optimiser, each)
+    hidden = min(gather, forward) * stack.overlap_gather_parameters
+    hidden_back = min(reduce, backward) * stack.overlap_data * (1 - 1 / units)
+    exposed = times * (reduce - hidden_back) + gather - hidden
     sent = {axis: times * reduces[axis] + gathers[axis] for axis in AXES}
-    return DataSeconds(sent, exposed, slowed, optimiser)
-
-
-def _zero3(
-    stack: SoftwareStack,
-    gathers: Mapping[str, float],
-    reduces: Mapping[str, float],
-    overlap: _Overlap,
-    optimiser: float,
-    often: int,
-    units: int,
-) -> DataSeconds:
-    """ZeRO-3 gathers for the forward and again for the backward, `often` times a step.
-
-    0 stands for a pipeline, which gathers once a step and not for each microbatch.
-    """
-    gather, reduce = sum(gathers.values()), sum(reduces.values())
-    hidden = min(gather, overlap.forward / overlap.slower) * stack.overlap_data
-    hidden_back = min(gather + reduce, overlap.backward / overlap.slower) * stack.overlap_data
-    exposed = (gather - hidden) + (gather + reduce - hidden_back)
-    exposed = max(exposed, gather / units + reduce / units)
-    slowed = overlap.contention * (hidden + hidden_back)
-    times = often or 1
-    sent = {axis: times * (2 * gathers[axis] + reduces[axis]) for axis in AXES}
-    each = exposed + slowed if often else 0.0
-    return DataSeconds(sent, times * exposed, times * slowed, optimiser, each)
+    return DataSeconds(sent, exposed, contention * (times * hidden_back + hidden), optimiser)
 
 
 def _messages(links: CollectiveCosts, operation: str, size: float, group: GroupShape, count: int) -> float:

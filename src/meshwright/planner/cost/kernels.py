@@ -9,10 +9,11 @@ device's own rate. Measured times of a machine, where present, are interpolated 
 
 from __future__ import annotations
 
+from functools import cache
 from math import ceil
 
 from meshwright.hardware.cluster import Device, Measured
-from meshwright.hardware.measurements import attention_seconds, matmul_seconds
+from meshwright.hardware.measurements import matmul_seconds
 from meshwright.units import FORMAT_BYTES
 
 _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.80), (64, 64, 0.62))
@@ -50,22 +51,15 @@ class KernelCosts:
         measured: Measured | None = None,
     ) -> None:
         self.device, self.measured = device, measured
-        self._matmul = matmul
+        self._share = device.rates.matmul * matmul
         self._attention = 1.0 if native_attention else device.rates.attention_ported
-        self._known: dict[tuple[str, int, int, int, int], float] = {}
+        self.matmul = cache(self._matmul)
         self._bandwidth = device.bandwidth * device.rates.memory
         if measured is not None and measured.memory_bandwidth:
             self._bandwidth = measured.memory_bandwidth
 
-    def matmul(self, format: str, m: int, n: int, k: int, batch: int = 1) -> float:
+    def _matmul(self, format: str, m: int, n: int, k: int, batch: int = 1) -> float:
         """Seconds of `batch` products (m, k) x (k, n)."""
-        key = (format, m, n, k, batch)
-        seconds = self._known.get(key)
-        if seconds is None:
-            seconds = self._known[key] = self._product(format, m, n, k, batch)
-        return seconds
-
-    def _product(self, format: str, m: int, n: int, k: int, batch: int) -> float:
         if min(m, n, k, batch) < 1:
             return 0.0
         width = FORMAT_BYTES[format]
@@ -75,9 +69,7 @@ class KernelCosts:
             if seconds is not None:  # beyond the measured shapes the memory bandwidth still bounds it
                 return max(batch * seconds, moved / self._bandwidth)
         device = self.device
-        rate = peak(device, format) * device.rates.matmul * self._matmul * _alignment(format, n, k, batch)
-        if format == "fp8":
-            rate *= device.rates.fp8
+        rate = self.large_rate(format) * _alignment(format, n, k, batch)
         best = min(
             ceil(batch * ceil(m / rows) * ceil(n / columns) / device.units) * rows * columns / share
             for rows, columns, share in _TILES
@@ -96,23 +88,10 @@ class KernelCosts:
         rate *= self._attention * (rates.attention_backward if backward else rates.attention)
         return flops * (1 + _SHORT / length) / rate
 
-    def attention_of(
-        self, format: str, sequences: int, heads: int, kv_heads: int, head_dim: int, length: int
-    ) -> tuple[float, float] | None:
-        """Measured seconds of causal attention, (forward, backward), or None if it was not measured."""
-        if self.measured is None:
-            return None
-        return attention_seconds(self.measured, format, sequences, heads, kv_heads, head_dim, length)
-
-    def launched(self, otherwise: float, operators: float) -> float:
-        """Host seconds to launch one operator.
-
-        That is `operators` times the measured launch, or `otherwise` if none was measured or `operators` is
-        0.
-        """
-        if self.measured is None or self.measured.launch is None or not operators:
-            return otherwise
-        return operators * self.measured.launch
+    def large_rate(self, format: str) -> float:
+        """FLOP/s of large, aligned matrix products."""
+        share = self._share * self.device.rates.fp8 if format == "fp8" else self._share
+        return peak(self.device, format) * share
 
     def updated(self, whole: float, parts: float) -> float:
         """Seconds of the optimiser to move `whole` bytes, of which `parts` are not moved by AdamW itself."""
@@ -128,8 +107,5 @@ class KernelCosts:
 def _alignment(format: str, n: int, k: int, batch: int) -> float:
     """Factor on the rate for sizes that are not multiples of the tensor cores' word size."""
     words = int(_WORD / FORMAT_BYTES[format])
-    share = 1.0
-    for size in (n, k):
-        if size % words:
-            share *= _UNALIGNED if batch == 1 else _UNALIGNED_BATCHED
-    return share
+    unaligned = (n % words > 0) + (k % words > 0)
+    return (_UNALIGNED if batch == 1 else _UNALIGNED_BATCHED) ** unaligned

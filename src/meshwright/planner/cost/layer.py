@@ -15,21 +15,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from meshwright.hardware.measurements import attention_seconds
 from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.kernels import KernelCosts
 from meshwright.planner.cost.software import SoftwareStack
 from meshwright.planner.rank_view import share
 from meshwright.planner.traffic.layer_shape import LayerShape, layer_shape
-from meshwright.planner.traffic.messages import (
-    Message,
-    Overlap,
-    Phase,
-    Where,
-    end_messages,
-    layer_messages,
-)
-from meshwright.spec import ModelSpec, MoeSpec, RunSpec
+from meshwright.planner.traffic.messages import Message, Overlap, Phase, Where, end_messages, layer_messages
+from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.parameters import block_parameters
 from meshwright.units import FORMAT_BYTES
 
@@ -42,59 +36,69 @@ PRICED_AS = {"sequence": "expert"}
 
 @dataclass
 class Dense:
-    """Cached costs that do not depend on how experts are sharded: dense layers, embedding and head."""
+    """Cached costs that do not depend on how experts are sharded."""
 
-    block: PassSeconds | None = None
-    embedding: PassSeconds | None = None
-    head: PassSeconds | None = None
+    seconds: dict[str, PassSeconds] = field(default_factory=dict)
+    """'dense', 'embed' or 'head' -> seconds of the part."""
     sizes: dict[bool, tuple[int, int, int]] = field(default_factory=dict)
     """Has experts -> parameters of a layer: split by tensor ranks, replicated on them, of routed experts."""
 
 
+@dataclass(eq=False)
 class LayerCost:
     """Seconds of the layers, the embedding and the head of a run, for one microbatch.
 
-    `dense` is a cache shared by layouts that differ only in how experts are sharded.
+    `dense` is a cache shared by layouts that differ only in how experts are sharded; `format` is the number
+    format of matrix products.
     """
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        format: str,
-        stack: SoftwareStack,
-        kernels: KernelCosts,
-        links: CollectiveCosts,
-        dense: Dense | None = None,
-    ) -> None:
-        self.spec, self.stack, self.kernels, self.links, self.format = spec, stack, kernels, links, format
+    spec: RunSpec
+    format: str
+    stack: SoftwareStack
+    kernels: KernelCosts
+    links: CollectiveCosts
+    dense: Dense
+
+    def __post_init__(self) -> None:
+        spec, stack, kernels, format = self.spec, self.stack, self.kernels, self.format
         self.width = max(2.0, FORMAT_BYTES[format])
-        on_cpu = kernels.device.kind == "cpu"
-        self.shape = shape = replace(layer_shape(spec, on_cpu), width=self.width, repeated=frozenset())
+        shape = layer_shape(spec, on_cpu=kernels.device.kind == "cpu")
+        self.shape = shape = replace(shape, width=self.width, repeated=frozenset())
         self.length, self.tokens, self.own = shape.length, shape.tokens, shape.own
         self.q, self.kv, self.rows = shape.q, shape.kv, shape.rows
-        self.launch = kernels.launched(stack.launch, stack.host)
-        self._dense = dense or Dense()
-        self._routed: PassSeconds | None = None
+        measured = kernels.measured
+        self.launch = stack.launch
+        if stack.host and measured is not None and measured.launch is not None:
+            self.launch = stack.host * measured.launch
+        self._routed: dict[str, PassSeconds] = {}
+
+    def seconds(self, part: str) -> PassSeconds:
+        """Seconds of a part of the model: a 'dense' layer, a 'routed' one with experts, 'embed' or 'head'."""
+        known = self._routed if part == "routed" else self.dense.seconds
+        if part not in known:
+            if part == "head":
+                known[part] = self._head()
+            elif part == "embed":
+                known[part] = self._embedding()
+            else:
+                known[part] = self._layer(part == "routed")
+        return known[part]
 
     def passes(self, routed: bool) -> PassSeconds:
         """Seconds of a layer, dense or with routed experts."""
-        if routed:
-            self._routed = self._routed or self._layer(True)
-            return self._routed
-        self._dense.block = self._dense.block or self._layer(False)
-        return self._dense.block
+        return self.seconds("routed" if routed else "dense")
 
     def held(self, routed: bool) -> tuple[int, int]:
         """Parameters of a layer on one tensor rank: those that all tokens use, and its routed experts'."""
-        if routed not in self._dense.sizes:
-            self._dense.sizes[routed] = _sizes(self.spec.model, routed)
-        (split, whole, experts), layout = self._dense.sizes[routed], self.spec.layout
+        if routed not in self.dense.sizes:
+            self.dense.sizes[routed] = _sizes(self.spec.model, routed)
+        (split, whole, experts), layout = self.dense.sizes[routed], self.spec.layout
         return split // layout.tp + whole, experts // (layout.ep * layout.etp)
 
     def products(self, routed: bool) -> list[Product]:
         """Matrix products of a layer's forward."""
-        inner: list[Product] = self._routed_products() if routed else []
-        return [*self._attention_products(), *self._feed_forward_products(routed), *inner]
+        inner = self._feed_forward_products(self.shape.moe.shared_ffn if routed else self.spec.model.ffn)
+        return [*self._attention_products(), *inner, *(self._routed_products() if routed else ())]
 
     @property
     def largest_unit(self) -> float:
@@ -154,28 +158,16 @@ class LayerCost:
         up = Product(n, heads * (model.head_dim - mla.rope_dim + mla.v_dim), mla.kv_rank)
         return [*down, *query, up, Product(n, model.hidden, heads * mla.v_dim)]
 
-    def _feed_forward_products(self, routed: bool) -> list[Product]:
-        model, t = self.spec.model, self.spec.layout.tp
-        channels = self._moe().shared_ffn if routed else model.ffn
-        if not channels:
-            return []
-        n, inner = self.tokens, channels // t
-        return [Product(n, self.gates * inner, model.hidden), Product(n, model.hidden, inner)]
+    def _feed_forward_products(self, channels: int) -> list[Product]:
+        n, inner, hidden = self.tokens, channels // self.spec.layout.tp, self.spec.model.hidden
+        return [Product(n, self.gates * inner, hidden), Product(n, hidden, inner)] if channels else []
 
     def _routed_products(self) -> list[Product]:
-        moe, layout, hidden = self._moe(), self.spec.layout, self.spec.model.hidden
+        moe, layout, hidden = self.shape.moe, self.spec.layout, self.spec.model.hidden
         local, inner = max(1, moe.experts // layout.ep), moe.ffn // layout.etp
-        experts = partial(Product, max(1, round(self.routed_rows / local)), batch=local)
+        experts = partial(Product, max(1, round(self.shape.copies / local)), batch=local)
         router = Product(self.own, moe.experts, hidden)
         return [router, experts(self.gates * inner, hidden), experts(hidden, inner)]
-
-    @property
-    def routed_rows(self) -> float:
-        """Rows that this rank's experts compute under an even router."""
-        return self.shape.copies
-
-    def _moe(self) -> MoeSpec:
-        return self.shape.moe
 
     @property
     def gates(self) -> int:
@@ -216,10 +208,11 @@ class LayerCost:
         model, layout, u = self.spec.model, self.spec.layout, self.shape.ulysses.ranks
         ring, heads = layout.cp // u, model.heads // layout.tp // u
         kv_heads = max(1, layout.local_kv_heads(model.kv_heads) // u)
-        measured = self.kernels.attention_of(
-            self.format, self.spec.micro_batch, heads, kv_heads, model.head_dim, self.length // ring
-        )
-        return None if measured is None else ring * measured[backward]
+        if (measured := self.kernels.measured) is None:
+            return None
+        size = self.spec.micro_batch, heads, kv_heads, model.head_dim, self.length // ring
+        seconds = attention_seconds(measured, self.format, *size)
+        return None if seconds is None else ring * seconds[backward]
 
     def _bytes(self, routed: bool) -> float:
         """Bytes that the norms, activations, residuals and copies of the forward move."""
@@ -231,10 +224,10 @@ class LayerCost:
         moved += n * b * (2 * (self.q + 2 * self.kv) + 2 * self.q)
         if model.qk_norm:
             moved += 2 * n * b * (self.q + self.kv)
-        channels = self._moe().shared_ffn if routed else model.ffn
+        channels = self.shape.moe.shared_ffn if routed else model.ffn
         if routed:  # counted: rows permuted there and back; the activation reads its gates and writes one
-            inner = (1 + self.gates) * self._moe().ffn / self.spec.layout.etp
-            moved += self.routed_rows * b * (4 * d + inner)
+            inner = (1 + self.gates) * self.shape.moe.ffn / self.spec.layout.etp
+            moved += self.shape.copies * b * (4 * d + inner)
         moved += n * b * (1 + self.gates) * channels / t
         return moved * self.stack.elementwise
 
@@ -291,22 +284,13 @@ class LayerCost:
 
     # The ends.
 
-    def head(self) -> PassSeconds:
-        """Seconds of the last norm, the head's product and the loss; fp8 runs compute logits in bf16."""
-        self._dense.head = self._dense.head or self._head()
-        return self._dense.head
-
-    def embedding(self) -> PassSeconds:
-        """Seconds of the lookup, and of adding up its gradient."""
-        self._dense.embedding = self._dense.embedding or self._embedding()
-        return self._dense.embedding
-
     def _around(self, head: bool) -> float:
         """Seconds of the messages around an end, the loss's left out: half of them for each pass."""
         seconds = sum(self.links.seconds(m) for m in end_messages(self.shape, head) if m.where != "loss")
         return seconds * (1 - self.stack.overlap_tensor) / 2
 
     def _head(self) -> PassSeconds:
+        """Seconds of the last norm, the head's product and the loss; fp8 runs compute logits in bf16."""
         model, rows, n = self.spec.model, self.rows, self.tokens
         product = partial(self.kernels.matmul, "bf16" if self.format == "fp8" else self.format)
         loss = [m.count * self.links.seconds(m) for m in self.end_messages(True) if m.where == "loss"]
@@ -321,6 +305,7 @@ class LayerCost:
         )
 
     def _embedding(self) -> PassSeconds:
+        """Seconds of the lookup, and of adding up its gradient."""
         stream, sent = self.shape.stream * self.width, self._around(head=False)
         moved = self.kernels.moved(3 * stream)  # counted: a row read, written, and read by what follows
         packed = self.kernels.moved(self.stack.packed * self.largest_unit)

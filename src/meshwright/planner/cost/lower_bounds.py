@@ -13,15 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds
-from meshwright.planner.cost.kernels import peak
 from meshwright.planner.cost.layer import LayerCost
-from meshwright.planner.cost.stages import Contents, PlacedStages, together
+from meshwright.planner.cost.stages import Contents, PlacedStages, parts, together
 from meshwright.planner.group_shapes import GroupShape
 from meshwright.planner.traffic.messages import Message, Phase
-from meshwright.schedule import MOST_HELD, Kind, Path, Schedule, StageCost, make
+from meshwright.schedule import MOST_HELD, Kind, Path, StageCost, make
 from meshwright.spec.arithmetic import divisors
 from meshwright.spec.layout import HOLD_ALL, SPLIT
 
@@ -33,17 +33,15 @@ class Floor(LayerCost):
     """
 
     def _routed_products(self) -> list[Product]:
-        return [Product(self.own, self._moe().experts, self.spec.model.hidden)]  # the router
+        return [Product(self.own, self.shape.moe.experts, self.spec.model.hidden)]  # the router
 
     def _launched(self, passes: PassSeconds, routed: bool) -> PassSeconds:
         if not routed:
             return super()._launched(passes, routed)
-        moe, model, device = self._moe(), self.spec.model, self.kernels.device
+        moe, model = self.shape.moe, self.spec.model
         rows = _fewest_rows(self.tokens / self.spec.layout.tp * moe.top_k, moe.experts, moe.ffn)
-        rate = peak(device, self.format) * device.rates.matmul * self.stack.matmul
-        if self.format == "fp8":
-            rate *= device.rates.fp8
-        each = 2.0 * rows * model.hidden * moe.ffn * (self.gates + 1) / rate
+        flops = 2.0 * rows * model.hidden * moe.ffn * (self.gates + 1)
+        each = flops / self.kernels.large_rate(self.format)
         with_experts = (seconds._replace(matmul=seconds.matmul + each) for seconds in passes[:3])
         return super()._launched(PassSeconds(*with_experts), routed)
 
@@ -70,10 +68,9 @@ def microbatch_seconds(blocks: LayerCost, model: Contents, policy: str | None = 
 
     `policy` 'full' adds the recomputation of each block's forward, if `blocks` do not include it.
     """
-    total = blocks.embedding().total + blocks.head().total
-    for count, routed in model.kinds:
-        passes = blocks.passes(routed)
-        total += count * (passes.total + (passes.forward.total if policy == "full" else 0.0))
+    total = sum(count * passes.total for count, passes in parts(blocks, model))
+    if policy == "full":
+        total += sum(count * blocks.passes(routed).forward.total for count, routed in model.kinds)
     return total
 
 
@@ -108,37 +105,28 @@ class StageShape(NamedTuple):
 def pace_setters(placed: PlacedStages) -> list[StageShape]:
     """The ranks that may set a step's pace: the first, the last, that of the head, and the fullest."""
     held = [together(mine) for mine in placed.by_rank]
-    most = max(each.blocks for each in held)
-    fullest = max(rank for rank, each in enumerate(held) if each.blocks == most)
-    head = next(rank for rank, each in enumerate(held) if each.head)
-    found = []
+    fullest = max(range(len(held)), key=lambda rank: (held[rank].blocks, rank))
+    head = next(rank for rank, contents in enumerate(held) if contents.head)
+    shapes = []
     for rank in sorted({0, len(held) - 1, head, fullest}):
         first = min(placed.own[rank])
         before = together(placed.contents[:first]) if first else Contents(0, 0, False, False)
-        found.append(StageShape(held[rank], before, first))
-    return found
+        shapes.append(StageShape(held[rank], before, first))
+    return shapes
 
 
 class Pace(NamedTuple):
-    """Seconds of a microbatch in each of `Contents`' parts, by pass, and of a message between stages."""
+    """Seconds of a microbatch in each of `Contents`' parts, and of a message between stages."""
 
+    total: tuple[float, ...]
     forward: tuple[float, ...]
-    back: tuple[float, ...]
-    weight: tuple[float, ...]
     hop: float
 
 
 def pace(blocks: LayerCost, model: Contents, hop: float) -> Pace:
     """The pace of a mesh whose stages are a message of `hop` seconds apart."""
-    wanted = {routed for _, routed in model.kinds}
-    each = [blocks.passes(routed) if routed in wanted else PassSeconds() for routed in (False, True)]
-    each += [blocks.embedding(), blocks.head()]
-    return Pace(
-        tuple(passes.forward.total for passes in each),
-        tuple(passes.input.total + passes.again.total for passes in each),
-        tuple(passes.weight.total for passes in each),
-        hop,
-    )
+    passes = [blocks.seconds(part) if count else PassSeconds() for part, count in model._asdict().items()]
+    return Pace(tuple(part.total for part in passes), tuple(part.forward.total for part in passes), hop)
 
 
 def pace_bound(shapes: Sequence[StageShape], pace: Pace, microbatches: int, whole: bool) -> float:
@@ -146,15 +134,11 @@ def pace_bound(shapes: Sequence[StageShape], pace: Pace, microbatches: int, whol
 
     `whole` is true if backwards are not split.
     """
-    most = 0.0
-    for work, before, hops in shapes:
-        seconds = hops * pace.hop * (2 if whole else 1)
-        for own, earlier, forward, back, weight in zip(work, before, *pace[:3], strict=True):
-            seconds += microbatches * own * (forward + back + weight) + earlier * forward
-            if whole:
-                seconds += earlier * (back + weight)
-        most = max(most, seconds)
-    return most
+    once, hop = (pace.total, 2 * pace.hop) if whole else (pace.forward, pace.hop)
+    return max(
+        microbatches * sum(map(mul, work, pace.total)) + sum(map(mul, before, once)) + hops * hop
+        for work, before, hops in shapes
+    )
 
 
 class ScheduleShape(NamedTuple):
@@ -171,7 +155,7 @@ def shape(name: str, ranks: int, virtual: int, microbatches: int) -> ScheduleSha
     """The shape of a schedule."""
     if name in HOLD_ALL:
         return ScheduleShape((virtual * microbatches,) * ranks, (((microbatches,) * virtual,),) * ranks)
-    made = schedule(name, ranks, virtual, microbatches)
+    made = make(name, ranks, virtual, microbatches)
     most, held = [], []
     for rank, actions in enumerate(made.actions):
         own = {stage: place for place, stage in enumerate(made.stages_of(rank))}
@@ -193,12 +177,6 @@ def shape(name: str, ranks: int, virtual: int, microbatches: int) -> ScheduleSha
                 kept.append(each)
         held.append(tuple(kept))
     return ScheduleShape(tuple(most), tuple(held))
-
-
-@lru_cache(maxsize=16)
-def schedule(name: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
-    """A schedule's lists, which are large: few are kept."""
-    return make(name, ranks, virtual, microbatches)
 
 
 def rank_ends(

@@ -27,9 +27,8 @@ class CostModel:
         if stack is MESHWRIGHT and cluster.device.kind == "cpu":
             stack = MESHWRIGHT_ON_CPU
         self.cluster, self.stack, self.format = cluster, stack, format
-        self.kernels = KernelCosts(
-            _device_of_rank(cluster), stack.matmul, stack.native_attention, cluster.measured
-        )
+        device = _device_of_rank(cluster)
+        self.kernels = KernelCosts(device, stack.matmul, stack.native_attention, cluster.measured)
         self.links = CollectiveCosts(cluster, stack.network, stack.flat_rings)
         self.shared = shared_cores(cluster)
         self._models: list[ModelSpec] = []
@@ -40,23 +39,13 @@ class CostModel:
     def blocks(self, spec: RunSpec) -> LayerCost:
         """Costs of the run's blocks; layouts that differ only in data and pipeline ranks share them."""
         layout = spec.layout
-        dense = (
-            self._number(spec.model),
-            spec.data.seq_len,
-            spec.micro_batch,
-            spec.recompute,
-            layout.tp,
-            layout.sequence_parallel,
-            layout.cp,
-            layout.context_mode,
-            layout.strides["dp"] if layout.cp > 1 else 1,
-            layout.pp > 1,
-        )
+        run = self._number(spec.model), spec.data.seq_len, spec.micro_batch, spec.recompute
+        context = layout.cp, layout.context_mode, layout.strides["dp"] if layout.cp > 1 else 1
+        dense = (*run, layout.tp, layout.sequence_parallel, *context, layout.pp > 1)
         key = (*dense, layout.ep, layout.etp, layout.expert_parts, layout.dp if layout.ep > 1 else 1)
         if key not in self._blocks:
-            if dense not in self._dense:
-                self._dense[dense] = self.dense(spec.model)
-            format, known = self.format or spec.precision.compute, self._dense[dense]
+            format = self.format or spec.precision.compute
+            known = self._dense.setdefault(dense, self.dense(spec.model))
             self._blocks[key] = LayerCost(spec, format, self.stack, self.kernels, self.links, known)
         return self._blocks[key]
 

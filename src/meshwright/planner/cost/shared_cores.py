@@ -29,10 +29,16 @@ class SharedCores:
     """Cores of a host."""
     alone: float
     """Relative speed of a rank while all others wait."""
+    stride: int = 1
+    """Consecutive ranks that each pipeline rank stands for."""
 
-    def speed(self, active: int) -> float:
-        """Relative speed of each of `active` computing ranks, while the others wait."""
-        full = min(self.cores, self.ranks)
+    def host(self, rank: int) -> int:
+        """Host of the first rank of a pipeline rank."""
+        return rank * self.stride // self.ranks
+
+    def speed(self, computing: int) -> float:
+        """Relative speed of each of `computing` pipeline ranks of one host, while the others wait."""
+        active, full = min(self.ranks, computing * self.stride), min(self.cores, self.ranks)
         if active >= full:
             return max(1.0, self.ranks / active)
         most = max(self.alone, self.ranks / full)
@@ -52,27 +58,11 @@ def shared_cores(cluster: Cluster) -> SharedCores | None:
     return SharedCores(ranks, cores, min(float(ranks), median(ratios)))
 
 
-@dataclass(frozen=True)
-class Places:
-    """Placement of pipeline ranks on hosts: each stands for `stride` consecutive ranks."""
-
-    shared: SharedCores
-    stride: int
-
-    def host(self, rank: int) -> int:
-        """Host of the first rank of a pipeline rank."""
-        return rank * self.stride // self.shared.ranks
-
-    def speed(self, computing: int) -> float:
-        """Relative speed of each of `computing` pipeline ranks that compute on one host."""
-        return self.shared.speed(min(self.shared.ranks, computing * self.stride))
-
-
 def makespan(
     schedule: Schedule,
     costs: Sequence[StageCost],
     finals: Sequence[float],
-    places: Places,
+    shared: SharedCores,
     delay: float = 0.0,
 ) -> float:
     """Seconds of a step: every rank runs its list of actions, and then its `finals` seconds.
@@ -87,7 +77,7 @@ def makespan(
     left: dict[int, float] = {}
     """Rank -> remaining seconds of its current action."""
     waiting, now = set(range(schedule.ranks)), 0.0
-    hosts = [places.host(rank) for rank in range(schedule.ranks)]
+    hosts = [shared.host(rank) for rank in range(schedule.ranks)]
     while waiting or left:
         coming = inf
         for rank in sorted(waiting):
@@ -101,7 +91,7 @@ def makespan(
                 waiting.discard(rank)
             coming = min(coming, max(ready, now))
         active = [hosts[rank] for rank in left]
-        speeds = {rank: places.speed(active.count(hosts[rank])) for rank in left}
+        speeds = {rank: shared.speed(active.count(hosts[rank])) for rank in left}
         step = min((left[rank] / speeds[rank] for rank in left), default=inf)
         if waiting and now < coming < now + step:
             step = coming - now
@@ -117,11 +107,11 @@ def makespan(
     return now
 
 
-def period(work: Sequence[float], places: Places) -> float:
+def period(work: Sequence[float], shared: SharedCores) -> float:
     """Seconds per microbatch of a full pipeline, whose ranks have `work` seconds each per microbatch."""
-    hosts = [places.host(rank) for rank in range(len(work))]
+    hosts = [shared.host(rank) for rank in range(len(work))]
     shares = []
     for host in set(hosts):
         own = [seconds for seconds, place in zip(work, hosts, strict=True) if place == host]
-        shares += [max(own) / places.speed(1), sum(own) / len(own) / places.speed(len(own))]
+        shares += [max(own) / shared.speed(1), sum(own) / len(own) / shared.speed(len(own))]
     return max(shares)

@@ -6,14 +6,12 @@ The figures are in `stacks.toml`, each table with its source or the runs that it
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
-from meshwright.hardware.sourced import SOURCE_KEYS, resolve
-from meshwright.spec import records
+from meshwright.hardware.sourced import read_tables
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.records import Count, Integer, NotNegative, Record
 
@@ -126,21 +124,8 @@ class SoftwareStack(Record):
         return self.name.startswith("meshwright")
 
 
-def read_stacks(tree: Mapping[str, Any], where: str) -> dict[str, SoftwareStack]:
-    """The software stacks, by name, that the tables of a TOML file such as `stacks.toml` describe.
-
-    Raises `UserError`, which starts with `where`, for a table without a source and for an invalid value.
-    """
-    stacks = {}
-    for name, table in resolve(tree, where).items():
-        if name != "defaults":
-            figures = {key: value for key, value in table.items() if key not in SOURCE_KEYS}
-            stacks[name] = records.read(SoftwareStack, {"name": name, **figures}, f"{where}: {name}")
-    return stacks
-
-
 _DATA = Path(__file__).parent / "stacks.toml"
-STACKS = read_stacks(tomllib.loads(_DATA.read_text(encoding="utf-8")), _DATA.name)
+STACKS = read_tables(SoftwareStack, tomllib.loads(_DATA.read_text(encoding="utf-8")), f"{_DATA.name}: ")
 MESHWRIGHT, MESHWRIGHT_ON_CPU = STACKS["meshwright"], STACKS["meshwright-cpu"]
 
 

@@ -7,13 +7,13 @@ the model cost the same and are priced once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from meshwright.planner.cost.breakdown import PassSeconds
+from meshwright.planner.cost.breakdown import PassSeconds, weighted_sum
 from meshwright.planner.cost.data_parallel import DataSeconds, StoredParameters, data_seconds
 from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.model import CostModel
@@ -25,11 +25,6 @@ from meshwright.spec import Layout, ModelSpec, RunSpec
 from meshwright.spec.layout import TWO_STAGES
 from meshwright.spec.stages import Stage, stages
 
-_UPDATE_BYTES = 38.0
-"""Bytes per parameter of an optimiser step: AdamW reads the gradient, the master and both moments, writes
-three of them and the copy that computes; the norm reads gradients once more, and they are cleared."""
-_ADAMW_BYTES = 28.0
-"""Bytes per parameter that AdamW itself moves, in fp32."""
 _TENSORS = 7
 """Large parameters of a block."""
 NUMBER = 8
@@ -128,15 +123,13 @@ class StageCosts:
     Without a pipeline they hold for the sharding of `spec` alone: each microbatch may wait for its messages.
     """
 
-    def __init__(
-        self, spec: RunSpec, costs: CostModel, placed: PlacedStages, blocks: LayerCost | None = None
-    ) -> None:
-        self._costs, self.placed, self.blocks = costs, placed, blocks or costs.blocks(spec)
-        self._hop, link = message(spec, costs, self.blocks)
+    def __init__(self, spec: RunSpec, costs: CostModel, placed: PlacedStages, blocks: LayerCost) -> None:
+        self._costs, self.placed, self.blocks = costs, placed, blocks
+        self._hop, link = message(spec, costs, blocks)
         self.link, self._on_path = link or Link(), link is None
         self.hop = 0.0 if self._on_path else self._hop
         """Seconds of a message that overlaps compute; 0 where `stages` include waiting for messages."""
-        self.passes = {held: stage_passes(self.blocks, held) for held in set(placed.contents)}
+        self.passes = {held: weighted_sum(parts(blocks, held)) for held in set(placed.contents)}
         waits = self.data(spec, placed.by_rank[0]).each_microbatch if spec.layout.pp == 1 else 0.0
         known = {held: self._stage(held, waits) for held in self.passes}
         self.stages = tuple(known[held] for held in placed.contents)
@@ -159,41 +152,25 @@ class StageCosts:
 
     def data(self, spec: RunSpec, mine: Sequence[Contents]) -> DataSeconds:
         """Seconds on the data axis and of the optimiser for a rank with these stages."""
-        kernels, stack = self._costs.kernels, self._costs.stack
         work = [self.passes[held] for held in mine]
-        forward = sum(each.forward.total for each in work)
-        return data_seconds(
-            spec,
-            stack,
-            self._costs.links,
-            stored(self.blocks, together(mine)),
-            forward,
-            sum(each.total for each in work) - forward,
-            kernels.updated(_UPDATE_BYTES, _UPDATE_BYTES - _ADAMW_BYTES),
-            kernels.moved(stack.unpacked),
-        )
+        forward = sum(passes.forward.total for passes in work)
+        backward = sum(passes.total for passes in work) - forward
+        return data_seconds(spec, self._costs, stored(self.blocks, together(mine)), forward, backward)
 
     def rank_times(self, spec: RunSpec) -> tuple[RankTime, ...]:
         """Seconds of each rank in a step."""
         known: dict[tuple[Contents, ...], RankTime] = {}
         for mine in self.placed.members:
-            work = PassSeconds()
-            for held in mine:
-                work = work.plus(self.passes[held], spec.microbatches)
+            work = weighted_sum((spec.microbatches, self.passes[held]) for held in mine)
             ends = sum((not held.embed) + (not held.head) for held in mine)
             sent = spec.microbatches * self._hop * ends if self._on_path else 0.0
             known[mine] = RankTime(work, self.data(spec, mine), sent)
         return tuple(known[mine] for mine in self.placed.by_rank)
 
 
-def stage_passes(blocks: LayerCost, held: Contents) -> PassSeconds:
-    """Seconds of a microbatch in a stage."""
-    found = PassSeconds()
-    for count, routed in held.kinds:
-        found = found.plus(blocks.passes(routed), count)
-    if held.embed:
-        found = found.plus(blocks.embedding())
-    return found.plus(blocks.head()) if held.head else found
+def parts(blocks: LayerCost, held: Contents) -> Iterator[tuple[int, PassSeconds]]:
+    """(number, seconds of a microbatch in one) of the blocks of each kind, the embedding and the head."""
+    return ((count, blocks.seconds(part)) for part, count in held._asdict().items() if count)
 
 
 def stored(blocks: LayerCost, held: Contents) -> StoredParameters:

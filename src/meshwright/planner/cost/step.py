@@ -8,26 +8,27 @@ same, are not simulated one by one.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from operator import add
 
-from meshwright.planner.cost.breakdown import Seconds
 from meshwright.planner.cost.layer import LayerCost
-from meshwright.planner.cost.lower_bounds import rank_ends, schedule
+from meshwright.planner.cost.lower_bounds import rank_ends
 from meshwright.planner.cost.model import CostModel
-from meshwright.planner.cost.shared_cores import Places, makespan
+from meshwright.planner.cost.shared_cores import SharedCores, makespan
 from meshwright.planner.cost.shared_cores import period as shared_period
 from meshwright.planner.cost.stages import PlacedStages, StageCosts, placed_stages
 from meshwright.planner.group_shapes import axes
-from meshwright.schedule import Link, Path, Simulation, StageCost, ends, simulate
+from meshwright.schedule import Link, Path, Simulation, StageCost, ends, make, simulate
 from meshwright.schedule.dependency_graph import DependencyGraph, flow_of
 from meshwright.spec import RunSpec
 
 _SIMULATED = 6
 """Microbatches that are simulated, in multiples of the pipeline's ranks."""
 Lists = tuple[str, int, int, int]
-"""Arguments of `lower_bounds.schedule`: its name, ranks, stages of a rank, microbatches."""
+"""Arguments of `schedule.make`: its name, ranks, stages of a rank, microbatches."""
 
 
 def simulated(spec: RunSpec) -> int:
@@ -53,52 +54,42 @@ class ScheduleTimes:
     """
 
     def __init__(self) -> None:
-        self.paths: dict[Lists, list[Path]] = {}
-        self._ends: dict[tuple[Lists, tuple[StageCost, ...], Link], tuple[float, ...]] = {}
-
-    def known(self, lists: Lists) -> Sequence[Path]:
+        self.paths = defaultdict[Lists, list[Path]](list)
         """Paths through a schedule that were found so far."""
-        return self.paths.get(lists, ())
+        self._ends: dict[tuple[Lists, tuple[StageCost, ...], Link], tuple[float, ...]] = {}
 
     def exact(self, lists: Lists, costs: tuple[StageCost, ...], link: Link) -> tuple[float, ...]:
         """When each rank's last action ends, in seconds."""
         key = lists, costs, link
         if key not in self._ends:
-            self._ends[key], path = ends(schedule(*lists), costs, link, _graph(lists))
-            known = self.paths.setdefault(lists, [])
-            if path not in known:
-                known.append(path)
+            self._ends[key], path = ends(make(*lists), costs, link, _graph(lists))
+            if path not in self.paths[lists]:
+                self.paths[lists].append(path)
         return self._ends[key]
 
 
 @lru_cache(maxsize=4)
 def _graph(lists: Lists) -> DependencyGraph:
     """Who waits for whom; graphs are large, so few are kept."""
-    return flow_of(schedule(*lists))
+    return flow_of(make(*lists))
 
 
 class StepModel:
     """Seconds of a step of a pipeline with given stages, under any schedule and sharding of states.
 
-    `spec` is one of the runs with these stages. `times` is shared by layouts that are compared; `placed` and
-    `blocks` save their computation where they are known.
+    `spec` is one of the runs with these stages, and `blocks` the cost of its layers. `times` is shared by
+    layouts that are compared.
     """
 
     def __init__(
-        self,
-        spec: RunSpec,
-        costs: CostModel,
-        times: ScheduleTimes | None = None,
-        placed: PlacedStages | None = None,
-        blocks: LayerCost | None = None,
+        self, spec: RunSpec, costs: CostModel, times: ScheduleTimes, placed: PlacedStages, blocks: LayerCost
     ) -> None:
-        self.stages = StageCosts(spec, costs, placed or placed_stages(spec), blocks)
-        self.times = times if times is not None else ScheduleTimes()
+        self.stages, self.times = StageCosts(spec, costs, placed, blocks), times
         self._bounds: dict[tuple[Lists, int], list[float]] = {}
-        self.places: Places | None = None
+        self.shared: SharedCores | None = None
         """Where the ranks are, if they share cores, so that one is faster while others wait."""
         if costs.shared is not None and spec.layout.pp > 1:
-            self.places = Places(costs.shared, axes(spec.layout).pipeline.stride)
+            self.shared = replace(costs.shared, stride=axes(spec.layout).pipeline.stride)
 
     def bound(self, spec: RunSpec, finals: Sequence[float]) -> float:
         """Seconds of a step at least, for ranks that never share cores.
@@ -106,7 +97,7 @@ class StepModel:
         `finals` are each rank's seconds after its last backward.
         """
         lists, stages = lists_of(spec), self.stages
-        paths = self.times.known(lists)
+        paths = self.times.paths[lists]
         key = lists, len(paths)
         if key not in self._bounds:
             self._bounds[key] = rank_ends(
@@ -117,9 +108,9 @@ class StepModel:
     def exact(self, spec: RunSpec, finals: Sequence[float]) -> float:
         """Seconds of a step."""
         lists, stages = lists_of(spec), self.stages
-        if self.places is not None:
-            span = makespan(schedule(*lists), stages.stages, finals, self.places, stages.hop)
-            return self._seconds(spec, span, shared_period(stages.by_rank, self.places))
+        if self.shared is not None:
+            span = makespan(make(*lists), stages.stages, finals, self.shared, stages.hop)
+            return self._seconds(spec, span, shared_period(stages.by_rank, self.shared))
         span = _last(self.times.exact(lists, stages.stages, stages.link), finals)
         return self._seconds(spec, span, max(stages.by_rank))
 
@@ -135,21 +126,15 @@ def _last(done: Sequence[float], finals: Sequence[float]) -> float:
 class StepTime:
     """The step of one layout, lazily: its seconds, its simulation, and where each rank's time goes."""
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        costs: CostModel,
-        times: ScheduleTimes | None = None,
-        placed: PlacedStages | None = None,
-    ) -> None:
-        self.spec, self.model = spec, StepModel(spec, costs, times, placed)
+    def __init__(self, spec: RunSpec, costs: CostModel, times: ScheduleTimes, placed: PlacedStages) -> None:
+        self.spec, self.model = spec, StepModel(spec, costs, times, placed, costs.blocks(spec))
         self.ranks = self.model.stages.rank_times(spec)
         self._finals = [rank.data.final for rank in self.ranks]
 
     @cached_property
     def bound(self) -> float:
         """Seconds of the step at least; exact where ranks share cores, which no bound counts."""
-        return self.seconds if self.model.places is not None else self.model.bound(self.spec, self._finals)
+        return self.seconds if self.model.shared is not None else self.model.bound(self.spec, self._finals)
 
     @cached_property
     def seconds(self) -> float:
@@ -160,7 +145,7 @@ class StepTime:
     def simulation(self) -> Simulation:
         """The simulated microbatches, action by action."""
         stages = self.model.stages
-        return simulate(schedule(*lists_of(self.spec)), stages.stages, stages.link, self._finals)
+        return simulate(make(*lists_of(self.spec)), stages.stages, stages.link, self._finals)
 
     @cached_property
     def rank(self) -> int:
@@ -174,16 +159,14 @@ class StepTime:
 
     def parts_of(self, rank: int) -> dict[str, float]:
         """Seconds of a pipeline rank by cause; its bubble is what remains of the step."""
-        own, every, again = self.ranks[rank], Seconds(), self.ranks[rank].work.again
-        for each in own.work:
-            every = every.plus(each)
-        first = every.plus(again, -1)
+        own, work = self.ranks[rank], self.ranks[rank].work
+        first = work.forward.plus(work.input).plus(work.weight)
         parts = {
             "matrix products": first.matmul,
             "attention": first.attention,
             "memory-bound": first.moved,
             "host": first.host,
-            "recomputation": again.total,
+            "recomputation": work.again.total,
             "tensor axis": first.tensor,
             "context axis": first.context,
             "expert axis": first.expert,
@@ -201,4 +184,4 @@ class StepTime:
 
 def step_time(spec: RunSpec, costs: CostModel) -> StepTime:
     """The step of a layout on its own."""
-    return StepTime(spec, costs)
+    return StepTime(spec, costs, ScheduleTimes(), placed_stages(spec))

@@ -266,7 +266,7 @@ def everything(blocks: LayerCost, routed: bool) -> float:
     if routed:
         assert model.moe is not None
         channels = model.moe.shared_ffn
-        found += blocks.routed_rows * b * (2 * d + (1 + gates) * model.moe.ffn / blocks.spec.layout.etp)
+        found += blocks.shape.copies * b * (2 * d + (1 + gates) * model.moe.ffn / blocks.spec.layout.etp)
     found += n * b * (1 + gates) * channels / t
     return found * blocks.stack.kept + _scores(blocks)
 

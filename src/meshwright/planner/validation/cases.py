@@ -14,17 +14,11 @@ from pydantic import ValidationError
 
 from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.software import SoftwareStack
-from meshwright.planner.validation.infer_layout import (
-    batch_of,
-    choices,
-    contradiction,
-    layout_of,
-    recomputes,
-)
+from meshwright.planner.validation.infer_layout import batch_of, check_layout, choices, layout_of
 from meshwright.planner.validation.infer_model import model_of
 from meshwright.planner.validation.infer_program import cluster_of, format_of, program_of
-from meshwright.planner.validation.table import Guesses, PredictionError, Row, short, unknown_word
-from meshwright.spec import ModelSpec, RunSpec, UserError
+from meshwright.planner.validation.table import PredictionError, Row, check
+from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.sections import DataSpec, PrecisionSpec, TrainSpec
 
 
@@ -47,95 +41,72 @@ class Case:
     ran: bool | None
     """True if it fitted into memory; None if that is not known."""
     block_only: bool
-    inferred: tuple[str, ...] = ()
-    """Properties that were inferred, as 'name = value'."""
+
+    @property
+    def inferred(self) -> list[str]:
+        """Properties that were inferred, as 'name = value'."""
+        return [f"{name} = {value}" for name, value in self.row.inferred.items()]
 
 
 def case_of(row: Row, table: Sequence[Row]) -> Case:
-    """The case of a row, completed from other rows of `table`. Raises `PredictionError`."""
-    if mistake := row.words.get("broken") or unknown_word(row):
-        raise PredictionError(mistake)
+    """The case of a row, completed from other rows of `table`. Raises `PredictionError` or `UserError`."""
+    check(row)
     try:
         return _case_of(row, table)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise PredictionError(f"{key or 'its values'}: not a valid run: {first['msg']}") from None
-    except UserError as error:
-        raise PredictionError(str(error)) from None
 
 
 def _case_of(row: Row, table: Sequence[Row]) -> Case:
     gpus, length = row.whole("gpus"), row.whole("seq_len")
     if not gpus or not length:
         raise PredictionError(f"it has no {'gpus' if not gpus else 'seq_len'}")
-    guesses: Guesses = {}
-    program = program_of(row)
-    cluster = cluster_of(row, gpus)
-    if cluster is None:
-        raise PredictionError(f"the GPU '{short(row.words['gpu'])}' is not in the catalogue")
-    model = model_of(row, length, guesses)
-    if model is None:
-        raise PredictionError("neither its layers nor its size tell which model it is")
-    format = format_of(row, cluster, guesses)
-    layout = layout_of(row, gpus, program, guesses)
+    stack, cluster = program_of(row), cluster_of(row, gpus)
+    model = model_of(row, length)
+    format, layout = format_of(row, cluster), layout_of(row, gpus, stack)
     block_only = model.layers == 1 and row.whole("global_batch_seqs") is None
-    batch = (row.whole("micro_batch") or 1) if block_only else batch_of(row, table, layout, guesses)
-    if batch is None:
-        raise PredictionError("its batch is not known")
-    if reason := contradiction(row, layout, model, batch):
-        raise PredictionError(reason)
+    batch = (row.whole("micro_batch") or 1) if block_only else batch_of(row, table, layout)
+    check_layout(row, layout, model, batch)
     seconds = measured_seconds(row, model, batch, length, cluster, format)
-    memory, kind = measured_memory(row)
-    if seconds is None and memory is None and "oom" not in row.words:
+    # A GB where the source says so, else a GiB
+    unit = 1e9 if re.search(r"\bgb\b", row.words["where"].lower()) else 2**30
+    memory = row.numbers["peak_mem_gib"] * unit if "peak_mem_gib" in row.numbers else None
+    oom = "oom" in row.words
+    if seconds is None and memory is None and not oom:
         raise PredictionError("it has no measurement of time or memory")
-    policies = recomputes(row, guesses)
     base = RunSpec.model_construct(
         model=model,
         layout=layout,
         data=DataSpec(seq_len=length),
         train=TrainSpec(batch_tokens=batch * length),
         precision=PrecisionSpec.model_validate({"compute": "bf16" if format == "fp8" else format}),
-        recompute=policies[0],
     )
-    specs = tuple(choices(row, base, program, policies, guesses))
-    if not specs:
-        raise PredictionError(f"no microbatch goes with {batch} sequences of {layout.data_ranks} data ranks")
+    specs = tuple(choices(row, base, stack))
     # Memory alone, if it exceeds the device's, was computed and not run.
-    ran = None if seconds is None and (memory is None or memory > cluster.device.memory) else True
-    inferred = tuple(f"{name} = {value}" for name, value in guesses.items())
-    return Case(
-        row,
-        specs,
-        program,
-        cluster,
-        format,
-        seconds,
-        memory,
-        kind,
-        False if "oom" in row.words else ran,
-        block_only,
-        inferred,
-    )
+    computed = seconds is None and (memory is None or memory > cluster.device.memory)
+    ran = False if oom else None if computed else True
+    kind = "device" if "nvidia-smi" in row.text else "allocated"
+    return Case(row, specs, stack, cluster, format, seconds, memory, kind, ran, block_only)
 
 
 def measured_seconds(
     row: Row, model: ModelSpec, batch: int, length: int, cluster: Cluster, format: str
 ) -> float | None:
     """Seconds of a step: as printed, or from tokens per second, TFLOP/s or MFU; None without any of them."""
-    numbers, gpus = row.numbers, row.numbers["gpus"]
-    tokens = batch * length
+    numbers, per_gpu = row.numbers, batch * length / row.numbers["gpus"]
     if seconds := numbers.get("step_seconds"):
         return seconds
     if rate := numbers.get("tokens_per_sec_per_gpu"):
-        return tokens / rate / gpus
+        return per_gpu / rate
     if rate := numbers.get("tflops_per_gpu"):
-        return tokens * _printed_flops(row, model, length) / (rate * 1e12) / gpus
+        return per_gpu * _printed_flops(row, model, length) / (rate * 1e12)
     if share := numbers.get("mfu_pct"):
         peaks = cluster.device.peak
         name = "fp8" if format == "fp8" and "fp8" in peaks else "bf16"
         peak = peaks.get(name, peaks.get("fp16", 0.0))
-        return tokens * model.flops_per_token(length) / (share / 100 * peak) / gpus
+        return per_gpu * model.flops_per_token(length) / (share / 100 * peak)
     return None
 
 
@@ -144,11 +115,3 @@ def _printed_flops(row: Row, model: ModelSpec, length: int) -> float:
     flops = model.flops_per_token(length)
     hardware = re.search(r"hardware|incl\. recompute", row.text) and row.words["recompute"] == "full"
     return flops + (flops - 3.0 * model.head_flops) / 3 if hardware else flops
-
-
-def measured_memory(row: Row) -> tuple[float | None, str]:
-    """Measured bytes or None, and what they count, 'device' or 'allocated'."""
-    kind = "device" if "nvidia-smi" in row.text else "allocated"
-    value = row.numbers.get("peak_mem_gib")
-    unit = 1e9 if re.search(r"\bgb\b", row.words["where"].lower()) else 2**30
-    return None if value is None else value * unit, kind

@@ -5,24 +5,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import product
 
 from meshwright.planner.cost.software import SoftwareStack
-from meshwright.planner.validation.table import Guesses, PredictionError, Row
+from meshwright.planner.validation.table import PredictionError, Row
 from meshwright.spec import Layout, ModelSpec, RunSpec
 from meshwright.spec.sections import FullRecompute, NoRecompute, SelectiveRecompute
 
 _SCHEDULES = {
     "zb-2p": "zb-h2",
-    "zb-h2": "zb-h2",
     "zb-1p": "zb-h1",
-    "zb-h1": "zb-h1",
-    "zb-v": "zb-v",
     "1f1b-i": "interleaved",
-    "interleaved": "interleaved",
-    "gpipe": "gpipe",
     "dualpipe": "dualpipe-v",
-    "1f1b": "1f1b",
+    **{name: name for name in ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v")},
 }
 """Names of schedules in publications -> names of this program."""
 _POLICIES = {"none": NoRecompute(), "full": FullRecompute(), "selective": SelectiveRecompute()}
@@ -32,31 +27,26 @@ _MOST_VIRTUAL = 4
 """Most stages per pipeline rank to try. Source: assumed."""
 
 
-def layout_of(row: Row, gpus: int, program: SoftwareStack, guesses: Guesses) -> Layout:
+def layout_of(row: Row, gpus: int, program: SoftwareStack) -> Layout:
     """The layout, except for properties that `choices` tries. Raises `PredictionError`."""
-    tp, cp, pp = (row.whole(name) or 1 for name in ("tp", "cp", "pp"))
-    if gpus % (tp * cp * pp):
-        raise PredictionError(f"tp x cp x pp = {tp * cp * pp} does not divide its {gpus} GPUs")
-    zero = row.whole("zero")
-    if zero is None:
-        zero = guesses["zero"] = program.habitual_zero
+    if gpus % row.model_ranks:
+        raise PredictionError(f"tp x cp x pp = {row.model_ranks} does not divide its {gpus} GPUs")
+    sizes = {name: row.whole(name) or 1 for name in ("tp", "cp", "pp", "ep")}
+    zero = row.whole_or("zero", program.habitual_zero)
     stated = row.words["sequence_parallel"].lower()
     sequence_parallel = stated == "yes" if stated else program.habitual_sequence_parallel
-    if not stated and tp > 1:
-        guesses["sequence_parallel"] = "yes" if sequence_parallel else "no"
-    virtual = row.whole("vp")
+    if not stated and sizes["tp"] > 1:
+        row.infer("sequence_parallel", "yes" if sequence_parallel else "no")
+    virtual = row.whole("vp") or 0
     named = re.search(r"schedule ?= ?([\w*-]+)", row.words["where"].lower())
     schedule = _SCHEDULES.get(named[1].rstrip("*"), "1f1b") if named else "1f1b"
-    if schedule == "1f1b" and virtual and virtual > 1 and pp > 1:
+    if schedule == "1f1b" and virtual > 1 and sizes["pp"] > 1:
         schedule = "interleaved"
     return Layout.model_validate(
         {
-            "dp": gpus // (tp * cp * pp),
-            "tp": tp,
-            "cp": cp,
-            "pp": pp,
+            **sizes,
+            "dp": gpus // row.model_ranks,
             "zero": zero,
-            "ep": row.whole("ep") or 1,
             "sequence_parallel": sequence_parallel,
             "schedule": schedule,
             "virtual": (virtual or 2) if schedule == "interleaved" else None,
@@ -64,77 +54,65 @@ def layout_of(row: Row, gpus: int, program: SoftwareStack, guesses: Guesses) -> 
     )
 
 
-def contradiction(row: Row, layout: Layout, model: ModelSpec, batch: int) -> str | None:
-    """The reason why a layout cannot have run with the row's batch and model, or None."""
+def check_layout(row: Row, layout: Layout, model: ModelSpec, batch: int) -> None:
+    """Raise `PredictionError` for a layout that cannot have run with the row's batch and model."""
     stages, folded = layout.pp * (layout.virtual or 1), layout.data_ranks * layout.cp * layout.tp
+    per_rank, micro, moe = batch // layout.data_ranks, row.whole("micro_batch") or 0, model.moe
     if stages > model.layers + 2:
-        return f"pp x vp = {stages} stages are more than its {model.layers} layers"
-    if model.moe is not None and model.moe.top_k > model.moe.experts:
-        return f"top_k = {model.moe.top_k} is more than its {model.moe.experts} experts"
-    if model.moe is not None and model.moe.experts % layout.ep:
-        return f"ep = {layout.ep} does not divide its {model.moe.experts} experts"
+        raise PredictionError(f"pp x vp = {stages} stages are more than its {model.layers} layers")
+    if moe is not None and moe.top_k > moe.experts:
+        raise PredictionError(f"top_k = {moe.top_k} is more than its {moe.experts} experts")
+    if moe is not None and moe.experts % layout.ep:
+        raise PredictionError(f"ep = {layout.ep} does not divide its {moe.experts} experts")
     if folded % layout.ep:
-        return f"ep = {layout.ep} does not divide the {folded} GPUs of a stage"
+        raise PredictionError(f"ep = {layout.ep} does not divide the {folded} GPUs of a stage")
     if batch % layout.data_ranks:
-        return f"{batch} sequences are not shared evenly by {layout.data_ranks} data ranks"
-    per_rank, micro = batch // layout.data_ranks, row.whole("micro_batch")
-    if micro and micro > per_rank:
-        return f"micro_batch = {micro} is more than the {per_rank} sequences of a data rank"
-    return None
+        raise PredictionError(f"{batch} sequences are not shared evenly by {layout.data_ranks} data ranks")
+    if micro > per_rank:
+        raise PredictionError(f"micro_batch = {micro} is more than the {per_rank} sequences of a data rank")
 
 
-def batch_of(row: Row, table: Sequence[Row], layout: Layout, guesses: Guesses) -> int | None:
-    """Sequences per step: the row's, or as many per data rank as another row of its source and model has."""
+def batch_of(row: Row, table: Sequence[Row], layout: Layout) -> int:
+    """Sequences per step: the row's, or as many per data rank as another row of its source and model has.
+
+    Raises `PredictionError`.
+    """
     if (batch := row.whole("global_batch_seqs")) is not None:
         return batch
     for other in table:
         sequences, gpus = other.whole("global_batch_seqs"), other.whole("gpus")
         related = all(other.words[name] == row.words[name] for name in ("source", "model"))
-        if "broken" in other.words or sequences is None or not gpus or not related:
-            continue
-        model_ranks = (other.whole("tp") or 1) * (other.whole("cp") or 1) * (other.whole("pp") or 1)
-        batch = sequences * layout.data_ranks // max(1, gpus // model_ranks)
-        guesses["global_batch_seqs"] = f"{batch}, as in another row of its table"
-        return batch
-    return None
+        if related and sequences is not None and gpus and "broken" not in other.words:
+            batch = sequences * layout.data_ranks // max(1, gpus // other.model_ranks)
+            row.infer("global_batch_seqs", f"{batch}, as in another row of its table")
+            return batch
+    raise PredictionError("its batch is not known")
 
 
-def recomputes(row: Row, guesses: Guesses) -> list[Any]:
-    """The recomputation policy of the row; if it states none, all of them, the least recomputation first."""
-    name = row.words["recompute"].lower()
-    if name in _POLICIES:
-        return [_POLICIES[name]]
-    guesses["recompute"] = "the least that fits"
-    return list(_POLICIES.values())
+def choices(row: Row, base: RunSpec, program: SoftwareStack) -> Iterator[RunSpec]:
+    """All runs that the row may describe, by the properties that it does not state.
 
-
-def choices(
-    row: Row, base: RunSpec, program: SoftwareStack, policies: Sequence[Any], guesses: Guesses
-) -> Iterator[RunSpec]:
-    """All runs that the row may describe: microbatches, virtual stages and policies that it does not
-    state."""
-    layout = base.layout
-    per_rank, remainder = divmod(base.batch_sequences, layout.data_ranks)
-    if remainder:
-        return
-    micro = row.whole("micro_batch")
+    These are microbatches, virtual stages and recomputation, the least recomputation first.
+    """
+    layout, micro, stated = base.layout, row.whole("micro_batch"), row.words["recompute"].lower()
+    per_rank = base.batch_sequences // layout.data_ranks
+    if stated not in _POLICIES:
+        row.infer("recompute", "the least that fits")
+    policies = [_POLICIES[stated]] if stated in _POLICIES else list(_POLICIES.values())
     if micro:
         sizes = [micro]
     elif program.microbatches_are_stages and layout.pp > 1:
         sizes = [max(1, per_rank // layout.pp)]
-        guesses["micro_batch"] = f"{sizes[0]}, as many microbatches as pipeline ranks"
+        row.infer("micro_batch", f"{sizes[0]}, as many microbatches as pipeline ranks")
     else:
         sizes = [size for size in _MICRO_BATCHES if per_rank % size == 0]
-        guesses["micro_batch"] = "the fastest that fits"
+        row.infer("micro_batch", "the fastest that fits")
     unstated = row.whole("vp") is None and "schedule" not in row.words["where"].lower()
     tuned = unstated and (program.tuned == "always" or (program.tuned == "untold" and not micro))
-    for policy in policies:
-        for size in sizes:
-            for schedule, virtual in _interleavings(base, per_rank // size, tuned, program.tuned == "always"):
-                changed = {"micro_batch": size, "schedule": schedule, "virtual": virtual}
-                yield base.model_copy(
-                    update={"layout": layout.model_copy(update=changed), "recompute": policy}
-                )
+    for policy, size in product(policies, sizes):
+        for schedule, virtual in _interleavings(base, per_rank // size, tuned, program.tuned == "always"):
+            changed = {"micro_batch": size, "schedule": schedule, "virtual": virtual}
+            yield base.model_copy(update={"layout": layout.model_copy(update=changed), "recompute": policy})
 
 
 def _interleavings(

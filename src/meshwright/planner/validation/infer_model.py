@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.planner.validation.table import INTEGERS, Guesses, Row
+from meshwright.planner.validation.table import INTEGERS, PredictionError, Row, first_match
 from meshwright.spec import ModelSpec
 from meshwright.spec.presets import PRESETS
 
@@ -22,31 +22,25 @@ _LLAMA: Mapping[str, Any] = {"norm": "rmsnorm", "activation": "swiglu", "positio
 _FAMILIES = (
     (r"llama|qwen|mistral|mixtral|deepseek|nemotron-h|olmo|yi-|gemma", [_LLAMA]),
     (r"gpt|mpt|bloom|opt|nlg|turing|palm", [_GPT]),
-    ("", [_GPT, _LLAMA]),
 )
-"""Pattern of a model's name -> the families that it may be of; the first match counts."""
+"""Pattern of a model's name -> the families that it may be of; the first match counts. Without one, any."""
 _VOCABULARY = 51200
 """GPT-2's 50,257, padded as Megatron-LM does for 8 tensor ranks."""
+_UNKNOWN = "neither its layers nor its size tell which model it is"
 _NEAR = 0.1
 """Relative difference to the row's number of parameters up to which that number settles whether the MLP is
 gated and the embeddings are tied. Source: assumed."""
 
 
-def model_of(row: Row, length: int, guesses: Guesses) -> ModelSpec | None:
-    """The model with sequences of `length` tokens, or None where the row does not determine it."""
+def model_of(row: Row, length: int) -> ModelSpec:
+    """The model with sequences of `length` tokens. Raises `PredictionError` if the row does not tell it."""
     hidden, layers, size = row.whole("hidden"), row.whole("layers"), row.numbers.get("params_b")
     if hidden is None:
-        return _preset(row, guesses)
-    heads, vocabulary = row.whole("heads"), row.whole("vocab")
-    if not heads:
-        heads = max(1, hidden // 128)  # source: assumed, heads of 128 channels
-        guesses["heads"] = heads
-    if vocabulary is None:
-        vocabulary = guesses["vocab"] = _VOCABULARY
-    experts = row.whole("experts") or 0
+        return _preset(row)
+    heads = row.whole_or("heads", max(1, hidden // 128))  # source: assumed, heads of 128 channels
+    vocabulary, experts = row.whole_or("vocab", _VOCABULARY), row.whole("experts") or 0
     candidates: list[tuple[float, ModelSpec]] = []
-    name = row.words["model"].lower()
-    for family in next(families for pattern, families in _FAMILIES if re.search(pattern, name)):
+    for family in first_match(_FAMILIES, row.words["model"].lower()) or [_GPT, _LLAMA]:
         gated = family["activation"] == "swiglu"
         # Source: Touvron et al. 2023, two thirds of 4 x hidden, rounded up to a multiple of 256.
         ffn = row.whole("ffn") or (-(-8 * hidden // 768) * 256 if gated else 4 * hidden)
@@ -65,31 +59,29 @@ def model_of(row: Row, length: int, guesses: Guesses) -> ModelSpec | None:
             shape["moe"] = {"experts": experts, "top_k": row.whole("top_k") or 2, "ffn": ffn}
         for tied in (True, False):
             shape["tied"] = tied
-            depth = layers or _depth(shape, size)
-            if depth is None or depth > INTEGERS["layers"][1]:
-                return None
-            model = ModelSpec.model_validate({**shape, "layers": depth})
+            model = ModelSpec.model_validate({**shape, "layers": layers or _depth(shape, size)})
             candidates.append((abs(model.parameters / 1e9 / size - 1) if size else 1.0, model))
     if layers is None:
-        guesses["layers"] = candidates[0][1].layers
+        row.infer("layers", candidates[0][1].layers)
         return candidates[0][1]
     difference, nearest = min(candidates, key=lambda candidate: candidate[0])
     return nearest if difference < _NEAR else candidates[0][1]
 
 
-def _depth(shape: dict[str, Any], size: float | None) -> int | None:
-    """Number of layers, from the number of parameters in billions."""
-    if size is None:
-        return None
-    one, two = (ModelSpec.model_validate({**shape, "layers": layers}).parameters for layers in (1, 2))
-    return max(1, round((size * 1e9 - one) / (two - one)) + 1)
+def _depth(shape: dict[str, Any], size: float | None) -> int:
+    """Number of layers, from the number of parameters in billions. Raises `PredictionError`."""
+    if size is not None:
+        one, two = (ModelSpec.model_validate({**shape, "layers": layers}).parameters for layers in (1, 2))
+        depth = max(1, round((size * 1e9 - one) / (two - one)) + 1)
+        if depth <= INTEGERS["layers"][1]:
+            return depth
+    raise PredictionError(_UNKNOWN)
 
 
-def _preset(row: Row, guesses: Guesses) -> ModelSpec | None:
-    """The preset of the row's name, or None."""
+def _preset(row: Row) -> ModelSpec:
+    """The preset of the row's name. Raises `PredictionError`."""
     name = re.sub(r"[^a-z0-9]", "", row.words["model"].lower()).replace("llama31", "llama3")
     for preset in sorted(PRESETS, key=len, reverse=True):
         if re.sub(r"[^a-z0-9]", "", preset) == name:
-            guesses["shape"] = preset
-            return ModelSpec.model_validate({"preset": preset})
-    return None
+            return ModelSpec.model_validate({"preset": row.infer("shape", preset)})
+    raise PredictionError(_UNKNOWN)

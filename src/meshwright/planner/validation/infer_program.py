@@ -7,7 +7,7 @@ import re
 from meshwright.hardware.cluster import Cluster, with_network
 from meshwright.hardware.find import catalogue, cluster
 from meshwright.planner.cost.software import STACKS, SoftwareStack
-from meshwright.planner.validation.table import FORMATS, Guesses, Row
+from meshwright.planner.validation.table import FORMATS, PredictionError, Row, first_match, short
 
 _PROGRAMS = (
     (r"deepseek|hai-llm", "hai-llm"),
@@ -22,7 +22,7 @@ _PROGRAMS = (
 """Pattern of a row's text -> its software stack; the first match counts."""
 _FUSED = 2207
 """Year and month from which training programs have FlashAttention (Dao et al. 2022, arXiv 2205.14135)."""
-_NETWORKS = {r"bloom|bigscience|\btr11": (4, 100.0)}
+_NETWORKS = ((r"bloom|bigscience|\btr11", (4, 100.0)),)
 """Pattern of a row's text -> NICs per node and Gbit/s of each, where they differ from the catalogue.
 
 Source: Jean Zay's nodes of 8 A100 have 4 Omni-Path links of 100 Gbit/s (BigScience 2022, BLOOM's model card).
@@ -51,9 +51,8 @@ def program_of(row: Row) -> SoftwareStack:
     text, zero = row.text, row.whole("zero")
     if zero == 3 and re.search(r"megatron|deepspeed|zero-3", text) and not re.search(r"fsdp|core", text):
         return STACKS["deepspeed-zero3"]
-    for pattern, name in _PROGRAMS:
-        if re.search(pattern, text):
-            return STACKS[name]
+    if (name := first_match(_PROGRAMS, text)) is not None:
+        return STACKS[name]
     written = re.search(r"arxiv:(\d{4})\.", text)
     if zero == 3:
         return STACKS["fsdp"]
@@ -62,31 +61,24 @@ def program_of(row: Row) -> SoftwareStack:
     return STACKS["megatron-core"]
 
 
-def cluster_of(row: Row, gpus: int) -> Cluster | None:
-    """The catalogue's cluster of the row's GPU with the row's network, or None for an unknown GPU."""
-    named = row.words["gpu"].lower().replace("_", "-")
-    name = next((name for pattern, name in _DEVICES if re.search(pattern, named)), None)
+def cluster_of(row: Row, gpus: int) -> Cluster:
+    """The catalogue's cluster of the row's GPU with the row's network. Raises `PredictionError`."""
+    gpu = row.words["gpu"].lower().replace("_", "-")
+    catalogued = (name for name in catalogue() if name in gpu or gpu.split("-")[0] == name)
+    name = first_match(_DEVICES, gpu) or next(catalogued, None)
     if name is None:
-        name = next((name for name in catalogue() if name in named or named.split("-")[0] == name), None)
-    if name is None:
-        return None
+        raise PredictionError(f"the GPU '{short(row.words['gpu'])}' is not in the catalogue")
     usual = cluster(name, gpus)
     stated = re.search(r"(\d+) ?x ?(\d+) ?gb", row.text)
-    network = (int(stated[1]), float(stated[2])) if stated else None
-    for pattern, known in _NETWORKS.items():
-        if re.search(pattern, row.text):
-            network = known
-    if network is None or len(usual.levels) == 1:
+    network = first_match(_NETWORKS, row.text) or (stated and (int(stated[1]), float(stated[2])))
+    if not network or len(usual.levels) == 1:
         return usual
-    return with_network(usual, nics=network[0], nic_bandwidth=network[1] * 1e9 / 8).resized(gpus)
+    nics, gigabits = network
+    return with_network(usual, nics=nics, nic_bandwidth=gigabits * 1e9 / 8).resized(gpus)
 
 
-def format_of(row: Row, cluster: Cluster, guesses: Guesses) -> str:
+def format_of(row: Row, cluster: Cluster) -> str:
     """The number format of matrix products; if the row states none, fp16 on an A100 and bf16 on others."""
-    text = row.words["precision"].lower()
-    for name in FORMATS:
-        if name in text:
-            return name
-    guess = "fp16" if cluster.device.name.startswith("A100") else "bf16"
-    guesses["precision"] = guess
-    return guess
+    stated = next((name for name in FORMATS if name in row.words["precision"].lower()), None)
+    usual = "fp16" if cluster.device.name.startswith("A100") else "bf16"
+    return stated or row.infer("precision", usual)

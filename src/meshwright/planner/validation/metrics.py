@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -20,7 +21,7 @@ from meshwright.planner.cost.uncertainty import interval
 from meshwright.planner.memory.generic import Generic, Memory
 from meshwright.planner.validation.calibration import is_used
 from meshwright.planner.validation.cases import Case, case_of
-from meshwright.planner.validation.table import PUBLISHED, PredictionError, Row, read
+from meshwright.planner.validation.table import PUBLISHED, Row, read
 from meshwright.spec import RunSpec, UserError
 
 
@@ -35,10 +36,14 @@ class Prediction:
     memory: Memory
 
     @property
-    def time_error(self) -> float | None:
-        """Predicted over measured seconds, less 1."""
-        measured = self.case.seconds
-        return None if measured is None else self.seconds / measured - 1
+    def time_error_pct(self) -> float | None:
+        """Predicted over measured seconds, less 1, in percent; None without a measurement."""
+        return _excess_pct(self.seconds, self.case.seconds)
+
+    @property
+    def memory_error_pct(self) -> float | None:
+        """Predicted over measured bytes, less 1, in percent; None without a measurement."""
+        return _excess_pct(self.bytes, self.case.memory)
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -57,15 +62,37 @@ class Prediction:
         return self.memory.device if self.case.memory_kind == "device" else self.memory.allocated
 
     @property
-    def memory_error(self) -> float | None:
-        """Predicted over measured bytes, less 1."""
-        measured = self.case.memory
-        return None if measured is None else self.bytes / measured - 1
-
-    @property
     def fits(self) -> bool:
         """True if the run was predicted to fit into memory."""
         return self.memory.device <= self.case.cluster.device.memory
+
+    def to_json(self) -> dict[str, Any]:
+        """The run that the row was taken for, and the measured and predicted figures."""
+        case, spec = self.case, self.spec
+        return {
+            "row": case.row.number,
+            "source": case.row.words["source"],
+            "model": case.row.words["model"],
+            "stack": case.stack.name,
+            "cluster": case.cluster.device.name,
+            "layout": spec.layout.describe(),
+            "micro_batch": spec.micro_batch,
+            "recompute": spec.recompute.policy,
+            "inferred": case.inferred,
+            "seconds": case.seconds,
+            "predicted": self.seconds,
+            "interval": list(self.interval),
+            "time_error_pct": self.time_error_pct,
+            "memory_bytes": case.memory,
+            "predicted_bytes": self.bytes,
+            "memory_error_pct": self.memory_error_pct,
+            "fitted": case.ran,
+            "predicted_to_fit": self.fits,
+        }
+
+
+def _excess_pct(predicted: float, measured: float | None) -> float | None:
+    return None if measured is None else 100 * (predicted / measured - 1)
 
 
 COLUMNS = ("source", "model", "gpu")
@@ -98,76 +125,61 @@ class Validation:
     table: Path
     read: tuple[Row, ...]
     predictions: tuple[Prediction, ...]
-    skipped: dict[int, str]
-    """Number of a row -> reason why it cannot be predicted."""
+    skipped: tuple[dict[str, Any], ...]
+    """Row, source and reason of each row that cannot be predicted."""
 
 
 def validate(table: Path = PUBLISHED) -> Validation:
     """Predict every row of a table. Raises `UserError` for a file that is not a table of runs."""
     rows = read(table)
     predictions: list[Prediction] = []
-    skipped: dict[int, str] = {}
+    skipped: list[dict[str, Any]] = []
     for row in rows:
         try:
             predictions.append(predict(case_of(row, rows)))
-        except (PredictionError, UserError) as reason:
-            skipped[row.number] = str(reason)
-    return Validation(table, tuple(rows), tuple(predictions), skipped)
+        except UserError as reason:
+            skipped.append({"row": row.number, "source": row.words["source"], "reason": str(reason)})
+    return Validation(table, tuple(rows), tuple(predictions), tuple(skipped))
 
 
 def errors(relative: Iterable[float | None]) -> dict[str, float | int | None]:
-    """Mean, median and 90th percentile of absolute relative errors, in percent; None is left out."""
-    sizes = sorted(100 * abs(error) for error in relative if error is not None)
-    high = sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))] if sizes else None
+    """Mean, median and 90th percentile of absolute errors in percent; None is left out."""
+    sizes = sorted(abs(error) for error in relative if error is not None)
     return {
         "mean_abs_pct": fmean(sizes) if sizes else None,
         "median_abs_pct": median(sizes) if sizes else None,
-        "p90_abs_pct": high,
+        "p90_abs_pct": sizes[int(0.9 * len(sizes))] if sizes else None,
         "rows": len(sizes),
     }
 
 
-def groups(predictions: Iterable[Prediction]) -> list[list[Prediction]]:
-    """Groups of three or more runs of one model and batch on one cluster that differ in their layouts."""
-    by_key: dict[tuple[Any, ...], list[Prediction]] = {}
+Times = list[tuple[float, float]]
+"""(predicted, measured) seconds of runs that are compared with each other."""
+
+
+def groups(predictions: Iterable[Prediction]) -> list[Times]:
+    """Times of three or more runs of one model and batch on one cluster that differ in their layouts."""
+    by_key: dict[tuple[Any, ...], Times] = {}
     for prediction in predictions:
-        if prediction.case.seconds is None or prediction.case.block_only:
-            continue
-        row = prediction.case.row
-        key = (
-            row.words["source"],
-            row.words["model"],
-            row.words["gpu"],
-            row.numbers["gpus"],
-            row.numbers["seq_len"],
-            prediction.spec.train.batch_tokens,
-            prediction.case.format,
-        )
-        by_key.setdefault(key, []).append(prediction)
+        case, row = prediction.case, prediction.case.row
+        if case.seconds is not None and not case.block_only:
+            sizes = row.numbers["gpus"], row.numbers["seq_len"], prediction.spec.train.batch_tokens
+            key = (*(row.words[name] for name in COLUMNS), *sizes, case.format)
+            by_key.setdefault(key, []).append((prediction.seconds, case.seconds))
     return [group for group in by_key.values() if len(group) > 2]
 
 
-def kendall(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Kendall's tau-b of (predicted, measured): 1 for equal order, -1 for reversed order, None if
-    undefined."""
-    agree = apart = ties_one = ties_other = 0
-    for i, (a, b) in enumerate(pairs):
-        for c, d in pairs[:i]:
-            first, second = (a > c) - (a < c), (b > d) - (b < d)
-            agree += first * second > 0
-            apart += first * second < 0
-            ties_one += first == 0 and second != 0
-            ties_other += second == 0 and first != 0
-    untied = agree + apart
-    scale = ((untied + ties_one) * (untied + ties_other)) ** 0.5
-    return (agree - apart) / scale if scale else None
+def kendall(times: Times) -> float | None:
+    """Kendall's tau-b of predicted and measured times: 1 for equal order, -1 for reversed order, or None."""
+    signs = [((a > c) - (a < c), (b > d) - (b < d)) for (a, b), (c, d) in combinations(times, 2)]
+    untied = sum(first != 0 for first, _ in signs) * sum(second != 0 for _, second in signs)
+    return sum(first * second for first, second in signs) / untied**0.5 if untied else None
 
 
-def regret(group: Sequence[Prediction]) -> float:
+def regret(times: Times) -> float:
     """Measured time of the layout predicted fastest, over the fastest measured time, less 1, in percent."""
-    times = [(prediction.seconds, prediction.case.seconds or 0.0) for prediction in group]
-    chosen = min(times, key=lambda pair: pair[0])
-    return 100 * (chosen[1] / min(measured for _, measured in times) - 1)
+    _, chosen = min(times, key=lambda pair: pair[0])
+    return 100 * (chosen / min(measured for _, measured in times) - 1)
 
 
 def confusion(predictions: Iterable[Prediction]) -> dict[str, int]:
@@ -185,27 +197,18 @@ def summary(validation: Validation, rows: Sequence[Row]) -> dict[str, Any]:
     numbers = {row.number for row in rows}
     predictions = [each for each in validation.predictions if each.case.row.number in numbers]
     comparable = groups(predictions)
-    taus = [kendall([(each.seconds, each.case.seconds or 0.0) for each in group]) for group in comparable]
-    defined = [tau for tau in taus if tau is not None]
+    taus = [tau for tau in map(kendall, comparable) if tau is not None]
     return {
         "rows": len(rows),
         "predicted": len(predictions),
-        "skipped": dict(Counter(why for number, why in validation.skipped.items() if number in numbers)),
-        "time": errors(each.time_error for each in predictions),
-        "memory": errors(each.memory_error for each in predictions),
-        "tau": fmean(defined) if defined else None,
+        "skipped": dict(Counter(skip["reason"] for skip in validation.skipped if skip["row"] in numbers)),
+        "time": errors(each.time_error_pct for each in predictions),
+        "memory": errors(each.memory_error_pct for each in predictions),
+        "tau": fmean(taus) if taus else None,
         "regret_pct": fmean(map(regret, comparable)) if comparable else None,
         "groups": len(comparable),
         "oom": confusion(predictions),
     }
-
-
-def _by(validation: Validation, column: str) -> dict[str, Any]:
-    """Value of a column -> the figures of the rows that have it."""
-    rows: dict[str, list[Row]] = {}
-    for row in validation.read:
-        rows.setdefault(row.words[column] or "(not said)", []).append(row)
-    return {name: summary(validation, some) for name, some in rows.items()}
 
 
 def report(validation: Validation, by: str = "source") -> dict[str, Any]:
@@ -215,53 +218,23 @@ def report(validation: Validation, by: str = "source") -> dict[str, Any]:
     """
     if by not in COLUMNS:
         raise UserError(f"by: '{by}' is not a column to report by; give one of {', '.join(COLUMNS)}")
-    published = validation.table == PUBLISHED
-    used = [row.number for row in validation.read if published and is_used(row.number)]
+    rows, published = validation.read, validation.table == PUBLISHED
+    used = [row.number for row in rows if published and is_used(row.number)]
     others = [each for each in validation.predictions if each.case.row.number not in used]
     timed = [each for each in validation.predictions if each.case.seconds is not None]
-    return {
-        **summary(validation, validation.read),
+    figures = {
+        **summary(validation, rows),
         "covered": fmean(each.covers for each in timed) if timed else None,
         "calibrated_rows": used,
         "others": {
-            "time": errors(each.time_error for each in others),
-            "memory": errors(each.memory_error for each in others),
+            "time": errors(each.time_error_pct for each in others),
+            "memory": errors(each.memory_error_pct for each in others),
         },
-        **{f"by_{column}": _by(validation, column) for column in {"source": None, by: None}},
     }
-
-
-def each_row(validation: Validation) -> list[dict[str, Any]]:
-    """Every predicted row: the run that it was taken for, and the measured and predicted figures."""
-    return [
-        {
-            "row": each.case.row.number,
-            "source": each.case.row.words["source"],
-            "model": each.case.row.words["model"],
-            "stack": each.case.stack.name,
-            "cluster": each.case.cluster.device.name,
-            "layout": each.spec.layout.describe(),
-            "micro_batch": each.spec.micro_batch,
-            "recompute": each.spec.recompute.policy,
-            "inferred": list(each.case.inferred),
-            "seconds": each.case.seconds,
-            "predicted": each.seconds,
-            "interval": list(each.interval),
-            "time_error_pct": None if each.time_error is None else 100 * each.time_error,
-            "memory_bytes": each.case.memory,
-            "predicted_bytes": each.bytes,
-            "memory_error_pct": None if each.memory_error is None else 100 * each.memory_error,
-            "fitted": each.case.ran,
-            "predicted_to_fit": each.fits,
+    for column in dict.fromkeys(("source", by)):
+        names = dict.fromkeys(row.words[column] for row in rows)
+        figures[f"by_{column}"] = {
+            name or "(not said)": summary(validation, [row for row in rows if row.words[column] == name])
+            for name in names
         }
-        for each in validation.predictions
-    ]
-
-
-def skipped_rows(validation: Validation) -> list[dict[str, Any]]:
-    """Every row that was not predicted, with the reason."""
-    return [
-        {"row": row.number, "source": row.words["source"], "reason": validation.skipped[row.number]}
-        for row in validation.read
-        if row.number in validation.skipped
-    ]
+    return figures

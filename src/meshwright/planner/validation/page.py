@@ -5,23 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 
-def _cells(name: str, figures: dict[str, Any], by: str, width: int) -> dict[str, str]:
-    """A row of the table: one source (or model, or GPU), or all."""
-    time, memory, oom = figures["time"], figures["memory"], figures["oom"]
-    return {
-        by: name if len(name) <= width else name[: width - 1] + "…",
-        "rows": f"{figures['predicted']}/{figures['rows']}",
-        "time mean": percent(time["mean_abs_pct"]),
-        "median": percent(time["median_abs_pct"]),
-        "p90": percent(time["p90_abs_pct"]),
-        "memory": percent(memory["mean_abs_pct"]),
-        "tau": "" if figures["tau"] is None else f"{figures['tau']:.2f}",
-        "regret": percent(figures["regret_pct"]),
-        "fit": f"{oom['true_fit']}/{oom['true_fit'] + oom['false_oom']}",
-        "oom": f"{oom['true_oom']}/{oom['true_oom'] + oom['false_fit']}",
-    }
-
-
 def percent(value: float | None) -> str:
     """Percent with one decimal, or an empty text for None."""
     return "" if value is None else f"{value:.1f}%"
@@ -29,8 +12,24 @@ def percent(value: float | None) -> str:
 
 def table(report: dict[str, Any], by: str = "source", width: int = 30) -> list[dict[str, str]]:
     """Rows of the table: every source (or model, or GPU), its name in `width` columns, and a total."""
-    named = [*report[f"by_{by}"].items(), ("all", report)]
-    return [_cells(name, figures, by, width) for name, figures in named]
+    rows = []
+    for name, figures in (*report[f"by_{by}"].items(), ("all", report)):
+        time, memory, oom = figures["time"], figures["memory"], figures["oom"]
+        rows.append(
+            {
+                by: name if len(name) <= width else name[: width - 1] + "…",
+                "rows": f"{figures['predicted']}/{figures['rows']}",
+                "time mean": percent(time["mean_abs_pct"]),
+                "median": percent(time["median_abs_pct"]),
+                "p90": percent(time["p90_abs_pct"]),
+                "memory": percent(memory["mean_abs_pct"]),
+                "tau": "" if figures["tau"] is None else f"{figures['tau']:.2f}",
+                "regret": percent(figures["regret_pct"]),
+                "fit": f"{oom['true_fit']}/{oom['true_fit'] + oom['false_oom']}",
+                "oom": f"{oom['true_oom']}/{oom['true_oom'] + oom['false_fit']}",
+            }
+        )
+    return rows
 
 
 def page(report: dict[str, Any]) -> str:

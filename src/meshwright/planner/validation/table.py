@@ -6,10 +6,12 @@ The columns are those of `data/published_runs.csv`.
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
-from dataclasses import dataclass
-from math import inf, isfinite
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import inf, isfinite, prod
 from pathlib import Path
+from typing import TypeVar
 
 from meshwright.spec import UserError
 
@@ -18,24 +20,14 @@ PUBLISHED = Path(__file__).parent / "data" / "published_runs.csv"
 
 INTEGERS: Mapping[str, tuple[int, float]] = {
     "gpus": (1, 10e6),
-    "seq_len": (1, 1e8),
+    **dict.fromkeys(("seq_len", "ffn", "vocab"), (1, 1e8)),
     "layers": (1, 10_000),
     "hidden": (1, 1e7),
-    "ffn": (1, 1e8),
-    "heads": (1, 1e6),
-    "kv_heads": (1, 1e6),
-    "vocab": (1, 1e8),
-    "global_batch_seqs": (1, 1e6),
-    "experts": (0, 1e6),
-    "top_k": (0, inf),
-    "tp": (0, inf),
-    "cp": (0, inf),
-    "pp": (0, inf),
+    **dict.fromkeys(("heads", "kv_heads", "global_batch_seqs"), (1, 1e6)),
+    **dict.fromkeys(("experts", "micro_batch"), (0, 1e6)),
+    **dict.fromkeys(("top_k", "tp", "cp", "pp", "ep", "dp"), (0, inf)),
     "vp": (0, 10_000),
-    "ep": (0, inf),
-    "dp": (0, inf),
     "zero": (0, 3),
-    "micro_batch": (0, 1e6),
 }
 """Columns of whole numbers -> the least (0 means "none") and the most: larger ones are slips of the pen, and
 would take too long to predict."""
@@ -53,11 +45,10 @@ _WORDS = ("source", "model", "gpu", "recompute", "sequence_parallel", "precision
 _NEEDED = ("source", "gpu", "gpus", "seq_len")
 _SHOWN = 30
 
-Guesses = dict[str, object]
-"""Properties that a row does not state -> the values that were inferred."""
+V = TypeVar("V")
 
 
-class PredictionError(Exception):
+class PredictionError(UserError):
     """A row that cannot be predicted; the message says why."""
 
 
@@ -69,16 +60,38 @@ class Row:
     """From 0, without the heading."""
     words: dict[str, str]
     numbers: dict[str, float]
+    inferred: dict[str, object] = field(default_factory=dict)
+    """Properties that the row does not state -> the values that were inferred."""
 
     def whole(self, name: str) -> int | None:
         """A whole number, or None where the cell is empty."""
         value = self.numbers.get(name)
         return None if value is None else round(value)
 
+    def infer(self, name: str, value: V) -> V:
+        """Note the value of a property that the row does not state, and return it."""
+        self.inferred[name] = value
+        return value
+
+    def whole_or(self, name: str, guess: int) -> int:
+        """A whole number; where the cell is empty, `guess`, which is noted as inferred."""
+        value = self.whole(name)
+        return self.infer(name, guess) if value is None else value
+
+    @property
+    def model_ranks(self) -> int:
+        """GPUs that hold the model once: tp x cp x pp."""
+        return prod(self.whole(name) or 1 for name in ("tp", "cp", "pp"))
+
     @property
     def text(self) -> str:
         """Source, model and comment of the run, in small letters."""
         return " ".join(self.words.get(name, "") for name in ("source", "model", "where")).lower()
+
+
+def first_match(table: Iterable[tuple[str, V]], text: str) -> V | None:
+    """The value of the first pattern of a table that occurs in `text`, or None."""
+    return next((value for pattern, value in table if re.search(pattern, text)), None)
 
 
 def read(path: Path) -> list[Row]:
@@ -118,37 +131,36 @@ def _row(number: int, cells: Mapping[str, str]) -> Row:
             words["oom"] = "yes"
             continue
         try:
-            numbers[name] = float(text)
-            mistake = _mistake(name, short(text), numbers[name])
+            value = float(text)
+            mistake = _mistake(name, short(text), value)
         except ValueError:
             mistake = f"the cell '{name}' is '{short(text)}', which is not a number"
         if mistake:
             words.setdefault("broken", mistake)
+        else:
+            numbers[name] = value
     return Row(number, words, numbers)
 
 
 def _mistake(name: str, text: str, value: float) -> str:
     """The reason why a number cannot stand in a column, or an empty text."""
     cell = f"the cell '{name}' is '{text}'"
-    most = _MOST_PARAMETERS if name == "params_b" else inf
-    if name not in INTEGERS:
-        if not (isfinite(value) and value > 0):
-            return f"{cell}, which is not a measurement; give a number above 0, or an empty cell"
-    else:
-        least, most = INTEGERS[name]
-        if not (isfinite(value) and value >= least and value.is_integer()):
-            return f"{cell}, which is not a whole number of at least {least}"
+    least, most = INTEGERS.get(name, (0, _MOST_PARAMETERS if name == "params_b" else inf))
+    if name not in INTEGERS and not (isfinite(value) and value > 0):
+        return f"{cell}, which is not a measurement; give a number above 0, or an empty cell"
+    if name in INTEGERS and not (isfinite(value) and value >= least and value.is_integer()):
+        return f"{cell}, which is not a whole number of at least {least}"
     return f"{cell}, which is implausible; give at most {most:,.0f}" if value > most else ""
 
 
-def unknown_word(row: Row) -> str:
-    """The reason why a word of a row is not one of its column's, or an empty text."""
+def check(row: Row) -> None:
+    """Raise `PredictionError` for a row with an invalid number, or a word that is not one of its column's."""
+    if mistake := row.words.get("broken"):
+        raise PredictionError(mistake)
     for name, known in CHOICES.items():
         word = row.words[name].lower()
-        valid = any(each in word for each in known) if known is FORMATS else word in known
-        if word and not valid:
-            return f"the {name} '{short(row.words[name])}' is not one of {', '.join(known)}"
-    return ""
+        if word and not (any(choice in word for choice in known) if known is FORMATS else word in known):
+            raise PredictionError(f"the {name} '{short(row.words[name])}' is not one of {', '.join(known)}")
 
 
 def short(text: str) -> str:
