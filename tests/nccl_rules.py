@@ -67,7 +67,7 @@ class _Notes:
     """Short lists that the ranks of a group exchange over pipes, cheaper than by a collective of gloo."""
 
     BYTES = 1024
-    """Of one note: a pipe takes as many from several processes without mixing them."""
+    """Size of a note, which is small enough for several processes to write to a pipe without mixing."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._rank = rank
