@@ -21,6 +21,14 @@ settings.register_profile("explore", deadline=None)
 settings.load_profile("same")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let one worker of pytest-xdist have all tests on the session's ranks, which are one pool for a run."""
+    for item in items:
+        given = item.callspec.params if hasattr(item, "callspec") else {}
+        if "ranks" in getattr(item, "fixturenames", ()) and "ranks" not in given:
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """The session's gloo ranks."""
