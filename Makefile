@@ -26,7 +26,7 @@ train: .venv/run.done
 	.venv/bin/meshwright train examples/first.toml --nproc 2 --out $(OUT)
 
 # Two processes: one has the tests on the ranks' pool, the other one those that take one core.
-PYTEST := $(PY) -m pytest -n 2 --dist loadgroup
+PYTEST := $(PY) -m pytest -n 2 --dist loadscope
 
 ## test: every test, with a part of the full products that covers all pairs of choices
 test: .venv/dev.done

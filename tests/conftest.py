@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -21,12 +24,24 @@ settings.register_profile("explore", deadline=None)
 settings.load_profile("same")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let one worker of pytest-xdist have all tests on the session's ranks, which are one pool for a run."""
-    for item in items:
-        given = item.callspec.params if hasattr(item, "callspec") else {}
-        if "ranks" in getattr(item, "fixturenames", ()) and "ranks" not in given:
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Schedule with pytest-xdist all tests on ranks in one worker, which has the pool, and others by file."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OnePool(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, rest = nodeid.partition("::")
+            return "ranks" if rest.partition("[")[0] in tests_on_ranks(config.rootpath / file) else file
+
+    return OnePool(config, log)
+
+
+@cache
+def tests_on_ranks(file: Path) -> frozenset[str]:
+    """Names of the tests of a file that take the session's ranks, or start others."""
+    functions = [each for each in ast.parse(file.read_text()).body if isinstance(each, ast.FunctionDef)]
+    return frozenset(each.name for each in functions if "Ranks" in ast.unparse(each))
 
 
 @pytest.fixture(scope="session")

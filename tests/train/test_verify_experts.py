@@ -152,7 +152,6 @@ def test_experts_of_more_layers_or_microbatches(ranks: Ranks, axes: dict[str, ob
     check_axes(ranks, axes, layers=4, microbatches=5 if "pp" in axes else 2)
 
 
-@pytest.mark.xdist_group("ranks")
 def test_all_five_axes_on_sixteen_ranks() -> None:
     """The smallest world in which experts meet each axis at two ranks or more; the pool has eight."""
     flags: dict[str, object] = {
