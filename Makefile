@@ -25,13 +25,16 @@ TODAY := $(shell date +%Y%m%d)
 train: .venv/run.done
 	.venv/bin/meshwright train examples/first.toml --nproc 2 --out $(OUT)
 
+# Two processes: one has the tests on the ranks' pool, the other one those that take one core.
+PYTEST := $(PY) -m pytest -n 2 --dist loadscope
+
 ## test: every test, with a part of the full products that covers all pairs of choices
 test: .venv/dev.done
-	$(PY) -m pytest -m "not full" $(ARGS)
+	$(PYTEST) -m "not full" $(ARGS)
 
 ## test-all: every test, with the full products of layouts, schedules and policies
 test-all: .venv/dev.done
-	$(PY) -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 ## lint: ruff, mypy, the contract that imports go down the floors only, and the prose of docstrings and errors
 lint: .venv/dev.done

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -19,6 +22,26 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None)
 settings.load_profile("same")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Schedule with pytest-xdist all tests on ranks in one worker, which has the pool, and others by file."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OnePool(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, rest = nodeid.partition("::")
+            return "ranks" if rest.partition("[")[0] in tests_on_ranks(config.rootpath / file) else file
+
+    return OnePool(config, log)
+
+
+@cache
+def tests_on_ranks(file: Path) -> frozenset[str]:
+    """Names of the tests of a file that take the session's ranks, or start others."""
+    functions = [each for each in ast.parse(file.read_text()).body if isinstance(each, ast.FunctionDef)]
+    return frozenset(each.name for each in functions if "Ranks" in ast.unparse(each))
 
 
 @pytest.fixture(scope="session")

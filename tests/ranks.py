@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,9 @@ PATIENCE_SECONDS = 240.0
 
 
 def _serve(rank: int, size: int, port: int, stacks: Path, inbox: Any, outbox: Any) -> None:
-    tie_to_parent(os.getppid())  # the server of forks, which ends with the session that started it
+    # The server of forks ends once the session has, and with it its forks: these must not hold it open.
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    tie_to_parent(os.getppid())
     torch.set_num_threads(1)
     _share_one_device()
     measure_peak_quickly()

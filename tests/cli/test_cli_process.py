@@ -63,6 +63,12 @@ def test_nothing_heavy_is_imported_for_help_spec_and_mistakes() -> None:
     assert reported == [f"heavy: {words} []" for words in ("import", *map(" ".join, LIGHT))]
 
 
+def test_importing_the_package_is_quick() -> None:
+    """In time of the processor, which other programs do not take."""
+    program = "import time; t = time.process_time(); import meshwright; print(time.process_time() - t)"
+    assert min(float(python("-c", program).stdout) for _ in range(5)) < 0.2
+
+
 def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[train]\nstpes = 3\n")

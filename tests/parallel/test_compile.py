@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from functools import partial
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
@@ -77,13 +78,18 @@ CASES: dict[str, dict[str, object]] = {
     },
     "latents": LATENTS | {"tp": 2, "recompute__policy": "full"},
     "latents-cp2": LATENTS | {"tp": 2, "cp": 2, "sequence_parallel": "false"},
+    "latents-cp2-full": LATENTS | {"tp": 2, "cp": 2, "recompute__policy": "full"},
 }  # fmt: skip
+QUICK = [(case, "aot_eager") for case in CASES if case not in ("latents", "latents-cp2")]
+QUICK += [("tp2", "inductor")]
 
 
 @pytest.mark.parametrize(
     ("case", "backend"),
-    [*((case, "aot_eager") for case in CASES), ("tp2", "inductor")]
-    + [pytest.param(case, "inductor", marks=pytest.mark.full) for case in CASES if case != "tp2"],
+    [
+        pytest.param(*each, marks=() if each in QUICK else pytest.mark.full)
+        for each in product(CASES, ("aot_eager", "inductor"))
+    ],
 )
 def test_compiled_blocks_equal_one_device(ranks: Ranks, case: str, backend: str) -> None:
     flags = {key if "__" in key else f"layout__{key}": value for key, value in CASES[case].items()}
@@ -180,7 +186,10 @@ PIPELINES: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", PIPELINES)
+# `make test` has 1F1B with experts, and dense stages under the other schedules.
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.full if case == "1f1b" else ()) for case in PIPELINES]
+)
 def test_all_stages_compile_before_the_first_step(ranks: Ranks, case: str) -> None:
     """A compiled pipeline equals an uncompiled one, and calls the compiler in `compile_stages` only."""
     flags = {key if "__" in key else f"layout__{key}": value for key, value in PIPELINES[case].items()}

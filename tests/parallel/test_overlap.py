@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -113,9 +114,14 @@ LAYOUTS: dict[str, dict[str, object]] = {
 }
 
 
+@cache
+def trace_of_layout(name: str) -> Trace:
+    return trace_of(spec_of(BASE | LAYOUTS[name]))
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_between_start_and_wait_of_every_reduction_lies_compute(name: str) -> None:
-    reductions = trace_of(spec_of(BASE | LAYOUTS[name])).of("reduce_scatter", "all_reduce")
+    reductions = trace_of_layout(name).of("reduce_scatter", "all_reduce")
     assert len(reductions) >= 3
     exposed = [each for each in reductions if not each.between]
     assert not exposed
@@ -124,7 +130,7 @@ def test_between_start_and_wait_of_every_reduction_lies_compute(name: str) -> No
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "replicas alone"])
 def test_only_the_first_gather_of_a_step_is_waited_for_at_once(name: str) -> None:
     spec = spec_of(BASE | LAYOUTS[name])
-    gathers = trace_of(spec).of("all_gather")
+    gathers = trace_of_layout(name).of("all_gather")
     assert len(gathers) >= (1 if spec.layout.pp > 1 else spec.model.layers)
     exposed = [place for place, each in enumerate(gathers) if not each.between]
     assert exposed in ([], [0])

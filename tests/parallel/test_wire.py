@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
+from covering import covered
 from meshwright.parallel.expert_parallel import AllToAllDispatcher
 from meshwright.parallel.mesh import Mesh
 from meshwright.planner.traffic.messages import Copies, messages
@@ -97,42 +98,35 @@ def equal_bytes(ranks: Ranks, base: dict[str, object], **flags: object) -> None:
         assert sums == pytest.approx(traffic(spec, stage, copies), rel=1e-14)
 
 
-DATA = [(4, 0, 1), (4, 1, 1), (4, 2, 1), (4, 3, 1), (2, 2, 2), (2, 3, 2), (1, 1, 1), (1, 2, 3), (3, 3, 1)]
-
-
 POLICIES = ["none", "full", "selective"]
+DATA: list[dict[str, object]] = [
+    {"layout__dp": dp, "layout__zero": zero, "layout__replicate": replicate, "precision__compute": compute}
+    for (dp, zero, replicate), compute in product(
+        [(4, 0, 1), (4, 1, 1), (4, 2, 1), (4, 3, 1), (2, 2, 2), (2, 3, 2), (1, 1, 1), (1, 2, 3), (3, 3, 1)],
+        ["fp32", "bf16", "fp64"],
+    )
+]
 
 
-def in_turn(cases: Iterable[tuple[Any, ...]], *values: object) -> list[tuple[Any, ...]]:
-    """The cases, each with the next of the values."""
-    return [(*case, value) for case, value in zip(cases, cycle(values))]
-
-
-@pytest.mark.parametrize(
-    ("dp", "zero", "replicate", "compute"), in_turn(DATA, "fp32", "bf16", "fp64", "bf16")
-)
-def test_bytes_of_the_data_axes(ranks: Ranks, dp: int, zero: int, replicate: int, compute: str) -> None:
-    axes = {"layout__dp": dp, "layout__zero": zero, "layout__replicate": replicate}
-    equal_bytes(ranks, BASE, **axes, precision__compute=compute)
-
-
-TENSOR = [(2, 2, 1, 0), (4, 1, 2, 3), (4, 2, 2, 1)]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "sequence", "recompute", "tied"),
-    in_turn(product(TENSOR, ["true", "false"], POLICIES), "true", "false"),
-)
-def test_bytes_of_the_tensor_axis(
-    ranks: Ranks, sizes: tuple[int, int, int, int], sequence: str, recompute: str, tied: str
-) -> None:
-    tp, kv_heads, dp, zero = sizes
-    flags = {
-        "layout__tp": tp, "layout__dp": dp, "layout__zero": zero, "layout__sequence_parallel": sequence,
-        "model__kv_heads": kv_heads, "model__tied": tied, "model__qk_norm": tied,
-        "recompute__policy": recompute, "precision__compute": "bf16",
-    }  # fmt: skip
+@pytest.mark.parametrize("flags", covered(DATA))
+def test_bytes_of_the_data_axes(ranks: Ranks, flags: dict[str, object]) -> None:
     equal_bytes(ranks, BASE, **flags)
+
+
+TENSOR: list[dict[str, object]] = [
+    {
+        "layout__tp": tp, "model__kv_heads": kv_heads, "layout__dp": dp, "layout__zero": zero,
+        "layout__sequence_parallel": sequence, "recompute__policy": recompute, "model__tied": tied,
+    }
+    for (tp, kv_heads, dp, zero), sequence, recompute, tied in product(
+        [(2, 2, 1, 0), (4, 1, 2, 3), (4, 2, 2, 1)], ["true", "false"], POLICIES, ["true", "false"]
+    )
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", covered(TENSOR))
+def test_bytes_of_the_tensor_axis(ranks: Ranks, flags: dict[str, object]) -> None:
+    equal_bytes(ranks, BASE, **flags, model__qk_norm=flags["model__tied"], precision__compute="bf16")
 
 
 LATENTS = {
@@ -141,15 +135,16 @@ LATENTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("sequence", "recompute", "q_rank"), in_turn(product(["true", "false"], POLICIES), 16, "none")
-)
-def test_bytes_of_latents(ranks: Ranks, sequence: str, recompute: str, q_rank: object) -> None:
-    flags = {
-        "layout__tp": 2, "layout__dp": 2, "layout__zero": 3, "layout__sequence_parallel": sequence,
-        "recompute__policy": recompute, "precision__compute": "bf16",
-    }  # fmt: skip
-    equal_bytes(ranks, BASE, **(LATENTS | flags | {"model__mla__q_rank": q_rank}))
+LATENT_CASES: list[dict[str, object]] = [
+    {"layout__sequence_parallel": sequence, "recompute__policy": recompute, "model__mla__q_rank": q_rank}
+    for sequence, recompute, q_rank in product(["true", "false"], POLICIES, [16, "none"])
+]
+
+
+@pytest.mark.parametrize("case", covered(LATENT_CASES))
+def test_bytes_of_latents(ranks: Ranks, case: dict[str, object]) -> None:
+    flags = {"layout__tp": 2, "layout__dp": 2, "layout__zero": 3, "precision__compute": "bf16"}
+    equal_bytes(ranks, BASE, **(LATENTS | flags | case))
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
@@ -162,21 +157,22 @@ def test_bytes_of_latents_over_context_ranks(ranks: Ranks, mode: str, recompute:
     equal_bytes(ranks, BASE, **LATENTS, **flags)
 
 
-MODES = [("ring", 4), ("gather", 4), ("ulysses", 4), ("ring+ulysses", 4), ("ring", 1), ("gather", 2)]
+CONTEXT: list[dict[str, object]] = [
+    {
+        "layout__context_mode": mode, "model__kv_heads": kv_heads, "precision__compute": compute,
+        "recompute__policy": recompute,
+    }
+    for (mode, kv_heads), compute, recompute in product(
+        [("ring", 4), ("gather", 4), ("ulysses", 4), ("ring+ulysses", 4), ("ring", 1), ("gather", 2)],
+        ["fp64", "bf16"],
+        POLICIES,
+    )
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("heads", "recompute", "compute"), in_turn(product(MODES, POLICIES), "fp64", "bf16"), ids=str
-)
-def test_bytes_of_the_context_axis(
-    ranks: Ranks, heads: tuple[str, int], recompute: str, compute: str
-) -> None:
-    mode, kv_heads = heads
-    flags = {
-        "layout__cp": 4, "layout__zero": 3, "layout__context_mode": mode,
-        "model__kv_heads": kv_heads, "precision__compute": compute, "recompute__policy": recompute,
-    }  # fmt: skip
-    equal_bytes(ranks, BASE, **flags)
+@pytest.mark.parametrize("flags", covered(CONTEXT))
+def test_bytes_of_the_context_axis(ranks: Ranks, flags: dict[str, object]) -> None:
+    equal_bytes(ranks, BASE, **flags, layout__cp=4, layout__zero=3)
 
 
 @pytest.mark.parametrize("save", ["matmul", "attention"])
@@ -242,7 +238,7 @@ EXPERTS: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize(("axes", "recompute"), in_turn(((axes,) for axes in EXPERTS), *POLICIES), ids=str)
+@pytest.mark.parametrize(("axes", "recompute"), [*zip(EXPERTS, cycle(POLICIES))], ids=str)
 def test_bytes_of_experts(ranks: Ranks, axes: dict[str, object], recompute: str) -> None:
     flags = {key if "__" in key else f"layout__{key}": value for key, value in axes.items()}
     equal_bytes(ranks, MOE, **flags, recompute__policy=recompute, precision__compute="bf16")

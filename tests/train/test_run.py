@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -360,16 +361,23 @@ def test_training_lowers_the_loss_and_the_validation_beats_chance(
     assert result["final_loss"] < 0.7 * math.log(VOCABULARY)
 
 
+def run_compiled(mesh: Mesh, spec: RunSpec, out: Path, backend: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    with patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+        return run_it(mesh, spec, out, None)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "model", [{}, EXPERTS | {"layout__ep": 2, "recompute__policy": "selective"}], ids=["dense", "experts"]
 )
 def test_compiled_blocks_train_alike(
-    ranks: Ranks, corpus: Path, tmp_path: Path, model: dict[str, object]
+    ranks: Ranks, corpus: Path, tmp_path: Path, model: dict[str, object], backend: str
 ) -> None:
     flags = {"train__steps": 2, "layout__dp": 2, "layout__zero": 3, "model__layers": 1} | model
     plain, _ = start(ranks, spec_of(corpus, **flags), tmp_path / "plain")
-    compiled, _ = start(ranks, spec_of(corpus, **flags, train__compile="true"), tmp_path / "compiled")
+    spec = spec_of(corpus, **flags, train__compile="true")
+    compiled, _ = ranks.run(spec.layout, run_compiled, spec, tmp_path / "compiled", backend)[0]
     assert compiled["final_loss"] == pytest.approx(plain["final_loss"], abs=1e-4)
     assert compiled["samples_sha256"] == plain["samples_sha256"]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from covering import marked
+from covering import marked, name
 from equality import Counted, Run, equal_to_one_device, verify_and_count
 from meshwright.model.router import Router
 from meshwright.parallel.mesh import Mesh
@@ -119,21 +119,17 @@ AXES: list[dict[str, object]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "axes", AXES, ids=lambda axes: "-".join(f"{key}{size}" for key, size in axes.items())
-)
-def test_experts_go_with_every_other_axis(ranks: Ranks, axes: dict[str, object]) -> None:
+def check_axes(ranks: Ranks, axes: dict[str, object], layers: int, microbatches: int) -> None:
+    """Check a layout with everything else drawn by the layout."""
     choose = random.Random(str(axes)).choice
     micro, data_ranks = choose([1, 2]), int(str(axes.get("dp", 1))) * int(str(axes.get("replicate", 1)))
-    pp = int(str(axes.get("pp", 1)))
-    microbatches = {1: 2, 2: 3, 4: 5}[pp]
     flags = {
         "layout__sequence_parallel": choose(["true", "false"]),
         "layout__expert_parts": choose([1, 2]),
         "layout__context_mode": choose(["ring", "gather", "ring+ulysses"]),
         "recompute__policy": choose(["none", "full", "selective"]),
         "data__pack": choose(["true", "false"]),
-        "model__layers": 4 if pp > 1 else 2,
+        "model__layers": layers,
         "model__kv_heads": 4,
         "layout__micro_batch": micro,
         "train__batch_tokens": 16 * micro * data_ranks * microbatches,
@@ -142,6 +138,18 @@ def test_experts_go_with_every_other_axis(ranks: Ranks, axes: dict[str, object])
     }
     axes_given = {f"layout__{key}": size for key, size in axes.items()}
     check(ranks, **(flags | axes_given))
+
+
+@pytest.mark.parametrize("axes", AXES, ids=name)
+def test_experts_go_with_every_other_axis(ranks: Ranks, axes: dict[str, object]) -> None:
+    pp = int(str(axes.get("pp", 1)))
+    check_axes(ranks, axes, layers=4 if pp > 1 else 2, microbatches={1: 2, 2: 3, 4: 5}[pp])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("axes", [axes for axes in AXES if axes.get("pp") != 4], ids=name)
+def test_experts_of_more_layers_or_microbatches(ranks: Ranks, axes: dict[str, object]) -> None:
+    check_axes(ranks, axes, layers=4, microbatches=5 if "pp" in axes else 2)
 
 
 def test_all_five_axes_on_sixteen_ranks() -> None:

@@ -11,7 +11,7 @@ from itertools import product
 
 import pytest
 
-from covering import covered, marked
+from covering import covered, marked, name
 from equality import equal_to_one_device
 from meshwright.train.shrink import shrink
 from ranks import RANKS, Ranks
@@ -69,6 +69,13 @@ CASES: list[dict[str, object]] = [
 def test_every_layout_equals_one_device(ranks: Ranks, case: dict[str, object]) -> None:
     """Over 3 samples for each data rank: as many microbatches, or one."""
     check(ranks, **case, train__batch_tokens=3 * int(str(case["layout__dp"])) * 32)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [case for case in CASES if case["layout__dp"] == 1], ids=name)
+def test_every_layout_of_one_data_rank_takes_more_microbatches(ranks: Ranks, case: dict[str, object]) -> None:
+    """Over 6 samples: as many microbatches, or two."""
+    check(ranks, **case, train__batch_tokens=6 * 32)
 
 
 MODES: list[dict[str, object]] = [
