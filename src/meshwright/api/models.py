@@ -34,11 +34,21 @@ def generate(
     from meshwright.data.tokenizer import Tokenizer
     from meshwright.infer.generate import generate as continue_tokens
 
-    decoder, tokenizer_file = _load_any(Path(run))
-    if not tokenizer_file.is_file():
+    run = Path(run)
+    if (run / "run.json").is_file():
+        decoder = load_run(run)
+    elif (run / "config.json").is_file():
+        decoder = load_hf(run)
+    else:
+        raise UserError(f"{run}: is neither a run's folder (run.json) nor an HF folder (config.json)")
+    if not (run / "tokenizer.json").is_file():
         raise UserError(f"{run}: has no tokenizer.json; copy the model's into this folder")
-    tokenizer = Tokenizer.open(tokenizer_file)
-    given = tokenizer.encode(_encodable(prompt))
+    tokenizer = Tokenizer.open(run / "tokenizer.json")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"--prompt: is not valid text ({error.reason} at character {error.start})") from None
+    given = tokenizer.encode(prompt)
     written = continue_tokens(
         decoder,
         tokenizer.prompt(given),
@@ -52,14 +62,6 @@ def generate(
     )
     # Some tokenizers drop the space before the first word that they decode, so decode everything and cut.
     return tokenizer.decode([*given, *written])[len(tokenizer.decode(given)) :]
-
-
-def _encodable(prompt: str) -> str:
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"--prompt: is not valid text ({error.reason} at character {error.start})") from None
-    return prompt
 
 
 def tokenize(
@@ -191,11 +193,3 @@ def load_run(run: Path, dtype: torch.dtype | None = None) -> Decoder:
     from meshwright.infer.load import load_run as load_decoder
 
     return load_decoder(Path(run), dtype)
-
-
-def _load_any(folder: Path) -> tuple[Decoder, Path]:
-    if (folder / "run.json").is_file():
-        return load_run(folder), folder / "tokenizer.json"
-    if (folder / "config.json").is_file():
-        return load_hf(folder), folder / "tokenizer.json"
-    raise UserError(f"{folder}: is neither a run's folder (run.json) nor an HF folder (config.json)")

@@ -18,14 +18,12 @@ from meshwright.spec.special_tokens import copy_side_files
 from meshwright.train.state import imported_state
 
 
-def read_spec(run: Path) -> RunSpec:
-    """The spec of a run's folder, from its run.json."""
-    return load(run)
-
-
 def load_run(run: Path, dtype: torch.dtype | None = None) -> Decoder:
-    """The decoder of the run's newest whole checkpoint, on one device, in eval mode; by default as saved."""
-    spec = read_spec(run)
+    """Return the decoder of the run's newest whole checkpoint, on one device, in eval mode.
+
+    `dtype` is that of its parameters, by default as saved.
+    """
+    spec = load(run)
     folder = spec.checkpoint.folder(run)
     if not folder.is_dir():
         raise UserError(f"{run}: has no checkpoint yet ({folder} is not there); train it first")

@@ -2,6 +2,6 @@
 
 from meshwright.launch.env import Worker, worker
 from meshwright.launch.failure import Outcome, RanksFailed
-from meshwright.launch.local import launch, run_ranks
+from meshwright.launch.local import run_ranks
 
-__all__ = ["Outcome", "RanksFailed", "Worker", "launch", "run_ranks", "worker"]
+__all__ = ["Outcome", "RanksFailed", "Worker", "run_ranks", "worker"]
