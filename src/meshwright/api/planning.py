@@ -199,12 +199,7 @@ def profile_worker(*, seconds: float = 120.0, out: Path | None = None) -> Cluste
 
 
 def dryrun(
-    spec: RunSpec,
-    *,
-    world: int | None = None,
-    rank: int = 0,
-    all_stages: bool = False,
-    device: str = "cpu",
+    spec: RunSpec, *, world: int | None = None, rank: int = 0, all_stages: bool = False, device: str = "cpu"
 ) -> Result:
     """Run one step of one rank of the layout's world on fake tensors, without other ranks or allocations.
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.cli import output as show
-from meshwright.cli.parser import JSON, Call, Flag, above_zero, number, tokens, verb, whole
+from meshwright.cli.parser import JSON, Call, Flag, number, positive, tokens, verb, whole
 from meshwright.report.format import ABSENT, duration, percent, short
 from meshwright.spec import UserError
 
@@ -26,7 +26,7 @@ _seconds, _hours = number(0, 1e12), number(1e-6, 1e8)
     Flag("devices", "number of devices", "N", whole(1)),
     Flag("batch-tokens", "tokens of a step, such as 16M, for tokens a day", "N", tokens()),
     Flag("tokens", "tokens of the run, such as 15T; needs --batch-tokens", "N", tokens()),
-    Flag("price", "price of a device-hour; needs --tokens and --devices", "AMOUNT", above_zero),
+    Flag("price", "price of a device-hour; needs --tokens and --devices", "AMOUNT", positive),
     Flag("every", "steps between saves, instead of the best number", "STEPS", whole(1)),
     Flag("runs", "also simulate N runs, event by event", "N", whole(2)),
     Flag("seed", "seed of the simulation", "N", whole(0), default=0),

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from meshwright import units
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import did_you_mean
 from meshwright.spec.schema import known_keys
 
+T = TypeVar("T")
 _FLAG = re.compile(r"--?[A-Za-z]")  # -1 and -.5 are values
 
 
@@ -107,32 +109,26 @@ def whole(least: int) -> Callable[[str], int]:
     return read
 
 
-def number(least: float, most: float) -> Callable[[str], float]:
-    """Return a reader of numbers within [least, most]."""
+def _reader(convert: Callable[[str], T], valid: Callable[[T], bool], needed: str) -> Callable[[str], T]:
+    """Return a reader that raises ValueError(needed) unless the text converts to a valid value."""
 
-    def read(text: str) -> float:
-        value = _float(text)
-        if not least <= value <= most:
-            bound = f"from {least:g} to {most:g}" if most < float("inf") else f"of at least {least:g}"
-            raise ValueError(f"a number {bound} is needed")
-        return value
+    def read(text: str) -> T:
+        with suppress(ValueError):
+            if valid(value := convert(text)):
+                return value
+        raise ValueError(needed)
 
     return read
 
 
-def _float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+def number(least: float, most: float) -> Callable[[str], float]:
+    """Return a reader of numbers within [least, most]."""
+    bound = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
+    return _reader(float, lambda value: least <= value <= most, f"a number {bound} is needed")
 
 
-def above_zero(text: str) -> float:
-    """Read a finite number above 0."""
-    value = _float(text)
-    if not 0 < value < float("inf"):
-        raise ValueError("a number above 0 is needed")
-    return value
+positive = _reader(float, lambda value: 0 < value < math.inf, "a number above 0 is needed")
+"""Reader of finite numbers above 0."""
 
 
 def tokens(unit: int = 1000) -> Callable[[str], int]:
@@ -149,13 +145,8 @@ def tokens(unit: int = 1000) -> Callable[[str], int]:
 
 def file_name(suffix: str) -> Callable[[str], Path]:
     """Return a reader of file names that end in `suffix`."""
-
-    def read(text: str) -> Path:
-        if Path(text).suffix.lower() != suffix:
-            raise ValueError(f"the name of a file that ends in {suffix} is needed, such as step{suffix}")
-        return Path(text)
-
-    return read
+    needed = f"the name of a file that ends in {suffix} is needed, such as step{suffix}"
+    return _reader(Path, lambda path: path.suffix.lower() == suffix, needed)
 
 
 def folder_name(text: str) -> Path:

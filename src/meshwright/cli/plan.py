@@ -13,10 +13,10 @@ from meshwright.cli.parser import (
     Argument,
     Call,
     Flag,
-    above_zero,
     choice,
     file_name,
     number,
+    positive,
     tokens,
     verb,
     whole,
@@ -49,7 +49,7 @@ _STACK = Flag("stack", "the software that runs it", "NAME", str, "meshwright")
     _STACK,
     Flag("price", "USD for a device and hour; default the cluster's", "USD", number(1e-6, 1e6)),
     Flag("tokens", "tokens to train on, such as 15T, for days and USD", "N", tokens()),
-    Flag("max-memory", "most GB of a device that a plan may need", "GB", above_zero),
+    Flag("max-memory", "most GB of a device that a plan may need", "GB", positive),
     Flag("write", "new run file to write, for train", "RUN.toml", file_name(".toml")),
     Flag("out", "page with the reasons to write; opens offline", "FILE.html", file_name(".html")),
     Flag("no-why", "leave out the neighbours and the assumptions, to save time"),
@@ -66,17 +66,9 @@ def plan(call: Call) -> None:
     check_writable(out, "--out")
     if write is not None and write.exists():  # someone may have edited it
         raise UserError(f"--write: {write} exists already; remove it, or give another file")
-    gigabytes_allowed = flags.pop("max_memory")
-    limit = None if gigabytes_allowed is None else 1e9 * gigabytes_allowed
-    progress = _print_best if flags.pop("progress") else None
-    plans = api.plan(
-        call.words[0],
-        **flags,
-        max_memory=limit,
-        overrides=call.overrides,
-        progress=progress,
-        finished=_print_devices,
-    )
+    flags["progress"] = _print_best if flags["progress"] else None
+    limit = flags["max_memory"] = 1e9 * flags["max_memory"] if flags["max_memory"] else None
+    plans = api.plan(call.words[0], **flags, overrides=call.overrides, finished=_print_devices)
     if write is not None:
         _write(plans.best.spec, write)
     if out is not None:
@@ -97,16 +89,6 @@ def _write_page(plans: Plans, path: Path) -> None:
     best = plans.best
     specs = [plan.spec for plan in plans.plans if plan.cluster.count == best.cluster.count]
     write_plan_page(path, specs, CostModel(best.cluster, plans.stack), plans.pareto)
-
-
-def _say(best: TimedLayout, counts: SearchCounts) -> None:
-    print(f"{best.seconds:9.4g} s a step, {brief(best.spec)}", file=sys.stderr, flush=True)
-
-
-def _finished(devices: int, best: Plan | None) -> None:
-    """Report on stderr the best plan for one number of devices of a range."""
-    words = "nothing fits" if best is None else f"{best.step_seconds:.4g} s a step, {brief(best.spec)}"
-    print(f"{show.count(devices, 'device')}: {words}", file=sys.stderr, flush=True)
 
 
 def _print_best(best: TimedLayout, counts: SearchCounts) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.cli import output as show
-from meshwright.cli.parser import JSON, Call, Flag, above_zero, file_name, number, verb
+from meshwright.cli.parser import JSON, Call, Flag, file_name, number, positive, verb
 from meshwright.cli.runs import RUN, spec_of
 from meshwright.report.format import percent, size
 from meshwright.spec import UserError
@@ -22,12 +22,12 @@ MOST_RANKS = 16
     RUN,
     Flag("out", "timeline to write, a page that opens offline", "FILE.html", file_name(".html")),
     Flag("trace", "trace to write, for Perfetto", "FILE.json", file_name(".json")),
-    Flag("tflops", "attained TFLOP/s of a device, to time FLOPs; default 400", "RATE", above_zero),
-    Flag("forward", "milliseconds of a stage's forward, instead of FLOPs", "MS", above_zero),
-    Flag("input", "milliseconds of input backward; default as --forward", "MS", above_zero),
-    Flag("weight", "milliseconds of weight backward; default as --forward", "MS", above_zero),
+    Flag("tflops", "attained TFLOP/s of a device, to time FLOPs; default 400", "RATE", positive),
+    Flag("forward", "milliseconds of a stage's forward, instead of FLOPs", "MS", positive),
+    Flag("input", "milliseconds of input backward; default as --forward", "MS", positive),
+    Flag("weight", "milliseconds of weight backward; default as --forward", "MS", positive),
     Flag("latency", "microseconds of a message between stages", "US", number(0, 1e9), default=5.0),
-    Flag("bandwidth", "GB/s of a link between stages, one way", "RATE", above_zero, default=50.0),
+    Flag("bandwidth", "GB/s of a link between stages, one way", "RATE", positive, default=50.0),
     JSON,
 )
 def simulate(call: Call) -> None:
