@@ -43,15 +43,13 @@ def run() -> None:
     try:
         code = main(sys.argv[1:])
         sys.stdout.flush()
-    except UserError as error:
-        record(error)  # shown by the user's torchrun, too
-        output.error(str(error))
-        code = exit_code(error)
-    except RanksFailed as error:
-        if error.details:
+    except (UserError, RanksFailed) as error:
+        if isinstance(error, UserError):
+            record(error)  # shown by the user's torchrun, too
+        elif error.details:
             print(error.details.rstrip(), file=sys.stderr)
         output.error(str(error))
-        code = error.code
+        code = exit_code(error)
     except KeyboardInterrupt as error:
         record(error)
         code = exit_code(error)

@@ -51,19 +51,18 @@ def simulate(call: Call) -> None:
 
 def _durations(flags: dict[str, Any]) -> tuple[float, float, float] | None:
     """Return the seconds of F, I and W that the flags give in milliseconds; None if FLOPs are counted."""
-    forward, others = flags["forward"], [name for name in ("input", "weight") if flags[name] is not None]
+    forward, input, weight = (flags[name] for name in ("forward", "input", "weight"))
+    if forward is None and (input or weight):
+        name = "input" if input else "weight"
+        raise UserError(f"--{name}: is given without --forward; give --forward MS too")
     if forward is None:
-        if others:
-            raise UserError(f"--{others[0]}: is given without --forward; give --forward MS too")
         return None
     if flags["tflops"] is not None:
         raise UserError(
             f"--tflops: {flags['tflops']:g} has no effect with --forward, which replaces counted FLOPs; give "
             f"one of them"
         )
-    given = (forward if flags[name] is None else flags[name] for name in ("forward", "input", "weight"))
-    forward, input, weight = (value / 1e3 for value in given)
-    return forward, input, weight
+    return forward / 1e3, (input or forward) / 1e3, (weight or forward) / 1e3
 
 
 def _show(result: Mapping[str, Any]) -> None:

@@ -69,12 +69,12 @@ def import_run(folder: Path, out: Path) -> None:
 
 
 def _imported_spec(model: ModelSpec, out: Path) -> RunSpec:
-    """A run of `model` with default settings, the tokenizer in `out`, and a length that the model takes."""
-    data: dict[str, object] = {}
+    """Return a run of `model` with default settings, the tokenizer in `out`, and a length that it takes."""
+    length = DataSpec().seq_len
+    if model.position == "learned":
+        length = min(length, model.max_seq_len)
+    data: dict[str, object] = {"seq_len": length}
     if (out / "tokenizer.json").is_file():
         data["tokenizer"] = str((out / "tokenizer.json").resolve())
-    length = DataSpec().seq_len
-    if model.position == "learned" and model.max_seq_len < length:
-        data["seq_len"] = length = model.max_seq_len
     tree = {"model": {**model.model_dump(mode="json"), "hf": None}, "data": data}
     return RunSpec.model_validate({**tree, "train": {"batch_tokens": 16 * length}})
