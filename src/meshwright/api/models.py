@@ -31,10 +31,10 @@ def generate(
 
     `temperature` 0 takes the likeliest token. Raises `UserError` if the folder has no model or tokenizer.
     """
+    run = _existing(run, "the folder of a run or of an HF model")
     from meshwright.data.tokenizer import Tokenizer
     from meshwright.infer.generate import generate as continue_tokens
 
-    run = Path(run)
     if (run / "run.json").is_file():
         decoder = load_run(run)
     elif (run / "config.json").is_file():
@@ -118,6 +118,7 @@ def data_verify(folder: Path) -> Result:
 
 def export(run: Path, folder: Path, dtype: str | None = None) -> None:
     """Write a run's newest checkpoint as an HF folder, in 'float32', 'bfloat16' or 'float16', or as saved."""
+    run = _existing(run, "the folder of a run")
     import torch
 
     from meshwright.checkpoint.hf import export_hf
@@ -126,7 +127,6 @@ def export(run: Path, folder: Path, dtype: str | None = None) -> None:
     if dtype is not None and dtype not in known:
         raise UserError(f"dtype: {dtype!r} is not one of {', '.join(known)}")
 
-    run = Path(run)
     decoder = load_run(run)
     tokenizer = run / "tokenizer.json"
     export_hf(
@@ -141,9 +141,10 @@ def export(run: Path, folder: Path, dtype: str | None = None) -> None:
 
 def import_hf(folder: Path, out: Path) -> None:
     """Make a run's folder from an HF folder; `train OUT --resume auto` continues from its step 0."""
+    folder = _existing(folder, "an HF folder with config.json and safetensors")
     from meshwright.infer.load import import_run
 
-    import_run(Path(folder), Path(out))
+    import_run(folder, Path(out))
 
 
 def checkpoint_list(directory: Path) -> list[Result]:
@@ -171,14 +172,17 @@ def checkpoint_verify(directory: Path, step: int | None = None) -> Result:
 
 def checkpoints_of(folder: Path) -> Path:
     """Return the folder of a run's checkpoints; a folder without a run is one of checkpoints itself."""
-    if not folder.is_dir():
-        raise UserError(
-            f"{folder}: does not exist, or is not a folder; give the folder of a run, or of its checkpoints"
-        )
+    folder = _existing(folder, "the folder of a run, or of its checkpoints")
     if (folder / "run.json").is_file():
         return load(folder).checkpoint.folder(folder)
     inner = folder / "checkpoints"  # the run's record is gone
     return inner if inner.is_dir() else folder
+
+
+def _existing(folder: Path | str, wanted: str) -> Path:
+    if not Path(folder).is_dir():
+        raise UserError(f"{folder}: does not exist, or is not a folder; give {wanted}")
+    return Path(folder)
 
 
 def load_hf(folder: Path | str) -> Decoder:

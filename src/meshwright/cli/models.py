@@ -6,19 +6,10 @@ from pathlib import Path
 
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, choice, folder_name, number, verb, whole
-from meshwright.spec import UserError
 
 DTYPES = ("float32", "bfloat16", "float16")
 _RUN = Argument("RUN", "the folder of a run")
 _CHECKPOINTS = Argument("DIR", "the folder of a run, or of its checkpoints")
-
-
-def _existing(call: Call, wanted: str) -> Path:
-    """Return the folder that the first word names. Raises `UserError` if it does not exist."""
-    path = Path(call.words[0])
-    if not path.is_dir():
-        raise UserError(f"{path}: does not exist, or is not a folder; give {wanted}")
-    return path
 
 
 @verb(
@@ -35,10 +26,9 @@ def _existing(call: Call, wanted: str) -> Path:
 )
 def generate(call: Call) -> None:
     """Continue a prompt with a trained model."""
-    run = _existing(call, "the folder of a run or of an HF model")
     from meshwright import api
 
-    text = api.generate(run, **call.flags)
+    text = api.generate(Path(call.words[0]), **call.flags)
     show.result(call, {"prompt": call.flags["prompt"], "text": text}, lambda _: print(text))
 
 
@@ -52,10 +42,10 @@ def generate(call: Call) -> None:
 )
 def export(call: Call) -> None:
     """Write a run's model as an HF folder."""
-    run, folder = _existing(call, "the folder of a run"), Path(call.words[1])
     from meshwright import api
 
-    api.export(run, folder, call.flags["dtype"])
+    run, folder = map(Path, call.words)
+    api.export(run, folder, **call.flags)
     show.result(call, {"folder": str(folder)}, lambda _: print(f"wrote {folder}"))
 
 
@@ -68,19 +58,19 @@ def export(call: Call) -> None:
 )
 def import_hf(call: Call) -> None:
     """Make a run's folder from an HF model."""
-    folder, out = _existing(call, "an HF folder with config.json and safetensors"), call.flags["out"]
     from meshwright import api
 
-    api.import_hf(folder, out)
+    out = call.flags["out"]
+    api.import_hf(Path(call.words[0]), out)
     show.result(call, {"folder": str(out)}, lambda _: print(f"wrote {out}"))
 
 
 @verb("checkpoint ls", "list a run's checkpoints", _CHECKPOINTS, JSON)
 def checkpoint_ls(call: Call) -> None:
     """List the checkpoints of a run."""
-    folder = Path(call.words[0])
     from meshwright import api
 
+    folder = Path(call.words[0])
     rows = api.checkpoint_list(folder)
     show.result(call, {"directory": str(folder), "checkpoints": rows}, lambda _: show.table(rows))
     if not rows and not call.json:

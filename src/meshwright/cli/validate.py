@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright import atomic
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, choice, file_name, verb
-from meshwright.spec import UserError
+from meshwright.report.record import write_atomically
 
 COLUMNS = ("source", "model", "gpu")
 _NAMED = 24
@@ -32,11 +31,7 @@ def validate(call: Call) -> None:
     by, path = call.flags["by"], call.flags["markdown"]
     result = api.validate(call.path(), rows=call.flags["rows"], by=by)
     if path is not None:
-        try:
-            atomic.write(path, validation_page.page(result))
-        except OSError as error:
-            reason = f"{path} cannot be written ({error.strerror})"
-            raise UserError(f"--markdown: {reason}; give another file") from None
+        write_atomically(path, validation_page.page(result))
 
     def text(values: Mapping[str, Any]) -> None:
         show.table(validation_page.table(result, by, _NAMED))

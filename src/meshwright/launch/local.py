@@ -41,7 +41,7 @@ def run_ranks(argv: Sequence[str], nproc: int, *, module: str = "meshwright") ->
 
     if nproc < 1:
         raise UserError(f"--nproc: {nproc} is not a number of processes; give 1 or more")
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as logs, _own_signals(), _quiet_agent():
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as logs, _contained_agent():
         folder = Path(logs)
         agent = _agent(argv, nproc, folder, module)
         try:
@@ -52,8 +52,7 @@ def run_ranks(argv: Sequence[str], nproc: int, *, module: str = "meshwright") ->
             return Outcome(128 + stop.sigval, sentence, stopped=True)
         if not result.is_failed():
             return Outcome()
-        run = agent.get_worker_group().spec.rdzv_handler.get_run_id()
-        stderrs = {int(file.parent.name): file for file in folder.glob(f"{run}_*/attempt_0/*/stderr.log")}
+        stderrs = {int(file.parent.name): file for file in folder.glob("*/attempt_0/*/stderr.log")}
         return outcome(result.failures, nproc, stderrs)
 
 
@@ -114,30 +113,20 @@ def _kill_rest(agent: LocalElasticAgent) -> None:
 
 
 @contextmanager
-def _own_signals() -> Iterator[None]:
-    """Put back the handlers that the agent replaces."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _quiet_agent() -> Iterator[None]:
-    """Keep the agent's own log lines off the terminal: what they say is in the outcome."""
+def _contained_agent() -> Iterator[None]:
+    """Keep the agent's log lines off the terminal, as the outcome says the same; restore signal handlers."""
     import torch.distributed.elastic.agent.server.local_elastic_agent  # noqa: F401 - creates the loggers
 
+    in_main = threading.current_thread() is threading.main_thread()  # only there the agent sets handlers
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS if in_main}
     names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
-    before = {name: logging.getLogger(name).level for name in names}
-    for name in names:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
+    for logger in levels:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        for name, level in before.items():
-            logging.getLogger(name).setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
