@@ -1,4 +1,4 @@
-"""Where a run runs: the ranks of this machine, and what a rank knows of its place among them."""
+"""Launching of ranks on this machine, and the place of each rank in the world."""
 
 from meshwright.launch.failure import Outcome
 from meshwright.launch.local import run_ranks

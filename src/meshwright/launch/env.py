@@ -104,10 +104,15 @@ def resolve(
     """
     if nproc is None or (nproc == "auto" and sets_layout(tree, overrides)):
         return from_tree(tree, overrides, source)
-    if nproc == "auto":
-        return _widest(tree, overrides, source)
-    ranks = nproc_of(nproc)
-    return from_tree(tree, fit_layout(tree, overrides, ranks), source, ranks)
+    if nproc != "auto":
+        ranks = nproc_of(nproc)
+        return from_tree(tree, fit_layout(tree, overrides, ranks), source, ranks)
+    alone = from_tree(tree, fit_layout(tree, overrides, 1), source)
+    for ranks in range(count_devices(), 1, -1):
+        share, rest = divmod(alone.batch_sequences, ranks)
+        if rest == 0 and share % (alone.layout.micro_batch or 1) == 0:
+            return from_tree(tree, fit_layout(tree, overrides, ranks), source)
+    return alone
 
 
 def nproc_of(given: str | int) -> int:
@@ -118,15 +123,6 @@ def nproc_of(given: str | int) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise UserError(f"--nproc: {text!r} is not a number of processes; give 1 or more, or 'auto'")
     return int(text)
-
-
-def _widest(tree: dict[str, Any], overrides: Overrides, source: str) -> RunSpec:
-    alone = from_tree(tree, fit_layout(tree, overrides, 1), source)
-    for ranks in range(count_devices(), 1, -1):
-        share, rest = divmod(alone.batch_sequences, ranks)
-        if rest == 0 and share % (alone.layout.micro_batch or 1) == 0:
-            return from_tree(tree, fit_layout(tree, overrides, ranks), source)
-    return alone
 
 
 def limit_threads(local_world_size: int) -> int:

@@ -58,6 +58,7 @@ def write_report(out: Path) -> Path:
         f"started {str(info['started'])[:16].replace('T', ' ')} UTC" if "started" in info else "",
     ]
     routed = _rows(run, "load_max")
+    peak = (result.get("memory") or {}).get("peak", result.get("peak_memory_bytes"))
     html = render(
         "run.html",
         title=run.out.resolve().name,
@@ -71,8 +72,8 @@ def write_report(out: Path) -> Path:
             if any(row.get(key) for row in routed for key in names)
         ],
         loads=next((row for row in reversed(routed) if isinstance(row.get("expert_load"), dict)), None),
-        memory=_memory(result),
-        peak=_peak(result),
+        memory=_memory(result, peak),
+        peak=peak,
         layout=layout if axes else result.get("layout", info.get("layout")),
         axes=axes,
         axis_names=_AXES,
@@ -150,18 +151,14 @@ def _curves(run: RecordedRun) -> list[Chart]:
     ]
 
 
-def _peak(result: dict[str, Any]) -> Any:
-    return (result.get("memory") or {}).get("peak", result.get("peak_memory_bytes"))
-
-
-def _memory(result: dict[str, Any]) -> dict[str, float]:
+def _memory(result: dict[str, Any], peak: Any) -> dict[str, float]:
     """Return bytes by component; the rest of the peak, which no component explains, is the last one."""
     parts = {
         name: size
         for name, size in (result.get("memory") or {}).items()
         if name != "peak" and fmt.is_number(size) and size > 0
     }
-    rest = _peak(result) - sum(parts.values()) if fmt.is_number(_peak(result)) else 0
+    rest = peak - sum(parts.values()) if fmt.is_number(peak) else 0
     if parts and rest > 0.005 * sum(parts.values()):
         named = any("activation" in name for name in parts)
         parts["not attributed" if named else "activations and other"] = rest
