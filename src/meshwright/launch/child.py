@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> None:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        if isinstance(end.code, str):  # printed, as Python does
+        if end.code is not None and not isinstance(end.code, int):  # Python prints it, too
             print(end.code, file=sys.stderr)
     except BaseException as error:
         record(error)
