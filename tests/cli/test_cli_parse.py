@@ -26,14 +26,8 @@ def test_words_flags_and_keys_in_any_order() -> None:
     call = parse(verb("train"), words)
     assert call.words == ("run.toml",)
     assert call.overrides == [("train.lr", "1e-3"), ("layout.dp", "2")]
-    assert call.flags == {
-        "json": True,
-        "nproc": "2",
-        "cluster": None,
-        "out": None,
-        "resume": None,
-        "quiet": None,
-    }
+    assert call.json
+    assert call.flags == {"nproc": "2", "cluster": None, "out": None, "resume": None, "quiet": False}
 
 
 def test_values_may_start_with_a_dash() -> None:
@@ -57,7 +51,7 @@ def test_two_dashes_end_the_flags() -> None:
 
 def test_own_values_are_read_by_type() -> None:
     flags = parse(verb("generate"), ["r", "--prompt", "x", "--temperature", "0.5", "--top-k", "3"]).flags
-    assert (flags["temperature"], flags["top-k"], flags["top-p"], flags["seed"]) == (0.5, 3, None, 0)
+    assert (flags["temperature"], flags["top_k"], flags["top_p"], flags["seed"]) == (0.5, 3, None, 0)
 
 
 GOODPUT = ["goodput", "--step-seconds", "5", "--save-seconds", "9", "--restart-seconds", "60", "--mtbf-hours"]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from meshwright import api
 from meshwright.cli.main import main
-from meshwright.planner import plan as plans
 from meshwright.spec import UserError, load
 
 WISH = ["plan", "llama3-8b", "--cluster", "h100", "--gpus", "16", "--batch-tokens", "1M", "--seq-len", "4096"]
@@ -72,7 +72,7 @@ def test_a_run_file_that_is_there_is_kept(tmp_path: Path, monkeypatch: pytest.Mo
     file = tmp_path / "run.toml"
     file.write_text("# mine")
     with monkeypatch.context() as patch:
-        patch.setattr(plans, "plan", lambda *_, **__: pytest.fail("it was searched before that was seen"))
+        patch.setattr(api, "plan", lambda *_, **__: pytest.fail("it was searched before that was seen"))
         with pytest.raises(UserError, match=r"--write: .*run.toml exists already; remove it, or"):
             main([*WISH, "--write", str(file)])
     assert file.read_text() == "# mine"
@@ -119,7 +119,7 @@ def test_a_limit_that_limits_nothing_is_remarked_on(capsys: pytest.CaptureFixtur
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "plan", lambda *_, **__: pytest.fail("it was searched before that was seen"))
+    monkeypatch.setattr(api, "plan", lambda *_, **__: pytest.fail("it was searched before that was seen"))
     with pytest.raises(UserError, match=r"--write: .* cannot be written"):
         main([*WISH, "--write", str(tmp_path / "none" / "run.toml")])
     with pytest.raises(UserError, match=r"--out: .* cannot be written"):

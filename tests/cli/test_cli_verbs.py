@@ -141,8 +141,8 @@ def test_verify_writes_its_result_where_asked(monkeypatch: pytest.MonkeyPatch, t
 def test_generate_passes_its_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
     generate = stand_in(monkeypatch, "generate", "def f(): pass")
     main(["generate", str(tmp_path), "--prompt", "def", "--top-k", "5", "--temperature", "0.7", "--json"])
-    assert generate.only[0] == (tmp_path, "def")
-    assert generate.only[1]["top_k"] == 5
+    assert generate.only[0] == (tmp_path,)
+    assert generate.only[1]["prompt"] == "def" and generate.only[1]["top_k"] == 5
     assert generate.only[1]["temperature"] == 0.7
     assert last_json(capsys) == {"prompt": "def", "text": "def f(): pass"}
 

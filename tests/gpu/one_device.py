@@ -99,7 +99,7 @@ def main() -> None:
     if worker() is not None:
         run_rank(options)
         return
-    outcome = run_ranks(sys.argv[1:], 2, log_dir=options.out / "logs", module="one_device")
+    outcome = run_ranks(sys.argv[1:], 2, module="one_device")
     if outcome.code:
         sys.exit(f"{outcome.details}\n{outcome.sentence}")
 

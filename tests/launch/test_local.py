@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.launch import Outcome, launch, run_ranks
+from meshwright.launch import Outcome, run_ranks
 
 PROGRAM = """
 import os, sys, time
@@ -81,6 +81,12 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             pytest.fail(f"rank {pid} was left behind")
 
 
+def launcher_of(arguments: list[str], module: str) -> str:
+    """A program that runs two ranks, and ends as they do."""
+    run = f"run_ranks({arguments}, 2, module={module!r})"
+    return f"from meshwright.launch import run_ranks; raise SystemExit({run}.code)"
+
+
 def pids(folder: Path) -> list[int]:
     return [int(file.read_text()) for file in folder.glob("pid*") if file.read_text()]
 
@@ -97,17 +103,17 @@ def alive(pid: int) -> bool:
 def test_rank_0_has_the_terminal_and_arguments_arrive_as_given(
     module: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch(["print", str(tmp_path), "a$b", "${local_rank}", "-1"], 2, module=module) == 0
+    assert run_ranks(["print", str(tmp_path), "a$b", "${local_rank}", "-1"], 2, module=module) == Outcome()
     out, err = capfd.readouterr()
     assert out == "said 0 ['a$b', '${local_rank}', '-1']\n"
     assert err == ""
 
 
-def test_a_mistake_of_every_rank_is_one_line(
+def test_a_mistake_of_every_rank_is_one_sentence(
     module: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch(["mistake", str(tmp_path)], 2, module=module) == 2
-    assert capfd.readouterr().err == "meshwright: error: layout.dp: 3 does not fit\n"
+    assert run_ranks(["mistake", str(tmp_path)], 2, module=module) == Outcome(2, "layout.dp: 3 does not fit")
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -140,17 +146,18 @@ def test_ranks_meet_on_loopback_and_a_mistake_beside_a_broken_collective_is_told
 
 def test_an_executor_that_was_left_open_does_not_hold_a_rank(module: str, tmp_path: Path) -> None:
     """As torch.compile's, whose threads wait for work until the process ends."""
-    arguments = ["executor", str(tmp_path)]
-    program = (
-        f"from meshwright.launch import launch; raise SystemExit(launch({arguments}, 2, module={module!r}))"
+    ended = subprocess.run(
+        [sys.executable, "-c", launcher_of(["executor", str(tmp_path)], module)],
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (0, "worked\n")
 
 
 def test_signal_handlers_are_put_back(module: str, tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    run_ranks(["print", str(tmp_path)], 1, log_dir=tmp_path / "logs", module=module)
+    run_ranks(["print", str(tmp_path)], 1, module=module)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -160,10 +167,7 @@ def test_signal_handlers_are_put_back(module: str, tmp_path: Path) -> None:
 def test_no_rank_outlives_its_launcher(
     number: signal.Signals, code: int, module: str, tmp_path: Path
 ) -> None:
-    arguments = ["wait", str(tmp_path)]
-    program = (
-        f"from meshwright.launch import launch; raise SystemExit(launch({arguments}, 2, module={module!r}))"
-    )
+    program = launcher_of(["wait", str(tmp_path)], module)
     launcher = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
     while len(pids(tmp_path)) < 2 and time.monotonic() < deadline:

@@ -14,12 +14,13 @@ import pytest
 from meshwright.hardware.find import cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.step import step_time
+from meshwright.planner.explain.candidate import Candidate
 from meshwright.planner.explain.explanation import describe
 from meshwright.planner.explain.neighbours import TERMS
 from meshwright.planner.memory.exact import memory_model
 from meshwright.report.plan_page import AXIS_COLOURS, MEMORY_COLOURS, TIME_COLOURS, write_plan_page
 from meshwright.spec import RunSpec, UserError
-from meshwright.units import gigabytes, seconds
+from meshwright.units import gigabytes, percent, seconds
 
 
 def run(layout: dict, model: str = "llama2-7b") -> RunSpec:
@@ -108,6 +109,9 @@ def test_plans_are_told_in_their_order_also_those_of_more_devices(html: str) -> 
     for row, spec in zip(rows, PLANS, strict=True):
         on = CostModel(cluster("h100", spec.layout.world_size))
         assert describe(spec) in row and f">{seconds(step_time(spec, on).seconds)}<" in row
+        assert (
+            f">{percent(Candidate(spec, on).fits_probability)}<" in row
+        )  # as the headline says of the first
 
 
 def test_every_point_of_the_front_is_in_the_plot(html: str) -> None:

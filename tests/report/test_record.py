@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.report.record import RunRecord, read_events, read_metrics, read_run, write_atomically
+from meshwright.report.record import RunRecord, read_metrics, read_run, write_atomically
 from meshwright.spec import UserError, load
 
 
@@ -78,7 +78,7 @@ def test_a_resume_drops_the_steps_that_were_lost(tmp_path: Path) -> None:
     record_steps(tmp_path, 5, 12)
     assert steps_of(tmp_path) == list(range(1, 13))
     assert (tmp_path / "metrics.jsonl").read_bytes().startswith(b"".join(kept))
-    resumed = [event for event in read_events(tmp_path) if event["kind"] == "resumed"]
+    resumed = [event for event in read_run(tmp_path).events if event["kind"] == "resumed"]
     assert [(event["step"], event["lost_rows"]) for event in resumed] == [(5, 4)]
 
 

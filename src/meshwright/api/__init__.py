@@ -9,57 +9,30 @@ print(api.generate(Path("runs/first"), "def "))
 
 from __future__ import annotations
 
-from meshwright.api.models import (
-    checkpoint_list,
-    checkpoint_verify,
-    checkpoints_of,
-    data_verify,
-    export,
-    generate,
-    import_hf,
-    load_hf,
-    load_run,
-    tokenize,
-)
-from meshwright.api.planning import (
-    dryrun,
-    explain,
-    goodput,
-    plan,
-    profile,
-    profile_worker,
-    simulate,
-    validate,
-)
-from meshwright.api.runs import default_out, train, train_worker, verify, verify_worker, write_verdict
-from meshwright.planner.plan import Plan, Plans, estimate
-
-__all__ = [
-    "Plan",
-    "Plans",
-    "checkpoint_list",
-    "checkpoint_verify",
-    "checkpoints_of",
-    "data_verify",
-    "default_out",
-    "dryrun",
-    "estimate",
-    "explain",
-    "export",
-    "generate",
-    "goodput",
-    "import_hf",
-    "load_hf",
-    "load_run",
-    "plan",
-    "profile",
-    "profile_worker",
-    "simulate",
-    "tokenize",
-    "train",
-    "train_worker",
-    "validate",
-    "verify",
-    "verify_worker",
-    "write_verdict",
-]
+from meshwright.api.models import checkpoint_list as checkpoint_list
+from meshwright.api.models import checkpoint_verify as checkpoint_verify
+from meshwright.api.models import checkpoints_of as checkpoints_of
+from meshwright.api.models import data_verify as data_verify
+from meshwright.api.models import export as export
+from meshwright.api.models import generate as generate
+from meshwright.api.models import import_hf as import_hf
+from meshwright.api.models import load_hf as load_hf
+from meshwright.api.models import load_run as load_run
+from meshwright.api.models import tokenize as tokenize
+from meshwright.api.planning import dryrun as dryrun
+from meshwright.api.planning import explain as explain
+from meshwright.api.planning import goodput as goodput
+from meshwright.api.planning import plan as plan
+from meshwright.api.planning import profile as profile
+from meshwright.api.planning import profile_worker as profile_worker
+from meshwright.api.planning import simulate as simulate
+from meshwright.api.planning import validate as validate
+from meshwright.api.runs import default_out as default_out
+from meshwright.api.runs import train as train
+from meshwright.api.runs import train_worker as train_worker
+from meshwright.api.runs import verify as verify
+from meshwright.api.runs import verify_worker as verify_worker
+from meshwright.api.runs import write_verdict as write_verdict
+from meshwright.planner.plan import Plan as Plan
+from meshwright.planner.plan import Plans as Plans
+from meshwright.planner.plan import estimate as estimate

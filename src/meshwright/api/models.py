@@ -31,14 +31,24 @@ def generate(
 
     `temperature` 0 takes the likeliest token. Raises `UserError` if the folder has no model or tokenizer.
     """
+    run = _existing(run, "the folder of a run or of an HF model")
     from meshwright.data.tokenizer import Tokenizer
     from meshwright.infer.generate import generate as continue_tokens
 
-    decoder, tokenizer_file = _load_any(Path(run))
-    if not tokenizer_file.is_file():
+    if (run / "run.json").is_file():
+        decoder = load_run(run)
+    elif (run / "config.json").is_file():
+        decoder = load_hf(run)
+    else:
+        raise UserError(f"{run}: is neither a run's folder (run.json) nor an HF folder (config.json)")
+    if not (run / "tokenizer.json").is_file():
         raise UserError(f"{run}: has no tokenizer.json; copy the model's into this folder")
-    tokenizer = Tokenizer.open(tokenizer_file)
-    given = tokenizer.encode(_encodable(prompt))
+    tokenizer = Tokenizer.open(run / "tokenizer.json")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"--prompt: is not valid text ({error.reason} at character {error.start})") from None
+    given = tokenizer.encode(prompt)
     written = continue_tokens(
         decoder,
         tokenizer.prompt(given),
@@ -52,14 +62,6 @@ def generate(
     )
     # Some tokenizers drop the space before the first word that they decode, so decode everything and cut.
     return tokenizer.decode([*given, *written])[len(tokenizer.decode(given)) :]
-
-
-def _encodable(prompt: str) -> str:
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"--prompt: is not valid text ({error.reason} at character {error.start})") from None
-    return prompt
 
 
 def tokenize(
@@ -116,6 +118,7 @@ def data_verify(folder: Path) -> Result:
 
 def export(run: Path, folder: Path, dtype: str | None = None) -> None:
     """Write a run's newest checkpoint as an HF folder, in 'float32', 'bfloat16' or 'float16', or as saved."""
+    run = _existing(run, "the folder of a run")
     import torch
 
     from meshwright.checkpoint.hf import export_hf
@@ -124,7 +127,6 @@ def export(run: Path, folder: Path, dtype: str | None = None) -> None:
     if dtype is not None and dtype not in known:
         raise UserError(f"dtype: {dtype!r} is not one of {', '.join(known)}")
 
-    run = Path(run)
     decoder = load_run(run)
     tokenizer = run / "tokenizer.json"
     export_hf(
@@ -139,9 +141,10 @@ def export(run: Path, folder: Path, dtype: str | None = None) -> None:
 
 def import_hf(folder: Path, out: Path) -> None:
     """Make a run's folder from an HF folder; `train OUT --resume auto` continues from its step 0."""
+    folder = _existing(folder, "an HF folder with config.json and safetensors")
     from meshwright.infer.load import import_run
 
-    import_run(Path(folder), Path(out))
+    import_run(folder, Path(out))
 
 
 def checkpoint_list(directory: Path) -> list[Result]:
@@ -169,14 +172,17 @@ def checkpoint_verify(directory: Path, step: int | None = None) -> Result:
 
 def checkpoints_of(folder: Path) -> Path:
     """Return the folder of a run's checkpoints; a folder without a run is one of checkpoints itself."""
-    if not folder.is_dir():
-        raise UserError(
-            f"{folder}: does not exist, or is not a folder; give the folder of a run, or of its checkpoints"
-        )
+    folder = _existing(folder, "the folder of a run, or of its checkpoints")
     if (folder / "run.json").is_file():
         return load(folder).checkpoint.folder(folder)
     inner = folder / "checkpoints"  # the run's record is gone
     return inner if inner.is_dir() else folder
+
+
+def _existing(folder: Path | str, wanted: str) -> Path:
+    if not Path(folder).is_dir():
+        raise UserError(f"{folder}: does not exist, or is not a folder; give {wanted}")
+    return Path(folder)
 
 
 def load_hf(folder: Path | str) -> Decoder:
@@ -191,11 +197,3 @@ def load_run(run: Path, dtype: torch.dtype | None = None) -> Decoder:
     from meshwright.infer.load import load_run as load_decoder
 
     return load_decoder(Path(run), dtype)
-
-
-def _load_any(folder: Path) -> tuple[Decoder, Path]:
-    if (folder / "run.json").is_file():
-        return load_run(folder), folder / "tokenizer.json"
-    if (folder / "config.json").is_file():
-        return load_hf(folder), folder / "tokenizer.json"
-    raise UserError(f"{folder}: is neither a run's folder (run.json) nor an HF folder (config.json)")

@@ -16,7 +16,7 @@ from meshwright.planner.explain.explanation import Explanation
 from meshwright.planner.explain.explanation import explain as explain_on
 from meshwright.planner.plan import Finished, Plans
 from meshwright.planner.plan import plan as best_plans
-from meshwright.planner.search.request import Overrides, PlanRequest
+from meshwright.planner.search.request import PlanRequest
 from meshwright.planner.search.results import Progress
 from meshwright.planner.simulated_pipeline import Durations, Machine
 from meshwright.planner.simulated_pipeline import step as pipeline_step
@@ -56,52 +56,26 @@ def simulate(
         write_timeline(step.simulation, Path(out))
     if trace is not None:
         write_trace(step.simulation, Path(trace))
-    return {
-        **step.to_json(),
-        "flops": None if durations else flops,
-        "latency": latency,
-        "bandwidth": bandwidth,
-    }
+    machine_json = {"flops": None if durations else flops, "latency": latency, "bandwidth": bandwidth}
+    return step.to_json() | machine_json
 
 
 def plan(
     model: str | Path | RunSpec,
     cluster: str | Cluster,
     *,
-    gpus: int | str | None = None,
-    seq_len: int | None = None,
-    batch_tokens: int | str | None = None,
-    top: int = 5,
-    objective: str = "time",
-    stack: str = "meshwright",
-    price: float | None = None,
-    tokens: float | str | None = None,
-    max_memory: float | None = None,
-    overrides: Overrides = (),
     progress: Progress | None = None,
     finished: Finished | None = None,
+    **request: Any,
 ) -> Plans:
-    """The `top` best layouts of a model on a cluster; for what is asked see `PlanRequest`.
+    """Return the best layouts of a model on a cluster; further keywords are the fields of `PlanRequest`.
 
-    `progress` is called with each plan that is the best so far, and `finished`, if there are several numbers
-    of devices, after the search for each: with the number, and the best plan or None. Raises `UserError`,
-    also where nothing fits.
+    These are `gpus`, `seq_len`, `batch_tokens`, `top`, `objective`, `stack`, `price`, `tokens`, `max_memory`
+    and `overrides`. `progress` is called with each plan that is the best so far, and `finished`, if there are
+    several numbers of devices, after the search for each: with the number, and the best plan or None. Raises
+    `UserError`, also where nothing fits.
     """
-    request = PlanRequest(
-        model,
-        cluster,
-        gpus,
-        seq_len,
-        batch_tokens,
-        top,
-        objective,
-        stack,
-        price,
-        tokens,
-        max_memory,
-        overrides,
-    )
-    return best_plans(request, progress, finished)
+    return best_plans(PlanRequest(model, cluster, **request), progress, finished)
 
 
 def explain(
@@ -205,7 +179,7 @@ def profile(*, nproc: int | None = None, seconds: float = 120.0, out: Path | Non
     with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
         file = Path(folder) / "hardware.json"
         argv = ["profile", "--seconds", str(seconds), "--out", str(file)]
-        run_ranks(argv, ranks, log_dir=Path(folder) / "logs").raise_for_failure()
+        run_ranks(argv, ranks).raise_for_failure()
         measured = hardware_of(str(file))
     if out is not None:
         write_hardware(measured, out)
@@ -226,12 +200,7 @@ def profile_worker(*, seconds: float = 120.0, out: Path | None = None) -> Cluste
 
 
 def dryrun(
-    spec: RunSpec,
-    *,
-    world: int | None = None,
-    rank: int = 0,
-    all_stages: bool = False,
-    device: str = "cpu",
+    spec: RunSpec, *, world: int | None = None, rank: int = 0, all_stages: bool = False, device: str = "cpu"
 ) -> Result:
     """Run one step of one rank of the layout's world on fake tensors, without other ranks or allocations.
 

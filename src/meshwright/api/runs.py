@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.rules import ranks_match
-
-if TYPE_CHECKING:
-    from meshwright.data.corpus import Corpus
-    from meshwright.train.callbacks import Observers
 
 Result = dict[str, Any]
 
@@ -34,7 +31,6 @@ def train(
     `val_bits_per_byte`, `tokens_per_second`, `mfu`, `peak_memory_bytes`, `parameters_sha256`,
     `samples_sha256`, `steps` and more. Raises `UserError`.
     """
-    from meshwright.launch import run_ranks
     from meshwright.launch.auto_layout import check_room
 
     ranks = spec.layout.world_size if nproc is None else nproc
@@ -44,13 +40,9 @@ def train(
     resume = str(resume) if resume is not None else None
     if ranks == 1:
         return train_worker(spec, out=out, resume=resume, quiet=quiet)
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
-        file = _write_spec(spec, Path(folder))
-        argv = ["train", str(file), "--out", str(out)]
-        argv += ["--resume", resume] if resume is not None else []
-        argv += ["--quiet"] if quiet else []
-        run_ranks(argv, ranks, log_dir=Path(folder) / "logs").raise_for_failure()
-    return _read_result(out / "result.json")
+    flags = ["--out", str(out), *(["--quiet"] if quiet else [])]
+    flags += [] if resume is None else ["--resume", resume]
+    return _launch("train", spec, ranks, flags, out / "result.json")
 
 
 def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: bool = False) -> Result:
@@ -59,7 +51,10 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
     from meshwright.data.corpus import open_corpus
     from meshwright.infer.sample import held_out_sample
     from meshwright.launch.world import mesh_of, once_per_host
+    from meshwright.report.progress import Progress
+    from meshwright.report.record import RunRecord
     from meshwright.report.run_page import write_report
+    from meshwright.report.trackers import make_trackers
     from meshwright.train.callbacks import Observers
     from meshwright.train.loop import TrainingRun
 
@@ -73,12 +68,19 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
             if spec.checkpoint.folder(out).resolve() != out.resolve():  # else the checkpoints' own lease does
                 _make_folder(out)
                 stack.enter_context(Lease(out, "meshwright"))
-            return _observers(spec, out, quiet)
+            shown = [] if quiet else [Progress()]
+            trackers = make_trackers(spec.train.trackers, out, out.name, spec.to_json())
+            return Observers([RunRecord(out), *shown, *trackers])
+
+        def keep_tokenizer() -> None:  # where `generate` and `export` look for it
+            if first and run.corpus.has_text and not (out / "tokenizer.json").exists():
+                _make_folder(out)
+                run.corpus.tokenizer.save(out, spec.model.max_seq_len)
 
         observers = stack.enter_context(ranks.together(start))
         once_per_host(ranks, lambda: open_corpus(spec))
         run = TrainingRun(spec, mesh, out, observers, check="lazy")
-        ranks.together(lambda: _keep_tokenizer(run.corpus, out, spec.model.max_seq_len) if first else None)
+        ranks.together(keep_tokenizer)
         result = run.execute(resume)
         result["sample"] = held_out_sample(run.trainer, run.corpus)
         ranks.together(lambda: observers.on_end(result))
@@ -116,44 +118,21 @@ def _make_folder(out: Path) -> None:
         raise UserError(f"--out: {out} cannot be made ({error.strerror}); give another --out") from error
 
 
-def _keep_tokenizer(corpus: Corpus, out: Path, max_seq_len: int) -> None:
-    """Save the tokenizer in the run's folder, where `generate` and `export` look for it."""
-    if not corpus.has_text or (out / "tokenizer.json").exists():
-        return
-    _make_folder(out)
-    corpus.tokenizer.save(out, max_seq_len)
-
-
-def _observers(spec: RunSpec, out: Path, quiet: bool) -> Observers:
-    from meshwright.report.progress import Progress
-    from meshwright.report.record import RunRecord
-    from meshwright.report.trackers import make_trackers
-    from meshwright.train.callbacks import Observers
-
-    record = RunRecord(out)
-    shown = [] if quiet else [Progress()]
-    return Observers([record, *shown, *make_trackers(spec.train.trackers, out, out.name, spec.to_json())])
-
-
 def verify(spec: RunSpec, *, nproc: int | None = None, steps: int = 3) -> Result:
     """Compare the layout with one device in float64 over `steps` optimiser steps.
 
     Returns `equal`, `worst_relative`, `worst_name`, `compared`, `tolerance`, `narrowed` (a sentence, or None)
     and `rows`, one for each kind of value. Raises `UserError`.
     """
-    from meshwright.launch import run_ranks
-
     ranks = spec.layout.world_size if nproc is None else nproc
     ranks_match(spec, ranks)
     if steps < 1:
         raise UserError(f"steps: {steps} steps compare nothing; give 1 or more")
     if ranks == 1:
         return verify_worker(spec, steps=steps)
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
-        file, out = _write_spec(spec, Path(folder)), Path(folder) / "out"
-        argv = ["verify", str(file), "--steps", str(steps), "--out", str(out)]
-        run_ranks(argv, ranks, log_dir=Path(folder) / "logs").raise_for_failure()
-        return _read_result(out / "verify.json")
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as out:
+        flags = ["--steps", str(steps), "--out", out]
+        return _launch("verify", spec, ranks, flags, Path(out) / "verify.json")
 
 
 def verify_worker(spec: RunSpec, *, steps: int = 3, out: Path | None = None) -> Result:
@@ -181,11 +160,12 @@ def default_out() -> Path:
     return next(path for path in (base, *(Path(f"{base}-{i}") for i in range(2, 10**6))) if not path.exists())
 
 
-def _write_spec(spec: RunSpec, folder: Path) -> Path:
-    file = folder / "run.json"
-    file.write_text(json.dumps({"spec": spec.to_json()}), encoding="utf-8")
-    return file
+def _launch(verb: str, spec: RunSpec, ranks: int, flags: Sequence[str], result: Path) -> Result:
+    """Run a verb of the command line as `ranks` processes, and return the JSON that it writes to `result`."""
+    from meshwright.launch import run_ranks
 
-
-def _read_result(file: Path) -> Result:
-    return dict(json.loads(file.read_text(encoding="utf-8")))
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
+        file = Path(folder) / "run.json"
+        file.write_text(json.dumps({"spec": spec.to_json()}), encoding="utf-8")
+        run_ranks([verb, str(file), *flags], ranks).raise_for_failure()
+    return dict(json.loads(result.read_text(encoding="utf-8")))

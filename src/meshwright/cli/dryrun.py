@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
 from meshwright.cli import output as show
-from meshwright.cli.parser import JSON, Call, Flag, Verb, choice, whole
+from meshwright.cli.parser import JSON, Call, Flag, choice, verb, whole
 from meshwright.cli.runs import RUN, spec_of
 from meshwright.report.format import size
 
 
-def dryrun(call: Call) -> int:
+@verb(
+    "dryrun",
+    "run the real step of one rank of any world on fake tensors: what it holds and sends",
+    RUN,
+    Flag("world", "ranks of the world; default the layout's", "N", whole(1)),
+    Flag("rank", "the rank whose step is run", "N", whole(0), default=0),
+    Flag("all-stages", "run one rank of each pipeline stage, with a row for each"),
+    Flag("device", "cpu, or cuda if there is one", "NAME", choice("cpu", "cuda"), default="cpu"),
+    JSON,
+)
+def dryrun(call: Call) -> None:
     """Show what a rank holds and sends in one step."""
     spec = spec_of(call)
     from meshwright import api
 
-    flags = call.flags
-    result = api.dryrun(
-        spec,
-        world=flags["world"],
-        rank=flags["rank"],
-        all_stages=bool(flags["all-stages"]),
-        device=flags["device"],
-    )
-    show.result(flags["json"], result, _show)
-    return 0
+    show.result(call, api.dryrun(spec, **call.flags), _show)
 
 
-def _show(result: dict[str, Any]) -> None:
+def _show(result: Mapping[str, Any]) -> None:
     facts = {
         "world": f"{show.count(result['world_size'], 'rank')}: {result['layout']}",
         "step": f"{show.count(result['microbatches'], 'microbatch')} of "
@@ -42,7 +45,9 @@ def _show(result: dict[str, Any]) -> None:
         show.table([_stage(row) for row in result["ranks"]])
         return
     (row,) = result["ranks"]
-    for title, table in (("", _components(row)), ("at the peak", _modules(row)), ("sent", _wire(row))):
+    names = ("axis", "operation", "calls")
+    wire = [{name: sent[name] for name in names} | {"bytes": size(sent["bytes"])} for sent in row["wire"]]
+    for title, table in (("", _components(row)), ("at the peak", _modules(row)), ("sent", wire)):
         print(f"\n{title}" if title else "")
         show.table(table)
 
@@ -60,15 +65,18 @@ def _counts(counts: dict[str, float]) -> str:
 
 def _stage(row: dict[str, Any]) -> dict[str, Any]:
     components = row["components"]
+    sizes = {
+        "peak": row["peak"],
+        "states": row["states"],
+        "activations": components["activations"],
+        "buffers": components["buffers"] + components["messages"],
+        "temporaries": components["temporaries"],
+        "sent": sum(sent["bytes"] for sent in row["wire"]),
+    }
     return {
         "rank": row["rank"],
         "units": _span(row["units"]),
-        "peak": size(row["peak"]),
-        "states": size(row["states"]),
-        "activations": size(components["activations"]),
-        "buffers": size(components["buffers"] + components["messages"]),
-        "temporaries": size(components["temporaries"]),
-        "sent": size(sum(sent["bytes"] for sent in row["wire"])),
+        **{name: size(value) for name, value in sizes.items()},
     }
 
 
@@ -83,29 +91,15 @@ def _components(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _modules(row: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each unit of the model; consecutive units with equal memory share a row."""
-    runs: list[tuple[list[str], dict[str, int]]] = []
-    for unit in ["", *row["units"]]:
-        held = row["modules"].get(unit, {})
-        if runs and runs[-1][1] == held:
-            runs[-1][0].append(unit)
-        else:
-            runs.append(([unit], held))
+    runs = groupby(["", *row["units"]], key=lambda unit: row["modules"].get(unit, {}))
     return [
         {
-            "part": _span(units) or "no unit",
+            "part": _span(list(units)) or "no unit",
             "each": size(sum(held.values())),
             "of which": ", ".join(f"{kind} {size(held[kind])}" for kind in held if held[kind]),
         }
-        for units, held in runs
+        for held, units in runs
         if held
-    ]
-
-
-def _wire(row: dict[str, Any]) -> list[dict[str, Any]]:
-    return [
-        {"axis": sent["axis"], "operation": sent["operation"], "calls": sent["calls"]}
-        | {"bytes": size(sent["bytes"])}
-        for sent in row["wire"]
     ]
 
 
@@ -119,21 +113,3 @@ def _span(units: list[str]) -> str:
         else:
             runs.append([unit])
     return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
-
-
-VERBS = (
-    Verb(
-        "dryrun",
-        "run the real step of one rank of any world on fake tensors: what it holds and sends",
-        dryrun,
-        (RUN,),
-        (
-            Flag("world", "ranks of the world; default the layout's", "N", whole(1)),
-            Flag("rank", "the rank whose step is run", "N", whole(0), default=0),
-            Flag("all-stages", "run one rank of each pipeline stage, with a row for each"),
-            Flag("device", "cpu, or cuda if there is one", "NAME", choice("cpu", "cuda"), default="cpu"),
-            JSON,
-        ),
-        keys=True,
-    ),
-)

@@ -3,36 +3,50 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 from meshwright.cli import output as show
-from meshwright.cli.parser import JSON, Call, Flag, Verb, above_zero, number, tokens, whole
-from meshwright.report.format import duration, percent, short
+from meshwright.cli.parser import JSON, Call, Flag, number, positive, tokens, verb, whole
+from meshwright.report.format import ABSENT, duration, percent, short
 from meshwright.spec import UserError
 
+_seconds, _hours = number(0, 1e12), number(1e-6, 1e8)
 
-def goodput(call: Call) -> int:
+
+@verb(
+    "goodput",
+    "the best checkpoint interval under failures, and the effective time, tokens a day and cost",
+    Flag("step-seconds", "seconds of a training step", "S", number(1e-6, 1e12), required=True),
+    Flag("save-seconds", "seconds that a save stops training", "S", _seconds, required=True),
+    Flag("restart-seconds", "seconds from a failure to training", "S", _seconds, required=True),
+    Flag("background-seconds", "seconds of writing that training overlaps", "S", _seconds, default=0.0),
+    Flag("mtbf-hours", "mean hours between failures of the whole system", "H", _hours),
+    Flag("device-mtbf-hours", "mean hours of one device, with --devices", "H", _hours),
+    Flag("devices", "number of devices", "N", whole(1)),
+    Flag("batch-tokens", "tokens of a step, such as 16M, for tokens a day", "N", tokens()),
+    Flag("tokens", "tokens of the run, such as 15T; needs --batch-tokens", "N", tokens()),
+    Flag("price", "price of a device-hour; needs --tokens and --devices", "AMOUNT", positive),
+    Flag("every", "steps between saves, instead of the best number", "STEPS", whole(1)),
+    Flag("runs", "also simulate N runs, event by event", "N", whole(2)),
+    Flag("seed", "seed of the simulation", "N", whole(0), default=0),
+    JSON,
+)
+def goodput(call: Call) -> None:
     """Find the best checkpoint interval, and show the goodput with it."""
     from meshwright import api
 
-    flags = {name.replace("-", "_"): value for name, value in call.flags.items() if name != "json"}
     try:
-        result = api.goodput(**flags)
-    except UserError as error:
-        raise UserError(_with_flags(str(error), flags)) from None
-    show.result(call.flags["json"], result, _show)
-    return 0
+        result = api.goodput(**call.flags)
+    except UserError as error:  # it names the parameters of the API
+        names = "|".join(call.flags)
+        sentence = re.sub(rf"\b({names})\b", lambda match: "--" + match[0].replace("_", "-"), str(error))
+        raise UserError(sentence) from None
+    show.result(call, result, _show)
 
 
-def _with_flags(sentence: str, parameters: Iterable[str]) -> str:
-    """Return an error of the API with its parameters named as flags."""
-    names = "|".join(parameters)
-    return re.sub(rf"\b({names})\b", lambda match: "--" + match[0].replace("_", "-"), sentence)
-
-
-def _show(result: dict[str, Any]) -> None:
-    hours, days, simulated = result["mtbf_seconds"] / 3600, result["days"], result["simulated"]
+def _show(result: Mapping[str, Any]) -> None:
+    hours, days, cost = result["mtbf_seconds"] / 3600, result["days"], result["cost"]
     best, *known = (duration(result[f"{name}_seconds"]) for name in ("interval", "young", "daly"))
     facts = {
         "failures": f"every {show.text(hours)} h, {show.text(result['failures_per_day'])} a day"
@@ -43,16 +57,12 @@ def _show(result: dict[str, Any]) -> None:
         "saving": percent(result["saving"], 2),
         "lost_work": percent(result["lost_work"], 2),
         "restarting": percent(result["restarting"], 2),
+        "tokens_a_day": short(result["tokens_per_day"]),
+        "run": ABSENT if days is None else f"{show.count(result['steps'], 'step')} in {show.text(days)} days",
+        "device_hours": short(result["device_hours"]),
+        "cost": ABSENT if cost is None else f"{cost:,.0f} in the price's currency",
     }
-    if result["tokens_per_day"] is not None:
-        facts["tokens_a_day"] = short(result["tokens_per_day"])
-    if days is not None:
-        facts["run"] = f"{show.count(result['steps'], 'step')} in {show.text(days)} days"
-    if result["device_hours"] is not None:
-        facts["device_hours"] = short(result["device_hours"])
-    if result["cost"] is not None:
-        facts["cost"] = f"{result['cost']:,.0f} in the price's currency"
-    if simulated is not None:
+    if simulated := result["simulated"]:
         share, error, low, high = (
             percent(simulated[name], 2) for name in ("effective", "standard_error", "low", "high")
         )
@@ -60,34 +70,4 @@ def _show(result: dict[str, Any]) -> None:
             f"{share} effective in {show.count(simulated['runs'], 'run')}, with a standard error of {error}; "
             f"9 of 10 runs from {low} to {high}"
         )
-    show.pairs(facts)
-
-
-_seconds, _hours = number(0, 1e12), number(1e-6, 1e8)
-
-VERBS = (
-    Verb(
-        "goodput",
-        "the best checkpoint interval under failures, and the effective time, tokens a day and cost",
-        goodput,
-        (),
-        (
-            Flag("step-seconds", "seconds of a training step", "S", number(1e-6, 1e12), required=True),
-            Flag("save-seconds", "seconds that a save stops training", "S", _seconds, required=True),
-            Flag("restart-seconds", "seconds from a failure to training", "S", _seconds, required=True),
-            Flag(
-                "background-seconds", "seconds of writing that training overlaps", "S", _seconds, default=0.0
-            ),
-            Flag("mtbf-hours", "mean hours between failures of the whole system", "H", _hours),
-            Flag("device-mtbf-hours", "mean hours of one device, with --devices", "H", _hours),
-            Flag("devices", "number of devices", "N", whole(1)),
-            Flag("batch-tokens", "tokens of a step, such as 16M, for tokens a day", "N", tokens()),
-            Flag("tokens", "tokens of the run, such as 15T; needs --batch-tokens", "N", tokens()),
-            Flag("price", "price of a device-hour; needs --tokens and --devices", "AMOUNT", above_zero),
-            Flag("every", "steps between saves, instead of the best number", "STEPS", whole(1)),
-            Flag("runs", "also simulate N runs, event by event", "N", whole(2)),
-            Flag("seed", "seed of the simulation", "N", whole(0), default=0),
-            JSON,
-        ),
-    ),
-)
+    show.pairs({name: value for name, value in facts.items() if value != ABSENT})

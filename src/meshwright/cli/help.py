@@ -14,15 +14,12 @@ WIDTH = 100
 
 def program(verbs: Iterable[Verb], version: str) -> str:
     """Return the text of `meshwright --help`."""
-    rows = [(verb.name, verb.summary) for verb in verbs]
     return "\n".join(
         [
             f"meshwright {version}: trains and checks large language models on any mesh of devices",
             "",
             "usage: meshwright VERB [RUN.toml | RUN_FOLDER] [--TABLE.KEY VALUE ...] [FLAGS]",
-            "",
-            "verbs:",
-            *_columns(rows),
+            *_section("verbs", [(verb.name, verb.summary) for verb in verbs]),
             "",
             "  meshwright VERB --help     the flags of a verb, and every key of a run",
             "  meshwright spec schema     the JSON schema of a run file, for editors",
@@ -39,32 +36,18 @@ def program(verbs: Iterable[Verb], version: str) -> str:
 
 def verb(entry: Verb) -> str:
     """Return the text of `meshwright VERB --help`."""
-    lines = [
-        f"usage: {entry.usage}",
-        "",
-        *textwrap.wrap(f"{entry.summary[0].upper()}{entry.summary[1:]}.", WIDTH),
-    ]
-    if entry.arguments:
-        lines += [
-            "",
-            "words:",
-            *_columns([(argument.name, argument.summary) for argument in entry.arguments]),
-        ]
-    if entry.flags:
-        lines += [
-            "",
-            "flags:",
-            *_columns([(f"--{flag.name} {flag.value}".strip(), _summary(flag)) for flag in entry.flags]),
-        ]
-    if entry.keys:
-        lines += ["", *_keys()]
-    return "\n".join(lines)
+    lines = [f"usage: {entry.usage}", ""]
+    lines += textwrap.wrap(f"{entry.summary[0].upper()}{entry.summary[1:]}.", WIDTH)
+    lines += _section("words", [(argument.name, argument.summary) for argument in entry.arguments])
+    flags = [(f"--{flag.name} {flag.value}".strip(), _summary(flag)) for flag in entry.flags]
+    lines += _section("flags", flags)
+    return "\n".join([*lines, "", *_keys()] if entry.keys else lines)
 
 
 def group(name: str, verbs: Sequence[Verb]) -> str:
     """Return the verbs of a group, as in `meshwright spec --help`."""
     rows = [(verb.name, verb.summary) for verb in verbs]
-    return "\n".join([f"usage: meshwright {name} VERB ...", "", "verbs:", *_columns(rows)])
+    return "\n".join([f"usage: meshwright {name} VERB ...", *_section("verbs", rows)])
 
 
 def _summary(flag: Flag) -> str:
@@ -83,9 +66,8 @@ def _keys() -> list[str]:
     )
     for table in RunSpec.model_fields:
         lines += ["", *textwrap.wrap(f"[{table}]  {_about(table)}", WIDTH, subsequent_indent="  ")]
-        lines += [
-            line for key in known_keys().values() if key.name.startswith(f"{table}.") for line in _key(key)
-        ]
+        for key in known_keys().values():
+            lines += _key(key) if key.name.startswith(f"{table}.") else []
     return lines
 
 
@@ -109,15 +91,20 @@ def _about(table: str) -> str:
     return " ".join(f"{next(iter(part.model_fields.values())).default}: {about[part]}" for part in parts)
 
 
-def _columns(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Format two columns; the second is wrapped, and a long first entry gets a line of its own."""
+def _section(title: str, rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Return lines of a title and two columns, or none without rows.
+
+    The second column is wrapped, and a long entry of the first gets a line of its own.
+    """
+    if not rows:
+        return []
     left = min(26, max(len(first) for first, _ in rows))
-    lines: list[str] = []
+    lines = ["", f"{title}:"]
     for first, second in rows:
-        wrapped = textwrap.wrap(second, WIDTH - left - 4) or [""]
+        wrapped = textwrap.wrap(second, WIDTH - left - 4)
         if len(first) > left:
             lines.append(f"  {first}")
             first = ""
-        lines.append(f"  {first:<{left}}  {wrapped[0]}".rstrip())
+        lines.append(f"  {first:<{left}}  {wrapped[0]}")
         lines += [" " * (left + 4) + more for more in wrapped[1:]]
     return lines

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import NoReturn
 
 from meshwright import __version__
-from meshwright.cli import dryrun, explain, goodput, hardware, models, plan, runs, simulate, validate
+from meshwright.cli import dryrun, goodput, hardware, models, output, plan, runs, simulate, validate
 from meshwright.cli import help as helps
 from meshwright.cli import spec as specs
 from meshwright.cli.parser import Verb, parse
@@ -20,20 +20,14 @@ from meshwright.launch.env import LAUNCHER
 from meshwright.launch.failure import RanksFailed, exit_code, record
 from meshwright.spec import UserError
 from meshwright.spec.errors import Stopped, did_you_mean
-from meshwright.spec.load import one_line
 
 VERBS: tuple[Verb, ...] = (
-    *runs.VERBS,
-    *plan.VERBS,
-    *simulate.VERBS,
-    *explain.VERBS,
-    *dryrun.VERBS,
-    *goodput.VERBS,
-    *validate.VERBS,
-    *hardware.VERBS,
-    *models.VERBS,
-    *specs.VERBS,
-)
+    runs.train, runs.verify, runs.tokenize, runs.data_verify,
+    plan.plan, simulate.simulate, plan.explain, dryrun.dryrun, goodput.goodput, validate.validate,
+    hardware.profile, hardware.clusters,
+    models.generate, models.export, models.import_hf, models.checkpoint_ls, models.checkpoint_verify,
+    specs.show_spec, specs.show_schema, specs.check, specs.presets,
+)  # fmt: skip
 _HELP = ("-h", "--help")
 
 
@@ -49,11 +43,13 @@ def run() -> None:
     try:
         code = main(sys.argv[1:])
         sys.stdout.flush()
-    except UserError as error:
-        record(error)  # shown by the user's torchrun, too
-        code = _fail(str(error), exit_code(error))
-    except RanksFailed as error:
-        code = _fail(str(error), error.code, error.details)
+    except (UserError, RanksFailed) as error:
+        if isinstance(error, UserError):
+            record(error)  # shown by the user's torchrun, too
+        elif error.details:
+            print(error.details.rstrip(), file=sys.stderr)
+        output.error(str(error))
+        code = exit_code(error)
     except KeyboardInterrupt as error:
         record(error)
         code = exit_code(error)
@@ -68,13 +64,6 @@ def _stop(number: int, _frame: FrameType | None) -> NoReturn:
     raise Stopped(f"stopped by {signal.Signals(number).name}", 128 + number)
 
 
-def _fail(sentence: str, code: int, details: str = "") -> int:
-    if details:
-        print(details.rstrip(), file=sys.stderr)
-    print(f"meshwright: error: {one_line(sentence)}", file=sys.stderr)
-    return code
-
-
 def main(words: Sequence[str]) -> int:
     """Run the command line `words` and return the exit code. Raises `UserError`."""
     if not words or words[0] in _HELP:
@@ -87,22 +76,22 @@ def main(words: Sequence[str]) -> int:
     if group and (len(words) == 1 or words[1] in _HELP):
         print(helps.group(words[0], group))
         return 0
-    verb, rest = _find(words, bool(group))
+    length = 2 if group else 1
+    verb, rest = _find(words[:length], group or VERBS), words[length:]
     flags = rest[: rest.index("--")] if "--" in rest else rest
     if any(word in _HELP for word in flags):
         print(helps.verb(verb))
         return 0
-    return verb.function(parse(verb, rest))
+    return verb.function(parse(verb, rest)) or 0
 
 
-def _find(words: Sequence[str], grouped: bool) -> tuple[Verb, Sequence[str]]:
-    length = 2 if grouped else 1
-    name = " ".join(words[:length])
-    for verb in VERBS:
+def _find(words: Sequence[str], verbs: Sequence[Verb]) -> Verb:
+    """Return the verb that the words name, which is one of `verbs`: all of them, or those of its group."""
+    name = " ".join(words)
+    for verb in verbs:
         if verb.name == name:
-            return verb, words[length:]
-    prefix = f"{words[0]} " if grouped else ""
-    known = [verb.name.removeprefix(prefix) for verb in VERBS if verb.name.startswith(prefix)]
-    known = list(dict.fromkeys(verb.split()[0] for verb in known))
-    close = did_you_mean(words[length - 1], known).replace("'", f"'{prefix}", 1)
+            return verb
+    prefix = " ".join([*words[:-1], ""])
+    known = list(dict.fromkeys(verb.name.removeprefix(prefix).split()[0] for verb in verbs))
+    close = did_you_mean(words[-1], known).replace("'", f"'{prefix}", 1)
     raise UserError(f"'{name}': unknown verb" + (close or f"; the verbs are {', '.join(known)}"))

@@ -3,28 +3,48 @@
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
+
+from meshwright.cli.parser import Call
+from meshwright.spec.load import one_line
 
 WIDTH = 100
 """Columns that lines are kept within, unless a single word is longer."""
 
 
-def as_json(result: Mapping[str, Any]) -> None:
-    """Print one JSON object on one line of stdout."""
-    print(json.dumps(result), flush=True)
-
-
 def result(
-    json_wanted: bool, values: Mapping[str, Any], show: Callable[[dict[str, Any]], None] | None = None
+    call: Call,
+    values: Mapping[str, Any],
+    text: Callable[[Mapping[str, Any]], None] | None = None,
+    wrote: Iterable[Path | None] = (),
 ) -> None:
-    """Print a result as one JSON object, or else by `show` (by default as `pairs`)."""
-    if json_wanted:
-        as_json(values)
-    else:
-        (show or pairs)(dict(values))
+    """Print a verb's result: one JSON object on one line of stdout, or text for people.
+
+    `text` prints `values` for people, by default as `pairs`; the files that were written follow it.
+    """
+    if call.json:
+        print(json.dumps(values), flush=True)
+        return
+    (text or pairs)(values)
+    for path in filter(None, wrote):
+        print(f"wrote {path}")
+
+
+def error(sentence: str) -> None:
+    """Print an error on stderr, in one line."""
+    print(f"meshwright: error: {one_line(sentence)}", file=sys.stderr)
+
+
+def problems(sentences: Sequence[str]) -> int:
+    """Print each problem as an error, and return the exit code: 1 if there are any."""
+    for sentence in sentences:
+        error(sentence)
+    return int(bool(sentences))
 
 
 def line(words: str, indent: int = 2) -> None:
@@ -37,8 +57,8 @@ def pairs(result: Mapping[str, Any]) -> None:
     plain = {name: value for name, value in result.items() if not isinstance(value, (list, dict))}
     width = max((len(name) for name in plain), default=0) + 2
     for name, value in plain.items():
-        said = _wrap(text(value), WIDTH - width)
-        print(f"{name.replace('_', ' '):<{width}}" + f"\n{'':{width}}".join(said))
+        lines = _wrap(text(value), WIDTH - width)
+        print(f"{name.replace('_', ' '):<{width}}" + f"\n{'':{width}}".join(lines))
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> None:

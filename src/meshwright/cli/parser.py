@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from meshwright import units
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import did_you_mean
 from meshwright.spec.schema import known_keys
 
+T = TypeVar("T")
 _FLAG = re.compile(r"--?[A-Za-z]")  # -1 and -.5 are values
-_KEY_TABLES = tuple(RunSpec.model_fields)
 
 
 @dataclass(frozen=True)
@@ -32,37 +34,50 @@ class Flag:
 
 @dataclass(frozen=True)
 class Argument:
-    """A positional argument, such as RUN or FOLDER."""
+    """A positional argument, such as RUN or FOLDER; with `keys`, the run's keys may be given as flags."""
 
     name: str
     summary: str
     required: bool = True
+    keys: bool = False
 
 
 @dataclass(frozen=True)
 class Call:
-    """A parsed command line: positional words, flags by name, and (key, text) of dotted flags."""
+    """A parsed command line.
+
+    `words` are the positional arguments, `flags` the values of flags by name (with underscores, without
+    --json), `overrides` the (key, text) of dotted flags; `json` is True if --json was given.
+    """
 
     words: tuple[str, ...]
     flags: dict[str, Any]
     overrides: list[tuple[str, str]]
+    json: bool = False
 
-    def path(self, place: int = 0) -> Path | None:
-        """Return the word at `place` as a path, or None if it was not given."""
-        return Path(self.words[place]) if len(self.words) > place else None
+    def path(self) -> Path | None:
+        """Return the first word as a path, or None if there are no words."""
+        return Path(self.words[0]) if self.words else None
+
+
+Function = Callable[[Call], int | None]
+"""Runs a verb, and returns the exit code, or None for success."""
 
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb of the command line; `function` runs it and returns the exit code."""
+    """A verb of the command line, with its flags and positional arguments."""
 
     name: str
     summary: str
-    function: Callable[[Call], int]
-    arguments: tuple[Argument, ...] = ()
-    flags: tuple[Flag, ...] = ()
-    keys: bool = field(default=False)
-    """True if keys of a run may be given as dotted flags."""
+    arguments: tuple[Argument, ...]
+    flags: tuple[Flag, ...]
+    function: Function
+
+    @property
+    def keys(self) -> bool:
+        """True if keys of a run may be given as dotted flags."""
+        return any(argument.keys for argument in self.arguments)
 
     @property
     def usage(self) -> str:
@@ -72,6 +87,12 @@ class Verb:
         words += ["[--TABLE.KEY VALUE ...]"] if self.keys else []
         words += ["[FLAGS]"] if any(not flag.required for flag in self.flags) else []
         return " ".join(["meshwright", self.name, *words])
+
+
+def verb(name: str, summary: str, *parts: Argument | Flag) -> Callable[[Function], Verb]:
+    """Return a decorator that makes a `Verb` of the function that runs it."""
+    arguments = tuple(part for part in parts if isinstance(part, Argument))
+    return partial(Verb, name, summary, arguments, tuple(part for part in parts if isinstance(part, Flag)))
 
 
 JSON = Flag("json", "print the result as one JSON object on the last line of stdout")
@@ -88,32 +109,26 @@ def whole(least: int) -> Callable[[str], int]:
     return read
 
 
-def number(least: float, most: float) -> Callable[[str], float]:
-    """Return a reader of numbers within [least, most]."""
+def _reader(convert: Callable[[str], T], valid: Callable[[T], bool], needed: str) -> Callable[[str], T]:
+    """Return a reader that raises ValueError(needed) unless the text converts to a valid value."""
 
-    def read(text: str) -> float:
-        value = _float(text)
-        if not least <= value <= most:
-            bound = f"from {least:g} to {most:g}" if most < float("inf") else f"of at least {least:g}"
-            raise ValueError(f"a number {bound} is needed")
-        return value
+    def read(text: str) -> T:
+        with suppress(ValueError):
+            if valid(value := convert(text)):
+                return value
+        raise ValueError(needed)
 
     return read
 
 
-def _float(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
+def number(least: float, most: float) -> Callable[[str], float]:
+    """Return a reader of numbers within [least, most]."""
+    bound = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
+    return _reader(float, lambda value: least <= value <= most, f"a number {bound} is needed")
 
 
-def above_zero(text: str) -> float:
-    """Read a finite number above 0."""
-    value = _float(text)
-    if not 0 < value < float("inf"):
-        raise ValueError("a number above 0 is needed")
-    return value
+positive = _reader(float, lambda value: 0 < value < math.inf, "a number above 0 is needed")
+"""Reader of finite numbers above 0."""
 
 
 def tokens(unit: int = 1000) -> Callable[[str], int]:
@@ -128,22 +143,17 @@ def tokens(unit: int = 1000) -> Callable[[str], int]:
     return read
 
 
-def file_name(suffix: str) -> Callable[[str], str]:
+def file_name(suffix: str) -> Callable[[str], Path]:
     """Return a reader of file names that end in `suffix`."""
-
-    def read(text: str) -> str:
-        if Path(text).suffix.lower() != suffix:
-            raise ValueError(f"the name of a file that ends in {suffix} is needed, such as step{suffix}")
-        return text
-
-    return read
+    needed = f"the name of a file that ends in {suffix} is needed, such as step{suffix}"
+    return _reader(Path, lambda path: path.suffix.lower() == suffix, needed)
 
 
-def folder_name(text: str) -> str:
+def folder_name(text: str) -> Path:
     """Read the name of a folder; refuse the empty one, which would be the current folder."""
     if not text:
         raise ValueError("the name of a folder is needed")
-    return text
+    return Path(text)
 
 
 def choice(*names: str) -> Callable[[str], str]:
@@ -163,9 +173,8 @@ def parse(verb: Verb, words: Sequence[str]) -> Call:
     Raises `UserError` for a flag that is unknown, repeated or lacks its value, and for a missing or surplus
     argument.
     """
-    own = {flag.name: flag for flag in verb.flags}
-    flags: dict[str, Any] = {}
-    overrides: list[tuple[str, str]] = []
+    given: dict[str, Any] = {}
+    overrides: dict[str, str] = {}
     places: list[str] = []
     queue = list(words)
     while queue:
@@ -177,53 +186,58 @@ def parse(verb: Verb, words: Sequence[str]) -> Call:
             places.append(word)
             continue
         name, equals, text = word.removeprefix("--").partition("=")
-        given = text if equals else None
         if not word.startswith("--"):
-            raise UserError(f"{word}: flags start with two dashes{did_you_mean(word[1:], own)}")
+            hint = did_you_mean(word[1:], [flag.name for flag in verb.flags])
+            raise UserError(f"{word}: flags start with two dashes{hint}")
+        if name in given or name in overrides:
+            raise UserError(f"--{name}: is given twice; give it once")
         if "." in name:
-            if any(name == earlier for earlier, _ in overrides):
-                raise UserError(f"--{name}: is given twice; give it once")
-            overrides.append((name, _key_value(verb, name, given, queue)))
+            overrides[name] = _key_value(verb, name, text if equals else None, queue)
         else:
-            flag = own.get(name) or _unknown(verb, name)
-            if name in flags:
-                raise UserError(f"--{name}: is given twice; give it once")
-            flags[name] = _own_value(flag, given, queue)
+            given[name] = _flag_value(verb, name, text if equals else None, queue)
     for flag in verb.flags:
-        if flag.required and flag.name not in flags:
+        if flag.required and flag.name not in given:
             raise UserError(f"--{flag.name}: is missing; give --{flag.name} {flag.value} ({flag.summary})")
-        flags.setdefault(flag.name, flag.default)
-    _check_places(verb, places)
-    return Call(tuple(places), flags, overrides)
+    needed = sum(argument.required for argument in verb.arguments)
+    if len(places) < needed:
+        missing = verb.arguments[len(places)]
+        raise UserError(f"{missing.name}: is missing ({missing.summary}); usage: {verb.usage}")
+    if len(places) > len(verb.arguments):
+        extra = places[len(verb.arguments)]
+        raise UserError(f"'{extra}': is one word too many; usage: {verb.usage}")
+    defaults = {flag.name: flag.default if flag.read else False for flag in verb.flags}
+    flags = {name.replace("-", "_"): value for name, value in (defaults | given).items()}
+    return Call(tuple(places), flags, list(overrides.items()), json=flags.pop("json", False))
 
 
-def _own_value(flag: Flag, given: str | None, queue: list[str]) -> Any:
+def _flag_value(verb: Verb, name: str, text: str | None, queue: list[str]) -> Any:
+    """Return the value of one of the verb's own flags; that of a switch is True."""
+    flag = next((flag for flag in verb.flags if flag.name == name), None)
+    if flag is None:
+        raise _unknown(verb, name)
     if flag.read is None:
-        if given is not None:
-            raise UserError(f"--{flag.name}: takes no value, got '{given}'")
+        if text is not None:
+            raise UserError(f"--{name}: takes no value, got '{text}'")
         return True
-    text = _next(flag.name, queue) if given is None else given
+    text = _next(name, queue) if text is None else text
     try:
         return flag.read(text)
     except ValueError as error:
-        raise UserError(f"--{flag.name}: '{text}' is not valid: {error}") from None
+        raise UserError(f"--{name}: '{text}' is not valid: {error}") from None
 
 
-def _key_value(verb: Verb, name: str, given: str | None, queue: list[str]) -> str:
+def _key_value(verb: Verb, name: str, text: str | None, queue: list[str]) -> str:
     """Return the text of a dotted flag; a switch without a value is 'true'."""
     if not verb.keys:
         raise UserError(f"--{name}: 'meshwright {verb.name}' takes no keys of a run; see its --help")
-    if given is not None:
-        return given
+    if text is not None:
+        return text
     key = known_keys().get(name)
-    if key is not None and key.is_switch and (not queue or _FLAG.match(queue[0]) or _is_run(queue[0])):
-        return "true"
+    if key is not None and key.is_switch:
+        is_run = bool(queue) and (queue[0].endswith(".toml") or Path(queue[0]).exists())
+        if not queue or _FLAG.match(queue[0]) or is_run:
+            return "true"
     return _next(name, queue)
-
-
-def _is_run(word: str) -> bool:
-    """True if the word after a switch is the run, not the switch's value."""
-    return word.endswith(".toml") or Path(word).exists()
 
 
 def _next(name: str, queue: list[str]) -> str:
@@ -232,22 +246,12 @@ def _next(name: str, queue: list[str]) -> str:
     return queue.pop(0)
 
 
-def _unknown(verb: Verb, name: str) -> Flag:
+def _unknown(verb: Verb, name: str) -> UserError:
     hint = did_you_mean(name, [flag.name for flag in verb.flags])
-    if verb.keys and name in _KEY_TABLES:
+    if verb.keys and name in RunSpec.model_fields:
         first = next(key for key in known_keys() if key.startswith(f"{name}."))
         hint = f"; it is a table of keys: give one, as in --{first} VALUE"
     elif verb.keys and not hint:
         same = [key for key in known_keys() if key.endswith(f".{name}")]
         hint = f"; did you mean '--{same[0]}'?" if same else ""
-    raise UserError(f"--{name}: unknown flag{hint or f'; see meshwright {verb.name} --help'}")
-
-
-def _check_places(verb: Verb, places: Sequence[str]) -> None:
-    needed = [argument for argument in verb.arguments if argument.required]
-    if len(places) < len(needed):
-        missing = needed[len(places)]
-        raise UserError(f"{missing.name}: is missing ({missing.summary}); usage: {verb.usage}")
-    if len(places) > len(verb.arguments):
-        extra = places[len(verb.arguments)]
-        raise UserError(f"'{extra}': is one word too many; usage: {verb.usage}")
+    return UserError(f"--{name}: unknown flag{hint or f'; see meshwright {verb.name} --help'}")

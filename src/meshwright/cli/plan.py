@@ -1,4 +1,4 @@
-"""The verb plan, which finds the best layouts; it imports no torch."""
+"""The verbs plan, which finds the best layouts, and explain, which gives reasons; they import no torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from meshwright.cli.parser import (
     Argument,
     Call,
     Flag,
-    Verb,
-    above_zero,
     choice,
     file_name,
     number,
+    positive,
     tokens,
+    verb,
     whole,
 )
+from meshwright.cli.runs import RUN, spec_of
+from meshwright.hardware.hardware_file import check_writable
 from meshwright.planner import OBJECTIVES
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.toml import to_toml
@@ -30,48 +32,56 @@ if TYPE_CHECKING:
     from meshwright.planner.plan import Plan, Plans
     from meshwright.planner.search.results import SearchCounts, TimedLayout
 
+_CLUSTER = Flag("cluster", "a cluster by name, or a hardware file", "NAME", str, required=True)
+_STACK = Flag("stack", "the software that runs it", "NAME", str, "meshwright")
 
-def plan(call: Call) -> int:
+
+@verb(
+    "plan",
+    "find the best layouts of a model on a cluster: time, memory, money",
+    Argument("MODEL", "a preset, an HF folder or config.json, or a run file", keys=True),
+    _CLUSTER,
+    Flag("gpus", "devices, or a range such as 64..1024; default one node", "N", str),
+    Flag("seq-len", "tokens, such as 128k (k = 1,024); default the run's, up to 8192", "S", tokens(1024)),
+    Flag("batch-tokens", "tokens of an optimiser step, such as 16M; default the run's", "B", str),
+    Flag("top", "plans to show", "K", whole(1), 5),
+    Flag("objective", ", ".join(OBJECTIVES), "NAME", choice(*OBJECTIVES), "time"),
+    _STACK,
+    Flag("price", "USD for a device and hour; default the cluster's", "USD", number(1e-6, 1e6)),
+    Flag("tokens", "tokens to train on, such as 15T, for days and USD", "N", tokens()),
+    Flag("max-memory", "most GB of a device that a plan may need", "GB", positive),
+    Flag("write", "new run file to write, for train", "RUN.toml", file_name(".toml")),
+    Flag("out", "page with the reasons to write; opens offline", "FILE.html", file_name(".html")),
+    Flag("no-why", "leave out the neighbours and the assumptions, to save time"),
+    Flag("progress", "show each plan that is the best so far, on stderr"),
+    JSON,
+)
+def plan(call: Call) -> None:
     """Search the layouts and show the best ones."""
-    from meshwright.hardware.hardware_file import check_writable
-    from meshwright.planner.plan import plan as find
-    from meshwright.planner.search.request import PlanRequest
+    from meshwright import api
 
-    flags = call.flags
-    write, out = (Path(flags[name]) if flags[name] is not None else None for name in ("write", "out"))
+    flags = dict(call.flags)
+    write, out, why = flags.pop("write"), flags.pop("out"), not flags.pop("no_why")
     check_writable(write, "--write")
     check_writable(out, "--out")
-    _check_new(write)
-    limit = None if flags["max-memory"] is None else 1e9 * flags["max-memory"]
-    names = ("gpus", "seq-len", "batch-tokens", "top", "objective", "stack", "price", "tokens")
-    request = PlanRequest(
-        call.words[0],
-        flags["cluster"],
-        **{name.replace("-", "_"): flags[name] for name in names},
-        max_memory=limit,
-        overrides=call.overrides,
-    )
-    plans = find(request, _say if flags["progress"] else None, _finished)
+    if write is not None and write.exists():  # someone may have edited it
+        raise UserError(f"--write: {write} exists already; remove it, or give another file")
+    flags["progress"] = _print_best if flags["progress"] else None
+    limit = flags["max_memory"] = 1e9 * flags["max_memory"] if flags["max_memory"] else None
+    plans = api.plan(call.words[0], **flags, overrides=call.overrides, finished=_print_devices)
     if write is not None:
         _write(plans.best.spec, write)
     if out is not None:
-        _page(plans, out)
-    if flags["json"]:
-        show.as_json(plans.to_json(why=not flags["no-why"]))
-        return 0
-    _show(plans, limit, why=not flags["no-why"])
+        _write_page(plans, out)
+    if call.json:
+        show.result(call, plans.to_json(why=why))
+        return
+    _show(plans, limit, why)
     written = [path for path in (write, out) if path is not None]
     print("".join(f"\nwrote {path}" for path in written), end="\n" if written else "")
-    return 0
 
 
-def _check_new(path: Path | None) -> None:
-    """Refuse to replace an existing run file, which someone may have edited."""
-    if path is not None and path.exists():
-        raise UserError(f"--write: {path} exists already; remove it, or give another file")
-
-
-def _page(plans: Plans, path: Path) -> None:
+def _write_page(plans: Plans, path: Path) -> None:
     """Write the page of the best plan, compared with its neighbours and the plans on as many devices."""
     from meshwright.planner.cost.model import CostModel
     from meshwright.report.plan_page import write_plan_page
@@ -81,12 +91,12 @@ def _page(plans: Plans, path: Path) -> None:
     write_plan_page(path, specs, CostModel(best.cluster, plans.stack), plans.pareto)
 
 
-def _say(best: TimedLayout, counts: SearchCounts) -> None:
+def _print_best(best: TimedLayout, counts: SearchCounts) -> None:
     print(f"{best.seconds:9.4g} s a step, {brief(best.spec)}", file=sys.stderr, flush=True)
 
 
-def _finished(devices: int, best: Plan | None) -> None:
-    """Report on stderr the best plan for one number of devices of a range."""
+def _print_devices(devices: int, best: Plan | None) -> None:
+    """Print on stderr the best plan for one number of devices of a range."""
     words = "nothing fits" if best is None else f"{best.step_seconds:.4g} s a step, {brief(best.spec)}"
     print(f"{show.count(devices, 'device')}: {words}", file=sys.stderr, flush=True)
 
@@ -193,34 +203,19 @@ def _shares(parts: dict[str, float], total: float, unit: str) -> None:
             print(f"  {name:<16} {value:9.3f} {unit}  {100 * value / total:5.1f}%")
 
 
-VERBS = (
-    Verb(
-        "plan",
-        "find the best layouts of a model on a cluster: time, memory, money",
-        plan,
-        (Argument("MODEL", "a preset, an HF folder or config.json, or a run file"),),
-        (
-            Flag("cluster", "a cluster by name, or a hardware file", "NAME", str, required=True),
-            Flag("gpus", "devices, or a range such as 64..1024; default one node", "N", str),
-            Flag(
-                "seq-len",
-                "tokens, such as 128k (k = 1,024); default the run's, up to 8192",
-                "S",
-                tokens(1024),
-            ),
-            Flag("batch-tokens", "tokens of an optimiser step, such as 16M; default the run's", "B", str),
-            Flag("top", "plans to show", "K", whole(1), 5),
-            Flag("objective", ", ".join(OBJECTIVES), "NAME", choice(*OBJECTIVES), "time"),
-            Flag("stack", "the software that runs it", "NAME", str, "meshwright"),
-            Flag("price", "USD for a device and hour; default the cluster's", "USD", number(1e-6, 1e6)),
-            Flag("tokens", "tokens to train on, such as 15T, for days and USD", "N", tokens()),
-            Flag("max-memory", "most GB of a device that a plan may need", "GB", above_zero),
-            Flag("write", "new run file to write, for train", "RUN.toml", file_name(".toml")),
-            Flag("out", "page with the reasons to write; opens offline", "FILE.html", file_name(".html")),
-            Flag("no-why", "leave out the neighbours and the assumptions, to save time"),
-            Flag("progress", "show each plan that is the best so far, on stderr"),
-            JSON,
-        ),
-        keys=True,
-    ),
+@verb(
+    "explain",
+    "explain a run's layout on a cluster: time, memory, links, and why others are worse",
+    RUN,
+    _CLUSTER,
+    _STACK,
+    Flag("out", "page to write, which opens offline", "FILE.html", file_name(".html")),
+    JSON,
 )
+def explain(call: Call) -> None:
+    """Explain the layout of a run on a cluster."""
+    from meshwright import api
+    from meshwright.planner.explain.text import text
+
+    explanation = api.explain(spec_of(call), **call.flags)
+    show.result(call, explanation.to_json(), lambda _: print(text(explanation)), wrote=[call.flags["out"]])

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from meshwright.cli import output as show
-from meshwright.cli.parser import JSON, Argument, Call, Flag, Verb, folder_name, whole
-from meshwright.launch.env import Worker, resolve, worker
+from meshwright.cli.parser import JSON, Argument, Call, Flag, folder_name, verb, whole
+from meshwright.launch.env import resolve, worker
 from meshwright.spec import RunSpec, UserError
-from meshwright.spec.load import one_line, read_tree
+from meshwright.spec.load import Overrides, read_tree
 
-RUN = Argument("RUN", "a run file (TOML), or the folder of an earlier run", required=False)
+RUN = Argument("RUN", "a run file (TOML), or the folder of an earlier run", required=False, keys=True)
 NPROC = Flag(
     "nproc",
     "processes on this machine: a number, or 'auto' for its GPUs or cores; default the layout's world "
@@ -27,88 +27,97 @@ def spec_of(call: Call, ranks: int | None = None) -> RunSpec:
 
     `ranks`, the number that torchrun has started, takes the place of --nproc.
     """
+    return resolve(*_asked(call, ranks))
+
+
+def _asked(call: Call, ranks: int | None = None) -> tuple[dict[str, Any], Overrides, int | str | None, str]:
+    """Return the run file's content, the dotted flags, the number of processes, and the file's name."""
     path = call.path()
     tree = read_tree(path) if path else {}
-    nproc = ranks if ranks is not None else call.flags.get("nproc")
-    return resolve(tree, call.overrides, nproc, str(path) if path else "")
+    return tree, call.overrides, ranks or call.flags.get("nproc"), str(path or "")
 
 
-def train(call: Call) -> int:
+@verb(
+    "train",
+    "train a model: start the ranks, log, checkpoint, report",
+    RUN,
+    NPROC,
+    Flag("cluster", "hardware to plan a missing layout for; default this machine", "NAME|FILE", str),
+    Flag("out", "folder of the run; default a new one under runs/", "DIR", folder_name),
+    Flag("resume", "continue from the newest checkpoint, or from a step", "auto|STEP", str),
+    Flag("quiet", "no progress lines"),
+    JSON,
+)
+def train(call: Call) -> None:
     """Launch the ranks and train, or train as one of them."""
     from meshwright import api
 
-    place = worker()
-    out, resume, quiet = _out(call), call.flags["resume"], bool(call.flags["quiet"])
-    spec = _planned(call, quiet) if place is None and resume is None else _given(call, place)
-    run = call.path() if resume is not None else None
-    if out is not None and run is not None and run.is_dir() and run.resolve() != out.resolve():
+    place, path = worker(), call.path()
+    resume, quiet = call.flags["resume"], call.flags["quiet"]
+    run = path if path is not None and path.is_dir() else None
+    out: Path | None = call.flags["out"] or run
+    if place is None and resume is None:
+        spec = _planned(call)
+    elif call.flags["cluster"] is not None:
+        raise UserError(
+            "--cluster: only plans layouts of new runs; remove it, or run without --resume and torchrun"
+        )
+    else:
+        spec = spec_of(call, place.world_size if place else None)
+    if resume is not None and run and out and run.resolve() != out.resolve():
         raise UserError(f"--out: {out} differs from the resumed run {run}; remove --out")
     if place is None:
         result = api.train(spec, out=out, resume=resume, quiet=quiet)
     else:
-        result = api.train_worker(spec, out=out or _shared_out(spec), resume=resume, quiet=quiet)
+        # All ranks of a torchrun must agree on a folder, and share no clock: it is named by the spec.
+        shared = Path("runs") / f"{spec.model.preset or spec.model.family}-{spec.digest()[:8]}"
+        result = api.train_worker(spec, out=out or shared, resume=resume, quiet=quiet)
     if place is None or (place.rank == 0 and not place.launched):
-        show.result(call.flags["json"], result)
-    return 0
+        show.result(call, result)
 
 
-def _given(call: Call, place: Worker | None) -> RunSpec:
-    """Return the spec of a torchrun rank or a resumed run, whose layout is not planned."""
-    if call.flags["cluster"] is not None:
-        raise UserError(
-            "--cluster: only plans layouts of new runs; remove it, or run without --resume and torchrun"
-        )
-    return spec_of(call, place.world_size if place else None)
-
-
-def _planned(call: Call, quiet: bool) -> RunSpec:
+def _planned(call: Call) -> RunSpec:
     """Return the spec of a new run; if it sets no axis, plan its layout and print the reason in one line."""
     from meshwright.launch.auto_layout import planned
 
-    path = call.path()
-    tree = read_tree(path) if path else {}
-    source, nproc, cluster = str(path) if path else "", call.flags["nproc"], call.flags["cluster"]
-    spec, why = planned(tree, call.overrides, nproc, source, cluster)
+    cluster = call.flags["cluster"]
+    spec, why = planned(*_asked(call), cluster)
     if cluster is not None and why is None:
         raise UserError("--cluster: only plans a layout, but this run sets its own; remove --cluster")
-    if why is not None and not quiet:
+    if why is not None and not call.flags["quiet"]:
         show.line(why)
     return spec
 
 
-def _out(call: Call) -> Path | None:
-    """Return --out, else the folder of the named run, else None for a new one."""
-    if call.flags["out"] is not None:
-        return Path(call.flags["out"])
-    path = call.path()
-    return path if path is not None and path.is_dir() else None
-
-
-def _shared_out(spec: RunSpec) -> Path:
-    """Return a folder whose name all ranks of a torchrun agree on: from the spec, as they share no clock."""
-    return Path("runs") / f"{spec.model.preset or spec.model.family}-{spec.digest()[:8]}"
-
-
+@verb(
+    "verify",
+    "compare the layout with one device in float64: loss, gradients, norm, parameters",
+    RUN,
+    NPROC,
+    Flag("steps", "optimiser steps to compare", "K", whole(1), default=3),
+    Flag("out", "also write the result to DIR/verify.json", "DIR", folder_name),
+    JSON,
+)
 def verify(call: Call) -> int:
     """Compare the layout with one device; the exit code is 1 if they differ."""
     from meshwright import api
 
     place = worker()
     spec = spec_of(call, place.world_size if place else None)
-    steps, out = call.flags["steps"], Path(call.flags["out"]) if call.flags["out"] else None
+    steps, out = call.flags["steps"], call.flags["out"]
     if place is not None:
         result = api.verify_worker(spec, steps=steps, out=out)
         if place.launched or place.rank > 0:
             return 0
     else:
         result = api.verify(spec, steps=steps)
-    show.result(call.flags["json"], result, _show_verify)
+    show.result(call, result, _show_verify)
     if place is None and out is not None:
         api.write_verdict(result, out)
     return 0 if result["equal"] else 1
 
 
-def _show_verify(result: dict[str, Any]) -> None:
+def _show_verify(result: Mapping[str, Any]) -> None:
     show.table(result.get("rows", []))
     if narrowed := result.get("narrowed"):
         show.line(narrowed)
@@ -119,7 +128,14 @@ def _show_verify(result: dict[str, Any]) -> None:
     )
 
 
-def tokenize(call: Call) -> int:
+@verb(
+    "tokenize",
+    "turn text, JSONL or source files into a folder of tokens for data.corpus",
+    RUN,
+    Flag("out", "folder to write", "DIR", folder_name, required=True),
+    JSON,
+)
+def tokenize(call: Call) -> None:
     """Turn a corpus into a folder of token shards."""
     spec = spec_of(call)
     if spec.data.mixture:
@@ -129,68 +145,24 @@ def tokenize(call: Call) -> int:
     counts = api.tokenize(
         spec.data.corpus,
         spec.data.tokenizer,
-        Path(call.flags["out"]),
+        call.flags["out"],
         vocab_size=spec.model.vocab_size,
         text_key=spec.data.text_key,
         val_fraction=spec.data.val_fraction,
     )
-    show.result(call.flags["json"], counts.to_json())
-    return 0
+    show.result(call, counts.to_json())
 
 
+@verb(
+    "data verify",
+    "hash every file of a folder of tokens again",
+    Argument("FOLDER", "a folder made by `meshwright tokenize`"),
+    JSON,
+)
 def data_verify(call: Call) -> int:
     """Hash every file of a folder of tokens; the exit code is 1, with a line on stderr, if one is damaged."""
     from meshwright import api
 
     result = api.data_verify(Path(call.words[0]))
-    show.result(call.flags["json"], result)
-    for problem in result["problems"]:
-        print(f"meshwright: error: {one_line(problem)}", file=sys.stderr)
-    return 1 if result["problems"] else 0
-
-
-VERBS = (
-    Verb(
-        "train",
-        "train a model: start the ranks, log, checkpoint, report",
-        train,
-        (RUN,),
-        (
-            NPROC,
-            Flag("cluster", "hardware to plan a missing layout for; default this machine", "NAME|FILE", str),
-            Flag("out", "folder of the run; default a new one under runs/", "DIR", folder_name),
-            Flag("resume", "continue from the newest checkpoint, or from a step", "auto|STEP", str),
-            Flag("quiet", "no progress lines"),
-            JSON,
-        ),
-        keys=True,
-    ),
-    Verb(
-        "verify",
-        "compare the layout with one device in float64: loss, gradients, norm, parameters",
-        verify,
-        (RUN,),
-        (
-            NPROC,
-            Flag("steps", "optimiser steps to compare", "K", whole(1), default=3),
-            Flag("out", "also write the result to DIR/verify.json", "DIR", folder_name),
-            JSON,
-        ),
-        keys=True,
-    ),
-    Verb(
-        "tokenize",
-        "turn text, JSONL or source files into a folder of tokens for data.corpus",
-        tokenize,
-        (RUN,),
-        (Flag("out", "folder to write", "DIR", folder_name, required=True), JSON),
-        keys=True,
-    ),
-    Verb(
-        "data verify",
-        "hash every file of a folder of tokens again",
-        data_verify,
-        (Argument("FOLDER", "a folder made by `meshwright tokenize`"),),
-        (JSON,),
-    ),
-)
+    show.result(call, result)
+    return show.problems(result["problems"])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from meshwright.cli import output as show
-from meshwright.cli.parser import JSON, Call, Flag, Verb, above_zero, file_name, number
+from meshwright.cli.parser import JSON, Call, Flag, file_name, number, positive, verb
 from meshwright.cli.runs import RUN, spec_of
 from meshwright.report.format import percent, size
 from meshwright.spec import UserError
@@ -16,47 +16,56 @@ MOST_RANKS = 16
 """Pipelines of more ranks are shown without a row for each."""
 
 
-def simulate(call: Call) -> int:
+@verb(
+    "simulate",
+    "time one step of the run's pipeline: bubble, activations, a timeline of every rank",
+    RUN,
+    Flag("out", "timeline to write, a page that opens offline", "FILE.html", file_name(".html")),
+    Flag("trace", "trace to write, for Perfetto", "FILE.json", file_name(".json")),
+    Flag("tflops", "attained TFLOP/s of a device, to time FLOPs; default 400", "RATE", positive),
+    Flag("forward", "milliseconds of a stage's forward, instead of FLOPs", "MS", positive),
+    Flag("input", "milliseconds of input backward; default as --forward", "MS", positive),
+    Flag("weight", "milliseconds of weight backward; default as --forward", "MS", positive),
+    Flag("latency", "microseconds of a message between stages", "US", number(0, 1e9), default=5.0),
+    Flag("bandwidth", "GB/s of a link between stages, one way", "RATE", positive, default=50.0),
+    JSON,
+)
+def simulate(call: Call) -> None:
     """Time one step of a run's pipeline and show it."""
     spec = spec_of(call)
-    flags, times = call.flags, _durations(call.flags)
+    flags, durations = call.flags, _durations(call.flags)
     from meshwright import api
     from meshwright.planner.simulated_pipeline import Machine
 
-    out, trace = (Path(flags[name]) if flags[name] else None for name in ("out", "trace"))
     result = api.simulate(
         spec,
-        durations=times,
+        durations=durations,
         flops=1e12 * flags["tflops"] if flags["tflops"] else Machine.flops,
         latency=flags["latency"] / 1e6,
         bandwidth=1e9 * flags["bandwidth"],
-        out=out,
-        trace=trace,
+        out=flags["out"],
+        trace=flags["trace"],
     )
-    show.result(flags["json"], result, _show)
-    for path in () if flags["json"] else filter(None, (out, trace)):
-        print(f"wrote {path}")
-    return 0
+    show.result(call, result, _show, wrote=(flags["out"], flags["trace"]))
 
 
 def _durations(flags: dict[str, Any]) -> tuple[float, float, float] | None:
     """Return the seconds of F, I and W that the flags give in milliseconds; None if FLOPs are counted."""
-    forward, others = flags["forward"], [name for name in ("input", "weight") if flags[name] is not None]
+    forward, input, weight = (flags[name] for name in ("forward", "input", "weight"))
+    if forward is None and (input or weight):
+        name = "input" if input else "weight"
+        raise UserError(f"--{name}: is given without --forward; give --forward MS too")
     if forward is None:
-        if others:
-            raise UserError(f"--{others[0]}: is given without --forward; give --forward MS too")
         return None
     if flags["tflops"] is not None:
         raise UserError(
             f"--tflops: {flags['tflops']:g} has no effect with --forward, which replaces counted FLOPs; give "
             f"one of them"
         )
-    given = (forward if flags[name] is None else flags[name] for name in ("forward", "input", "weight"))
-    forward, input, weight = (value / 1e3 for value in given)
-    return forward, input, weight
+    return forward / 1e3, (input or forward) / 1e3, (weight or forward) / 1e3
 
 
-def _show(result: dict[str, Any]) -> None:
+def _show(result: Mapping[str, Any]) -> None:
     bubbles, ideal, flops = result["bubbles"], result["closed_form_bubble"], result["flops"]
     peak, held = max(result["peak_activations"]), max(result["peak_activation_bytes"])
     counted = (
@@ -84,7 +93,7 @@ def _show(result: dict[str, Any]) -> None:
         show.table(_rows(result))
 
 
-def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+def _rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a row for each rank."""
     lists = (result["blocks"], result["bubbles"], result["peak_activations"], result["peak_activation_bytes"])
     return [
@@ -99,25 +108,3 @@ def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
         }
         for rank, (blocks, bubble, peak, held) in enumerate(zip(*lists, strict=True))
     ]
-
-
-VERBS = (
-    Verb(
-        "simulate",
-        "time one step of the run's pipeline: bubble, activations, a timeline of every rank",
-        simulate,
-        (RUN,),
-        (
-            Flag("out", "timeline to write, a page that opens offline", "FILE.html", file_name(".html")),
-            Flag("trace", "trace to write, for Perfetto", "FILE.json", file_name(".json")),
-            Flag("tflops", "attained TFLOP/s of a device, to time FLOPs; default 400", "RATE", above_zero),
-            Flag("forward", "milliseconds of a stage's forward, instead of FLOPs", "MS", above_zero),
-            Flag("input", "milliseconds of input backward; default as --forward", "MS", above_zero),
-            Flag("weight", "milliseconds of weight backward; default as --forward", "MS", above_zero),
-            Flag("latency", "microseconds of a message between stages", "US", number(0, 1e9), default=5.0),
-            Flag("bandwidth", "GB/s of a link between stages, one way", "RATE", above_zero, default=50.0),
-            JSON,
-        ),
-        keys=True,
-    ),
-)

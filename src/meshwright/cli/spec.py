@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from meshwright.cli import output as show
-from meshwright.cli.parser import JSON, Call, Flag, Verb
+from meshwright.cli.parser import JSON, Call, Flag, verb
 from meshwright.cli.runs import RUN, spec_of
 from meshwright.spec import ModelSpec
 from meshwright.spec.presets import PRESETS
@@ -17,20 +17,21 @@ from meshwright.units import short
 _NPROC = Flag("nproc", "set layout.dp if no axis is set, as train does", "N|auto", str)
 
 
-def show_spec(call: Call) -> int:
+@verb("spec show", "print a run's whole spec as TOML", RUN, _NPROC, JSON)
+def show_spec(call: Call) -> None:
     """Print every field of the spec, with defaults and presets resolved."""
     spec = spec_of(call)
-    show.as_json(spec.to_json()) if call.flags["json"] else print(to_toml(spec), end="")
-    return 0
+    show.result(call, spec.to_json(), lambda _: print(to_toml(spec), end=""))
 
 
-def show_schema(call: Call) -> int:
+@verb("spec schema", "print the JSON schema of a run file, for editors")
+def show_schema(call: Call) -> None:
     """Print the JSON schema of a run file."""
     print(json.dumps(schema(), indent=2))
-    return 0
 
 
-def check(call: Call) -> int:
+@verb("spec check", "validate a run file, and print what would run", RUN, _NPROC, JSON)
+def check(call: Call) -> None:
     """Validate a run file, and print in one line what would run."""
     spec = spec_of(call)
     facts = {
@@ -45,46 +46,25 @@ def check(call: Call) -> int:
         "batch_tokens": spec.train.batch_tokens,
         "digest": spec.digest(),
     }
-    if call.flags["json"]:
-        show.as_json(facts)
-        return 0
     active = f", {short(spec.model.active_parameters)} of a token" if spec.model.moe else ""
-    show.line(
+    sentence = (
         f"{call.path() or 'spec'}: OK: {short(spec.model.parameters)} parameters{active}; "
         f"world size {spec.layout.world_size} ({spec.layout.describe()}); "
         f"{show.count(spec.microbatches, 'microbatch')} of "
         f"{show.count(spec.micro_batch, 'sequence')} on each rank; "
         f"{show.count(spec.train.total_steps, 'step')} of {spec.train.batch_tokens:,} tokens"
     )
-    return 0
+    show.result(call, facts, lambda _: show.line(sentence))
 
 
-def presets(call: Call) -> int:
+@verb("spec presets", "list the named models", JSON)
+def presets(call: Call) -> None:
     """Print the named models."""
     sizes = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab_size", "max_seq_len")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in PRESETS:
         model = ModelSpec(preset=name)  # type: ignore[call-arg]
-        row: dict[str, Any] = {"preset": name, "parameters": model.parameters}
-        row |= {"active": model.active_parameters, **{size: getattr(model, size) for size in sizes}}
-        rows.append(row)
-    if call.flags["json"]:
-        show.as_json({"presets": rows})
-        return 0
-    show.table([row | {name: short(row[name]) for name in ("parameters", "active")} for row in rows])
-    return 0
-
-
-VERBS = (
-    Verb("spec show", "print a run's whole spec as TOML", show_spec, (RUN,), (_NPROC, JSON), keys=True),
-    Verb("spec schema", "print the JSON schema of a run file, for editors", show_schema),
-    Verb(
-        "spec check",
-        "validate a run file, and print what would run",
-        check,
-        (RUN,),
-        (_NPROC, JSON),
-        keys=True,
-    ),
-    Verb("spec presets", "list the named models", presets, (), (JSON,)),
-)
+        row = {"preset": name, "parameters": model.parameters, "active": model.active_parameters}
+        rows.append(row | {size: getattr(model, size) for size in sizes})
+    shown = [row | {name: short(row[name]) for name in ("parameters", "active")} for row in rows]
+    show.result(call, {"presets": rows}, lambda _: show.table(shown))

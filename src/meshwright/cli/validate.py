@@ -2,48 +2,45 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from meshwright import atomic
 from meshwright.cli import output as show
-from meshwright.cli.parser import JSON, Argument, Call, Flag, Verb, choice, file_name
-from meshwright.spec import UserError
+from meshwright.cli.parser import JSON, Argument, Call, Flag, choice, file_name, verb
+from meshwright.report.record import write_atomically
 
 COLUMNS = ("source", "model", "gpu")
 _NAMED = 24
 """Most columns of a source's, model's or GPU's name in the table."""
 
 
-def validate(call: Call) -> int:
+@verb(
+    "validate",
+    "compare the planner's predictions with measured runs: published ones, or a table of yours",
+    Argument("RUNS.csv", "a table of measured runs; by default the published ones", required=False),
+    Flag("by", "group by source, model or gpu", "COLUMN", choice(*COLUMNS), default="source"),
+    Flag("rows", "also show every row, measured and predicted"),
+    Flag("markdown", "page to write", "FILE.md", file_name(".md")),
+    JSON,
+)
+def validate(call: Call) -> None:
     """Predict every run of a table, and show the errors."""
     from meshwright import api
     from meshwright.planner.validation import page as validation_page
 
-    by = call.flags["by"]
-    result = api.validate(call.path(), rows=bool(call.flags["rows"]), by=by)
-    if path := call.flags["markdown"]:
-        _write(Path(path), validation_page.page(result))
-    if call.flags["json"]:
-        show.as_json(result)
-        return 0
-    show.table(validation_page.table(result, by, _NAMED))
-    _show_rows(result)
-    if path:
-        print(f"wrote {path}")
-    return 0
+    by, path = call.flags["by"], call.flags["markdown"]
+    result = api.validate(call.path(), rows=call.flags["rows"], by=by)
+    if path is not None:
+        write_atomically(path, validation_page.page(result))
+
+    def text(values: Mapping[str, Any]) -> None:
+        show.table(validation_page.table(result, by, _NAMED))
+        _show_rows(values)
+
+    show.result(call, result, text, wrote=[path])
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        atomic.write(path, text)
-    except OSError as error:
-        raise UserError(
-            f"--markdown: {path} cannot be written ({error.strerror}); give another file"
-        ) from None
-
-
-def _show_rows(result: dict[str, Any]) -> None:
+def _show_rows(result: Mapping[str, Any]) -> None:
     print()
     for reason, count in result["skipped"].items():
         show.line(f"{show.count(count, 'row')} not predicted: {reason}", 5)
@@ -63,19 +60,3 @@ def _measured(row: dict[str, Any]) -> str:
     if row["memory_error_pct"] is not None:
         return f"{row['memory_bytes'] / 1e9:.4g} GB measured, {row['predicted_bytes'] / 1e9:.4g} predicted"
     return f"did not fit, predicted {'to fit' if row['predicted_to_fit'] else 'not to fit'}"
-
-
-VERBS = (
-    Verb(
-        "validate",
-        "compare the planner's predictions with measured runs: published ones, or a table of yours",
-        validate,
-        (Argument("RUNS.csv", "a table of measured runs; by default the published ones", required=False),),
-        (
-            Flag("by", "group by source, model or gpu", "COLUMN", choice(*COLUMNS), default="source"),
-            Flag("rows", "also show every row, measured and predicted"),
-            Flag("markdown", "page to write", "FILE.md", file_name(".md")),
-            JSON,
-        ),
-    ),
-)

@@ -18,14 +18,12 @@ from meshwright.spec.special_tokens import copy_side_files
 from meshwright.train.state import imported_state
 
 
-def read_spec(run: Path) -> RunSpec:
-    """The spec of a run's folder, from its run.json."""
-    return load(run)
-
-
 def load_run(run: Path, dtype: torch.dtype | None = None) -> Decoder:
-    """The decoder of the run's newest whole checkpoint, on one device, in eval mode; by default as saved."""
-    spec = read_spec(run)
+    """Return the decoder of the run's newest whole checkpoint, on one device, in eval mode.
+
+    `dtype` is that of its parameters, by default as saved.
+    """
+    spec = load(run)
     folder = spec.checkpoint.folder(run)
     if not folder.is_dir():
         raise UserError(f"{run}: has no checkpoint yet ({folder} is not there); train it first")
@@ -71,12 +69,12 @@ def import_run(folder: Path, out: Path) -> None:
 
 
 def _imported_spec(model: ModelSpec, out: Path) -> RunSpec:
-    """A run of `model` with default settings, the tokenizer in `out`, and a length that the model takes."""
-    data: dict[str, object] = {}
+    """Return a run of `model` with default settings, the tokenizer in `out`, and a length that it takes."""
+    length = DataSpec().seq_len
+    if model.position == "learned":
+        length = min(length, model.max_seq_len)
+    data: dict[str, object] = {"seq_len": length}
     if (out / "tokenizer.json").is_file():
         data["tokenizer"] = str((out / "tokenizer.json").resolve())
-    length = DataSpec().seq_len
-    if model.position == "learned" and model.max_seq_len < length:
-        data["seq_len"] = length = model.max_seq_len
     tree = {"model": {**model.model_dump(mode="json"), "hf": None}, "data": data}
     return RunSpec.model_validate({**tree, "train": {"batch_tokens": 16 * length}})

@@ -12,18 +12,17 @@ from meshwright.train.step import Trainer
 
 PROMPT_TOKENS, NEW_TOKENS = 32, 96
 
-
 MOST_BYTES = 4 * 2**30
 """Largest size of a decoder that is gathered on one rank for the sample."""
 
 
 def held_out_sample(trainer: Trainer, corpus: Corpus) -> dict[str, str] | None:
-    """{"prompt", "text"}: the start of the first held-out document and what the decoder writes after it.
+    """Return {"prompt", "text"}: the start of the first held-out document and the decoder's continuation.
 
-    None where the corpus has no held-out text. On several ranks all call this, since each may hold a part of
-    the parameters. Where layers, sequences, experts or (ZeRO-3) parameters are split, the first rank writes
-    on a whole copy, which is gathered once, and the others get None; of a model that is too large for that,
-    all do.
+    The result is None where the corpus has no held-out text. All ranks call this, since each may hold a part
+    of the parameters. Where layers, sequences, experts or (ZeRO-3) parameters are split, the first rank
+    writes on a whole copy, which is gathered once, and the others get None; if the model is too large for
+    that, all do.
     """
     if not corpus.validation.target_tokens or not corpus.has_text:
         return None
@@ -31,11 +30,18 @@ def held_out_sample(trainer: Trainer, corpus: Corpus) -> dict[str, str] | None:
     split = layout.tp * layout.cp * layout.pp * layout.ep * layout.etp > 1
     split |= layout.zero == 3 and layout.dp > 1
     decoder = _whole(trainer) if split else trainer.decoder
-    return None if decoder is None else _write(decoder, corpus)
+    if decoder is None:
+        return None
+    first = corpus.validation.gather(np.zeros(1, dtype=np.int64))
+    prompt = [int(token) for token in first.tokens[0, :PROMPT_TOKENS]]
+    end, limit = corpus.tokenizer.end_id, corpus.tokenizer.vocab_size
+    text = generate(decoder, prompt, NEW_TOKENS, temperature=0.7, top_k=50, stop_id=end, limit=limit)
+    shown = [token for token in prompt if token != end]
+    return {"prompt": corpus.tokenizer.decode(shown), "text": corpus.tokenizer.decode(text)}
 
 
 def _whole(trainer: Trainer) -> Decoder | None:
-    """The decoder on one device, on the first rank."""
+    """Return the decoder on one device, on the first rank; None on the others, and if it is too large."""
     if 4 * trainer.spec.model.parameters > MOST_BYTES:
         return None
     decoder = None
@@ -45,12 +51,3 @@ def _whole(trainer: Trainer) -> Decoder | None:
     stored = [*trainer.states.parameters(), *trainer.balance.biases().items()]
     gather_full(stored, trainer.mesh, into=mine)
     return decoder
-
-
-def _write(decoder: Decoder, corpus: Corpus) -> dict[str, str]:
-    first = corpus.validation.gather(np.zeros(1, dtype=np.int64))
-    prompt = [int(token) for token in first.tokens[0, :PROMPT_TOKENS]]
-    end, limit = corpus.tokenizer.end_id, corpus.tokenizer.vocab_size
-    written = generate(decoder, prompt, NEW_TOKENS, temperature=0.7, top_k=50, stop_id=end, limit=limit)
-    shown = [token for token in prompt if token != end]
-    return {"prompt": corpus.tokenizer.decode(shown), "text": corpus.tokenizer.decode(written)}

@@ -1,7 +1,6 @@
-"""Where a run runs: the ranks of this machine, and what a rank knows of its place among them."""
+"""Launching of ranks on this machine, and the place of each rank in the world."""
 
-from meshwright.launch.env import Worker, worker
-from meshwright.launch.failure import Outcome, RanksFailed
-from meshwright.launch.local import launch, run_ranks
+from meshwright.launch.failure import Outcome
+from meshwright.launch.local import run_ranks
 
-__all__ = ["Outcome", "RanksFailed", "Worker", "launch", "run_ranks", "worker"]
+__all__ = ["Outcome", "run_ranks"]

@@ -74,7 +74,11 @@ def planned(
         return resolve(tree, overrides, nproc, source), None
     alone = from_tree(tree, fit_layout(tree, overrides, 1), source)
     cluster = hardware.cluster(on) if on else present()
-    sizes = _sizes(count_devices()) if nproc is None or nproc == "auto" else [nproc_of(nproc)]
+    if nproc is None or nproc == "auto":
+        devices = count_devices()
+        sizes = sorted({devices, *(1 << power for power in range(devices.bit_length()))})
+    else:
+        sizes = [nproc_of(nproc)]
     if sizes == [1]:
         return alone, None
     wanted = [*_fixed(tree, alone), *overrides]
@@ -87,45 +91,28 @@ def planned(
             problem = error
     if not found:
         raise problem or UserError("layout: nothing is planned for no ranks; give --nproc 1 or more")
-    best = min((each.best for each in found), key=lambda each: each.step_seconds)
+    best = min((plans.best for plans in found), key=lambda each: each.step_seconds)
     others = [each for plans in found for each in plans.plans if each is not best]
-    return _with(alone, best), _why(best, others)
-
-
-def _sizes(devices: int) -> list[int]:
-    """Numbers of ranks to plan for."""
-    return sorted({devices} | {1 << power for power in range(devices.bit_length())})
+    chosen = {"layout": best.spec.layout.model_dump(), "recompute": best.spec.recompute.model_dump()}
+    return RunSpec.model_validate({**alone.to_json(), **chosen}), _why(best, others)
 
 
 def _fixed(tree: dict[str, Any], alone: RunSpec) -> list[tuple[str, str]]:
-    """Layout and recomputation keys that the run file sets, as flags that are kept unchanged."""
-    table = tree.get("layout") or {}
-    found = [(f"layout.{key}", str(getattr(alone.layout, key))) for key in table]
-    if tree.get("recompute"):
-        found.append(("recompute.policy", alone.recompute.policy))
-    return found
-
-
-def _with(alone: RunSpec, best: Plan) -> RunSpec:
-    """The run with the plan's layout and recomputation; all else is as it was given."""
-    chosen = {"layout": best.spec.layout.model_dump(), "recompute": best.spec.recompute.model_dump()}
-    return RunSpec.model_validate({**alone.to_json(), **chosen})
+    """Return layout and recomputation keys that the run file sets, as flags that are kept unchanged."""
+    fixed = [(f"layout.{key}", str(getattr(alone.layout, key))) for key in tree.get("layout") or {}]
+    return fixed + ([("recompute.policy", alone.recompute.policy)] if tree.get("recompute") else [])
 
 
 def _why(best: Plan, others: list[Plan]) -> str:
-    """One line."""
-    ranks = best.spec.layout.world_size
-    where = best.cluster.device.name
-    where = (
-        f"{ranks} x {where}"
-        if best.cluster.device.kind != "cpu"
-        else f"{ranks} process{'es' * (ranks > 1)} on {where}"
+    """Return in one line what is planned for which devices, and how much slower the next best plan is."""
+    ranks, device = best.spec.layout.world_size, best.cluster.device
+    where = f"{ranks} x" if device.kind != "cpu" else f"{ranks} process{'es' * (ranks > 1)} on"
+    why = (
+        f"layout: {describe(best.spec)}; planned for {where} {device.name}: {best.step_seconds:.3g} s a step"
     )
-    said = f"layout: {describe(best.spec)}; planned for {where}: {best.step_seconds:.3g} s a step"
     if others:
-        next_best = min(others, key=lambda each: each.step_seconds)
-        more = next_best.step_seconds / best.step_seconds - 1
-        said += f"; next is {describe(next_best.spec)}, " + (
-            "as fast" if more < TIE else f"{more:.1%} slower"
-        )
-    return said
+        second = min(others, key=lambda each: each.step_seconds)
+        more = second.step_seconds / best.step_seconds - 1
+        slower = "as fast" if more < TIE else f"{more:.1%} slower"
+        why += f"; next is {describe(second.spec)}, {slower}"
+    return why

@@ -46,19 +46,13 @@ def main(arguments: list[str]) -> None:
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
-        code = _status(end)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if end.code is not None and not isinstance(end.code, int):  # Python prints it, too
+            print(end.code, file=sys.stderr)
     except BaseException as error:
         record(error)
         code = exit_code(error)
     leave(code)
-
-
-def _status(end: SystemExit) -> int:
-    """The exit code that Python gives for it; a text is printed, as Python does."""
-    if end.code is None or isinstance(end.code, int):
-        return end.code or 0
-    print(end.code, file=sys.stderr)
-    return 1
 
 
 def leave(code: int) -> NoReturn:

@@ -104,31 +104,25 @@ def resolve(
     """
     if nproc is None or (nproc == "auto" and sets_layout(tree, overrides)):
         return from_tree(tree, overrides, source)
-    if nproc == "auto":
-        return _widest(tree, overrides, source)
-    ranks = _nproc(nproc)
-    return from_tree(tree, fit_layout(tree, overrides, ranks), source, ranks)
-
-
-def nproc_of(given: str | int) -> int:
-    """A number of processes, or 'auto' for one a device of this machine. Raises `UserError`."""
-    return count_devices() if given == "auto" else _nproc(given)
-
-
-def _nproc(given: str | int) -> int:
-    text = str(given)
-    if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"--nproc: {text!r} is not a number of processes; give 1 or more, or 'auto'")
-    return int(text)
-
-
-def _widest(tree: dict[str, Any], overrides: Overrides, source: str) -> RunSpec:
+    if nproc != "auto":
+        ranks = nproc_of(nproc)
+        return from_tree(tree, fit_layout(tree, overrides, ranks), source, ranks)
     alone = from_tree(tree, fit_layout(tree, overrides, 1), source)
     for ranks in range(count_devices(), 1, -1):
         share, rest = divmod(alone.batch_sequences, ranks)
         if rest == 0 and share % (alone.layout.micro_batch or 1) == 0:
             return from_tree(tree, fit_layout(tree, overrides, ranks), source)
     return alone
+
+
+def nproc_of(given: str | int) -> int:
+    """Return a number of processes; 'auto' is one for each device of this machine. Raises `UserError`."""
+    if given == "auto":
+        return count_devices()
+    text = str(given)
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"--nproc: {text!r} is not a number of processes; give 1 or more, or 'auto'")
+    return int(text)
 
 
 def limit_threads(local_world_size: int) -> int:
@@ -177,14 +171,13 @@ def init_process_group(place: Worker | None, device_type: str) -> ProcessGroup:
         backend, device = "nccl", torch.device("cuda", local_rank)
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         torch.cuda.set_device(device)
-    shared: dict[str, Any] = {"timeout": TIMEOUT, "device_id": device, "pg_options": options}
     if place is None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, **shared)
+        world: dict[str, Any] = {"store": store, "rank": 0, "world_size": 1}
     else:
-        shared |= {"rank": place.rank, "world_size": place.world_size}
-        dist.init_process_group(backend, init_method="env://", **shared)
+        world = {"init_method": "env://", "rank": place.rank, "world_size": place.world_size}
+    dist.init_process_group(backend, timeout=TIMEOUT, device_id=device, pg_options=options, **world)
     group = dist.group.WORLD
     assert group is not None
     return group

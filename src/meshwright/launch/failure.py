@@ -97,9 +97,9 @@ class _Failure:
     rank: int
     exitcode: int
     seconds: float
-    sentence: str
-    traceback: str
-    plain_code: int | None
+    sentence: str = ""
+    traceback: str = ""
+    plain_code: int | None = None
     """The exit code where the sentence says it all: a user's mistake, or a signal."""
 
 
@@ -138,17 +138,11 @@ def last_words(log_dir: Path) -> str:
 
 def _read(rank: int, failure: ProcessFailure) -> _Failure:
     message: Any = failure.error_file_data.get("message")
-    if not isinstance(message, dict):
-        return _Failure(rank, failure.exitcode, float(failure.timestamp), "", "", None)
-    extra = message.get("extraInfo", {})
-    return _Failure(
-        rank,
-        failure.exitcode,
-        float(extra.get("time", failure.timestamp)),
-        str(message.get("message", "")),
-        str(extra.get("py_callstack", "")),
-        extra.get("plain_code"),
-    )
+    if not isinstance(message, dict):  # nothing was recorded
+        return _Failure(rank, failure.exitcode, failure.timestamp)
+    extra = message["extraInfo"]
+    words = message["message"], extra["py_callstack"], extra["plain_code"]
+    return _Failure(rank, failure.exitcode, extra["time"], *words)
 
 
 def _order(failure: _Failure, first: float) -> int:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,46 +30,29 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """The signals that the agent takes over and hands on to the ranks."""
 
 
-def launch(
-    argv: Sequence[str], nproc: int, *, log_dir: Path | None = None, module: str = "meshwright"
-) -> int:
-    """Run `python -m module argv...` as `nproc` ranks; show a failure on stderr; return the exit code.
+def run_ranks(argv: Sequence[str], nproc: int, *, module: str = "meshwright") -> Outcome:
+    """Run `python -m module argv...` as `nproc` ranks, and return how they ended.
 
-    Rank 0 has the terminal; what the others print goes to files under `log_dir`, which are dropped with a
-    temporary folder when it is None. The first failure is shown once, and its exit code is returned (128 +
-    the signal for a rank that a signal ended). SIGINT, SIGTERM, SIGHUP and SIGQUIT are handed to the ranks.
+    Rank 0 has the terminal; the output of the others goes to files in a temporary folder. The outcome is that
+    of the first failure (128 + the signal for a rank that a signal ended). SIGINT, SIGTERM, SIGHUP and
+    SIGQUIT are handed to the ranks.
     """
-    result = run_ranks(argv, nproc, log_dir=log_dir, module=module)
-    if result.details:
-        sys.stderr.write(result.details.rstrip() + "\n")
-    if result.sentence:
-        sys.stderr.write(f"meshwright: {'' if result.stopped else 'error: '}{result.sentence}\n")
-    return result.code
-
-
-def run_ranks(
-    argv: Sequence[str], nproc: int, *, log_dir: Path | None = None, module: str = "meshwright"
-) -> Outcome:
-    """As `launch`, but hand the outcome back instead of showing it."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     if nproc < 1:
         raise UserError(f"--nproc: {nproc} is not a number of processes; give 1 or more")
-    with ExitStack() as stack:
-        folder = log_dir or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="meshwright-")))
-        stack.enter_context(_own_signals())
-        stack.enter_context(_quiet_agent())
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as logs, _contained_agent():
+        folder = Path(logs)
         agent = _agent(argv, nproc, folder, module)
         try:
             result = agent.run()
         except SignalException as stop:
             _kill_rest(agent)
-            said = last_words(folder) or f"stopped by {signal.Signals(stop.sigval).name}"
-            return Outcome(128 + stop.sigval, said, stopped=True)
+            sentence = last_words(folder) or f"stopped by {signal.Signals(stop.sigval).name}"
+            return Outcome(128 + stop.sigval, sentence, stopped=True)
         if not result.is_failed():
             return Outcome()
-        run = agent.get_worker_group().spec.rdzv_handler.get_run_id()
-        stderrs = {int(file.parent.name): file for file in folder.glob(f"{run}_*/attempt_0/*/stderr.log")}
+        stderrs = {int(file.parent.name): file for file in folder.glob("*/attempt_0/*/stderr.log")}
         return outcome(result.failures, nproc, stderrs)
 
 
@@ -78,8 +61,7 @@ def _agent(argv: Sequence[str], nproc: int, log_dir: Path, module: str) -> Local
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
-    log_dir.mkdir(parents=True, exist_ok=True)
-    quiet = {rank: Std.NONE if rank == 0 else Std.ALL for rank in range(nproc)}
+    redirects = {rank: Std.NONE if rank == 0 else Std.ALL for rank in range(nproc)}
     # The agent fills in ${local_rank} in arguments; a user's own '$' must stay one.
     arguments = [argument.replace("$", "$$") for argument in argv]
     spec = WorkerSpec(
@@ -92,57 +74,31 @@ def _agent(argv: Sequence[str], nproc: int, log_dir: Path, module: str) -> Local
         monitor_interval=0.1,
         local_addr="127.0.0.1",
     )
-    return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(log_dir), redirects=quiet))
+    return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(log_dir), redirects=redirects))
 
 
 def _loopback_rendezvous() -> RendezvousHandler:
-    """A rendezvous of one agent, whose store the ranks use too.
+    """Return a rendezvous of one agent, whose store the ranks use too.
 
-    torch's own rendezvous listens on every interface. Here the listening socket is bound first, to 127.0.0.1
-    and a port of the system's choice, and then given to the store.
+    torch's own store listens on every interface. Here the listening socket is bound first, to 127.0.0.1 and a
+    port of the system's choice, and then given to the store.
     """
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+    from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-    class Loopback(RendezvousHandler):
-        use_agent_store = True
+    host, limit = "127.0.0.1", timedelta(minutes=5)
+    with socket.create_server((host, 0)) as listener:
+        port, descriptor = listener.getsockname()[1], listener.detach()
+    store = TCPStore(
+        host, port, is_master=True, timeout=limit, wait_for_workers=False, master_listen_fd=descriptor
+    )
 
-        def __init__(self) -> None:
-            self._run_id = secrets.token_hex(8)
-            with socket.create_server(("127.0.0.1", 0)) as listener:
-                self._port = listener.getsockname()[1]
-                self._store = TCPStore(
-                    "127.0.0.1",
-                    self._port,
-                    is_master=True,
-                    timeout=timedelta(minutes=5),
-                    wait_for_workers=False,
-                    master_listen_fd=listener.detach(),
-                )
-
-        def get_backend(self) -> str:
-            return "loopback"
-
+    class Loopback(StaticTCPRendezvous):
         def next_rendezvous(self) -> RendezvousInfo:
-            store = PrefixStore(self._run_id, self._store)
-            return RendezvousInfo(store, 0, 1, RendezvousStoreInfo("127.0.0.1", self._port))
+            return RendezvousInfo(PrefixStore(self.run_id, store), 0, 1, RendezvousStoreInfo(host, port))
 
-        def is_closed(self) -> bool:
-            return False
-
-        def set_closed(self) -> None:
-            return None
-
-        def num_nodes_waiting(self) -> int:
-            return 0
-
-        def get_run_id(self) -> str:
-            return self._run_id
-
-        def shutdown(self) -> bool:
-            return True
-
-    return Loopback()
+    return Loopback(host, port, rank=0, world_size=1, run_id=secrets.token_hex(8), timeout=limit.seconds)
 
 
 def _kill_rest(agent: LocalElasticAgent) -> None:
@@ -157,30 +113,20 @@ def _kill_rest(agent: LocalElasticAgent) -> None:
 
 
 @contextmanager
-def _own_signals() -> Iterator[None]:
-    """Put back the handlers that the agent replaces."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _quiet_agent() -> Iterator[None]:
-    """Keep the agent's own log lines off the terminal: what they say is in the outcome."""
+def _contained_agent() -> Iterator[None]:
+    """Keep the agent's log lines off the terminal, as the outcome says the same; restore signal handlers."""
     import torch.distributed.elastic.agent.server.local_elastic_agent  # noqa: F401 - creates the loggers
 
+    in_main = threading.current_thread() is threading.main_thread()  # only there the agent sets handlers
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS if in_main}
     names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
-    before = {name: logging.getLogger(name).level for name in names}
-    for name in names:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
+    for logger in levels:
+        logger.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        for name, level in before.items():
-            logging.getLogger(name).setLevel(level)
+        for logger, level in levels.items():
+            logger.setLevel(level)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

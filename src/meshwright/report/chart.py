@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -41,7 +41,7 @@ class Series:
     def thinned(self) -> Series:
         """Return the curve thinned to at most `2 * BUCKETS + 2` points."""
         keep = decimate(self.y, BUCKETS)
-        return Series(self.name, [self.x[i] for i in keep], [self.y[i] for i in keep], self.colour, self.css)
+        return replace(self, x=[self.x[i] for i in keep], y=[self.y[i] for i in keep])
 
 
 def decimate(values: Values, buckets: int) -> list[int]:
@@ -133,7 +133,7 @@ class Scale:
 
     def labels(self, marks: Sequence[float]) -> list[str]:
         """Return the labels of ticks, with equal decimals on a linear axis."""
-        return [label for mark in marks for label in tick_labels([mark])] if self.log else tick_labels(marks)
+        return [tick_labels([mark])[0] for mark in marks] if self.log else tick_labels(marks)
 
     def labelled(self, marks: Sequence[float], upward: bool = False) -> list[tuple[str, str]]:
         """(percent of the width, label) of each tick; `upward` the percent counts from the top."""
@@ -173,7 +173,8 @@ class Chart:
         """Return the chart as a `<figure>`, with the data of its read-out under the pointer."""
         curves = [series.thinned() for series in self.series]
         values = [value for curve in curves for value in curve.y if value is not None]
-        gaps = self._gaps()
+        first = self.series[0]
+        gaps = [x for x, y in zip(first.x, first.y, strict=True) if y is None and self.mark_gaps]
         if not values:
             return render("chart.html", chart=self, gaps=len(gaps), views=[])
         x = _steps_scale([step for series in self.series for step in series.x])
@@ -192,13 +193,6 @@ class Chart:
             width=WIDTH,
             height=HEIGHT,
         )
-
-    def _gaps(self) -> list[float]:
-        """Return the steps at which the first curve was not finite."""
-        if not self.mark_gaps or not self.series:
-            return []
-        first = self.series[0]
-        return [x for x, y in zip(first.x, first.y, strict=True) if y is None]
 
     def _view(
         self, name: str, x: Scale, y: Scale, curves: Sequence[Series], gaps: Sequence[float]
@@ -257,7 +251,7 @@ def _data(x: Scale, scales: dict[str, Scale], curves: Sequence[Series]) -> dict[
     """Return the data that `page.js` reads out under the pointer, as plain values for JSON."""
     return {
         "x": [x.low, x.high],
-        "scales": {name: {"low": s.low, "high": s.high, "log": s.log} for name, s in scales.items()},
+        "scales": {name: asdict(scale) for name, scale in scales.items()},
         "series": [
             {
                 "name": curve.name,

@@ -9,7 +9,6 @@ from typing import Any
 from markupsafe import Markup
 
 from meshwright.planner.cost.model import CostModel
-from meshwright.planner.cost.uncertainty import fits_probability, room
 from meshwright.planner.explain.candidate import Candidate
 from meshwright.planner.explain.explanation import Explanation, describe, explain
 from meshwright.planner.explain.neighbours import TERMS, named
@@ -17,11 +16,11 @@ from meshwright.planner.explain.sensitivity import MOST
 from meshwright.planner.explain.text import ranked
 from meshwright.report import format as fmt
 from meshwright.report.chart import Points, scatter
-from meshwright.report.page import render as render_template
+from meshwright.report.page import render
 from meshwright.report.record import write_atomically
 from meshwright.report.timeline import timeline_data
 from meshwright.spec import RunSpec
-from meshwright.units import gigabytes, percent, seconds
+from meshwright.units import gigabytes, seconds
 
 Pareto = Sequence[tuple[float, float]]
 """(step seconds, bytes of a device)."""
@@ -79,15 +78,10 @@ def write_explanation(
     path: Path, explained: Explanation, plans: Sequence[RunSpec] = (), pareto: Pareto = ()
 ) -> None:
     """Write the page of a layout that is explained already to `path`; see `write_plan_page`."""
-    write_atomically(path, render(explained, plans or [explained.spec], pareto))
-
-
-def render(explained: Explanation, plans: Sequence[RunSpec], pareto: Pareto) -> Markup:
-    """Return the page as HTML."""
     spec, cluster = explained.spec, explained.on.cluster
     model = spec.model.preset or spec.model.hf or f"{spec.model.family}, {fmt.short(spec.model.parameters)}"
-    rows, others = _plans(explained, plans)
-    return render_template(
+    candidates = [_candidate(plan, explained.on) for plan in plans or [spec]]
+    html = render(
         "plan.html",
         title=f"{model} on {cluster.count:,} x {cluster.device.name}",
         explained=explained,
@@ -100,11 +94,12 @@ def render(explained: Explanation, plans: Sequence[RunSpec], pareto: Pareto) -> 
         memory_terms=ranked({term: getattr(explained.fullest, term) for term in TERMS}),
         timeline_data=timeline_data(explained.time.simulation),
         levels=_levels(explained),
-        plans=rows,
-        plot=_plot(explained, others, pareto),
+        plans=candidates,
+        plot=_plot(explained, candidates[1:], pareto),
         far=sum(not _near(explained, each.estimate) for each in explained.neighbours),
         most=MOST,
     )
+    write_atomically(path, html)
 
 
 def _levels(explained: Explanation) -> list[tuple[Any, list[tuple[str, Any]]]]:
@@ -116,30 +111,12 @@ def _levels(explained: Explanation) -> list[tuple[Any, list[tuple[str, Any]]]]:
     return [(level, loads) for level, loads in levels if loads]
 
 
-def _plans(
-    explained: Explanation, plans: Sequence[RunSpec]
-) -> tuple[list[list[str]], list[tuple[float, float, str]]]:
-    """Return the table's rows, and (seconds, GB, words) of the points of all plans but the first."""
-    rows, points = [], []
-    for place, spec in enumerate(plans):
-        costs, ranks = explained.on, spec.layout.world_size
-        if ranks != costs.cluster.count:
-            costs = CostModel(costs.cluster.resized(ranks), costs.stack, costs.format)
-        estimated = Candidate(spec, costs)
-        size = estimated.memory.device
-        rows.append(
-            [
-                str(place + 1),
-                describe(spec),
-                f"{ranks:,}",
-                seconds(estimated.seconds),
-                fmt.short(spec.train.batch_tokens / estimated.seconds),
-                gigabytes(size),
-                percent(fits_probability(size, room(costs.cluster))),
-            ]
-        )
-        points.append((estimated.seconds, size / 1e9, describe(spec)))
-    return rows, points[1:]
+def _candidate(spec: RunSpec, costs: CostModel) -> Candidate:
+    """Return a plan with its costs on a cluster of as many devices as it has ranks."""
+    ranks = spec.layout.world_size
+    if ranks != costs.cluster.count:
+        costs = CostModel(costs.cluster.resized(ranks), costs.stack, costs.format)
+    return Candidate(spec, costs)
 
 
 def _near(explained: Explanation, estimated: Candidate) -> bool:
@@ -147,19 +124,20 @@ def _near(explained: Explanation, estimated: Candidate) -> bool:
     return estimated.seconds <= _FAR * explained.time.seconds and estimated.memory.device <= _FAR * largest
 
 
-def _plot(explained: Explanation, others: Sequence[tuple[float, float, str]], pareto: Pareto) -> Markup:
-    near = [
-        (each.estimate.seconds, each.estimate.memory.device / 1e9, f"{each.change.words}: {each.why}")
-        for each in explained.neighbours
-        if _near(explained, each.estimate)
-    ]
+def _plot(explained: Explanation, others: Sequence[Candidate], pareto: Pareto) -> Markup:
+    near = [each for each in explained.neighbours if _near(explained, each.estimate)]
+
+    def point(plan: Candidate, words: str) -> tuple[float, float, str]:
+        return plan.seconds, plan.memory.device / 1e9, words
+
     front = [(time, size / 1e9, f"{seconds(time)}, {gigabytes(size)}") for time, size in pareto]
-    chosen = (explained.time.seconds, explained.fullest.device / 1e9, describe(explained.spec))
     groups = [
-        Points("neighbours", "c7", near),
-        Points("other plans", "c0", others),
+        Points(
+            "neighbours", "c7", [point(each.estimate, f"{each.change.words}: {each.why}") for each in near]
+        ),
+        Points("other plans", "c0", [point(plan, describe(plan.spec)) for plan in others]),
         Points("Pareto front", "c2 pareto", front, joined=True),
-        Points("this layout", "c1 chosen", [chosen]),
+        Points("this layout", "c1 chosen", [point(explained.layout, describe(explained.spec))]),
     ]
     limit = explained.capacity
     words = f"{gigabytes(limit)} a rank"

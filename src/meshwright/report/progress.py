@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -48,44 +49,34 @@ def summary(result: dict[str, Any]) -> str:
 class Progress:
     """An observer that prints a run's progress.
 
-    On a terminal: a bar with figures, redrawn in place at most `1 / interval` times a second, without a
-    thread of its own. Elsewhere: a line for the first and the last step, and at most one in `interval`
-    seconds for others. Evaluations and events are always lines.
+    On a terminal: a bar with figures, redrawn in place at most 5 times a second, without a thread of its own.
+    Elsewhere: a line for the first and the last step, and at most one in 2 seconds for others. Evaluations
+    and events are always lines.
 
     Args:
         console: where to print; standard output by default.
-        interval: seconds between two updates; by default 0.2 on a terminal and 2 elsewhere.
         clock: monotonic seconds.
     """
 
-    def __init__(
-        self,
-        console: Console | None = None,
-        interval: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.console = console or Console()
-        self.interval = interval if interval is not None else (0.2 if self.console.is_terminal else 2.0)
+        self.interval = 0.2 if self.console.is_terminal else 2.0
         self._clock = clock
         self._bar: Bar | None = None
         self._task = TaskID(0)
-        self._first = True
         self._last_step: int | None = None
         self._total: int | None = None
-        self._shown_at = 0.0
+        self._shown_at = -math.inf
         self._seen: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
 
     def on_start(self, info: dict[str, Any]) -> None:
         step = int(info.get("step", 0))
-        self._first, self._last_step = True, info.get("last_step")
+        self._shown_at, self._last_step = -math.inf, info.get("last_step")
         self._total = info.get("total_steps", self._last_step)
         self._seen.clear()
-        described = {
-            "parameters": fmt.short(info.get("parameters")),
-            "layout": info.get("layout"),
-            "device": info.get("device"),
-        }
-        shown = {key: value for key, value in described.items() if info.get(key) is not None}
+        shown = {key: info[key] for key in ("parameters", "layout", "device") if info.get(key) is not None}
+        if "parameters" in shown:
+            shown["parameters"] = fmt.short(shown["parameters"])
         self._line(f"{'resume at' if step else 'start at'} step {step}  {fmt.fields_text(shown)}".rstrip())
         if self.console.is_terminal:
             self._bar = self._make_bar(step)
@@ -108,10 +99,9 @@ class Progress:
     def on_step(self, row: dict[str, Any]) -> None:
         moment, step = self._clock(), int(row["step"])
         self._seen.append((moment, step))
-        due = self._first or step == self._last_step or moment - self._shown_at >= self.interval
-        if not due:
+        if step != self._last_step and moment - self._shown_at < self.interval:
             return
-        self._first, self._shown_at = False, moment
+        self._shown_at = moment
         text = figures(row, self._seconds_left(step))
         if self._bar is None:
             self._line(f"{self._of(step)}  {text}")

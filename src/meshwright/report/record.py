@@ -11,7 +11,6 @@ import errno
 import json
 import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -61,23 +60,20 @@ class _Lines:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+            self.file = open(path, "ab", buffering=0)  # noqa: SIM115 (closed by RunRecord.close)
         except OSError as error:
             raise _unwritable(path, error) from error
 
     def append(self, row: Row) -> None:
         line = (json.dumps(strict(row), allow_nan=False) + "\n").encode()
-        start = os.fstat(self._file.fileno()).st_size
+        start = os.fstat(self.file.fileno()).st_size
         try:
-            written = self._file.write(line)
+            written = 0
             while written < len(line):  # a full disk accepts a part, then refuses the rest
-                written += self._file.write(line[written:])
+                written += self.file.write(line[written:])
         except OSError as error:
-            os.ftruncate(self._file.fileno(), start)
+            os.ftruncate(self.file.fileno(), start)
             raise _unwritable(self.path, error) from error
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _read_lines(path: Path) -> list[Row]:
@@ -97,24 +93,20 @@ def _read_lines(path: Path) -> list[Row]:
     return rows
 
 
-def _cut(path: Path, keep: Callable[[Row], bool]) -> int:
-    """Rewrite a JSON-lines file without a torn last line and without rows for which `keep` is False.
+def _cut(path: Path, last_step: int | None = None) -> int:
+    """Rewrite a JSON-lines file without a torn last line, and without rows after `last_step`.
 
     Returns the number of whole rows removed.
     """
     if not path.is_file():
         return 0
-    rows = _read_lines(path)
-    kept = [row for row in rows if keep(row)]
+    rows = kept = _read_lines(path)
+    if last_step is not None:
+        if odd := [row["step"] for row in rows if not isinstance(row.get("step", 0), int)]:
+            raise UserError(f"{path}: a row has the step {odd[0]!r}; the file is damaged, move it away")
+        kept = [row for row in rows if row.get("step", 0) <= last_step]
     write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
     return len(rows) - len(kept)
-
-
-def _step(row: Row, path: Path) -> int:
-    step = row.get("step", 0)
-    if not isinstance(step, int):
-        raise UserError(f"{path}: a row has the step {step!r}; the file is damaged, move it away")
-    return step
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
@@ -137,14 +129,9 @@ def read_metrics(out: Path) -> list[Row]:
     return _read_lines(out / METRICS)
 
 
-def read_events(out: Path) -> list[Row]:
-    """Return the events of the run in folder `out`, {"time", "kind", ...}, in the order written."""
-    return _read_lines(out / EVENTS)
-
-
 def last_checkpoint(out: Path) -> int | None:
     """Return the step of the last checkpoint in the events of the run in folder `out`, or None."""
-    steps = [row.get("step") for row in read_events(out) if row.get("kind") == "checkpoint"]
+    steps = [row.get("step") for row in _read_lines(out / EVENTS) if row.get("kind") == "checkpoint"]
     return int(steps[-1] or 0) if steps else None
 
 
@@ -164,7 +151,7 @@ def read_run(out: Path) -> RecordedRun:
     info = _read_object(out / RUN)
     if info is None:
         raise UserError(f"{out}: holds no {RUN}, so it is not the folder of a run; give the --out of one")
-    return RecordedRun(out, info, read_metrics(out), read_events(out), _read_object(out / RESULT))
+    return RecordedRun(out, info, read_metrics(out), _read_lines(out / EVENTS), _read_object(out / RESULT))
 
 
 class RunRecord:
@@ -177,8 +164,7 @@ class RunRecord:
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self._metrics: _Lines | None = None
-        self._events: _Lines | None = None
+        self._lines: dict[str, _Lines] = {}
         self._evaluated: Row | None = None
 
     def on_start(self, info: dict[str, Any]) -> None:
@@ -187,12 +173,11 @@ class RunRecord:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _unwritable(self.out, error) from error
-        lost = _cut(self.out / METRICS, lambda row: _step(row, self.out / METRICS) <= step)
+        lost = _cut(self.out / METRICS, step)
         self._evaluated = next((row for row in reversed(read_metrics(self.out)) if "val_loss" in row), None)
-        _cut(self.out / EVENTS, lambda row: True)
+        _cut(self.out / EVENTS)
         self._write_run(info, step)
-        self._metrics = _Lines(self.out / METRICS)
-        self._events = _Lines(self.out / EVENTS)
+        self._lines = {name: _Lines(self.out / name) for name in (METRICS, EVENTS)}
         if step or lost:
             self.on_event("resumed", {"step": step, "lost_rows": lost})
 
@@ -209,18 +194,15 @@ class RunRecord:
         write_atomically(self.out / RUN, json.dumps(strict(described), indent=2, allow_nan=False) + "\n")
 
     def on_step(self, row: Row) -> None:
-        assert self._metrics is not None, "on_step before on_start"
         (self.out / RESULT).unlink(missing_ok=True)  # the result of a part that now continues
-        self._metrics.append(row)
+        self._lines[METRICS].append(row)
 
     def on_eval(self, row: Row) -> None:
-        assert self._metrics is not None, "on_eval before on_start"
         if strict(row) != self._evaluated:  # a finished run that is started again repeats its evaluation
-            self._metrics.append(row)
+            self._lines[METRICS].append(row)
 
     def on_event(self, kind: str, fields: dict[str, Any]) -> None:
-        assert self._events is not None, "on_event before on_start"
-        self._events.append({**fields, "time": now(), "kind": kind})
+        self._lines[EVENTS].append({**fields, "time": now(), "kind": kind})
 
     def on_end(self, result: dict[str, Any]) -> None:
         write_atomically(self.out / RESULT, json.dumps(strict(result), indent=2, allow_nan=False) + "\n")
@@ -228,7 +210,6 @@ class RunRecord:
 
     def close(self) -> None:
         """Close the files; may be called twice."""
-        for lines in (self._metrics, self._events):
-            if lines is not None:
-                lines.close()
-        self._metrics = self._events = None
+        for lines in self._lines.values():
+            lines.file.close()
+        self._lines = {}

@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from meshwright.report import format as fmt
 from meshwright.report.chart import Chart, Series, moving_mean
-from meshwright.report.page import render as render_template
+from meshwright.report.page import render
 from meshwright.report.record import RecordedRun, Row, read_run, write_atomically
 
-REPORT = "report.html"
 # A longer history shows its newest part: a page is for reading, events.jsonl for searching.
 MOST_EVENTS = 200
 # From this many steps on the loss is drawn as a mean over the raw curve.
@@ -49,13 +47,7 @@ def write_report(out: Path) -> Path:
 
     Works for an interrupted run, too. Raises `UserError` if `out` is not the folder of a run.
     """
-    path = out / REPORT
-    write_atomically(path, render(read_run(out)))
-    return path
-
-
-def render(run: RecordedRun) -> Markup:
-    """Return the page of a run as HTML."""
+    run = read_run(out)
     info, result = run.info, run.result or {}
     layout = (info.get("spec") or {}).get("layout")
     axes = {axis: layout.get(axis, 1) for axis in _AXES} if isinstance(layout, dict) else {}
@@ -66,17 +58,22 @@ def render(run: RecordedRun) -> Markup:
         f"started {str(info['started'])[:16].replace('T', ' ')} UTC" if "started" in info else "",
     ]
     routed = _rows(run, "load_max")
-    return render_template(
+    peak = (result.get("memory") or {}).get("peak", result.get("peak_memory_bytes"))
+    html = render(
         "run.html",
         title=run.out.resolve().name,
         run=run,
         about=[part for part in about if part],
         result=_result_so_far(run),
         curves=_curves(run),
-        experts=_expert_charts(routed),
+        experts=[
+            _chart(routed, title, names, from_zero=True)
+            for title, names in _EXPERT_CURVES.items()
+            if any(row.get(key) for row in routed for key in names)
+        ],
         loads=next((row for row in reversed(routed) if isinstance(row.get("expert_load"), dict)), None),
-        memory=_memory(result),
-        peak=_peak(result),
+        memory=_memory(result, peak),
+        peak=peak,
         layout=layout if axes else result.get("layout", info.get("layout")),
         axes=axes,
         axis_names=_AXES,
@@ -93,6 +90,9 @@ def render(run: RecordedRun) -> Markup:
         ],
         fingerprints={title: result[key] for key, title in _FINGERPRINTS.items() if result.get(key)},
     )
+    path = out / "report.html"
+    write_atomically(path, html)
+    return path
 
 
 def _rows(run: RecordedRun, key: str) -> list[Row]:
@@ -123,19 +123,25 @@ def _series(name: str, rows: Sequence[Row], key: str, colour: int = 0, css: str 
     return Series(name, [row["step"] for row in rows], values, colour, css)
 
 
+def _chart(rows: Sequence[Row], title: str, names: dict[str, str], colour: int = 0, **options: bool) -> Chart:
+    """Return a chart with a curve for each key of `rows`; `names` maps keys to the names of curves."""
+    series = [_series(name, rows, key, colour + place) for place, (key, name) in enumerate(names.items())]
+    return Chart(next(iter(names)).replace("_", "-"), title, series, **options)
+
+
 def _curves(run: RecordedRun) -> list[Chart]:
     train, evaluations = _rows(run, "loss"), _rows(run, "val_loss")
     loss = _series("training", train, "loss")
     curves = [loss]
     if len(train) >= SMOOTH_FROM:
         window = len(train) // 50 | 1
-        mean = Series(f"mean of {window:,} rows", loss.x, moving_mean(loss.y, window), 0)
-        curves = [_series("training", train, "loss", css="faint"), mean]
+        curves = [replace(loss, css="faint")]
+        curves.append(replace(loss, name=f"mean of {window:,} rows", y=moving_mean(loss.y, window)))
     if evaluations:
         curves.append(_series("validation", evaluations, "val_loss", 1, "dots"))
 
     def single(key: str, title: str, name: str, colour: int, **options: bool) -> Chart:
-        return Chart(key.replace("_", "-"), title, [_series(name, _rows(run, key), key, colour)], **options)
+        return _chart(_rows(run, key), title, {key: name}, colour, **options)
 
     return [
         Chart("loss", "Loss (nats per token)", curves, log=True, mark_gaps=True, wide=True),
@@ -145,31 +151,14 @@ def _curves(run: RecordedRun) -> list[Chart]:
     ]
 
 
-def _expert_charts(rows: Sequence[Row]) -> list[Chart]:
-    return [
-        Chart(
-            next(iter(curves)).replace("_", "-"),
-            title,
-            [_series(name, rows, key, colour) for colour, (key, name) in enumerate(curves.items())],
-            from_zero=True,
-        )
-        for title, curves in _EXPERT_CURVES.items()
-        if any(row.get(key) for row in rows for key in curves)
-    ]
-
-
-def _peak(result: dict[str, Any]) -> Any:
-    return (result.get("memory") or {}).get("peak", result.get("peak_memory_bytes"))
-
-
-def _memory(result: dict[str, Any]) -> dict[str, float]:
+def _memory(result: dict[str, Any], peak: Any) -> dict[str, float]:
     """Return bytes by component; the rest of the peak, which no component explains, is the last one."""
     parts = {
         name: size
         for name, size in (result.get("memory") or {}).items()
         if name != "peak" and fmt.is_number(size) and size > 0
     }
-    rest = _peak(result) - sum(parts.values()) if fmt.is_number(_peak(result)) else 0
+    rest = peak - sum(parts.values()) if fmt.is_number(peak) else 0
     if parts and rest > 0.005 * sum(parts.values()):
         named = any("activation" in name for name in parts)
         parts["not attributed" if named else "activations and other"] = rest

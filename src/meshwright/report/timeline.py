@@ -14,9 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
-from meshwright.report.page import render as render_template
+from meshwright.report.page import render
 from meshwright.report.record import write_atomically
 from meshwright.schedule import Kind, Simulation
 
@@ -31,30 +29,25 @@ def write_timeline(simulated: Simulation, path: Path) -> Path:
     It has a row for each rank with its actions, and a table of idle times. Raises `UserError` if the file is
     not writable.
     """
-    write_atomically(path, render(simulated))
+    data = timeline_data(simulated)
+    write_atomically(path, render("timeline.html", title=_title(simulated), simulated=simulated, data=data))
     return path
 
 
 def write_trace(simulated: Simulation, path: Path) -> Path:
     """Write a simulated step as Chrome trace events (JSON) to `path`, and return the path.
 
-    Each rank is a thread; times are in microseconds. Raises `UserError` if the file is not writable.
+    Each rank is a thread; times are in microseconds. First are the events that name the rows, then one for
+    each action, in the order of the lists. Raises `UserError` if the file is not writable.
     """
-    trace = {"traceEvents": trace_events(simulated), "displayTimeUnit": "ms"}
-    write_atomically(path, json.dumps(trace, separators=(",", ":")))
-    return path
-
-
-def trace_events(simulated: Simulation) -> list[dict[str, Any]]:
-    """Return the events that name the rows, then one for each action, in the order of the lists."""
     schedule = simulated.schedule
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": _title(simulated)}}
     ]
     for rank in range(schedule.ranks):
-        named = {"ph": "M", "pid": 0, "tid": rank}
-        events.append({**named, "name": "thread_name", "args": {"name": f"rank {rank}"}})
-        events.append({**named, "name": "thread_sort_index", "args": {"sort_index": rank}})
+        thread = {"ph": "M", "pid": 0, "tid": rank}
+        events.append({**thread, "name": "thread_name", "args": {"name": f"rank {rank}"}})
+        events.append({**thread, "name": "thread_sort_index", "args": {"sort_index": rank}})
     for rank, listed in enumerate(schedule.actions):
         times = zip(listed, simulated.start[rank], simulated.end[rank], strict=True)
         for (kind, stage, microbatch), start, end in times:
@@ -63,18 +56,14 @@ def trace_events(simulated: Simulation) -> list[dict[str, Any]]:
         start, end = simulated.final[rank]
         if end > start:
             events.append(_event("final step", "final step", rank, start, end))
-    return events
+    trace = {"traceEvents": events, "displayTimeUnit": "ms"}
+    write_atomically(path, json.dumps(trace, separators=(",", ":")))
+    return path
 
 
 def _event(name: str, category: str, rank: int, start: float, end: float) -> dict[str, Any]:
     microseconds = {"ts": 1e6 * start, "dur": 1e6 * (end - start)}
     return {"ph": "X", "name": name, "cat": category, "pid": 0, "tid": rank, **microseconds}
-
-
-def render(simulated: Simulation) -> Markup:
-    """Return the page as HTML."""
-    title = _title(simulated)
-    return render_template("timeline.html", title=title, simulated=simulated, data=timeline_data(simulated))
 
 
 def _title(simulated: Simulation) -> str:

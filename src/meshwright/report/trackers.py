@@ -9,9 +9,9 @@ import importlib
 import json
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from meshwright.report.format import is_number
 from meshwright.report.record import write_atomically
@@ -22,16 +22,6 @@ PROJECT = "meshwright"
 _IDS = "trackers.json"
 
 
-def _import(tracker: str, module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(
-            f"train.trackers: '{tracker}' cannot be imported ({error}); "
-            "run pip install 'meshwright[trackers]', or remove it"
-        ) from error
-
-
 def scalars(row: dict[str, Any], group: str) -> dict[str, float]:
     """Return the finite numbers of a row by `group/key`, without its step."""
     return {f"{group}/{key}": value for key, value in row.items() if key != "step" and is_number(value)}
@@ -40,90 +30,108 @@ def scalars(row: dict[str, Any], group: str) -> dict[str, float]:
 class _Tracker(ABC):
     """Base of the trackers: which values of which step they log, for the run `run_name` in folder `out`."""
 
+    name: ClassVar[str]
+    module: ClassVar[str]
+    """Module of the package."""
+
     def __init__(self, out: Path, run_name: str, spec_json: dict[str, Any]) -> None:
+        try:
+            self._package: Any = importlib.import_module(self.module)
+        except ImportError as error:
+            raise UserError(
+                f"train.trackers: '{self.name}' cannot be imported ({error}); "
+                "run pip install 'meshwright[trackers]', or remove it"
+            ) from error
         self.out, self.run_name, self.spec_json = out, run_name, spec_json
         self.step = 0
+        self._run: Any = None
+
+    @abstractmethod
+    def start(self) -> Any:
+        """Return the package's object that logs the run, which goes on after `self.step`."""
 
     @abstractmethod
     def log(self, step: int, values: dict[str, float]) -> None:
         """Log named numbers of one step."""
 
-    def on_step(self, row: dict[str, Any]) -> None:
+    def finish(self) -> None:
+        """End the package's run."""
+        self._run.finish()
+
+    def on_start(self, info: dict[str, Any]) -> None:
+        self.step = int(info.get("step", 0))
+        self._run = self.start()
+
+    def on_step(self, row: dict[str, Any], group: str = "train") -> None:
         self.step = int(row["step"])
-        self.log(self.step, scalars(row, "train"))
+        self.log(self.step, scalars(row, group))
 
     def on_eval(self, row: dict[str, Any]) -> None:
-        self.step = int(row["step"])
-        self.log(self.step, scalars(row, "validation"))
+        self.on_step(row, "validation")
 
     def on_event(self, kind: str, fields: dict[str, Any]) -> None:
         step = int(fields.get("step", self.step))
         self.log(step, {f"event/{kind}": 1.0, **scalars(fields, f"event/{kind}")})
-
-
-class TensorBoardTracker(_Tracker):
-    """Event files in `tensorboard/` of the run's folder; a resume hides the points of lost steps."""
-
-    def __init__(self, out: Path, run_name: str, spec_json: dict[str, Any]) -> None:
-        super().__init__(out, run_name, spec_json)
-        self._package = _import("tensorboard", "torch.utils.tensorboard")
-        self._writer: Any = None
-
-    def on_start(self, info: dict[str, Any]) -> None:
-        self.step = int(info.get("step", 0))
-        purge = self.step + 1 if self.step else None
-        self._writer = self._package.SummaryWriter(log_dir=str(self.out / "tensorboard"), purge_step=purge)
-        self._writer.add_text("spec", f"```json\n{json.dumps(self.spec_json, indent=2)}\n```", self.step)
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
 
     def on_end(self, result: dict[str, Any]) -> None:
         self.log(self.step, scalars(result, "result"))
         self.close()
 
     def close(self) -> None:
-        """Flush and close the event file; may be called twice."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        """End the run if it was started; may be called twice."""
+        if self._run is not None:
+            self.finish()
+            self._run = None
+
+
+class TensorBoardTracker(_Tracker):
+    """Event files in `tensorboard/` of the run's folder; a resume hides the points of lost steps."""
+
+    name, module = "tensorboard", "torch.utils.tensorboard"
+
+    def start(self) -> Any:
+        purge = self.step + 1 if self.step else None
+        writer = self._package.SummaryWriter(log_dir=str(self.out / "tensorboard"), purge_step=purge)
+        writer.add_text("spec", f"```json\n{json.dumps(self.spec_json, indent=2)}\n```", self.step)
+        return writer
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        for name, value in values.items():
+            self._run.add_scalar(name, value, step)
+
+    def finish(self) -> None:
+        self._run.close()
 
 
 class WandbTracker(_Tracker):
     """A Weights & Biases run; wandb itself reads `WANDB_MODE=offline` and its other variables.
 
     The run's id is kept in `trackers.json`, so that a resumed run continues its curves. The step is a metric
-    of its own (`step`), since wandb ignores values of a step that it has already seen.
+    of its own (`step`), since wandb ignores values of a step that it has already seen. A run that is closed
+    before its end is marked as failed.
     """
 
-    def __init__(self, out: Path, run_name: str, spec_json: dict[str, Any]) -> None:
-        super().__init__(out, run_name, spec_json)
-        self._package = _import("wandb", "wandb")
-        self._run: Any = None
+    name = module = "wandb"
 
-    def _id(self, resumed: bool) -> str:
-        path = self.out / _IDS
-        if resumed and path.is_file():
-            return str(json.loads(path.read_text(encoding="utf-8"))["wandb"])
-        fresh = uuid.uuid4().hex[:12]
-        write_atomically(path, json.dumps({"wandb": fresh}) + "\n")
-        return fresh
-
-    def on_start(self, info: dict[str, Any]) -> None:
+    def start(self) -> Any:
         self.out.mkdir(parents=True, exist_ok=True)
-        self.step = int(info.get("step", 0))
-        resumed = self.step > 0
-        self._run = self._package.init(
+        path, resumed = self.out / _IDS, self.step > 0
+        if resumed and path.is_file():
+            run_id = str(json.loads(path.read_text(encoding="utf-8"))["wandb"])
+        else:
+            run_id = uuid.uuid4().hex[:12]
+            write_atomically(path, json.dumps({"wandb": run_id}) + "\n")
+        run = self._package.init(
             project=PROJECT,
             name=self.run_name,
             dir=str(self.out),
             config=self.spec_json,
-            id=self._id(resumed),
+            id=run_id,
             resume="allow" if resumed else None,
         )
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+        return run
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log({"step": step, **values})
@@ -133,11 +141,8 @@ class WandbTracker(_Tracker):
         self._run.finish()
         self._run = None
 
-    def close(self) -> None:
-        """Mark a run that did not reach its end as failed; may be called twice."""
-        if self._run is not None:
-            self._run.finish(exit_code=1)
-            self._run = None
+    def finish(self) -> None:
+        self._run.finish(exit_code=1)
 
 
 class TrackioTracker(_Tracker):
@@ -146,37 +151,19 @@ class TrackioTracker(_Tracker):
     Trackio has no way to remove rows: after a resume, lost steps appear twice.
     """
 
-    def __init__(self, out: Path, run_name: str, spec_json: dict[str, Any]) -> None:
-        super().__init__(out, run_name, spec_json)
-        self._package = _import("trackio", "trackio")
-        self._run: Any = None
+    name = module = "trackio"
 
-    def on_start(self, info: dict[str, Any]) -> None:
-        self.step = int(info.get("step", 0))
+    def start(self) -> Any:
         resume = "allow" if self.step else "never"
-        self._run = self._package.init(
+        return self._package.init(
             project=PROJECT, name=self.run_name, config=self.spec_json, resume=resume, embed=False
         )
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log(values, step=step)
 
-    def on_end(self, result: dict[str, Any]) -> None:
-        self.log(self.step, scalars(result, "result"))
-        self.close()
 
-    def close(self) -> None:
-        """Finish the run; may be called twice."""
-        if self._run is not None:
-            self._run.finish()
-            self._run = None
-
-
-_KINDS: dict[str, Callable[[Path, str, dict[str, Any]], Observer]] = {
-    "tensorboard": TensorBoardTracker,
-    "wandb": WandbTracker,
-    "trackio": TrackioTracker,
-}
+_KINDS = {kind.name: kind for kind in (TensorBoardTracker, WandbTracker, TrackioTracker)}
 
 
 def make_trackers(
