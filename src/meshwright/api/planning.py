@@ -16,7 +16,7 @@ from meshwright.planner.explain.explanation import Explanation
 from meshwright.planner.explain.explanation import explain as explain_on
 from meshwright.planner.plan import Finished, Plans
 from meshwright.planner.plan import plan as best_plans
-from meshwright.planner.search.request import PlanRequest
+from meshwright.planner.search.request import Overrides, PlanRequest
 from meshwright.planner.search.results import Progress
 from meshwright.planner.simulated_pipeline import Durations, Machine
 from meshwright.planner.simulated_pipeline import step as pipeline_step
@@ -64,18 +64,27 @@ def plan(
     model: str | Path | RunSpec,
     cluster: str | Cluster,
     *,
+    gpus: int | str | None = None,
+    seq_len: int | None = None,
+    batch_tokens: int | str | None = None,
+    top: int = 5,
+    objective: str = "time",
+    stack: str = "meshwright",
+    price: float | None = None,
+    tokens: float | str | None = None,
+    max_memory: float | None = None,
+    overrides: Overrides = (),
     progress: Progress | None = None,
     finished: Finished | None = None,
-    **request: Any,
 ) -> Plans:
-    """Return the best layouts of a model on a cluster; further keywords are the fields of `PlanRequest`.
+    """Return the `top` best layouts of a model on a cluster; `PlanRequest` describes the arguments.
 
-    These are `gpus`, `seq_len`, `batch_tokens`, `top`, `objective`, `stack`, `price`, `tokens`, `max_memory`
-    and `overrides`. `progress` is called with each plan that is the best so far, and `finished`, if there are
-    several numbers of devices, after the search for each: with the number, and the best plan or None. Raises
-    `UserError`, also where nothing fits.
+    `progress` is called with each plan that is the best so far, and `finished`, if there are several numbers
+    of devices, after the search for each: with the number, and the best plan or None. Raises `UserError`,
+    also where nothing fits.
     """
-    return best_plans(PlanRequest(model, cluster, **request), progress, finished)
+    question = (gpus, seq_len, batch_tokens, top, objective, stack, price, tokens, max_memory, overrides)
+    return best_plans(PlanRequest(model, cluster, *question), progress, finished)
 
 
 def explain(
