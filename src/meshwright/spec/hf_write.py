@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright.spec.errors import UserError
-
-if TYPE_CHECKING:
-    from meshwright.spec.model import ModelSpec
+from meshwright.spec.model import ModelSpec
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from meshwright.spec.arithmetic import divisors, nearest
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import ONE_STAGE, TWO_STAGES
+from meshwright.spec.model import ModelSpec
 from meshwright.spec.rules_moe_mla import SPARSE_RULES
+from meshwright.spec.sections import Sections
 from meshwright.spec.stages import even
 
-if TYPE_CHECKING:
-    from meshwright.spec.model import ModelSpec
-    from meshwright.spec.run import RunSpec
 
-
-def heads_share_keys(spec: RunSpec) -> None:
+def heads_share_keys(spec: Sections) -> None:
     """Grouped-query attention gives each key head the same number of query heads."""
     heads, kv_heads = spec.model.heads, spec.model.kv_heads
     if heads % kv_heads:
@@ -26,7 +23,7 @@ def heads_share_keys(spec: RunSpec) -> None:
         )
 
 
-def rope_turns_pairs(spec: RunSpec) -> None:
+def rope_turns_pairs(spec: Sections) -> None:
     """Rotary positions turn pairs of a head's channels."""
     if spec.model.position == "rope" and spec.model.head_dim % 2:
         raise UserError(
@@ -34,7 +31,7 @@ def rope_turns_pairs(spec: RunSpec) -> None:
         )
 
 
-def yarn_has_wavelengths(spec: RunSpec) -> None:
+def yarn_has_wavelengths(spec: Sections) -> None:
     """YaRN's ramp is over wavelengths that grow with the channel."""
     model = spec.model
     if model.rope_scaling is not None and model.rope_scaling.kind == "yarn" and model.rope_theta <= 1:
@@ -44,7 +41,7 @@ def yarn_has_wavelengths(spec: RunSpec) -> None:
         )
 
 
-def sequence_fits_positions(spec: RunSpec) -> None:
+def sequence_fits_positions(spec: Sections) -> None:
     """Learned positions end at `max_seq_len`."""
     longest = spec.model.max_seq_len
     if spec.model.position == "learned" and spec.data.seq_len > longest:
@@ -54,7 +51,7 @@ def sequence_fits_positions(spec: RunSpec) -> None:
         )
 
 
-def schedule_takes_its_stages(spec: RunSpec) -> None:
+def schedule_takes_its_stages(spec: Sections) -> None:
     """A schedule is made for one stage a rank, for two, or for any number."""
     layout = spec.layout
     name, given = layout.schedule, layout.virtual
@@ -68,7 +65,7 @@ def schedule_takes_its_stages(spec: RunSpec) -> None:
     )
 
 
-def stages_hold_every_layer(spec: RunSpec) -> None:
+def stages_hold_every_layer(spec: Sections) -> None:
     """Stages are at most the layers, the embedding and the head; a list gives each of them its blocks."""
     layout, layers = spec.layout, spec.model.layers
     count = layout.pp * layout.chunks
@@ -97,7 +94,7 @@ def stages_hold_every_layer(spec: RunSpec) -> None:
         )
 
 
-def experts_have_neighbours(spec: RunSpec) -> None:
+def experts_have_neighbours(spec: Sections) -> None:
     """The expert axis is folded out of dp x cp x tp, whose ranks are then neighbours."""
     layout = spec.layout
     if layout.order == "replicate-dp-pp-tp" and layout.ep * layout.etp > 1 and layout.pp > 1:
@@ -107,7 +104,7 @@ def experts_have_neighbours(spec: RunSpec) -> None:
         )
 
 
-def tensor_axis_divides(spec: RunSpec) -> None:
+def tensor_axis_divides(spec: Sections) -> None:
     """Tensor ranks have whole heads, equal shares of the feed-forward layer, and rows of the vocabulary."""
     model, tp = spec.model, spec.layout.tp
     for name, count in (("heads", model.heads), ("ffn", model.ffn)):
@@ -138,7 +135,7 @@ def every_rank_has_rows(vocabulary: int, tp: int) -> bool:
     return (tp - 1) * -(-vocabulary // tp) < vocabulary
 
 
-def _nearest_tp(spec: RunSpec, tp: int) -> int:
+def _nearest_tp(spec: Sections, tp: int) -> int:
     model = spec.model
     fits = [
         size
@@ -150,7 +147,7 @@ def _nearest_tp(spec: RunSpec, tp: int) -> int:
     return nearest(tp, fits)
 
 
-def sequence_is_cut_evenly(spec: RunSpec) -> None:
+def sequence_is_cut_evenly(spec: Sections) -> None:
     """Context ranks have a head and a tail of each sequence, tensor ranks equal shares of what is left."""
     length, cp, tp = spec.data.seq_len, spec.layout.cp, spec.layout.tp
     pieces = 2 * cp if cp > 1 else 1
@@ -172,13 +169,13 @@ def sequence_is_cut_evenly(spec: RunSpec) -> None:
         )
 
 
-def _nearest_cp(spec: RunSpec) -> int:
+def _nearest_cp(spec: Sections) -> int:
     length, tp = spec.data.seq_len, spec.layout.tp if spec.layout.sequence_parallel else 1
     fits = [cp for cp in divisors(length) if cp == 1 or length % (2 * cp) == 0]
     return nearest(spec.layout.cp, [cp for cp in fits if length // cp % tp == 0] or [1])
 
 
-def ulysses_has_heads(spec: RunSpec) -> None:
+def ulysses_has_heads(spec: Sections) -> None:
     """Ulysses deals the key-value heads of a tensor rank over the context axis."""
     layout, heads = spec.layout, spec.layout.local_kv_heads(spec.model.kv_heads)
     if layout.context_mode == "ulysses" and heads % layout.cp:
@@ -189,7 +186,7 @@ def ulysses_has_heads(spec: RunSpec) -> None:
         )
 
 
-def sharding_has_ranks(spec: RunSpec) -> None:
+def sharding_has_ranks(spec: Sections) -> None:
     """Hybrid sharding needs something to shard."""
     layout = spec.layout
     if layout.replicate > 1 and layout.zero == 0:
@@ -199,7 +196,7 @@ def sharding_has_ranks(spec: RunSpec) -> None:
         )
 
 
-def batch_is_whole(spec: RunSpec) -> None:
+def batch_is_whole(spec: Sections) -> None:
     """A batch is a whole number of samples on every rank, and of microbatches."""
     tokens, length, ranks = spec.train.batch_tokens, spec.data.seq_len, spec.layout.data_ranks
     unit = length * ranks
@@ -217,14 +214,14 @@ def batch_is_whole(spec: RunSpec) -> None:
         )
 
 
-def stop_is_within(spec: RunSpec) -> None:
+def stop_is_within(spec: Sections) -> None:
     """`stop_at` is a step of the run."""
     stop, total = spec.train.stop_at, spec.train.total_steps
     if stop is not None and stop > total:
         raise UserError(f"train.stop_at: {stop} is after the last step {total}; give at most {total}")
 
 
-def warmup_is_within(spec: RunSpec) -> None:
+def warmup_is_within(spec: Sections) -> None:
     """Warm-up ends before the run does."""
     warmup, total = spec.train.warmup_steps, spec.train.total_steps
     if warmup is not None and warmup > total:
@@ -233,7 +230,7 @@ def warmup_is_within(spec: RunSpec) -> None:
         )
 
 
-def one_corpus_or_a_mixture(spec: RunSpec) -> None:
+def one_corpus_or_a_mixture(spec: Sections) -> None:
     """A mixture replaces the corpus; the default corpus counts as not given."""
     data = spec.data
     if data.mixture and data.corpus != type(data).model_fields["corpus"].default:
@@ -243,7 +240,7 @@ def one_corpus_or_a_mixture(spec: RunSpec) -> None:
         )
 
 
-def compiled_backwards_are_whole(spec: RunSpec) -> None:
+def compiled_backwards_are_whole(spec: Sections) -> None:
     """A compiled block's backward is one program, which finds the gradients of its weights too."""
     whole = ("1f1b", "interleaved", "gpipe", "bfs")
     if spec.train.compile and spec.layout.pp > 1 and spec.layout.schedule not in whole:
@@ -253,7 +250,7 @@ def compiled_backwards_are_whole(spec: RunSpec) -> None:
         )
 
 
-RULES: tuple[Callable[[RunSpec], None], ...] = (
+RULES: tuple[Callable[[Sections], None], ...] = (
     heads_share_keys,
     rope_turns_pairs,
     yarn_has_wavelengths,
@@ -274,7 +271,7 @@ RULES: tuple[Callable[[RunSpec], None], ...] = (
 )
 
 
-def check(spec: RunSpec, ranks: int | None = None) -> None:
+def check(spec: Sections, ranks: int | None = None) -> None:
     """Apply every rule in order, `ranks_match` first where `ranks` is given; the first broken one raises."""
     if ranks is not None:
         ranks_match(spec, ranks)
@@ -282,7 +279,7 @@ def check(spec: RunSpec, ranks: int | None = None) -> None:
         rule(spec)
 
 
-def ranks_match(spec: RunSpec, ranks: int) -> None:
+def ranks_match(spec: Sections, ranks: int) -> None:
     """The processes that were started are the ranks of the layout (checked by the launcher)."""
     layout = spec.layout
     if ranks == layout.world_size:
@@ -294,14 +291,14 @@ def ranks_match(spec: RunSpec, ranks: int) -> None:
     )
 
 
-def near_worlds(spec: RunSpec, ranks: int, flag: str) -> str:
+def near_worlds(spec: Sections, ranks: int, flag: str) -> str:
     """Suggestion for a number of ranks: those of the layout, or another `layout.dp` that the run allows."""
     layout, words = spec.layout, f"try {flag} {spec.layout.world_size}"
     others = layout.world_size // layout.dp
     sizes = set(divisors(spec.batch_sequences)) - {layout.dp}
     for dp in sorted(sizes, key=lambda size: (abs(size * others - ranks), -size)):
         try:
-            type(spec).model_validate({**spec.to_json(), "layout": {**layout.model_dump(), "dp": dp}})
+            check(spec.model_copy(update={"layout": layout.model_copy(update={"dp": dp})}))
         except UserError:  # the next is further from what was asked
             continue
         return f"{words} or --layout.dp {dp}" + f" with {flag} {dp * others}" * (dp * others != ranks)

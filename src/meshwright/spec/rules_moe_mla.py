@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from math import gcd
-from typing import TYPE_CHECKING
 
 from meshwright.spec.arithmetic import divisors, nearest
 from meshwright.spec.errors import UserError
-
-if TYPE_CHECKING:
-    from meshwright.spec.run import RunSpec
+from meshwright.spec.sections import Sections
 
 
-def experts_are_gated(spec: RunSpec) -> None:
+def experts_are_gated(spec: Sections) -> None:
     """Experts are computed as SwiGLU without biases."""
     model = spec.model
     if model.moe is not None and (model.activation != "swiglu" or model.mlp_bias):
@@ -24,7 +21,7 @@ def experts_are_gated(spec: RunSpec) -> None:
         )
 
 
-def tokens_find_their_experts(spec: RunSpec) -> None:
+def tokens_find_their_experts(spec: Sections) -> None:
     """Groups are equal, and what a token chooses from holds as many experts as it takes."""
     moe = spec.model.moe
     if moe is None:
@@ -53,7 +50,7 @@ def tokens_find_their_experts(spec: RunSpec) -> None:
         )
 
 
-def some_layer_has_experts(spec: RunSpec) -> None:
+def some_layer_has_experts(spec: Sections) -> None:
     """A mixture of experts has a layer to be in."""
     model, moe = spec.model, spec.model.moe
     if moe is None or any(map(moe.has_experts, range(model.layers))):
@@ -67,7 +64,7 @@ def some_layer_has_experts(spec: RunSpec) -> None:
     )
 
 
-def only_experts_are_shared(spec: RunSpec) -> None:
+def only_experts_are_shared(spec: Sections) -> None:
     """Without experts there is nothing that the expert axis could share, or send in parts."""
     for key in ("ep", "etp", "expert_parts"):
         given = getattr(spec.layout, key)
@@ -78,7 +75,7 @@ def only_experts_are_shared(spec: RunSpec) -> None:
             )
 
 
-def expert_axis_divides(spec: RunSpec) -> None:
+def expert_axis_divides(spec: Sections) -> None:
     """Expert ranks have equal shares, and are folded out of the ranks of one stage."""
     layout, moe = spec.layout, spec.model.moe
     if moe is None:
@@ -109,7 +106,7 @@ def expert_axis_divides(spec: RunSpec) -> None:
         )
 
 
-def shared_experts_divide(spec: RunSpec) -> None:
+def shared_experts_divide(spec: Sections) -> None:
     """Tensor ranks have equal shares of the shared experts' channels."""
     moe, tp = spec.model.moe, spec.layout.tp
     if moe is not None and moe.shared_ffn % tp:
@@ -120,7 +117,7 @@ def shared_experts_divide(spec: RunSpec) -> None:
         )
 
 
-def latents_make_heads(spec: RunSpec) -> None:
+def latents_make_heads(spec: Sections) -> None:
     """Latent attention has rotary positions in a part of each head, and keys for every head."""
     model, mla = spec.model, spec.model.mla
     if mla is None:

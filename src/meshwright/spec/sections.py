@@ -1,4 +1,4 @@
-"""The smaller parts of a `RunSpec`: data, training, precision, recomputation, checkpoints, recovery."""
+"""The sections of a run file, and `Sections`, which holds one of each."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from meshwright.spec.base import FrozenModel
 from meshwright.spec.errors import UserError
+from meshwright.spec.layout import Layout
+from meshwright.spec.model import ModelSpec
 
 Tracker = Literal["tensorboard", "wandb", "trackio"]
 
@@ -151,3 +153,45 @@ class RecoverySpec(FrozenModel):
     max_skipped: int = Field(
         10, ge=0, description="steps in a row with a gradient that is not finite before the run stops"
     )
+
+
+class Sections(FrozenModel):
+    """The sections of a run, each valid in itself; `RunSpec` adds the rules that hold between them."""
+
+    model: ModelSpec = Field(default_factory=lambda: ModelSpec.model_validate({}))
+    data: DataSpec = Field(default_factory=lambda: DataSpec())
+    train: TrainSpec = Field(default_factory=lambda: TrainSpec())
+    layout: Layout = Field(default_factory=lambda: Layout())
+    precision: PrecisionSpec = Field(default_factory=lambda: PrecisionSpec())
+    recompute: RecomputeSpec = Field(default_factory=NoRecompute)
+    checkpoint: CheckpointSpec = Field(default_factory=lambda: CheckpointSpec())
+    recovery: RecoverySpec = Field(default_factory=lambda: RecoverySpec())
+
+    @property
+    def batch_sequences(self) -> int:
+        """Samples of one optimiser step, over all ranks."""
+        return self.train.batch_tokens // self.data.seq_len
+
+    @property
+    def rank_sequences(self) -> int:
+        """Samples of one optimiser step that one data rank reads."""
+        return self.batch_sequences // self.layout.data_ranks
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of one microbatch: `layout.micro_batch`, or what stays within 8,192 tokens.
+
+        Where a pipeline has samples enough, it is left 2 x pp microbatches to be filled with.
+        """
+        if self.layout.micro_batch is not None:
+            return self.layout.micro_batch
+        most = max(1, 8192 // self.data.seq_len)
+        if self.layout.pp > 1:
+            most = min(most, max(1, self.rank_sequences // (2 * self.layout.pp)))
+        sizes = range(1, min(most, self.rank_sequences) + 1)
+        return max(size for size in sizes if not self.rank_sequences % size)
+
+    @property
+    def microbatches(self) -> int:
+        """Gradient accumulation: microbatches of one rank in one optimiser step."""
+        return self.rank_sequences // self.micro_batch

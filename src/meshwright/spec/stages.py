@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.parameters import Parameter, parameters
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,16 @@ def _placed(blocks: tuple[int, ...]) -> tuple[Stage, ...]:
     return tuple(
         Stage(index, end - blocks[index], end, index == 0, index == last) for index, end in enumerate(ends)
     )
+
+
+def parameters_of(model: ModelSpec, own: Sequence[Stage]) -> Mapping[str, tuple[Parameter, ...]]:
+    """Return the parameters of the units in the stages of one rank; tied ends on different ranks are two."""
+    units = {unit for stage in own for unit in stage.units}
+    every = parameters(model)
+    if model.tied and not units >= {"embed", "head"}:
+        every = parameters(model.model_copy(update={"tied": False}))
+        every = {**every, "head": (every["embed"][0], *every["head"][1:])}
+    return {name: listed for name, listed in every.items() if name in units}
 
 
 def even(layers: int, count: int) -> list[int]:
