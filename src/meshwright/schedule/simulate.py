@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from meshwright.schedule.actions import Schedule, ScheduleError
-from meshwright.schedule.dependency_graph import DependencyGraph, flow_of
 from meshwright.schedule.validate import peak
 
 
@@ -139,11 +140,11 @@ def simulate(
 ) -> Simulation:
     """Time the lists of a schedule that `check` accepts.
 
-    `costs` is one for all stages or one a stage; `final` is the seconds of a step that each rank does at its
-    end (the optimiser's), one for all or one a rank. An action begins when the rank's action before has ended
-    and what it needs has arrived. A message leaves when its action has ended, beside whatever the rank
-    computes next. Raises `ScheduleError` where there are not as many costs or final steps as stages or ranks,
-    where nothing takes time, and where the lists do not come to their end.
+    `costs` is one for all stages or one per stage; `final` is the seconds of a step that each rank does at
+    its end (the optimiser's), one for all or one per rank. An action begins when the previous action of the
+    rank has ended and its input has arrived. A message leaves when its action has ended, and overlaps what
+    the rank computes next. Raises `ScheduleError` if the numbers of costs or final steps are not those of
+    stages or ranks, if nothing takes time, and if the lists do not end.
     """
     by_stage = [costs] * schedule.stages if isinstance(costs, StageCost) else list(costs)
     finals = [float(final)] * schedule.ranks if isinstance(final, int | float) else list(final)
@@ -153,9 +154,21 @@ def simulate(
         raise ScheduleError(f"there are {len(finals)} final steps, but {schedule.ranks} ranks")
     if min(finals) < 0 or not any(cost.forward + cost.input + cost.weight for cost in by_stage):
         raise ScheduleError("a step needs final steps of at least 0 s, and a stage that takes time")
-    flow = flow_of(schedule)
-    start, end, arrival = _run(flow, _durations(schedule, by_stage), _lanes(schedule, by_stage, links))
-    return _result(schedule, flow, by_stage, finals, (start, end, arrival))
+    times = start, end, _ = _run(schedule, by_stage, links)
+    bounds = list(pairwise(schedule.flow.starts))
+    done = [(end[b - 1], end[b - 1] + seconds) for (_, b), seconds in zip(bounds, finals, strict=True)]
+    makespan = max(stop for _, stop in done)
+    sizes = [cost.activations for cost in by_stage]
+    freed = [cost.freed_by_input for cost in by_stage]
+    return Simulation(
+        schedule=schedule,
+        start=tuple(tuple(start[a:b]) for a, b in bounds),
+        end=tuple(tuple(end[a:b]) for a, b in bounds),
+        final=tuple(done),
+        idle=tuple(_idle(schedule, rank, makespan - done[rank][1], times) for rank in range(schedule.ranks)),
+        peak=tuple(int(peak(listed)) for listed in schedule.actions),
+        peak_bytes=tuple(peak(listed, sizes, freed) for listed in schedule.actions),
+    )
 
 
 class Path(NamedTuple):
@@ -176,30 +189,24 @@ class Path(NamedTuple):
 
 
 def ends(
-    schedule: Schedule, costs: Sequence[StageCost], link: Link = Link(), flow: DependencyGraph | None = None
+    schedule: Schedule, costs: Sequence[StageCost], link: Link = Link()
 ) -> tuple[tuple[float, ...], Path]:
-    """When each rank's last action ends, as in `simulate`, and the path that the last of all waited for.
-
-    `flow` is the schedule's, where it is known already.
-    """
-    flow = flow or flow_of(schedule)
-    start, end, _ = _run(flow, _durations(schedule, costs), _lanes(schedule, costs, link))
-    done = tuple(end[stop - 1] for stop in flow.starts[1:])
-    last = max(range(flow.ranks), key=done.__getitem__)
-    return done, _path(schedule, flow, start, end, last)
+    """When each rank's last action ends, as in `simulate`, and the path that the last of all waited for."""
+    start, end, _ = _run(schedule, costs, link)
+    done = tuple(end[stop - 1] for stop in schedule.flow.starts[1:])
+    return done, _path(schedule, start, end, max(range(schedule.ranks), key=done.__getitem__))
 
 
-def _path(
-    schedule: Schedule, flow: DependencyGraph, start: Sequence[float], end: Sequence[float], rank: int
-) -> Path:
+def _path(schedule: Schedule, start: Sequence[float], end: Sequence[float], rank: int) -> Path:
     """Back from the last action of `rank` to what each one waited for."""
+    flow = schedule.flow
     counts = [[0, 0, 0, 0] for _ in range(schedule.stages)]
     at, messages = flow.starts[rank + 1] - 1, 0
     while at >= 0:
-        on = flow.rank_of[at]
-        kind, stage, _ = schedule.actions[on][at - flow.starts[on]]
+        first = flow.starts[flow.rank_of[at]]
+        kind, stage, _ = schedule.actions[flow.rank_of[at]][at - first]
         counts[stage][kind] += 1
-        before = at - 1 if at > flow.starts[on] else -1
+        before = at - 1 if at > first else -1
         if before < 0 or end[before] < start[at]:
             before = flow.source[at]
             messages += before >= 0 and flow.crosses[before]
@@ -207,122 +214,68 @@ def _path(
     return Path(rank, tuple((f, i, w, b) for f, i, w, b in counts), messages)
 
 
-def _durations(schedule: Schedule, costs: Sequence[StageCost]) -> list[float]:
-    """Action -> seconds."""
-    table = [(cost.forward, cost.input, cost.weight, cost.input + cost.weight) for cost in costs]
-    return [table[stage][kind] for listed in schedule.actions for kind, stage, _ in listed]
+Transfer = tuple[tuple[int, int], float, float]
+"""(sender, receiver) of a message, its latency, and the seconds that it occupies the link."""
 
 
-Lane = tuple[int, float, float]
-"""The number of a link, its latency, and the seconds that a message of this stage occupies it."""
-
-
-def _lanes(schedule: Schedule, costs: Sequence[StageCost], links: Links) -> list[Lane | None]:
-    """Action -> how its result travels; None where it stays on the rank or takes no time."""
+def _transfers(schedule: Schedule, costs: Sequence[StageCost], links: Links) -> list[Transfer | None]:
+    """Action -> the transfer of its result; None if that stays on the rank or takes no time."""
     rank_of, stages = schedule.rank_of, schedule.stages
-    numbers: dict[tuple[int, int], int] = {}
 
-    def lane(stage: int, to: int, size: float) -> Lane | None:
+    def transfer(stage: int, to: int, size: float) -> Transfer | None:
         if not 0 <= to < stages or rank_of[stage] == rank_of[to]:
             return None
         pair = rank_of[stage], rank_of[to]
         link = links if isinstance(links, Link) else links(*pair)
-        if link.latency == 0 and size / link.bandwidth == 0:
-            return None
-        return numbers.setdefault(pair, len(numbers)), link.latency, size / link.bandwidth
+        seconds = size / link.bandwidth
+        return (pair, link.latency, seconds) if link.latency or seconds else None
 
-    nowhere: list[Lane | None] = [None] * stages
-    down = [lane(stage, stage + 1, costs[stage].output) for stage in range(stages)]
-    up = [lane(stage, stage - 1, costs[stage - 1].output) for stage in range(stages)]
+    nowhere: list[Transfer | None] = [None] * stages
+    down = [transfer(stage, stage + 1, costs[stage].output) for stage in range(stages)]
+    up = [transfer(stage, stage - 1, costs[stage - 1].output) for stage in range(stages)]
     table = (down, up, nowhere, up)  # by kind: F, I, W, B
     return [table[kind][stage] for listed in schedule.actions for kind, stage, _ in listed]
 
 
-def _run(
-    flow: DependencyGraph, durations: list[float], lanes: list[Lane | None]
-) -> tuple[list[float], list[float], list[float]]:
-    """Start and end of each action, and when what it needs arrived.
+Times = tuple[list[float], list[float], list[float]]
+"""Start and end of each action, and the arrival of its input, in seconds."""
 
-    Each rank runs as far as it comes. Where it lacks something it stops, and whoever computes that puts it
-    back to work; so each action is looked at once, and once more where it stopped its rank.
-    """
+
+def _run(schedule: Schedule, costs: Sequence[StageCost], links: Links) -> Times:
+    flow, transfers = schedule.flow, _transfers(schedule, costs, links)
     rank_of, target = flow.rank_of, flow.target
-    head, stops = flow.starts[:-1], flow.starts[1:]
-    arrival = [-1.0 if source >= 0 else 0.0 for source in flow.source]  # below 0: not yet
-    start, end = arrival.copy(), arrival.copy()
-    link_free = [0.0] * (2 * flow.ranks * flow.ranks)
-    clock = [0.0] * flow.ranks
-    work = list(range(flow.ranks))
-    while work:
-        rank = work.pop()
-        now = clock[rank]
-        at = head[rank]
-        stop = stops[rank]
-        while at < stop:
-            ready = arrival[at]
-            if ready < 0:
-                break
-            if ready > now:
-                now = ready
-            start[at] = now
-            now += durations[at]
-            end[at] = now
-            to = target[at]
-            if to >= 0:
-                there = now
-                lane = lanes[at]
-                if lane is not None:
-                    number, latency, seconds = lane
-                    there = link_free[number] = max(now, link_free[number]) + seconds
-                    there += latency
-                arrival[to] = there
-                if head[rank_of[to]] == to:
-                    work.append(rank_of[to])
-            at += 1
-        head[rank] = at
-        clock[rank] = now
-    if head != stops:
+    table = [(cost.forward, cost.input, cost.weight, cost.input + cost.weight) for cost in costs]
+    durations = [table[stage][kind] for listed in schedule.actions for kind, stage, _ in listed]
+    if len(flow.order) < len(durations):
         raise ScheduleError(
             "the ranks wait for each other, so the lists do not come to their end (see check)"
         )
+    start, end, arrival = ([0.0] * len(durations) for _ in range(3))
+    clock = [0.0] * schedule.ranks
+    link_free: dict[tuple[int, int], float] = defaultdict(float)
+    for at in flow.order:
+        rank = rank_of[at]
+        now = start[at] = max(clock[rank], arrival[at])
+        now = end[at] = clock[rank] = now + durations[at]
+        transfer = transfers[at]
+        if transfer is not None:
+            pair, latency, seconds = transfer
+            link_free[pair] = max(now, link_free[pair]) + seconds
+            now = link_free[pair] + latency
+        if target[at] >= 0:
+            arrival[target[at]] = now
     return start, end, arrival
 
 
-def _result(
-    schedule: Schedule,
-    flow: DependencyGraph,
-    costs: Sequence[StageCost],
-    finals: Sequence[float],
-    times: tuple[list[float], list[float], list[float]],
-) -> Simulation:
-    start, end, _ = times
-    bounds = list(zip(flow.starts, flow.starts[1:], strict=False))
-    final = [(end[b - 1], end[b - 1] + seconds) for (_, b), seconds in zip(bounds, finals, strict=True)]
-    makespan = max(stop for _, stop in final)
-    sizes = [cost.activations for cost in costs]
-    freed = [cost.freed_by_input for cost in costs]
-    return Simulation(
-        schedule=schedule,
-        start=tuple(tuple(start[a:b]) for a, b in bounds),
-        end=tuple(tuple(end[a:b]) for a, b in bounds),
-        final=tuple(final),
-        idle=tuple(_idle(flow, rank, makespan - final[rank][1], times) for rank in range(flow.ranks)),
-        peak=tuple(int(peak(listed)) for listed in schedule.actions),
-        peak_bytes=tuple(peak(listed, sizes, freed) for listed in schedule.actions),
-    )
-
-
-def _idle(
-    flow: DependencyGraph, rank: int, drain: float, times: tuple[list[float], list[float], list[float]]
-) -> Idle:
+def _idle(schedule: Schedule, rank: int, drain: float, times: Times) -> Idle:
     """The gaps of a rank, each split where what it waited for was sent."""
     start, end, arrival = times
-    first, stop = flow.starts[rank], flow.starts[rank + 1]
+    first, stop = schedule.flow.starts[rank : rank + 2]
     compute = link = 0.0
     for at in range(first + 1, stop):
         gap = start[at] - end[at - 1]
         if gap > 0:
-            travelled = min(gap, arrival[at] - end[flow.source[at]])
+            travelled = min(gap, arrival[at] - end[schedule.flow.source[at]])
             link += travelled
             compute += gap - travelled
     return Idle(start[first], compute, link, drain)

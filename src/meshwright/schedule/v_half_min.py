@@ -17,7 +17,6 @@ from collections.abc import Callable
 from itertools import accumulate, chain
 
 from meshwright.schedule.actions import Action, Kind, Lists, Schedule, v_shape
-from meshwright.schedule.dependency_graph import flow_of
 
 PERIOD = 6
 Block = tuple[int, int, int, int]
@@ -83,47 +82,34 @@ def _pattern(block: Block, stages: tuple[int, int], microbatches: int) -> list[A
 
 
 class _Line:
-    """A rank's list while it is reordered: what is still to come, and how many activations it then holds."""
+    """The list of a rank while it is reordered: what is left of it, and how many activations it then holds.
+
+    Positions count in the original list. `needs` is position -> the action, over all ranks, that it waits
+    for; `cap` is the most activations that the rank may hold.
+    """
 
     def __init__(self, listed: list[Action], needs: list[int], cap: int) -> None:
-        self.listed = listed
-        self.needs = needs  # position -> the action, over all ranks, that it waits for
-        self.cap = cap
+        self.listed, self.needs, self.cap = listed, needs, cap
         self.result: list[Action] = []
         self.level = 0  # activations held now
-        self.held = list(accumulate(_CHANGE[action.kind] for action in listed))  # after each position to come
+        self.held = list(accumulate(_CHANGE[action.kind] for action in listed))  # after each position left
         self.taken = bytearray(len(listed) + 1)
         self.head = 0
-        streams: dict[tuple[Kind, int], list[int]] = {}
-        for at, action in enumerate(listed):
-            streams.setdefault((action.kind, 0 if action.kind is _W else action.stage), []).append(at)
-        self.weights = streams.pop((_W, 0))[::-1]
-        self.streams = [places[::-1] for places in streams.values()]
+        self.weights: deque[int] = deque()
+        self.streams: dict[tuple[Kind, int], deque[int]] = {}
+        for at, (kind, stage, _) in enumerate(listed):
+            stream = self.weights if kind is _W else self.streams.setdefault((kind, stage), deque())
+            stream.append(at)
 
     def take(self, now: int, done: list[int]) -> int:
-        """The position of what the rank computes in unit `now`, or -1: the next that can be, W last."""
-        best = self.head
-        if best == len(self.listed):
-            return -1
-        if self.listed[best].kind is _W or done[self.needs[best]] >= now:
-            best = len(self.listed)
-            for stream in self.streams:
-                left = self._left(stream)
-                if left and left[-1] < best and done[self.needs[left[-1]]] < now and self._fits(left[-1]):
-                    best = left[-1]
-            if best == len(self.listed):
-                left = self._left(self.weights)
-                if not left or done[self.needs[left[-1]]] >= now:
-                    return -1
-                best = left[-1]
-        self._pull(best)
-        return best
-
-    def _left(self, places: list[int]) -> list[int]:
-        """The positions of a kind and stage, or of every W, that are still to come; the next is the last."""
-        while places and self.taken[places[-1]]:
-            places.pop()
-        return places
+        """Compute the first action that can run in unit `now`, W last; return its position, or -1 if none."""
+        streams = sorted((stream for stream in self.streams.values() if stream), key=lambda left: left[0])
+        for stream in [*streams, self.weights] if self.weights else streams:
+            at = stream[0]
+            if done[self.needs[at]] < now and self._fits(at):
+                self._pull(stream.popleft())
+                return at
+        return -1
 
     def _fits(self, at: int) -> bool:
         """True if the rank stays within its memory when it computes position `at` before the earlier ones."""
@@ -132,12 +118,11 @@ class _Line:
         return max(self.level, *self.held[self.head : at]) < self.cap
 
     def _pull(self, at: int) -> None:
-        """Compute position `at` now, before the others that are still to come."""
+        """Compute position `at` now, before the earlier ones that are left."""
         change = _CHANGE[self.listed[at].kind]
         self.level += change
-        if change:
-            for i in range(self.head, at):
-                self.held[i] += change
+        for i in range(self.head, at):
+            self.held[i] += change
         self.taken[at] = 1
         self.result.append(self.listed[at])
         while self.taken[self.head]:
@@ -145,22 +130,22 @@ class _Line:
 
 
 def _backfill(lists: list[list[Action]], ranks: int, microbatches: int) -> Lists:
-    """Run the lists in units; a rank that would wait takes the next action that can be and fits its memory.
+    """Run the lists in units; a rank that would wait takes the next action that can run and fits its memory.
 
-    F fits where the rank then never holds more activations than the most that the lists themselves hold. W
-    waits for a unit in which nothing else can be. As each action is taken when what it needs is done, and the
-    others keep their order, the result runs to its end.
+    F fits if the rank then never holds more activations than the most that the lists themselves hold. W
+    waits for a unit in which nothing else can run. As each action is taken when its dependencies are done,
+    and the others keep their order, the result runs to its end.
     """
-    flow = flow_of(Schedule("", ranks, 2, microbatches, v_shape(ranks), tuple(map(tuple, lists))))
+    flow = Schedule("", ranks, 2, microbatches, v_shape(ranks), tuple(map(tuple, lists))).flow
     needs = _needs(lists, flow.source, microbatches)
     cap = max(max(accumulate(_CHANGE[action.kind] for action in listed)) for listed in lists)
     lines = [
         _Line(listed, needs[start : start + len(listed)], cap)
         for listed, start in zip(lists, flow.starts, strict=False)
     ]
-    # The unit in which each action is computed; behind them, at -1, what those need that need nothing.
-    done = [*[_NEVER] * flow.actions, -1]
-    now, left = 0, flow.actions
+    # The unit in which each action is computed; the last entry, at -1, is for actions without dependencies.
+    done = [*[_NEVER] * len(needs), -1]
+    now, left = 0, len(needs)
     while left:
         for line, start in zip(lines, flow.starts, strict=False):
             at = line.take(now, done)

@@ -9,7 +9,7 @@ same, are not simulated one by one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from operator import add
 
 from meshwright.planner.cost.breakdown import Seconds
@@ -21,7 +21,6 @@ from meshwright.planner.cost.shared_cores import period as shared_period
 from meshwright.planner.cost.stages import PlacedStages, StageCosts, placed_stages
 from meshwright.planner.group_shapes import axes
 from meshwright.schedule import Link, Path, Simulation, StageCost, ends, simulate
-from meshwright.schedule.dependency_graph import DependencyGraph, flow_of
 from meshwright.spec import RunSpec
 
 _SIMULATED = 6
@@ -64,17 +63,11 @@ class ScheduleTimes:
         """When each rank's last action ends, in seconds."""
         key = lists, costs, link
         if key not in self._ends:
-            self._ends[key], path = ends(schedule(*lists), costs, link, _graph(lists))
+            self._ends[key], path = ends(schedule(*lists), costs, link)
             known = self.paths.setdefault(lists, [])
             if path not in known:
                 known.append(path)
         return self._ends[key]
-
-
-@lru_cache(maxsize=4)
-def _graph(lists: Lists) -> DependencyGraph:
-    """Who waits for whom; graphs are large, so few are kept."""
-    return flow_of(schedule(*lists))
 
 
 class StepModel:
