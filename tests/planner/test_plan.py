@@ -178,7 +178,7 @@ def test_what_cannot_fit_says_what_is_short_and_what_would_do() -> None:
         ("llama3-8b", "h100", {"tokens": -1e12}, "--tokens: '-1000000000000.0' is not valid"),
         ("llama3-8b", "h100", {"batch_tokens": "0"}, "--batch-tokens: '0' is not valid"),
         ("llama3-8b", "h100-96", {"objective": "cost"}, "give --price USD"),
-        ("llama3-8b", "h100", {"overrides": [("layout.tp", "3")]}, "3 tensor ranks do not divide"),
+        ("llama3-8b", "h100", {"overrides": [("layout.tp", "3")]}, "3 does not divide model.heads"),
         ("llama3-8b", "h100", {"overrides": [("layout.tp", "x")]}, '--layout.tp: "x" is not valid'),
         ("llama3-8b", "h100", {"overrides": [("layout.dp", "3")]}, "no layout of 8 ranks|not a multiple"),
         ("llama3-8b", "h100", {"overrides": [("layout.tpp", "2")]}, "--layout.tpp: unknown key"),

@@ -134,7 +134,7 @@ RULES = [
         {"model": MOE | {"moe": {"dense_first": 4}}},
         ["model.moe.dense_first", "none of model.layers = 4", "dense_first = 3 or less"],
     ),
-    ({"model": MOE | {"activation": "gelu"}}, ['model.activation: "gelu"', "model.moe", "'swiglu'"]),
+    ({"model": MOE | {"activation": "gelu"}}, ['model.activation: "gelu"', "model.moe", 'give "swiglu"']),
     (
         {"model": MOE | {"moe": {"shared_ffn": 9}}, "layout": {"tp": 2}},
         ["layout.tp: 2", "model.moe.shared_ffn = 9", "try 1"],
