@@ -310,8 +310,8 @@ def compiled_backwards_are_whole(spec: Sections) -> None:
     """The backward of a compiled block is one program, which also computes the gradients of weights."""
     if spec.train.compile and spec.layout.pp > 1 and spec.layout.schedule in SPLIT:
         raise UserError(
-            f"train.compile: true does not go with layout.schedule = {spec.layout.schedule!r}, which computes "
-            f"gradients of weights separately; try layout.schedule = '1f1b', or train.compile = false"
+            f"train.compile: true does not go with layout.schedule = {spec.layout.schedule!r}, which defers "
+            f"gradients of weights; try layout.schedule = '1f1b', or train.compile = false"
         )
 
 
