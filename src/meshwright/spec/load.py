@@ -7,9 +7,10 @@ import difflib
 import itertools
 import json
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -22,6 +23,9 @@ from meshwright.spec.schema import Key, known_keys, optional_tables
 
 Overrides = Sequence[tuple[str, str]]
 """Dotted flags in the order given: [("layout.dp", "2"), ...]."""
+Where = Callable[[str], str]
+"""Dotted key -> the flag or file that gave it, as messages name it."""
+Model = TypeVar("Model", bound=FrozenModel)
 
 
 def load(path: Path | None = None, overrides: Overrides = ()) -> RunSpec:
@@ -36,58 +40,60 @@ def load(path: Path | None = None, overrides: Overrides = ()) -> RunSpec:
 def from_tree(
     tree: dict[str, Any], overrides: Overrides = (), source: str = "", ranks: int | None = None
 ) -> RunSpec:
-    """Validate a nested dict with dotted flags laid over it; `source` names the file in messages.
+    """Validate a nested dict, with dotted flags taking precedence; `source` names the file in messages.
 
-    With `ranks`, the layout must be one of that many ranks.
+    With `ranks`, the layout must be one of that many ranks. Raises `UserError`.
     """
-    try:
-        return _validated(tree, overrides, source, ranks)
-    except UserError as error:
-        raise UserError(one_line(str(error))) from None
-
-
-def _validated(tree: dict[str, Any], overrides: Overrides, source: str, ranks: int | None) -> RunSpec:
-    merged = copy.deepcopy(tree)
-    for key, text in overrides:
-        _overlay(merged, key, text)
-    mistake = _Mistake({key for key, _ in overrides}, tree, source)
-    _tidy(merged, "", mistake)
-    try:
-        return RunSpec.model_validate(merged, context={"ranks": ranks})
-    except ValidationError as error:
-        raise UserError(_explain(error, mistake)) from None
-    except UserError as error:
-        key, colon, rest = str(error).partition(": ")
-        raise UserError(f"{mistake.where(key)}{colon}{rest}") from None
+    return _validated(RunSpec, tree, overrides, source, ranks)
 
 
 def fixed_layout(overrides: Overrides) -> dict[str, Any]:
-    """The keys of the layout that flags give, each read as its type says; rules over several are not applied.
+    """Return the keys of the layout that flags give, read as their types say, without the rules over several.
 
-    Flags for other tables are left out. Raises `UserError`.
+    Flags for other tables are ignored. Raises `UserError`.
     """
     given = [(key, text) for key, text in overrides if key.startswith("layout.")]
-    tree: dict[str, Any] = {"layout": {}}
-    for key, text in given:
-        _overlay(tree, key, text)
-    mistake = _Mistake({key for key, _ in given}, {}, "")
-    _tidy(tree, "", mistake)
-    try:
-        layout = _LayoutAlone.model_validate(tree).layout
-    except ValidationError as error:
-        raise UserError(_explain(error, mistake)) from None
-    except UserError as error:
-        raise UserError(f"--{error}") from None
-    return {name: getattr(layout, name) for name in tree["layout"]}
+    layout = _validated(_LayoutAlone, {"layout": {}}, given).layout
+    names = [key.split(".")[1] for key, _ in given]
+    return {name: getattr(layout, name) for name in names}
 
 
 class _LayoutAlone(FrozenModel):
     layout: Layout
 
 
+def _validated(
+    kind: type[Model], tree: dict[str, Any], overrides: Overrides, source: str = "", ranks: int | None = None
+) -> Model:
+    merged = copy.deepcopy(tree)
+    where = partial(_where, {key for key, _ in overrides}, tree, source)
+    try:
+        for key, text in overrides:
+            _overlay(merged, key, text)
+        _tidy(merged, "", where)
+        return kind.model_validate(merged, context={"ranks": ranks})
+    except ValidationError as error:
+        raise UserError(one_line(_explain(error, where))) from None
+    except UserError as error:
+        key, colon, rest = str(error).partition(": ")
+        raise UserError(one_line(f"{where(key)}{colon}{rest}")) from None
+
+
+def _where(flags: set[str], tree: dict[str, Any], source: str, key: str) -> str:
+    """Return `--key` for a key that a flag gives, `source: key` for one in the file, and else `key`."""
+    if key in flags:
+        return f"--{key}"
+    node: Any = tree
+    for name in key.split("."):
+        if not isinstance(node, dict) or name not in node:
+            return key
+        node = node[name]
+    return f"{source}: {key}" if source else key
+
+
 def one_line(text: str) -> str:
     """`text` with line ends and other control characters escaped, as keys and values come from anywhere."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def read_tree(path: Path) -> dict[str, Any]:
@@ -127,24 +133,6 @@ def _find_tokenizer(data: Any, kept: Path) -> None:
         return
     if not Path(named).expanduser().is_file():
         data["tokenizer"] = str(kept.resolve())
-
-
-class _Mistake:
-    """Where a key was given: by a flag, in the file, or by neither (a default, or a rule over several)."""
-
-    def __init__(self, flags: set[str], tree: dict[str, Any], source: str) -> None:
-        self.flags, self.tree, self.source = flags, tree, source
-
-    def where(self, key: str) -> str:
-        """`--key` for a flag's key, `file: key` for one that stands in the file, else `key`."""
-        if key in self.flags:
-            return f"--{key}"
-        node: Any = self.tree
-        for name in key.split("."):
-            if not isinstance(node, dict) or name not in node:
-                return key
-            node = node[name]
-        return f"{self.source}: {key}" if self.source else key
 
 
 def _overlay(tree: dict[str, Any], name: str, text: str) -> None:
@@ -198,19 +186,19 @@ def _value(key: Key | None, text: str) -> Any:
     return found["value"] if len(found) == 1 else text
 
 
-def _tidy(node: dict[str, Any], prefix: str, mistake: _Mistake) -> None:
+def _tidy(node: dict[str, Any], prefix: str, where: Where) -> None:
     """Read 'none' as no value, and refuse what would pass for another type: a truth value or text for a
     number. A whole number may be written as one with a fraction of 0, since TOML reads 1e9 so."""
     known = known_keys()
     for name, value in node.items():
         key = known.get(prefix + name)
         if isinstance(value, dict) and not (key and key.is_text):
-            _tidy(value, f"{prefix}{name}.", mistake)
+            _tidy(value, f"{prefix}{name}.", where)
         elif _is_none(value) and _may_be_none(prefix + name, known):
             node[name] = None
         elif key is not None and not _fits(key, value):
             wanted = key.text.replace("|", " or ")
-            raise UserError(f"{mistake.where(key.name)}: {show(value)} is not valid: it should be {wanted}")
+            raise UserError(f"{where(key.name)}: {show(value)} is not valid: it should be {wanted}")
 
 
 def _is_none(value: Any) -> bool:
@@ -229,36 +217,36 @@ def _fits(key: Key, value: Any) -> bool:
     plain = isinstance(value, (str, int, float)) and not (key.choices or key.is_list or key.is_table)
     if plain and key.is_switch:
         return False
-    return not (plain and isinstance(value, str) and str not in key.kinds)
+    return not (plain and isinstance(value, str))
 
 
-def _explain(error: ValidationError, mistake: _Mistake) -> str:
+def _explain(error: ValidationError, where: Where) -> str:
     """One sentence for the first of pydantic's errors: where, which key, which value, why."""
     first = error.errors(include_url=False)[0]
     kind, value = first["type"], first["input"]
     key, branch = _without_branch([str(part) for part in first["loc"]])
-    where = mistake.where(key)
+    place = where(key)
     known = known_keys()
     if kind == "extra_forbidden":
         if key in known:
-            return f"{where}: is no key of '{branch}'; it goes with another choice"
-        return f"{where}: unknown key{_nearest(key, known)}"
+            return f"{place}: is no key of '{branch}'; it goes with another choice"
+        return f"{place}: unknown key{_nearest(key, known)}"
     if kind == "missing":
-        return f"{where}: is missing; give it, or a model.preset that has it"
+        return f"{place}: is missing; give it, or a model.preset that has it"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         tag = f"{key}.{first['ctx']['discriminator'].strip(chr(39))}"
         if kind == "union_tag_not_found":
-            return f"{where}: needs {tag}, one of {_choices(known[tag])}"
+            return f"{place}: needs {tag}, one of {_choices(known[tag])}"
         value = first["ctx"]["tag"]
         hint = did_you_mean(str(value), map(str, known[tag].choices))
-        return f"{mistake.where(tag)}: {show(value)} is not one of {_choices(known[tag])}{hint}"
+        return f"{where(tag)}: {show(value)} is not one of {_choices(known[tag])}{hint}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return f"{where}: is a table of keys, not {show(value)}"
+        return f"{place}: is a table of keys, not {show(value)}"
     if kind == "literal_error":
         hint = did_you_mean(str(value), map(str, known[key].choices))
-        return f"{where}: {show(value)} is not valid: it should be {first['ctx']['expected']}{hint}"
+        return f"{place}: {show(value)} is not valid: it should be {first['ctx']['expected']}{hint}"
     message = first["msg"].replace("Input should", "it should").replace("tuple", "list")
-    return f"{where}: {show(value)} is not valid: {message[0].lower()}{message[1:]}"
+    return f"{place}: {show(value)} is not valid: {message[0].lower()}{message[1:]}"
 
 
 def _without_branch(location: list[str]) -> tuple[str, str]:
