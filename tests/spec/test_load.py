@@ -154,7 +154,7 @@ RULES = [
     ),
     (
         {"layout": {"stages": [1, 3]}},
-        ["layout.stages: [1, 3]", "layout.pp is 1", "give layout.pp"],
+        ["layout.stages: [1, 3]", "layout.pp = 1 x 1", "give layout.pp"],
     ),
     (
         {"layout": {"pp": 2, "schedule": "interleaved", "virtual": 4}},
@@ -162,7 +162,7 @@ RULES = [
     ),
     (
         {"layout": {"pp": 2, "stages": [4]}},
-        ["layout.stages", "[4]", "length 1", "layout.pp = 2 x 1 stages a rank need 2", "try 2,2"],
+        ["layout.stages", "[4]", "1 stages", "layout.pp = 2 x 1 stages a rank", "try 2,2"],
     ),
     (
         {"layout": {"pp": 2, "stages": [2, 1]}},

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import get_args
 
 from meshwright.schedule import builders
 from meshwright.schedule.actions import Lists, Schedule, ScheduleError, looped, v_shape
 from meshwright.schedule.v_half_min import v_half, v_min
 from meshwright.spec import Layout
-from meshwright.spec.layout import ONE_STAGE, TWO_STAGES, ScheduleName
+from meshwright.spec.layout import SCHEDULES, TWO_STAGES, virtual_problem
 
-NAMES: tuple[str, ...] = get_args(ScheduleName)
+NAMES = SCHEDULES
 """Values of `layout.schedule`."""
 
 _PATTERNS: dict[str, Callable[[builders.ScheduleBuilder], None]] = {
@@ -43,8 +42,8 @@ def make(name: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
         raise ScheduleError(f"layout.schedule is '{name}', which is not known; one of {', '.join(NAMES)} is")
     if ranks < 1:
         raise ScheduleError(f"layout.pp is {ranks}, but a pipeline has at least 1 rank; 1 would work")
-    if not _allows(name, virtual):
-        raise ScheduleError(_other_virtual(name, virtual))
+    if problem := virtual_problem(name, virtual):
+        raise ScheduleError(problem)
     if microbatches < 1:
         raise ScheduleError(
             f"there are {microbatches} microbatches (batch sequences / (layout.micro_batch x data ranks)), "
@@ -65,18 +64,3 @@ def make(name: str, ranks: int, virtual: int, microbatches: int) -> Schedule:
 def schedule_of(layout: Layout, microbatches: int) -> Schedule:
     """The schedule of a layout; without a pipeline one rank with one stage, whatever schedule is named."""
     return make(layout.schedule if layout.pp > 1 else "1f1b", layout.pp, layout.chunks, microbatches)
-
-
-def _allows(name: str, virtual: int) -> bool:
-    return virtual == 1 if name in ONE_STAGE else virtual == 2 if name in TWO_STAGES else virtual >= 1
-
-
-def _other_virtual(name: str, virtual: int) -> str:
-    works = 2 if name in TWO_STAGES else 1
-    needed = f"{works}" if name in ONE_STAGE + TWO_STAGES else "at least 1"
-    others = [other for other in NAMES if _allows(other, virtual)]
-    instead = f", or with {virtual} stages a rank one of {', '.join(others)}" if others else ""
-    return (
-        f"layout.virtual is {virtual}, but layout.schedule '{name}' needs it to be {needed}; "
-        f"layout.virtual={works} works{instead}"
-    )

@@ -94,21 +94,18 @@ class Architecture(FrozenModel):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        if cls.model_fields.keys() <= given.keys():
+        if not isinstance(given, dict) or cls.model_fields.keys() <= given.keys():
             return given  # a whole record, such as run.json's: it needs no file that may have moved since
+        hf, preset = given.get("hf"), given.get("preset", "tiny")
         base: dict[str, Any] = {}
-        if given.get("hf") is not None and given.get("preset") is not None:
-            raise UserError(
-                f"model.preset: {given['preset']!r} is given beside model.hf = {given['hf']!r}; "
-                f"give one of them"
-            )
-        if (
-            given.get("hf") is not None and not given.keys() >= _REQUIRED
-        ):  # a resolved spec needs the folder no more
-            base = {"preset": None, **read_hf_config(given["hf"])}
-        elif (preset := given.get("preset", "tiny")) is not None:
+        if hf is not None:
+            if given.get("preset") is not None:
+                raise UserError(
+                    f"model.preset: {preset!r} is given together with model.hf = {hf!r}; give one of them"
+                )
+            if not given.keys() >= _REQUIRED:  # a resolved spec needs the folder no more
+                base = {"preset": None, **read_hf_config(hf)}
+        elif preset is not None:
             if preset not in PRESETS:
                 hint = did_you_mean(str(preset), PRESETS) or f"; known: {', '.join(PRESETS)}"
                 raise UserError(f"model.preset: there is no preset '{preset}'{hint}")

@@ -10,15 +10,6 @@ from meshwright.spec.hf_json import Config
 from meshwright.spec.hf_keys import MLA_KEYS, MODEL_KEYS, MOE_KEYS, ROPE_KEYS, written
 from meshwright.spec.model import ModelSpec
 
-_CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-    "mixtral": "MixtralForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-}
 _TABLES = {"moe": tuple(MOE_KEYS), "mla": ("deepseek_v3",)}
 """The families that have a table of the spec, and cannot do without it."""
 
@@ -35,8 +26,9 @@ def write_hf_config(model: ModelSpec, dtype: str) -> dict[str, Any]:
                 f"model.family: HF's {model.family} {has} model.{table}; "
                 f"families with it are {', '.join(families)}"
             )
+    causal_lm = f"{model.family.title().replace('_', '')}ForCausalLM"  # such as Qwen3MoeForCausalLM
     config = {
-        "architectures": [_CLASSES[model.family]],
+        "architectures": ["GPT2LMHeadModel" if model.family == "gpt2" else causal_lm],
         "model_type": model.family,
         **written(model, MODEL_KEYS[model.family]),
         **(_gpt2(model) if model.family == "gpt2" else _llama_like(model)),

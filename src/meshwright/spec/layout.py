@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, NonNegativeInt, field_validator
 
+from meshwright.spec.arithmetic import divisors
 from meshwright.spec.base import FrozenModel
 from meshwright.spec.errors import UserError
+from meshwright.spec.records import show
 
 ContextMode = Literal["ring", "ulysses", "gather", "ring+ulysses"]
 
@@ -15,6 +17,7 @@ ScheduleName = Literal[
     "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "bfs", "zb-v", "v-half", "v-min", "dualpipe-v"
 ]
 """Names of the schedules in `meshwright.schedule`; listed here because the spec is the floor below."""
+SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 ONE_STAGE = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 """Schedules with one stage a rank."""
 TWO_STAGES = ("zb-v", "v-half", "v-min", "dualpipe-v")
@@ -30,6 +33,22 @@ Order = Literal["pp-replicate-dp-tp", "replicate-pp-dp-tp", "replicate-dp-pp-tp"
 """How ranks are numbered, outermost axis first; cp goes with dp, inside it."""
 
 
+def virtual_problem(schedule: str, virtual: int) -> str:
+    """Return the reason why a schedule cannot have `virtual` stages per rank, or an empty string."""
+
+    def allows(name: str) -> bool:
+        return virtual == 1 if name in ONE_STAGE else virtual == 2 if name in TWO_STAGES else virtual > 0
+
+    if allows(schedule):
+        return ""
+    needed = "1" if schedule in ONE_STAGE else "2" if schedule in TWO_STAGES else "at least 1"
+    others = f", or one of the schedules {', '.join(filter(allows, SCHEDULES))}" if virtual > 0 else ""
+    return (
+        f"layout.virtual: {virtual} stages a rank do not go with layout.schedule = '{schedule}', which has "
+        f"{needed}; give layout.virtual = {needed[-1]}{others}"
+    )
+
+
 def ulysses_ranks(ranks: int, kv_heads: int, mode: ContextMode) -> int:
     """How many context ranks exchange tokens for heads; the others of `ranks` form rings.
 
@@ -38,8 +57,8 @@ def ulysses_ranks(ranks: int, kv_heads: int, mode: ContextMode) -> int:
     """
     if mode != "ring+ulysses":
         return ranks if mode == "ulysses" else 1
-    divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
-    proper = divisors if len(divisors) <= 2 else divisors[:-1]
+    sizes = divisors(ranks)
+    proper = sizes[:-1] if len(sizes) > 2 else sizes
     return max(size for size in proper if kv_heads % size == 0)
 
 
@@ -94,10 +113,9 @@ class Layout(FrozenModel):
         items = [_whole(item) for item in given] if isinstance(given, (list, tuple)) else [None]
         if None not in items:
             return tuple(items)
-        text = repr(given)
         raise UserError(
-            f"layout.stages: {text if len(text) <= 60 else text[:57] + '...'} is not valid: it should be "
-            f"'even', 'balanced', or a list of the blocks in each stage, such as [3, 5] or, as a flag, 3,5"
+            f"layout.stages: {show(given)} is not valid: it should be 'even', 'balanced', or a list of the "
+            f"blocks in each stage, such as [3, 5] or, as a flag, 3,5"
         )
 
     @property

@@ -65,10 +65,10 @@ def block_parameters(model: Architecture, layer: int) -> Iterator[Parameter]:
 
 def _attention(model: Architecture, name: str) -> Iterator[Parameter]:
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    yield from _columns(f"{name}.q", q, model.hidden, model.qkv_bias, "heads")
-    yield from _columns(f"{name}.k", kv, model.hidden, model.qkv_bias, "kv_heads")
-    yield from _columns(f"{name}.v", kv, model.hidden, model.qkv_bias, "kv_heads")
-    yield from _rows(f"{name}.o", model.hidden, q, model.out_bias, "heads")
+    yield from _linear(f"{name}.q", q, model.hidden, model.qkv_bias, "heads")
+    for which in ("k", "v"):
+        yield from _linear(f"{name}.{which}", kv, model.hidden, model.qkv_bias, "kv_heads")
+    yield from _linear(f"{name}.o", model.hidden, q, model.out_bias, "heads", dim=1)
     if model.qk_norm:
         for which in ("q_norm", "k_norm"):
             yield Parameter(f"{name}.{which}.weight", (model.head_dim,), after_reduce=False)
@@ -81,19 +81,19 @@ def _latent(model: Architecture, name: str) -> Iterator[Parameter]:
     if mla.q_rank is not None:
         yield Parameter(f"{name}.q_a.weight", (mla.q_rank, hidden))
         yield Parameter(f"{name}.q_a_norm.weight", (mla.q_rank,))
-    yield from _columns(f"{name}.q", q, mla.q_rank or hidden, False, "heads")
+    yield from _linear(f"{name}.q", q, mla.q_rank or hidden, False, "heads")
     yield Parameter(f"{name}.kv_a.weight", (mla.kv_rank + mla.rope_dim, hidden))
     yield Parameter(f"{name}.kv_a_norm.weight", (mla.kv_rank,))
     expanded = model.heads * (model.head_dim - mla.rope_dim + mla.v_dim)
-    yield from _columns(f"{name}.kv", expanded, mla.kv_rank, False, "heads")
-    yield from _rows(f"{name}.o", hidden, model.heads * mla.v_dim, False, "heads")
+    yield from _linear(f"{name}.kv", expanded, mla.kv_rank, False, "heads")
+    yield from _linear(f"{name}.o", hidden, model.heads * mla.v_dim, False, "heads", dim=1)
 
 
 def _mlp(model: Architecture, name: str, channels: int) -> Iterator[Parameter]:
     if model.activation == "swiglu":
-        yield from _columns(f"{name}.gate", channels, model.hidden, model.mlp_bias, "ffn")
-    yield from _columns(f"{name}.up", channels, model.hidden, model.mlp_bias, "ffn")
-    yield from _rows(f"{name}.down", model.hidden, channels, model.mlp_bias, "ffn")
+        yield from _linear(f"{name}.gate", channels, model.hidden, model.mlp_bias, "ffn")
+    yield from _linear(f"{name}.up", channels, model.hidden, model.mlp_bias, "ffn")
+    yield from _linear(f"{name}.down", model.hidden, channels, model.mlp_bias, "ffn", dim=1)
 
 
 def _mixture(model: Architecture, name: str) -> Iterator[Parameter]:
@@ -114,18 +114,17 @@ def _norm(model: Architecture, name: str) -> Iterator[Parameter]:
         yield Parameter(f"{name}.bias", (model.hidden,))
 
 
-def _columns(name: str, outputs: int, inputs: int, bias: bool, split: Split) -> Iterator[Parameter]:
-    """A linear map whose outputs are split (Shoeybi et al. 2019, §3)."""
-    yield Parameter(f"{name}.weight", (outputs, inputs), split)
-    if bias:
-        yield Parameter(f"{name}.bias", (outputs,), split)
+def _linear(
+    name: str, outputs: int, inputs: int, bias: bool, split: Split, dim: int = 0
+) -> Iterator[Parameter]:
+    """A linear map split over the tensor ranks (Shoeybi et al. 2019, §3).
 
-
-def _rows(name: str, outputs: int, inputs: int, bias: bool, split: Split) -> Iterator[Parameter]:
-    """A linear map whose inputs are split: its outputs are summed over the ranks, then the bias is added."""
-    yield Parameter(f"{name}.weight", (outputs, inputs), split, dim=1)
+    Its outputs are split with dim 0. With dim 1 its inputs are: the outputs are summed over the ranks, and
+    then the whole bias is added.
+    """
+    yield Parameter(f"{name}.weight", (outputs, inputs), split, dim)
     if bias:
-        yield Parameter(f"{name}.bias", (outputs,))
+        yield Parameter(f"{name}.bias", (outputs,), None if dim else split)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.spec.arithmetic import check_at_most, check_divides, divisors, nearest
 from meshwright.spec.errors import UserError
-from meshwright.spec.layout import ONE_STAGE, SPLIT, TWO_STAGES
+from meshwright.spec.layout import SPLIT, TWO_STAGES, virtual_problem
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.sections import Sections
 from meshwright.spec.stages import even
@@ -141,15 +141,8 @@ def expert_axis_divides(spec: Sections) -> None:
 def schedule_takes_its_stages(spec: Sections) -> None:
     """A schedule has one stage per rank, two, or any number."""
     layout = spec.layout
-    name, given = layout.schedule, layout.virtual
-    needed = 1 if name in ONE_STAGE else 2 if name in TWO_STAGES else given
-    if layout.pp == 1 or given is None or given == needed:
-        return
-    others = ["interleaved", "bfs", *{1: ONE_STAGE, 2: TWO_STAGES}.get(given, ())]
-    raise UserError(
-        f"layout.virtual: {given} stages a rank do not go with layout.schedule = '{name}', which has "
-        f"{needed}; give layout.virtual = {needed}, or one of the schedules {', '.join(others)}"
-    )
+    if layout.pp > 1 and (problem := virtual_problem(layout.schedule, layout.chunks)):
+        raise UserError(problem)
 
 
 def stages_hold_every_layer(spec: Sections) -> None:
@@ -166,19 +159,13 @@ def stages_hold_every_layer(spec: Sections) -> None:
             f"and the head; try layout.{key} = {max(1, fits)}"
         )
     cut = layout.stages
-    if isinstance(cut, str):
+    if isinstance(cut, str) or (layout.pp > 1 and len(cut) == count and sum(cut) == layers):
         return
-    if layout.pp == 1:
-        raise UserError(
-            f"layout.stages: {list(cut)} cuts a pipeline, but layout.pp is 1; give layout.pp, or 'even'"
-        )
-    if len(cut) != count or sum(cut) != layers:
-        wrong = f"has length {len(cut)}, but {made} need {count} numbers"
-        if len(cut) == count:
-            wrong = f"is {sum(cut)} blocks, but model.layers = {layers}"
-        raise UserError(
-            f"layout.stages: {list(cut)} {wrong}; try {','.join(map(str, even(layers, count)))}, or 'even'"
-        )
+    instead = f"try {','.join(map(str, even(layers, count)))}" if layout.pp > 1 else "give layout.pp"
+    raise UserError(
+        f"layout.stages: {list(cut)} is {sum(cut)} blocks in {len(cut)} stages, but {made} take "
+        f"model.layers = {layers} blocks in {count} stages; {instead}, or 'even'"
+    )
 
 
 def experts_have_neighbours(spec: Sections) -> None:
@@ -353,9 +340,9 @@ def ranks_match(spec: Sections, ranks: int) -> None:
     layout = spec.layout
     if ranks == layout.world_size:
         return
+    axes = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in ("replicate", "dp", "cp", "tp", "pp"))
     raise UserError(
-        f"layout: replicate={layout.replicate} x dp={layout.dp} x cp={layout.cp} x tp={layout.tp} x "
-        f"pp={layout.pp} is {layout.world_size} ranks, but {ranks} were asked for; "
+        f"layout: {axes} is {layout.world_size} ranks, but {ranks} were asked for; "
         f"{near_worlds(spec, ranks, '--nproc')}"
     )
 

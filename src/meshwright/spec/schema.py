@@ -19,10 +19,11 @@ Node = dict[str, Any]
 
 @dataclass(frozen=True)
 class Key:
-    """One dotted key: `types` are the JSON types that its value may have, "null" if it may be absent.
+    """One dotted key of a run file.
 
-    `choices` are the values of an enumeration. `text` and `default` describe the key to a reader, such as
-    "integer >= 1 | none".
+    `types` are the JSON types that its value may have: "null" if it may be absent, "object" for a table with
+    keys that the user names. `choices` are the values of an enumeration. `text` and `default` describe the
+    key to a reader, such as "integer >= 1 | none".
     """
 
     name: str
@@ -41,16 +42,6 @@ class Key:
     def is_text(self) -> bool:
         """True if every value is text, so that a flag's characters are used unparsed."""
         return {*self.types} <= {"string", "null"}
-
-    @property
-    def is_list(self) -> bool:
-        """True if the value may be a list."""
-        return "array" in self.types
-
-    @property
-    def is_table(self) -> bool:
-        """True if the value is a table with keys that the user names."""
-        return "object" in self.types
 
     @property
     def is_switch(self) -> bool:

@@ -53,17 +53,12 @@ def stages(model: ModelSpec, layout: Layout, seq_len: int) -> tuple[Stage, ...]:
         blocks = balanced(model, count, seq_len)
     else:
         blocks = layout.stages
-    return placed(blocks)
+    return placed(tuple(blocks))
 
 
-def placed(blocks: Sequence[int]) -> tuple[Stage, ...]:
-    """The stages that hold so many blocks each, in order."""
-    return _placed(tuple(blocks))
-
-
-@lru_cache(maxsize=128)
-def _placed(blocks: tuple[int, ...]) -> tuple[Stage, ...]:
-    """Each rank of a pipeline asks again."""
+@lru_cache(maxsize=128)  # each rank of a pipeline asks again
+def placed(blocks: tuple[int, ...]) -> tuple[Stage, ...]:
+    """Return the stages that hold so many blocks each, in order."""
     ends, last = list(accumulate(blocks)), len(blocks) - 1
     return tuple(
         Stage(index, end - blocks[index], end, index == 0, index == last) for index, end in enumerate(ends)
@@ -104,20 +99,20 @@ def _balanced(costs: tuple[int, ...], head: int, count: int) -> tuple[int, ...]:
     """Blocks of each stage, for blocks and a head of these FLOPs; each rank of a pipeline asks again."""
     layers = len(costs)
 
-    def rest(beside_head: int) -> list[int]:
-        return _shared(costs[: layers - beside_head], count - 1)
+    def largest(beside_head: int) -> tuple[int, int]:
+        """Return the most FLOPs of the other stages, and those of the last one."""
+        ends = accumulate(_shared(costs[: layers - beside_head], count - 1), initial=0)
+        others = max(sum(costs[first:last]) for first, last in pairwise(ends))
+        return others, sum(costs[layers - beside_head :]) + head
 
-    def others(beside_head: int) -> int:
-        ends = list(accumulate(rest(beside_head), initial=0))
-        return max(sum(costs[first:last]) for first, last in pairwise(ends))
-
-    def last(beside_head: int) -> int:
-        return sum(costs[layers - beside_head :]) + head
+    def last_is_largest(beside_head: int) -> bool:
+        others, last = largest(beside_head)
+        return last >= others
 
     # With more blocks beside the head the last stage grows and the largest other does not.
-    after = bisect_left(range(layers), True, key=lambda number: last(number) >= others(number))
-    beside_head = min((after, max(0, after - 1)), key=lambda number: max(last(number), others(number)))
-    return (*rest(beside_head), beside_head)
+    after = bisect_left(range(layers), True, key=last_is_largest)
+    beside_head = min((after, max(0, after - 1)), key=lambda number: max(largest(number)))
+    return (*_shared(costs[: layers - beside_head], count - 1), beside_head)
 
 
 def _shared(costs: Sequence[int], count: int) -> list[int]:
