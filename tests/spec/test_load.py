@@ -71,7 +71,7 @@ WRONG = [
     ({"data": {"corpus": 7}}, ["data.corpus", "7", "text"]),
     ({"train": {"steps": 5, "tokens": 5}}, ["train.tokens", "train.steps", "'none'"]),
     ({"layout": {"schedule": "1f1"}}, ["layout.schedule", '"1f1"', "'gpipe'", "did you mean '1f1b'"]),
-    ({"layout": {"stages": "evn"}}, ["run.toml: layout.stages: 'evn'", "'even', 'balanced'", "[3, 5]"]),
+    ({"layout": {"stages": "evn"}}, ['run.toml: layout.stages: "evn"', "'even', 'balanced'", "[3, 5]"]),
     ({"layout": {"stages": [1, -1]}}, ["run.toml: layout.stages: [1, -1]", "'even', 'balanced'"]),
     ({"layout": {"stages": 4}}, ["layout.stages: 4", "list"]),
     ({"layout": {"dp": "2"}}, ["run.toml: layout.dp", '"2"', "integer"]),
