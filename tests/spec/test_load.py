@@ -51,7 +51,10 @@ WRONG = [
     ({"recompute": {"policy": "ful"}}, ["recompute.policy", '"ful"', "did you mean 'full'"]),
     ({"recompute": {"policy": "full", "save": ["matmul"]}}, ["recompute.save", "'full'"]),
     ({"recompute": {"policy": "selective", "save": ["norm"]}}, ["recompute.save", '"norm"', "'attention'"]),
-    ({"model": {"rope_scaling": {"kind": "lin"}}}, ["model.rope_scaling.kind", '"lin"', "linear, llama3"]),
+    (
+        {"model": {"rope_scaling": {"kind": "lin"}}},
+        ["model.rope_scaling.kind", '"lin"', "'linear', 'llama3'"],
+    ),
     ({"model": {"rope_scaling": {"kind": "linear", "factor": -1}}}, ["model.rope_scaling.factor: -1"]),
     ({"model": {"rope_scaling": {"factor": 2}}}, ["model.rope_scaling", "needs", "kind"]),
     ({"model": {"preset": "smal"}}, ["model.preset", "'smal'", "did you mean 'small'"]),

@@ -1,4 +1,4 @@
-"""When every rank does what: the lists of a schedule with durations and links."""
+"""Simulation of a step: the times of all actions of a schedule, with durations and links."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StageCost:
     weight: float
     """Seconds of W; a whole backward B takes input + weight."""
     activations: float = 0.0
-    """Bytes that are held from F to W or B."""
+    """Bytes held from F to W or B."""
     output: float = 0.0
     """Bytes that F sends on, and that the next stage's I or B sends back as a gradient."""
     freed_by_input: float = 0.0
@@ -40,10 +40,10 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Link:
-    """From one rank to another, one way: a message of S bytes arrives latency + S / bandwidth seconds later.
+    """A one-way link between two ranks: a message of S bytes arrives latency + S / bandwidth seconds later.
 
-    Messages of a link follow each other: the next leaves when the last byte of the one before has left.
-    Raises `ScheduleError` for a latency below 0, and for a bandwidth that is not above it.
+    The messages of a link follow each other: the next leaves when the last byte of the previous one has left.
+    Raises `ScheduleError` for a latency below 0, and for a bandwidth of 0 or less.
     """
 
     latency: float = 0.0
@@ -59,7 +59,7 @@ class Link:
 
 
 Links = Link | Callable[[int, int], Link]
-"""One link for all, or a function of (from rank, to rank)."""
+"""One link for all pairs of ranks, or a function of (sender, receiver)."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,9 @@ class Idle:
     fill: float
     """Before its first action."""
     compute: float
-    """While what it waits for is still being computed elsewhere."""
+    """While the input of its next action is still being computed elsewhere."""
     link: float
-    """While what it waits for is on its way."""
+    """While the input of its next action is on a link."""
     drain: float
     """After its last action (and final step), until all ranks are done."""
 
@@ -82,14 +82,14 @@ class Idle:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A step, timed. Times are seconds since the first action of all; the outer index is the rank."""
+    """A timed step. Times are in seconds since the first of all actions; the outer index is the rank."""
 
     schedule: Schedule
     start: tuple[tuple[float, ...], ...]
-    """When each action of `schedule.actions` begins."""
+    """Beginning of each action of `schedule.actions`."""
     end: tuple[tuple[float, ...], ...]
     final: tuple[tuple[float, float], ...]
-    """When the rank's final step begins and ends: right after its last action."""
+    """Beginning and end of the final step of each rank, right after its last action."""
     idle: tuple[Idle, ...]
     peak: tuple[int, ...]
     """Most activations (of one microbatch in one stage) held at a time."""
@@ -108,12 +108,12 @@ class Simulation:
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """The share of the makespan that each rank does not compute."""
+        """Share of the makespan in which each rank is idle."""
         return tuple(idle.total / self.makespan for idle in self.idle)
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time that is idle where all begin and end a step together."""
+        """Share of the time of all ranks that is idle if all begin and end a step together."""
         return sum(self.bubbles) / len(self.idle)
 
     @property
@@ -123,11 +123,11 @@ class Simulation:
 
     @property
     def bubble_without_sync(self) -> float:
-        """The idle share of `span`, for the mean of the ranks' work (Qi et al. 2023, §5).
+        """Idle share of `span`, for the mean of the work of the ranks (Qi et al. 2023, §5).
 
-        This is the bubble of steps that follow each other with no point where all ranks wait, as where each
-        rank steps its optimiser by itself: a rank that begins late also ends late, and what it loses in one
-        step's fill is what the next step's drain gives back.
+        This is the bubble of consecutive steps without a point where all ranks wait, as when each rank steps
+        its optimiser independently: a rank that begins late also ends late, and the time that it loses while
+        one step fills is regained while it drains.
         """
         return 1 - sum(self.busy) / len(self.busy) / self.span
 
@@ -172,7 +172,7 @@ def simulate(
 
 
 class Path(NamedTuple):
-    """Actions of which each waits for the one before: no step is shorter than a path's actions together."""
+    """Actions that each wait for the previous one: no step is shorter than the actions of a path together."""
 
     rank: int
     """The rank of its last action."""
@@ -181,24 +181,24 @@ class Path(NamedTuple):
     messages: int
 
     def seconds(self, costs: Sequence[StageCost], message: float) -> float:
-        """Length of the path for these costs of the stages, and `message` seconds for each message."""
-        found = self.messages * message
+        """Return the seconds of the path for these costs of the stages and `message` seconds per message."""
+        seconds = self.messages * message
         for cost, (forward, input, weight, whole) in zip(costs, self.actions, strict=True):
-            found += forward * cost.forward + (input + whole) * cost.input + (weight + whole) * cost.weight
-        return found
+            seconds += forward * cost.forward + (input + whole) * cost.input + (weight + whole) * cost.weight
+        return seconds
 
 
 def ends(
     schedule: Schedule, costs: Sequence[StageCost], link: Link = Link()
 ) -> tuple[tuple[float, ...], Path]:
-    """When each rank's last action ends, as in `simulate`, and the path that the last of all waited for."""
+    """Return the end of each rank's last action, as in `simulate`, and the path that the last waited for."""
     start, end, _ = _run(schedule, costs, link)
     done = tuple(end[stop - 1] for stop in schedule.flow.starts[1:])
     return done, _path(schedule, start, end, max(range(schedule.ranks), key=done.__getitem__))
 
 
 def _path(schedule: Schedule, start: Sequence[float], end: Sequence[float], rank: int) -> Path:
-    """Back from the last action of `rank` to what each one waited for."""
+    """Follow the action that each one waited for back from the last action of `rank`."""
     flow = schedule.flow
     counts = [[0, 0, 0, 0] for _ in range(schedule.stages)]
     at, messages = flow.starts[rank + 1] - 1, 0
@@ -268,7 +268,7 @@ def _run(schedule: Schedule, costs: Sequence[StageCost], links: Links) -> Times:
 
 
 def _idle(schedule: Schedule, rank: int, drain: float, times: Times) -> Idle:
-    """The gaps of a rank, each split where what it waited for was sent."""
+    """Return the idle time of a rank, with each gap split at the time when its input was sent."""
     start, end, arrival = times
     first, stop = schedule.flow.starts[rank : rank + 2]
     compute = link = 0.0

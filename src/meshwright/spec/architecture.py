@@ -31,12 +31,12 @@ class Llama3Rope(FrozenModel):
 
 
 class YarnRope(FrozenModel):
-    """Wavelengths that turn seldom divided by `factor`, others kept, a ramp between (Peng et al. 2023, YaRN).
+    """YaRN: long wavelengths divided by `factor`, short ones kept, a ramp between (Peng et al. 2023).
 
     The ramp is between the channels that turn `beta_fast` and `beta_slow` times in the original length.
-    Cosines and sines are multiplied by `attention_factor`; without one it is 0.1 m ln(factor) + 1 with m = 1,
-    or, where both are given, the quotient of that with `mscale` and with `mscale_all_dim`. Latent attention's
-    scores are multiplied by the square of that with `mscale_all_dim` (DeepSeek-AI 2024).
+    Cosines and sines are multiplied by `attention_factor`, by default f(1) with f(m) = 0.1 m ln(factor) + 1,
+    or f(mscale) / f(mscale_all_dim) if both are given. The scores of latent attention are multiplied by the
+    square of f(mscale_all_dim) (DeepSeek-AI 2024).
     """
 
     kind: Literal["yarn"] = "yarn"
@@ -56,7 +56,7 @@ RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator=
 class Architecture(FrozenModel):
     """Fields of a decoder-only transformer, and dimensions that follow from them directly.
 
-    `preset` or `hf` fill the fields; fields that are given as well take precedence. Use `ModelSpec`, which
+    `preset` or `hf` fill the fields; those that are given take precedence. Use `ModelSpec`, which
     adds the counts of parameters and FLOPs.
     """
 
@@ -118,12 +118,12 @@ class Architecture(FrozenModel):
 
     @property
     def rope_dim(self) -> int:
-        """Channels of a head that turn with its position, where positions are rotary."""
+        """Channels of a head that rotary positions rotate."""
         return self.head_dim if self.mla is None else self.mla.rope_dim
 
     @property
     def v_dim(self) -> int:
-        """Channels of a head's values."""
+        """Channels of the values of a head."""
         return self.head_dim if self.mla is None else self.mla.v_dim
 
     def has_experts(self, layer: int) -> bool:
@@ -136,9 +136,9 @@ _REQUIRED = frozenset(name for name, field in Architecture.model_fields.items() 
 
 
 def _derived(full: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Fields that follow from others unless they are given: kv_heads from heads, head_dim from hidden.
+    """Return fields that follow from others if they are not given: kv_heads, and head_dim from hidden.
 
-    A preset's head_dim is dropped when the user changes hidden or heads without naming head_dim.
+    The head_dim of a preset is dropped if the user changes hidden or heads but does not give head_dim.
     """
     derived: dict[str, Any] = {}
     heads, hidden = full.get("heads"), full.get("hidden")

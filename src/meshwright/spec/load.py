@@ -233,17 +233,16 @@ def _explain(error: ValidationError, where: Where) -> str:
     if kind == "missing":
         return f"{place}: is missing; give it, or a model.preset that has it"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        tag = f"{key}.{first['ctx']['discriminator'].strip(chr(39))}"
+        key = f"{key}.{first['ctx']['discriminator'].strip(chr(39))}"
         if kind == "union_tag_not_found":
-            return f"{place}: needs {tag}, one of {_choices(known[tag])}"
-        value = first["ctx"]["tag"]
-        hint = did_you_mean(str(value), map(str, known[tag].choices))
-        return f"{where(tag)}: {show(value)} is not one of {_choices(known[tag])}{hint}"
+            return f"{place}: needs {key}, one of {', '.join(map(str, known[key].choices))}"
+    if kind in ("union_tag_invalid", "literal_error"):
+        value = first["ctx"].get("tag", value)
+        expected = first["ctx"].get("expected_tags") or first["ctx"]["expected"]
+        hint = did_you_mean(str(value), map(str, known[key].choices))
+        return f"{where(key)}: {show(value)} is not valid: it should be {expected}{hint}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return f"{place}: is a table of keys, not {show(value)}"
-    if kind == "literal_error":
-        hint = did_you_mean(str(value), map(str, known[key].choices))
-        return f"{place}: {show(value)} is not valid: it should be {first['ctx']['expected']}{hint}"
     message = first["msg"].replace("Input should", "it should").replace("tuple", "list")
     return f"{place}: {show(value)} is not valid: {message[0].lower()}{message[1:]}"
 
@@ -255,10 +254,6 @@ def _without_branch(location: list[str]) -> tuple[str, str]:
         if ".".join(names[:depth]) == table and len(names) > depth + 1:
             branch = names.pop(depth)
     return ".".join(names), branch
-
-
-def _choices(key: Key) -> str:
-    return ", ".join(map(str, key.choices))
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

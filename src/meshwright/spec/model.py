@@ -9,7 +9,7 @@ from meshwright.spec.parameters import Parameter, block_parameters, parameters
 
 
 class ModelSpec(Architecture):
-    """A decoder-only transformer. `preset` or `hf` fill the fields; fields given beside them win."""
+    """A decoder-only transformer. `preset` or `hf` fill the fields; those that are given take precedence."""
 
     @property
     def parameters(self) -> int:
@@ -18,7 +18,7 @@ class ModelSpec(Architecture):
 
     @property
     def active_parameters(self) -> int:
-        """Number of parameters that one token is computed with: of the routed experts only its own."""
+        """Number of parameters that one token is computed with; only its own of the routed experts count."""
         return sum(_active_size(self, parameter) for unit in parameters(self).values() for parameter in unit)
 
     @property

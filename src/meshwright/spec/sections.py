@@ -16,7 +16,7 @@ Tracker = Literal["tensorboard", "wandb", "trackio"]
 
 
 class DataSpec(FrozenModel):
-    """Where tokens come from, and how they become samples of `seq_len` tokens."""
+    """Source of the tokens, and their division into samples of `seq_len` tokens."""
 
     corpus: str = Field(
         "stdlib",
@@ -41,7 +41,7 @@ class DataSpec(FrozenModel):
 
 
 class TrainSpec(FrozenModel):
-    """How long, how fast and by which optimiser."""
+    """Length, learning rate and optimiser of the run."""
 
     steps: PositiveInt | None = Field(
         None, description="optimiser steps in all, also on resume (default 100)"
@@ -80,8 +80,8 @@ class TrainSpec(FrozenModel):
     def _one_length(self) -> TrainSpec:
         if self.steps is not None and self.tokens is not None:
             raise UserError(
-                f"train.tokens: {self.tokens} is given beside train.steps = {self.steps}; give one of them, "
-                f"and 'none' for one that a run file or an earlier run has"
+                f"train.tokens: {self.tokens} is given together with train.steps = {self.steps}; give one of "
+                f"them, and 'none' for one that a run file or an earlier run has"
             )
         return self
 
@@ -99,7 +99,7 @@ class TrainSpec(FrozenModel):
 
 
 class PrecisionSpec(FrozenModel):
-    """Which number formats compute, and which sum gradients."""
+    """Number formats of the computation and of the reduction of gradients."""
 
     compute: Literal["fp64", "fp32", "bf16", "fp16"] = Field(
         "fp32", description="bf16 and fp16 keep fp32 master weights, cast as they are gathered"
@@ -135,7 +135,7 @@ RecomputeSpec = Annotated[NoRecompute | FullRecompute | SelectiveRecompute, Fiel
 
 
 class CheckpointSpec(FrozenModel):
-    """When and where checkpoints are written."""
+    """Frequency and folder of checkpoints."""
 
     dir: str | None = Field(None, min_length=1, description="default: checkpoints/ in the run's folder")
     every: int = Field(0, ge=0, description="steps between checkpoints; 0 saves at the end only")
@@ -143,7 +143,7 @@ class CheckpointSpec(FrozenModel):
     asynchronous: bool = Field(True, description="training waits for the copy only, not for the disk")
 
     def folder(self, out: Path) -> Path:
-        """Where the checkpoints of the run in folder `out` are."""
+        """Return the folder of the checkpoints of the run in folder `out`."""
         return Path(self.dir) if self.dir else out / "checkpoints"
 
 
@@ -179,9 +179,9 @@ class Sections(FrozenModel):
 
     @property
     def micro_batch(self) -> int:
-        """Samples of one microbatch: `layout.micro_batch`, or what stays within 8,192 tokens.
+        """Samples of one microbatch: `layout.micro_batch`, or as many as stay within 8,192 tokens.
 
-        Where a pipeline has samples enough, it is left 2 x pp microbatches to be filled with.
+        A pipeline that has enough samples gets at least 2 x pp microbatches.
         """
         if self.layout.micro_batch is not None:
             return self.layout.micro_batch
