@@ -169,7 +169,7 @@ def test_what_cannot_fit_says_what_is_short_and_what_would_do() -> None:
         ("llama3-8b", "h100", {"batch_tokens": "1k"}, "less than one sequence of 4,096 tokens"),
         ("llama3-8b", "h100", {"batch_tokens": "many"}, "--batch-tokens: 'many' is not valid"),
         ("llama3-8b", "h100", {"seq_len": 0}, "--seq-len: must be at least 1 token, got 0"),
-        ("gpt3-175b", "h100", {}, "more than the model's 2048 learned positions"),
+        ("gpt3-175b", "h100", {}, "positions of model.max_seq_len = 2048"),
         ("llama3-8b", "h100", {"stack": "megatron"}, "there is no stack 'megatron'"),
         ("llama3-8b", "h100", {"objective": "speed"}, "is not one of time, cost, longest-context, largest-"),
         ("llama3-8b", "h100", {"top": 0}, "--top: must be at least 1, got 0"),

@@ -53,7 +53,7 @@ WRONG = [
     ({"recompute": {"policy": "selective", "save": ["norm"]}}, ["recompute.save", '"norm"', "'attention'"]),
     (
         {"model": {"rope_scaling": {"kind": "lin"}}},
-        ["model.rope_scaling.kind", '"lin"', "'linear', 'llama3'"],
+        ["model.rope_scaling.kind", '"lin"', "'llama3'"],
     ),
     ({"model": {"rope_scaling": {"kind": "linear", "factor": -1}}}, ["model.rope_scaling.factor: -1"]),
     ({"model": {"rope_scaling": {"factor": 2}}}, ["model.rope_scaling", "needs", "kind"]),
