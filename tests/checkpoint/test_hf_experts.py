@@ -151,6 +151,7 @@ SIGMOID = MOE | {"router": "sigmoid", "bias": True, "shared_ffn": 32}
             {"family": "deepseek_v3", "mla": LATENT, "moe": SIGMOID | {"groups": 4}},
             "at least 2 of",
         ),
+        ({"family": "deepseek_v3", "mla": LATENT, "moe": SIGMOID, "kv_heads": 1}, "each of the 2 heads"),
     ],
 )
 def test_a_mixture_that_no_family_computes_is_not_exported(
