@@ -143,8 +143,15 @@ SIGMOID = MOE | {"router": "sigmoid", "bias": True, "shared_ffn": 32}
         ({"family": "qwen3_moe", "moe": MOE}, "model.qk_norm"),
         ({"family": "deepseek_v3", "mla": LATENT, "moe": MOE | {"shared_ffn": 32}}, "model.moe.router"),
         ({"family": "deepseek_v3", "mla": LATENT, "moe": SIGMOID | {"bias": False}}, "model.moe.bias"),
-        ({"family": "deepseek_v3", "mla": LATENT, "moe": SIGMOID | {"shared_ffn": 48}}, "got 48 in all"),
-        ({"family": "deepseek_v3", "mla": LATENT, "moe": SIGMOID | {"groups": 4}}, "2 experts in a group"),
+        (
+            {"family": "deepseek_v3", "mla": LATENT, "moe": SIGMOID | {"shared_ffn": 48}},
+            "moe.shared_ffn: HF's",
+        ),
+        (
+            {"family": "deepseek_v3", "mla": LATENT, "moe": SIGMOID | {"groups": 4}},
+            "at least 2 of",
+        ),
+        ({"family": "deepseek_v3", "mla": LATENT, "moe": SIGMOID, "kv_heads": 1}, "each of the 2 heads"),
     ],
 )
 def test_a_mixture_that_no_family_computes_is_not_exported(

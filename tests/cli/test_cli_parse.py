@@ -134,7 +134,7 @@ SPEC_MISTAKES = [
     (["--train.stpes", "3"], ["--train.stpes", "unknown key", "did you mean 'train.steps'"]),
     (["--train.lr=-1"], ["--train.lr: -1", "greater than 0"]),
     (["--layout.dp", "3", "--train.batch_tokens", "7680", "--nproc", "4"], ["dp=3", "4 were", "--nproc 3"]),
-    (["--model.kv_heads", "3"], ["--model.kv_heads: 3", "8 heads", "try 4"]),
+    (["--model.kv_heads", "3"], ["--model.kv_heads: 3", "model.heads = 8", "try 4"]),
     (["--nproc", "many"], ["--nproc", "'many'", "auto"]),
     (["gone.toml"], ["gone.toml"]),
 ]

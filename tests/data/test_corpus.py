@@ -321,7 +321,7 @@ def test_a_tokenizer_that_loses_text_has_none_to_compare(make_spec: MakeSpec, tm
 
 def test_a_corpus_beside_a_mixture_is_refused(make_spec: MakeSpec) -> None:
     with pytest.raises(
-        UserError, match=r"data\.mixture: stdlib with weights is given beside data\.corpus = 'mine'"
+        UserError, match=r"data\.mixture: stdlib with weights is given together with data\.corpus = 'mine'"
     ):
         make_spec({"mixture": {"stdlib": 1.0}, "corpus": "mine"})
     assert make_spec({"mixture": {"other": 1.0}, "corpus": "stdlib"}).data.mixture == {"other": 1.0}

@@ -25,7 +25,6 @@ from meshwright.schedule import (
     replay,
     steps,
 )
-from meshwright.schedule.dependency_graph import flow_of
 from meshwright.schedule.lanes import LaneOf
 from meshwright.schedule.posting import proofs
 from meshwright.spec import Layout
@@ -180,7 +179,7 @@ def test_a_missing_message_is_found(verb: Verb) -> None:
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 5), (4, 8), (5, 3)])
 def test_a_send_has_arrived_where_a_receive_proves_it(name: str, pp: int, microbatches: int) -> None:
     schedule = make(name, pp, Layout.model_validate({"pp": pp, "schedule": name}).chunks, microbatches)
-    listed, flow = steps(schedule), flow_of(schedule)
+    listed, flow = steps(schedule), schedule.flow
     for rank, row in enumerate(listed):
         proven = proofs(flow, rank)
         first = flow.starts[rank]

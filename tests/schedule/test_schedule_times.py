@@ -22,7 +22,6 @@ from meshwright.schedule import (
     make,
     simulate,
 )
-from meshwright.schedule.dependency_graph import flow_of
 
 UNIT = StageCost(1, 1, 1)
 V = ("zb-v", "v-half", "v-min", "dualpipe-v")
@@ -196,7 +195,7 @@ def simulations(draw: st.DrawFn) -> tuple[Simulation, list[StageCost], Link]:
 def test_each_action_begins_as_soon_as_it_can(drawn: tuple[Simulation, list[StageCost], Link]) -> None:
     """After the rank's action before, and after its message: latency and bytes later, at the least."""
     timed, by_stage, link = drawn
-    flow = flow_of(timed.schedule)
+    flow = timed.schedule.flow
     start = [time for row in timed.start for time in row]
     end = [time for row in timed.end for time in row]
     actions = [action for listed in timed.schedule.actions for action in listed]

@@ -51,7 +51,10 @@ WRONG = [
     ({"recompute": {"policy": "ful"}}, ["recompute.policy", '"ful"', "did you mean 'full'"]),
     ({"recompute": {"policy": "full", "save": ["matmul"]}}, ["recompute.save", "'full'"]),
     ({"recompute": {"policy": "selective", "save": ["norm"]}}, ["recompute.save", '"norm"', "'attention'"]),
-    ({"model": {"rope_scaling": {"kind": "lin"}}}, ["model.rope_scaling.kind", '"lin"', "linear, llama3"]),
+    (
+        {"model": {"rope_scaling": {"kind": "lin"}}},
+        ["model.rope_scaling.kind", '"lin"', "'llama3'"],
+    ),
     ({"model": {"rope_scaling": {"kind": "linear", "factor": -1}}}, ["model.rope_scaling.factor: -1"]),
     ({"model": {"rope_scaling": {"factor": 2}}}, ["model.rope_scaling", "needs", "kind"]),
     ({"model": {"preset": "smal"}}, ["model.preset", "'smal'", "did you mean 'small'"]),
@@ -71,7 +74,7 @@ WRONG = [
     ({"data": {"corpus": 7}}, ["data.corpus", "7", "text"]),
     ({"train": {"steps": 5, "tokens": 5}}, ["train.tokens", "train.steps", "'none'"]),
     ({"layout": {"schedule": "1f1"}}, ["layout.schedule", '"1f1"', "'gpipe'", "did you mean '1f1b'"]),
-    ({"layout": {"stages": "evn"}}, ["run.toml: layout.stages: 'evn'", "'even', 'balanced'", "[3, 5]"]),
+    ({"layout": {"stages": "evn"}}, ['run.toml: layout.stages: "evn"', "'even', 'balanced'", "[3, 5]"]),
     ({"layout": {"stages": [1, -1]}}, ["run.toml: layout.stages: [1, -1]", "'even', 'balanced'"]),
     ({"layout": {"stages": 4}}, ["layout.stages: 4", "list"]),
     ({"layout": {"dp": "2"}}, ["run.toml: layout.dp", '"2"', "integer"]),
@@ -134,7 +137,7 @@ RULES = [
         {"model": MOE | {"moe": {"dense_first": 4}}},
         ["model.moe.dense_first", "none of model.layers = 4", "dense_first = 3 or less"],
     ),
-    ({"model": MOE | {"activation": "gelu"}}, ['model.activation: "gelu"', "model.moe", "'swiglu'"]),
+    ({"model": MOE | {"activation": "gelu"}}, ['model.activation: "gelu"', "model.moe", 'give "swiglu"']),
     (
         {"model": MOE | {"moe": {"shared_ffn": 9}}, "layout": {"tp": 2}},
         ["layout.tp: 2", "model.moe.shared_ffn = 9", "try 1"],
@@ -154,7 +157,7 @@ RULES = [
     ),
     (
         {"layout": {"stages": [1, 3]}},
-        ["layout.stages: [1, 3]", "layout.pp is 1", "give layout.pp"],
+        ["layout.stages: [1, 3]", "layout.pp = 1 x 1", "give layout.pp"],
     ),
     (
         {"layout": {"pp": 2, "schedule": "interleaved", "virtual": 4}},
@@ -162,7 +165,7 @@ RULES = [
     ),
     (
         {"layout": {"pp": 2, "stages": [4]}},
-        ["layout.stages", "[4]", "length 1", "layout.pp = 2 x 1 stages a rank need 2", "try 2,2"],
+        ["layout.stages", "[4]", "1 stages", "layout.pp = 2 x 1 stages a rank", "try 2,2"],
     ),
     (
         {"layout": {"pp": 2, "stages": [2, 1]}},

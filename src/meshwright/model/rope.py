@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.spec import ModelSpec
-from meshwright.spec.model import Llama3Rope, YarnRope
+from meshwright.spec.architecture import Llama3Rope, YarnRope
 
 Rope = tuple[Tensor, Tensor]
 """(cosines (..., T, 1, d), sines (..., T, 1, d/2)): the angle's cosine stands twice, its sine once."""

@@ -7,9 +7,9 @@ from math import ceil, prod
 
 from meshwright.schedule import Schedule, schedule_of
 from meshwright.spec import RunSpec
-from meshwright.spec.parameters import Parameter, Piece, expert_piece, parameters_of, piece_of
+from meshwright.spec.parameters import Parameter, Piece, expert_piece, piece_of
 from meshwright.spec.sections import SavedOp, SelectiveRecompute
-from meshwright.spec.stages import Stage, stages
+from meshwright.spec.stages import Stage, parameters_of, stages
 from meshwright.units import DTYPE_BYTES
 
 Traffic = dict[tuple[str, str], float]

@@ -1,9 +1,9 @@
-"""A pipeline schedule as data: for each rank the list of what it computes, in order.
+"""A pipeline schedule as data: the actions of each rank in order, and which action waits for which.
 
-Letters, here and in the rest of the package: p ranks of the pipeline, v stages on each of them (virtual), m
-microbatches of one step. Stages are numbered 0 to v*p - 1 in the order in which a microbatch's forward visits
-them. Sends and receives are not in the lists: what a stage computes goes to the stage beside it, so where it
-goes and where it comes from follows from the placement of the stages (`steps`).
+Symbols in this package: p ranks of the pipeline, v stages on each of them (virtual), m microbatches per step.
+Stages are numbered 0 to v*p - 1 in the order in which a microbatch's forward visits them. Sends and receives
+are not in the lists, since they follow from the placement of the stages (`steps`): the result of a stage goes
+to a neighbouring stage.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from itertools import accumulate, chain, islice
 from typing import NamedTuple
 
 
 class ScheduleError(ValueError):
-    """A schedule that can't be, as one sentence: which key or action, its value, why, and what would work."""
+    """An invalid schedule; one sentence with the key or action, its value, the reason and a remedy."""
 
 
 class Kind(IntEnum):
@@ -26,9 +27,9 @@ class Kind(IntEnum):
     F = 0
     """Forward."""
     I = 1  # noqa: E741
-    """Backward for the input: the gradient that the stage before waits for."""
+    """Backward for the input: the gradient that the previous stage waits for."""
     W = 2
-    """Backward for the weights: nobody waits for it."""
+    """Backward for the weights: no other action waits for it."""
     B = 3
     """Whole backward: I, then W."""
 
@@ -57,8 +58,46 @@ Lists = Sequence[Sequence[Action]]
 
 
 @dataclass(frozen=True)
+class DependencyGraph:
+    """Dependencies between the actions of a schedule, as lists with one entry per action.
+
+    Actions are numbered rank by rank in the order of the lists.
+    """
+
+    starts: list[int]
+    """Rank -> the number of its first action; the last entry is the number of all actions."""
+    rank_of: list[int]
+    source: list[int]
+    """The action of a neighbouring stage whose result this one waits for; -1 if there is none."""
+    target: list[int]
+    """The action that waits for the result of this one; -1 if there is none."""
+    crosses: list[bool]
+    """True if the target is on another rank."""
+
+    @cached_property
+    def order(self) -> list[int]:
+        """Actions in an order that respects the lists and the sources, without those that wait for ever."""
+        head, stops = self.starts[:-1], self.starts[1:]
+        done = [False] * len(self.rank_of)
+        order: list[int] = []
+        work = list(range(len(head)))
+        while work:
+            rank = work.pop()
+            at = head[rank]
+            while at < stops[rank] and (self.source[at] < 0 or done[self.source[at]]):
+                done[at] = True
+                order.append(at)
+                target = self.target[at]
+                if target >= 0 and head[self.rank_of[target]] == target:
+                    work.append(self.rank_of[target])
+                at += 1
+            head[rank] = at
+        return order
+
+
+@dataclass(frozen=True)
 class Schedule:
-    """The lists of all ranks, and where the stages are."""
+    """The lists of all ranks, and the placement of the stages."""
 
     name: str
     ranks: int
@@ -67,7 +106,7 @@ class Schedule:
     rank_of: tuple[int, ...]
     """Stage -> the rank that computes it."""
     actions: tuple[tuple[Action, ...], ...]
-    """Rank -> what it computes, in order."""
+    """Rank -> its actions in order."""
 
     @property
     def stages(self) -> int:
@@ -83,6 +122,27 @@ class Schedule:
         """The stages of a rank, ascending."""
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
+    @cached_property
+    def flow(self) -> DependencyGraph:
+        """Dependencies of lists that contain each action once (see `check`), or only the forwards."""
+        microbatches = self.microbatches
+        starts = [0, *accumulate(len(listed) for listed in self.actions)]
+        rank_of = [rank for rank, listed in enumerate(self.actions) for _ in listed]
+        # The action of each (stage, microbatch), with an empty stage at each end.
+        forward = [-1] * ((self.stages + 2) * microbatches)
+        backward = forward.copy()
+        for at, (kind, stage, microbatch) in enumerate(chain(*self.actions)):
+            if kind is not Kind.W:
+                (forward if kind is Kind.F else backward)[(stage + 1) * microbatches + microbatch] = at
+        source, target = [-1] * len(rank_of), [-1] * len(rank_of)
+        for i in range(microbatches, (self.stages + 1) * microbatches):
+            source[forward[i]], target[forward[i]] = forward[i - microbatches], forward[i + microbatches]
+            if backward[i] >= 0:
+                source[backward[i]] = backward[i + microbatches]
+                target[backward[i]] = backward[i - microbatches]
+        crosses = [to >= 0 and rank_of[to] != rank for to, rank in zip(target, rank_of, strict=True)]
+        return DependencyGraph(starts, rank_of, source, target, crosses)
+
 
 def looped(ranks: int, virtual: int) -> tuple[int, ...]:
     """Stage s on rank s % p: after the last rank comes the first again (Narayanan et al. 2021)."""
@@ -90,16 +150,8 @@ def looped(ranks: int, virtual: int) -> tuple[int, ...]:
 
 
 def v_shape(ranks: int) -> tuple[int, ...]:
-    """Two stages a rank, down and back up: the first and the last stage share rank 0 (Qi et al. 2023, §6)."""
+    """Two stages per rank, down and back up: the first and last stage are on rank 0 (Qi et al. 2023, §6)."""
     return (*range(ranks), *reversed(range(ranks)))
-
-
-def source_of(action: Action, stages: int) -> int | None:
-    """The stage whose result an action waits for: none for the first forward, the last backward, any W."""
-    if action.kind is Kind.W:
-        return None
-    stage = action.stage - 1 if action.kind is Kind.F else action.stage + 1
-    return stage if 0 <= stage < stages else None
 
 
 def target_of(action: Action, stages: int) -> int | None:
@@ -111,21 +163,17 @@ def target_of(action: Action, stages: int) -> int | None:
 
 
 def steps(schedule: Schedule) -> tuple[tuple[Step, ...], ...]:
-    """Rank -> its actions with what each receives first and then sends.
+    """Rank -> its actions, each with the rank to receive from before it and the rank to send to after it.
 
     A forward receives the activations that stage - 1 computed and sends its own to stage + 1; an I or B
     receives the gradient that stage + 1 computed and sends its own to stage - 1; a W does neither. Nothing is
-    sent where the stage beside is on the same rank.
+    sent between two stages of one rank.
     """
-    rank_of, stages = schedule.rank_of, schedule.stages
+    flow = schedule.flow
 
-    def other(rank: int, stage: int | None) -> int | None:
-        return None if stage is None or rank_of[stage] == rank else rank_of[stage]
+    def peer(rank: int, other: int) -> int | None:
+        return None if other < 0 or flow.rank_of[other] == rank else flow.rank_of[other]
 
-    return tuple(
-        tuple(
-            Step(action, other(rank, source_of(action, stages)), other(rank, target_of(action, stages)))
-            for action in listed
-        )
-        for rank, listed in enumerate(schedule.actions)
-    )
+    ends = zip(chain(*schedule.actions), flow.rank_of, flow.source, flow.target, strict=True)
+    rows = (Step(action, peer(rank, source), peer(rank, target)) for action, rank, source, target in ends)
+    return tuple(tuple(islice(rows, len(listed))) for listed in schedule.actions)

@@ -1,4 +1,4 @@
-"""The idle time of schedules in a formula, where there is one: the table of docs/schedules.md."""
+"""Closed forms of the idle time of schedules, as in the table of docs/schedules.md."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from math import isclose
 def idle(
     name: str, ranks: int, virtual: int, microbatches: int, forward: float, input: float, weight: float
 ) -> float | None:
-    """Seconds that every rank is idle in a step where all ranks begin and end together; None: no formula.
+    """Return the idle seconds of each rank in a step that all ranks begin and end together, if known.
 
-    For p equal ranks with links that cost nothing, and a rank's seconds F, I and W of one microbatch, over
-    all of its stages. Sources: Huang et al. 2019 (gpipe), Narayanan et al. 2021 (1f1b, interleaved),
-    Lamy-Poirier 2023 (bfs), Qi et al. 2023 (zb-h1, zb-h2, zb-v); those of v-half, v-min and dualpipe-v are
-    of these generators' lists. None also where a formula does not hold: for too few microbatches, W above F
-    or I in zb-h1 and zb-h2, and F, I and W that are not equal in a V.
+    This is for p equal ranks, links that cost nothing, and the seconds F, I and W of one microbatch in all
+    stages of a rank. Sources: Huang et al. 2019 (gpipe), Narayanan et al. 2021 (1f1b, interleaved),
+    Lamy-Poirier 2023 (bfs), Qi et al. 2023 (zb-h1, zb-h2, zb-v); the forms for v-half, v-min and dualpipe-v
+    describe the lists generated here. None if a form does not hold: for too few microbatches, for W above F
+    or I in zb-h1 and zb-h2, and for unequal F, I and W in a V.
     """
     p, m, whole = ranks, microbatches, forward + input + weight
     if p == 1:
@@ -34,7 +34,7 @@ def idle(
 
 
 def _chunks(name: str, p: int) -> int:
-    """Idle time in a V, in units of F of one chunk."""
+    """Return the idle time in a V, in units of F of one chunk."""
     if name == "v-half":
         return 3 * p - 5 + p % 2
     if name == "v-min":

@@ -36,11 +36,11 @@ LaneOf = Callable[[bool, int, int], Hashable]
 
 
 def lane_rule(ranks: int) -> Callable[[bool, int, int], Lane]:
-    """The lane of each message between neighbours in a pipeline of so many ranks.
+    """Return the function that gives the lane of each message between neighbours among `ranks` ranks.
 
-    Senders of even and of odd rank have lanes of their own, so the receivers of a lane are not among its
-    senders. In a ring of an odd number of ranks the last and the first rank are both even: messages between
-    these two have a third class.
+    Senders of even and of odd rank have separate lanes, so that no receiver of a lane is among its senders.
+    In a ring of an odd number of ranks the last and the first rank are both even: messages between these two
+    are a third class.
     """
 
     def lane_of(gradients: bool, sender: int, receiver: int) -> Lane:
@@ -52,14 +52,14 @@ def lane_rule(ranks: int) -> Callable[[bool, int, int], Lane]:
 
 
 def lanes_of(rank_of: Sequence[int]) -> tuple[Lane, ...]:
-    """The lanes that a pipeline needs whose stage s is on rank `rank_of[s]`, sorted; at most 8.
+    """Return the lanes that a pipeline with stage s on rank `rank_of[s]` needs, sorted; at most 8.
 
-    They depend on the placement only, not on the schedule's order nor on the number of microbatches, so
-    their communicators can be made before a run knows either.
+    They depend on the placement only, not on the order of the schedule or the number of microbatches, so
+    their communicators can be created before these are known.
     """
     lane_of = lane_rule(max(rank_of) + 1)
-    found: set[Lane] = set()
+    lanes: set[Lane] = set()
     for before, after in pairwise(rank_of):
         if before != after:
-            found |= {lane_of(False, before, after), lane_of(True, after, before)}
-    return tuple(sorted(found))
+            lanes |= {lane_of(False, before, after), lane_of(True, after, before)}
+    return tuple(sorted(lanes))

@@ -1,21 +1,20 @@
-"""The order in which a rank posts its messages, as data: what the runtime executes and what is replayed.
+"""The operations that a rank posts, in order, as data: the runtime executes them, and `replay` checks them.
 
-A list of actions says what a rank computes. Its posting adds each message's operations: a receive is posted
-one action before it is needed, so that it runs beside the computation; a send is posted when its result is
-there, and waited for when something has come back that proves that it arrived.
+A list of actions says what a rank computes. Its posting adds the operations of each message: a receive is
+posted one action before it is needed, so that it overlaps the computation; a send is posted when its result
+is computed, and waited for once a message has come back that proves that it arrived.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from typing import NamedTuple
 
-from meshwright.schedule.actions import Action, Kind, Schedule
-from meshwright.schedule.dependency_graph import DependencyGraph, flow_of
+from meshwright.schedule.actions import Action, DependencyGraph, Kind, Schedule, Step, steps
 
 
 class Verb(IntEnum):
@@ -40,13 +39,8 @@ class Operation(NamedTuple):
     peer: int = -1
 
     def __str__(self) -> str:
-        words = ("receive for", "wait for what", "compute", "send of", "wait for the send of")
-        text = f"{words[self.verb]} {self.action}"
-        if self.verb is Verb.RECEIVED:
-            return f"{text} needs"
-        return (
-            text if self.peer < 0 else f"{text} {'from' if self.verb is Verb.RECEIVE else 'to'} {self.peer}"
-        )
+        forms = ("receive for {} from {}", "wait for what {} needs", "compute {}", "send of {} to {}")
+        return (*forms, "wait for the send of {}")[self.verb].format(self.action, self.peer)
 
 
 Posting = tuple[Operation, ...]
@@ -54,13 +48,13 @@ Posting = tuple[Operation, ...]
 
 def posting(schedule: Schedule, rank: int) -> Posting:
     """Everything that a rank computes, posts and waits for in one step, in order."""
-    return tuple(_operations(schedule, flow_of(schedule), rank))
+    return postings(schedule)[rank]
 
 
 def postings(schedule: Schedule) -> tuple[Posting, ...]:
     """Rank -> its posting."""
-    flow = flow_of(schedule)
-    return tuple(tuple(_operations(schedule, flow, rank)) for rank in range(schedule.ranks))
+    rows = enumerate(steps(schedule))
+    return tuple(tuple(_operations(row, proofs(schedule.flow, rank))) for rank, row in rows)
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -79,53 +73,39 @@ def forward_only(schedule: Schedule) -> Schedule:
     )
 
 
-def _operations(schedule: Schedule, flow: DependencyGraph, rank: int) -> Iterator[Operation]:
-    listed = schedule.actions[rank]
-    first = flow.starts[rank]
-    proven = proofs(flow, rank)
-    unproven = {at for at in range(len(listed)) if flow.crosses[first + at]}
-    if listed:
-        yield from _receive(flow, first, listed[0])
-    for at, action in enumerate(listed):
-        if _sender(flow, first + at) >= 0:
+def _operations(row: Sequence[Step], proven: dict[int, list[int]]) -> Iterator[Operation]:
+    unproven = {at for at, step in enumerate(row) if step.target is not None}
+    receives = [
+        [] if source is None else [Operation(Verb.RECEIVE, action, source)] for action, source, _ in row
+    ]
+    yield from receives[0]
+    for at, (action, source, target) in enumerate(row):
+        if source is not None:
             yield Operation(Verb.RECEIVED, action)
-        if at + 1 < len(listed):
-            yield from _receive(flow, first + at + 1, listed[at + 1])
+        yield from receives[at + 1] if at + 1 < len(row) else ()
         for sent in proven.get(at, ()):
             unproven.remove(sent)
-            yield Operation(Verb.SENT, listed[sent])
+            yield Operation(Verb.SENT, row[sent].action)
         yield Operation(Verb.COMPUTE, action)
-        if flow.crosses[first + at]:
-            yield Operation(Verb.SEND, action, flow.rank_of[flow.target[first + at]])
-    yield from (Operation(Verb.SENT, listed[sent]) for sent in sorted(unproven))
-
-
-def _receive(flow: DependencyGraph, at: int, action: Action) -> Iterator[Operation]:
-    sender = _sender(flow, at)
-    if sender >= 0:
-        yield Operation(Verb.RECEIVE, action, sender)
-
-
-def _sender(flow: DependencyGraph, at: int) -> int:
-    """The rank whose message an action needs; -1 where it needs none."""
-    source = flow.source[at]
-    return flow.rank_of[source] if source >= 0 and flow.crosses[source] else -1
+        if target is not None:
+            yield Operation(Verb.SEND, action, target)
+    yield from (Operation(Verb.SENT, row[sent].action) for sent in sorted(unproven))
 
 
 def proofs(flow: DependencyGraph, rank: int) -> dict[int, list[int]]:
     """Position in a rank's list -> positions of the sends that have arrived once this action has its input.
 
-    A message that a rank sent after it had taken ours proves that ours arrived. Sends that nothing proves are
+    A message that a rank sent after it had received ours proves that ours arrived. Sends without a proof are
     in no list.
     """
     first, end = flow.starts[rank], flow.starts[rank + 1]
     under_way: dict[int, list[tuple[int, int]]] = defaultdict(list)
     found: dict[int, list[int]] = {}
     for at in range(first, end):
-        sender = _sender(flow, at)
-        if sender >= 0:
-            waiting, proven = under_way[sender], []
-            while waiting and waiting[0][0] < flow.source[at]:
+        source = flow.source[at]
+        if source >= 0 and flow.crosses[source]:
+            waiting, proven = under_way[flow.rank_of[source]], []
+            while waiting and waiting[0][0] < source:
                 proven.append(waiting.pop(0)[1] - first)
             if proven:
                 found[at - first] = sorted(proven)

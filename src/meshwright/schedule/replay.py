@@ -1,18 +1,18 @@
-"""Replays what all ranks post under NCCL's rules, and finds the ranks that would wait for each other.
+"""Replays the operations that all ranks post under the rules of NCCL, and finds ranks that would hang.
 
 - The operations of one communicator (lane) of a rank run one after the other, in the order of posting.
 - A receive blocks its lane until it is matched; a send completes with its receive (NCCL may buffer small
   messages, which hides a hang at small sizes).
-- The host posts without waiting. A wait is one of the device's stream: what is computed after it, and what
-  is posted after it, starts when the awaited operation is done.
+- The host posts without waiting. Waits are on the stream of the device: what is computed or posted after one
+  starts when the awaited operation is done.
 
-Since what is posted after a wait can't start before it, no operation beyond a rank's first wait that is not
-over can matter to anybody; so each rank is run up to that wait, again and again.
+Since nothing that is posted after a wait starts before the wait is over, each rank is run up to its first
+wait that is not over, again and again.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 
 from meshwright.schedule.actions import Action, Kind, Schedule, ScheduleError, target_of
@@ -23,20 +23,20 @@ from meshwright.schedule.posting import Operation, Verb, postings
 def replay(
     schedule: Schedule, lane_of: LaneOf | None = None, posted: Sequence[Sequence[Operation]] | None = None
 ) -> None:
-    """Raise `ScheduleError` where ranks wait for each other for ever, or take another message than was sent.
+    """Raise `ScheduleError` if ranks wait for each other forever, or receive another message than was sent.
 
     `lane_of` says which messages share a communicator, by default `lane_rule`; `posted` are the operations by
     rank, by default `postings(schedule)`.
     """
     posted = postings(schedule) if posted is None else posted
-    ranks = [_Rank(listed) for listed in posted]
+    ranks = [_Rank(number, listed) for number, listed in enumerate(posted)]
     lane_of = lane_of or lane_rule(schedule.ranks)
-    work = list(range(len(ranks)))
+    work = [*ranks]
     while work:
-        number = work.pop()
-        for lane in _advance(schedule, ranks[number], number, lane_of):
-            work += _match(schedule, ranks, number, lane)
-    waiting = [_waits(rank, number) for number, rank in enumerate(ranks) if not rank.ended]
+        rank = work.pop()
+        for lane in _advance(schedule, rank, lane_of):
+            work += _match(schedule, ranks, rank, lane)
+    waiting = [str(rank) for rank in ranks if not rank.ended]
     if waiting:
         raise ScheduleError(
             f"{schedule.name}: on communicators that keep their order the ranks wait for each other: "
@@ -45,11 +45,11 @@ def replay(
 
 
 class _Rank:
-    """How far a rank has come."""
+    """Progress of one rank through its operations."""
 
-    def __init__(self, posted: Sequence[Operation]) -> None:
-        self.posted, self.at = posted, 0
-        self.lanes: dict[Hashable, deque[Operation]] = {}
+    def __init__(self, number: int, posted: Sequence[Operation]) -> None:
+        self.number, self.posted, self.at = number, posted, 0
+        self.lanes: dict[Hashable, deque[Operation]] = defaultdict(deque)
         self.under_way: set[tuple[Verb, Action]] = set()
         self.latest: dict[Action, Verb] = {}
         """The last operation of each action."""
@@ -57,6 +57,11 @@ class _Rank:
     @property
     def ended(self) -> bool:
         return self.at == len(self.posted) and not self.under_way
+
+    def __str__(self) -> str:
+        fronts = [f"{queue[0]} on lane '{lane}'" for lane, queue in self.lanes.items() if queue]
+        at = "its end" if self.at == len(self.posted) else f"'{self.posted[self.at]}'"
+        return f"rank {self.number} at {at} behind {', '.join(fronts)}"
 
 
 _AWAITED = {Verb.RECEIVED: Verb.RECEIVE, Verb.SENT: Verb.SEND}
@@ -70,68 +75,59 @@ _AFTER: dict[Verb, tuple[Verb | None, ...]] = {
 """Each operation -> the operation of its action that comes before it."""
 
 
-def _advance(schedule: Schedule, rank: _Rank, number: int, lane_of: LaneOf) -> list[Hashable]:
-    """Run a rank up to a wait that is not over; the lanes on which it posted something at the front."""
+def _advance(schedule: Schedule, rank: _Rank, lane_of: LaneOf) -> list[Hashable]:
+    """Run a rank up to a wait that is not over; return the lanes with a new operation at the front."""
     fronts: list[Hashable] = []
     while rank.at < len(rank.posted):
-        operation = rank.posted[rank.at]
-        verb, action, peer = operation
+        verb, action, peer = operation = rank.posted[rank.at]
         if verb in _AWAITED and (_AWAITED[verb], action) in rank.under_way:
             break
         if rank.latest.get(action) not in _AFTER[verb]:
             raise ScheduleError(
-                f"{schedule.name}: rank {number} posts '{operation}' out of order; an action's operations "
-                f"are receive, wait for it, compute, send, wait for it, each once"
+                f"{schedule.name}: rank {rank.number} posts '{operation}' out of order; an action's "
+                f"operations are receive, wait for it, compute, send, wait for it, each once"
             )
         rank.latest[action] = verb
         if peer >= 0:
-            sender, receiver = (number, peer) if verb is Verb.SEND else (peer, number)
-            lane = lane_of(action.kind is not Kind.F, sender, receiver)
-            queue = rank.lanes.setdefault(lane, deque())
-            queue.append(operation)
+            ends = (rank.number, peer) if verb is Verb.SEND else (peer, rank.number)
+            lane = lane_of(action.kind is not Kind.F, *ends)
+            rank.lanes[lane].append(operation)
             rank.under_way.add((verb, action))
-            if len(queue) == 1:
+            if len(rank.lanes[lane]) == 1:
                 fronts.append(lane)
         rank.at += 1
     return fronts
 
 
-def _match(schedule: Schedule, ranks: list[_Rank], number: int, lane: Hashable) -> set[int]:
-    """Let messages of a lane pass, from the front of this rank's queue on; the ranks that may go on."""
-    moved: set[int] = set()
-    fronts = [number]
+def _match(schedule: Schedule, ranks: list[_Rank], rank: _Rank, lane: Hashable) -> list[_Rank]:
+    """Let messages of a lane pass, from the front of the rank's queue on; return the ranks that may go on."""
+    moved: list[_Rank] = []
+    fronts = [rank]
     while fronts:
         own = fronts.pop()
-        queue = ranks[own].lanes.get(lane)
+        queue = own.lanes[lane]
         if not queue:
             continue
-        other = queue[0].peer
-        theirs = ranks[other].lanes.get(lane)
-        if not theirs or theirs[0].peer != own or theirs[0].verb is queue[0].verb:
+        other = ranks[queue[0].peer]
+        theirs = other.lanes[lane]
+        if not theirs or theirs[0].peer != own.number or theirs[0].verb is queue[0].verb:
             continue
-        _same_message(schedule, (own, queue[0]), (other, theirs[0]))
-        for rank in (own, other):
-            operation = ranks[rank].lanes[lane].popleft()
-            ranks[rank].under_way.discard((operation.verb, operation.action))
-        moved |= {own, other}
+        _check_same_message(schedule, queue[0], theirs[0])
+        for end in (own, other):
+            verb, action, _ = end.lanes[lane].popleft()
+            end.under_way.discard((verb, action))
+        moved += [own, other]
         fronts += [own, other]
     return moved
 
 
-def _same_message(schedule: Schedule, *ends: tuple[int, Operation]) -> None:
-    """A receive takes what was sent first, whatever it was meant for."""
-    (_, sent), (_, taken) = sorted(ends, key=lambda end: end[1].verb is Verb.RECEIVE)
-    wanted = taken.action
-    stage = target_of(sent.action, schedule.stages)
-    forward = (sent.action.kind is Kind.F, wanted.kind is Kind.F)
-    if forward[0] != forward[1] or (stage, sent.action.microbatch) != (wanted.stage, wanted.microbatch):
+def _check_same_message(schedule: Schedule, *ends: Operation) -> None:
+    """Raise `ScheduleError` unless the receive that takes a message is the one that it was sent for."""
+    sent, taken = sorted(ends, key=lambda end: end.verb is Verb.RECEIVE)
+    (kind, _, microbatch), wanted = sent.action, taken.action
+    delivered = kind is Kind.F, target_of(sent.action, schedule.stages), microbatch
+    if delivered != (wanted.kind is Kind.F, wanted.stage, wanted.microbatch):
         raise ScheduleError(
             f"{schedule.name}: rank {sent.peer} takes the result of {sent.action} of rank {taken.peer} for "
             f"what its {wanted} needs: messages of one communicator are received in the order of sending"
         )
-
-
-def _waits(rank: _Rank, number: int) -> str:
-    fronts = [f"{queue[0]} on lane '{lane}'" for lane, queue in rank.lanes.items() if queue]
-    at = f"'{rank.posted[rank.at]}'" if rank.at < len(rank.posted) else "its end"
-    return f"rank {number} at {at} behind {', '.join(fronts)}"

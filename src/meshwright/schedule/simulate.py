@@ -1,14 +1,15 @@
-"""When every rank does what: the lists of a schedule with durations and links."""
+"""Simulation of a step: the times of all actions of a schedule, with durations and links."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from meshwright.schedule.actions import Schedule, ScheduleError
-from meshwright.schedule.dependency_graph import DependencyGraph, flow_of
 from meshwright.schedule.validate import peak
 
 
@@ -23,7 +24,7 @@ class StageCost:
     weight: float
     """Seconds of W; a whole backward B takes input + weight."""
     activations: float = 0.0
-    """Bytes that are held from F to W or B."""
+    """Bytes held from F to W or B."""
     output: float = 0.0
     """Bytes that F sends on, and that the next stage's I or B sends back as a gradient."""
     freed_by_input: float = 0.0
@@ -39,10 +40,10 @@ class StageCost:
 
 @dataclass(frozen=True)
 class Link:
-    """From one rank to another, one way: a message of S bytes arrives latency + S / bandwidth seconds later.
+    """A one-way link between two ranks: a message of S bytes arrives latency + S / bandwidth seconds later.
 
-    Messages of a link follow each other: the next leaves when the last byte of the one before has left.
-    Raises `ScheduleError` for a latency below 0, and for a bandwidth that is not above it.
+    The messages of a link follow each other: the next leaves when the last byte of the previous one has left.
+    Raises `ScheduleError` for a latency below 0, and for a bandwidth of 0 or less.
     """
 
     latency: float = 0.0
@@ -58,7 +59,7 @@ class Link:
 
 
 Links = Link | Callable[[int, int], Link]
-"""One link for all, or a function of (from rank, to rank)."""
+"""One link for all pairs of ranks, or a function of (sender, receiver)."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ class Idle:
     fill: float
     """Before its first action."""
     compute: float
-    """While what it waits for is still being computed elsewhere."""
+    """While the input of its next action is still being computed elsewhere."""
     link: float
-    """While what it waits for is on its way."""
+    """While the input of its next action is on a link."""
     drain: float
     """After its last action (and final step), until all ranks are done."""
 
@@ -81,14 +82,14 @@ class Idle:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A step, timed. Times are seconds since the first action of all; the outer index is the rank."""
+    """A timed step. Times are in seconds since the first of all actions; the outer index is the rank."""
 
     schedule: Schedule
     start: tuple[tuple[float, ...], ...]
-    """When each action of `schedule.actions` begins."""
+    """Beginning of each action of `schedule.actions`."""
     end: tuple[tuple[float, ...], ...]
     final: tuple[tuple[float, float], ...]
-    """When the rank's final step begins and ends: right after its last action."""
+    """Beginning and end of the final step of each rank, right after its last action."""
     idle: tuple[Idle, ...]
     peak: tuple[int, ...]
     """Most activations (of one microbatch in one stage) held at a time."""
@@ -107,12 +108,12 @@ class Simulation:
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """The share of the makespan that each rank does not compute."""
+        """Share of the makespan in which each rank is idle."""
         return tuple(idle.total / self.makespan for idle in self.idle)
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time that is idle where all begin and end a step together."""
+        """Share of the time of all ranks that is idle if all begin and end a step together."""
         return sum(self.bubbles) / len(self.idle)
 
     @property
@@ -122,11 +123,11 @@ class Simulation:
 
     @property
     def bubble_without_sync(self) -> float:
-        """The idle share of `span`, for the mean of the ranks' work (Qi et al. 2023, §5).
+        """Idle share of `span`, for the mean of the work of the ranks (Qi et al. 2023, §5).
 
-        This is the bubble of steps that follow each other with no point where all ranks wait, as where each
-        rank steps its optimiser by itself: a rank that begins late also ends late, and what it loses in one
-        step's fill is what the next step's drain gives back.
+        This is the bubble of consecutive steps without a point where all ranks wait, as when each rank steps
+        its optimiser independently: a rank that begins late also ends late, and the time that it loses while
+        one step fills is regained while it drains.
         """
         return 1 - sum(self.busy) / len(self.busy) / self.span
 
@@ -139,11 +140,11 @@ def simulate(
 ) -> Simulation:
     """Time the lists of a schedule that `check` accepts.
 
-    `costs` is one for all stages or one a stage; `final` is the seconds of a step that each rank does at its
-    end (the optimiser's), one for all or one a rank. An action begins when the rank's action before has ended
-    and what it needs has arrived. A message leaves when its action has ended, beside whatever the rank
-    computes next. Raises `ScheduleError` where there are not as many costs or final steps as stages or ranks,
-    where nothing takes time, and where the lists do not come to their end.
+    `costs` is one for all stages or one per stage; `final` is the seconds of a step that each rank does at
+    its end (the optimiser's), one for all or one per rank. An action begins when the previous action of the
+    rank has ended and its input has arrived. A message leaves when its action has ended, and overlaps what
+    the rank computes next. Raises `ScheduleError` if the numbers of costs or final steps are not those of
+    stages or ranks, if nothing takes time, and if the lists do not end.
     """
     by_stage = [costs] * schedule.stages if isinstance(costs, StageCost) else list(costs)
     finals = [float(final)] * schedule.ranks if isinstance(final, int | float) else list(final)
@@ -153,13 +154,25 @@ def simulate(
         raise ScheduleError(f"there are {len(finals)} final steps, but {schedule.ranks} ranks")
     if min(finals) < 0 or not any(cost.forward + cost.input + cost.weight for cost in by_stage):
         raise ScheduleError("a step needs final steps of at least 0 s, and a stage that takes time")
-    flow = flow_of(schedule)
-    start, end, arrival = _run(flow, _durations(schedule, by_stage), _lanes(schedule, by_stage, links))
-    return _result(schedule, flow, by_stage, finals, (start, end, arrival))
+    times = start, end, _ = _run(schedule, by_stage, links)
+    bounds = list(pairwise(schedule.flow.starts))
+    done = [(end[b - 1], end[b - 1] + seconds) for (_, b), seconds in zip(bounds, finals, strict=True)]
+    makespan = max(stop for _, stop in done)
+    sizes = [cost.activations for cost in by_stage]
+    freed = [cost.freed_by_input for cost in by_stage]
+    return Simulation(
+        schedule=schedule,
+        start=tuple(tuple(start[a:b]) for a, b in bounds),
+        end=tuple(tuple(end[a:b]) for a, b in bounds),
+        final=tuple(done),
+        idle=tuple(_idle(schedule, rank, makespan - done[rank][1], times) for rank in range(schedule.ranks)),
+        peak=tuple(int(peak(listed)) for listed in schedule.actions),
+        peak_bytes=tuple(peak(listed, sizes, freed) for listed in schedule.actions),
+    )
 
 
 class Path(NamedTuple):
-    """Actions of which each waits for the one before: no step is shorter than a path's actions together."""
+    """Actions that each wait for the previous one: no step is shorter than the actions of a path together."""
 
     rank: int
     """The rank of its last action."""
@@ -168,38 +181,32 @@ class Path(NamedTuple):
     messages: int
 
     def seconds(self, costs: Sequence[StageCost], message: float) -> float:
-        """Length of the path for these costs of the stages, and `message` seconds for each message."""
-        found = self.messages * message
+        """Return the seconds of the path for these costs of the stages and `message` seconds per message."""
+        seconds = self.messages * message
         for cost, (forward, input, weight, whole) in zip(costs, self.actions, strict=True):
-            found += forward * cost.forward + (input + whole) * cost.input + (weight + whole) * cost.weight
-        return found
+            seconds += forward * cost.forward + (input + whole) * cost.input + (weight + whole) * cost.weight
+        return seconds
 
 
 def ends(
-    schedule: Schedule, costs: Sequence[StageCost], link: Link = Link(), flow: DependencyGraph | None = None
+    schedule: Schedule, costs: Sequence[StageCost], link: Link = Link()
 ) -> tuple[tuple[float, ...], Path]:
-    """When each rank's last action ends, as in `simulate`, and the path that the last of all waited for.
-
-    `flow` is the schedule's, where it is known already.
-    """
-    flow = flow or flow_of(schedule)
-    start, end, _ = _run(flow, _durations(schedule, costs), _lanes(schedule, costs, link))
-    done = tuple(end[stop - 1] for stop in flow.starts[1:])
-    last = max(range(flow.ranks), key=done.__getitem__)
-    return done, _path(schedule, flow, start, end, last)
+    """Return the end of each rank's last action, as in `simulate`, and the path that the last waited for."""
+    start, end, _ = _run(schedule, costs, link)
+    done = tuple(end[stop - 1] for stop in schedule.flow.starts[1:])
+    return done, _path(schedule, start, end, max(range(schedule.ranks), key=done.__getitem__))
 
 
-def _path(
-    schedule: Schedule, flow: DependencyGraph, start: Sequence[float], end: Sequence[float], rank: int
-) -> Path:
-    """Back from the last action of `rank` to what each one waited for."""
+def _path(schedule: Schedule, start: Sequence[float], end: Sequence[float], rank: int) -> Path:
+    """Follow the action that each one waited for back from the last action of `rank`."""
+    flow = schedule.flow
     counts = [[0, 0, 0, 0] for _ in range(schedule.stages)]
     at, messages = flow.starts[rank + 1] - 1, 0
     while at >= 0:
-        on = flow.rank_of[at]
-        kind, stage, _ = schedule.actions[on][at - flow.starts[on]]
+        first = flow.starts[flow.rank_of[at]]
+        kind, stage, _ = schedule.actions[flow.rank_of[at]][at - first]
         counts[stage][kind] += 1
-        before = at - 1 if at > flow.starts[on] else -1
+        before = at - 1 if at > first else -1
         if before < 0 or end[before] < start[at]:
             before = flow.source[at]
             messages += before >= 0 and flow.crosses[before]
@@ -207,122 +214,68 @@ def _path(
     return Path(rank, tuple((f, i, w, b) for f, i, w, b in counts), messages)
 
 
-def _durations(schedule: Schedule, costs: Sequence[StageCost]) -> list[float]:
-    """Action -> seconds."""
-    table = [(cost.forward, cost.input, cost.weight, cost.input + cost.weight) for cost in costs]
-    return [table[stage][kind] for listed in schedule.actions for kind, stage, _ in listed]
+Transfer = tuple[tuple[int, int], float, float]
+"""(sender, receiver) of a message, its latency, and the seconds that it occupies the link."""
 
 
-Lane = tuple[int, float, float]
-"""The number of a link, its latency, and the seconds that a message of this stage occupies it."""
-
-
-def _lanes(schedule: Schedule, costs: Sequence[StageCost], links: Links) -> list[Lane | None]:
-    """Action -> how its result travels; None where it stays on the rank or takes no time."""
+def _transfers(schedule: Schedule, costs: Sequence[StageCost], links: Links) -> list[Transfer | None]:
+    """Action -> the transfer of its result; None if that stays on the rank or takes no time."""
     rank_of, stages = schedule.rank_of, schedule.stages
-    numbers: dict[tuple[int, int], int] = {}
 
-    def lane(stage: int, to: int, size: float) -> Lane | None:
+    def transfer(stage: int, to: int, size: float) -> Transfer | None:
         if not 0 <= to < stages or rank_of[stage] == rank_of[to]:
             return None
         pair = rank_of[stage], rank_of[to]
         link = links if isinstance(links, Link) else links(*pair)
-        if link.latency == 0 and size / link.bandwidth == 0:
-            return None
-        return numbers.setdefault(pair, len(numbers)), link.latency, size / link.bandwidth
+        seconds = size / link.bandwidth
+        return (pair, link.latency, seconds) if link.latency or seconds else None
 
-    nowhere: list[Lane | None] = [None] * stages
-    down = [lane(stage, stage + 1, costs[stage].output) for stage in range(stages)]
-    up = [lane(stage, stage - 1, costs[stage - 1].output) for stage in range(stages)]
+    nowhere: list[Transfer | None] = [None] * stages
+    down = [transfer(stage, stage + 1, costs[stage].output) for stage in range(stages)]
+    up = [transfer(stage, stage - 1, costs[stage - 1].output) for stage in range(stages)]
     table = (down, up, nowhere, up)  # by kind: F, I, W, B
     return [table[kind][stage] for listed in schedule.actions for kind, stage, _ in listed]
 
 
-def _run(
-    flow: DependencyGraph, durations: list[float], lanes: list[Lane | None]
-) -> tuple[list[float], list[float], list[float]]:
-    """Start and end of each action, and when what it needs arrived.
+Times = tuple[list[float], list[float], list[float]]
+"""Start and end of each action, and the arrival of its input, in seconds."""
 
-    Each rank runs as far as it comes. Where it lacks something it stops, and whoever computes that puts it
-    back to work; so each action is looked at once, and once more where it stopped its rank.
-    """
+
+def _run(schedule: Schedule, costs: Sequence[StageCost], links: Links) -> Times:
+    flow, transfers = schedule.flow, _transfers(schedule, costs, links)
     rank_of, target = flow.rank_of, flow.target
-    head, stops = flow.starts[:-1], flow.starts[1:]
-    arrival = [-1.0 if source >= 0 else 0.0 for source in flow.source]  # below 0: not yet
-    start, end = arrival.copy(), arrival.copy()
-    link_free = [0.0] * (2 * flow.ranks * flow.ranks)
-    clock = [0.0] * flow.ranks
-    work = list(range(flow.ranks))
-    while work:
-        rank = work.pop()
-        now = clock[rank]
-        at = head[rank]
-        stop = stops[rank]
-        while at < stop:
-            ready = arrival[at]
-            if ready < 0:
-                break
-            if ready > now:
-                now = ready
-            start[at] = now
-            now += durations[at]
-            end[at] = now
-            to = target[at]
-            if to >= 0:
-                there = now
-                lane = lanes[at]
-                if lane is not None:
-                    number, latency, seconds = lane
-                    there = link_free[number] = max(now, link_free[number]) + seconds
-                    there += latency
-                arrival[to] = there
-                if head[rank_of[to]] == to:
-                    work.append(rank_of[to])
-            at += 1
-        head[rank] = at
-        clock[rank] = now
-    if head != stops:
+    table = [(cost.forward, cost.input, cost.weight, cost.input + cost.weight) for cost in costs]
+    durations = [table[stage][kind] for listed in schedule.actions for kind, stage, _ in listed]
+    if len(flow.order) < len(durations):
         raise ScheduleError(
             "the ranks wait for each other, so the lists do not come to their end (see check)"
         )
+    start, end, arrival = ([0.0] * len(durations) for _ in range(3))
+    clock = [0.0] * schedule.ranks
+    link_free: dict[tuple[int, int], float] = defaultdict(float)
+    for at in flow.order:
+        rank = rank_of[at]
+        now = start[at] = max(clock[rank], arrival[at])
+        now = end[at] = clock[rank] = now + durations[at]
+        transfer = transfers[at]
+        if transfer is not None:
+            pair, latency, seconds = transfer
+            link_free[pair] = max(now, link_free[pair]) + seconds
+            now = link_free[pair] + latency
+        if target[at] >= 0:
+            arrival[target[at]] = now
     return start, end, arrival
 
 
-def _result(
-    schedule: Schedule,
-    flow: DependencyGraph,
-    costs: Sequence[StageCost],
-    finals: Sequence[float],
-    times: tuple[list[float], list[float], list[float]],
-) -> Simulation:
-    start, end, _ = times
-    bounds = list(zip(flow.starts, flow.starts[1:], strict=False))
-    final = [(end[b - 1], end[b - 1] + seconds) for (_, b), seconds in zip(bounds, finals, strict=True)]
-    makespan = max(stop for _, stop in final)
-    sizes = [cost.activations for cost in costs]
-    freed = [cost.freed_by_input for cost in costs]
-    return Simulation(
-        schedule=schedule,
-        start=tuple(tuple(start[a:b]) for a, b in bounds),
-        end=tuple(tuple(end[a:b]) for a, b in bounds),
-        final=tuple(final),
-        idle=tuple(_idle(flow, rank, makespan - final[rank][1], times) for rank in range(flow.ranks)),
-        peak=tuple(int(peak(listed)) for listed in schedule.actions),
-        peak_bytes=tuple(peak(listed, sizes, freed) for listed in schedule.actions),
-    )
-
-
-def _idle(
-    flow: DependencyGraph, rank: int, drain: float, times: tuple[list[float], list[float], list[float]]
-) -> Idle:
-    """The gaps of a rank, each split where what it waited for was sent."""
+def _idle(schedule: Schedule, rank: int, drain: float, times: Times) -> Idle:
+    """Return the idle time of a rank, with each gap split at the time when its input was sent."""
     start, end, arrival = times
-    first, stop = flow.starts[rank], flow.starts[rank + 1]
+    first, stop = schedule.flow.starts[rank : rank + 2]
     compute = link = 0.0
     for at in range(first + 1, stop):
         gap = start[at] - end[at - 1]
         if gap > 0:
-            travelled = min(gap, arrival[at] - end[flow.source[at]])
+            travelled = min(gap, arrival[at] - end[schedule.flow.source[at]])
             link += travelled
             compute += gap - travelled
     return Idle(start[first], compute, link, drain)

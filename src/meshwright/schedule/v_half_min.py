@@ -1,27 +1,26 @@
 """V-Half and V-Min: pipelines with a half and a third of 1F1B's activations (Qi et al. 2024, §3).
 
-A schedule is one microbatch's *block*, repeated every 6 units, the time of its two chunks' F, I and W where
-each takes 1. How long the block holds its activations decides how many there are at a time. In a V, chunk 0
-of a rank holds long where chunk 1 holds briefly, so that all ranks hold alike; the closer the block, the
-fewer.
+A schedule is the *block* of one microbatch, repeated every 6 units, the time of F, I and W of its two chunks
+if each takes 1. The lifespan of the activations in the block decides how many there are at a time. In a V,
+chunk 0 of a rank holds its activations long if chunk 1 holds them briefly, so that all ranks hold equally
+many; the more compact the block, the fewer.
 
-The blocks are those of the code that the authors published. Repeated as they are they leave gaps while the
-pipeline fills and drains. The authors close these by squeezing and reordering; here `_backfill` does both.
+The blocks are those of the code that the authors published. Repeated without changes they leave gaps while
+the pipeline fills and drains. The authors close these by squeezing and reordering; here `_repeat` does both.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate, chain
 
 from meshwright.schedule.actions import Action, Kind, Lists, Schedule, v_shape
-from meshwright.schedule.dependency_graph import flow_of
 
 PERIOD = 6
 Block = tuple[int, int, int, int]
-"""When a rank computes F of chunk 0, F of chunk 1, I of chunk 1 and I of chunk 0 of microbatch 0."""
+"""The units in which a rank computes F of chunk 0, F of chunk 1, I of chunk 1 and I of chunk 0."""
 
 _F, _I, _W = Kind.F, Kind.I, Kind.W
 _CHANGE = (1, 0, -1)
@@ -33,97 +32,73 @@ MOST_HELD: dict[str, Callable[[int], int]] = {
     "v-half": lambda ranks: 2 * ((ranks + 2) // 2),
     "v-min": lambda ranks: 2 * ((ranks + 4) // 3),
 }
-"""Activations of a chunk, half a rank's layers each, that a rank of so many holds at most (ib.)."""
+"""Name -> ranks -> most activations of a chunk, half the layers of a rank, that a rank holds (ibid.)."""
 
 
 def v_half(ranks: int, microbatches: int) -> Lists:
     """At most about p + 2 activations of a chunk: 1F1B holds 2p such."""
-    gap = 3 if ranks % 2 == 0 else 0  # else two actions of a rank would fall on one time
-
-    def block(rank: int) -> Block:
-        last = 3 * ranks - 2
-        return 2 * rank, last - rank, last + 1 + gap + 2 * rank, 2 * last + 2 + gap - rank
-
-    return _repeat(block, ranks, microbatches)
+    gap = 3 if ranks % 2 == 0 else 0  # else two actions of a rank would be in one unit
+    up, down = 3 * ranks - 2, 6 * ranks - 2 + gap
+    blocks = [(2 * rank, up - rank, up + 1 + gap + 2 * rank, down - rank) for rank in range(ranks)]
+    return _repeat(blocks, microbatches)
 
 
 def v_min(ranks: int, microbatches: int) -> Lists:
     """At most 2 (p + 4) / 3 activations of a chunk: the fewest of the paper's blocks."""
-    gap = 2 if ranks % 3 == 0 else 0  # else two actions of a rank would fall on one time
-
-    def block(rank: int) -> Block:
-        last = 2 * ranks - 1
-        return rank, last - rank, last + 1 + gap + rank, 2 * last + 1 + gap - rank
-
-    return _repeat(block, ranks, microbatches)
-
-
-def _repeat(block: Callable[[int], Block], ranks: int, microbatches: int) -> Lists:
-    lists = [_pattern(block(rank), (rank, 2 * ranks - 1 - rank), microbatches) for rank in range(ranks)]
-    return _backfill(lists, ranks, microbatches)
+    gap = 2 if ranks % 3 == 0 else 0  # else two actions of a rank would be in one unit
+    up, down = 2 * ranks - 1, 4 * ranks - 1 + gap
+    blocks = [(rank, up - rank, up + 1 + gap + rank, down - rank) for rank in range(ranks)]
+    return _repeat(blocks, microbatches)
 
 
 def _pattern(block: Block, stages: tuple[int, int], microbatches: int) -> list[Action]:
-    """A rank's block, repeated, with a W that is owed wherever a unit is free."""
+    """Return the repeated block of a rank, with a pending W in each unit that is free."""
     kinds = ((_F, stages[0]), (_F, stages[1]), (_I, stages[1]), (_I, stages[0]))
     slots = {at % PERIOD: (at, *kind) for at, kind in zip(block, kinds, strict=True)}
     assert len(slots) == len(block), "no two actions at one time"
     listed: list[Action] = []
-    owed: deque[Action] = deque()
+    pending: deque[Action] = deque()
     for now in range(block[-1] + PERIOD * (microbatches - 1) + 1):
         first, kind, stage = slots.get(now % PERIOD, (now + 1, _F, 0))
         microbatch = (now - first) // PERIOD
         if 0 <= microbatch < microbatches:
             listed.append(Action(kind, stage, microbatch))
             if kind is _I:
-                owed.append(Action(_W, stage, microbatch))
-        elif owed:
-            listed.append(owed.popleft())
-    return [*listed, *owed]
+                pending.append(Action(_W, stage, microbatch))
+        elif pending:
+            listed.append(pending.popleft())
+    return [*listed, *pending]
 
 
 class _Line:
-    """A rank's list while it is reordered: what is still to come, and how many activations it then holds."""
+    """The list of a rank while it is reordered: what is left of it, and how many activations it then holds.
+
+    Positions count in the original list. `needs` is position -> the action, over all ranks, that it waits
+    for; `cap` is the most activations that the rank may hold.
+    """
 
     def __init__(self, listed: list[Action], needs: list[int], cap: int) -> None:
-        self.listed = listed
-        self.needs = needs  # position -> the action, over all ranks, that it waits for
-        self.cap = cap
+        self.listed, self.needs, self.cap = listed, needs, cap
         self.result: list[Action] = []
         self.level = 0  # activations held now
-        self.held = list(accumulate(_CHANGE[action.kind] for action in listed))  # after each position to come
+        self.held = list(accumulate(_CHANGE[action.kind] for action in listed))  # after each position left
         self.taken = bytearray(len(listed) + 1)
         self.head = 0
-        streams: dict[tuple[Kind, int], list[int]] = {}
-        for at, action in enumerate(listed):
-            streams.setdefault((action.kind, 0 if action.kind is _W else action.stage), []).append(at)
-        self.weights = streams.pop((_W, 0))[::-1]
-        self.streams = [places[::-1] for places in streams.values()]
+        self.weights: deque[int] = deque()
+        self.streams: dict[tuple[Kind, int], deque[int]] = {}
+        for at, (kind, stage, _) in enumerate(listed):
+            stream = self.weights if kind is _W else self.streams.setdefault((kind, stage), deque())
+            stream.append(at)
 
     def take(self, now: int, done: list[int]) -> int:
-        """The position of what the rank computes in unit `now`, or -1: the next that can be, W last."""
-        best = self.head
-        if best == len(self.listed):
-            return -1
-        if self.listed[best].kind is _W or done[self.needs[best]] >= now:
-            best = len(self.listed)
-            for stream in self.streams:
-                left = self._left(stream)
-                if left and left[-1] < best and done[self.needs[left[-1]]] < now and self._fits(left[-1]):
-                    best = left[-1]
-            if best == len(self.listed):
-                left = self._left(self.weights)
-                if not left or done[self.needs[left[-1]]] >= now:
-                    return -1
-                best = left[-1]
-        self._pull(best)
-        return best
-
-    def _left(self, places: list[int]) -> list[int]:
-        """The positions of a kind and stage, or of every W, that are still to come; the next is the last."""
-        while places and self.taken[places[-1]]:
-            places.pop()
-        return places
+        """Compute the first action that can run in unit `now`, W last; return its position, or -1 if none."""
+        streams = sorted((stream for stream in self.streams.values() if stream), key=lambda left: left[0])
+        for stream in [*streams, self.weights] if self.weights else streams:
+            at = stream[0]
+            if done[self.needs[at]] < now and self._fits(at):
+                self._pull(stream.popleft())
+                return at
+        return -1
 
     def _fits(self, at: int) -> bool:
         """True if the rank stays within its memory when it computes position `at` before the earlier ones."""
@@ -132,37 +107,41 @@ class _Line:
         return max(self.level, *self.held[self.head : at]) < self.cap
 
     def _pull(self, at: int) -> None:
-        """Compute position `at` now, before the others that are still to come."""
+        """Compute position `at` now, before the earlier ones that are left."""
         change = _CHANGE[self.listed[at].kind]
         self.level += change
-        if change:
-            for i in range(self.head, at):
-                self.held[i] += change
+        for i in range(self.head, at):
+            self.held[i] += change
         self.taken[at] = 1
         self.result.append(self.listed[at])
         while self.taken[self.head]:
             self.head += 1
 
 
-def _backfill(lists: list[list[Action]], ranks: int, microbatches: int) -> Lists:
-    """Run the lists in units; a rank that would wait takes the next action that can be and fits its memory.
+def _repeat(blocks: Sequence[Block], microbatches: int) -> Lists:
+    """Repeat the block of each rank, and close the gaps at both ends of the step.
 
-    F fits where the rank then never holds more activations than the most that the lists themselves hold. W
-    waits for a unit in which nothing else can be. As each action is taken when what it needs is done, and the
-    others keep their order, the result runs to its end.
+    The lists are run in units, and a rank that would wait takes the next action that can run and fits its
+    memory. F fits if the rank then never holds more activations than the most that the lists themselves
+    hold. W waits for a unit in which nothing else can run. As each action is taken when its dependencies are
+    done, and the others keep their order, the result runs to its end.
     """
-    flow = flow_of(Schedule("", ranks, 2, microbatches, v_shape(ranks), tuple(map(tuple, lists))))
+    ranks = len(blocks)
+    stages = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
+    lists = [_pattern(block, own, microbatches) for block, own in zip(blocks, stages, strict=True)]
+    flow = Schedule("", ranks, 2, microbatches, v_shape(ranks), tuple(map(tuple, lists))).flow
     needs = _needs(lists, flow.source, microbatches)
     cap = max(max(accumulate(_CHANGE[action.kind] for action in listed)) for listed in lists)
+    starts = flow.starts[:-1]
     lines = [
         _Line(listed, needs[start : start + len(listed)], cap)
-        for listed, start in zip(lists, flow.starts, strict=False)
+        for listed, start in zip(lists, starts, strict=True)
     ]
-    # The unit in which each action is computed; behind them, at -1, what those need that need nothing.
-    done = [*[_NEVER] * flow.actions, -1]
-    now, left = 0, flow.actions
+    # The unit in which each action is computed; the last entry, at -1, is for actions without dependencies.
+    done = [*[_NEVER] * len(needs), -1]
+    now, left = 0, len(needs)
     while left:
-        for line, start in zip(lines, flow.starts, strict=False):
+        for line, start in zip(lines, starts, strict=True):
             at = line.take(now, done)
             if at >= 0:
                 done[start + at] = now
@@ -172,7 +151,7 @@ def _backfill(lists: list[list[Action]], ranks: int, microbatches: int) -> Lists
 
 
 def _needs(lists: list[list[Action]], source: list[int], microbatches: int) -> list[int]:
-    """Index of the action that each one waits for, W for its I and the last stage's I for its F; else -1."""
+    """Return the action that each one waits for, W for its I and the last stage's I for its F; else -1."""
     needs = source.copy()
     last = 2 * len(lists) - 1
     own = [-1] * (2 * len(lists) * microbatches)  # the latest of each stage and microbatch

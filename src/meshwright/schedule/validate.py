@@ -1,4 +1,4 @@
-"""Validity of a schedule: every action is computed once, on its rank, and no rank waits for ever."""
+"""Validity of a schedule: each action is computed once, on the right rank, and no rank waits forever."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
-from meshwright.schedule.actions import Action, Kind, Schedule, ScheduleError, source_of
-from meshwright.schedule.dependency_graph import DependencyGraph, flow_of
+from meshwright.schedule.actions import Action, DependencyGraph, Kind, Schedule, ScheduleError, steps
+from meshwright.schedule.posting import Operation, Verb
 from meshwright.schedule.replay import replay
 
-# The kinds that a (stage, microbatch) has seen, as bits: those that each kind needs, and those that bar it.
-_NEEDS = (0b0000, 0b0001, 0b0011, 0b0001)  # by kind: F, I, W, B
-_BARS = (0b1111, 0b1010, 0b1100, 0b1110)
-_WHOLE = (0b0111, 0b1001)  # F I W, or F B
+_NEXT = {"": "F", "F": "BI", "FI": "W", "FB": "", "FIW": ""}
+"""Kinds that a (stage, microbatch) has seen -> the kinds that may follow."""
 
 
 @dataclass(frozen=True)
@@ -29,32 +27,32 @@ class Report:
     in_order_by_kind: bool
     """`in_order` for activations and gradients taken separately; it is what lanes rely on."""
     unbuffered: bool
-    """True if it runs even if a send waits for its receive, each at its place in the lists.
+    """True if the lists run even if each send waits for its receive before the rank continues.
 
-    Most schedules do not: in 1F1B two neighbours send to each other at once. Their sends must be
+    Most schedules do not: in 1F1B two neighbours send to each other at once, so that their sends must be
     asynchronous.
     """
 
 
 def check(schedule: Schedule) -> Report:
-    """Raise `ScheduleError` where the lists are not a schedule; otherwise say what they ask for.
+    """Return the requirements of a valid schedule; raise `ScheduleError` for an invalid one.
 
-    Checked: the placement gives every rank v stages; every action is on its stage's rank; every (stage,
-    microbatch) has one F, then one B, or one I and then one W; with receives that wait and sends that don't,
-    every list comes to its end; and so do the operations that the runtime posts, on communicators that keep
-    their order as NCCL's do (`replay`).
+    Valid means: each rank has v stages; each action is in the list of its stage's rank; each (stage,
+    microbatch) has one F, then one B, or one I and then one W; every list ends, with receives that wait and
+    sends that do not; and so do the operations that the runtime posts, on communicators that keep their order
+    as those of NCCL do (`replay`).
     """
     _check_placement(schedule)
     _check_actions(schedule)
-    flow = flow_of(schedule)
-    _check_progress(schedule, flow)
+    flow = schedule.flow
+    _check_progress(schedule)
     replay(schedule)
     return Report(
         peak=tuple(int(peak(listed)) for listed in schedule.actions),
         messages=sum(flow.crosses),
-        in_order=_in_order(flow, [0] * flow.actions),
+        in_order=_in_order(flow, [0] * len(flow.rank_of)),
         in_order_by_kind=_in_order(flow, [kind is Kind.F for kind, _, _ in chain(*schedule.actions)]),
-        unbuffered=_runs_unbuffered(flow),
+        unbuffered=_runs_unbuffered(schedule),
     )
 
 
@@ -63,10 +61,10 @@ def peak(
     sizes: Sequence[float] | None = None,
     freed_by_input: Sequence[float] | None = None,
 ) -> float:
-    """Most activations that a rank's list holds at a time: from the start of F to the end of W or B.
+    """Most activations that a list holds at a time, each from the start of F to the end of W or B.
 
-    By stage, `sizes` gives what one microbatch's activations count (e.g. their bytes; 1 each without), and
-    `freed_by_input` the share of them, 0 to 1, that the end of I frees already (none without).
+    `sizes` gives the weight of one microbatch's activations by stage, such as their bytes (default 1), and
+    `freed_by_input` the share of them, 0 to 1, that the end of I frees (default 0).
     """
     sizes = sizes or [1.0] * (1 + max(action.stage for action in listed))
     freed = freed_by_input or [0.0] * len(sizes)
@@ -90,105 +88,72 @@ def _check_placement(schedule: Schedule) -> None:
 def _check_actions(schedule: Schedule) -> None:
     """Each action where it belongs, once, and after what it continues."""
     microbatches, rank_of = schedule.microbatches, schedule.rank_of
-    seen = [[0] * microbatches for _ in rank_of]
+    computed = [[""] * microbatches for _ in rank_of]
     for rank, listed in enumerate(schedule.actions):
         for action in listed:
             kind, stage, microbatch = action
-            if not (0 <= stage < len(seen) and 0 <= microbatch < microbatches):
+            if not (0 <= stage < len(computed) and 0 <= microbatch < microbatches):
                 raise ScheduleError(f"{schedule.name}: {action} on rank {rank}: no such stage or microbatch")
             if rank_of[stage] != rank:
                 raise ScheduleError(
                     f"{schedule.name}: {action} is in the list of rank {rank}, but stage {stage} is on rank "
                     f"{rank_of[stage]}"
                 )
-            before = seen[stage][microbatch]
-            if before & _BARS[kind] or before & _NEEDS[kind] != _NEEDS[kind]:
+            before = computed[stage][microbatch]
+            if kind.name not in _NEXT[before]:
                 raise ScheduleError(
-                    f"{schedule.name}: {action} on rank {rank} comes after {_kinds(before)} of its stage "
-                    f"and microbatch; the order is F B or F I W, each once"
+                    f"{schedule.name}: {action} on rank {rank} comes after {' '.join(before) or 'nothing'} "
+                    f"of its stage and microbatch; the order is F B or F I W, each once"
                 )
-            seen[stage][microbatch] = before | 1 << kind
-    for stage, row in enumerate(seen):
+            computed[stage][microbatch] = before + kind.name
+    for stage, row in enumerate(computed):
         for microbatch, kinds in enumerate(row):
-            if kinds not in _WHOLE:
+            if _NEXT[kinds]:
                 raise ScheduleError(
-                    f"{schedule.name}: stage {stage} has {_kinds(kinds)} for microbatch {microbatch}; "
-                    f"it should have F B or F I W"
+                    f"{schedule.name}: stage {stage} has {' '.join(kinds) or 'nothing'} for microbatch "
+                    f"{microbatch}; it should have F B or F I W"
                 )
 
 
-def _kinds(bits: int) -> str:
-    return " ".join(kind.name for kind in Kind if bits >> kind & 1) or "nothing"
-
-
-def _check_progress(schedule: Schedule, flow: DependencyGraph) -> None:
-    """Run the lists without durations, each rank as far as it comes; receives wait, sends do not."""
-    head = flow.starts[:-1]
-    stops = flow.starts[1:]
-    done = bytearray(flow.actions)
-    work = list(range(flow.ranks))
-    while work:
-        rank = work.pop()
-        at = head[rank]
-        while at < stops[rank] and (flow.source[at] < 0 or done[flow.source[at]]):
-            done[at] = 1
-            target = flow.target[at]
-            if target >= 0 and head[flow.rank_of[target]] == target:
-                work.append(flow.rank_of[target])
-            at += 1
-        head[rank] = at
-    waiting = [
-        f"rank {rank} with {action} for {_awaited(schedule, action)}"
-        for rank in range(flow.ranks)
-        if head[rank] < stops[rank]
-        for action in [schedule.actions[rank][head[rank] - flow.starts[rank]]]
-    ]
+def _check_progress(schedule: Schedule) -> None:
+    """Run the lists without durations, each rank as far as possible; receives wait, sends do not."""
+    flow, done = schedule.flow, set(schedule.flow.order)
+    waiting = []
+    for rank, listed in enumerate(schedule.actions):
+        action = next((action for at, action in enumerate(listed, flow.starts[rank]) if at not in done), None)
+        if action is not None:
+            kind, stage = ("F", action.stage - 1) if action.kind is Kind.F else ("I or B", action.stage + 1)
+            awaited = f"{kind} of stage {stage} on rank {schedule.rank_of[stage]}"
+            waiting.append(f"rank {rank} with {action} for {awaited}")
     if waiting:
         raise ScheduleError(f"{schedule.name}: the ranks wait for each other: {'; '.join(waiting)}")
-
-
-def _awaited(schedule: Schedule, action: Action) -> str:
-    stage = source_of(action, schedule.stages)
-    assert stage is not None, "what waits has a source"
-    kind = "F" if action.kind is Kind.F else "I or B"
-    return f"{kind} of stage {stage} on rank {schedule.rank_of[stage]}"
 
 
 def _in_order(flow: DependencyGraph, channels: Sequence[int]) -> bool:
     """True if messages of one channel (by action) between two ranks arrive in the order of sending."""
     latest: dict[tuple[int, int, int], int] = {}
-    for rank in range(flow.ranks):
-        for at in range(flow.starts[rank], flow.starts[rank + 1]):
-            if flow.crosses[at]:
-                target = flow.target[at]
-                link = (rank, flow.rank_of[target], channels[at])
-                if latest.get(link, -1) > target:
-                    return False
-                latest[link] = target
+    for at, target in enumerate(flow.target):
+        if flow.crosses[at]:
+            link = flow.rank_of[at], flow.rank_of[target], channels[at]
+            if latest.get(link, -1) > target:
+                return False
+            latest[link] = target
     return True
 
 
-def _runs_unbuffered(flow: DependencyGraph) -> bool:
-    """Each rank's messages in a row, sent and received; one passes when both its ranks have come to it."""
-    queues: list[list[int]] = []
-    for rank in range(flow.ranks):
-        queue = []
-        for at in range(flow.starts[rank], flow.starts[rank + 1]):
-            if flow.source[at] >= 0 and flow.crosses[flow.source[at]]:
-                queue.append(at)  # a message is named by the action that receives it
-            if flow.crosses[at]:
-                queue.append(flow.target[at])
-        queues.append(queue[::-1])
-    waiting: dict[int, int] = {}
-    work = list(range(flow.ranks))
-    while work:
-        rank = work.pop()
-        while queues[rank]:
-            other = waiting.pop(queues[rank][-1], None)
-            if other is None:
-                waiting[queues[rank][-1]] = rank
-                break
-            queues[rank].pop()
-            queues[other].pop()
-            work.append(other)
-    return not any(queues)
+def _runs_unbuffered(schedule: Schedule) -> bool:
+    """True if the lists end when every message is waited for where it is posted."""
+    posted: list[list[Operation]] = []
+    for row in steps(schedule):
+        posted.append([])
+        for action, source, target in row:
+            if source is not None:
+                posted[-1] += [Operation(Verb.RECEIVE, action, source), Operation(Verb.RECEIVED, action)]
+            posted[-1].append(Operation(Verb.COMPUTE, action))
+            if target is not None:
+                posted[-1] += [Operation(Verb.SEND, action, target), Operation(Verb.SENT, action)]
+    try:
+        replay(schedule, posted=posted)
+    except ScheduleError:
+        return False
+    return True

@@ -1,9 +1,11 @@
-"""Numbers near a wish, for the sentences of the rules."""
+"""Arithmetic of the rules: divisors, and the errors for numbers that do not divide or are too large."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+
+from meshwright.spec.errors import UserError
 
 
 @lru_cache(maxsize=1024)
@@ -14,5 +16,21 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 def nearest(wanted: int, choices: Iterable[int]) -> int:
-    """The choice nearest to `wanted`; of two at the same distance, the larger."""
+    """Return the choice nearest to `wanted`; of two at the same distance, the larger."""
     return min(choices, key=lambda choice: (abs(choice - wanted), -choice))
+
+
+def check_divides(key: str, value: int, what: str, total: int, choices: Iterable[int] = ()) -> None:
+    """Raise `UserError` unless `value`, given for `key`, divides `what`, which is `total`.
+
+    The error proposes the nearest of `choices`, by default of all divisors of `total`.
+    """
+    if total % value:
+        fits = nearest(value, choices or divisors(total))
+        raise UserError(f"{key}: {value} does not divide {what} = {total}; try {fits}")
+
+
+def check_at_most(key: str, value: int | None, what: str, limit: int) -> None:
+    """Raise `UserError` if `value`, given for `key`, is more than `what`, which is `limit`."""
+    if value is not None and value > limit:
+        raise UserError(f"{key}: {value} is more than {what} = {limit}; give at most {limit}")

@@ -1,4 +1,4 @@
-"""HF `config.json` read, of transformers v4 and v5: Llama, Qwen3, Mistral, GPT-2 and mixtures of experts."""
+"""Reading of HF `config.json` files of transformers v4 and v5 into the fields of a `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.spec.errors import UserError
-from meshwright.spec.hf_json import Config, read_json_object
-from meshwright.spec.hf_moe_mla import read_experts, read_latents
+from meshwright.spec.hf_json import FLAG, NUMBER, SIZE, Config, read_json_object
+from meshwright.spec.hf_keys import MLA_KEYS, MODEL_KEYS, MOE_KEYS, ROPE_KEYS
 
-FAMILIES = ("llama", "qwen3", "mistral", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3")
-
-# What transformers takes for a key that is absent, by family.
-_MAX_POSITIONS = {
-    "llama": 2048, "qwen3": 32768, "mistral": 131072, "mixtral": 131072, "qwen3_moe": 32768,
-    "deepseek_v3": 4096,
-}  # fmt: skip
+# Defaults of transformers for keys that are absent, by family.
 _KV_HEADS = {"qwen3": 32, "mistral": 8, "mixtral": 8, "qwen3_moe": 4}  # llama: as many as attention heads
-_NORM_EPS = {"mixtral": 1e-5}  # the others: 1e-6
-_ROPE_THETA = {"mixtral": 1e6}  # the others: 1e4
 _WINDOWS = {"mistral": 4096, "mixtral": None}  # the others have none
 
 
@@ -38,148 +30,170 @@ def read_hf_config(where: str | Path) -> dict[str, Any]:
         raise UserError(f"model.hf: {path} cannot be read ({error.strerror})") from error
     if not is_file:
         raise UserError(f"model.hf: there is no file {path}; give a folder that holds a config.json")
-    config = Config(path, read_json_object(path, "model.hf"))
-    kind = config.values.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise UserError(f"model.hf: {path} has model_type {kind!r}; the families read are {known}")
-    return _gpt2(config) if kind == "gpt2" else _llama_like(config, kind)
+    return model_fields(Config(str(path), read_json_object(path, "model.hf")))
 
 
-def _llama_like(config: Config, kind: str) -> dict[str, Any]:
-    _check_computed(config, kind)
-    rope, scaling = config.section("rope_parameters"), config.section("rope_scaling")
-    max_seq_len = config.size("max_position_embeddings", _MAX_POSITIONS[kind])
-    layers, heads = config.size("num_hidden_layers"), config.size("num_attention_heads")
-    fields = {
-        "family": kind,
-        "layers": layers,
-        "hidden": config.size("hidden_size"),
-        "ffn": config.size("intermediate_size"),
-        "heads": heads,
-        "vocab_size": config.size("vocab_size", smallest=2),
-        "max_seq_len": max_seq_len,
-        "norm_eps": config.number("rms_norm_eps", _NORM_EPS.get(kind, 1e-6)),
-        "rope_theta": (rope if "rope_theta" in rope.values else config).number(
-            "rope_theta", _ROPE_THETA.get(kind, 1e4)
-        ),
-        "rope_scaling": _rope_scaling(rope if rope.values else scaling, config, max_seq_len),
-        "sliding_window": _sliding_window(config, kind),
-        "qk_norm": kind in ("qwen3", "qwen3_moe"),
-        "mlp_bias": kind == "llama" and config.flag("mlp_bias", False),  # the others never have one
-        "tied": config.flag("tie_word_embeddings", False),
-        "init_std": config.number("initializer_range", 0.02),
+def model_fields(config: Config) -> dict[str, Any]:
+    """Return the fields of a `ModelSpec` for a config of any family."""
+    family = config.values.get("model_type")
+    if not isinstance(family, str) or family not in MODEL_KEYS:
+        raise config.wrong("model_type", f"the families read are {', '.join(MODEL_KEYS)}")
+    return {"family": family, **(_gpt2(config) if family == "gpt2" else _llama_like(config, family))}
+
+
+def _llama_like(config: Config, family: str) -> dict[str, Any]:
+    _check_computed(config, family)
+    fields = config.fields(MODEL_KEYS[family])
+    heads = fields["heads"]
+    rope = config.section("rope_parameters")
+    scaling = rope if rope.values else config.section("rope_scaling")
+    theta = 1e6 if family == "mixtral" else 1e4
+    fields |= {
+        "rope_theta": (rope if "rope_theta" in rope.values else config).read("rope_theta", NUMBER, theta),
+        "rope_scaling": _rope_scaling(scaling, config, fields["max_seq_len"]),
+        "sliding_window": None,
+        "qk_norm": family in ("qwen3", "qwen3_moe"),
     }
-    if kind == "deepseek_v3":
-        fields |= read_latents(config, heads)
+    if family in _WINDOWS:
+        fields["sliding_window"] = config.read("sliding_window", SIZE, _WINDOWS[family], nullable=True)
+    if family == "deepseek_v3":
+        fields |= _latents(config, heads)
     else:
-        bias = kind not in _WINDOWS and config.flag("attention_bias", False)  # Mistral's attention has none
-        fields |= {"kv_heads": _kv_heads(config, kind, heads), "head_dim": _head_dim(config, kind, heads)}
+        bias = family not in _WINDOWS and config.read("attention_bias", FLAG, False)  # Mistral's has none
+        fields |= {"kv_heads": _kv_heads(config, family, heads), "head_dim": _head_dim(config, family, heads)}
         fields |= {"qkv_bias": bias, "out_bias": bias}
-    if kind in ("mixtral", "qwen3_moe", "deepseek_v3"):
-        fields["moe"] = read_experts(config, kind, layers)
+    if family in MOE_KEYS:
+        fields["moe"] = _experts(config, family, fields["layers"])
     return fields
 
 
-def _check_computed(config: Config, kind: str) -> None:
+def _check_computed(config: Config, family: str) -> None:
     """Refuse what changes outputs and is not computed; dropout and jitter act in training only."""
-    if config.values.get("hidden_act", "silu") != "silu":
-        raise config.wrong("hidden_act", "only 'silu' is computed")
-    if kind in ("qwen3", "qwen3_moe") and config.flag("use_sliding_window", False):
-        raise config.wrong("use_sliding_window", f"it is not computed for {kind}; set it to false")
+    config.check("hidden_act", "silu")
+    if family in ("qwen3", "qwen3_moe") and config.read("use_sliding_window", FLAG, False):
+        raise config.wrong("use_sliding_window", f"it is not computed for {family}; set it to false")
     for place in (config.section("rope_parameters"), config):
-        if place.values.get("partial_rotary_factor", 1.0) != 1.0:
-            raise place.wrong("partial_rotary_factor", "only 1.0 is computed")
+        place.check("partial_rotary_factor", 1.0)
 
 
-def _kv_heads(config: Config, kind: str, heads: int) -> int:
-    absent = _KV_HEADS.get(kind, heads)
-    kv_heads = config.size("num_key_value_heads", absent=absent, null=heads)
+def _kv_heads(config: Config, family: str, heads: int) -> int:
+    default = _KV_HEADS.get(family, heads)
+    kv_heads: int = config.read("num_key_value_heads", SIZE, default, nullable=True) or heads
     if heads % kv_heads:
-        raise UserError(
-            f"model.hf: {config.path} has num_attention_heads {heads}, which num_key_value_heads {kv_heads} "
-            f"does not divide (without that key it is {absent}, as in transformers)"
+        raise config.wrong(
+            "num_attention_heads",
+            f"num_key_value_heads {kv_heads} does not divide it (without that key it is {default}, as in "
+            f"transformers)",
         )
     return kv_heads
 
 
-def _head_dim(config: Config, kind: str, heads: int) -> int:
-    if kind == "qwen3":
-        return config.size("head_dim", absent=128)
-    hidden = config.size("hidden_size")
-    if config.values.get("head_dim") is None and (hidden < heads or (kind == "llama" and hidden % heads)):
+def _head_dim(config: Config, family: str, heads: int) -> int:
+    if family == "qwen3":
+        return int(config.read("head_dim", SIZE, 128))
+    hidden = config.values["hidden_size"]
+    given = config.read("head_dim", SIZE, nullable=True)
+    if given is None and (hidden < heads or (family == "llama" and hidden % heads)):
         raise config.wrong("hidden_size", f"num_attention_heads {heads} does not divide it; give a head_dim")
-    return config.size("head_dim", absent=hidden // heads, null=hidden // heads)
-
-
-def _sliding_window(config: Config, kind: str) -> int | None:
-    """A Mistral without the key has HF's default, 4,096; null means no window."""
-    if kind not in _WINDOWS or config.values.get("sliding_window", _WINDOWS[kind]) is None:
-        return None
-    return config.size("sliding_window", absent=_WINDOWS[kind])
+    return given or hidden // heads
 
 
 def _rope_scaling(scaling: Config, config: Config, max_seq_len: int) -> dict[str, Any] | None:
-    key = scaling.present("rope_type", "type")
-    kind = scaling.values.get(key, "default")
+    name = "type" if "type" in scaling.values and "rope_type" not in scaling.values else "rope_type"
+    kind = scaling.values.get(name, "default")
     if kind == "default":
         return None
-    if kind == "linear":
-        return {"kind": "linear", "factor": scaling.number("factor")}
-    if kind == "llama3":
-        return {
-            "kind": "llama3",
-            "factor": scaling.number("factor"),
-            "low_freq_factor": scaling.number("low_freq_factor"),
-            "high_freq_factor": scaling.number("high_freq_factor"),
-            "original_max_seq_len": scaling.size("original_max_position_embeddings"),
-        }
+    if not isinstance(kind, str) or kind not in ROPE_KEYS:
+        raise scaling.wrong(name, "computed are default, linear, llama3 and yarn")
+    original = "original_max_position_embeddings"
     if kind == "yarn":
-        place = config if "original_max_position_embeddings" in config.values else scaling
-        factor = scaling.values.get("attention_factor")
-        return {
-            "kind": "yarn",
-            "factor": scaling.number("factor"),
-            "original_max_seq_len": place.size("original_max_position_embeddings", absent=max_seq_len),
-            "attention_factor": None if factor is None else scaling.number("attention_factor"),
-            "truncate": scaling.flag("truncate", True),
-            **{key: scaling.number(key, absent) for key, absent in (("beta_fast", 32.0), ("beta_slow", 1.0))},
-            **{key: scaling.number(key, 0.0, zero=True) for key in ("mscale", "mscale_all_dim")},
-        }
-    raise scaling.wrong(key, "computed are default, linear, llama3 and yarn")
+        place = config if original in config.values else scaling
+        values = {**scaling.values, original: place.read(original, SIZE, max_seq_len)}
+        scaling = Config(scaling.source, values, scaling.key, scaling.inside)
+    return {"kind": kind, **scaling.fields(ROPE_KEYS[kind])}
+
+
+def _experts(config: Config, family: str, layers: int) -> dict[str, Any]:
+    """Return the fields of a `MoeSpec`."""
+    moe = config.fields(MOE_KEYS[family])
+    if family == "qwen3_moe":
+        moe |= _sparse_layers(config, layers)
+    if family == "deepseek_v3":
+        _check_deepseek(config, moe, layers)
+        shared = config.read("n_shared_experts", SIZE, 1)
+        moe |= {"shared_ffn": shared * moe["ffn"], "router": "sigmoid", "bias": True}
+    if moe["top_k"] > moe["experts"]:
+        raise config.wrong("num_experts_per_tok", f"a layer has {moe['experts']} experts")
+    return moe
+
+
+def _sparse_layers(config: Config, layers: int) -> dict[str, int]:
+    """Return `dense_first` and `every` for each n-th layer with experts, but those in a list."""
+    step = config.read("decoder_sparse_step", SIZE, 1)
+    dense = config.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(i, int) and not isinstance(i, bool) for i in dense):
+        raise config.wrong("mlp_only_layers", "it must be a list of layers, or null")
+    sparse = [i for i in range(layers) if i not in dense and (i + 1) % step == 0]
+    key = "mlp_only_layers" if dense else "decoder_sparse_step"
+    if not sparse:
+        raise config.wrong(key, f"with it none of the {layers} layers has experts")
+    every = sparse[1] - sparse[0] if len(sparse) > 1 else layers - sparse[0]
+    first = sparse[0] - every + 1
+    if first < 0 or sparse != list(range(sparse[0], layers, every)):
+        raise config.wrong(key, "computed are dense layers first, and then experts in each n-th layer")
+    return {"dense_first": first, "every": every}
+
+
+def _check_deepseek(config: Config, moe: dict[str, Any], layers: int) -> None:
+    for key, computed in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc"), ("moe_layer_freq", 1)):
+        config.check(key, computed)
+    experts, groups, top_k = moe["experts"], moe["groups"], moe["top_k"]
+    if experts % groups or experts < 2 * groups:
+        raise config.wrong("n_group", f"equal groups of at least 2 of the {experts} experts are computed")
+    if moe["top_groups"] > groups or top_k > experts // groups * moe["top_groups"]:
+        raise config.wrong("topk_group", f"a token takes {top_k} experts, of n_group = {groups} groups")
+    if moe["dense_first"] >= layers:
+        raise config.wrong("first_k_dense_replace", f"with it none of the {layers} layers has experts")
+
+
+def _latents(config: Config, heads: int) -> dict[str, Any]:
+    """Return the fields of latent attention: `kv_heads`, `head_dim` and those of an `MlaSpec`."""
+    if config.read("attention_bias", FLAG, False):
+        raise config.wrong("attention_bias", "latent attention is computed without biases; set it to false")
+    if (config.read("num_key_value_heads", SIZE, 128, nullable=True) or heads) != heads:
+        raise config.wrong(
+            "num_key_value_heads",
+            f"latent attention has keys for each of the {heads} heads; give that (without the key it is 128, "
+            f"as in transformers)",
+        )
+    mla = config.fields(MLA_KEYS)
+    head_dim = config.read("qk_nope_head_dim", SIZE, 128) + mla["rope_dim"]
+    if mla["rope_dim"] % 2:
+        raise config.wrong("qk_rope_head_dim", "it must be even")
+    if mla["v_dim"] > head_dim:
+        raise config.wrong("v_head_dim", f"at most the {head_dim} channels of a query are computed")
+    return {"kv_heads": heads, "head_dim": head_dim, "mla": mla}
 
 
 def _gpt2(config: Config) -> dict[str, Any]:
     activation = config.values.get("activation_function", "gelu_new")
     if activation not in ("gelu_new", "gelu", "gelu_pytorch_tanh"):
         raise config.wrong("activation_function", "computed are gelu and gelu_new")
-    for key, computed in (
-        ("scale_attn_weights", True),
-        ("scale_attn_by_inverse_layer_idx", False),
-        ("add_cross_attention", False),
-    ):
-        if config.values.get(key, computed) != computed:
-            raise config.wrong(key, f"only {computed} is computed")
-    hidden, heads = config.size("n_embd"), config.size("n_head")
+    config.check("scale_attn_weights", True)
+    config.check("scale_attn_by_inverse_layer_idx", False)
+    config.check("add_cross_attention", False)
+    fields = config.fields(MODEL_KEYS["gpt2"])
+    hidden, heads = fields["hidden"], fields["heads"]
     if hidden % heads:
         raise config.wrong("n_embd", f"n_head {heads} does not divide it, and GPT-2's heads share it evenly")
-    return {
-        "family": "gpt2",
-        "layers": config.size("n_layer"),
-        "hidden": hidden,
-        "ffn": config.size("n_inner", absent=4 * hidden, null=4 * hidden),
-        "heads": heads,
+    return fields | {
+        "ffn": config.read("n_inner", SIZE, nullable=True) or 4 * hidden,
         "kv_heads": heads,
         "head_dim": hidden // heads,
-        "vocab_size": config.size("vocab_size", smallest=2),
-        "max_seq_len": config.size("n_positions"),
         "norm": "layernorm",
-        "norm_eps": config.number("layer_norm_epsilon", 1e-5),
         "activation": "gelu" if activation == "gelu" else "gelu_tanh",
         "position": "learned",
         "qkv_bias": True,
         "out_bias": True,
         "mlp_bias": True,
-        "tied": config.flag("tie_word_embeddings", True),
-        "init_std": config.number("initializer_range", 0.02),
     }

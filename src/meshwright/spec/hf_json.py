@@ -6,7 +6,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.spec.errors import UserError
 
@@ -26,58 +26,85 @@ def read_json_object(path: Path, key: str) -> dict[str, Any]:
     return content
 
 
+class Check(NamedTuple):
+    """Values that a key may have: of one of `types`, at least `least`, or above it if `above`."""
+
+    types: tuple[type, ...]
+    least: int
+    above: bool
+    text: str
+
+
+SIZE = Check((int,), 1, False, "a whole number of at least 1")
+PAIR = Check((int,), 2, False, "a whole number of at least 2")
+COUNT = Check((int,), 0, False, "a whole number of at least 0")
+NUMBER = Check((int, float), 0, True, "a number above 0")
+FACTOR = Check((int, float), 0, False, "a number of at least 0")
+FLAG = Check((bool,), 0, False, "true or false")
+
+
+class JsonKey(NamedTuple):
+    """A key with the values that it may have, and its default; without a default it is required.
+
+    `other` is a second name that is read if the first is absent. A null is read as None if `nullable`.
+    """
+
+    name: str
+    check: Check
+    default: Any = None
+    other: str = ""
+    nullable: bool = False
+
+
 @dataclass(frozen=True)
 class Config:
-    """The keys of a `config.json`, or of the object `inside` it, each checked as it is read."""
+    """The keys of a `config.json`, or of the object `inside` it, each checked as it is read.
 
-    path: Path
+    Errors start with `key` and name `source`, the path of the file.
+    """
+
+    source: str
     values: dict[str, Any]
+    key: str = "model.hf"
     inside: str = ""
 
-    def size(self, key: str, absent: int | None = None, null: int | None = None, smallest: int = 1) -> int:
-        """A whole number; `absent` and `null` stand in for a key that is not there and for a null."""
-        value = self._value(key, absent)
-        value = null if value is None and null is not None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < smallest:
-            raise self.wrong(key, f"it must be a whole number of at least {smallest}")
+    def fields(self, keys: dict[str, JsonKey]) -> dict[str, Any]:
+        """Return field -> the value of its key."""
+        return {field: self.read(*key) for field, key in keys.items()}
+
+    def read(
+        self, name: str, check: Check, default: Any = None, other: str = "", nullable: bool = False
+    ) -> Any:
+        """Return the value of the key `name`, whose parameters are those of `JsonKey`."""
+        if other in self.values and name not in self.values:
+            name = other
+        if name not in self.values and default is None and not nullable:
+            raise UserError(f"{self.key}: {self._place()} lacks the key {name!r}")
+        value = self.values.get(name, default)
+        if value is None and check is FLAG:  # null is false, as in transformers
+            return False
+        if value is None and nullable:
+            return None
+        valid = isinstance(value, check.types) and isinstance(value, bool) == (check is FLAG)
+        if not valid or not check.least <= value < math.inf or (check.above and value == check.least):
+            raise self.wrong(name, f"it must be {check.text}")
         return value
 
-    def number(self, key: str, absent: float | None = None, zero: bool = False) -> float:
-        """A finite number above 0, or 0 too with `zero`."""
-        value = self._value(key, absent)
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not (0 < value < math.inf or (zero and value == 0)):
-            raise self.wrong(
-                key, "it must be a number of at least 0" if zero else "it must be a number above 0"
-            )
-        return float(value) if zero else value
-
-    def present(self, *keys: str) -> str:
-        """Which of the names of one value the file uses; the first where it has none of them."""
-        return next((key for key in keys if key in self.values), keys[0])
-
-    def flag(self, key: str, absent: bool) -> bool:
-        """A boolean; null is false, as in transformers."""
-        value = self.values.get(key, absent)
-        if value is not None and not isinstance(value, bool):
-            raise self.wrong(key, "it must be true or false")
-        return bool(value)
-
-    def section(self, key: str) -> Config:
-        """The object under `key`; one that is absent or null is empty."""
-        value = self.values.get(key)
+    def section(self, name: str) -> Config:
+        """Return the object under `name`; one that is absent or null is empty."""
+        value = self.values.get(name)
         if value is not None and not isinstance(value, dict):
-            raise self.wrong(key, "it must be an object or null")
-        return Config(self.path, value or {}, key)
+            raise self.wrong(name, "it must be an object or null")
+        return Config(self.source, value or {}, self.key, name)
 
-    def wrong(self, key: str, why: str) -> UserError:
-        """The error to raise for the value of `key`."""
-        return UserError(f"model.hf: {self._place()} has {key} {self.values.get(key)!r}; {why}")
+    def wrong(self, name: str, why: str) -> UserError:
+        """Return the error to raise for the value of the key `name`."""
+        return UserError(f"{self.key}: {self._place()} has {name} {self.values.get(name)!r}; {why}")
 
-    def _value(self, key: str, absent: Any) -> Any:
-        if key not in self.values and absent is None:
-            raise UserError(f"model.hf: {self._place()} lacks the key {key!r}")
-        return self.values.get(key, absent)
+    def check(self, name: str, computed: Any) -> None:
+        """Raise `UserError` unless the key is absent or has the value `computed`."""
+        if self.values.get(name, computed) != computed:
+            raise self.wrong(name, f"only {computed!r} is computed")
 
     def _place(self) -> str:
-        return f"{self.inside} of {self.path}" if self.inside else str(self.path)
+        return f"{self.inside} of {self.source}" if self.inside else self.source

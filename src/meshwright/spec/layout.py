@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, NonNegativeInt, field_validator
 
+from meshwright.spec.arithmetic import divisors
 from meshwright.spec.base import FrozenModel
 from meshwright.spec.errors import UserError
+from meshwright.spec.records import show
 
 ContextMode = Literal["ring", "ulysses", "gather", "ring+ulysses"]
 
@@ -15,31 +17,48 @@ ScheduleName = Literal[
     "gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved", "bfs", "zb-v", "v-half", "v-min", "dualpipe-v"
 ]
 """Names of the schedules in `meshwright.schedule`; listed here because the spec is the floor below."""
+SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 ONE_STAGE = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 """Schedules with one stage a rank."""
 TWO_STAGES = ("zb-v", "v-half", "v-min", "dualpipe-v")
-"""Schedules with two, in a V; the others take any number."""
+"""Schedules with two stages a rank, in a V; the others take any number."""
 HOLD_ALL = ("gpipe", "bfs")
-"""Schedules whose ranks hold every microbatch at a time."""
+"""Schedules whose ranks hold the activations of all microbatches at a time."""
 SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v")
-"""Schedules that put gradients of weights off."""
+"""Schedules that defer gradients of weights."""
 
 Cut = Literal["even", "balanced"]
 
 Order = Literal["pp-replicate-dp-tp", "replicate-pp-dp-tp", "replicate-dp-pp-tp"]
-"""How ranks are numbered, outermost axis first; cp goes with dp, inside it."""
+"""Order of the axes in the numbers of ranks, outermost first; cp is inside dp."""
+
+
+def virtual_problem(schedule: str, virtual: int) -> str:
+    """Return the reason why a schedule cannot have `virtual` stages per rank, or an empty string."""
+
+    def allows(name: str) -> bool:
+        return virtual == 1 if name in ONE_STAGE else virtual == 2 if name in TWO_STAGES else virtual > 0
+
+    if allows(schedule):
+        return ""
+    needed = "1" if schedule in ONE_STAGE else "2" if schedule in TWO_STAGES else "at least 1"
+    others = f", or one of the schedules {', '.join(filter(allows, SCHEDULES))}" if virtual > 0 else ""
+    return (
+        f"layout.virtual: {virtual} stages a rank do not go with layout.schedule = '{schedule}', which has "
+        f"{needed}; give layout.virtual = {needed[-1]}{others}"
+    )
 
 
 def ulysses_ranks(ranks: int, kv_heads: int, mode: ContextMode) -> int:
-    """How many context ranks exchange tokens for heads; the others of `ranks` form rings.
+    """Return how many context ranks exchange tokens for heads; the others of `ranks` form rings.
 
-    All of them in mode 'ulysses', none in 'ring' and 'gather'. In 'ring+ulysses' the most that divide both
-    ranks and key-value heads and leave some to the ring; a prime number of ranks goes to one of the two.
+    That is all ranks in mode 'ulysses' and one in 'ring' and 'gather'. In 'ring+ulysses' it is the largest
+    proper divisor of `ranks` that divides the key-value heads; a prime number of ranks goes to one of these.
     """
     if mode != "ring+ulysses":
         return ranks if mode == "ulysses" else 1
-    divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
-    proper = divisors if len(divisors) <= 2 else divisors[:-1]
+    sizes = divisors(ranks)
+    proper = sizes[:-1] if len(sizes) > 2 else sizes
     return max(size for size in proper if kv_heads % size == 0)
 
 
@@ -88,21 +107,20 @@ class Layout(FrozenModel):
     @field_validator("stages", mode="before")
     @classmethod
     def _cut(cls, given: Any) -> Any:
-        """One sentence for what is neither of the two words nor a list; a flag's numbers are text."""
+        """Raise one sentence for a value that is neither a cut nor a list; a flag gives numbers as text."""
         if given in ("even", "balanced"):
             return given
         items = [_whole(item) for item in given] if isinstance(given, (list, tuple)) else [None]
         if None not in items:
             return tuple(items)
-        text = repr(given)
         raise UserError(
-            f"layout.stages: {text if len(text) <= 60 else text[:57] + '...'} is not valid: it should be "
-            f"'even', 'balanced', or a list of the blocks in each stage, such as [3, 5] or, as a flag, 3,5"
+            f"layout.stages: {show(given)} is not valid: it should be 'even', 'balanced', or a list of the "
+            f"blocks in each stage, such as [3, 5] or, as a flag, 3,5"
         )
 
     @property
     def chunks(self) -> int:
-        """Stages of each pipeline rank: `virtual`, or what the schedule needs; 1 where there is one rank."""
+        """Stages of each pipeline rank: `virtual`, or as many as the schedule needs; 1 without a pipeline."""
         if self.pp == 1:
             return 1
         if self.virtual is not None:
@@ -117,12 +135,12 @@ class Layout(FrozenModel):
 
     @property
     def strides(self) -> dict[str, int]:
-        """How far apart in number neighbours on each axis of `axes_in_order` are."""
-        found, step = {}, 1
+        """Difference of the numbers of neighbouring ranks on each axis of `axes_in_order`."""
+        strides, step = {}, 1
         for name, size in reversed(self.axes_in_order):
-            found[name] = step
+            strides[name] = step
             step *= size
-        return found
+        return strides
 
     @property
     def world_size(self) -> int:
@@ -153,7 +171,7 @@ class Layout(FrozenModel):
 
     @property
     def expert_ranks(self) -> int:
-        """Number of ranks that the expert axis is folded out of: one stage's, of one replica."""
+        """Number of ranks of one stage and replica, which the expert axis is folded out of."""
         return self.dp * self.cp * self.tp
 
     @property
@@ -172,7 +190,7 @@ class Layout(FrozenModel):
 
 
 def _whole(item: Any) -> int | None:
-    """A whole number of at least 0, or the text of one; else None."""
+    """Return a whole number of at least 0, which may be given as text; None for anything else."""
     if isinstance(item, str) and item.isascii() and item.isdecimal() and len(item) < 10:
         return int(item)
     return item if isinstance(item, int) and not isinstance(item, bool) and item >= 0 else None

@@ -1,15 +1,15 @@
-"""From a TOML file and dotted flags to one validated `RunSpec`, with one sentence for each mistake."""
+"""Loading of a TOML file and dotted flags into a validated `RunSpec`, with one sentence per mistake."""
 
 from __future__ import annotations
 
 import copy
 import difflib
-import itertools
 import json
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -22,12 +22,15 @@ from meshwright.spec.schema import Key, known_keys, optional_tables
 
 Overrides = Sequence[tuple[str, str]]
 """Dotted flags in the order given: [("layout.dp", "2"), ...]."""
+Where = Callable[[str], str]
+"""Dotted key -> the flag or file that gave it, as messages name it."""
+Model = TypeVar("Model", bound=FrozenModel)
 
 
 def load(path: Path | None = None, overrides: Overrides = ()) -> RunSpec:
-    """Read a run file (or none), lay the flags over it, validate once.
+    """Return the spec of a run file (or none) and flags.
 
-    A flag wins over the file; a preset's fields yield to both. Raises `UserError`.
+    A flag takes precedence over the file, and both over the fields of a preset. Raises `UserError`.
     """
     tree = read_tree(path) if path is not None else {}
     return from_tree(tree, overrides, source=str(path) if path else "")
@@ -36,64 +39,67 @@ def load(path: Path | None = None, overrides: Overrides = ()) -> RunSpec:
 def from_tree(
     tree: dict[str, Any], overrides: Overrides = (), source: str = "", ranks: int | None = None
 ) -> RunSpec:
-    """Validate a nested dict with dotted flags laid over it; `source` names the file in messages.
+    """Validate a nested dict, with dotted flags taking precedence; `source` names the file in messages.
 
-    With `ranks`, the layout must be one of that many ranks.
+    With `ranks`, the layout must be one of that many ranks. Raises `UserError`.
     """
-    try:
-        return _validated(tree, overrides, source, ranks)
-    except UserError as error:
-        raise UserError(one_line(str(error))) from None
-
-
-def _validated(tree: dict[str, Any], overrides: Overrides, source: str, ranks: int | None) -> RunSpec:
-    merged = copy.deepcopy(tree)
-    for key, text in overrides:
-        _overlay(merged, key, text)
-    mistake = _Mistake({key for key, _ in overrides}, tree, source)
-    _tidy(merged, "", mistake)
-    try:
-        return RunSpec.model_validate(merged, context={"ranks": ranks})
-    except ValidationError as error:
-        raise UserError(_explain(error, mistake)) from None
-    except UserError as error:
-        key, colon, rest = str(error).partition(": ")
-        raise UserError(f"{mistake.where(key)}{colon}{rest}") from None
+    return _validated(RunSpec, tree, overrides, source, ranks)
 
 
 def fixed_layout(overrides: Overrides) -> dict[str, Any]:
-    """The keys of the layout that flags give, each read as its type says; rules over several are not applied.
+    """Return the keys of the layout that flags give, read as their types say, without the rules over several.
 
-    Flags for other tables are left out. Raises `UserError`.
+    Flags for other tables are ignored. Raises `UserError`.
     """
     given = [(key, text) for key, text in overrides if key.startswith("layout.")]
-    tree: dict[str, Any] = {"layout": {}}
-    for key, text in given:
-        _overlay(tree, key, text)
-    mistake = _Mistake({key for key, _ in given}, {}, "")
-    _tidy(tree, "", mistake)
-    try:
-        layout = _LayoutAlone.model_validate(tree).layout
-    except ValidationError as error:
-        raise UserError(_explain(error, mistake)) from None
-    except UserError as error:
-        raise UserError(f"--{error}") from None
-    return {name: getattr(layout, name) for name in tree["layout"]}
+    layout = _validated(_LayoutAlone, {"layout": {}}, given).layout
+    names = [key.split(".")[1] for key, _ in given]
+    return {name: getattr(layout, name) for name in names}
 
 
 class _LayoutAlone(FrozenModel):
     layout: Layout
 
 
+def _validated(
+    kind: type[Model], tree: dict[str, Any], overrides: Overrides, source: str = "", ranks: int | None = None
+) -> Model:
+    merged = copy.deepcopy(tree)
+    where = partial(_where, {key for key, _ in overrides}, tree, source)
+    try:
+        for key, text in overrides:
+            _overlay(merged, key, text)
+        _tidy(merged, "", where)
+        return kind.model_validate(merged, context={"ranks": ranks})
+    except ValidationError as error:
+        raise UserError(one_line(_explain(error, where))) from None
+    except UserError as error:
+        key, colon, rest = str(error).partition(": ")
+        raise UserError(one_line(f"{where(key)}{colon}{rest}")) from None
+
+
+def _where(flags: set[str], tree: dict[str, Any], source: str, key: str) -> str:
+    """Return `--key` for a key that a flag gives, `source: key` for one in the file, and else `key`."""
+    if key in flags:
+        return f"--{key}"
+    node: Any = tree
+    for name in key.split("."):
+        if not isinstance(node, dict) or name not in node:
+            return key
+        node = node[name]
+    return f"{source}: {key}" if source else key
+
+
 def one_line(text: str) -> str:
-    """`text` with line ends and other control characters escaped, as keys and values come from anywhere."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
+    """Return `text` with the line ends and other control characters of keys and values escaped."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def read_tree(path: Path) -> dict[str, Any]:
     """Read TOML, or the `run.json` of a run's folder, into a nested dict.
 
-    From a folder, `train.stop_at` is left out: it was a wish for one start of the run, which has come true.
+    From a folder, `train.stop_at` is omitted: it applied to one start of the run, which has ended. Raises
+    `UserError`.
     """
     if path.is_dir():
         tree = read_tree(path / "run.json")
@@ -102,15 +108,15 @@ def read_tree(path: Path) -> dict[str, Any]:
         _find_tokenizer(tree.get("data"), path / "tokenizer.json")
         return tree
     if not path.is_file():
-        near = did_you_mean(path.name, [beside.name for beside in path.parent.glob("*.toml")])
+        near = did_you_mean(path.name, [file.name for file in path.parent.glob("*.toml")])
         raise UserError(f"there is no run file, and no run's folder, {path}{near}")
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".json":
-            found = json.loads(text)["spec"]
-            if not isinstance(found, dict):
+            tree = json.loads(text)["spec"]
+            if not isinstance(tree, dict):
                 raise TypeError("'spec' is not a table")
-            return found
+            return tree
         return tomllib.loads(text)
     except (OSError, tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from None
@@ -121,30 +127,12 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 
 def _find_tokenizer(data: Any, kept: Path) -> None:
-    """Name the tokenizer that a run's folder keeps where the one on record is gone: the folder has moved."""
+    """Name the tokenizer in a run's folder if the recorded one is missing, as the folder was moved."""
     named = data.get("tokenizer") if isinstance(data, dict) else None
     if not isinstance(named, str) or not named.endswith(".json") or not kept.is_file():
         return
     if not Path(named).expanduser().is_file():
         data["tokenizer"] = str(kept.resolve())
-
-
-class _Mistake:
-    """Where a key was given: by a flag, in the file, or by neither (a default, or a rule over several)."""
-
-    def __init__(self, flags: set[str], tree: dict[str, Any], source: str) -> None:
-        self.flags, self.tree, self.source = flags, tree, source
-
-    def where(self, key: str) -> str:
-        """`--key` for a flag's key, `file: key` for one that stands in the file, else `key`."""
-        if key in self.flags:
-            return f"--{key}"
-        node: Any = self.tree
-        for name in key.split("."):
-            if not isinstance(node, dict) or name not in node:
-                return key
-            node = node[name]
-        return f"{self.source}: {key}" if self.source else key
 
 
 def _overlay(tree: dict[str, Any], name: str, text: str) -> None:
@@ -155,16 +143,16 @@ def _overlay(tree: dict[str, Any], name: str, text: str) -> None:
     node = tree
     for step in path:
         if not isinstance(node.get(step), dict):
-            # A value of another shape, such as "none", makes way for the table that the flag speaks of.
+            # A value of another type, such as "none", makes way for the table of the flag.
             node[step] = {}
         node = node[step]
     node[last] = None if name in optional_tables() else _value(key, text)
 
 
 def _flag_key(name: str, text: str) -> Key | None:
-    """The key of a dotted flag; None for an entry of a table whose keys the user names, and for no table."""
+    """Return the key of a dotted flag; None for an entry of a table with the user's keys, or 'none'."""
     known = known_keys()
-    if name in known and not known[name].is_table:
+    if name in known and "object" not in known[name].types:
         return known[name]
     if _table_of(name) or (name in optional_tables() and _is_none(text)):
         return None
@@ -179,46 +167,46 @@ def _flag_key(name: str, text: str) -> Key | None:
 
 
 def _table_of(name: str) -> str:
-    """The table with keys of the user's that a dotted flag names an entry of, or an empty text."""
-    return next((t for t, key in known_keys().items() if key.is_table and name.startswith(f"{t}.")), "")
+    """Return the table with the user's keys that has a dotted flag as an entry, or an empty string."""
+    return next(
+        (t for t, key in known_keys().items() if "object" in key.types and name.startswith(f"{t}.")), ""
+    )
 
 
 def _value(key: Key | None, text: str) -> Any:
-    """A flag's value as its key takes it: text as it is, a list at its commas, the rest as TOML reads it."""
+    """Return a flag's value as its key takes it: text as given, a list split at commas, the rest as TOML."""
     if key is not None and key.optional and text.lower() == "none":
         return None
     if key is not None and (key.is_text or text in key.choices):
         return text
-    if key is not None and key.is_list and not text.lstrip().startswith("["):
+    if key is not None and "array" in key.types and not text.lstrip().startswith("["):
         return [item.strip() for item in text.split(",") if item.strip()]
     try:
-        found = tomllib.loads(f"value = {text}")
+        parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    return found["value"] if len(found) == 1 else text
+    return parsed["value"] if len(parsed) == 1 else text
 
 
-def _tidy(node: dict[str, Any], prefix: str, mistake: _Mistake) -> None:
-    """Read 'none' as no value, and refuse what would pass for another type: a truth value or text for a
-    number. A whole number may be written as one with a fraction of 0, since TOML reads 1e9 so."""
-    known = known_keys()
+def _tidy(node: dict[str, Any], prefix: str, where: Where) -> None:
+    """Replace 'none' by None, and refuse booleans and texts that pydantic would convert to another type.
+
+    A whole number may be written with a fraction of 0, since TOML reads 1e9 so.
+    """
     for name, value in node.items():
-        key = known.get(prefix + name)
+        key = known_keys().get(prefix + name)
+        may_be_none = key.optional if key else prefix + name in optional_tables()
         if isinstance(value, dict) and not (key and key.is_text):
-            _tidy(value, f"{prefix}{name}.", mistake)
-        elif _is_none(value) and _may_be_none(prefix + name, known):
+            _tidy(value, f"{prefix}{name}.", where)
+        elif _is_none(value) and may_be_none:
             node[name] = None
         elif key is not None and not _fits(key, value):
             wanted = key.text.replace("|", " or ")
-            raise UserError(f"{mistake.where(key.name)}: {show(value)} is not valid: it should be {wanted}")
+            raise UserError(f"{where(key.name)}: {show(value)} is not valid: it should be {wanted}")
 
 
 def _is_none(value: Any) -> bool:
     return isinstance(value, str) and value.lower() == "none"
-
-
-def _may_be_none(name: str, known: dict[str, Key]) -> bool:
-    return known[name].optional if name in known else name in optional_tables()
 
 
 def _fits(key: Key, value: Any) -> bool:
@@ -226,60 +214,50 @@ def _fits(key: Key, value: Any) -> bool:
         return key.is_switch
     if key.is_text:
         return isinstance(value, str) or (value is None and key.optional)
-    plain = isinstance(value, (str, int, float)) and not (key.choices or key.is_list or key.is_table)
-    if plain and key.is_switch:
-        return False
-    return not (plain and isinstance(value, str) and str not in key.kinds)
+    if key.choices or {"array", "object"} & {*key.types}:
+        return True
+    return not isinstance(value, str) and not (key.is_switch and isinstance(value, (int, float)))
 
 
-def _explain(error: ValidationError, mistake: _Mistake) -> str:
-    """One sentence for the first of pydantic's errors: where, which key, which value, why."""
+def _explain(error: ValidationError, where: Where) -> str:
+    """Return one sentence for the first error of pydantic: place, key, value and reason."""
     first = error.errors(include_url=False)[0]
     kind, value = first["type"], first["input"]
     key, branch = _without_branch([str(part) for part in first["loc"]])
-    where = mistake.where(key)
+    place = where(key)
     known = known_keys()
     if kind == "extra_forbidden":
         if key in known:
-            return f"{where}: is no key of '{branch}'; it goes with another choice"
-        return f"{where}: unknown key{_nearest(key, known)}"
+            return f"{place}: is no key of '{branch}'; it goes with another choice"
+        return f"{place}: unknown key{_nearest(key, known)}"
     if kind == "missing":
-        return f"{where}: is missing; give it, or a model.preset that has it"
+        return f"{place}: is missing; give it, or a model.preset that has it"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        tag = f"{key}.{first['ctx']['discriminator'].strip(chr(39))}"
+        key = f"{key}.{first['ctx']['discriminator'].strip(chr(39))}"
         if kind == "union_tag_not_found":
-            return f"{where}: needs {tag}, one of {_choices(known[tag])}"
-        value = first["ctx"]["tag"]
-        hint = did_you_mean(str(value), map(str, known[tag].choices))
-        return f"{mistake.where(tag)}: {show(value)} is not one of {_choices(known[tag])}{hint}"
-    if kind in ("model_type", "model_attributes_type", "dict_type"):
-        return f"{where}: is a table of keys, not {show(value)}"
-    if kind == "literal_error":
+            return f"{place}: needs {key}, one of {', '.join(map(str, known[key].choices))}"
+    if kind in ("union_tag_invalid", "literal_error"):
+        value = first["ctx"].get("tag", value)
+        expected = first["ctx"].get("expected_tags") or first["ctx"]["expected"]
         hint = did_you_mean(str(value), map(str, known[key].choices))
-        return f"{where}: {show(value)} is not valid: it should be {first['ctx']['expected']}{hint}"
+        return f"{where(key)}: {show(value)} is not valid: it should be {expected}{hint}"
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{place}: is a table of keys, not {show(value)}"
     message = first["msg"].replace("Input should", "it should").replace("tuple", "list")
-    return f"{where}: {show(value)} is not valid: {message[0].lower()}{message[1:]}"
+    return f"{place}: {show(value)} is not valid: {message[0].lower()}{message[1:]}"
 
 
 def _without_branch(location: list[str]) -> tuple[str, str]:
-    """The dotted key of pydantic's location, without the name of a union's branch; and that name."""
-    for depth, table in ((1, ["recompute"]), (2, ["model", "rope_scaling"])):
-        if location[:depth] == table and len(location) > depth + 1:
-            branch = location[depth]
-            location = [*table, *location[depth + 1 :]]
-            break
-    else:
-        branch = ""
-    items = itertools.takewhile(str.isdigit, reversed(location))  # places in a list are no keys
-    return ".".join(location[: len(location) - len(list(items))]), branch
-
-
-def _choices(key: Key) -> str:
-    return ", ".join(map(str, key.choices))
+    """Return the dotted key of pydantic's location without the name of a union's branch, and that name."""
+    names, branch = [name for name in location if not name.isdigit()], ""  # indices of a list are not keys
+    for depth, table in ((1, "recompute"), (2, "model.rope_scaling")):
+        if ".".join(names[:depth]) == table and len(names) > depth + 1:
+            branch = names.pop(depth)
+    return ".".join(names), branch
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """A hint for an unknown key: its last word in another table, a near word in its own, or in any."""
+    """Return a hint for an unknown key: its last word in another table, or a close word in its own or any."""
     keys = list(known)
     table, _, last = name.rpartition(".")
     if not table and (hint := did_you_mean(name, RunSpec.model_fields)):
@@ -287,8 +265,8 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     if same := [key for key in keys if key.rpartition(".")[2] == last]:
         return did_you_mean(name, same) or f"; did you mean '{same[0]}'?"
     own = [key for key in keys if key.rpartition(".")[0] == table]
-    for among in (own, keys):
-        words = {key.rpartition(".")[2]: key for key in reversed(among)}
+    for candidates in (own, keys):
+        words = {key.rpartition(".")[2]: key for key in reversed(candidates)}
         if close := difflib.get_close_matches(last, words, n=1):
             return f"; did you mean '{words[close[0]]}'?"
     if own:

@@ -1,219 +1,63 @@
-"""The model: every number that the decoder, the planner and the HF converters read."""
+"""`ModelSpec`: an architecture with its numbers of parameters and of floating-point operations."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from functools import lru_cache
 
-from pydantic import Field, model_validator
-
-from meshwright.spec.base import FrozenModel
-from meshwright.spec.errors import UserError, did_you_mean
-from meshwright.spec.hf import read_hf_config
-from meshwright.spec.moe_mla import MlaSpec, MoeSpec
-from meshwright.spec.presets import PRESETS
+from meshwright.spec.architecture import Architecture
+from meshwright.spec.parameters import Parameter, block_parameters, parameters
 
 
-class LinearRope(FrozenModel):
-    """Positions divided by `factor` (Chen et al. 2023, position interpolation)."""
-
-    kind: Literal["linear"] = "linear"
-    factor: float = Field(gt=0)
-
-
-class Llama3Rope(FrozenModel):
-    """Long wavelengths divided by `factor`, short ones kept, a ramp between (Llama 3.1, 2024)."""
-
-    kind: Literal["llama3"] = "llama3"
-    factor: float = Field(8.0, gt=0)
-    low_freq_factor: float = Field(1.0, gt=0)
-    high_freq_factor: float = Field(4.0, gt=0)
-    original_max_seq_len: int = Field(8192, ge=1)
-
-
-class YarnRope(FrozenModel):
-    """Wavelengths that turn seldom divided by `factor`, others kept, a ramp between (Peng et al. 2023, YaRN).
-
-    The ramp is between the channels that turn `beta_fast` and `beta_slow` times in the original length.
-    Cosines and sines are multiplied by `attention_factor`; without one it is 0.1 m ln(factor) + 1 with m = 1,
-    or, where both are given, the quotient of that with `mscale` and with `mscale_all_dim`. Latent attention's
-    scores are multiplied by the square of that with `mscale_all_dim` (DeepSeek-AI 2024).
-    """
-
-    kind: Literal["yarn"] = "yarn"
-    factor: float = Field(gt=0)
-    original_max_seq_len: int = Field(ge=1)
-    beta_fast: float = Field(32.0, gt=0)
-    beta_slow: float = Field(1.0, gt=0)
-    attention_factor: float | None = Field(None, gt=0)
-    mscale: float = Field(0.0, ge=0)
-    mscale_all_dim: float = Field(0.0, ge=0)
-    truncate: bool = Field(True, description="the ramp begins and ends at whole channels")
-
-
-RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator="kind")]
-
-
-class ModelSpec(FrozenModel):
-    """A decoder-only transformer. `preset` or `hf` fill the fields; fields given beside them win."""
-
-    preset: str | None = Field("tiny", description="one of the named models (`meshwright spec presets`)")
-    hf: str | None = Field(None, description="a folder with an HF config.json, or the file itself")
-    family: Literal["llama", "qwen3", "mistral", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3"] = Field(
-        "llama", description="names used by HF export"
-    )
-    layers: int = Field(ge=1, le=10_000)
-    hidden: int = Field(ge=1)
-    ffn: int = Field(ge=1)
-    heads: int = Field(ge=1)
-    kv_heads: int = Field(ge=1)
-    head_dim: int = Field(ge=1)
-    vocab_size: int = Field(ge=2)
-    max_seq_len: int = Field(2048, ge=1, description="a hard limit for learned positions only")
-    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    norm_eps: float = Field(1e-5, gt=0)
-    activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
-    position: Literal["rope", "learned"] = "rope"
-    rope_theta: float = Field(10000.0, gt=0)
-    rope_scaling: RopeScaling | None = None
-    sliding_window: int | None = Field(
-        None, ge=1, description="attend to this many positions, one's own included"
-    )
-    qk_norm: bool = Field(False, description="RMSNorm of each query and key head")
-    qkv_bias: bool = False
-    out_bias: bool = Field(False, description="a bias on the attention's output projection")
-    mlp_bias: bool = False
-    tied: bool = Field(False, description="the embedding is also the output head")
-    init_std: float = Field(0.02, gt=0)
-    moe: MoeSpec | None = Field(None, description="experts in place of the feed-forward layer")
-    mla: MlaSpec | None = Field(None, description="attention over latents in place of grouped queries")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill(cls, given: Any) -> Any:
-        if not isinstance(given, dict):
-            return given
-        if cls.model_fields.keys() <= given.keys():
-            return given  # a whole record, such as run.json's: it needs no file that may have moved since
-        base: dict[str, Any] = {}
-        if given.get("hf") is not None and given.get("preset") is not None:
-            raise UserError(
-                f"model.preset: {given['preset']!r} is given beside model.hf = {given['hf']!r}; "
-                f"give one of them"
-            )
-        if (
-            given.get("hf") is not None and not given.keys() >= _REQUIRED
-        ):  # a resolved spec needs the folder no more
-            base = {"preset": None, **read_hf_config(given["hf"])}
-        elif (preset := given.get("preset", "tiny")) is not None:
-            if preset not in PRESETS:
-                hint = did_you_mean(str(preset), PRESETS) or f"; known: {', '.join(PRESETS)}"
-                raise UserError(f"model.preset: there is no preset '{preset}'{hint}")
-            base = {"preset": preset, **PRESETS[preset]}
-        for table in ("moe", "mla"):  # keys given for a preset's table win one by one
-            if isinstance(given.get(table), dict) and isinstance(base.get(table), dict):
-                given = {**given, table: {**base[table], **given[table]}}
-        full = {**base, **given}
-        return {**full, **_derived(full, given)}
+class ModelSpec(Architecture):
+    """A decoder-only transformer. `preset` or `hf` fill the fields; those that are given take precedence."""
 
     @property
     def parameters(self) -> int:
         """Number of parameters, tied ones once."""
-        from meshwright.spec.parameters import parameters
-
         return sum(parameter.size for unit in parameters(self).values() for parameter in unit)
 
     @property
     def active_parameters(self) -> int:
-        """Number of parameters that one token is computed with: of the routed experts only its own."""
-        if self.moe is None:
-            return self.parameters
-        from meshwright.spec.parameters import parameters
-
-        every = [parameter for unit in parameters(self).values() for parameter in unit]
-        routed = sum(parameter.size for parameter in every if parameter.expert)
-        return self.parameters - routed + routed // self.moe.experts * self.moe.top_k
-
-    @property
-    def rope_dim(self) -> int:
-        """Channels of a head that turn with its position, where positions are rotary."""
-        return self.head_dim if self.mla is None else self.mla.rope_dim
-
-    @property
-    def v_dim(self) -> int:
-        """Channels of a head's values."""
-        return self.head_dim if self.mla is None else self.mla.v_dim
-
-    def has_experts(self, layer: int) -> bool:
-        """True if layer `layer` (from 0) has experts."""
-        return self.moe is not None and self.moe.has_experts(layer)
-
-    def flops_per_token(self, seq_len: int) -> float:
-        """Model FLOPs of training on one token, forward and backward, in sequences of `seq_len` tokens.
-
-        Two FLOPs for each multiply-add, and twice the forward for the backward: 6 for each weight that is
-        multiplied (the head's included, the embedding's lookup not; of experts those that the token takes),
-        and for attention's two products 12 * layers * heads * head_dim * seq_len, the causal half counted
-        whole (Chowdhery et al. 2022, PaLM, appendix B). Recomputation is not counted: it is the hardware's
-        work, not the model's.
-        """
-        blocks = sum(self.block_flops(seq_len, layer) for layer in range(self.layers))
-        return 3.0 * (blocks + self.head_flops)
-
-    def block_flops(self, seq_len: int, layer: int) -> int:
-        """Forward FLOPs of block `layer` on one token: its weights' and, as above, attention's."""
-        channels = self.head_dim + self.v_dim
-        return self.block_weight_flops(layer) + 2 * self.heads * channels * seq_len
-
-    def block_weight_flops(self, layer: int) -> int:
-        """Forward FLOPs of block `layer`'s weights on one token."""
-        return 2 * (self._attention_weights + self._feed_forward_weights(layer))
-
-    @property
-    def _attention_weights(self) -> int:
-        """Weights of one attention layer that a token is multiplied with."""
-        if (mla := self.mla) is not None:
-            heads, ranks = self.heads, mla.kv_rank
-            q = self.heads * self.head_dim
-            queries = self.hidden * q if mla.q_rank is None else (self.hidden + q) * mla.q_rank
-            latents = self.hidden * (ranks + mla.rope_dim)
-            expanded = ranks * heads * (self.head_dim - mla.rope_dim + mla.v_dim)
-            return queries + latents + expanded + heads * mla.v_dim * self.hidden
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return self.hidden * (q + 2 * kv) + q * self.hidden
-
-    def _feed_forward_weights(self, layer: int) -> int:
-        """Weights of one feed-forward layer that a token is multiplied with."""
-        maps = 3 if self.activation == "swiglu" else 2
-        if self.moe is None or not self.has_experts(layer):
-            return maps * self.hidden * self.ffn
-        channels = self.moe.top_k * self.moe.ffn + self.moe.shared_ffn
-        return maps * self.hidden * channels + self.moe.experts * self.hidden
+        """Number of parameters that one token is computed with; only its own of the routed experts count."""
+        return sum(_active_size(self, parameter) for unit in parameters(self).values() for parameter in unit)
 
     @property
     def head_flops(self) -> int:
         """Forward FLOPs of the output head on one token."""
         return 2 * self.vocab_size * self.hidden
 
+    def flops_per_token(self, seq_len: int) -> float:
+        """Model FLOPs of training on one token, forward and backward, in sequences of `seq_len` tokens.
 
-_REQUIRED = frozenset(name for name, field in ModelSpec.model_fields.items() if field.is_required())
-"""The fields that a preset or an HF config gives."""
+        Counts 2 FLOPs per multiply-add and twice the forward for the backward. That is 6 for each weight that
+        is multiplied (the head included, the embedding lookup not, and only those experts that the token is
+        routed to), and 12 * layers * heads * head_dim * seq_len for the two products of attention, without a
+        discount for the causal mask (Chowdhery et al. 2022, PaLM, appendix B). Recomputation is not counted,
+        as it is work of the hardware, not of the model.
+        """
+        blocks = sum(self.block_flops(seq_len, layer) for layer in range(self.layers))
+        return 3.0 * (blocks + self.head_flops)
+
+    def block_flops(self, seq_len: int, layer: int) -> int:
+        """Forward FLOPs of block `layer` on one token: its weights, and attention as above."""
+        channels = self.head_dim + self.v_dim
+        return self.block_weight_flops(layer) + 2 * self.heads * channels * seq_len
+
+    def block_weight_flops(self, layer: int) -> int:
+        """Forward FLOPs of the weights of block `layer` on one token."""
+        return _weight_flops(self, self.has_experts(layer))
 
 
-def _derived(full: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Fields that follow from others unless they are given: kv_heads from heads, head_dim from hidden.
+def _active_size(model: ModelSpec, parameter: Parameter) -> int:
+    """Number of elements that one token is computed with: all, or those of its own experts."""
+    if model.moe is None or not parameter.expert:
+        return parameter.size
+    return parameter.size // model.moe.experts * model.moe.top_k
 
-    A preset's head_dim is dropped when the user changes hidden or heads without naming head_dim.
-    """
-    derived: dict[str, Any] = {}
-    heads, hidden = full.get("heads"), full.get("hidden")
-    resized = "head_dim" not in given and ("heads" in given or "hidden" in given)
-    if (full.get("head_dim") is None or resized) and isinstance(heads, int) and isinstance(hidden, int):
-        if heads < 1 or hidden % heads:
-            raise UserError(
-                f"model.heads: {heads} heads do not divide hidden {hidden}; "
-                f"give model.head_dim, or heads that divide {hidden}"
-            )
-        derived["head_dim"] = hidden // heads
-    if full.get("kv_heads") is None and heads is not None:
-        derived["kv_heads"] = heads
-    return derived
+
+@lru_cache(maxsize=64)
+def _weight_flops(model: ModelSpec, experts: bool) -> int:
+    """Forward FLOPs on one token of the matrices in the first block with, or without, experts."""
+    layer = next(layer for layer in range(model.layers) if model.has_experts(layer) == experts)
+    matrices = [parameter for parameter in block_parameters(model, layer) if len(parameter.shape) > 1]
+    return 2 * sum(_active_size(model, parameter) for parameter in matrices)

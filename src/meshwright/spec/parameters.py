@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, prod
 from typing import Literal
 
-from meshwright.spec.model import ModelSpec
+from meshwright.spec.architecture import Architecture
 from meshwright.spec.sharded_tensor import ShardedTensor
-from meshwright.spec.stages import Stage
 
 Split = Literal["vocabulary", "heads", "kv_heads", "ffn"]
 
@@ -38,46 +37,21 @@ class Parameter:
         return prod(self.shape)
 
 
-def parameters(model: ModelSpec) -> dict[str, list[Parameter]]:
-    """The parameters of each unit, by the unit's name: embed, blocks.0, ..., head; tied ends are one unit."""
-    return {name: list(listed) for name, listed in _every(model).items()}
-
-
-@lru_cache(maxsize=8)
-def _every(model: ModelSpec) -> dict[str, list[Parameter]]:
-    """Cached `parameters`, since each rank of a pipeline asks for them again."""
-    found = {"embed": list(_embed(model))}
-    found |= {f"blocks.{i}": list(block_parameters(model, i)) for i in range(model.layers)}
-    head = list(_norm(model, "head.norm"))
-    if model.tied:
-        found["embed"] += head
-        return found
-    weight = Parameter("head.weight", (model.vocab_size, model.hidden), "vocabulary")
-    return found | {"head": [weight, *head]}
-
-
-def parameters_of(model: ModelSpec, own: Sequence[Stage]) -> dict[str, list[Parameter]]:
-    """The parameters of the units in the stages of one rank; tied ends on different ranks are two units."""
-    ends = {"embed": any(stage.embed for stage in own), "head": any(stage.head for stage in own)}
-    blocks = {f"blocks.{i}" for stage in own for i in stage.blocks}
-    every = _every(model)
-    found = {name: listed for name, listed in every.items() if name in blocks}
-    if not model.tied or all(ends.values()):
-        return {name: listed for name, listed in every.items() if name in found or ends.get(name, False)}
-    norm = list(_norm(model, "head.norm"))
-    embed = [parameter for parameter in every["embed"] if parameter not in norm]
-    if ends["embed"]:
-        return {"embed": embed, **found}
-    return {**found, "head": [embed[0], *norm]} if ends["head"] else found
-
-
-def _embed(model: ModelSpec) -> Iterator[Parameter]:
-    yield Parameter("embed.weight", (model.vocab_size, model.hidden), "vocabulary")
+@lru_cache(maxsize=8)  # each rank of a pipeline asks for them again
+def parameters(model: Architecture) -> Mapping[str, tuple[Parameter, ...]]:
+    """Return the parameters of each unit by its name: embed, blocks.0, ..., head; tied ends are one unit."""
+    embed = [Parameter("embed.weight", (model.vocab_size, model.hidden), "vocabulary")]
     if model.position == "learned":
-        yield Parameter("embed.positions", (model.max_seq_len, model.hidden))
+        embed.append(Parameter("embed.positions", (model.max_seq_len, model.hidden)))
+    norm = _norm(model, "head.norm")
+    blocks = {f"blocks.{layer}": tuple(block_parameters(model, layer)) for layer in range(model.layers)}
+    if model.tied:
+        return {"embed": (*embed, *norm), **blocks}
+    weight = Parameter("head.weight", (model.vocab_size, model.hidden), "vocabulary")
+    return {"embed": tuple(embed), **blocks, "head": (weight, *norm)}
 
 
-def block_parameters(model: ModelSpec, layer: int) -> Iterator[Parameter]:
+def block_parameters(model: Architecture, layer: int) -> Iterator[Parameter]:
     """The parameters of block `layer`."""
     name = f"blocks.{layer}"
     yield from _norm(model, f"{name}.attn_norm")
@@ -89,40 +63,40 @@ def block_parameters(model: ModelSpec, layer: int) -> Iterator[Parameter]:
         yield from _mlp(model, f"{name}.mlp", model.ffn)
 
 
-def _attention(model: ModelSpec, name: str) -> Iterator[Parameter]:
+def _attention(model: Architecture, name: str) -> Iterator[Parameter]:
     q, kv = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    yield from _columns(f"{name}.q", q, model.hidden, model.qkv_bias, "heads")
-    yield from _columns(f"{name}.k", kv, model.hidden, model.qkv_bias, "kv_heads")
-    yield from _columns(f"{name}.v", kv, model.hidden, model.qkv_bias, "kv_heads")
-    yield from _rows(f"{name}.o", model.hidden, q, model.out_bias, "heads")
+    yield from _linear(f"{name}.q", q, model.hidden, model.qkv_bias, "heads")
+    for which in ("k", "v"):
+        yield from _linear(f"{name}.{which}", kv, model.hidden, model.qkv_bias, "kv_heads")
+    yield from _linear(f"{name}.o", model.hidden, q, model.out_bias, "heads", dim=1)
     if model.qk_norm:
         for which in ("q_norm", "k_norm"):
             yield Parameter(f"{name}.{which}.weight", (model.head_dim,), after_reduce=False)
 
 
-def _latent(model: ModelSpec, name: str) -> Iterator[Parameter]:
+def _latent(model: Architecture, name: str) -> Iterator[Parameter]:
     """Each rank projects whole tokens to latents; the layers that expand these are split by heads."""
     assert model.mla is not None
     mla, hidden, q = model.mla, model.hidden, model.heads * model.head_dim
     if mla.q_rank is not None:
         yield Parameter(f"{name}.q_a.weight", (mla.q_rank, hidden))
         yield Parameter(f"{name}.q_a_norm.weight", (mla.q_rank,))
-    yield from _columns(f"{name}.q", q, mla.q_rank or hidden, False, "heads")
+    yield from _linear(f"{name}.q", q, mla.q_rank or hidden, False, "heads")
     yield Parameter(f"{name}.kv_a.weight", (mla.kv_rank + mla.rope_dim, hidden))
     yield Parameter(f"{name}.kv_a_norm.weight", (mla.kv_rank,))
     expanded = model.heads * (model.head_dim - mla.rope_dim + mla.v_dim)
-    yield from _columns(f"{name}.kv", expanded, mla.kv_rank, False, "heads")
-    yield from _rows(f"{name}.o", hidden, model.heads * mla.v_dim, False, "heads")
+    yield from _linear(f"{name}.kv", expanded, mla.kv_rank, False, "heads")
+    yield from _linear(f"{name}.o", hidden, model.heads * mla.v_dim, False, "heads", dim=1)
 
 
-def _mlp(model: ModelSpec, name: str, channels: int) -> Iterator[Parameter]:
+def _mlp(model: Architecture, name: str, channels: int) -> Iterator[Parameter]:
     if model.activation == "swiglu":
-        yield from _columns(f"{name}.gate", channels, model.hidden, model.mlp_bias, "ffn")
-    yield from _columns(f"{name}.up", channels, model.hidden, model.mlp_bias, "ffn")
-    yield from _rows(f"{name}.down", model.hidden, channels, model.mlp_bias, "ffn")
+        yield from _linear(f"{name}.gate", channels, model.hidden, model.mlp_bias, "ffn")
+    yield from _linear(f"{name}.up", channels, model.hidden, model.mlp_bias, "ffn")
+    yield from _linear(f"{name}.down", model.hidden, channels, model.mlp_bias, "ffn", dim=1)
 
 
-def _mixture(model: ModelSpec, name: str) -> Iterator[Parameter]:
+def _mixture(model: Architecture, name: str) -> Iterator[Parameter]:
     """Each rank routes its own tokens, so gradients of the router are always partial."""
     assert model.moe is not None
     moe, hidden = model.moe, model.hidden
@@ -134,24 +108,23 @@ def _mixture(model: ModelSpec, name: str) -> Iterator[Parameter]:
         yield from _mlp(model, f"{name}.shared", moe.shared_ffn)
 
 
-def _norm(model: ModelSpec, name: str) -> Iterator[Parameter]:
+def _norm(model: Architecture, name: str) -> Iterator[Parameter]:
     yield Parameter(f"{name}.weight", (model.hidden,))
     if model.norm == "layernorm":
         yield Parameter(f"{name}.bias", (model.hidden,))
 
 
-def _columns(name: str, outputs: int, inputs: int, bias: bool, split: Split) -> Iterator[Parameter]:
-    """A linear map whose outputs are split (Shoeybi et al. 2019, §3)."""
-    yield Parameter(f"{name}.weight", (outputs, inputs), split)
-    if bias:
-        yield Parameter(f"{name}.bias", (outputs,), split)
+def _linear(
+    name: str, outputs: int, inputs: int, bias: bool, split: Split, dim: int = 0
+) -> Iterator[Parameter]:
+    """A linear map split over the tensor ranks (Shoeybi et al. 2019, §3).
 
-
-def _rows(name: str, outputs: int, inputs: int, bias: bool, split: Split) -> Iterator[Parameter]:
-    """A linear map whose inputs are split: its outputs are summed over the ranks, then the bias is added."""
-    yield Parameter(f"{name}.weight", (outputs, inputs), split, dim=1)
+    Its outputs are split with dim 0. With dim 1 its inputs are: the outputs are summed over the ranks, and
+    then the whole bias is added.
+    """
+    yield Parameter(f"{name}.weight", (outputs, inputs), split, dim)
     if bias:
-        yield Parameter(f"{name}.bias", (outputs,))
+        yield Parameter(f"{name}.bias", (outputs,), None if dim else split)
 
 
 @dataclass(frozen=True)
@@ -196,7 +169,7 @@ class Piece(ShardedTensor):
         return max(0, min(self.size, self.first + self.size - self.global_shape[self.dim]))
 
 
-def piece_of(parameter: Parameter, model: ModelSpec, tp: int, rank: int, sequence_parallel: bool) -> Piece:
+def piece_of(parameter: Parameter, model: Architecture, tp: int, rank: int, sequence_parallel: bool) -> Piece:
     """The piece of tensor rank `rank` of `tp`; with tp = 1 the whole parameter."""
     shape, dim = parameter.shape, parameter.dim
     origin = (0,) * len(shape)

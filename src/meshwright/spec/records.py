@@ -21,10 +21,6 @@ from meshwright.spec.errors import UserError, did_you_mean
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Positive = Annotated[Number, Field(gt=0)]
 NotNegative = Annotated[Number, Field(ge=0)]
-Integer = Annotated[
-    int, BeforeValidator(lambda value: _integral(value)), Field(strict=True)
-]  # TOML and JSON may write 8e10
-Count = Annotated[Integer, Field(ge=1)]
 
 _WORDS = {
     "Input should be": "it should be",
@@ -40,8 +36,12 @@ _WORDS = {
 T = TypeVar("T")
 
 
-def _integral(value: Any) -> Any:
+def _integral(value: Any) -> Any:  # TOML and JSON may write 8e10
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, BeforeValidator(_integral), Field(strict=True)]
+Count = Annotated[Integer, Field(ge=1)]
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,14 @@ class Record:
 
 
 def read(kind: type[T], tree: Any, where: str = "") -> T:
-    """The `kind` that a tree of plain values describes. Raises `UserError`, which starts with `where`."""
+    """Return the `kind` that a tree of plain values describes. Raises `UserError`, starting with `where`."""
+    prefix = f"{where}: " if where else ""
     try:
         return TypeAdapter(kind).validate_python(tree)
     except ValidationError as error:
-        raise UserError(f"{where}: {sentence(error, kind)}" if where else sentence(error, kind)) from None
+        raise UserError(prefix + sentence(error, kind)) from None
     except UserError as error:
-        raise UserError(f"{where}: {error}" if where else str(error)) from None
+        raise UserError(f"{prefix}{error}") from None
 
 
 def sentence(error: ValidationError, kind: Any) -> str:
@@ -83,7 +84,8 @@ def sentence(error: ValidationError, kind: Any) -> str:
     known = _names(parent)
     if location and isinstance(location[-1], int) and known:
         location[-1] = known[location[-1]] if location[-1] < len(known) else str(location[-1])
-    where = _dotted(location) or "the file"
+    dotted = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    where = dotted.removeprefix(".") or "the file"
     if cause == "unexpected_keyword_argument":
         hint = did_you_mean(str(location[-1]), known) or f"; the keys are {', '.join(known)}"
         return f"{where}: unknown key{hint}"
@@ -94,13 +96,13 @@ def sentence(error: ValidationError, kind: Any) -> str:
         choices = get_args(_type_at(kind, location))
         return f"{where}: {show(value)} is not one of {', '.join(choices)}{did_you_mean(str(value), choices)}"
     if cause in ("dataclass_type", "dataclass_exact_type"):
-        return f"{where}: {show(value)} is not valid: it should be a table"
-    if cause in ("named_tuple_type", "too_long"):
-        names = _names(_type_at(kind, location))
-        return f"{where}: {show(value)} is not valid: it should be a list of {', '.join(names)}"
-    reason = first["msg"]
-    for words, plain in _WORDS.items():
-        reason = reason.replace(words, plain)
+        reason = "it should be a table"
+    elif cause in ("named_tuple_type", "too_long"):
+        reason = f"it should be a list of {', '.join(_names(_type_at(kind, location)))}"
+    else:
+        reason = first["msg"]
+        for words, plain in _WORDS.items():
+            reason = reason.replace(words, plain)
     return f"{where}: {show(value)} is not valid: {reason}"
 
 
@@ -127,10 +129,3 @@ def _type_at(kind: Any, location: Sequence[str | int]) -> Any:
             return None
         kind = next(iter(get_args(kind))) if get_origin(kind) in (Union, types.UnionType) else kind
     return kind
-
-
-def _dotted(location: Sequence[str | int]) -> str:
-    text = ""
-    for part in location:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text

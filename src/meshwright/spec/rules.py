@@ -1,40 +1,34 @@
-"""Rules across parts of the spec: one function per rule, one sentence that names the axis and the values."""
+"""Rules across sections of the spec: one function per rule, one sentence with the key and the values."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from math import gcd
+from typing import Any
 
-from meshwright.spec.arithmetic import divisors, nearest
+from meshwright.spec.arithmetic import check_at_most, check_divides, divisors, nearest
 from meshwright.spec.errors import UserError
-from meshwright.spec.layout import ONE_STAGE, TWO_STAGES
-from meshwright.spec.rules_moe_mla import SPARSE_RULES
+from meshwright.spec.layout import SPLIT, TWO_STAGES, virtual_problem
+from meshwright.spec.model import ModelSpec
+from meshwright.spec.sections import Sections
 from meshwright.spec.stages import even
 
-if TYPE_CHECKING:
-    from meshwright.spec.model import ModelSpec
-    from meshwright.spec.run import RunSpec
+
+def heads_share_keys(spec: Sections) -> None:
+    """Grouped-query attention has as many query heads for each key-value head."""
+    check_divides("model.kv_heads", spec.model.kv_heads, "model.heads", spec.model.heads)
 
 
-def heads_share_keys(spec: RunSpec) -> None:
-    """Grouped-query attention gives each key head the same number of query heads."""
-    heads, kv_heads = spec.model.heads, spec.model.kv_heads
-    if heads % kv_heads:
-        raise UserError(
-            f"model.kv_heads: {kv_heads} key-value heads do not divide {heads} heads; "
-            f"try {nearest(kv_heads, divisors(heads))}"
-        )
-
-
-def rope_turns_pairs(spec: RunSpec) -> None:
-    """Rotary positions turn pairs of a head's channels."""
+def rope_turns_pairs(spec: Sections) -> None:
+    """Rotary positions rotate pairs of channels of a head."""
     if spec.model.position == "rope" and spec.model.head_dim % 2:
         raise UserError(
             f"model.head_dim: {spec.model.head_dim} is odd, and rotary positions need an even one"
         )
 
 
-def yarn_has_wavelengths(spec: RunSpec) -> None:
+def yarn_has_wavelengths(spec: Sections) -> None:
     """YaRN's ramp is over wavelengths that grow with the channel."""
     model = spec.model
     if model.rope_scaling is not None and model.rope_scaling.kind == "yarn" and model.rope_theta <= 1:
@@ -44,32 +38,115 @@ def yarn_has_wavelengths(spec: RunSpec) -> None:
         )
 
 
-def sequence_fits_positions(spec: RunSpec) -> None:
+def sequence_fits_positions(spec: Sections) -> None:
     """Learned positions end at `max_seq_len`."""
-    longest = spec.model.max_seq_len
-    if spec.model.position == "learned" and spec.data.seq_len > longest:
+    if spec.model.position == "learned":
+        what = "the learned positions of model.max_seq_len"
+        check_at_most("data.seq_len", spec.data.seq_len, what, spec.model.max_seq_len)
+
+
+def _check_fields(model: ModelSpec, part: str, computed: dict[str, Any]) -> None:
+    """Raise `UserError` for a field that has another value than the one that goes with `part`."""
+    for key, value in computed.items():
+        if getattr(model, key) != value:
+            given = json.dumps(getattr(model, key))
+            raise UserError(f"model.{key}: {given} does not go with {part}; give {json.dumps(value)}")
+
+
+def experts_are_gated(spec: Sections) -> None:
+    """Experts are computed as SwiGLU without biases."""
+    if spec.model.moe is not None:
+        part = "model.moe, whose experts are SwiGLU without biases"
+        _check_fields(spec.model, part, {"activation": "swiglu", "mlp_bias": False})
+
+
+def tokens_find_their_experts(spec: Sections) -> None:
+    """Groups are equal, and the groups that a token chooses from hold as many experts as it takes."""
+    moe = spec.model.moe
+    if moe is None:
+        return
+    check_at_most("model.moe.top_k", moe.top_k, "model.moe.experts", moe.experts)
+    check_divides("model.moe.groups", moe.groups, "model.moe.experts", moe.experts)
+    check_at_most("model.moe.top_groups", moe.top_groups, "model.moe.groups", moe.groups)
+    eligible = moe.top_groups * (moe.experts // moe.groups)
+    if moe.top_k > eligible:
         raise UserError(
-            f"data.seq_len: {spec.data.seq_len} is more than the model's {longest} learned positions; "
-            f"give at most {longest}"
+            f"model.moe.top_k: {moe.top_k} is more than the {eligible} experts of model.moe.top_groups = "
+            f"{moe.top_groups} groups; give at most {eligible}, or top_groups = "
+            f"{-(-moe.top_k * moe.groups // moe.experts)}"
         )
 
 
-def schedule_takes_its_stages(spec: RunSpec) -> None:
-    """A schedule is made for one stage a rank, for two, or for any number."""
-    layout = spec.layout
-    name, given = layout.schedule, layout.virtual
-    needed = 1 if name in ONE_STAGE else 2 if name in TWO_STAGES else given
-    if layout.pp == 1 or given is None or given == needed:
+def some_layer_has_experts(spec: Sections) -> None:
+    """A mixture of experts is in at least one layer."""
+    model, moe = spec.model, spec.model.moe
+    if moe is None or any(map(moe.has_experts, range(model.layers))):
         return
-    others = ["interleaved", "bfs", *{1: ONE_STAGE, 2: TWO_STAGES}.get(given, ())]
+    key, most = ("dense_first", model.layers - moe.every)
+    if most < 0:
+        key, most = "every", max(1, model.layers - moe.dense_first)
     raise UserError(
-        f"layout.virtual: {given} stages a rank do not go with layout.schedule = '{name}', which has "
-        f"{needed}; give layout.virtual = {needed}, or one of the schedules {', '.join(others)}"
+        f"model.moe.{key}: with dense_first = {moe.dense_first} and every = {moe.every} none of "
+        f"model.layers = {model.layers} has experts; give {key} = {most} or less, or more layers"
     )
 
 
-def stages_hold_every_layer(spec: RunSpec) -> None:
-    """Stages are at most the layers, the embedding and the head; a list gives each of them its blocks."""
+def latents_make_heads(spec: Sections) -> None:
+    """Latent attention has rotary positions in a part of each head, and keys for every head."""
+    model, mla = spec.model, spec.model.mla
+    if mla is None:
+        return
+    if mla.rope_dim >= model.head_dim or mla.rope_dim % 2:
+        raise UserError(
+            f"model.mla.rope_dim: {mla.rope_dim} should be even, and less than model.head_dim = "
+            f"{model.head_dim}, of which it is a part"
+        )
+    check_at_most("model.mla.v_dim", mla.v_dim, "model.head_dim", model.head_dim)
+    part = "model.mla, which has keys and values for each of model.heads"
+    _check_fields(model, part, {"kv_heads": model.heads})
+    computed = {"position": "rope", "qkv_bias": False, "out_bias": False, "qk_norm": False}
+    _check_fields(model, "model.mla", computed)
+
+
+def only_experts_are_shared(spec: Sections) -> None:
+    """The expert axis, and sending in parts, need experts."""
+    for key in ("ep", "etp", "expert_parts"):
+        value = getattr(spec.layout, key)
+        if spec.model.moe is None and value > 1:
+            raise UserError(
+                f"layout.{key}: {value} has no effect, as the model has no experts; set layout.{key} = 1, or "
+                f"give model.moe"
+            )
+
+
+def expert_axis_divides(spec: Sections) -> None:
+    """Expert ranks have equal shares, and are folded out of the ranks of one stage."""
+    layout, moe = spec.layout, spec.model.moe
+    if moe is None:
+        return
+    ranks, ep, etp = layout.expert_ranks, layout.ep, layout.etp
+    fits = [n for n in divisors(gcd(ranks, moe.experts)) if ranks % (n * etp) == 0]
+    slices = [n for n in divisors(gcd(ranks, moe.ffn)) if ranks % (n * ep) == 0]
+    check_divides("layout.ep", ep, "model.moe.experts", moe.experts, fits or [1])
+    check_divides("layout.etp", etp, "model.moe.ffn", moe.ffn, slices or [1])
+    if ranks % (ep * etp):
+        key, hint = ("ep", nearest(ep, fits)) if fits else ("etp", nearest(etp, slices or [1]))
+        raise UserError(
+            f"layout.{key}: {getattr(layout, key)} makes ep x etp = {ep * etp}, which does not divide the "
+            f"dp {layout.dp} x cp {layout.cp} x tp {layout.tp} = {ranks} ranks of a stage and replica; "
+            f"try layout.{key} = {hint}"
+        )
+
+
+def schedule_takes_its_stages(spec: Sections) -> None:
+    """A schedule has one stage per rank, two, or any number."""
+    layout = spec.layout
+    if layout.pp > 1 and (problem := virtual_problem(layout.schedule, layout.chunks)):
+        raise UserError(problem)
+
+
+def stages_hold_every_layer(spec: Sections) -> None:
+    """No stage is empty, and a list of stages has a number of blocks for each."""
     layout, layers = spec.layout, spec.model.layers
     count = layout.pp * layout.chunks
     made = f"layout.pp = {layout.pp} x {layout.chunks} stages a rank"
@@ -82,22 +159,16 @@ def stages_hold_every_layer(spec: RunSpec) -> None:
             f"and the head; try layout.{key} = {max(1, fits)}"
         )
     cut = layout.stages
-    if isinstance(cut, str):
+    if isinstance(cut, str) or (layout.pp > 1 and len(cut) == count and sum(cut) == layers):
         return
-    if layout.pp == 1:
-        raise UserError(
-            f"layout.stages: {list(cut)} cuts a pipeline, but layout.pp is 1; give layout.pp, or 'even'"
-        )
-    if len(cut) != count or sum(cut) != layers:
-        wrong = f"has length {len(cut)}, but {made} need {count} numbers"
-        if len(cut) == count:
-            wrong = f"is {sum(cut)} blocks, but model.layers = {layers}"
-        raise UserError(
-            f"layout.stages: {list(cut)} {wrong}; try {','.join(map(str, even(layers, count)))}, or 'even'"
-        )
+    instead = f"try {','.join(map(str, even(layers, count)))}" if layout.pp > 1 else "give layout.pp"
+    raise UserError(
+        f"layout.stages: {list(cut)} is {sum(cut)} blocks in {len(cut)} stages, but {made} take "
+        f"model.layers = {layers} blocks in {count} stages; {instead}, or 'even'"
+    )
 
 
-def experts_have_neighbours(spec: RunSpec) -> None:
+def experts_have_neighbours(spec: Sections) -> None:
     """The expert axis is folded out of dp x cp x tp, whose ranks are then neighbours."""
     layout = spec.layout
     if layout.order == "replicate-dp-pp-tp" and layout.ep * layout.etp > 1 and layout.pp > 1:
@@ -107,25 +178,28 @@ def experts_have_neighbours(spec: RunSpec) -> None:
         )
 
 
-def tensor_axis_divides(spec: RunSpec) -> None:
-    """Tensor ranks have whole heads, equal shares of the feed-forward layer, and rows of the vocabulary."""
-    model, tp = spec.model, spec.layout.tp
-    for name, count in (("heads", model.heads), ("ffn", model.ffn)):
-        if count % tp and (name != "ffn" or has_dense_layers(model)):
-            raise UserError(
-                f"layout.tp: {tp} tensor ranks do not divide model.{name} = {count}; "
-                f"try {_nearest_tp(spec, tp)}"
-            )
+def tensor_axis_divides(spec: Sections) -> None:
+    """Tensor ranks have whole heads, equal shares of feed-forward layers, and rows of the vocabulary."""
+    if problem := _tensor_problem(spec.model, spec.layout.tp):
+        fits = [size for size in divisors(spec.model.heads) if not _tensor_problem(spec.model, size)]
+        raise UserError(f"layout.tp: {spec.layout.tp} {problem}; try {nearest(spec.layout.tp, fits)}")
+
+
+def _tensor_problem(model: ModelSpec, tp: int) -> str:
+    """Return the reason why a model cannot be split over `tp` tensor ranks, or an empty string."""
+    shares = {
+        "heads": model.heads,
+        "ffn": model.ffn if has_dense_layers(model) else 0,
+        "moe.shared_ffn": model.moe.shared_ffn if model.moe else 0,
+    }
+    for name, count in shares.items():
+        if count % tp:
+            return f"does not divide model.{name} = {count}"
     if tp % model.kv_heads and model.kv_heads % tp:
-        raise UserError(
-            f"layout.tp: {tp} tensor ranks neither divide model.kv_heads = {model.kv_heads} nor are a "
-            f"multiple of it; try {_nearest_tp(spec, tp)}"
-        )
+        return f"neither divides model.kv_heads = {model.kv_heads} nor is a multiple of it"
     if not every_rank_has_rows(model.vocab_size, tp):
-        raise UserError(
-            f"layout.tp: of {tp} tensor ranks the last would have no row of model.vocab_size = "
-            f"{model.vocab_size}; try {_nearest_tp(spec, tp)}"
-        )
+        return f"leaves the last rank without a row of model.vocab_size = {model.vocab_size}"
+    return ""
 
 
 def has_dense_layers(model: ModelSpec) -> bool:
@@ -138,20 +212,8 @@ def every_rank_has_rows(vocabulary: int, tp: int) -> bool:
     return (tp - 1) * -(-vocabulary // tp) < vocabulary
 
 
-def _nearest_tp(spec: RunSpec, tp: int) -> int:
-    model = spec.model
-    fits = [
-        size
-        for size in divisors(model.heads)
-        if (model.ffn % size == 0 or not has_dense_layers(model))
-        and (size % model.kv_heads == 0 or model.kv_heads % size == 0)
-        and every_rank_has_rows(model.vocab_size, size)
-    ]
-    return nearest(tp, fits)
-
-
-def sequence_is_cut_evenly(spec: RunSpec) -> None:
-    """Context ranks have a head and a tail of each sequence, tensor ranks equal shares of what is left."""
+def sequence_is_cut_evenly(spec: Sections) -> None:
+    """Context ranks have two equal pieces of each sequence, and tensor ranks equal shares of these."""
     length, cp, tp = spec.data.seq_len, spec.layout.cp, spec.layout.tp
     pieces = 2 * cp if cp > 1 else 1
     if length % pieces:
@@ -172,25 +234,25 @@ def sequence_is_cut_evenly(spec: RunSpec) -> None:
         )
 
 
-def _nearest_cp(spec: RunSpec) -> int:
+def _nearest_cp(spec: Sections) -> int:
     length, tp = spec.data.seq_len, spec.layout.tp if spec.layout.sequence_parallel else 1
     fits = [cp for cp in divisors(length) if cp == 1 or length % (2 * cp) == 0]
     return nearest(spec.layout.cp, [cp for cp in fits if length // cp % tp == 0] or [1])
 
 
-def ulysses_has_heads(spec: RunSpec) -> None:
-    """Ulysses deals the key-value heads of a tensor rank over the context axis."""
+def ulysses_has_heads(spec: Sections) -> None:
+    """Ulysses deals the key-value heads of a tensor rank evenly over the context axis."""
     layout, heads = spec.layout, spec.layout.local_kv_heads(spec.model.kv_heads)
     if layout.context_mode == "ulysses" and heads % layout.cp:
         raise UserError(
             f"layout.context_mode: 'ulysses' deals {heads} key-value heads of a tensor rank over layout.cp = "
-            f"{layout.cp} ranks, which does not go; try cp = {nearest(layout.cp, divisors(heads))}, or "
-            f"'ring', 'gather' or 'ring+ulysses'"
+            f"{layout.cp} ranks, which does not divide them; "
+            f"try cp = {nearest(layout.cp, divisors(heads))}, or 'ring', 'gather' or 'ring+ulysses'"
         )
 
 
-def sharding_has_ranks(spec: RunSpec) -> None:
-    """Hybrid sharding needs something to shard."""
+def sharding_has_ranks(spec: Sections) -> None:
+    """Hybrid sharding needs a ZeRO stage that shards."""
     layout = spec.layout
     if layout.replicate > 1 and layout.zero == 0:
         raise UserError(
@@ -199,8 +261,8 @@ def sharding_has_ranks(spec: RunSpec) -> None:
         )
 
 
-def batch_is_whole(spec: RunSpec) -> None:
-    """A batch is a whole number of samples on every rank, and of microbatches."""
+def batch_is_whole(spec: Sections) -> None:
+    """Each rank has a whole number of samples and of microbatches of a batch."""
     tokens, length, ranks = spec.train.batch_tokens, spec.data.seq_len, spec.layout.data_ranks
     unit = length * ranks
     if tokens % unit:
@@ -209,56 +271,48 @@ def batch_is_whole(spec: RunSpec) -> None:
             f"train.batch_tokens: {tokens} is not a multiple of data.seq_len {length} x "
             f"{ranks} data-parallel ranks = {unit}; try {fits}"
         )
-    micro = spec.layout.micro_batch
-    if micro is not None and spec.rank_sequences % micro:
-        raise UserError(
-            f"layout.micro_batch: {micro} does not divide the {spec.rank_sequences} sequences that each rank "
-            f"has of train.batch_tokens {tokens}; try {nearest(micro, divisors(spec.rank_sequences))}"
-        )
+    if spec.layout.micro_batch is not None:
+        what = "the sequences of a rank in a step"
+        check_divides("layout.micro_batch", spec.layout.micro_batch, what, spec.rank_sequences)
 
 
-def stop_is_within(spec: RunSpec) -> None:
-    """`stop_at` is a step of the run."""
-    stop, total = spec.train.stop_at, spec.train.total_steps
-    if stop is not None and stop > total:
-        raise UserError(f"train.stop_at: {stop} is after the last step {total}; give at most {total}")
+def steps_are_within(spec: Sections) -> None:
+    """A run ends after its warm-up, and not before `stop_at`."""
+    train = spec.train
+    for key in ("stop_at", "warmup_steps"):
+        check_at_most(f"train.{key}", getattr(train, key), "the number of steps", train.total_steps)
 
 
-def warmup_is_within(spec: RunSpec) -> None:
-    """Warm-up ends before the run does."""
-    warmup, total = spec.train.warmup_steps, spec.train.total_steps
-    if warmup is not None and warmup > total:
-        raise UserError(
-            f"train.warmup_steps: {warmup} is more than the run's {total} steps; give at most {total}"
-        )
-
-
-def one_corpus_or_a_mixture(spec: RunSpec) -> None:
+def one_corpus_or_a_mixture(spec: Sections) -> None:
     """A mixture replaces the corpus; the default corpus counts as not given."""
     data = spec.data
     if data.mixture and data.corpus != type(data).model_fields["corpus"].default:
         raise UserError(
-            f"data.mixture: {', '.join(data.mixture)} with weights is given beside data.corpus = "
+            f"data.mixture: {', '.join(data.mixture)} with weights is given together with data.corpus = "
             f"{data.corpus!r}; give --data.corpus stdlib, the default, or add it to the mixture with a weight"
         )
 
 
-def compiled_backwards_are_whole(spec: RunSpec) -> None:
-    """A compiled block's backward is one program, which finds the gradients of its weights too."""
-    whole = ("1f1b", "interleaved", "gpipe", "bfs")
-    if spec.train.compile and spec.layout.pp > 1 and spec.layout.schedule not in whole:
+def compiled_backwards_are_whole(spec: Sections) -> None:
+    """The backward of a compiled block is one program, which also computes the gradients of weights."""
+    if spec.train.compile and spec.layout.pp > 1 and spec.layout.schedule in SPLIT:
         raise UserError(
-            f"train.compile: true does not go with layout.schedule = {spec.layout.schedule!r}, which finds "
-            f"the gradients of weights apart; try layout.schedule = '1f1b', or train.compile = false"
+            f"train.compile: true does not go with layout.schedule = {spec.layout.schedule!r}, which defers "
+            f"gradients of weights; try layout.schedule = '1f1b', or train.compile = false"
         )
 
 
-RULES: tuple[Callable[[RunSpec], None], ...] = (
+RULES: tuple[Callable[[Sections], None], ...] = (
     heads_share_keys,
     rope_turns_pairs,
     yarn_has_wavelengths,
     sequence_fits_positions,
-    *SPARSE_RULES,
+    experts_are_gated,
+    tokens_find_their_experts,
+    some_layer_has_experts,
+    latents_make_heads,
+    only_experts_are_shared,
+    expert_axis_divides,
     schedule_takes_its_stages,
     stages_hold_every_layer,
     tensor_axis_divides,
@@ -268,13 +322,12 @@ RULES: tuple[Callable[[RunSpec], None], ...] = (
     sharding_has_ranks,
     batch_is_whole,
     compiled_backwards_are_whole,
-    stop_is_within,
-    warmup_is_within,
+    steps_are_within,
     one_corpus_or_a_mixture,
 )
 
 
-def check(spec: RunSpec, ranks: int | None = None) -> None:
+def check(spec: Sections, ranks: int | None = None) -> None:
     """Apply every rule in order, `ranks_match` first where `ranks` is given; the first broken one raises."""
     if ranks is not None:
         ranks_match(spec, ranks)
@@ -282,27 +335,27 @@ def check(spec: RunSpec, ranks: int | None = None) -> None:
         rule(spec)
 
 
-def ranks_match(spec: RunSpec, ranks: int) -> None:
-    """The processes that were started are the ranks of the layout (checked by the launcher)."""
+def ranks_match(spec: Sections, ranks: int) -> None:
+    """As many processes are started as the layout has ranks (checked by the launcher)."""
     layout = spec.layout
     if ranks == layout.world_size:
         return
+    axes = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in ("replicate", "dp", "cp", "tp", "pp"))
     raise UserError(
-        f"layout: replicate={layout.replicate} x dp={layout.dp} x cp={layout.cp} x tp={layout.tp} x "
-        f"pp={layout.pp} is {layout.world_size} ranks, but {ranks} were asked for; "
+        f"layout: {axes} is {layout.world_size} ranks, but {ranks} were asked for; "
         f"{near_worlds(spec, ranks, '--nproc')}"
     )
 
 
-def near_worlds(spec: RunSpec, ranks: int, flag: str) -> str:
-    """Suggestion for a number of ranks: those of the layout, or another `layout.dp` that the run allows."""
+def near_worlds(spec: Sections, ranks: int, flag: str) -> str:
+    """Suggest `flag` with the ranks of the layout, or another `layout.dp` that the rules accept."""
     layout, words = spec.layout, f"try {flag} {spec.layout.world_size}"
     others = layout.world_size // layout.dp
     sizes = set(divisors(spec.batch_sequences)) - {layout.dp}
     for dp in sorted(sizes, key=lambda size: (abs(size * others - ranks), -size)):
         try:
-            type(spec).model_validate({**spec.to_json(), "layout": {**layout.model_dump(), "dp": dp}})
-        except UserError:  # the next is further from what was asked
+            check(spec.model_copy(update={"layout": layout.model_copy(update={"dp": dp})}))
+        except UserError:  # try the next, which is further from `ranks`
             continue
         return f"{words} or --layout.dp {dp}" + f" with {flag} {dp * others}" * (dp * others != ranks)
     return words

@@ -1,4 +1,4 @@
-"""The smaller parts of a `RunSpec`: data, training, precision, recomputation, checkpoints, recovery."""
+"""The sections of a run file, and `Sections`, which holds one of each."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from meshwright.spec.base import FrozenModel
 from meshwright.spec.errors import UserError
+from meshwright.spec.layout import Layout
+from meshwright.spec.model import ModelSpec
 
 Tracker = Literal["tensorboard", "wandb", "trackio"]
 
 
 class DataSpec(FrozenModel):
-    """Where tokens come from, and how they become samples of `seq_len` tokens."""
+    """Source of the tokens, and their division into samples of `seq_len` tokens."""
 
     corpus: str = Field(
         "stdlib",
@@ -39,7 +41,7 @@ class DataSpec(FrozenModel):
 
 
 class TrainSpec(FrozenModel):
-    """How long, how fast and by which optimiser."""
+    """Length, learning rate and optimiser of the run."""
 
     steps: PositiveInt | None = Field(
         None, description="optimiser steps in all, also on resume (default 100)"
@@ -78,8 +80,8 @@ class TrainSpec(FrozenModel):
     def _one_length(self) -> TrainSpec:
         if self.steps is not None and self.tokens is not None:
             raise UserError(
-                f"train.tokens: {self.tokens} is given beside train.steps = {self.steps}; give one of them, "
-                f"and 'none' for one that a run file or an earlier run has"
+                f"train.tokens: {self.tokens} is given together with train.steps = {self.steps}; give one of "
+                f"them, and 'none' for one that a run file or an earlier run has"
             )
         return self
 
@@ -97,7 +99,7 @@ class TrainSpec(FrozenModel):
 
 
 class PrecisionSpec(FrozenModel):
-    """Which number formats compute, and which sum gradients."""
+    """Number formats of the computation and of the reduction of gradients."""
 
     compute: Literal["fp64", "fp32", "bf16", "fp16"] = Field(
         "fp32", description="bf16 and fp16 keep fp32 master weights, cast as they are gathered"
@@ -133,7 +135,7 @@ RecomputeSpec = Annotated[NoRecompute | FullRecompute | SelectiveRecompute, Fiel
 
 
 class CheckpointSpec(FrozenModel):
-    """When and where checkpoints are written."""
+    """Frequency and folder of checkpoints."""
 
     dir: str | None = Field(None, min_length=1, description="default: checkpoints/ in the run's folder")
     every: int = Field(0, ge=0, description="steps between checkpoints; 0 saves at the end only")
@@ -141,7 +143,7 @@ class CheckpointSpec(FrozenModel):
     asynchronous: bool = Field(True, description="training waits for the copy only, not for the disk")
 
     def folder(self, out: Path) -> Path:
-        """Where the checkpoints of the run in folder `out` are."""
+        """Return the folder of the checkpoints of the run in folder `out`."""
         return Path(self.dir) if self.dir else out / "checkpoints"
 
 
@@ -151,3 +153,45 @@ class RecoverySpec(FrozenModel):
     max_skipped: int = Field(
         10, ge=0, description="steps in a row with a gradient that is not finite before the run stops"
     )
+
+
+class Sections(FrozenModel):
+    """The sections of a run, each valid in itself; `RunSpec` adds the rules that hold between them."""
+
+    model: ModelSpec = Field(default_factory=lambda: ModelSpec.model_validate({}))
+    data: DataSpec = Field(default_factory=lambda: DataSpec())
+    train: TrainSpec = Field(default_factory=lambda: TrainSpec())
+    layout: Layout = Field(default_factory=lambda: Layout())
+    precision: PrecisionSpec = Field(default_factory=lambda: PrecisionSpec())
+    recompute: RecomputeSpec = Field(default_factory=NoRecompute)
+    checkpoint: CheckpointSpec = Field(default_factory=lambda: CheckpointSpec())
+    recovery: RecoverySpec = Field(default_factory=lambda: RecoverySpec())
+
+    @property
+    def batch_sequences(self) -> int:
+        """Samples of one optimiser step, over all ranks."""
+        return self.train.batch_tokens // self.data.seq_len
+
+    @property
+    def rank_sequences(self) -> int:
+        """Samples of one optimiser step that one data rank reads."""
+        return self.batch_sequences // self.layout.data_ranks
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples of one microbatch: `layout.micro_batch`, or as many as stay within 8,192 tokens.
+
+        A pipeline that has enough samples gets at least 2 x pp microbatches.
+        """
+        if self.layout.micro_batch is not None:
+            return self.layout.micro_batch
+        most = max(1, 8192 // self.data.seq_len)
+        if self.layout.pp > 1:
+            most = min(most, max(1, self.rank_sequences // (2 * self.layout.pp)))
+        sizes = range(1, min(most, self.rank_sequences) + 1)
+        return max(size for size in sizes if not self.rank_sequences % size)
+
+    @property
+    def microbatches(self) -> int:
+        """Gradient accumulation: microbatches of one rank in one optimiser step."""
+        return self.rank_sequences // self.micro_batch

@@ -1,4 +1,4 @@
-"""The special tokens and the tokenizer files of Hugging Face folders: their names, and how they are found."""
+"""Names of the special tokens and of the tokenizer files in Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -8,31 +8,19 @@ from pathlib import Path
 from typing import Any
 
 KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "<|im_end|>")
-"""Names of the token that ends a document in published tokenizers, for a tokenizer that names none itself."""
+"""Names of the token that ends a document in published tokenizers, for a tokenizer that does not name it."""
 
 SIDE_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*.jinja",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "tokenizer.model.v*",
-    "sentencepiece.bpe.model",
-    "spiece.model",
-    "tekken.json",
-    "generation_config.json",
-)
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja",
+    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "tokenizer.model.v*",
+    "sentencepiece.bpe.model", "spiece.model", "tekken.json", "generation_config.json",
+)  # fmt: skip
 """Files of an HF folder, besides config.json and weights, that reading and writing text needs."""
 
 
 def token_name(token: Any) -> str | None:
-    """The text of a token in tokenizer_config.json, a string or {"content": ...}; None for anything else."""
+    """Return the text of a token in tokenizer_config.json, a string or {"content": ...}; None otherwise."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
 
@@ -40,20 +28,21 @@ def token_name(token: Any) -> str | None:
 def find_bos(
     config: dict[str, Any], post_processor: dict[str, Any] | None, id_of: Callable[[str], int | None]
 ) -> int | None:
-    """The token that begins a text: what `config`, a tokenizer_config.json, calls `bos_token`, else what the
-    `post_processor` of the tokenizer.json puts first; None where neither is a token that `id_of` knows."""
-    for name in (token_name(config.get("bos_token")), _put_first(post_processor or {})):
-        number = id_of(name) if name is not None else None
-        if number is not None:
-            return number
-    return None
+    """Return the id of the token that begins a text, or None if there is none that `id_of` knows.
+
+    It is the `bos_token` of `config`, a tokenizer_config.json, or else the token that the `post_processor` of
+    the tokenizer.json puts first.
+    """
+    names = (token_name(config.get("bos_token")), _put_first(post_processor or {}))
+    ids = (id_of(name) for name in names if name is not None)
+    return next((number for number in ids if number is not None), None)
 
 
 def _put_first(processor: dict[str, Any]) -> str | None:
-    """The special token that a post-processor of the tokenizers library puts before a text."""
+    """Return the special token that a post-processor of the tokenizers library puts before a text."""
     kind = processor.get("type")
     if kind == "Sequence":
-        names = [_put_first(each) for each in processor["processors"]]
+        names = [_put_first(part) for part in processor["processors"]]
         return next((name for name in names if name is not None), None)
     if kind in ("BertProcessing", "RobertaProcessing"):
         return str(processor["cls"][0])

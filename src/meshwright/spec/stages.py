@@ -1,15 +1,16 @@
-"""The stages of a pipeline: which of the model's units each holds."""
+"""The stages of a pipeline: the units of the model that each holds."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.parameters import Parameter, parameters
 
 
 @dataclass(frozen=True)
@@ -27,21 +28,21 @@ class Stage:
 
     @property
     def blocks(self) -> range:
-        """The numbers of its blocks."""
+        """Numbers of the blocks of the stage."""
         return range(self.first, self.last)
 
     @property
     def units(self) -> tuple[str, ...]:
-        """The names of its units in order: embed, blocks.0, ..., head; tied ends have both their names."""
+        """Names of the units in order: embed, blocks.0, ..., head; tied ends have both their names."""
         blocks = (f"blocks.{block}" for block in self.blocks)
         return (*(["embed"] if self.embed else []), *blocks, *(["head"] if self.head else []))
 
 
 def stages(model: ModelSpec, layout: Layout, seq_len: int) -> tuple[Stage, ...]:
-    """The pp x chunks stages of a layout that the rules accept, cut as `layout.stages` says.
+    """Return the pp x chunks stages of a layout that the rules accept, cut as `layout.stages` says.
 
-    Sequences are of `seq_len` tokens, which a balanced cut's FLOPs depend on. Without a pipeline there is one
-    stage, which holds all.
+    Sequences have `seq_len` tokens, on which the FLOPs of a balanced cut depend. Without a pipeline there is
+    one stage, which holds everything.
     """
     count = layout.pp * layout.chunks
     if count == 1:
@@ -52,25 +53,30 @@ def stages(model: ModelSpec, layout: Layout, seq_len: int) -> tuple[Stage, ...]:
         blocks = balanced(model, count, seq_len)
     else:
         blocks = layout.stages
-    return placed(blocks)
+    return placed(tuple(blocks))
 
 
-def placed(blocks: Sequence[int]) -> tuple[Stage, ...]:
-    """The stages that hold so many blocks each, in order."""
-    return _placed(tuple(blocks))
-
-
-@lru_cache(maxsize=128)
-def _placed(blocks: tuple[int, ...]) -> tuple[Stage, ...]:
-    """Each rank of a pipeline asks again."""
+@lru_cache(maxsize=128)  # each rank of a pipeline asks again
+def placed(blocks: tuple[int, ...]) -> tuple[Stage, ...]:
+    """Return the stages for the number of blocks in each, in order."""
     ends, last = list(accumulate(blocks)), len(blocks) - 1
     return tuple(
         Stage(index, end - blocks[index], end, index == 0, index == last) for index, end in enumerate(ends)
     )
 
 
+def parameters_of(model: ModelSpec, own: Sequence[Stage]) -> Mapping[str, tuple[Parameter, ...]]:
+    """Return the parameters of the units in the stages of one rank; tied ends on different ranks are two."""
+    units = {unit for stage in own for unit in stage.units}
+    every = parameters(model)
+    if model.tied and not units >= {"embed", "head"}:
+        every = parameters(model.model_copy(update={"tied": False}))
+        every = {**every, "head": (every["embed"][0], *every["head"][1:])}
+    return {name: listed for name, listed in every.items() if name in units}
+
+
 def even(layers: int, count: int) -> list[int]:
-    """Blocks of each of `count` stages, no two further apart than 1.
+    """Return the number of blocks in each of `count` stages, which differ by at most 1.
 
     The first and the last stage, which hold the embedding and the head, are the last to get one more.
     """
@@ -78,11 +84,11 @@ def even(layers: int, count: int) -> list[int]:
 
 
 def balanced(model: ModelSpec, count: int, seq_len: int) -> list[int]:
-    """Blocks of each of `count` > 1 stages, so that the stage with most FLOPs has as few as can be.
+    """Return the number of blocks in each of `count` > 1 stages that minimises the most FLOPs of a stage.
 
-    Blocks count by their forward FLOPs and so does the head; the embedding is a lookup, and counts nothing.
-    Of cuts that are as good, the one with most blocks beside the head is taken: what is there is held for
-    the shortest time. Blocks that are alike are shared evenly by the other stages.
+    Blocks and the head count by their forward FLOPs; the embedding is a lookup, and counts nothing. Among
+    cuts that are equally good, the one with most blocks in the stage of the head is taken, whose activations
+    are held for the shortest time. Equal blocks are shared evenly by the other stages.
     """
     costs = tuple(model.block_flops(seq_len, layer) for layer in range(model.layers))
     return list(_balanced(costs, model.head_flops, count))
@@ -90,27 +96,27 @@ def balanced(model: ModelSpec, count: int, seq_len: int) -> list[int]:
 
 @lru_cache(maxsize=512)
 def _balanced(costs: tuple[int, ...], head: int, count: int) -> tuple[int, ...]:
-    """Blocks of each stage, for blocks and a head of these FLOPs; each rank of a pipeline asks again."""
+    """Cached `balanced` for blocks and a head of these FLOPs, since each rank of a pipeline asks again."""
     layers = len(costs)
 
-    def rest(beside_head: int) -> list[int]:
-        return _shared(costs[: layers - beside_head], count - 1)
+    def largest(beside_head: int) -> tuple[int, int]:
+        """Return the most FLOPs of the other stages, and those of the last one."""
+        ends = accumulate(_shared(costs[: layers - beside_head], count - 1), initial=0)
+        others = max(sum(costs[first:last]) for first, last in pairwise(ends))
+        return others, sum(costs[layers - beside_head :]) + head
 
-    def others(beside_head: int) -> int:
-        ends = list(accumulate(rest(beside_head), initial=0))
-        return max(sum(costs[first:last]) for first, last in pairwise(ends))
-
-    def last(beside_head: int) -> int:
-        return sum(costs[layers - beside_head :]) + head
+    def last_is_largest(beside_head: int) -> bool:
+        others, last = largest(beside_head)
+        return last >= others
 
     # With more blocks beside the head the last stage grows and the largest other does not.
-    after = bisect_left(range(layers), True, key=lambda number: last(number) >= others(number))
-    beside_head = min((after, max(0, after - 1)), key=lambda number: max(last(number), others(number)))
-    return (*rest(beside_head), beside_head)
+    after = bisect_left(range(layers), True, key=last_is_largest)
+    beside_head = min((after, max(0, after - 1)), key=lambda number: max(largest(number)))
+    return (*_shared(costs[: layers - beside_head], count - 1), beside_head)
 
 
 def _shared(costs: Sequence[int], count: int) -> list[int]:
-    """Costs in order over `count` stages, so that the largest sum is as small as can be."""
+    """Return how many of the costs, in order, each of `count` stages takes for the smallest largest sum."""
     if len(set(costs)) <= 1:
         return _dealt(len(costs), count, [*range(1, count), 0])
     low, high = max(costs), sum(costs)
@@ -125,7 +131,7 @@ def _shared(costs: Sequence[int], count: int) -> list[int]:
 
 
 def _filled(costs: Sequence[int], most: int) -> list[int]:
-    """How many costs each stage takes, when each takes all that fit within `most`."""
+    """Return how many costs each stage takes if each takes all that fit within `most`."""
     found, held = [0], 0
     for cost in costs:
         if held + cost > most:
@@ -137,7 +143,7 @@ def _filled(costs: Sequence[int], most: int) -> list[int]:
 
 
 def _dealt(layers: int, count: int, order: Sequence[int]) -> list[int]:
-    """Equal shares; what remains goes one by one to the stages in `order`."""
+    """Return equal shares; the remainder goes one by one to the stages in `order`."""
     share, rest = divmod(layers, count)
     more = set(order[:rest]) if count > 1 else set()
     return [share + (index in more) for index in range(count)]

@@ -18,8 +18,7 @@ from meshwright.model.splitmix64 import mix64_, stream
 from meshwright.parallel.collectives import start_all_reduce
 from meshwright.parallel.flat_param import ParamSlot
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec.parameters import parameters_of
-from meshwright.spec.stages import stages
+from meshwright.spec.parameters import parameters
 from meshwright.train.step import Trainer
 
 _CHUNK_ELEMENTS = 2**18
@@ -32,8 +31,8 @@ def parameters_sha256(trainer: Trainer) -> str:
     It is equal for equal parameters in any layout. Every rank calls this, and all get it. Each hashes
     what it stores; what crosses the wire is 8 bytes for each parameter of the model.
     """
-    spec, mesh, states = trainer.spec, trainer.mesh, trainer.states
-    units = parameters_of(spec.model, stages(spec.model, spec.layout, spec.data.seq_len))
+    mesh, states = trainer.mesh, trainer.states
+    units = parameters(trainer.spec.model)
     shapes = {parameter.name: parameter.shape for listed in units.values() for parameter in listed}
     places = {name: place for place, name in enumerate(sorted(shapes))}
     sums = torch.zeros(len(places), dtype=torch.int64, device=mesh.device)

@@ -16,7 +16,6 @@ from statistics import median
 
 from meshwright.hardware.cluster import Cluster
 from meshwright.schedule import Schedule, StageCost
-from meshwright.schedule.dependency_graph import flow_of
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def makespan(
 
     `delay` is the seconds of a message between ranks, which overlaps compute.
     """
-    flow = flow_of(schedule)
+    flow = schedule.flow
     table = [(cost.forward, cost.input, cost.weight, cost.input + cost.weight) for cost in costs]
     seconds = [table[stage][kind] for listed in schedule.actions for kind, stage, _ in listed]
     ends: list[float] = [inf] * len(seconds)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from operator import add
 
 from meshwright.planner.cost.layer import LayerCost
@@ -22,7 +22,6 @@ from meshwright.planner.cost.shared_cores import period as shared_period
 from meshwright.planner.cost.stages import PlacedStages, StageCosts, placed_stages
 from meshwright.planner.group_shapes import axes
 from meshwright.schedule import Link, Path, Simulation, StageCost, ends, make, simulate
-from meshwright.schedule.dependency_graph import DependencyGraph, flow_of
 from meshwright.spec import RunSpec
 
 _SIMULATED = 6
@@ -62,16 +61,10 @@ class ScheduleTimes:
         """When each rank's last action ends, in seconds."""
         key = lists, costs, link
         if key not in self._ends:
-            self._ends[key], path = ends(make(*lists), costs, link, _graph(lists))
+            self._ends[key], path = ends(make(*lists), costs, link)
             if path not in self.paths[lists]:
                 self.paths[lists].append(path)
         return self._ends[key]
-
-
-@lru_cache(maxsize=4)
-def _graph(lists: Lists) -> DependencyGraph:
-    """Who waits for whom; graphs are large, so few are kept."""
-    return flow_of(make(*lists))
 
 
 class StepModel:

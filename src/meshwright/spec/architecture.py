@@ -1,0 +1,155 @@
+"""The architecture of a model: every field that the decoder, the planner and the HF converters read."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from meshwright.spec.base import FrozenModel
+from meshwright.spec.errors import UserError, did_you_mean
+from meshwright.spec.hf import read_hf_config
+from meshwright.spec.moe_mla import MlaSpec, MoeSpec
+from meshwright.spec.presets import PRESETS
+
+
+class LinearRope(FrozenModel):
+    """Positions divided by `factor` (Chen et al. 2023, position interpolation)."""
+
+    kind: Literal["linear"] = "linear"
+    factor: float = Field(gt=0)
+
+
+class Llama3Rope(FrozenModel):
+    """Long wavelengths divided by `factor`, short ones kept, a ramp between (Llama 3.1, 2024)."""
+
+    kind: Literal["llama3"] = "llama3"
+    factor: float = Field(8.0, gt=0)
+    low_freq_factor: float = Field(1.0, gt=0)
+    high_freq_factor: float = Field(4.0, gt=0)
+    original_max_seq_len: int = Field(8192, ge=1)
+
+
+class YarnRope(FrozenModel):
+    """YaRN: long wavelengths divided by `factor`, short ones kept, a ramp between (Peng et al. 2023).
+
+    The ramp is between the channels that turn `beta_fast` and `beta_slow` times in the original length.
+    Cosines and sines are multiplied by `attention_factor`, by default f(1) with f(m) = 0.1 m ln(factor) + 1,
+    or f(mscale) / f(mscale_all_dim) if both are given. The scores of latent attention are multiplied by the
+    square of f(mscale_all_dim) (DeepSeek-AI 2024).
+    """
+
+    kind: Literal["yarn"] = "yarn"
+    factor: float = Field(gt=0)
+    original_max_seq_len: int = Field(ge=1)
+    beta_fast: float = Field(32.0, gt=0)
+    beta_slow: float = Field(1.0, gt=0)
+    attention_factor: float | None = Field(None, gt=0)
+    mscale: float = Field(0.0, ge=0)
+    mscale_all_dim: float = Field(0.0, ge=0)
+    truncate: bool = Field(True, description="the ramp begins and ends at whole channels")
+
+
+RopeScaling = Annotated[LinearRope | Llama3Rope | YarnRope, Field(discriminator="kind")]
+
+
+class Architecture(FrozenModel):
+    """Fields of a decoder-only transformer, and dimensions that follow from them directly.
+
+    `preset` or `hf` fill the fields; those that are given take precedence. Use `ModelSpec`, which
+    adds the counts of parameters and FLOPs.
+    """
+
+    preset: str | None = Field("tiny", description="one of the named models (`meshwright spec presets`)")
+    hf: str | None = Field(None, description="a folder with an HF config.json, or the file itself")
+    family: Literal["llama", "qwen3", "mistral", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3"] = Field(
+        "llama", description="names used by HF export"
+    )
+    layers: int = Field(ge=1, le=10_000)
+    hidden: int = Field(ge=1)
+    ffn: int = Field(ge=1)
+    heads: int = Field(ge=1)
+    kv_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+    vocab_size: int = Field(ge=2)
+    max_seq_len: int = Field(2048, ge=1, description="a hard limit for learned positions only")
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_eps: float = Field(1e-5, gt=0)
+    activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
+    position: Literal["rope", "learned"] = "rope"
+    rope_theta: float = Field(10000.0, gt=0)
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = Field(
+        None, ge=1, description="attend to this many positions, one's own included"
+    )
+    qk_norm: bool = Field(False, description="RMSNorm of each query and key head")
+    qkv_bias: bool = False
+    out_bias: bool = Field(False, description="a bias on the attention's output projection")
+    mlp_bias: bool = False
+    tied: bool = Field(False, description="the embedding is also the output head")
+    init_std: float = Field(0.02, gt=0)
+    moe: MoeSpec | None = Field(None, description="experts in place of the feed-forward layer")
+    mla: MlaSpec | None = Field(None, description="attention over latents in place of grouped queries")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or cls.model_fields.keys() <= given.keys():
+            return given  # a whole record, such as run.json's: it needs no file that may have moved since
+        hf, preset = given.get("hf"), given.get("preset", "tiny")
+        base: dict[str, Any] = {}
+        if hf is not None:
+            if given.get("preset") is not None:
+                raise UserError(
+                    f"model.preset: {preset!r} is given together with model.hf = {hf!r}; give one of them"
+                )
+            if not given.keys() >= _REQUIRED:  # a resolved spec needs the folder no more
+                base = {"preset": None, **read_hf_config(hf)}
+        elif preset is not None:
+            if preset not in PRESETS:
+                hint = did_you_mean(str(preset), PRESETS) or f"; known: {', '.join(PRESETS)}"
+                raise UserError(f"model.preset: there is no preset '{preset}'{hint}")
+            base = {"preset": preset, **PRESETS[preset]}
+        for table in ("moe", "mla"):  # keys given for a preset's table win one by one
+            if isinstance(given.get(table), dict) and isinstance(base.get(table), dict):
+                given = {**given, table: {**base[table], **given[table]}}
+        full = {**base, **given}
+        return {**full, **_derived(full, given)}
+
+    @property
+    def rope_dim(self) -> int:
+        """Channels of a head that rotary positions rotate."""
+        return self.head_dim if self.mla is None else self.mla.rope_dim
+
+    @property
+    def v_dim(self) -> int:
+        """Channels of the values of a head."""
+        return self.head_dim if self.mla is None else self.mla.v_dim
+
+    def has_experts(self, layer: int) -> bool:
+        """True if layer `layer` (from 0) has experts."""
+        return self.moe is not None and self.moe.has_experts(layer)
+
+
+_REQUIRED = frozenset(name for name, field in Architecture.model_fields.items() if field.is_required())
+"""The fields that a preset or an HF config gives."""
+
+
+def _derived(full: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Return fields that follow from others if they are not given: kv_heads, and head_dim from hidden.
+
+    The head_dim of a preset is dropped if the user changes hidden or heads but does not give head_dim.
+    """
+    derived: dict[str, Any] = {}
+    heads, hidden = full.get("heads"), full.get("hidden")
+    resized = "head_dim" not in given and ("heads" in given or "hidden" in given)
+    if (full.get("head_dim") is None or resized) and isinstance(heads, int) and isinstance(hidden, int):
+        if heads < 1 or hidden % heads:
+            raise UserError(
+                f"model.heads: {heads} heads do not divide hidden {hidden}; "
+                f"give model.head_dim, or heads that divide {hidden}"
+            )
+        derived["head_dim"] = hidden // heads
+    if full.get("kv_heads") is None and heads is not None:
+        derived["kv_heads"] = heads
+    return derived
