@@ -243,7 +243,7 @@ def _open_shards(spec: RunSpec, names: Sequence[str], check: Check) -> list[Toke
         cached = _noted(note) if check == "lazy" else None
         if cached is None:
             cached = _cached(spec, [open_source(name, spec.data.text_key) for name in texts], given)
-            write_atomically(note, cached.name.encode())
+            write_atomically(note, cached.name)
         remedy = f"delete {cached} and it will be made again"
         ready |= {
             name: TokenShards(_part(cached, i), remedy, cache=cache, check=check)
