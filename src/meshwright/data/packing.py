@@ -20,6 +20,7 @@ from meshwright.data.document_index import BLOCK, DocumentIndex
 from meshwright.data.permutation import I64
 from meshwright.data.shards import TokenSource
 from meshwright.data.tokenizer import Tokenizer
+from meshwright.spec.sections import DataSpec
 
 IGNORE = -100
 
@@ -54,24 +55,21 @@ class Windows:
         source: TokenSource,
         index: DocumentIndex,
         tokenizer: Tokenizer,
-        *,
+        data: DataSpec,
         held: bool,
-        seq_len: int,
-        pack: bool,
-        document_mask: bool,
     ) -> None:
         self._source = source
         self._held_out, self._held = index.held_out, held
         self._sums = index.side(held)
         self._tokenizer = tokenizer
         self._end = tokenizer.end_id
-        self._seq_len = seq_len
-        self._pack = pack
-        self._mask = pack and document_mask
+        self._seq_len = data.seq_len
+        self._pack = data.pack
+        self._mask = data.pack and data.document_mask
         self.documents = int(self._sums.documents[-1])
         self.target_tokens = int(self._sums.targets[-1])
         self.utf8_bytes = int(self._sums.bytes[-1])
-        self.count = -(-self.target_tokens // seq_len) if pack else int(self._sums.windows[-1])
+        self.count = -(-self.target_tokens // self._seq_len) if self._pack else int(self._sums.windows[-1])
 
     def targets_before(self, index_N: I64) -> I64:
         """Targets in all samples before each of these, in [0, count]."""
