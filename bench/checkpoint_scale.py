@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshwright.checkpoint.manifest import Manifest, PartFile, join, report
-from meshwright.checkpoint.pieces import Part
+from meshwright.checkpoint.manifest import Manifest, Part, PartFile, join, report
 from meshwright.checkpoint.save_plan import cut_rows, global_indices, rectangles
 from meshwright.checkpoint.store import PART_RANKS, PARTS
 from meshwright.spec.records import read

@@ -20,8 +20,7 @@ from checkpoint_scale import Faked
 from meshwright.checkpoint import CheckpointStore, staging
 from meshwright.checkpoint import store as store_module
 from meshwright.checkpoint.disk import Disk
-from meshwright.checkpoint.manifest import Manifest, PartFile, join, report
-from meshwright.checkpoint.pieces import Part
+from meshwright.checkpoint.manifest import Manifest, Part, PartFile, join, report
 from meshwright.checkpoint.replicas import deal
 from meshwright.parallel.mesh import Mesh, TrafficCounter
 from meshwright.spec import Layout

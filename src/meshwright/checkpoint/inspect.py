@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.checkpoint.directory import candidates, published, read_latest
 from meshwright.checkpoint.disk import MANIFEST, Disk
 from meshwright.checkpoint.errors import BadCheckpointError, reading
-from meshwright.checkpoint.pieces import Part, Piece, check_cover
+from meshwright.checkpoint.manifest import Part, Piece
 from meshwright.checkpoint.reader import (
     check_size,
     parse_manifest,
@@ -20,6 +20,7 @@ from meshwright.checkpoint.reader import (
     read_part,
     verify_piece,
 )
+from meshwright.checkpoint.rectangles import check_cover
 from meshwright.spec.sharded_tensor import Rectangle
 
 

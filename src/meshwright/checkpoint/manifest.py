@@ -1,14 +1,20 @@
 """The manifest of a checkpoint: a small root, and parts that say where each piece lies, with its SHA-256.
 
-    manifest.json   {"sha256": H, "body": {"version", "step", "saved_at", "ranks", "generation", "state",
-                     "tensors": {name: {"dtype", "shape", "spread"}}, "spreads": [[[part, offsets, sizes]]],
-                     "parts": [[file, bytes, sha256]]}}
+    manifest.json     {"sha256": H, "body": {"version", "step", "saved_at", "ranks", "generation", "state",
+                       "tensors": {name: {"dtype", "shape", "spread"}},
+                       "spreads": [[[part, offsets, sizes]]], "parts": [[file, bytes, sha256]]}}
+    part-00064.json   {"tensors": {name: [piece]}, "files": {name: bytes}}
+    piece             [offsets, sizes, file, start, bytes, sha256]
 
 H is over the body as it is written, and a file whose text is not exactly what this module would write is
-refused, so no altered byte passes. A tensor's spread, an index into the list since many tensors have an equal
-one, gives the rectangle around its pieces in each part that has any: a reader opens the parts that touch what
-it needs. Version 1 had no parts: the root lists the pieces and the files (`pieces.py`), so it is read as a
-root with one part inside.
+refused, so no altered byte passes. A part lists the pieces that some consecutive ranks wrote. A tensor's
+spread, an index into the list since many tensors have an equal one, gives the rectangle around its pieces in
+each part that has any: a reader opens the parts that touch what it needs. Version 1 had no parts: the root
+lists the pieces and the files, so it is read as a root with one part inside.
+
+Hashes find accidents, not forgers: `Part.check` sees that pieces lie within their tensors and tile their
+files, so a made-up part cannot make a reader leave the directory, read elsewhere, or allocate more than the
+files hold.
 """
 
 from __future__ import annotations
@@ -20,28 +26,115 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any, NamedTuple
 
+import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from meshwright.checkpoint.pieces import (
-    DTYPES,
-    MAX_BYTES,
-    Count,
-    Dims,
-    Part,
-    Piece,
-    RankFile,
-    TensorEntry,
-    check_cover,
-    check_within,
-    common,
-    hull,
-)
+from meshwright.checkpoint.disk import rank_file
+from meshwright.checkpoint.rectangles import check_cover, check_within, common, hull
 from meshwright.spec.records import Record, read
 from meshwright.spec.sharded_tensor import Rectangle
 
 VERSION = 2
 MAX_DIMS = 16
+MAX_BYTES = 1 << 62
+_FLOATS = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_FLOATS, *_INTEGERS)}
+"""The dtypes that can be stored, by name; a reader refuses any other."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Count = Annotated[int, Field(strict=True, ge=0, le=MAX_BYTES)]
+Dims = tuple[Count, ...]
+RankFile = Annotated[str, Field(pattern=r"^rank-[0-9]{5,9}\.bin$")]
+"""Name of a piece file: without a separator, so that it stays within the directory."""
+
+
+class Piece(NamedTuple):
+    """A rectangle of a tensor, contiguous in row-major order from byte `start` of `file` on."""
+
+    offsets: Dims
+    sizes: Dims
+    file: RankFile
+    start: Count
+    bytes: Count
+    sha256: str
+
+    @property
+    def rectangle(self) -> Rectangle:
+        """(offsets, sizes)."""
+        return self.offsets, self.sizes
+
+
+@dataclass(frozen=True)
+class TensorEntry(Record):
+    """A tensor of the checkpoint: its dtype (a key of `DTYPES`), global shape, and index of its spread."""
+
+    dtype: str
+    shape: Dims
+    spread: Count
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Part(Record):
+    """The pieces that some ranks wrote, by tensor, and the bytes of their files."""
+
+    tensors: dict[str, list[Piece]]
+    files: dict[RankFile, Count]
+
+    @classmethod
+    def of(cls, gathered: Iterable[Sequence[Sequence[Any]]], first: int) -> Part:
+        """Return the part of the ranks from `first` on, of which `gathered` has the rows of their files:
+        (tensor, offsets, sizes, start, bytes, sha256) for each piece."""
+        tensors: dict[str, list[list[Any]]] = {}
+        files: dict[str, int] = {}
+        for rank, rows in enumerate(gathered, start=first):
+            file = rank_file(rank)
+            for name, offsets, sizes, start, length, digest in rows:
+                tensors.setdefault(name, []).append([offsets, sizes, file, start, length, digest])
+                files[file] = files.get(file, 0) + length
+        return read(cls, {"tensors": tensors, "files": files})
+
+    def render(self) -> str:
+        """Return the text of the part's file."""
+        return json.dumps({"tensors": self.tensors, "files": self.files}, separators=(",", ":"))
+
+    def check(self, tensors: Mapping[str, TensorEntry]) -> None:
+        """Raise ValueError unless all pieces lie within `tensors` and tile their files."""
+        by_file: dict[str, list[Piece]] = {name: [] for name in self.files}
+        for name, pieces in self.tensors.items():
+            if name not in tensors:
+                raise ValueError(f"it has pieces of {name}, but the checkpoint has no such tensor")
+            entry = tensors[name]
+            for piece in pieces:
+                check_within(f"a piece of tensor {name}", piece.rectangle, entry.shape)
+                if piece.bytes != math.prod(piece.sizes) * DTYPES[entry.dtype].itemsize:
+                    raise ValueError(
+                        f"a piece of tensor {name} has {piece.bytes} bytes for sizes {piece.sizes}"
+                    )
+                if piece.file not in by_file:
+                    raise ValueError(f"tensor {name} lies in {piece.file!r}, which is not among its files")
+                by_file[piece.file].append(piece)
+        for name, pieces in by_file.items():
+            end = 0
+            for piece in sorted(pieces, key=lambda piece: (piece.start, piece.bytes)):
+                if piece.start != end:
+                    raise ValueError(f"the pieces in {name} overlap or leave a gap at byte {end}")
+                end += piece.bytes
+            if end != self.files[name]:
+                raise ValueError(f"the pieces in {name} end at byte {end} of {self.files[name]}")
 
 
 class PartFile(NamedTuple):

@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint.disk import MANIFEST, Disk, parse_step_name
 from meshwright.checkpoint.errors import BadCheckpointError, reading
-from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.pieces import DTYPE_NAMES, Part, Piece, check_cover, common
-from meshwright.checkpoint.replicas import Replicas, deal
+from meshwright.checkpoint.manifest import DTYPE_NAMES, Manifest, Part, Piece
+from meshwright.checkpoint.rectangles import check_cover, common
+from meshwright.checkpoint.replicas import Replicas, assign
 from meshwright.checkpoint.save_plan import LocalShard, local_chunks, narrow
 from meshwright.parallel.flat_param import UnpaddedDTensor
 from meshwright.parallel.mesh import TrafficCounter
@@ -218,17 +218,12 @@ class Reading:
 
 def _readers(tensors: Mapping[str, Tensor | UnpaddedDTensor]) -> dict[str, tuple[Replicas, int]]:
     """Return (replicas, the one of them that reads it) of each tensor that this rank holds, by name."""
-    shared: dict[Replicas, list[str]] = defaultdict(list)
-    for name in sorted(tensors):
-        replicas = Replicas.of(tensors[name])
-        if replicas is not None:
-            shared[replicas].append(name)
-    readers: dict[str, tuple[Replicas, int]] = {}
-    for replicas, names in shared.items():
-        sizes = [math.prod(tensors[name].shape) * tensors[name].dtype.itemsize for name in names]
-        for name, reader in zip(names, deal(sizes, replicas.count), strict=True):
-            readers[name] = replicas, reader
-    return dict(sorted(readers.items()))
+    held = [
+        (name, math.prod(tensors[name].shape) * tensors[name].dtype.itemsize, replicas)
+        for name in sorted(tensors)
+        if (replicas := Replicas.of(tensors[name])) is not None
+    ]
+    return {name: (replicas, reader) for name, replicas, reader in sorted(assign(held))}
 
 
 def _read_file(path: Path, disk: Disk, expected: int | None = None) -> bytes:

@@ -8,9 +8,11 @@ read once.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from meshwright.parallel.collectives import start_broadcast
 from meshwright.parallel.flat_param import UnpaddedDTensor
 from meshwright.parallel.mesh import Axis, TrafficCounter
+
+T = TypeVar("T")
 
 
 def deal(sizes: Sequence[int], count: int) -> list[int]:
@@ -100,3 +104,17 @@ class Replicas:
     def _places(self) -> list[int]:
         """Return this rank's place along each of `dims`."""
         return [self.mesh.get_local_rank(dim) for dim in self.dims] if self.mesh is not None else []
+
+
+def assign(items: Iterable[tuple[T, int, Replicas]]) -> Iterator[tuple[T, Replicas, int]]:
+    """Yield (item, replicas, the one of them that works on it) for items of so many bytes.
+
+    Replicas share the items that they all hold evenly (`deal`).
+    """
+    groups: dict[Replicas, list[tuple[T, int]]] = defaultdict(list)
+    for item, size, replicas in items:
+        groups[replicas].append((item, size))
+    for replicas, group in groups.items():
+        workers = deal([size for _, size in group], replicas.count)
+        for (item, _), worker in zip(group, workers, strict=True):
+            yield item, replicas, worker

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshwright.checkpoint.pieces import DTYPE_NAMES
-from meshwright.checkpoint.replicas import Replicas, deal
+from meshwright.checkpoint.manifest import DTYPE_NAMES
+from meshwright.checkpoint.replicas import Replicas, assign
 from meshwright.parallel.flat_param import UnpaddedDTensor
 from meshwright.spec.sharded_tensor import Rectangle, ShardedTensor
 
@@ -49,8 +48,13 @@ def local_chunks(name: str, tensor: Tensor | UnpaddedDTensor) -> list[LocalShard
     A plain tensor is equal on every rank that has it. Raises ValueError for a Partial placement.
     """
     if isinstance(tensor, UnpaddedDTensor):
-        real = (_first_rows(chunk, tensor.rows) for chunk in local_chunks(name, tensor.padded))
-        return [chunk for chunk in real if chunk.local_shape[0]]
+        chunks = local_chunks(name, tensor.padded)
+        counts = [min(chunk.local_shape[0], tensor.rows - chunk.offset[0]) for chunk in chunks]
+        return [
+            replace(_rows(chunk, 0, count), global_shape=tuple(tensor.shape))
+            for chunk, count in zip(chunks, counts, strict=True)
+            if count > 0
+        ]
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         whole = LocalShard(name, shape, (0,) * tensor.ndim, shape, tensor.detach())
@@ -80,12 +84,14 @@ def rectangles(indices: list[Tensor]) -> Iterator[tuple[tuple[int, ...], Rectang
         yield places, (offsets, lengths)
 
 
-def _first_rows(chunk: LocalShard, rows: int) -> LocalShard:
-    """Return the part of a rectangle that lies in the first `rows` of the whole."""
-    count = max(0, min(chunk.local_shape[0], rows - chunk.offset[0]))
-    shape = (count, *chunk.local_shape[1:])
-    whole = (rows, *chunk.global_shape[1:])
-    return LocalShard(chunk.key, whole, chunk.offset, shape, chunk.local.narrow(0, 0, count))
+def _rows(chunk: LocalShard, start: int, count: int) -> LocalShard:
+    """Return `count` rows (of dim 0) of a rectangle, from its row `start` on."""
+    return replace(
+        chunk,
+        offset=(chunk.offset[0] + start, *chunk.offset[1:]),
+        local_shape=(count, *chunk.local_shape[1:]),
+        local=chunk.local.narrow(0, start, count),
+    )
 
 
 def global_indices(
@@ -127,15 +133,12 @@ def _runs(index: Tensor) -> Iterator[tuple[int, int, int]]:
             yield start, int(index[start]), end - start
 
 
-def _cut(chunk: LocalShard) -> Iterator[LocalShard]:
+def _cut(chunk: LocalShard) -> list[LocalShard]:
     """Cut a rectangle along its first dim into pieces of at most PIECE_BYTES (one row at least)."""
     if not chunk.local_shape:
-        yield chunk
-        return
-    for start, rows in cut_rows(chunk.local_shape, chunk.local.element_size()):
-        offsets = (chunk.offset[0] + start, *chunk.offset[1:])
-        view = chunk.local.narrow(0, start, rows)
-        yield LocalShard(chunk.key, chunk.global_shape, offsets, tuple(view.shape), view)
+        return [chunk]
+    cuts = cut_rows(chunk.local_shape, chunk.local.element_size())
+    return [_rows(chunk, start, count) for start, count in cuts]
 
 
 def cut_rows(sizes: Sequence[int], item_bytes: int) -> Iterator[tuple[int, int]]:
@@ -162,14 +165,10 @@ def describe(tensors: Mapping[str, Tensor | UnpaddedDTensor], rank: int) -> dict
 
 def own_share(tensors: Mapping[str, Tensor | UnpaddedDTensor], names: Collection[str]) -> list[LocalShard]:
     """Return the pieces of the tensors `names` that this rank writes: an equal share among its replicas."""
-    held: dict[Replicas, list[LocalShard]] = defaultdict(list)
+    held: list[tuple[LocalShard, int, Replicas]] = []
     for name in sorted(names):
         replicas = Replicas.of(tensors[name])
         if replicas is not None:
-            chunks = local_chunks(name, tensors[name])
-            held[replicas] += [piece for chunk in chunks for piece in _cut(chunk)]
-    own: list[LocalShard] = []
-    for replicas, pieces in held.items():
-        writers = deal([piece.local.nbytes for piece in pieces], replicas.count)
-        own += [piece for piece, writer in zip(pieces, writers, strict=True) if writer == replicas.index]
-    return own
+            pieces = [piece for chunk in local_chunks(name, tensors[name]) for piece in _cut(chunk)]
+            held += [(piece, piece.local.nbytes, replicas) for piece in pieces]
+    return [piece for piece, replicas, writer in assign(held) if writer == replicas.index]

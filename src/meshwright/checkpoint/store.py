@@ -45,8 +45,7 @@ from meshwright.checkpoint.disk import (
 )
 from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError
 from meshwright.checkpoint.lease import Lease
-from meshwright.checkpoint.manifest import Manifest, PartFile, join, report
-from meshwright.checkpoint.pieces import DTYPES, Part
+from meshwright.checkpoint.manifest import DTYPES, Manifest, Part, PartFile, join, report
 from meshwright.checkpoint.reader import Reading, match_tensors, parse_manifest, read_manifest_text
 from meshwright.checkpoint.save_plan import describe, own_share
 from meshwright.checkpoint.staging import HostImage
