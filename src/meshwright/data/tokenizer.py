@@ -214,7 +214,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return {character: byte} of GPT-2's printable bytes (Radford et al. 2019)."""
+    """Return {character: byte}: GPT-2's printable spelling of bytes (Radford et al. 2019)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
