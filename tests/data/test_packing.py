@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.data import document_index, packing
-from meshwright.data.document_index import DocumentIndex, Rows, index_in_memory
+from meshwright.data.document_index import DocumentIndex, Rows, TokenSource, index_in_memory
 from meshwright.data.packing import IGNORE, Samples, Windows
 from meshwright.data.shard_writer import ShardWriter
-from meshwright.data.shards import TokenShards, TokenSource
+from meshwright.data.shards import TokenShards
 from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.spec.sections import DataSpec
 

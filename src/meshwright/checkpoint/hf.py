@@ -72,23 +72,13 @@ class HfWeights:
             raise UserError(
                 f"model.hf: the weights in {self._folder} are in fp8 with scales; convert them to bf16 first"
             )
-        for piece in self._pieces:
-            if piece.hf not in self._files:
-                raise UserError(
-                    f"model.hf: {self._folder} lacks the tensor {piece.hf}, which its config.json asks for"
-                )
-            wanted, (path, shape) = piece.shape(self._shapes), self._files[piece.hf]
-            if wanted != shape:
-                raise UserError(
-                    f"model.hf: the tensor {piece.hf} of {path} has shape {list(shape)}, "
-                    f"but config.json asks for {list(wanted)}"
-                )
-        known = {piece.hf for piece in self._pieces}
-        for name, (path, _) in self._files.items():
-            if name not in known and not self._is_redundant(name):
-                raise UserError(
-                    f"model.hf: {path} has a tensor {name}, which its config.json has no place for"
-                )
+        wanted = {piece.hf: piece.shape(self._shapes) for piece in self._pieces}
+        shapes = {
+            name: shape
+            for name, (_, shape) in self._files.items()
+            if name in wanted or not self._is_redundant(name)
+        }
+        _check_tensors(f"model.hf: {self._folder}", wanted, shapes)
 
     def _is_redundant(self, name: str) -> bool:
         """Return True for tensors of files that are not weights of the decoder.
@@ -193,7 +183,8 @@ def export_hf(
     try:
         with atomic.folder(folder) as unfinished:
             shapes = _shapes(spec)
-            _check_tensors(shapes, tensors)
+            given = {name: tensor.shape for name, tensor in tensors.items()}
+            _check_tensors("export: the decoder", shapes, given)
             dtype = dtype or tensors["embed.weight"].dtype
             config = write_hf_config(spec, str(dtype).removeprefix("torch."))
             if side_files is not None:
@@ -210,17 +201,18 @@ def export_hf(
         raise UserError(f"export: {folder} cannot be written ({reason}); give another folder") from error
 
 
-def _check_tensors(wanted: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]) -> None:
+def _check_tensors(where: str, wanted: Shapes, shapes: Shapes) -> None:
+    """Raise `UserError`, which starts with `where`, unless the shapes are those of the model's tensors."""
     for name, shape in wanted.items():
-        if name not in tensors:
-            raise UserError(f"export: the tensor {name} is missing, which this model has")
-        if tensors[name].shape != shape:
+        if name not in shapes:
+            raise UserError(f"{where} lacks the tensor {name}, which this model has")
+        if tuple(shapes[name]) != tuple(shape):
             raise UserError(
-                f"export: the tensor {name} has shape {list(tensors[name].shape)}, not {list(shape)}"
+                f"{where}: the tensor {name} has shape {list(shapes[name])}, but this model has {list(shape)}"
             )
-    for name in tensors:
+    for name in shapes:
         if name not in wanted:
-            raise UserError(f"export: there is a tensor {name}, which this model does not have")
+            raise UserError(f"{where} has a tensor {name}, which this model does not have")
 
 
 def _write_weights(

@@ -14,7 +14,7 @@ from meshwright.checkpoint.disk import MANIFEST, Disk
 from meshwright.checkpoint.errors import BadCheckpointError, reading
 from meshwright.checkpoint.manifest import Part, Piece
 from meshwright.checkpoint.reader import (
-    check_size,
+    opened,
     parse_manifest,
     read_manifest_text,
     read_part,
@@ -63,7 +63,7 @@ def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
             manifest = parse_manifest(path, read_manifest_text(path, disk))
             for number in range(manifest.part_count):
                 for file, size in read_part(path, manifest, number, disk).files.items():
-                    with _opened(path / file, size, disk):
+                    with opened(path / file, size, disk):
                         pass
             info = replace(
                 info,
@@ -112,18 +112,10 @@ def _verify_part(path: Path, part: Part, disk: Disk, problems: list[str]) -> Non
         for piece in pieces:
             by_file[piece.file].append((name, piece))
     for file, named in by_file.items():
-        with _collected(problems), _opened(path / file, part.files[file], disk) as descriptor:
+        with _collected(problems), opened(path / file, part.files[file], disk) as descriptor:
             for name, piece in sorted(named, key=lambda pair: pair[1].start):
                 with _collected(problems):
                     verify_piece(descriptor, name, piece, path / file, disk)
-
-
-@contextmanager
-def _opened(path: Path, size: int, disk: Disk) -> Iterator[int]:
-    """Open a piece file of this size and yield its descriptor. Raises BadCheckpointError."""
-    with reading(path), disk.opened(path) as (descriptor, found):
-        check_size(path, found, size)
-        yield descriptor
 
 
 @contextmanager

@@ -80,7 +80,7 @@ class Lease:
         self._token = secrets.token_hex(8)
         self._mine: Holder | None = None
         self._stop = threading.Event()
-        self._beat: threading.Thread | None = None
+        self._beat: threading.Thread  # runs while the lease is held
 
     def acquire(self) -> None:
         """Take the lease, also over a holder that is gone. Raises when another run holds it and is alive."""
@@ -88,7 +88,9 @@ class Lease:
             return
         try:
             with self._locked():
-                self._sweep()
+                for leftover in ("clock-*", "lease.json-*"):  # of a process that died while it took the lease
+                    for path in self.directory.glob(f"{TEMPORARY}{leftover}"):
+                        self._disk.unlink(path)
                 other = self._read()
                 if other is not None and not other.released and self._alive(other):
                     raise CheckpointError(
@@ -113,7 +115,9 @@ class Lease:
             ) from error
         self._mine, self.generation = mine, mine.generation
         self._stop.clear()
-        self._beat = threading.Thread(target=self._keep_alive, name="lease heartbeat", daemon=True)
+        self._beat = threading.Thread(
+            target=self._keep_alive, args=(mine,), name="lease heartbeat", daemon=True
+        )
         self._beat.start()
 
     def release(self) -> None:
@@ -121,9 +125,8 @@ class Lease:
         if self._mine is None:
             return
         self._stop.set()
-        if self._beat is not None:
-            self._beat.join()
-        mine, self._mine, self._beat = self._mine, None, None
+        self._beat.join()
+        mine, self._mine = self._mine, None
         try:
             with self._locked():
                 now = self._read()
@@ -157,9 +160,8 @@ class Lease:
             self.check()
             yield
 
-    def _keep_alive(self) -> None:
-        mine = self._mine
-        while mine is not None and not self._stop.wait(self.stale_s / BEATS):
+    def _keep_alive(self, mine: Holder) -> None:
+        while not self._stop.wait(self.stale_s / BEATS):
             try:
                 now = self._read()
                 if now is None or now.token != mine.token:
@@ -167,12 +169,6 @@ class Lease:
                 os.utime(self._path)
             except (OSError, CheckpointError):
                 continue  # a beat may be missed: the file system's failure shows in the save itself
-
-    def _sweep(self) -> None:
-        """Remove what a process that died while it took the lease left behind; called under the lock."""
-        for pattern in (f"{TEMPORARY}clock-*", f"{TEMPORARY}lease.json-*"):
-            for path in self.directory.glob(pattern):
-                self._disk.unlink(path)
 
     def _alive(self, other: Holder) -> bool:
         if other.token == self._token:

@@ -14,6 +14,7 @@ import os
 import stat
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,10 +41,11 @@ MAX_TEXT_BYTES = 1 << 30
 
 def read_manifest_text(path: Path, disk: Disk) -> str:
     """Return the text of the manifest's root in the published directory `path`. Raises BadCheckpointError."""
-    with reading(path / MANIFEST):
+    file = path / MANIFEST
+    with reading(file):
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             raise BadCheckpointError(f"{path} is not a directory, so it is not a checkpoint")
-        return _read_file(path / MANIFEST, disk).decode()
+        return _read_file(file, file.lstat().st_size, disk).decode()
 
 
 def parse_manifest(path: Path, text: str) -> Manifest:
@@ -64,7 +66,7 @@ def read_part(path: Path, manifest: Manifest, number: int, disk: Disk) -> Part:
         return manifest.inside
     file, size, digest = manifest.parts[number]
     with reading(path / file):
-        content = _read_file(path / file, disk, size)
+        content = _read_file(path / file, size, disk)
         if hashlib.sha256(content).hexdigest() != digest:
             raise ValueError("its SHA-256 is not that of the manifest")
         part = read(Part, json.loads(content))
@@ -72,10 +74,13 @@ def read_part(path: Path, manifest: Manifest, number: int, disk: Disk) -> Part:
         return part
 
 
-def check_size(path: Path, size: int, expected: int) -> None:
-    """Raise BadCheckpointError unless a file has the bytes that its manifest says."""
-    if size != expected:
-        raise BadCheckpointError(f"{path} has {size} bytes where its manifest says {expected}")
+@contextmanager
+def opened(path: Path, expected: int, disk: Disk) -> Iterator[int]:
+    """Open a file of so many bytes and yield its descriptor. Raises BadCheckpointError."""
+    with reading(path), disk.opened(path) as (descriptor, size):
+        if size != expected:
+            raise BadCheckpointError(f"{path} has {size} bytes where its manifest says {expected}")
+        yield descriptor
 
 
 def verify_piece(descriptor: int, name: str, piece: Piece, path: Path, disk: Disk) -> None:
@@ -174,8 +179,7 @@ class Reading:
         self._check_cover(fetch for listed in fetches.values() for fetch in listed)
         for file, listed in sorted(fetches.items()):
             path = self.path / file
-            with reading(path), self.disk.opened(path) as (descriptor, size):
-                check_size(path, size, sizes[file])
+            with opened(path, sizes[file], self.disk) as descriptor:
                 for fetch in sorted(listed, key=lambda fetch: fetch.piece.start):
                     fetch.run(descriptor, path, self.disk)
 
@@ -226,12 +230,11 @@ def _readers(tensors: Mapping[str, Tensor | UnpaddedDTensor]) -> dict[str, tuple
     return {name: (replicas, reader) for name, replicas, reader in sorted(assign(held))}
 
 
-def _read_file(path: Path, disk: Disk, expected: int | None = None) -> bytes:
-    """Return all of a file of the manifest. Raises OSError, and BadCheckpointError for another size."""
-    with disk.opened(path) as (descriptor, size):
+def _read_file(path: Path, size: int, disk: Disk) -> bytes:
+    """Return all of a file of the manifest, of so many bytes. Raises BadCheckpointError."""
+    with opened(path, size, disk) as descriptor:
         if size > MAX_TEXT_BYTES:
             raise BadCheckpointError(f"{path} has {size} bytes, too many for a manifest")
-        check_size(path, size, size if expected is None else expected)
         content = bytearray(size)
         _read_into(memoryview(content), descriptor, 0, path, disk)
         return bytes(content)

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
+from meshwright.data.document_index import TokenSource
 from meshwright.data.manifest import VERSION, digest_of, is_shards
 from meshwright.data.mixture import Mixture
 from meshwright.data.packing import Samples, Windows
 from meshwright.data.permutation import I64
 from meshwright.data.publish import build_once, write_atomically
 from meshwright.data.readers import SYNTHETIC, TextSource, open_source
-from meshwright.data.shards import TokenShards, TokenSource
+from meshwright.data.shards import TokenShards
 from meshwright.data.synthetic import SyntheticTokens
 from meshwright.data.tokenize import bpe_size, build_tokenizer, check_tokenizer, write_shards
 from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, number_tokenizer

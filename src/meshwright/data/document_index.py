@@ -41,13 +41,23 @@ class Rows(NamedTuple):
     """(documents,) hash of each document's content, which does not depend on the tokenizer."""
 
 
-class DocumentTable(Protocol):
-    """Documents [END, t1..tn] one after the other."""
+class TokenSource(Protocol):
+    """A stream of documents [END, t1..tn], one after the other, that can be read at any place."""
 
+    digest: str
+    """SHA-256 of everything in the source."""
     documents: int
+
+    def take(self, place: I64) -> I64:
+        """Return the token ids at these places of the stream, in the shape of `place`."""
+        ...
 
     def rows(self, first: int, last: int) -> Rows:
         """Return the documents from number `first` up to `last`."""
+        ...
+
+    def index(self, val_fraction: float, window: int) -> DocumentIndex:
+        """Return its documents split in two; `window` is the length of unpacked samples, or 0."""
         ...
 
 
@@ -79,14 +89,14 @@ class DocumentIndex:
         return Side(*self.sums[int(held)])
 
 
-def index_in_memory(table: DocumentTable, val_fraction: float, window: int) -> DocumentIndex:
+def index_in_memory(source: TokenSource, val_fraction: float, window: int) -> DocumentIndex:
     """Return the index of a small source. `window` is the length of unpacked samples, 0 for packed ones."""
-    sums = np.zeros(_shape(table), dtype=np.int64)
-    return DocumentIndex(_fill(sums, table, val_fraction, window), sums)
+    sums = np.zeros(_shape(source), dtype=np.int64)
+    return DocumentIndex(_fill(sums, source, val_fraction, window), sums)
 
 
 def index_on_disk(
-    folder: Path, table: DocumentTable, val_fraction: float, window: int, *, check: bool
+    folder: Path, source: TokenSource, val_fraction: float, window: int, *, check: bool
 ) -> DocumentIndex:
     """Return the index in `folder`; when it is missing, one of many processes that ask at once builds it.
 
@@ -95,23 +105,23 @@ def index_on_disk(
 
     def build(temporary: Path) -> None:
         path = temporary / _TABLE
-        sums = np.lib.format.open_memmap(path, mode="w+", dtype=np.int64, shape=_shape(table))
-        rule = _fill(sums, table, val_fraction, window)
+        sums = np.lib.format.open_memmap(path, mode="w+", dtype=np.int64, shape=_shape(source))
+        rule = _fill(sums, source, val_fraction, window)
         sums.flush()
         facts = {"limit": rule.limit, "exception": rule.exception, "sha256": sha256_file(path)}
         (temporary / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
 
     build_once(folder, "data.cache", build)
-    index = _read(folder, table, check)
+    index = _read(folder, source, check)
     if index is None:
         shutil.rmtree(folder, ignore_errors=True)
         build_once(folder, "data.cache", build)
-        index = _read(folder, table, check)
+        index = _read(folder, source, check)
         assert index is not None  # it was built just now
     return index
 
 
-def _read(folder: Path, table: DocumentTable, check: bool) -> DocumentIndex | None:
+def _read(folder: Path, source: TokenSource, check: bool) -> DocumentIndex | None:
     """Return the index in a folder; None where it is damaged."""
     try:
         facts = json.loads((folder / _FACTS).read_bytes())
@@ -120,34 +130,34 @@ def _read(folder: Path, table: DocumentTable, check: bool) -> DocumentIndex | No
         whole = not check or sha256_file(folder / _TABLE) == facts["sha256"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if not whole or sums.shape != _shape(table) or sums.dtype != np.int64:
+    if not whole or sums.shape != _shape(source) or sums.dtype != np.int64:
         return None
     return DocumentIndex(rule, sums)
 
 
-def _shape(table: DocumentTable) -> tuple[int, int, int]:
+def _shape(source: TokenSource) -> tuple[int, int, int]:
     """Return the shape of `DocumentIndex.sums`."""
-    return 2, len(Side._fields), -(-table.documents // BLOCK) + 1
+    return 2, len(Side._fields), -(-source.documents // BLOCK) + 1
 
 
-def _fill(sums: I64, table: DocumentTable, val_fraction: float, window: int) -> HeldOut:
+def _fill(sums: I64, source: TokenSource, val_fraction: float, window: int) -> HeldOut:
     """Sum up both sides in one pass over the documents, or in two where one document is an exception."""
     survey = SplitSurvey(val_fraction)
     guess = HeldOut(survey.limit)
-    for block, rows in _chunks(table):
+    for block, rows in _chunks(source):
         survey.add(rows.hashes)
         _sum_up(sums, block, rows, guess, window)
     rule = survey.rule()
     if rule != guess:
-        for block, rows in _chunks(table):
+        for block, rows in _chunks(source):
             _sum_up(sums, block, rows, rule, window)
     return rule
 
 
-def _chunks(table: DocumentTable) -> Iterator[tuple[int, Rows]]:
+def _chunks(source: TokenSource) -> Iterator[tuple[int, Rows]]:
     """Yield (first block, rows) of runs of whole blocks."""
-    for first in range(0, table.documents, _CHUNK):
-        yield first // BLOCK, table.rows(first, min(first + _CHUNK, table.documents))
+    for first in range(0, source.documents, _CHUNK):
+        yield first // BLOCK, source.rows(first, min(first + _CHUNK, source.documents))
 
 
 def _sum_up(sums: I64, block: int, rows: Rows, rule: HeldOut, window: int) -> None:

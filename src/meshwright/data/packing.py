@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.data.document_index import BLOCK, DocumentIndex
+from meshwright.data.document_index import BLOCK, DocumentIndex, TokenSource
 from meshwright.data.permutation import I64
-from meshwright.data.shards import TokenSource
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.spec.sections import DataSpec
 

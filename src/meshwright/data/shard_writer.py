@@ -96,21 +96,21 @@ class ShardWriter:
         number = len(self._shards)
         self._tokens = _HashedFile(self._folder / tokens_file(number))
         self._table = _HashedFile(self._folder / documents_file(number))
-        self._length = self._documents = self._pending_length = 0
+        self._length = self._pending_length = 0
         self._pending: list[np.ndarray] = []
         self._records: list[tuple[int, int, int]] = []
 
     def _flush(self) -> None:
         self._tokens.write(np.concatenate([np.empty(0, self._dtype), *self._pending]).tobytes())
         self._table.write(np.array(self._records, dtype=DOCUMENT).tobytes())
-        self._documents += len(self._records)
         self._pending, self._pending_length, self._records = [], 0, []
 
     def _close_shard(self) -> None:
         self._flush()
         for file in (self._tokens, self._table):
             self._files[file.name] = file.close()
-        self._shards.append(ShardEntry(tokens=self._length, documents=self._documents))
+        documents = self._files[self._table.name].bytes // DOCUMENT.itemsize
+        self._shards.append(ShardEntry(tokens=self._length, documents=documents))
 
 
 class _HashedFile:

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from meshwright.data.document_index import FORMAT, DocumentIndex, DocumentTable, Rows, index_on_disk
+from meshwright.data.document_index import FORMAT, DocumentIndex, Rows, index_on_disk
 from meshwright.data.manifest import DOCUMENT, MANIFEST, VERSION, Manifest, documents_file, tokens_file
 from meshwright.data.permutation import I64
 from meshwright.data.publish import readable
@@ -23,21 +23,6 @@ from meshwright.data.verified import FileState, cache_folder, record_folders, st
 from meshwright.spec.errors import UserError
 
 _MAPPED = 2**14  # documents
-
-
-class TokenSource(DocumentTable, Protocol):
-    """A stream of documents [END, t1..tn], one after the other, that can be read at any place."""
-
-    digest: str
-    """SHA-256 of everything in the source."""
-
-    def take(self, place: I64) -> I64:
-        """Return the token ids at these places of the stream, in the shape of `place`."""
-        ...
-
-    def index(self, val_fraction: float, window: int) -> DocumentIndex:
-        """Return its documents split in two; `window` is the length of unpacked samples, or 0."""
-        ...
 
 
 class TokenShards:

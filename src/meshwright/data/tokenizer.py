@@ -207,8 +207,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     for key in ("eos_token", "bos_token"):
         if config.get(key) is not None and token_name(config[key]) is None:
             raise UserError(
-                f"data.tokenizer: {key} in {path} is {json.dumps(config[key])[:80]}, not the name of a token; "
-                "give one of the tokenizer's tokens as a string"
+                f"data.tokenizer: {key} in {path} is {json.dumps(config[key])[:80]}, not the name of a "
+                "token; give one of the tokenizer's tokens as a string"
             )
     return config
 
