@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -68,10 +69,7 @@ class Replicas:
     @property
     def index(self) -> int:
         """Number of this rank among them, in [0, count)."""
-        number = 0
-        for size, place in zip(self.sizes, self._places(), strict=True):
-            number = number * size + place
-        return number
+        return int(np.ravel_multi_index(self._places(), self.sizes)) if self.dims else 0
 
     def first(self, rank: int) -> int:
         """Return the first rank of the tensor's mesh; `rank` for a plain tensor."""
@@ -86,10 +84,7 @@ class Replicas:
         if self.mesh is None or not self.dims or not local.numel():
             return
         places = self._places()
-        origin: list[int] = []
-        for size in reversed(self.sizes):
-            source, place = divmod(source, size)
-            origin.insert(0, place)
+        origin = list(map(int, np.unravel_index(source, self.sizes)))
         whole = local.contiguous()
         sent = whole.view(-1).view(torch.uint8)  # backends do not know every dtype
         names = self.mesh.mesh_dim_names
