@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshwright.checkpoint.manifest import Manifest, PartFile, join, report
-from meshwright.checkpoint.pieces import Part
-from meshwright.checkpoint.save_plan import cut_rows, rectangles
+from meshwright.checkpoint.manifest import Manifest, Part, PartFile, join, report
+from meshwright.checkpoint.save_plan import cut_rows, global_indices, rectangles
 from meshwright.checkpoint.store import PART_RANKS, PARTS
+from meshwright.spec.records import read
 from meshwright.spec.sharded_tensor import Rectangle
 
 T = TypeVar("T")
@@ -120,14 +120,14 @@ class Faked:
 
     def root(self, reports: list[dict[str, Any]] | None = None) -> Manifest:
         """The manifest's root."""
-        tensors, parts = join(self.forms(), self.reports() if reports is None else reports)
-        return Manifest(1, "", self.ranks, 1, {}, tensors, parts)
+        joined = join(self.forms(), self.reports() if reports is None else reports)
+        return Manifest(1, "", self.ranks, 1, {}, *joined)
 
     def needed_parts(self, rank: int) -> set[int]:
         """Parts that a rank opens to load its own states."""
-        tensors = self.root().tensors
+        root = self.root()
         held = self.held(rank)
-        return {part for name, each in held.items() for part in tensors["model/" + name].parts_of(each)}
+        return {part for name, each in held.items() for part in root.parts_of("model/" + name, each)}
 
 
 @cache
@@ -136,7 +136,8 @@ def _rectangles(
 ) -> tuple[Rectangle, ...]:
     rows: Placement = _StridedShard(0, split_factor=tp) if split == 0 else Shard(0)
     over_tensor: Placement = Replicate() if split is None else Shard(split)
-    return tuple(rectangles("", shape, (rows, over_tensor), (dp, tp), (shard, tensor)))
+    indices = global_indices("", shape, (rows, over_tensor), (dp, tp), (shard, tensor))
+    return tuple(rectangle for _, rectangle in rectangles(indices))
 
 
 def seconds(work: Callable[[], T]) -> tuple[float, T]:
@@ -158,8 +159,8 @@ def measured(world: Faked) -> dict[str, Any]:
     parsed, found = seconds(lambda: [each for each in map(json.loads, told) if each is not None])
     joined, root = seconds(lambda: world.root(found))
     sealed, content = seconds(root.render)
-    opened, _ = seconds(lambda: Manifest.parse(content, "root"))
-    read, _ = seconds(lambda: Part.parse(json.loads(text)).check(root.forms))
+    opened, _ = seconds(lambda: Manifest.parse(content))
+    checked, _ = seconds(lambda: read(Part, json.loads(text)).check(root.tensors))
     return {
         "ranks": world.ranks,
         "pieces": len(rows) * world.ranks,
@@ -167,7 +168,7 @@ def measured(world: Faked) -> dict[str, Any]:
         "first_of_part_s": round(listed + text_seconds + part_seconds, 3),
         "rank_0_root_s": round(parsed + joined + sealed, 3),
         "read_root_s": round(opened, 3),
-        "read_part_s": round(read, 3),
+        "read_part_s": round(checked, 3),
         "root_bytes": len(content),
         "part_bytes": len(text),
         "parts": len(reports),

@@ -34,7 +34,7 @@ from meshwright.data.manifest import (
 from meshwright.data.permutation import hash64
 from meshwright.data.shard_writer import TOKENS_PER_SHARD
 from meshwright.data.tokenizer import TOKENIZER_FILES, byte_tokenizer
-from meshwright.data.verified import BESIDE, FileState, Verified, write_record
+from meshwright.data.verified import BESIDE, FileState, write_record
 from meshwright.spec import RunSpec
 from meshwright.spec.load import from_tree
 
@@ -72,8 +72,7 @@ def make(folder: Path, documents: int) -> None:
         files={name: FileEntry(bytes=state.size, sha256="0" * 64) for name, state in states.items()},
     )
     (folder / MANIFEST).write_bytes(manifest.render())
-    record = {name: Verified(state, "0" * 64) for name, state in states.items()}
-    write_record(folder / BESIDE, manifest.digest, record)
+    write_record(folder / BESIDE, manifest, states)
 
 
 def _write_table(path: Path, seed: int) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from meshwright.checkpoint import CheckpointStore
+from meshwright.checkpoint.directory import published
 from meshwright.checkpoint.disk import Disk
 
 
@@ -249,6 +251,11 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
 
 def zeros_like(source: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.zeros_like(tensor) for name, tensor in source.items()}
+
+
+def steps(store: CheckpointStore) -> list[int]:
+    """The published steps of the store's directory, rising."""
+    return list(published(store.directory))
 
 
 def leftovers(directory: Path) -> list[str]:

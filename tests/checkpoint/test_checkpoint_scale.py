@@ -20,8 +20,7 @@ from checkpoint_scale import Faked
 from meshwright.checkpoint import CheckpointStore, staging
 from meshwright.checkpoint import store as store_module
 from meshwright.checkpoint.disk import Disk
-from meshwright.checkpoint.manifest import PartFile, join, report
-from meshwright.checkpoint.pieces import Part
+from meshwright.checkpoint.manifest import Manifest, Part, PartFile, join, report
 from meshwright.checkpoint.replicas import deal
 from meshwright.parallel.mesh import Mesh, TrafficCounter
 from meshwright.spec import Layout
@@ -196,8 +195,8 @@ def test_a_hole_is_seen_before_anything_is_published() -> None:
         report(Part.of([[row]], rank), PartFile(f"part-{rank:05d}.json", 1, "0" * 64))
         for rank, row in enumerate(rows)
     ]
-    tensors, parts = join({"x": ("float32", (3, 3))}, told)
-    assert tensors["x"].parts_of([((2, 0), (1, 1))]) == {1} and len(parts) == 2
+    root = Manifest(1, "", 2, 1, {}, *join({"x": ("float32", (3, 3))}, told))
+    assert root.parts_of("x", [((2, 0), (1, 1))]) == {1} and root.part_count == 2
     for reports in (told[:1], [*told, told[0]]):
         with pytest.raises(ValueError, match="they overlap or leave a hole"):
             join({"x": ("float32", (3, 3))}, reports)

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from faults import (
     bury,
     leftovers,
     same,
+    steps,
     tensors,
     zeros_like,
 )
@@ -65,7 +67,7 @@ def check_intact(directory: Path) -> int:
     assert state["step"] in (20, 30)
     assert same(target, tensors(state["step"]))
     assert store.warnings == []
-    for step in store.steps():
+    for step in steps(store):
         store.load(step, target)
         assert same(target, tensors(step))
     return state["step"]
@@ -181,11 +183,13 @@ def test_a_full_disk_is_told_and_the_old_checkpoint_stays(
     small_disk: Path, asynchronous: bool, foreseen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not foreseen:  # another program fills the disk between the look and the write
-        monkeypatch.setattr("meshwright.checkpoint.store.free_bytes", lambda path: 1 << 40)
+        monkeypatch.setattr(
+            "meshwright.checkpoint.store.shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 40)
+        )
     store = CheckpointStore(small_disk, 2)
     small = {"model/x": torch.ones(1 << 18)}
     store.save(10, small, {"step": 10})
-    with pytest.raises(CheckpointError, match=r"no space for the checkpoint of step 20 .* needs 8.0 MiB"):
+    with pytest.raises(CheckpointError, match=r"no space for the checkpoint of step 20 .* needs 8.39 MB"):
         store.save(20, {"model/x": torch.ones(1 << 21)}, {}, asynchronous)
         store.wait()
     assert not leftovers(small_disk)

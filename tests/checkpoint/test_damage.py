@@ -37,7 +37,7 @@ def refused(checkpoint: Path) -> str:
         CheckpointStore(checkpoint.parent, 2).load(10, target)
     assert isinstance(refusal.value, BadCheckpointError) or "shape" in str(refusal.value)
     assert same(target, tensors(77))
-    assert not verify_checkpoint(checkpoint.parent, 10).good
+    assert verify_checkpoint(checkpoint.parent, 10).problems
     return str(refusal.value)
 
 
@@ -52,7 +52,7 @@ def test_no_flipped_bit_goes_unseen(checkpoint: Path) -> None:
             path.write_bytes(data)
             assert file in refused(checkpoint), f"{file}: byte {position}"
         path.write_bytes(original)
-    assert verify_checkpoint(checkpoint.parent).good
+    assert not verify_checkpoint(checkpoint.parent).problems
 
 
 @pytest.mark.parametrize("file", ["rank-00000.bin", "part-00000.json", "manifest.json"])

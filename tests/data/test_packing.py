@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.data import document_index, packing
-from meshwright.data.document_index import DocumentIndex, Rows, index_in_memory
+from meshwright.data.document_index import DocumentIndex, Rows, TokenSource, index_in_memory
 from meshwright.data.packing import IGNORE, Samples, Windows
 from meshwright.data.shard_writer import ShardWriter
-from meshwright.data.shards import TokenShards, TokenSource
+from meshwright.data.shards import TokenShards
 from meshwright.data.tokenizer import byte_tokenizer
+from meshwright.spec.sections import DataSpec
 
 END = 256
 
@@ -52,7 +53,8 @@ def small_blocks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def side(source: TokenSource, share: float, seq_len: int, pack: bool, held: bool, mask: bool) -> Windows:
     index = source.index(share, 0 if pack else seq_len)
-    return Windows(source, index, byte_tokenizer(), held=held, seq_len=seq_len, pack=pack, document_mask=mask)
+    data = DataSpec(seq_len=seq_len, pack=pack, document_mask=mask)
+    return Windows(source, index, byte_tokenizer(), data, held)
 
 
 def windows(source: Memory, documents: list[int], seq_len: int, pack: bool, mask: bool = True) -> Windows:

@@ -14,6 +14,7 @@ from meshwright.data.permutation import I64, hash64
 from meshwright.data.shard_writer import ShardWriter
 from meshwright.data.shards import TokenShards
 from meshwright.data.tokenizer import byte_tokenizer
+from meshwright.spec.sections import DataSpec
 
 END = 256
 
@@ -90,9 +91,7 @@ def test_samples_are_those_of_the_plain_implementation(
         index = index_on_disk(where, source, fraction, 0 if pack else seq_len, check=True)
         for held in (False, True):
             plain = InMemory(source, fraction, held, seq_len, pack)
-            found = Windows(
-                source, index, tokenizer, held=held, seq_len=seq_len, pack=pack, document_mask=True
-            )
+            found = Windows(source, index, tokenizer, DataSpec(seq_len=seq_len, pack=pack), held)
             sizes = found.documents, found.target_tokens, found.count, found.utf8_bytes
             assert sizes == (plain.documents, plain.targets, plain.count, plain.bytes.sum())
             if not plain.count:

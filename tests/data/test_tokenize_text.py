@@ -124,7 +124,9 @@ def test_an_empty_corpus_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
 def test_a_folder_in_use_is_refused_and_kept(folder: Path, tmp_path: Path) -> None:
     tokenize(str(folder), "byte", tmp_path / "out", vocab_size=300)
     before = TokenShards(tmp_path / "out").digest
-    with pytest.raises(UserError, match=r"out: .*out exists already"):
+    with pytest.raises(
+        UserError, match=r"out: .*out cannot be written \(it exists and is not an empty folder\)"
+    ):
         tokenize(str(folder), "byte", tmp_path / "out", vocab_size=300)
     assert TokenShards(tmp_path / "out").digest == before
     (tmp_path / "empty").mkdir()

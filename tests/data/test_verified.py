@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from meshwright.data import document_index, verification, verified
+from meshwright.data import document_index, verification
 from meshwright.data.manifest import MANIFEST
-from meshwright.data.publish import sha256_file
+from meshwright.data.publish import hashed_chunks, sha256_file
 from meshwright.data.shards import TokenShards
 from meshwright.data.tokenize import tokenize
 from meshwright.data.verification import Check
@@ -35,11 +37,15 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of files that were hashed, in order."""
     names: list[str] = []
 
-    def count(path: Path, look: Callable[[bytes], None] | None = None) -> str:
+    def count_chunks(path: Path, digest: Any) -> Iterator[bytes]:
         names.append(path.name)
-        return sha256_file(path, look)
+        return hashed_chunks(path, digest)
 
-    monkeypatch.setattr(verification, "sha256_file", count)
+    def count(path: Path) -> str:
+        names.append(path.name)
+        return sha256_file(path)
+
+    monkeypatch.setattr(verification, "hashed_chunks", count_chunks)
     monkeypatch.setattr(document_index, "sha256_file", count)
     return names
 
@@ -61,12 +67,12 @@ def flip(path: Path, keep_time: bool = False) -> None:
 def open_and_log(folder: Path, log: Path) -> int:
     """Open a corpus in another process, with a line in `log` for each file that is hashed."""
 
-    def count(path: Path, look: Callable[[bytes], None] | None = None) -> str:
+    def count(path: Path, digest: Any) -> Iterator[bytes]:
         with log.open("a") as file:
             file.write(f"{path.name}\n")
-        return sha256_file(path, look)
+        return hashed_chunks(path, digest)
 
-    verification.sha256_file = count  # type: ignore[attr-defined]
+    verification.hashed_chunks = count  # type: ignore[attr-defined]
     opened = TokenShards(folder)
     opened.index(0.1, 0)
     return opened.documents
@@ -139,7 +145,8 @@ def damage(record: Path) -> list[Callable[[], None]]:
     def rewrite(**changes: object) -> None:
         changed = {**body, **changes}
         changed.pop("sha256")
-        record.write_text(json.dumps({**changed, "sha256": verified._sha256(changed)}))
+        digest = hashlib.sha256(json.dumps(changed, sort_keys=True).encode()).hexdigest()
+        record.write_text(json.dumps({**changed, "sha256": digest}))
 
     size, mtime, inode, sha256 = body["files"]["00000.tokens.bin"]
     return [

@@ -154,12 +154,7 @@ def checkpoint_list(directory: Path) -> list[Result]:
     """
     from meshwright.checkpoint.inspect import list_checkpoints
 
-    rows = []
-    for info in list_checkpoints(checkpoints_of(Path(directory))):
-        row: Result = {"step": info.step, "bytes": info.bytes, "tensors": info.tensors, "ranks": info.ranks}
-        row |= {"saved_at": info.saved_at, "layout": info.state.get("layout"), "latest": info.latest}
-        rows.append(row | {"problem": info.problem})
-    return rows
+    return [asdict(info) for info in list_checkpoints(checkpoints_of(Path(directory)))]
 
 
 def checkpoint_verify(directory: Path, step: int | None = None) -> Result:

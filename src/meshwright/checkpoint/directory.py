@@ -5,47 +5,42 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from meshwright.checkpoint.disk import LATEST, open_regular, parse_step_name, step_name
+from meshwright.checkpoint.disk import LATEST, Disk, parse_step_name, step_name
 from meshwright.checkpoint.errors import CheckpointError
 
 
 def published(directory: Path) -> dict[int, Path]:
-    """{step: directory} of every published checkpoint, rising; of a step saved twice, the later one.
+    """Return {step: directory} of every published checkpoint by step; of a step saved twice, the later one.
 
-    A directory that does not exist holds none. Raises CheckpointError when it can't be read.
+    A directory that does not exist holds none. Raises CheckpointError when it cannot be read.
     """
-    attempts: dict[int, int] = {}
-    for name in _names(directory):
-        parsed = parse_step_name(name)
-        if parsed is not None:
-            attempts[parsed[0]] = max(parsed[1], attempts.get(parsed[0], 0))
-    return {step: directory / step_name(step, attempts[step]) for step in sorted(attempts)}
+    return {step: directory / step_name(step, attempt) for step, attempt in _attempts(directory)}
 
 
 def superseded(directory: Path) -> list[Path]:
-    """Earlier attempts at a step that was saved again."""
+    """Return the directories of earlier attempts at a step that was saved again."""
     current = published(directory)
-    paths = [(directory / name, parse_step_name(name)) for name in sorted(_names(directory))]
-    return [path for path, parsed in paths if parsed is not None and current[parsed[0]] != path]
+    paths = [(step, directory / step_name(step, attempt)) for step, attempt in _attempts(directory)]
+    return [path for step, path in paths if current[step] != path]
 
 
 def read_latest(directory: Path) -> Path | None:
-    """The checkpoint that LATEST names (it may be missing); None without one or when it makes no sense."""
+    """Return the checkpoint that LATEST names, which may be missing; None without a valid name in it."""
+    path = directory / LATEST
     try:
-        with open_regular(directory / LATEST) as descriptor:
-            name = os.read(descriptor, 256).decode("ascii", "replace")
+        with Disk().opened(path) as (descriptor, _):
+            name = os.read(descriptor, 256).decode("ascii", "replace").strip()
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise CheckpointError(f"{directory / LATEST} cannot be read: {error}") from error
-    return directory / name.strip() if parse_step_name(name.strip()) else None
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return directory / name if parse_step_name(name) else None
 
 
 def history(directory: Path) -> list[Path]:
-    """Checkpoints to try or to keep, best first: what LATEST names, the steps before it, then later ones.
+    """Return the checkpoints to try or to keep, best first: LATEST's, the steps before it, then later ones.
 
-    Steps after LATEST belong to a future that was abandoned: somebody went back and trained on from an
-    earlier step.
+    Steps after LATEST were abandoned: the run went back and continued from an earlier step.
     """
     steps, latest = published(directory), read_latest(directory)
     parsed = parse_step_name(latest.name) if latest is not None else None
@@ -57,10 +52,10 @@ def history(directory: Path) -> list[Path]:
 
 
 def latest_step(directory: Path) -> int | None:
-    """The step to resume from; None only where nothing was ever published.
+    """Return the step to resume from; None only where nothing was ever published.
 
-    Raises CheckpointError when LATEST makes no sense and no checkpoint is there: a run must not start from
-    scratch in silence where there was something.
+    Raises CheckpointError when LATEST names no checkpoint and none is there: a run must not silently start
+    from scratch where there was something.
     """
     order = history(directory)
     if order:
@@ -75,7 +70,7 @@ def latest_step(directory: Path) -> int | None:
 
 
 def candidates(directory: Path, step: int | None) -> list[Path]:
-    """Checkpoints that may serve a request for ``step``: that one, or with None the whole `history`.
+    """Return the checkpoints that may serve a request for `step`: that one, or for None the whole `history`.
 
     Raises CheckpointError where there is none.
     """
@@ -86,15 +81,17 @@ def candidates(directory: Path, step: int | None) -> list[Path]:
         return order
     steps = published(directory)
     if step not in steps:
-        there = ", ".join(str(known) for known in steps) or "none"
-        raise CheckpointError(f"{directory} has no checkpoint of step {step}; it has {there}")
+        known = ", ".join(map(str, steps)) or "none"
+        raise CheckpointError(f"{directory} has no checkpoint of step {step}; it has {known}")
     return [steps[step]]
 
 
-def _names(directory: Path) -> list[str]:
+def _attempts(directory: Path) -> list[tuple[int, int]]:
+    """Return (step, attempt) of each published directory, in this order."""
     try:
-        return os.listdir(directory)
+        names = os.listdir(directory)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise CheckpointError(f"checkpoint directory {directory} cannot be read: {error}") from error
+    return sorted(parsed for name in names if (parsed := parse_step_name(name)) is not None)

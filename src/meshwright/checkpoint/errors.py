@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 from meshwright.spec.errors import UserError
 
 
@@ -18,3 +22,16 @@ class BadCheckpointError(CheckpointError):
     """
 
     gravity = 3
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise BadCheckpointError, which names `path`, for any error in reading, parsing or checking it."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise BadCheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (UserError, ValueError, RecursionError) as error:
+        raise BadCheckpointError(f"{path} cannot be trusted: {error}") from error

@@ -1,15 +1,14 @@
 """HF folders in and out: config.json, (sharded) safetensors, tokenizer files.
 
-One tensor at a time is read, and one parameter is put together: experts, which are one parameter here, have a
-tensor each in published files.
+Tensors are read one at a time, and one parameter is assembled at a time: experts, which are one parameter
+here, have a tensor each in published files.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,8 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from meshwright import atomic
 from meshwright.checkpoint.hf_pieces import HfTensor, Shapes, pieces
-from meshwright.checkpoint.hf_tokenizer import Ends, write_json, write_tokenizer
+from meshwright.checkpoint.hf_tokenizer import write_json, write_tokenizer
 from meshwright.model.decoder import Decoder
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.hf_json import read_json_object
@@ -26,90 +26,72 @@ from meshwright.spec.hf_write import write_hf_config
 from meshwright.spec.special_tokens import copy_side_files
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
 
 
 class HfWeights:
     """The tensors of an HF folder under the decoder's names, read one at a time.
 
-    `shapes` are those that `spec` asks for. Opening checks that no tensor is missing or left over, and every
-    shape, from the files' headers; raises `UserError` with the tensor's name.
+    Opening checks, from the files' headers, that no tensor is missing or unknown, and that every shape is the
+    one that `spec` asks for; raises `UserError` with the tensor's name.
     """
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
-        self.folder, self.spec = folder, spec
-        self.shapes = _shapes(spec)
+        self._folder, self._spec = folder, spec
+        self._shapes = _shapes(spec)
         self._files = _headers(folder)
-        self._pieces = self._listed()
-        self._names = {piece.hf: self._stored_name(piece.hf) for piece in self._pieces}
+        config = read_json_object(folder / "config.json", "model.hf")
+        stacked = any(name.endswith(".experts.gate_up_proj") for name in self._files)
+        expected = pieces(spec, stacked, paired=bool(config.get("rope_interleave", True)))
+        self._pieces = [replace(piece, hf=self._stored_name(piece.hf)) for piece in expected]
         self._check()
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """(parameter, value), each once, in the dtype of the file."""
+        """Yield (parameter, value), each once, in the dtype of the file."""
         stacked: list[Tensor] = []
         for piece in self._pieces:
-            name = self._names[piece.hf]
-            with safe_open(self._files[name][0], framework="pt") as file:
-                parts = piece.split(file.get_tensor(name), self.shapes)
+            with safe_open(self._files[piece.hf][0], framework="pt") as file:
+                parts = piece.split(file.get_tensor(piece.hf), self._shapes)
             if piece.expert is None:
                 yield from zip(piece.parameters, parts, strict=True)
                 continue
             (parameter,), (part,) = piece.parameters, parts
-            shape = self.shapes[parameter]
+            shape = self._shapes[parameter]
             if piece.expert == 0:
                 stacked = [part.new_empty(shape)]
             stacked[0][piece.expert] = part
             if piece.expert == shape[0] - 1:
                 yield parameter, stacked.pop()
 
-    def _listed(self) -> list[HfTensor]:
-        """The tensors that should be there, experts and rotary channels in the form that the files have."""
-        config = read_json_object(self.folder / "config.json", "model.hf")
-        stacked = any(name.endswith(".experts.gate_up_proj") for name in self._files)
-        return pieces(self.spec, stacked, paired=bool(config.get("rope_interleave", True)))
-
     def _stored_name(self, name: str) -> str:
-        """GPT-2's published files leave out the `transformer.` of the names."""
+        """Return a tensor's name in the files: GPT-2's published ones leave out `transformer.`."""
         bare = name.removeprefix("transformer.")
         return bare if name not in self._files and bare in self._files else name
 
     def _check(self) -> None:
         if any(name.endswith("_scale_inv") for name in self._files):
             raise UserError(
-                f"model.hf: the weights in {self.folder} are in fp8 with scales; convert them to bf16 first"
+                f"model.hf: the weights in {self._folder} are in fp8 with scales; convert them to bf16 first"
             )
-        for piece in self._pieces:
-            name = self._names[piece.hf]
-            if name not in self._files:
-                raise UserError(
-                    f"model.hf: {self.folder} lacks the tensor {name}, which its config.json asks for"
-                )
-            wanted, found = piece.shape(self.shapes), self._files[name][1]
-            if wanted != found:
-                raise UserError(
-                    f"model.hf: the tensor {name} of {self._files[name][0]} has shape {list(found)}, "
-                    f"but config.json asks for {list(wanted)}"
-                )
-        known = set(self._names.values())
-        for name, (path, _) in self._files.items():
-            if name not in known and not self._is_redundant(name):
-                raise UserError(
-                    f"model.hf: {path} has a tensor {name}, which its config.json has no place for"
-                )
+        wanted = {piece.hf: piece.shape(self._shapes) for piece in self._pieces}
+        shapes = {
+            name: shape
+            for name, (_, shape) in self._files.items()
+            if name in wanted or not self._is_redundant(name)
+        }
+        _check_tensors(f"model.hf: {self._folder}", wanted, shapes)
 
     def _is_redundant(self, name: str) -> bool:
-        """Tensors of old files that are not weights: masks, rotary tables, and copies of a tied head."""
+        """Return True for tensors of files that are not weights of the decoder.
+
+        They are masks and rotary tables of old files, copies of a tied head, and DeepSeek's last layers,
+        which predict further tokens in training.
+        """
         if name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")):
             return True
-        if self.spec.tied and name == "lm_head.weight":
+        if self._spec.tied and name == "lm_head.weight":
             return True
-        layer = ".".join(name.split(".")[:3])  # DeepSeek's last predict further tokens, in training
-        return self.spec.family == "deepseek_v3" and f"{layer}.eh_proj.weight" in self._files
+        layer = ".".join(name.split(".")[:3])
+        return self._spec.family == "deepseek_v3" and f"{layer}.eh_proj.weight" in self._files
 
 
 def _shapes(spec: ModelSpec) -> dict[str, torch.Size]:
@@ -118,16 +100,16 @@ def _shapes(spec: ModelSpec) -> dict[str, torch.Size]:
 
 
 def _headers(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
-    """Tensor name -> (file, shape), from the headers of the folder's safetensors files."""
-    found: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    """Return {tensor name: (file, shape)} from the headers of the folder's safetensors files."""
+    headers: dict[str, tuple[Path, tuple[int, ...]]] = {}
     for path in _weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - it is no mapping
-                    found[name] = (path, tuple(file.get_slice(name).get_shape()))
+                    headers[name] = (path, tuple(file.get_slice(name).get_shape()))
         except (SafetensorError, OSError) as error:
             raise UserError(f"model.hf: {path} is not a readable safetensors file ({error})") from error
-    return found
+    return headers
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -151,7 +133,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def import_hf(folder: Path | str) -> tuple[ModelSpec, HfWeights]:
-    """The spec of an HF folder, and its weights under the decoder's names (iterate for (name, tensor)).
+    """Return the spec of an HF folder, and its weights under the decoder's names: iterate for (name, tensor).
 
     Raises `UserError` for a folder that the decoder cannot compute, or whose tensors are not those that its
     config.json asks for.
@@ -161,7 +143,7 @@ def import_hf(folder: Path | str) -> tuple[ModelSpec, HfWeights]:
 
 
 def load_hf(folder: Path | str, dtype: torch.dtype | None = None) -> Decoder:
-    """The decoder of an HF folder with its weights, in `dtype` (by default the one that its config names)."""
+    """Return the decoder of an HF folder with its weights, in `dtype`, by default the one of its config."""
     spec, weights = import_hf(folder)
     decoder = Decoder(spec).to(dtype or _config_dtype(Path(folder))).eval()
     tensors = decoder.tensors()
@@ -173,17 +155,9 @@ def load_hf(folder: Path | str, dtype: torch.dtype | None = None) -> Decoder:
 
 def _config_dtype(folder: Path) -> torch.dtype:
     config = read_json_object(folder / "config.json", "model.hf")
-    name = config.get("dtype") or config.get("torch_dtype") or "float32"
-    return _DTYPES.get(name, torch.float32) if isinstance(name, str) else torch.float32
-
-
-def _mode_of_new_files(folder: Path) -> int:
-    """Default mode of a new file here; safetensors makes its own readable by their owner alone."""
-    probe = folder / ".mode"
-    probe.touch()
-    mode = probe.stat().st_mode & 0o777
-    probe.unlink()
-    return mode
+    name = config.get("dtype") or config.get("torch_dtype")
+    known = (torch.bfloat16, torch.float16, torch.float64)
+    return next((dtype for dtype in known if str(dtype) == f"torch.{name}"), torch.float32)
 
 
 def export_hf(
@@ -197,66 +171,61 @@ def export_hf(
 ) -> None:
     """Write a folder that transformers opens: config, weights, and the tokenizer if its file is given.
 
-    `tensors` are `Decoder.tensors()`, written in `dtype` (by default that of the embedding), in
-    one file or in several of at most `max_shard_bytes` each. The folder appears by one rename, whole or not
-    at all. A `tokenizer_config.json` beside the tokenizer's file names the end and the beginning of a text;
-    it is copied, and told the model's length if it has none. The other files of the tokenizer and the
-    generation_config.json that the folder `side_files` has go along. Raises `UserError` for a folder that
+    `tensors` are `Decoder.tensors()`, written in `dtype` (by default that of the embedding), in one file or
+    in several of at most `max_shard_bytes` each. The folder appears by one rename, whole or not at all. A
+    `tokenizer_config.json` in the folder of the tokenizer's file names the end and the beginning of a text;
+    it is copied, with the model's length if it has none. Other files of the tokenizer and a
+    generation_config.json are copied from the folder `side_files`. Raises `UserError` for a folder that
     exists and is not empty or that cannot be written, a model that no HF family computes, and tensors that
     are missing or misshapen.
     """
     folder = Path(folder)
     try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"{folder} exists and is not an empty folder; give another one to export to")
-        shapes = _shapes(spec)
-        _check_tensors(shapes, tensors)
-        dtype = dtype or tensors["embed.weight"].dtype
-        ends = Ends.of(tokenizer_file) if tokenizer_file is not None else Ends()
-        config = write_hf_config(spec, str(dtype).removeprefix("torch.")) | ends.ids()
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        try:
-            os.chmod(unfinished, 0o755)  # mkdtemp's are for their owner alone
-            write_json(unfinished / "config.json", config)
-            write_json(unfinished / "generation_config.json", ends.ids())
+        with atomic.folder(folder) as unfinished:
+            shapes = _shapes(spec)
+            given = {name: tensor.shape for name, tensor in tensors.items()}
+            _check_tensors("export: the decoder", shapes, given)
+            dtype = dtype or tensors["embed.weight"].dtype
+            config = write_hf_config(spec, str(dtype).removeprefix("torch."))
             if side_files is not None:
                 copy_side_files(side_files, unfinished)
-            _write_weights(unfinished, _deal(pieces(spec), shapes, dtype, max_shard_bytes), tensors, dtype)
+            ends: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
             if tokenizer_file is not None:
-                write_tokenizer(unfinished, tokenizer_file, ends, spec.max_seq_len)
-            os.replace(unfinished, folder)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
+                ends = write_tokenizer(unfinished, tokenizer_file, spec.max_seq_len)
+            write_json(unfinished / "config.json", config | ends)
+            if not (unfinished / "generation_config.json").exists():
+                write_json(unfinished / "generation_config.json", ends)
+            _write_weights(unfinished, _deal(pieces(spec), shapes, dtype, max_shard_bytes), tensors, dtype)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"export: {folder} cannot be written ({error})") from error
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise UserError(f"export: {folder} cannot be written ({reason}); give another folder") from error
 
 
-def _check_tensors(wanted: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]) -> None:
+def _check_tensors(where: str, wanted: Shapes, shapes: Shapes) -> None:
+    """Raise `UserError`, which starts with `where`, unless the shapes are those of the model's tensors."""
     for name, shape in wanted.items():
-        if name not in tensors:
-            raise UserError(f"export: the tensor {name} is missing, which this model has")
-        if tensors[name].shape != shape:
+        if name not in shapes:
+            raise UserError(f"{where} lacks the tensor {name}, which this model has")
+        if tuple(shapes[name]) != tuple(shape):
             raise UserError(
-                f"export: the tensor {name} has shape {list(tensors[name].shape)}, not {list(shape)}"
+                f"{where}: the tensor {name} has shape {list(shapes[name])}, but this model has {list(shape)}"
             )
-    for name in tensors:
+    for name in shapes:
         if name not in wanted:
-            raise UserError(f"export: there is a tensor {name}, which this model does not have")
+            raise UserError(f"{where} has a tensor {name}, which this model does not have")
 
 
 def _write_weights(
     folder: Path, shards: list[list[HfTensor]], tensors: Mapping[str, Tensor], dtype: torch.dtype
 ) -> None:
-    """One file for each shard, with an index for several; one of them in memory at a time."""
+    """Write one file for each shard, with an index for several; one of them in memory at a time."""
     weight_map: dict[str, str] = {}
     total = 0
     for number, shard in enumerate(shards, 1):
         name = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         joined = {piece.hf: piece.join(tensors, dtype) for piece in shard}
         save_file(joined, folder / name, metadata={"format": "pt"})
-        (folder / name).chmod(_mode_of_new_files(folder))
+        shutil.copymode(folder / "config.json", folder / name)  # safetensors' are readable by the owner alone
         weight_map |= dict.fromkeys(joined, name)
         total += sum(tensor.nbytes for tensor in joined.values())
     if len(shards) > 1:
@@ -264,12 +233,12 @@ def _write_weights(
 
 
 def _deal(
-    every: list[HfTensor], shapes: Shapes, dtype: torch.dtype, max_shard_bytes: int
+    listed: list[HfTensor], shapes: Shapes, dtype: torch.dtype, max_shard_bytes: int
 ) -> list[list[HfTensor]]:
-    """Consecutive pieces, as many to a shard as fit; a piece larger than a shard has one to itself."""
+    """Return consecutive tensors, as many to a shard as fit; a larger tensor has a shard to itself."""
     shards: list[list[HfTensor]] = [[]]
     room = max_shard_bytes
-    for piece in every:
+    for piece in listed:
         size = piece.elements(shapes) * dtype.itemsize
         if size > room and shards[-1]:
             shards.append([])

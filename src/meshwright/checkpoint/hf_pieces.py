@@ -1,4 +1,4 @@
-"""The tensors of HF files, each as a `HfTensor`: how it is made of the decoder's parameters, and back."""
+"""The tensors of HF files, each as a `HfTensor`: how it is made from the decoder's parameters, and back."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Shapes = Mapping[str, Sequence[int]]
 
 @dataclass(frozen=True)
 class HfTensor:
-    """One tensor of an HF file: the parameters that it joins along `dim`.
+    """One tensor of an HF file, called `hf`: the parameters that it joins along `dim`.
 
-    It is `transposed` (GPT-2's Conv1D keeps its weights the other way round), or the part of a parameter
-    that is of one `expert`, the index of the parameter's dim 0. `turning` (heads, channels) tells that the
-    last channels of each head's rows are in pairs for rotary positions, not in halves as ours. `exact` is
-    fp32 whatever the others are.
+    It may be `transposed` (GPT-2's Conv1D stores its weights transposed), or the part of a parameter that
+    belongs to one `expert`, an index of the parameter's dim 0. With `rotary` (heads, channels) the last
+    channels of each head's rows are in pairs for rotary positions, where the decoder has halves. An `exact`
+    tensor is fp32 whatever the others are.
     """
 
     hf: str
@@ -29,35 +29,35 @@ class HfTensor:
     dim: int = 0
     transposed: bool = False
     expert: int | None = None
-    turning: tuple[int, int] | None = None
+    rotary: tuple[int, int] | None = None
     exact: bool = False
 
     def shape(self, shapes: Shapes) -> tuple[int, ...]:
-        """Its shape in the file, from those of the parameters."""
+        """Return its shape in the file, from those of the parameters."""
         shape = self._part(shapes[self.parameters[0]])
         shape[self.dim] = sum(self._sizes(shapes))
         return tuple(shape[::-1] if self.transposed else shape)
 
     def elements(self, shapes: Shapes) -> int:
-        """Number of elements."""
+        """Return the number of its elements."""
         return prod(self.shape(shapes))
 
     def split(self, tensor: Tensor, shapes: Shapes) -> list[Tensor]:
-        """The parts of `parameters` that the file's tensor holds."""
+        """Return the parts of `parameters` that the file's tensor holds."""
         tensor = tensor.T if self.transposed else tensor
-        if self.turning is not None:
-            tensor = _turned(tensor, *self.turning, pairs=False)
+        if self.rotary is not None:
+            tensor = _reorder_channels(tensor, *self.rotary, pairs=False)
         return [part.contiguous() for part in tensor.split(self._sizes(shapes), self.dim)]
 
     def join(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """The file's tensor, on the CPU."""
+        """Return the file's tensor, on the CPU."""
         dtype = torch.float32 if self.exact else dtype
         wholes = [tensors[name].detach() for name in self.parameters]
         parts = wholes if self.expert is None else [whole[self.expert] for whole in wholes]
         parts = [part.to(device="cpu", dtype=dtype) for part in parts]
         joined = torch.cat(parts, self.dim) if len(parts) > 1 else parts[0]
-        if self.turning is not None:
-            joined = _turned(joined, *self.turning, pairs=True)
+        if self.rotary is not None:
+            joined = _reorder_channels(joined, *self.rotary, pairs=True)
         return (joined.T if self.transposed else joined).contiguous()
 
     def _part(self, shape: Sequence[int]) -> list[int]:
@@ -67,23 +67,21 @@ class HfTensor:
         return [self._part(shapes[name])[self.dim] for name in self.parameters]
 
 
-def _turned(rows: Tensor, heads: int, channels: int, pairs: bool) -> Tensor:
-    """The last `channels` rows of each head, from halves to pairs (0, 1), (2, 3), ..., or the reverse."""
+def _reorder_channels(rows: Tensor, heads: int, channels: int, pairs: bool) -> Tensor:
+    """Reorder the last `channels` rows of each head from halves to pairs (0, 1), (2, 3), ..., or back."""
     per_head = rows.unflatten(0, (heads, -1))
-    still, turning = per_head.split([per_head.shape[1] - channels, channels], 1)
-    turning = turning.unflatten(1, (2, -1) if pairs else (-1, 2)).transpose(1, 2).flatten(1, 2)
-    return torch.cat([still, turning], 1).flatten(0, 1)
+    plain, rotary = per_head.split([per_head.shape[1] - channels, channels], 1)
+    rotary = rotary.unflatten(1, (2, -1) if pairs else (-1, 2)).transpose(1, 2).flatten(1, 2)
+    return torch.cat([plain, rotary], 1).flatten(0, 1)
 
 
 def pieces(spec: ModelSpec, stacked: bool = False, paired: bool = True) -> list[HfTensor]:
-    """Every tensor of the family's files, in the order of the model; those of one parameter in a row.
+    """Return every tensor of the family's files in the model's order, those of one parameter consecutively.
 
     Published files have a tensor for each expert; with `stacked` they are those of transformers 5, one for
-    all. `paired` tells of DeepSeek's rotary channels.
+    all. `paired` is True if DeepSeek's rotary channels are in pairs.
     """
-    if spec.family == "gpt2":
-        return list(_gpt2(spec))
-    return list(_llama(spec, stacked, paired))
+    return list(_gpt2(spec) if spec.family == "gpt2" else _llama(spec, stacked, paired))
 
 
 def _llama(spec: ModelSpec, stacked: bool, paired: bool) -> Iterator[HfTensor]:
@@ -120,17 +118,15 @@ def _attention(spec: ModelSpec, ours: str, theirs: str) -> Iterator[HfTensor]:
 
 def _latents(spec: ModelSpec, ours: str, theirs: str, paired: bool) -> Iterator[HfTensor]:
     assert spec.mla is not None
-    rope_dim = spec.mla.rope_dim
     names = {"kv_a_norm": "kv_a_layernorm", "kv": "kv_b_proj", "o": "o_proj"}
     if spec.mla.q_rank is not None:
         names |= {"q_a": "q_a_proj", "q_a_norm": "q_a_layernorm"}
     for name, hf in names.items():
         yield from _leaves(f"{theirs}.{hf}", f"{ours}.{name}")
-    turning = {"q": ("q_b_proj" if spec.mla.q_rank is not None else "q_proj", spec.heads)}
-    turning |= {"kv_a": ("kv_a_proj_with_mqa", 1)}
-    for name, (hf, heads) in turning.items():
-        pairs = (heads, rope_dim) if paired else None
-        yield HfTensor(f"{theirs}.{hf}.weight", (f"{ours}.{name}.weight",), turning=pairs)
+    query = "q_proj" if spec.mla.q_rank is None else "q_b_proj"
+    for name, hf, heads in (("q", query, spec.heads), ("kv_a", "kv_a_proj_with_mqa", 1)):
+        rotary = (heads, spec.mla.rope_dim) if paired else None
+        yield HfTensor(f"{theirs}.{hf}.weight", (f"{ours}.{name}.weight",), rotary=rotary)
 
 
 def _mlp(ours: str, theirs: str, bias: bool) -> Iterator[HfTensor]:

@@ -2,11 +2,11 @@
 
     lease.json   who holds the directory: holder, host, place, pid, process start, since, generation, token;
                  its modification time is the heartbeat
-    lease.lock   locked (flock) for the moments in which the lease is taken, checked or given back, and
-                 no longer: a child that inherits the descriptor must not keep a dead run's lease alive
+    lease.lock   locked (flock) only while the lease is taken, checked or given back: a child that inherits
+                 the descriptor must not keep a dead run's lease alive
 
 A holder is gone when it released, when its process is dead (same host), or when its heartbeat is older than
-STALE_S. Ages are taken against a file that was touched just now in the same directory, so that the file
+STALE_S. Ages are measured against a file that was touched just now in the same directory, so that the file
 server's clock is compared with itself. A process that was only stopped, and wakes after another took over,
 finds another token in lease.json and raises before it publishes anything (fencing: Gray & Cheriton 1989;
 Kleppmann 2016).
@@ -25,31 +25,36 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 
-from meshwright.checkpoint.disk import TEMPORARY, Disk, open_regular
+from pydantic.dataclasses import dataclass
+
+from meshwright.checkpoint.disk import TEMPORARY, Disk
 from meshwright.checkpoint.errors import CheckpointError
+from meshwright.spec.errors import UserError
+from meshwright.spec.records import Integer, Record, read
 
-STALE_S = 60.0  # a heartbeat older than this is of a holder that is gone or stopped
-BEATS = 6  # heartbeats within STALE_S
+STALE_S = 60.0
+"""Age in seconds from which a heartbeat is of a holder that is gone or stopped."""
+BEATS = 6
+"""Heartbeats within the age at which one is stale."""
 LOCK_WAIT_S = 10.0  # the lock is held for milliseconds: longer means that its owner was stopped inside
 _NO_FLOCK = {errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL}
 
 
 @dataclass(frozen=True)
-class Holder:
+class Holder(Record):
     """The content of lease.json."""
 
     holder: str
     host: str
     place: str
-    pid: int
+    pid: Integer
     process_start: str
     since: str
-    generation: int
+    generation: Integer
     token: str
     released: bool = False
 
@@ -58,9 +63,9 @@ class Holder:
 
 
 class Lease:
-    """The right to write in ``directory``, which must exist.
+    """The right to write in `directory`, which must exist.
 
-    ``stale_s`` is the age in seconds at which a heartbeat no longer counts. All errors are CheckpointErrors.
+    `stale_s` is the age in seconds at which a heartbeat no longer counts. All errors are CheckpointErrors.
     """
 
     def __init__(
@@ -75,27 +80,33 @@ class Lease:
         self._token = secrets.token_hex(8)
         self._mine: Holder | None = None
         self._stop = threading.Event()
-        self._beat: threading.Thread | None = None
-
-    @property
-    def held(self) -> bool:
-        """True if this object took the lease and did not release it (another may have taken over since)."""
-        return self._mine is not None
+        self._beat: threading.Thread  # runs while the lease is held
 
     def acquire(self) -> None:
-        """Take the lease, also over a holder that is gone. Raises when another run is alive in there."""
+        """Take the lease, also over a holder that is gone. Raises when another run holds it and is alive."""
         if self._mine is not None:
             return
         try:
             with self._locked():
-                self._sweep()
+                for leftover in ("clock-*", "lease.json-*"):  # of a process that died while it took the lease
+                    for path in self.directory.glob(f"{TEMPORARY}{leftover}"):
+                        self._disk.unlink(path)
                 other = self._read()
                 if other is not None and not other.released and self._alive(other):
                     raise CheckpointError(
                         f"{self.directory} is in use by {other}; "
                         "stop that run, or give this one another directory"
                     )
-                mine = _describe(self.holder, self._token, 1 + (other.generation if other else 0))
+                mine = Holder(
+                    holder=self.holder,
+                    host=socket.gethostname(),
+                    place=_place(),
+                    pid=os.getpid(),
+                    process_start=_process_start(os.getpid()),
+                    since=datetime.now(UTC).isoformat(timespec="seconds"),
+                    generation=1 + (other.generation if other else 0),
+                    token=self._token,
+                )
                 self._write(mine)
         except OSError as error:
             raise CheckpointError(
@@ -104,7 +115,9 @@ class Lease:
             ) from error
         self._mine, self.generation = mine, mine.generation
         self._stop.clear()
-        self._beat = threading.Thread(target=self._keep_alive, name="lease heartbeat", daemon=True)
+        self._beat = threading.Thread(
+            target=self._keep_alive, args=(mine,), name="lease heartbeat", daemon=True
+        )
         self._beat.start()
 
     def release(self) -> None:
@@ -112,14 +125,13 @@ class Lease:
         if self._mine is None:
             return
         self._stop.set()
-        if self._beat is not None:
-            self._beat.join()
-        mine, self._mine, self._beat = self._mine, None, None
+        self._beat.join()
+        mine, self._mine = self._mine, None
         try:
             with self._locked():
                 now = self._read()
                 if now is not None and now.token == mine.token:
-                    self._write(Holder(**{**asdict(mine), "released": True}))
+                    self._write(replace(mine, released=True))
         except OSError as error:
             # The next run takes over the lease of a process that is gone, and this one's work is done.
             warnings.warn(f"{self._path} could not be given back ({error.strerror})", stacklevel=2)
@@ -128,13 +140,11 @@ class Lease:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def check(self) -> None:
-        """Raise CheckpointError when the lease is not ours any more: what was written must be dropped."""
+        """Raise CheckpointError when another run has taken the lease: what was written must be dropped."""
         now = self._read()
         if self._mine is None or now is None or now.token != self._mine.token:
             taken = f"{now} took it (generation {now.generation})" if now else "lease.json is gone"
@@ -150,9 +160,8 @@ class Lease:
             self.check()
             yield
 
-    def _keep_alive(self) -> None:
-        mine = self._mine
-        while mine is not None and not self._stop.wait(self.stale_s / BEATS):
+    def _keep_alive(self, mine: Holder) -> None:
+        while not self._stop.wait(self.stale_s / BEATS):
             try:
                 now = self._read()
                 if now is None or now.token != mine.token:
@@ -160,12 +169,6 @@ class Lease:
                 os.utime(self._path)
             except (OSError, CheckpointError):
                 continue  # a beat may be missed: the file system's failure shows in the save itself
-
-    def _sweep(self) -> None:
-        """Remove what a process that died while it took the lease left behind; called under the lock."""
-        for pattern in (f"{TEMPORARY}clock-*", f"{TEMPORARY}lease.json-*"):
-            for path in self.directory.glob(pattern):
-                self._disk.unlink(path)
 
     def _alive(self, other: Holder) -> bool:
         if other.token == self._token:
@@ -181,16 +184,13 @@ class Lease:
         return age < self.stale_s
 
     def _read(self) -> Holder | None:
+        """Return the holder that lease.json names; None without the file."""
         try:
-            with open_regular(self._path) as descriptor:
-                raw = json.loads(os.read(descriptor, 1 << 16))
-            holder = Holder(**raw)
-            if not isinstance(holder.generation, int) or not isinstance(holder.pid, int):
-                raise TypeError("its generation or its pid is not a number")
-            return holder
+            with self._disk.opened(self._path) as (descriptor, _):
+                return read(Holder, json.loads(os.read(descriptor, 1 << 16)))
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError) as error:
+        except (ValueError, UserError) as error:
             raise CheckpointError(
                 f"{self._path} cannot be understood ({error}); remove it if no run writes in {self.directory}"
             ) from error
@@ -200,7 +200,7 @@ class Lease:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Exclude other processes; where the file system has no locks, the token in lease.json must do."""
+        """Exclude other processes; on file systems without locks only the token in lease.json protects."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(self.directory / "lease.lock", flags, 0o644)
         try:
@@ -212,7 +212,7 @@ class Lease:
                 except BlockingIOError:
                     if time.monotonic() > deadline:
                         raise CheckpointError(
-                            f"{self.directory}/lease.lock is held by a process that does not move "
+                            f"{self.directory}/lease.lock is held by a process that is stopped "
                             f"({self._read() or 'unknown'}); end that process"
                         ) from None
                     time.sleep(0.02)
@@ -225,21 +225,8 @@ class Lease:
             os.close(descriptor)
 
 
-def _describe(holder: str, token: str, generation: int) -> Holder:
-    return Holder(
-        holder=holder,
-        host=socket.gethostname(),
-        place=_place(),
-        pid=os.getpid(),
-        process_start=_process_start(os.getpid()),
-        since=datetime.now(UTC).isoformat(timespec="seconds"),
-        generation=generation,
-        token=token,
-    )
-
-
 def _place() -> str:
-    """Where a pid means something: this boot of this host, and this pid namespace of it."""
+    """Return where a pid is meaningful: this boot of this host, and its pid namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
@@ -248,9 +235,9 @@ def _place() -> str:
 
 
 def _process_start(pid: int) -> str:
-    """When the process began, in clock ticks since boot: tells a process from a later one with its pid.
+    """Return when a process began, in clock ticks since boot, which no later process with its pid has.
 
-    Empty for a process that is not there or is a zombie.
+    Empty for a process that does not exist or is a zombie.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,14 +1,20 @@
 """The manifest of a checkpoint: a small root, and parts that say where each piece lies, with its SHA-256.
 
-    manifest.json   {"sha256": H, "body": {"version", "step", "saved_at", "ranks", "generation", "state",
-                     "tensors": {name: {"dtype", "shape", "spread"}}, "spreads": [[[part, offsets, sizes]]],
-                     "parts": [[file, bytes, sha256]]}}
+    manifest.json     {"sha256": H, "body": {"version", "step", "saved_at", "ranks", "generation", "state",
+                       "tensors": {name: {"dtype", "shape", "spread"}},
+                       "spreads": [[[part, offsets, sizes]]], "parts": [[file, bytes, sha256]]}}
+    part-00064.json   {"tensors": {name: [piece]}, "files": {name: bytes}}
+    piece             [offsets, sizes, file, start, bytes, sha256]
 
 H is over the body as it is written, and a file whose text is not exactly what this module would write is
-refused, so no altered byte passes. A tensor's spread, one of the list since many have the same, gives the
-rectangle around its pieces in each part that has any: a reader opens the parts that touch what it needs.
-Version 1 had no parts: its tensors have their pieces in the root, and its files are listed there
-(`pieces.py`), so it is read as a root with one part inside.
+refused, so no altered byte passes. A part lists the pieces that some consecutive ranks wrote. A tensor's
+spread, an index into the list since many tensors have an equal one, gives the rectangle around its pieces in
+each part that has any: a reader opens the parts that touch what it needs. Version 1 had no parts: the root
+lists the pieces and the files, so it is read as a root with one part inside.
+
+Hashes find accidents, not forgers: `Part.check` sees that pieces lie within their tensors and tile their
+files, so a made-up part cannot make a reader leave the directory, read elsewhere, or allocate more than the
+files hold.
 """
 
 from __future__ import annotations
@@ -17,73 +23,155 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict
+from typing import Annotated, Any, NamedTuple
 
-from meshwright.checkpoint.disk import is_part_file
-from meshwright.checkpoint.errors import BadCheckpointError
-from meshwright.checkpoint.pieces import (
-    ITEM_BYTES,
-    MAX_BYTES,
-    Part,
-    common,
-    count,
-    counts,
-    covers_once,
-    hull,
-    text,
-    within,
-)
+import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from meshwright.checkpoint.disk import rank_file
+from meshwright.checkpoint.rectangles import check_cover, check_within, common, hull
+from meshwright.spec.records import Record, read
 from meshwright.spec.sharded_tensor import Rectangle
 
 VERSION = 2
-Spread = tuple[tuple[int, Rectangle], ...]
-"""(number of a part, rectangle around the tensor's pieces in it) for each part that has any."""
+MAX_DIMS = 16
+MAX_BYTES = 1 << 62
+_FLOATS = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*_FLOATS, *_INTEGERS)}
+"""The dtypes that can be stored, by name; a reader refuses any other."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Count = Annotated[int, Field(strict=True, ge=0, le=MAX_BYTES)]
+Dims = tuple[Count, ...]
+RankFile = Annotated[str, Field(pattern=r"^rank-[0-9]{5,9}\.bin$")]
+"""Name of a piece file: without a separator, so that it stays within the directory."""
 
 
-@dataclass(frozen=True)
-class PartFile:
-    """A part of the manifest: a file of the directory, its bytes and its SHA-256."""
+class Piece(NamedTuple):
+    """A rectangle of a tensor, contiguous in row-major order from byte `start` of `file` on."""
 
-    file: str
-    bytes: int
+    offsets: Dims
+    sizes: Dims
+    file: RankFile
+    start: Count
+    bytes: Count
     sha256: str
 
+    @property
+    def rectangle(self) -> Rectangle:
+        """(offsets, sizes)."""
+        return self.offsets, self.sizes
+
 
 @dataclass(frozen=True)
-class TensorEntry:
-    """A tensor of the checkpoint: its dtype (a key of ``ITEM_BYTES``), global shape and spread."""
+class TensorEntry(Record):
+    """A tensor of the checkpoint: its dtype (a key of `DTYPES`), global shape, and index of its spread."""
 
     dtype: str
-    shape: tuple[int, ...]
-    spread: Spread
+    shape: Dims
+    spread: Count
 
     @property
     def bytes(self) -> int:
         """Bytes of its elements."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
-
-    def parts_of(self, rectangles: Sequence[Rectangle]) -> set[int]:
-        """Numbers of the parts that may have pieces of these rectangles of the tensor."""
-        touched = (
-            (number, any(common(around, each) for each in rectangles)) for number, around in self.spread
-        )
-        return {number for number, touches in touched if touches}
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-@dataclass
-class Manifest:
-    """The root of a checkpoint's manifest."""
+@dataclass(frozen=True)
+class Part(Record):
+    """The pieces that some ranks wrote, by tensor, and the bytes of their files."""
 
-    step: int
+    tensors: dict[str, list[Piece]]
+    files: dict[RankFile, Count]
+
+    @classmethod
+    def of(cls, gathered: Iterable[Sequence[Sequence[Any]]], first: int) -> Part:
+        """Return the part of the ranks from `first` on, of which `gathered` has the rows of their files:
+        (tensor, offsets, sizes, start, bytes, sha256) for each piece."""
+        tensors: dict[str, list[list[Any]]] = {}
+        files: dict[str, int] = {}
+        for rank, rows in enumerate(gathered, start=first):
+            file = rank_file(rank)
+            for name, offsets, sizes, start, length, digest in rows:
+                tensors.setdefault(name, []).append([offsets, sizes, file, start, length, digest])
+                files[file] = files.get(file, 0) + length
+        return read(cls, {"tensors": tensors, "files": files})
+
+    def render(self) -> str:
+        """Return the text of the part's file."""
+        return json.dumps({"tensors": self.tensors, "files": self.files}, separators=(",", ":"))
+
+    def check(self, tensors: Mapping[str, TensorEntry]) -> None:
+        """Raise ValueError unless all pieces lie within `tensors` and tile their files."""
+        by_file: dict[str, list[Piece]] = {name: [] for name in self.files}
+        for name, pieces in self.tensors.items():
+            if name not in tensors:
+                raise ValueError(f"it has pieces of {name}, but the checkpoint has no such tensor")
+            entry = tensors[name]
+            for piece in pieces:
+                check_within(f"a piece of tensor {name}", piece.rectangle, entry.shape)
+                if piece.bytes != math.prod(piece.sizes) * DTYPES[entry.dtype].itemsize:
+                    raise ValueError(
+                        f"a piece of tensor {name} has {piece.bytes} bytes for sizes {piece.sizes}"
+                    )
+                if piece.file not in by_file:
+                    raise ValueError(f"tensor {name} lies in {piece.file!r}, which is not among its files")
+                by_file[piece.file].append(piece)
+        for name, pieces in by_file.items():
+            end = 0
+            for piece in sorted(pieces, key=lambda piece: (piece.start, piece.bytes)):
+                if piece.start != end:
+                    raise ValueError(f"the pieces in {name} overlap or leave a gap at byte {end}")
+                end += piece.bytes
+            if end != self.files[name]:
+                raise ValueError(f"the pieces in {name} end at byte {end} of {self.files[name]}")
+
+
+class PartFile(NamedTuple):
+    """A part of the manifest: a file of the directory, its bytes and its SHA-256."""
+
+    file: Annotated[str, Field(pattern=r"^part-[0-9]{5,9}\.json$")]
+    bytes: Count
+    sha256: str
+
+
+class Hull(NamedTuple):
+    """The rectangle around a tensor's pieces in the part with number `part`."""
+
+    part: Count
+    offsets: Dims
+    sizes: Dims
+
+
+@dataclass(frozen=True)
+class _Head(Record):
+    """Facts about a checkpoint that manifests of all versions have."""
+
+    step: Count
     saved_at: str
-    ranks: int
-    generation: int
+    ranks: Count
+    generation: Count
     state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Manifest(_Head):
+    """The root of a checkpoint's manifest; `inside` is the one part of a checkpoint of version 1."""
+
     tensors: dict[str, TensorEntry]
-    parts: list[PartFile] = field(default_factory=list)
+    spreads: list[list[Hull]]
+    parts: list[PartFile]
     inside: Part | None = None
-    """The one part of a checkpoint of version 1."""
 
     @property
     def bytes(self) -> int:
@@ -92,175 +180,129 @@ class Manifest:
 
     @property
     def part_count(self) -> int:
-        """Parts that there are to read."""
+        """Number of parts that can be read."""
         return 1 if self.inside is not None else len(self.parts)
 
-    @property
-    def forms(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Each tensor's (dtype, shape)."""
-        return {name: (entry.dtype, entry.shape) for name, entry in self.tensors.items()}
+    def parts_of(self, name: str, rectangles: Iterable[Rectangle]) -> set[int]:
+        """Return the numbers of the parts that may have pieces of these rectangles of a tensor."""
+        wanted = list(rectangles)
+        spread = self.spreads[self.tensors[name].spread]
+        return {
+            number
+            for number, offsets, sizes in spread
+            if any(common((offsets, sizes), rectangle) for rectangle in wanted)
+        }
 
     def render(self) -> str:
-        """The text of manifest.json."""
-        spreads: dict[Spread, int] = {}
-        tensors = {
-            name: {
-                "dtype": entry.dtype,
-                "shape": list(entry.shape),
-                "spread": spreads.setdefault(entry.spread, len(spreads)),
-            }
-            for name, entry in self.tensors.items()
-        }
-        return _seal(
-            {
-                "version": VERSION,
-                "step": self.step,
-                "saved_at": self.saved_at,
-                "ranks": self.ranks,
-                "generation": self.generation,
-                "state": self.state,
-                "tensors": tensors,
-                "spreads": [[[number, *around] for number, around in spread] for spread in spreads],
-                "parts": [[part.file, part.bytes, part.sha256] for part in self.parts],
-            }
-        )
+        """Return the text of manifest.json."""
+        body = asdict(self)
+        del body["inside"]
+        return _seal({"version": VERSION, **body})
 
     @classmethod
-    def parse(cls, content: str, where: str) -> Manifest:
-        """Read a manifest's text; ``where`` names it in errors.
+    def parse(cls, content: str) -> Manifest:
+        """Return the manifest of a text of manifest.json.
 
-        Raises BadCheckpointError when a byte was altered or when anything in it does not add up.
+        Raises ValueError or UserError when a byte was altered or when anything in it does not add up.
         """
-        try:
-            body = _unseal(content)
-            if body["version"] == 1:
-                return cls._of_version_1(body)
-            if body["version"] != VERSION:
-                raise ValueError(f"its version is {body['version']!r}, this program reads up to {VERSION}")
-            return cls._of_body(body)
-        except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
-            reason = f"no {error}" if isinstance(error, KeyError) else str(error)
-            raise BadCheckpointError(f"{where} cannot be trusted: {reason}") from error
-
-    @classmethod
-    def _of_body(cls, body: dict[str, Any]) -> Manifest:
-        if not isinstance(body["tensors"], dict):
-            raise ValueError("its tensors are not a JSON object")
-        parts = [
-            PartFile(text(file, "a part"), count(size, f"size of {file}"), text(digest, f"sha256 of {file}"))
-            for file, size, digest in body["parts"]
-        ]
-        for part in parts:
-            if not is_part_file(part.file):
-                raise ValueError(f"{part.file!r} is not the name of a part of this directory's manifest")
-        spreads = [_parse_spread(spread, len(parts)) for spread in body["spreads"]]
-        tensors = {
-            name: TensorEntry(
-                dtype=text(raw["dtype"], f"dtype of {name}"),
-                shape=counts(raw["shape"], f"shape of {name}"),
-                spread=spreads[count(raw["spread"], f"spread of {name}")],
-            )
-            for name, raw in body["tensors"].items()
-        }
-        for name, entry in tensors.items():
-            _check_entry(name, entry)
-        return cls(**_common_fields(body), tensors=tensors, parts=parts)
-
-    @classmethod
-    def _of_version_1(cls, body: dict[str, Any]) -> Manifest:
-        if not all(isinstance(body[key], dict) for key in ("tensors", "files")):
-            raise ValueError("its tensors or files are not a JSON object")
-        pieces = {name: raw["pieces"] for name, raw in body["tensors"].items()}
-        part = Part.parse({"tensors": pieces, "files": body["files"]})
-        tensors: dict[str, TensorEntry] = {}
-        for name, raw in body["tensors"].items():
-            dtype, shape = text(raw["dtype"], f"dtype of {name}"), counts(raw["shape"], f"shape of {name}")
-            around: Spread = ((0, ((0,) * len(shape), shape)),) if part.tensors[name] else ()
-            tensors[name] = TensorEntry(dtype, shape, around)
-            _check_entry(name, tensors[name])
-        manifest = cls(**_common_fields(body), tensors=tensors, inside=part)
-        part.check(manifest.forms)
-        for name, found in part.tensors.items():
-            check_cover(name, tensors[name].shape, [(piece.offsets, piece.sizes) for piece in found])
+        body = _unseal(content)
+        version = body.pop("version", None)
+        if version == 1:
+            return _from_version_1(read(_Version1, body))
+        if version != VERSION:
+            raise ValueError(f"its version is {version!r}, but this program reads versions up to {VERSION}")
+        manifest = read(cls, body)
+        manifest.check()
         return manifest
 
+    def check(self) -> None:
+        """Raise ValueError unless dtypes are known, spreads fill their tensors and parts exist."""
+        for name, entry in self.tensors.items():
+            if entry.dtype not in DTYPES:
+                raise ValueError(f"tensor {name} has the unknown dtype {entry.dtype!r}")
+            if len(entry.shape) > MAX_DIMS or entry.bytes > MAX_BYTES:
+                raise ValueError(f"tensor {name} of shape {entry.shape} is too large to exist")
+            if entry.spread >= len(self.spreads):
+                raise ValueError(f"tensor {name} has spread {entry.spread} of {len(self.spreads)}")
+            spread = self.spreads[entry.spread]
+            for part, offsets, sizes in spread:
+                if part >= self.part_count:
+                    raise ValueError(f"the spread of tensor {name} names part {part} of {self.part_count}")
+                check_within(f"the spread of tensor {name}", (offsets, sizes), entry.shape)
+            if sum(math.prod(sizes) for _, _, sizes in spread) < math.prod(entry.shape):
+                raise ValueError(f"the spread of tensor {name} does not fill its shape {entry.shape}")
 
-def check_cover(name: str, shape: tuple[int, ...], rectangles: Sequence[Rectangle]) -> None:
-    """Raise ValueError unless the pieces of a tensor fill its shape once."""
-    if not covers_once(rectangles, shape):
-        raise ValueError(f"the pieces of tensor {name} do not cover its shape {shape} exactly once")
+
+@dataclass(frozen=True)
+class _TensorOfVersion1(Record):
+    dtype: str
+    shape: Dims
+    pieces: list[Piece]
+
+
+@dataclass(frozen=True)
+class _Version1(_Head):
+    tensors: dict[str, _TensorOfVersion1]
+    files: dict[RankFile, Count]
+
+
+def _from_version_1(old: _Version1) -> Manifest:
+    tensors = {
+        name: TensorEntry(tensor.dtype, tensor.shape, number)
+        for number, (name, tensor) in enumerate(old.tensors.items())
+    }
+    spreads = [
+        [Hull(0, (0,) * len(tensor.shape), tensor.shape)] if tensor.pieces else []
+        for tensor in old.tensors.values()
+    ]
+    part = Part({name: tensor.pieces for name, tensor in old.tensors.items()}, old.files)
+    manifest = Manifest(
+        old.step, old.saved_at, old.ranks, old.generation, old.state, tensors, spreads, [], part
+    )
+    manifest.check()
+    part.check(tensors)
+    for name, pieces in part.tensors.items():
+        check_cover(f"tensor {name}", tensors[name].shape, [piece.rectangle for piece in pieces])
+    return manifest
 
 
 def report(part: Part, file: PartFile) -> dict[str, Any]:
-    """Summary of a part for the root, as JSON: its file, and each tensor's bytes and bounding rectangle."""
+    """Return a part's summary for the root, as JSON: its file, and each tensor's bytes and its hull."""
     hulls: dict[Rectangle, int] = {}
     tensors = {}
     for name, pieces in part.tensors.items():
-        around = hull([(piece.offsets, piece.sizes) for piece in pieces])
+        around = hull([piece.rectangle for piece in pieces])
         tensors[name] = [hulls.setdefault(around, len(hulls)), sum(piece.bytes for piece in pieces)]
-    return {"file": [file.file, file.bytes, file.sha256], "hulls": list(hulls), "tensors": tensors}
+    return {"file": file, "hulls": list(hulls), "tensors": tensors}
 
 
 def join(
     forms: Mapping[str, tuple[str, Sequence[int]]], reports: Iterable[dict[str, Any]]
-) -> tuple[dict[str, TensorEntry], list[PartFile]]:
-    """The tensors, given as (dtype, shape), and the parts of a root from the reports of all parts.
+) -> tuple[dict[str, TensorEntry], list[list[Hull]], list[PartFile]]:
+    """Return the tensors, spreads and parts of a root, of all tensors' (dtype, shape) and all parts' reports.
 
-    Raises ValueError where the pieces of a tensor have not as many bytes as the tensor.
+    Raises ValueError where the pieces of a tensor have more or fewer bytes than the tensor.
     """
     parts: list[PartFile] = []
-    spreads: dict[str, list[tuple[int, Rectangle]]] = {name: [] for name in forms}
-    found = dict.fromkeys(forms, 0)
-    for number, each in enumerate(reports):
-        parts.append(PartFile(*each["file"]))
-        hulls = [(number, (tuple(offsets), tuple(sizes))) for offsets, sizes in each["hulls"]]
-        for name, (index, size) in each["tensors"].items():
-            spreads[name].append(hulls[index])
-            found[name] += size
+    hulls: dict[str, list[Hull]] = {name: [] for name in forms}
+    written = dict.fromkeys(forms, 0)
+    for number, summary in enumerate(reports):
+        parts.append(PartFile(*summary["file"]))
+        around = [Hull(number, tuple(offsets), tuple(sizes)) for offsets, sizes in summary["hulls"]]
+        for name, (index, size) in summary["tensors"].items():
+            hulls[name].append(around[index])
+            written[name] += size
+    spreads: dict[tuple[Hull, ...], int] = {}
     tensors = {}
     for name, (dtype, shape) in forms.items():
-        tensors[name] = TensorEntry(dtype, tuple(shape), tuple(spreads[name]))
-        if found[name] != tensors[name].bytes:
+        number = spreads.setdefault(tuple(hulls[name]), len(spreads))
+        tensors[name] = TensorEntry(dtype, tuple(shape), number)
+        if written[name] != tensors[name].bytes:
             raise ValueError(
-                f"the pieces of tensor {name} have {found[name]} bytes, its shape {tuple(shape)} has "
+                f"the pieces of tensor {name} have {written[name]} bytes, its shape {tuple(shape)} has "
                 f"{tensors[name].bytes}: they overlap or leave a hole"
             )
-    return tensors, parts
-
-
-def _common_fields(body: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(body["state"], dict):
-        raise ValueError("its state is not a JSON object")
-    return {
-        "step": count(body["step"], "step"),
-        "saved_at": str(body["saved_at"]),
-        "ranks": count(body["ranks"], "ranks"),
-        "generation": count(body["generation"], "generation"),
-        "state": body["state"],
-    }
-
-
-def _parse_spread(raw: Sequence[Any], parts: int) -> Spread:
-    found = []
-    for number, offsets, sizes in raw:
-        if count(number, "part of a spread") >= parts:
-            raise ValueError(f"a spread names part {number} of {parts}")
-        found.append((number, (counts(offsets, "offsets of a spread"), counts(sizes, "sizes of a spread"))))
-    return tuple(found)
-
-
-def _check_entry(name: str, entry: TensorEntry) -> None:
-    if entry.dtype not in ITEM_BYTES:
-        raise ValueError(f"tensor {name} has the unknown dtype {entry.dtype!r}")
-    if entry.bytes > MAX_BYTES:
-        raise ValueError(f"tensor {name} of shape {entry.shape} is too large to exist")
-    for _, (offsets, sizes) in entry.spread:
-        if len(offsets) != len(entry.shape) or len(sizes) != len(entry.shape):
-            raise ValueError(f"a spread of tensor {name} has other dims than the tensor")
-        if not within(offsets, sizes, entry.shape):
-            raise ValueError(f"a spread of tensor {name} lies outside its shape {entry.shape}")
-    if sum(math.prod(sizes) for _, (_, sizes) in entry.spread) < math.prod(entry.shape):
-        raise ValueError(f"the spread of tensor {name} does not fill its shape {entry.shape}")
+    return tensors, [list(spread) for spread in spreads], parts
 
 
 def _seal(body: dict[str, Any]) -> str:
@@ -269,6 +311,7 @@ def _seal(body: dict[str, Any]) -> str:
 
 
 def _unseal(text: str) -> dict[str, Any]:
+    """Return the body of a manifest's text. Raises ValueError unless `_seal` would write the same text."""
     outer = json.loads(text)
     if not isinstance(outer, dict) or not isinstance(outer.get("body"), dict):
         raise ValueError("it is not a manifest")

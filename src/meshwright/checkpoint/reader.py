@@ -1,7 +1,8 @@
 """Read a published checkpoint: no byte is used before its hash is checked, no tensor changed before all are.
 
-A rank opens the parts of the manifest and the piece files that hold what it needs, and no others. What
-several ranks hold alike one of them reads, and gives to the others when all have verified what they read.
+A rank opens the parts of the manifest and the piece files that hold what it needs, and no others. Of ranks
+that hold the same part of a tensor one reads it, and gives it to the others when all ranks have verified what
+they read.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import os
 import stat
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,14 +23,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint.disk import MANIFEST, Disk, parse_step_name
-from meshwright.checkpoint.errors import BadCheckpointError
-from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.pieces import Part, Piece, common, covers_once
-from meshwright.checkpoint.replicas import Replicas, deal
-from meshwright.checkpoint.save_plan import DTYPE_NAMES, DTYPES, LocalShard, local_chunks
+from meshwright.checkpoint.errors import BadCheckpointError, reading
+from meshwright.checkpoint.manifest import DTYPE_NAMES, Manifest, Part, Piece
+from meshwright.checkpoint.rectangles import check_cover, common
+from meshwright.checkpoint.replicas import Replicas, assign
+from meshwright.checkpoint.save_plan import LocalShard, local_chunks, narrow
 from meshwright.parallel.flat_param import UnpaddedDTensor
 from meshwright.parallel.mesh import TrafficCounter
 from meshwright.spec.errors import UserError, did_you_mean
+from meshwright.spec.records import read
 from meshwright.spec.sharded_tensor import Rectangle
 
 READ_BYTES = 16 << 20
@@ -37,60 +40,51 @@ MAX_TEXT_BYTES = 1 << 30
 
 
 def read_manifest_text(path: Path, disk: Disk) -> str:
-    """The text of the manifest's root in the published directory ``path``. Raises BadCheckpointError."""
-    try:
+    """Return the text of the manifest's root in the published directory `path`. Raises BadCheckpointError."""
+    file = path / MANIFEST
+    with reading(file):
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             raise BadCheckpointError(f"{path} is not a directory, so it is not a checkpoint")
-        return _read_text(path / MANIFEST, disk).decode()
-    except OSError as error:
-        raise BadCheckpointError(f"{path / MANIFEST} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise BadCheckpointError(f"{path / MANIFEST} cannot be trusted: {error}") from error
+        return _read_file(file, file.lstat().st_size, disk).decode()
 
 
-def read_manifest(path: Path, disk: Disk) -> Manifest:
-    """The checked root of a published directory. Raises BadCheckpointError."""
-    manifest = Manifest.parse(read_manifest_text(path, disk), str(path / MANIFEST))
-    check_name(path, manifest)
-    return manifest
-
-
-def check_name(path: Path, manifest: Manifest) -> None:
-    """Raise BadCheckpointError unless the directory's name has the step of its manifest."""
+def parse_manifest(path: Path, text: str) -> Manifest:
+    """Return the manifest of a directory from its text, checked. Raises BadCheckpointError."""
+    with reading(path / MANIFEST):
+        manifest = Manifest.parse(text)
     parsed = parse_step_name(path.name)
     if parsed is None or parsed[0] != manifest.step:
         raise BadCheckpointError(
             f"{path} holds the checkpoint of step {manifest.step}, another than its name says"
         )
+    return manifest
 
 
 def read_part(path: Path, manifest: Manifest, number: int, disk: Disk) -> Part:
-    """A part of the manifest, checked against its hash in the root. Raises BadCheckpointError."""
+    """Return a part of the manifest, checked against its hash in the root. Raises BadCheckpointError."""
     if manifest.inside is not None:
         return manifest.inside
-    expected = manifest.parts[number]
-    where = path / expected.file
-    try:
-        content = _read_text(where, disk, expected.bytes)
-        if hashlib.sha256(content).hexdigest() != expected.sha256:
+    file, size, digest = manifest.parts[number]
+    with reading(path / file):
+        content = _read_file(path / file, size, disk)
+        if hashlib.sha256(content).hexdigest() != digest:
             raise ValueError("its SHA-256 is not that of the manifest")
-        part = Part.parse(json.loads(content))
-        part.check(manifest.forms)
+        part = read(Part, json.loads(content))
+        part.check(manifest.tensors)
         return part
-    except OSError as error:
-        raise BadCheckpointError(f"{where} cannot be read: {error.strerror or error}") from error
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise BadCheckpointError(f"{where} cannot be trusted: {error}") from error
 
 
-def check_size(path: Path, size: int, expected: int) -> None:
-    """Raise BadCheckpointError unless a file has the bytes that its manifest says."""
-    if size != expected:
-        raise BadCheckpointError(f"{path} has {size} bytes where its manifest says {expected}")
+@contextmanager
+def opened(path: Path, expected: int, disk: Disk) -> Iterator[int]:
+    """Open a file of so many bytes and yield its descriptor. Raises BadCheckpointError."""
+    with reading(path), disk.opened(path) as (descriptor, size):
+        if size != expected:
+            raise BadCheckpointError(f"{path} has {size} bytes where its manifest says {expected}")
+        yield descriptor
 
 
 def verify_piece(descriptor: int, name: str, piece: Piece, path: Path, disk: Disk) -> None:
-    """Check a piece's hash with READ_BYTES of memory whatever its size. Raises BadCheckpointError."""
+    """Check a piece's hash in at most READ_BYTES of memory. Raises BadCheckpointError."""
     digest = hashlib.sha256()
     block = memoryview(bytearray(min(READ_BYTES, piece.bytes)))
     for start in range(0, piece.bytes, READ_BYTES):
@@ -100,7 +94,7 @@ def verify_piece(descriptor: int, name: str, piece: Piece, path: Path, disk: Dis
     _check_digest(digest, name, piece, path)
 
 
-def match_tensors(manifest: Manifest, tensors: Mapping[str, Tensor | UnpaddedDTensor], where: str) -> None:
+def match_tensors(manifest: Manifest, tensors: Mapping[str, Tensor | UnpaddedDTensor], where: Path) -> None:
     """Raise UserError, naming the tensor, unless the checkpoint has each with its dtype and shape."""
     for name, tensor in tensors.items():
         entry = manifest.tensors.get(name)
@@ -119,56 +113,38 @@ def match_tensors(manifest: Manifest, tensors: Mapping[str, Tensor | UnpaddedDTe
             )
 
 
-@dataclass
+@dataclass(eq=False)
 class StagedTensor:
-    """A verified rectangle of a live tensor, on the host, that waits for the other ranks' verdict."""
+    """A verified rectangle of a live tensor, on the host, that waits for the other ranks to verify theirs."""
 
     chunk: LocalShard
     data: Tensor
 
-    @property
-    def rectangle(self) -> Rectangle:
-        """Its place in the tensor."""
-        return self.chunk.rectangle
-
 
 @dataclass(frozen=True)
-class _Copy:
-    """The overlap of a piece with a staged rectangle."""
-
-    target: StagedTensor
-    shared: Rectangle
-
-    def run(self, data: Tensor, piece: Piece) -> None:
-        source, target = data, self.target.data
-        for dim, (offset, size) in enumerate(zip(*self.shared, strict=True)):
-            source = source.narrow(dim, offset - piece.offsets[dim], size)
-            target = target.narrow(dim, offset - self.target.chunk.offset[dim], size)
-        target.copy_(source)
-
-
-@dataclass
 class _Fetch:
-    """A piece that this rank reads, and what it needs of it."""
+    """A piece that this rank reads, and its overlap with each staged rectangle that needs it."""
 
     name: str
-    dtype: torch.dtype
     piece: Piece
-    copies: list[_Copy] = field(default_factory=list)
+    overlaps: list[tuple[StagedTensor, Rectangle]]
 
     def run(self, descriptor: int, path: Path, disk: Disk) -> None:
         content = bytearray(self.piece.bytes)
         _read_into(memoryview(content), descriptor, self.piece.start, path, disk)
         _check_digest(hashlib.sha256(content), self.name, self.piece, path)
-        data = torch.frombuffer(content, dtype=torch.uint8).view(self.dtype).view(self.piece.sizes)
-        for copy in self.copies:
-            copy.run(data, self.piece)
+        for staged, shared in self.overlaps:
+            target = staged.data
+            source = torch.frombuffer(content, dtype=torch.uint8).view(target.dtype).view(self.piece.sizes)
+            part = narrow(source, shared, self.piece.offsets)
+            narrow(target, shared, staged.chunk.offset).copy_(part)
 
 
 class Reading:
     """A load of `tensors` from the checkpoint in `path`: first `read`, and when all ranks have, `commit`.
 
-    Host memory: what this rank reads, and one piece. ``tensors`` must match the manifest (`match_tensors`).
+    Host memory: the share that this rank reads, and one piece. `tensors` must match the manifest
+    (`match_tensors`).
     """
 
     def __init__(
@@ -179,9 +155,9 @@ class Reading:
         self._staged: dict[str, list[StagedTensor]] = {}
 
     def read(self) -> None:
-        """Read and verify this rank's share; nothing live is written. Raises BadCheckpointError.
+        """Read and verify this rank's share; no live tensor is written. Raises BadCheckpointError.
 
-        Files are opened one by one, and of each the pieces are read once and in order.
+        Files are opened one by one, and the pieces of each are read once and in order.
         """
         for name, (replicas, reader) in self._readers.items():
             if reader == replicas.index:
@@ -190,19 +166,25 @@ class Reading:
                     StagedTensor(chunk, torch.empty(chunk.local_shape, dtype=tensor.dtype))
                     for chunk in local_chunks(name, tensor)
                 ]
+        numbers = set[int]()
+        for name, staged in self._staged.items():
+            numbers |= self.manifest.parts_of(name, [each.chunk.rectangle for each in staged])
         fetches: dict[str, list[_Fetch]] = defaultdict(list)
         sizes: dict[str, int] = {}
-        for number in sorted(self._parts()):
+        for number in sorted(numbers):
             part = read_part(self.path, self.manifest, number, self.disk)
+            sizes |= part.files
             for fetch in self._fetches(part):
                 fetches[fetch.piece.file].append(fetch)
-                sizes[fetch.piece.file] = part.files[fetch.piece.file]
-        self._check_cover(fetch for each in fetches.values() for fetch in each)
-        for file, each in sorted(fetches.items()):
-            self._read_file(self.path / file, sizes[file], each)
+        self._check_cover(fetch for listed in fetches.values() for fetch in listed)
+        for file, listed in sorted(fetches.items()):
+            path = self.path / file
+            with opened(path, sizes[file], self.disk) as descriptor:
+                for fetch in sorted(listed, key=lambda fetch: fetch.piece.start):
+                    fetch.run(descriptor, path, self.disk)
 
     def commit(self, wire: TrafficCounter) -> None:
-        """Write what was read into the live tensors, and give it to the ranks that hold the same."""
+        """Write the staged rectangles into the live tensors, and send them to this rank's replicas."""
         with torch.no_grad():
             for name, (replicas, reader) in self._readers.items():
                 for staged in self._staged.pop(name, []):
@@ -213,78 +195,53 @@ class Reading:
                     assert isinstance(local, DTensor)
                     replicas.broadcast(local.to_local(), reader, wire)
 
-    def _parts(self) -> set[int]:
-        """Numbers of the parts that may have what is staged."""
-        entries = self.manifest.tensors
-        return {
-            number
-            for name, staged in self._staged.items()
-            for number in entries[name].parts_of([each.rectangle for each in staged])
-        }
-
     def _fetches(self, part: Part) -> Iterator[_Fetch]:
+        """Yield the pieces of a part that overlap with staged rectangles."""
         for name in part.tensors.keys() & self._staged.keys():
             for piece in part.tensors[name]:
-                shared = [
-                    _Copy(each, overlap)
-                    for each in self._staged[name]
-                    if (overlap := common((piece.offsets, piece.sizes), each.rectangle)) is not None
+                overlaps = [
+                    (staged, shared)
+                    for staged in self._staged[name]
+                    if (shared := common(piece.rectangle, staged.chunk.rectangle)) is not None
                 ]
-                if shared:
-                    yield _Fetch(name, DTYPES[self.manifest.tensors[name].dtype], piece, shared)
+                if overlaps:
+                    yield _Fetch(name, piece, overlaps)
 
     def _check_cover(self, fetches: Iterable[_Fetch]) -> None:
-        """See that pieces fill each staged rectangle once."""
-        found: dict[int, list[Rectangle]] = defaultdict(list)
+        """Raise BadCheckpointError unless pieces fill each staged rectangle once."""
+        covered: dict[StagedTensor, list[Rectangle]] = defaultdict(list)
         for fetch in fetches:
-            for copy in fetch.copies:
-                found[id(copy.target)].append(copy.shared)
-        for name, staged in self._staged.items():
-            for each in staged:
-                if not covers_once(found[id(each)], each.chunk.local_shape):
-                    raise BadCheckpointError(
-                        f"{self.path / MANIFEST} cannot be trusted: the pieces of tensor {name} do not cover "
-                        f"its rows from {list(each.chunk.offset)} on, {list(each.chunk.local_shape)}, "
-                        "exactly once"
-                    )
-
-    def _read_file(self, path: Path, size: int, fetches: list[_Fetch]) -> None:
-        try:
-            with self.disk.opened(path) as (descriptor, found):
-                check_size(path, found, size)
-                for fetch in sorted(fetches, key=lambda fetch: fetch.piece.start):
-                    fetch.run(descriptor, path, self.disk)
-        except OSError as error:
-            raise BadCheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+            for staged, shared in fetch.overlaps:
+                covered[staged].append(shared)
+        for name, listed in self._staged.items():
+            for staged in listed:
+                rows = f"tensor {name} from {list(staged.chunk.offset)} on"
+                with reading(self.path / MANIFEST):
+                    check_cover(rows, staged.chunk.local_shape, covered[staged])
 
 
 def _readers(tensors: Mapping[str, Tensor | UnpaddedDTensor]) -> dict[str, tuple[Replicas, int]]:
-    """The replicas of each tensor that this rank holds, and which of them reads it, by name."""
-    shared: dict[Replicas, list[str]] = defaultdict(list)
-    for name in sorted(tensors):
-        replicas = Replicas.of(tensors[name])
-        if replicas is not None:
-            shared[replicas].append(name)
-    found: dict[str, tuple[Replicas, int]] = {}
-    for replicas, names in shared.items():
-        sizes = [math.prod(tensors[name].shape) * tensors[name].dtype.itemsize for name in names]
-        for name, reader in zip(names, deal(sizes, replicas.count), strict=True):
-            found[name] = replicas, reader
-    return dict(sorted(found.items()))
+    """Return (replicas, the one of them that reads it) of each tensor that this rank holds, by name."""
+    held = [
+        (name, math.prod(tensors[name].shape) * tensors[name].dtype.itemsize, replicas)
+        for name in sorted(tensors)
+        if (replicas := Replicas.of(tensors[name])) is not None
+    ]
+    return {name: (replicas, reader) for name, replicas, reader in sorted(assign(held))}
 
 
-def _read_text(path: Path, disk: Disk, expected: int | None = None) -> bytes:
-    """All of a file of the manifest. Raises OSError, and BadCheckpointError for another size."""
-    with disk.opened(path) as (descriptor, size):
+def _read_file(path: Path, size: int, disk: Disk) -> bytes:
+    """Return all of a file of the manifest, of so many bytes. Raises BadCheckpointError."""
+    with opened(path, size, disk) as descriptor:
         if size > MAX_TEXT_BYTES:
             raise BadCheckpointError(f"{path} has {size} bytes, too many for a manifest")
-        check_size(path, size, size if expected is None else expected)
         content = bytearray(size)
         _read_into(memoryview(content), descriptor, 0, path, disk)
         return bytes(content)
 
 
 def _read_into(target: memoryview, descriptor: int, start: int, path: Path, disk: Disk) -> None:
+    """Fill `target` with the bytes of a file from `start` on. Raises BadCheckpointError where it ends."""
     done = 0
     while done < len(target):
         count = disk.read(descriptor, target[done : done + READ_BYTES], start + done)

@@ -6,10 +6,10 @@
     DIR/LATEST                           the name of the newest
     DIR/lease.json, lease.lock           who may write
 
-A save: every rank writes its own pieces into a directory with a temporary name and syncs them; one rank of
-some lists theirs in a part of the manifest; rank 0 writes the root over the parts, syncs the directory, and
-renames once; then LATEST is replaced, then old ones are removed. A reader sees a whole checkpoint or none.
-Nothing is pickled.
+A save: every rank writes its own pieces into a directory with a temporary name and syncs them; one of every
+few ranks lists theirs in a part of the manifest; rank 0 writes the root over the parts, syncs the directory,
+and renames once; then LATEST is replaced and old checkpoints are removed. A reader sees a whole checkpoint or
+none. Nothing is pickled.
 
 Training waits for the copy to host memory only; the rest happens behind it (CheckFreq, Mohan et al. 2021).
 """
@@ -22,6 +22,7 @@ import json
 import math
 import os
 import secrets
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -37,8 +38,6 @@ from meshwright.checkpoint.disk import (
     MANIFEST,
     TEMPORARY,
     Disk,
-    free_bytes,
-    in_words,
     parse_step_name,
     part_file,
     rank_file,
@@ -46,30 +45,31 @@ from meshwright.checkpoint.disk import (
 )
 from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError
 from meshwright.checkpoint.lease import Lease
-from meshwright.checkpoint.manifest import Manifest, PartFile, join, report
-from meshwright.checkpoint.pieces import ITEM_BYTES, Part
-from meshwright.checkpoint.reader import Reading, check_name, match_tensors, read_manifest_text
+from meshwright.checkpoint.manifest import DTYPES, Manifest, Part, PartFile, join, report
+from meshwright.checkpoint.reader import Reading, match_tensors, parse_manifest, read_manifest_text
 from meshwright.checkpoint.save_plan import describe, own_share
 from meshwright.checkpoint.staging import HostImage
 from meshwright.parallel.control import Control
 from meshwright.parallel.flat_param import UnpaddedDTensor
 from meshwright.parallel.mesh import TrafficCounter
+from meshwright.units import gigabytes
 
 PART_RANKS, PARTS = 64, 128
-"""Ranks that a part of a manifest lists at least, and parts that a manifest has at most."""
+"""Fewest ranks that a part of a manifest lists, and most parts that a manifest has."""
+Tensors = Mapping[str, Tensor | UnpaddedDTensor]
 
 
 class CheckpointStore:
     """The checkpoints of one directory.
 
-    ``control`` joins the ranks that save and load together, by default this process alone; a store that saves
+    `control` joins the ranks that save and load together, by default this process alone; a store that saves
     asynchronously needs one of its own. Every method is collective over it and is called on all its ranks in
     the same order, except `poll` and `close`. The store holds the directory's lease from the first save
     (or `claim`) until `close`; a reader needs none.
 
-    ``warnings`` collects sentences about what went on although something was wrong: a fallback to an older
-    checkpoint, an old one that could not be removed. ``loaded`` is the step that the last `load` took.
-    What replicas give each other on a load is recorded in ``wire``.
+    `warnings` collects sentences about problems that did not stop the work: a fallback to an older
+    checkpoint, an old one that could not be removed. `wire` records the bytes that replicas send each other
+    on a load.
     """
 
     def __init__(
@@ -87,7 +87,6 @@ class CheckpointStore:
         self.directory = Path(directory).absolute()
         self.keep = keep
         self.warnings: list[str] = []
-        self.loaded: int | None = None
         self._damaged: set[str] = set()
         """Names of checkpoints that a load found damaged; they do not count for `keep`."""
         self._disk = disk or Disk()
@@ -101,6 +100,7 @@ class CheckpointStore:
         self._forms: dict[str, tuple[str, list[int]]] = {}
         """On rank 0: (dtype, shape) of every tensor."""
         self._needed = 0
+        """Bytes of all tensors."""
         self._claimed = False
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
@@ -112,23 +112,16 @@ class CheckpointStore:
 
         Call it when a run starts, so that a second run in the directory fails before it has trained anything.
         """
-        if self._claimed:
-            return
-        self._join()
-        self._ranks.on_first(self._claim)
-        self._claimed = True
+        if not self._claimed:
+            self._join()
+            self._ranks.on_first(self._claim)
+            self._claimed = True
 
-    def save(
-        self,
-        step: int,
-        tensors: Mapping[str, Tensor | UnpaddedDTensor],
-        state: Mapping[str, Any],
-        asynchronous: bool = False,
-    ) -> None:
-        """Publish a checkpoint of ``tensors`` (this rank's) and of rank 0's JSON ``state`` under ``step``.
+    def save(self, step: int, tensors: Tensors, state: Mapping[str, Any], asynchronous: bool = False) -> None:
+        """Publish a checkpoint of `tensors` (this rank's) and of rank 0's JSON `state` under `step`.
 
-        Returns when the tensors may be changed: at once after the copy to host memory when ``asynchronous``
-        (then `poll` tells of a failure), else when it is published. Waits for a save that is in flight. Where
+        Returns when the tensors may be changed: right after the copy to host memory when `asynchronous`
+        (then `poll` raises a failure), else when it is published. Waits for a save that is in flight. Where
         anything fails on any rank, all ranks raise the same error, the partial directory is removed and older
         checkpoints stay.
         """
@@ -140,9 +133,14 @@ class CheckpointStore:
         if not asynchronous:
             self._commit(step, text)
             return
-        self._thread = threading.Thread(
-            target=self._commit_behind, args=(step, text), name=f"checkpoint of step {step}", daemon=True
-        )
+
+        def commit() -> None:
+            try:
+                self._commit(step, text)
+            except Exception as error:
+                self._failure = error
+
+        self._thread = threading.Thread(target=commit, name=f"checkpoint of step {step}", daemon=True)
         self._thread.start()
 
     def poll(self) -> None:
@@ -166,35 +164,37 @@ class CheckpointStore:
         self._ranks.together(self._deliver)
 
     def close(self) -> None:
-        """Finish the save in flight, give back the lease, and raise a failure that nobody has seen."""
+        """Finish the save in flight, give back the lease, and raise a failure that was not raised yet."""
         self._join()
         self._lease.release()
         self._claimed = False
         self._deliver()
 
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _deliver(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
     # -- reading ---------------------------------------------------------------
 
-    def steps(self) -> list[int]:
-        """The published steps, rising, damaged ones included."""
-        self._join()
-        return list(self._ranks.on_first(lambda: list(published(self.directory))))
-
     def latest(self) -> int | None:
-        """The step to resume from, None where nothing was ever published. `load` may find it damaged."""
+        """Return the step to resume from, None where nothing was published. `load` may find it damaged."""
         self._join()
         return self._ranks.on_first(lambda: latest_step(self.directory))
 
     def load(
-        self,
-        step: int | None,
-        tensors: Mapping[str, Tensor | UnpaddedDTensor],
-        check: Callable[[dict[str, Any]], None] | None = None,
+        self, step: int | None, tensors: Tensors, check: Callable[[dict[str, Any]], None] | None = None
     ) -> dict[str, Any]:
-        """Fill ``tensors`` in place from a checkpoint written under any layout; return its state.
+        """Fill `tensors` in place from a checkpoint written under any layout; return its state.
 
-        ``step`` None takes the latest, or, where that is damaged, the best before it, and says so in
-        ``warnings``; a damaged one asked for by number is refused. Every byte that is read is verified before
-        the first tensor changes on any rank. ``check`` is given the state first and may raise UserError.
+        `step` None takes the latest, or, where that is damaged, the best before it, and says so in
+        `warnings`; a damaged one asked for by number is refused. Every byte that is read is verified before
+        the first tensor changes on any rank. `check` is given the state first and may raise UserError.
         Raises UserError when a tensor is missing or differs in shape or dtype, when all checkpoints are
         damaged, and when there is none.
         """
@@ -216,21 +216,16 @@ class CheckpointStore:
         raise CheckpointError(f"no checkpoint in {self.directory} can be used: {'; '.join(failures)}")
 
     def _load(
-        self,
-        path: Path,
-        tensors: Mapping[str, Tensor | UnpaddedDTensor],
-        check: Callable[[dict[str, Any]], None] | None,
+        self, path: Path, tensors: Tensors, check: Callable[[dict[str, Any]], None] | None
     ) -> dict[str, Any]:
         text = self._ranks.on_first(lambda: read_manifest_text(path, self._disk))
-        manifest = self._ranks.together(lambda: Manifest.parse(text, str(path / MANIFEST)))
-        self._ranks.together(lambda: check_name(path, manifest))
+        manifest = self._ranks.together(lambda: parse_manifest(path, text))
         if check is not None:
             self._ranks.together(lambda: check(manifest.state))
-        self._ranks.together(lambda: match_tensors(manifest, tensors, str(path)))
+        self._ranks.together(lambda: match_tensors(manifest, tensors, path))
         reading = Reading(path, manifest, tensors, self._disk)
         self._ranks.together(reading.read)
         reading.commit(self._wire)
-        self.loaded = manifest.step
         return manifest.state
 
     # -- the steps of a save ---------------------------------------------------
@@ -248,10 +243,8 @@ class CheckpointStore:
                 "set checkpoint.dir to one that this user may write"
             ) from error
 
-    def _prepare(
-        self, tensors: Mapping[str, Tensor | UnpaddedDTensor], state: Mapping[str, Any]
-    ) -> tuple[str, dict[str, Any]]:
-        """The state's text, and what this rank holds."""
+    def _prepare(self, tensors: Tensors, state: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Return the state's text, and a description of the tensors that this rank holds."""
         self._deliver()
         return json.dumps(dict(state)), describe(tensors, self._ranks.rank)
 
@@ -267,8 +260,8 @@ class CheckpointStore:
         self._description = description
 
     def _owners(self, listed: list[dict[str, Any]]) -> tuple[int, dict[str, int]]:
-        """On rank 0, from what the first rank of each mesh holds: bytes of all, and who writes what is there
-        more than once: the lowest of these ranks."""
+        """On rank 0, from the tensors that the first rank of each mesh holds: bytes of all, and the writer of
+        each tensor of several meshes, the lowest of these ranks."""
         self._forms = {}
         owners: dict[str, int] = {}
         several: dict[str, int] = {}
@@ -279,14 +272,8 @@ class CheckpointStore:
                     raise ValueError(f"{name} is {dtype} {shape} on rank {rank} and {known} on another")
                 if owners.setdefault(name, rank) != rank:
                     several[name] = owners[name]
-        needed = sum(math.prod(shape) * ITEM_BYTES[dtype] for dtype, shape in self._forms.values())
+        needed = sum(math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in self._forms.values())
         return needed, several
-
-    def _commit_behind(self, step: int, state: str) -> None:
-        try:
-            self._commit(step, state)
-        except Exception as error:
-            self._failure = error
 
     def _commit(self, step: int, state: str) -> None:
         """Write the staged image and publish it."""
@@ -306,8 +293,8 @@ class CheckpointStore:
     def _open(self, step: int) -> str:
         """On rank 0: make the directory under a temporary name, which is returned."""
         temporary = self.directory / f"{TEMPORARY}step-{step:08d}-{secrets.token_hex(6)}"
-        with self._told("begin", step):
-            if free_bytes(self.directory) < self._needed:
+        with self._explained("begin", step):
+            if shutil.disk_usage(self.directory).free < self._needed:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._disk.make_directory(temporary)
         return temporary.name
@@ -316,7 +303,7 @@ class CheckpointStore:
         """Write this rank's file, if it has any piece. Returns the pieces' rows."""
         if not self._image.bytes:
             return []
-        with self._told("write", step):
+        with self._explained("write", step):
             self._disk.write_file(temporary / rank_file(self._ranks.rank), *self._image.data())
         return self._image.rows()
 
@@ -327,13 +314,13 @@ class CheckpointStore:
             return None
         content = part.render().encode()
         file = PartFile(part_file(self._ranks.rank), len(content), hashlib.sha256(content).hexdigest())
-        with self._told("write", step):
+        with self._explained("write", step):
             self._disk.write_file(temporary / file.file, memoryview(content))
         return report(part, file)
 
     def _publish(self, temporary: Path, step: int, state: dict[str, Any], parts: list[Any]) -> None:
         """On rank 0: the manifest's root, one rename, LATEST, and the removal of old checkpoints."""
-        tensors, files = join(self._forms, [part for part in parts if part is not None])
+        tensors, spreads, files = join(self._forms, [part for part in parts if part is not None])
         manifest = Manifest(
             step=step,
             saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -341,11 +328,12 @@ class CheckpointStore:
             generation=self._lease.generation,
             state=state,
             tensors=tensors,
+            spreads=spreads,
             parts=files,
         )
         self._lease.check()
         token = temporary.name.rpartition("-")[2]
-        with self._told("publish", step):
+        with self._explained("publish", step):
             self._disk.write_file(temporary / MANIFEST, memoryview(manifest.render().encode()))
             self._disk.sync_directory(temporary)  # every rank's files have their names by now
             with self._lease.fenced():
@@ -361,17 +349,16 @@ class CheckpointStore:
         return self.directory / step_name(step, parsed[1] + 1 if parsed else 0)
 
     def _prune(self, token: str) -> None:
-        """Remove what is beyond ``keep``, each under a temporary name first: no half of one is ever seen.
+        """Remove what is beyond `keep`, each under a temporary name first: no half of one is ever seen.
 
-        Checkpoints that a load found damaged stay, and take no place of a good one.
+        Checkpoints that a load found damaged stay, and do not count for `keep`.
         """
         good = [path for path in history(self.directory) if path.name not in self._damaged]
         try:
             for path in superseded(self.directory) + good[self.keep :]:
-                away = self.directory / f"{TEMPORARY}old-{path.name}-{token}"
-                self._disk.rename(path, away)
-            for away in sorted(self.directory.glob(f"{TEMPORARY}old-*")):
-                self._disk.remove_tree(away)
+                self._disk.rename(path, self.directory / f"{TEMPORARY}old-{path.name}-{token}")
+            for renamed in sorted(self.directory.glob(f"{TEMPORARY}old-*")):
+                self._disk.remove_tree(renamed)
         except OSError as error:
             self.warnings.append(f"an old checkpoint in {self.directory} could not be removed: {error}")
 
@@ -385,30 +372,17 @@ class CheckpointStore:
             self.warnings.append(f"the partial checkpoint {temporary} could not be removed: {error}")
 
     @contextmanager
-    def _told(self, doing: str, step: int) -> Iterator[None]:
-        """Turn the operating system's error into a sentence."""
+    def _explained(self, action: str, step: int) -> Iterator[None]:
+        """Turn an OSError into a CheckpointError about an action on the checkpoint of a step."""
         try:
             yield
         except OSError as error:
+            reason = f"could not {action} the checkpoint of step {step} in {self.directory}: "
+            reason += error.strerror or str(error)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise CheckpointError(
+                free = gigabytes(shutil.disk_usage(self.directory).free)
+                reason = (
                     f"no space for the checkpoint of step {step} in {self.directory}: it needs "
-                    f"{in_words(self._needed)} and {in_words(free_bytes(self.directory))} are free; "
-                    "earlier checkpoints are kept"
-                ) from error
-            raise CheckpointError(
-                f"could not {doing} the checkpoint of step {step} in {self.directory}: "
-                f"{error.strerror or error}; earlier checkpoints are kept"
-            ) from error
-
-    # -- the thread behind training --------------------------------------------
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def _deliver(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+                    f"{gigabytes(self._needed)} and {free} are free"
+                )
+            raise CheckpointError(f"{reason}; earlier checkpoints are kept") from error

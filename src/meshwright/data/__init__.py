@@ -1,11 +1,11 @@
 """Text in, batches out, as a pure function of (seed, step).
 
-ingest     files, folders, JSONL, parquet, hub  -> documents
-tokenizer  byte, trained BPE, tokenizer.json    -> token ids
-shards     token ids on disk, memory-mapped, every file under a SHA-256
-packing    documents                            -> samples of seq_len tokens
-order      step and slot                        -> sample, by a bijection (nothing is remembered)
-mixture    several corpora by weight
-corpus     all of the above for one `RunSpec`
-loader     one rank's batches
+readers      files, folders, JSONL, parquet, hub  -> documents
+tokenizer    byte, trained BPE, tokenizer.json    -> token ids
+shards       token ids on disk, memory-mapped, every file under a SHA-256
+packing      documents                            -> samples of seq_len tokens
+permutation  step and slot                        -> sample, by a bijection without state
+mixture      several corpora by weight
+corpus       all of the above for one `RunSpec`
+loader       one rank's batches
 """

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
+from meshwright.data.document_index import TokenSource
 from meshwright.data.manifest import VERSION, digest_of, is_shards
 from meshwright.data.mixture import Mixture
 from meshwright.data.packing import Samples, Windows
 from meshwright.data.permutation import I64
 from meshwright.data.publish import build_once, write_atomically
 from meshwright.data.readers import SYNTHETIC, TextSource, open_source
-from meshwright.data.shards import TokenShards, TokenSource
+from meshwright.data.shards import TokenShards
 from meshwright.data.synthetic import SyntheticTokens
 from meshwright.data.tokenize import bpe_size, build_tokenizer, check_tokenizer, write_shards
 from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, number_tokenizer
@@ -31,43 +32,37 @@ XZ_BYTES = 8 * 10**6
 
 
 class Split:
-    """The samples of all sources, numbered one source after the other."""
+    """The samples of all sources, numbered one source after the other.
+
+    `sizes` and `tokens_by_source` are the samples and the target tokens of each source.
+    """
 
     def __init__(self, windows: Sequence[Windows]) -> None:
         self._windows = tuple(windows)
-        self._bounds: I64 = np.cumsum([0, *(part.count for part in windows)])
-        self.samples = int(self._bounds[-1])
+        self.sizes = [part.count for part in windows]
+        self.tokens_by_source = [part.target_tokens for part in windows]
+        self._bounds: I64 = np.cumsum([0, *self.sizes])
+        self.samples = sum(self.sizes)
         self.documents = sum(part.documents for part in windows)
-        self.target_tokens = sum(part.target_tokens for part in windows)
-
-    @property
-    def sizes(self) -> list[int]:
-        """Samples of each source."""
-        return [part.count for part in self._windows]
-
-    @property
-    def tokens_by_source(self) -> list[int]:
-        """Target tokens of each source."""
-        return [part.target_tokens for part in self._windows]
+        self.target_tokens = sum(self.tokens_by_source)
 
     def ids(self, source_N: I64, index_N: I64) -> I64:
-        """Numbers in the split of samples that are given by source and number within it."""
+        """Return the numbers in the split of samples that are given by source and number within it."""
         return self._bounds[source_N] + index_N
 
     def gather(self, id_N: I64) -> Samples:
-        """The samples with these numbers, in [0, samples)."""
+        """Return the samples with these numbers, in [0, samples)."""
         source_N = np.searchsorted(self._bounds, id_N, side="right") - 1
         index_N = id_N - self._bounds[source_N]
         if (source_N == source_N[0]).all():
             return self._windows[int(source_N[0])].gather(index_N)
-        parts = [(source_N == number).nonzero()[0] for number in range(len(self._windows))]
-        found = [w.gather(index_N[rows]) for w, rows in zip(self._windows, parts, strict=True) if rows.size]
-        back = np.argsort(np.concatenate(parts))
-        return Samples(*(np.concatenate(column)[back] for column in zip(*found, strict=True)))
+        rows = [(source_N == number).nonzero()[0] for number in range(len(self._windows))]
+        parts = [w.gather(index_N[own]) for w, own in zip(self._windows, rows, strict=True) if own.size]
+        back = np.argsort(np.concatenate(rows))
+        return Samples(*(np.concatenate(column)[back] for column in zip(*parts, strict=True)))
 
     def shares(self, max_tokens: int | None = None) -> list[int]:
-        """Targets of each source among `max_tokens` (default all) of the split, in proportion to what they
-        have.
+        """Return how many of `max_tokens` targets (default all) each source has, in proportion to its own.
 
         They are the first targets of each source.
         """
@@ -78,11 +73,11 @@ class Split:
         return [stop - start for start, stop in pairwise(cuts)]
 
     def bytes_for(self, max_tokens: int | None = None) -> int:
-        """UTF-8 bytes that the first `max_tokens` targets (default all) spell; END spells nothing."""
+        """Return the UTF-8 bytes that the first `max_tokens` targets spell (default all); END spells none."""
         return sum(part.byte_count(targets) for part, targets in self._first(max_tokens))
 
     def text_bytes(self, max_tokens: int | None = None) -> bytes:
-        """That text itself, decoded from the tokens."""
+        """Return the text that the first `max_tokens` targets spell, decoded from the tokens."""
         return b"".join(part.text_bytes(targets) for part, targets in self._first(max_tokens))
 
     def _first(self, max_tokens: int | None) -> list[tuple[Windows, int]]:
@@ -90,26 +85,26 @@ class Split:
         return [(part, targets) for part, targets in shares if targets]
 
     def head(self, max_tokens: int | None = None) -> Head:
-        """The samples that hold the first `max_tokens` targets (default all)."""
+        """Return the samples that hold the first `max_tokens` targets (default all)."""
         return Head(self._windows, self._bounds, self.shares(max_tokens))
 
     def sample_text(self, max_tokens: int | None, max_bytes: int) -> bytes:
-        """Whole documents of that text, of each source its first ones, at most `max_bytes` together.
+        """Return whole documents of that text, the first ones of each source, at most `max_bytes` together.
 
-        Decoded no further than that. Empty where the tokenizer loses text: the tokens then spell another
+        No more than that is decoded. Empty where the tokenizer loses text: the tokens then spell another
         number of bytes than were read. A source whose first document is larger than its share gives its
         beginning if the tokenizer is byte-level, and else nothing.
         """
-        found = []
         first = self._first(max_tokens)
-        size = sum(part.byte_count(targets) for part, targets in first)
-        for part, targets in first:
-            own = max_bytes * part.byte_count(targets) // max(size, 1) if size > max_bytes else max_bytes
-            text = part.sample_text(targets, own)
+        sizes = [part.byte_count(targets) for part, targets in first]
+        texts = []
+        for (part, targets), size in zip(first, sizes, strict=True):
+            share = max_bytes * size // sum(sizes) if sum(sizes) > max_bytes else max_bytes
+            text = part.sample_text(targets, share)
             if text is None:
                 return b""
-            found.append(text)
-        return b"".join(found)
+            texts.append(text)
+        return b"".join(texts)
 
 
 class Head:
@@ -125,7 +120,7 @@ class Head:
         self.samples = int(self._bounds[-1])
 
     def at(self, number_N: I64) -> tuple[I64, I64]:
-        """(number in the split, targets that count) of each sample with a number in [0, samples)."""
+        """Return (number in the split, targets that count) of each sample with a number in [0, samples)."""
         source_N = np.searchsorted(self._bounds, number_N, side="right") - 1
         index_N = number_N - self._bounds[source_N]
         before_N = np.zeros_like(index_N)
@@ -136,7 +131,7 @@ class Head:
 
 
 class Corpus:
-    """Result of `open_corpus`.
+    """Result of `open_corpus`: the training samples and the held-out ones.
 
     `has_text` is False for synthetic tokens, which spell nothing.
     `digest` is the SHA-256 of everything but the seed that decides samples: a resume with another is refused.
@@ -159,70 +154,57 @@ class Corpus:
             tokenizer=tokenizer.digest,
         )
         window = 0 if data.pack else data.seq_len
-        indices = [source.index(data.val_fraction, window) for source in sources]
-
-        def split(held: bool) -> Split:
-            return Split(
-                [
-                    Windows(
-                        source,
-                        index,
-                        tokenizer,
-                        held=held,
-                        seq_len=data.seq_len,
-                        pack=data.pack,
-                        document_mask=data.document_mask,
-                    )
-                    for source, index in zip(sources, indices, strict=True)
-                ]
-            )
-
-        self.train = split(held=False)
-        self.validation = split(held=True)
+        indexed = [(source, source.index(data.val_fraction, window)) for source in sources]
+        self.train, self.validation = (
+            Split([Windows(source, index, tokenizer, data, held) for source, index in indexed])
+            for held in (False, True)
+        )
 
     def order(self, seed: int) -> Mixture:
-        """The order of the training samples: global sample index -> (source, sample within it)."""
+        """Return the order of the training samples: global sample index -> (source, sample within it)."""
         return Mixture(self.train.sizes, self.weights, seed)
 
     def validation_text(self, max_tokens: int | None = None, max_bytes: int = XZ_BYTES) -> bytes:
-        """UTF-8 of the first held-out documents: of those that `max_tokens` targets hold, `max_bytes` at
-        most.
+        """Return the UTF-8 text of the first held-out documents within `max_tokens` targets and `max_bytes`.
 
-        Empty where the tokenizer loses text, since the text must not be compared with what was counted as
-        read.
+        Empty where the tokenizer loses text, since the counts of bytes are those of the text that was read.
         """
         return self.validation.sample_text(max_tokens, max_bytes)
 
 
 def open_corpus(spec: RunSpec, check: Check = "files") -> Corpus:
-    """Open what `data.corpus` or `data.mixture` names; text that is not tokenized yet is, into `data.cache`.
+    """Open the corpora of `data.corpus` or `data.mixture`; text is first tokenized into `data.cache`.
 
-    Any number of processes may call it at once: one tokenizes, hashes files that nobody has verified, and
-    indexes documents, and the others wait. `check` says what is compared with the record of a verification:
-    "lazy" is for ranks of a host on which another process has just opened the corpus. Raises `UserError`.
+    Any number of processes may call it at once: one tokenizes, hashes files that were not verified yet, and
+    indexes documents, and the others wait. `check` says which files are compared with the record of a
+    verification: "lazy" is for ranks of a host on which another process has just opened the corpus. Raises
+    `UserError`.
     """
     mixture = spec.data.mixture or {spec.data.corpus: 1.0}
     names, weights = list(mixture), list(mixture.values())
-    sources: list[TokenSource]
-    if SYNTHETIC in names:
-        if len(names) > 1:
-            raise UserError(
-                f"data.mixture: '{SYNTHETIC}' has no text and no tokenizer, and cannot be mixed; remove it"
-            )
-        sources = [SyntheticTokens(spec.train.seed, spec.model.vocab_size)]
-        tokenizer = number_tokenizer(spec.model.vocab_size)
-    else:
+    if SYNTHETIC not in names:
         shards = _open_shards(spec, names, check)
         _check_tokenizers(spec, names, shards)
-        tokenizer = shards[0].tokenizer
-        sources = list(shards)
-    corpus = Corpus(spec, sources, weights, tokenizer)
-    _check_length(spec, names, corpus.train)
+        corpus = Corpus(spec, shards, weights, shards[0].tokenizer)
+    elif len(names) > 1:
+        raise UserError(
+            f"data.mixture: '{SYNTHETIC}' has no text and no tokenizer, and cannot be mixed; remove it"
+        )
+    else:
+        vocab_size = spec.model.vocab_size
+        tokens = SyntheticTokens(spec.train.seed, vocab_size)
+        corpus = Corpus(spec, [tokens], weights, number_tokenizer(vocab_size))
+    for name, count in zip(names, corpus.train.tokens_by_source, strict=True):
+        if spec.data.pack and count < spec.data.seq_len:
+            raise UserError(
+                f"data.seq_len: {spec.data.seq_len} tokens of one sample are more than the {count} training "
+                f"tokens of {name}; give at most {count}, or more text, or data.pack = false"
+            )
     return corpus
 
 
 def xz_bits_per_byte(data: bytes) -> float:
-    """Bits per byte that `xz -9e` needs for `data`, as one stream: what a language model has to beat."""
+    """Return the bits per byte that `xz -9e` needs for `data`, as one stream: a model has to beat them."""
     if not data:
         raise ValueError("there is nothing to compress")
     return 8 * len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME)) / len(data)
@@ -243,17 +225,15 @@ def _open_shards(spec: RunSpec, names: Sequence[str], check: Check) -> list[Toke
         cached = _noted(note) if check == "lazy" else None
         if cached is None:
             cached = _cached(spec, [open_source(name, spec.data.text_key) for name in texts], given)
-            write_atomically(note, cached.name.encode())
+            write_atomically(note, cached.name)
         remedy = f"delete {cached} and it will be made again"
-        ready |= {
-            name: TokenShards(_part(cached, i), remedy, cache=cache, check=check)
-            for i, name in enumerate(texts)
-        }
+        for number, name in enumerate(texts):
+            ready[name] = TokenShards(_part(cached, number), remedy, cache=cache, check=check)
     return [ready[name] for name in names]
 
 
 def _note(spec: RunSpec, texts: Sequence[str], given: Tokenizer | None) -> Path:
-    """The file that says which folder of the cache the last opening of these texts chose.
+    """Return the file with the name of the cache's folder that the last opening of these texts chose.
 
     Other ranks of the host read it and so need not hash the text, which that folder's name depends on.
     """
@@ -265,7 +245,7 @@ def _note(spec: RunSpec, texts: Sequence[str], given: Tokenizer | None) -> Path:
 
 
 def _noted(note: Path) -> Path | None:
-    """The folder that a note names; None where there is no note, or no such folder."""
+    """Return the folder that a note names; None where there is no note, or no such folder."""
     if not note.is_file():
         return None
     folder = note.with_name(Path(note.read_text(encoding="utf-8")).name)
@@ -273,9 +253,10 @@ def _noted(note: Path) -> Path | None:
 
 
 def _cached(spec: RunSpec, sources: Sequence[TextSource], given: Tokenizer | None) -> Path:
-    """The folder that holds the tokens of `sources`, made if it is not there.
+    """Return the folder that holds the tokens of `sources`, made if it is missing.
 
-    Its name carries a hash of all that decides the tokens: the sources' content and how it is tokenized.
+    Its name carries a hash of everything that decides the tokens: the sources' content and how it is
+    tokenized.
     """
     data, vocab_size = spec.data, spec.model.vocab_size
     size = bpe_size(data.tokenizer, vocab_size)
@@ -297,8 +278,8 @@ def _cached(spec: RunSpec, sources: Sequence[TextSource], given: Tokenizer | Non
 
     def build(folder: Path) -> None:
         tokenizer = known or build_tokenizer(data.tokenizer, vocab_size, sources, data.val_fraction)
-        for i, source in enumerate(sources):
-            write_shards(source, tokenizer, _part(folder, i))
+        for number, source in enumerate(sources):
+            write_shards(source, tokenizer, _part(folder, number))
 
     build_once(target, "data.cache", build)
     return target
@@ -309,7 +290,7 @@ def _part(folder: Path, number: int) -> Path:
 
 
 def _check_tokenizers(spec: RunSpec, names: Sequence[str], shards: Sequence[TokenShards]) -> None:
-    """One tokenizer for all sources, within the model's vocabulary, and not another than was asked for."""
+    """Raise `UserError` unless all sources have one tokenizer, within the vocabulary, as was asked for."""
     first = shards[0].tokenizer
     for name, shard in zip(names, shards, strict=True):
         if shard.tokenizer.digest != first.digest:
@@ -338,14 +319,3 @@ def _check_vocabulary(tokenizer: Tokenizer, name: str, vocab_size: int) -> None:
             f"data.tokenizer: the tokenizer of {name} has {tokenizer.vocab_size} entries, more than "
             f"model.vocab_size {vocab_size}; set model.vocab_size = {tokenizer.vocab_size} or more"
         )
-
-
-def _check_length(spec: RunSpec, names: Sequence[str], train: Split) -> None:
-    """Each source fills one packed sample at least."""
-    length = spec.data.seq_len
-    for name, tokens in zip(names, train.tokens_by_source, strict=True):
-        if spec.data.pack and tokens < length:
-            raise UserError(
-                f"data.seq_len: {length} tokens of one sample are more than the {tokens} training tokens of "
-                f"{name}; give at most {tokens}, or more text, or data.pack = false"
-            )

@@ -1,4 +1,4 @@
-"""An index over the documents of a source: which stream place, window or byte lies in which document.
+"""An index over the documents of a source: in which document a place of the stream, a window or a byte lies.
 
 Rows of all documents stay on disk. The index has cumulative sums at every `BLOCK`-th document, for each side
 of the validation split: 64 bytes a block. A look-up is a binary search in one column and then a scan of a
@@ -26,8 +26,7 @@ BLOCK = 256
 FORMAT = 1
 """Version of the files of an index."""
 
-_CHUNK = 2**12 * BLOCK  # documents that are looked at at once when an index is built
-_COLUMNS = 4  # documents, targets, bytes, windows
+_CHUNK = 2**12 * BLOCK  # documents that are read at once when an index is built
 _TABLE, _FACTS = "sums.npy", "index.json"
 
 
@@ -39,21 +38,30 @@ class Rows(NamedTuple):
     bytes: I64
     """(documents,) UTF-8 bytes of each document's text."""
     hashes: U64
-    """(documents,) hash of each document's content, the same under every tokenizer."""
+    """(documents,) hash of each document's content, which does not depend on the tokenizer."""
 
 
-class DocumentTable(Protocol):
-    """Documents [END, t1..tn] one after the other."""
+class TokenSource(Protocol):
+    """A stream of documents [END, t1..tn], one after the other, that can be read at any place."""
 
+    digest: str
+    """SHA-256 of everything in the source."""
     documents: int
 
+    def take(self, place: I64) -> I64:
+        """Return the token ids at these places of the stream, in the shape of `place`."""
+        ...
+
     def rows(self, first: int, last: int) -> Rows:
-        """The documents from number `first` up to `last`."""
+        """Return the documents from number `first` up to `last`."""
+        ...
+
+    def index(self, val_fraction: float, window: int) -> DocumentIndex:
+        """Return its documents split in two; `window` is the length of unpacked samples, or 0."""
         ...
 
 
-@dataclass(frozen=True)
-class Side:
+class Side(NamedTuple):
     """Sums over the training documents, or over the held-out ones, before each block and behind the last.
 
     Each is (blocks + 1,). A document of n tokens has n + 1 targets, its own and the END after it.
@@ -66,59 +74,55 @@ class Side:
     """Samples of documents that are not packed; zeros without a length of a sample."""
 
 
+@dataclass(frozen=True)
 class DocumentIndex:
     """The split of a source's documents and their sums by block: `sums` is (2 sides, 4 columns, blocks + 1).
 
     On disk it is memory-mapped, so that all processes of a host share one copy.
     """
 
-    def __init__(self, held_out: HeldOut, sums: I64) -> None:
-        self.held_out = held_out
-        self._sums = sums
+    held_out: HeldOut
+    sums: I64
 
     def side(self, held: bool) -> Side:
-        """The held-out documents, or the others."""
-        return Side(*self._sums[int(held)])
+        """Return the held-out documents, or the others."""
+        return Side(*self.sums[int(held)])
 
 
-def index_in_memory(table: DocumentTable, val_fraction: float, window: int) -> DocumentIndex:
-    """The index of a small source. `window` is the length of unpacked samples, 0 for packed ones."""
-    sums = np.zeros((2, _COLUMNS, blocks_of(table) + 1), dtype=np.int64)
-    return DocumentIndex(_fill(sums, table, val_fraction, window), sums)
+def index_in_memory(source: TokenSource, val_fraction: float, window: int) -> DocumentIndex:
+    """Return the index of a small source. `window` is the length of unpacked samples, 0 for packed ones."""
+    sums = np.zeros(_shape(source), dtype=np.int64)
+    return DocumentIndex(_fill(sums, source, val_fraction, window), sums)
 
 
 def index_on_disk(
-    folder: Path, table: DocumentTable, val_fraction: float, window: int, *, check: bool
+    folder: Path, source: TokenSource, val_fraction: float, window: int, *, check: bool
 ) -> DocumentIndex:
-    """The index in `folder`, which is built when it is not there: by one of many processes that ask at once.
+    """Return the index in `folder`; when it is missing, one of many processes that ask at once builds it.
 
     `check` compares it with its own SHA-256; a damaged index is built again.
     """
 
     def build(temporary: Path) -> None:
-        shape = (2, _COLUMNS, blocks_of(table) + 1)
-        sums = np.lib.format.open_memmap(temporary / _TABLE, mode="w+", dtype=np.int64, shape=shape)
-        rule = _fill(sums, table, val_fraction, window)
+        path = temporary / _TABLE
+        sums = np.lib.format.open_memmap(path, mode="w+", dtype=np.int64, shape=_shape(source))
+        rule = _fill(sums, source, val_fraction, window)
         sums.flush()
-        facts = {
-            "limit": rule.limit,
-            "exception": rule.exception,
-            "sha256": sha256_file(temporary / _TABLE),
-        }
+        facts = {"limit": rule.limit, "exception": rule.exception, "sha256": sha256_file(path)}
         (temporary / _FACTS).write_text(json.dumps(facts), encoding="utf-8")
 
     build_once(folder, "data.cache", build)
-    found = _read(folder, table, check)
-    if found is None:
+    index = _read(folder, source, check)
+    if index is None:
         shutil.rmtree(folder, ignore_errors=True)
         build_once(folder, "data.cache", build)
-        found = _read(folder, table, check)
-        assert found is not None  # it was built just now
-    return found
+        index = _read(folder, source, check)
+        assert index is not None  # it was built just now
+    return index
 
 
-def _read(folder: Path, table: DocumentTable, check: bool) -> DocumentIndex | None:
-    """The index in a folder; None where it is not whole."""
+def _read(folder: Path, source: TokenSource, check: bool) -> DocumentIndex | None:
+    """Return the index in a folder; None where it is damaged."""
     try:
         facts = json.loads((folder / _FACTS).read_bytes())
         rule = HeldOut(int(facts["limit"]), int(facts["exception"]))
@@ -126,46 +130,45 @@ def _read(folder: Path, table: DocumentTable, check: bool) -> DocumentIndex | No
         whole = not check or sha256_file(folder / _TABLE) == facts["sha256"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if not whole or sums.shape != (2, _COLUMNS, blocks_of(table) + 1) or sums.dtype != np.int64:
+    if not whole or sums.shape != _shape(source) or sums.dtype != np.int64:
         return None
     return DocumentIndex(rule, sums)
 
 
-def blocks_of(table: DocumentTable) -> int:
-    """Blocks that the documents make."""
-    return -(-table.documents // BLOCK)
+def _shape(source: TokenSource) -> tuple[int, int, int]:
+    """Return the shape of `DocumentIndex.sums`."""
+    return 2, len(Side._fields), -(-source.documents // BLOCK) + 1
 
 
-def _fill(sums: I64, table: DocumentTable, val_fraction: float, window: int) -> HeldOut:
+def _fill(sums: I64, source: TokenSource, val_fraction: float, window: int) -> HeldOut:
     """Sum up both sides in one pass over the documents, or in two where one document is an exception."""
     survey = SplitSurvey(val_fraction)
     guess = HeldOut(survey.limit)
-    for block, rows in _chunks(table):
+    for block, rows in _chunks(source):
         survey.add(rows.hashes)
         _sum_up(sums, block, rows, guess, window)
     rule = survey.rule()
     if rule != guess:
-        for block, rows in _chunks(table):
+        for block, rows in _chunks(source):
             _sum_up(sums, block, rows, rule, window)
     return rule
 
 
-def _chunks(table: DocumentTable) -> Iterator[tuple[int, Rows]]:
-    """(first block, rows) of runs of whole blocks."""
-    for first in range(0, table.documents, _CHUNK):
-        yield first // BLOCK, table.rows(first, min(first + _CHUNK, table.documents))
+def _chunks(source: TokenSource) -> Iterator[tuple[int, Rows]]:
+    """Yield (first block, rows) of runs of whole blocks."""
+    for first in range(0, source.documents, _CHUNK):
+        yield first // BLOCK, source.rows(first, min(first + _CHUNK, source.documents))
 
 
 def _sum_up(sums: I64, block: int, rows: Rows, rule: HeldOut, window: int) -> None:
-    """Write the sums behind each block of `rows`; those before `block` are there."""
-    count = len(rows.bytes)
+    """Write the sums behind each block of `rows`; those before `block` are known."""
     held = rule.mask(rows.hashes, block * BLOCK)
     lengths = np.diff(rows.starts)
     windows = -(-lengths // window) if window else np.zeros_like(lengths)
-    cuts = np.arange(0, count, BLOCK)
+    cuts = np.arange(0, len(lengths), BLOCK)
     for side in range(2):
         here = held == bool(side)
-        for column, values in enumerate((np.ones_like(lengths), lengths, rows.bytes, windows)):
+        for column, values in enumerate(Side(np.ones_like(lengths), lengths, rows.bytes, windows)):
             of_block = np.add.reduceat(np.where(here, values, 0), cuts)
             behind = sums[side, column, block] + np.cumsum(of_block)
             sums[side, column, block + 1 : block + 1 + len(cuts)] = behind

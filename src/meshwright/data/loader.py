@@ -1,4 +1,4 @@
-"""One data rank's batches: step in, tensors out, with the next step's batch made in the background."""
+"""Batches of one data rank, by step; the next step's batch is made in the background."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Batch:
     slots: torch.Tensor
 
     def rows(self, start: int, stop: int) -> Batch:
-        """The samples from `start` up to `stop`, as views."""
+        """Return the samples from `start` up to `stop`, as views."""
         return Batch(*(getattr(self, field.name)[start:stop] for field in fields(self)))
 
     def to(self, device: torch.device) -> Batch:
-        """A copy on `device`, but for the documents: attention is planned on the CPU."""
+        """Return a copy on `device`; documents stay on the CPU, where attention is planned."""
         moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "documents"}
         return Batch(documents=self.documents, **moved)
 
@@ -61,9 +61,9 @@ class Loader:
         self._next: tuple[int, Future[Batch]] | None = None
 
     def step(self, step: int) -> Batch:
-        """This rank's samples of the optimiser step `step`, counted from 0: a function of (seed, step) alone.
+        """Return this rank's samples of optimiser step `step`, from 0: a function of (seed, step) alone.
 
-        What went wrong in the background is raised here.
+        Errors of the background thread are raised here.
         """
         ready, self._next = self._next, None
         batch = ready[1].result() if ready is not None and ready[0] == step else self._make(step)
@@ -71,7 +71,7 @@ class Loader:
         return batch
 
     def validation_batches(self, max_tokens: int | None = None) -> Iterator[Batch]:
-        """The held-out tokens, each once over all ranks; the first `max_tokens` of them, by default all.
+        """Yield the held-out tokens, each once over all ranks: the first `max_tokens`, by default all.
 
         Every rank yields the same number of batches, each of as many sequences as its share of a step, but
         for the last, which has as few as whole microbatches allow. Samples beyond the last have no targets.

@@ -4,7 +4,7 @@
     tokenizer.json, tokenizer_config.json
     00000.tokens.bin           little-endian uint16 or uint32; each document is [END, t1..tn]
     00000.documents.bin        one record per document, see `DOCUMENT`
-    .meshwright/               what is derived: the record of a verification, indices (may be deleted)
+    .meshwright/               derived files: the record of a verification, indices (may be deleted)
 
 A document lies in one shard. UTF-8 bytes are kept per document, so bits per byte are exact for any tokenizer.
 """
@@ -45,7 +45,7 @@ class ShardEntry(FrozenModel):
 
 
 class Manifest(FrozenModel):
-    """The manifest's content, but for its own hash."""
+    """The manifest's content, without its own hash."""
 
     version: int
     dtype: Literal["uint16", "uint32"]
@@ -55,6 +55,11 @@ class Manifest(FrozenModel):
     utf8_bytes: int
     shards: tuple[ShardEntry, ...]
     files: dict[str, FileEntry]
+
+    @property
+    def token_dtype(self) -> np.dtype[Any]:
+        """Dtype of the token files: `dtype`, little-endian."""
+        return np.dtype(self.dtype).newbyteorder("<")
 
     @property
     def documents(self) -> int:
@@ -68,39 +73,39 @@ class Manifest(FrozenModel):
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the manifest, and through its entries of every file."""
+        """SHA-256 of the manifest, which covers every file through its hashes."""
         return _sha256(self.model_dump())
 
     def render(self) -> bytes:
-        """The file's bytes; no other bytes are read back."""
+        """Return the bytes of the manifest's file, the only ones that are accepted as it."""
         return _canonical({**self.model_dump(), "sha256": self.digest})
 
     def expected(self) -> dict[str, int]:
-        """Bytes of the files that the shards must have."""
-        token = np.dtype(self.dtype).itemsize
-        sizes = {tokens_file(i): shard.tokens * token for i, shard in enumerate(self.shards)}
-        return sizes | {
-            documents_file(i): shard.documents * DOCUMENT.itemsize for i, shard in enumerate(self.shards)
-        }
+        """Return the bytes of each file that the shards must have, by name."""
+        sizes: dict[str, int] = {}
+        for number, shard in enumerate(self.shards):
+            sizes[tokens_file(number)] = shard.tokens * self.token_dtype.itemsize
+            sizes[documents_file(number)] = shard.documents * DOCUMENT.itemsize
+        return sizes
 
 
 def is_shards(path: Path) -> bool:
-    """True if `path` is a folder of shards."""
+    """Return True if `path` is a folder of shards."""
     return (path / MANIFEST).is_file()
 
 
 def digest_of(sources: Sequence[str], **settings: Any) -> str:
-    """SHA-256 of several sources' digests and of the settings that turn their tokens into samples."""
+    """Return the SHA-256 of sources' digests and of the settings that turn their tokens into samples."""
     return _sha256({"sources": list(sources), **settings})
 
 
 def tokens_file(number: int) -> str:
-    """Name of the file with the tokens of shard `number`."""
+    """Return the name of the file with the tokens of shard `number`."""
     return f"{number:05d}.tokens.bin"
 
 
 def documents_file(number: int) -> str:
-    """Name of the file with the document boundaries of shard `number`."""
+    """Return the name of the file with the documents of shard `number`."""
     return f"{number:05d}.documents.bin"
 
 

@@ -1,4 +1,4 @@
-"""Several corpora by weight, statelessly: the source that a global sample index draws from, and the sample.
+"""Several corpora by weight, without state: the source and the sample that a global sample index draws.
 
 The indices are cut into blocks of `size`. Each block holds every source exactly `quota` times, in an order
 that the seed and the block's number decide; the k-th draw from a source, counted over all blocks, is number k
@@ -23,7 +23,7 @@ _ORDER, _BLOCK = 1, 2  # streams of the seed
 
 
 def quotas(weights: Sequence[float]) -> I64:
-    """Draws of each source in one block: whole numbers in the proportion of `weights`, within 1% of each.
+    """Return the draws of each source in one block: whole numbers within 1% of the proportion of `weights`.
 
     The block is the smallest power of two that allows it. Raises `UserError` for a weight too small for any.
     """
@@ -38,7 +38,7 @@ def quotas(weights: Sequence[float]) -> I64:
     raise UserError(
         f"data.mixture: the weight {weights[smallest]} is {share[smallest]:.1e} of the sum of the weights, "
         f"too small to be drawn in proportion; give at least {100 / _LARGEST_BLOCK:.0e} of the sum, "
-        "or leave it out"
+        "or remove it"
     )
 
 
@@ -63,7 +63,7 @@ class Mixture:
         self._block = lru_cache(maxsize=4)(self._lay_block)
 
     def at(self, g: I64) -> tuple[I64, I64]:
-        """(source, sample within the source) of each global index g >= 0."""
+        """Return (source, sample within the source) of each global index g >= 0."""
         block, place = g // self.size, g % self.size
         source, draw = np.empty_like(g), np.empty_like(g)
         for number in np.unique(block).tolist():
@@ -78,7 +78,7 @@ class Mixture:
         return source, sample
 
     def _lay_block(self, number: int) -> tuple[I64, I64]:
-        """For each place in a block: its source, and how many places before it have the same."""
+        """Return for each place in a block its source, and how many earlier places have that source."""
         dealt_M = np.repeat(np.arange(len(self.quota)), self.quota)
         place_M = np.arange(self.size)
         source_M = dealt_M[permute(place_M, self.size, hash64(self._seed, _BLOCK, number))]

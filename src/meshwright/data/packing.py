@@ -1,10 +1,10 @@
-"""From documents to samples of T tokens. Legend: N samples, T tokens of one, D documents.
+"""From documents to samples of T tokens. Suffixes of names: N samples, T tokens of one.
 
 The documents of a split, each [END, t1..tn], are joined into one stream that ends with a further END. Every
 token of the stream but the first is predicted once: t1 from END, ..., the next document's END from tn.
 
 packed      sample i is the stream's places [i*T, (i+1)*T); the last is padded
-unpacked    a sample holds (a window of T tokens of) one document; each document's last is padded
+unpacked    a sample is a window of T tokens of one document; each document's last is padded
 
 Padding is END with the target `IGNORE`.
 """
@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.data.document_index import BLOCK, DocumentIndex
+from meshwright.data.document_index import BLOCK, DocumentIndex, TokenSource
 from meshwright.data.permutation import I64
-from meshwright.data.shards import TokenSource
 from meshwright.data.tokenizer import Tokenizer
+from meshwright.spec.sections import DataSpec
 
 IGNORE = -100
 
@@ -40,120 +40,118 @@ class _Documents(NamedTuple):
     """Their places in the stream of the side."""
     stop: I64
     origin: I64
-    """Offset that converts such a position to one of the source's stream."""
+    """Offset from a place in that stream to one in the source's stream."""
     bytes: I64
     windows: I64
-    """Windows of the side before them, when unpacked."""
+    """Windows of the side before each document, when unpacked."""
 
 
 class Windows:
-    """The samples that one side of a source's split makes, read in any order; `held` is the held-out side."""
+    """The samples of one side of a source's split, read in any order; with `held` the held-out side."""
 
     def __init__(
         self,
         source: TokenSource,
         index: DocumentIndex,
         tokenizer: Tokenizer,
-        *,
+        data: DataSpec,
         held: bool,
-        seq_len: int,
-        pack: bool,
-        document_mask: bool,
     ) -> None:
         self._source = source
         self._held_out, self._held = index.held_out, held
         self._sums = index.side(held)
         self._tokenizer = tokenizer
         self._end = tokenizer.end_id
-        self._seq_len = seq_len
-        self._pack = pack
-        self._mask = pack and document_mask
+        self._seq_len = data.seq_len
+        self._pack = data.pack
+        self._mask = data.pack and data.document_mask
         self.documents = int(self._sums.documents[-1])
         self.target_tokens = int(self._sums.targets[-1])
         self.utf8_bytes = int(self._sums.bytes[-1])
-        self.count = -(-self.target_tokens // seq_len) if pack else int(self._sums.windows[-1])
+        self.count = -(-self.target_tokens // self._seq_len) if self._pack else int(self._sums.windows[-1])
 
     def targets_before(self, index_N: I64) -> I64:
-        """Targets in all samples before each of these, in [0, count]."""
-        return (
-            np.minimum(index_N * self._seq_len, self.target_tokens) if self._pack else self._unpacked(index_N)
-        )
+        """Return the targets in all samples before each of these, in [0, count]."""
+        if self._pack:
+            return np.minimum(index_N * self._seq_len, self.target_tokens)
+        inside = np.minimum(index_N, self.count - 1)
+        documents = self._of_blocks(np.unique(np.searchsorted(self._sums.windows, inside, side="right") - 1))
+        number = np.searchsorted(documents.windows, inside, side="right") - 1
+        start = documents.start[number] + (index_N - documents.windows[number]) * self._seq_len
+        return np.minimum(start, documents.stop[number])
 
     def samples_for(self, targets: int) -> int:
-        """How many samples hold the first so many targets."""
+        """Return how many samples hold the first so many targets."""
         if self._pack or not targets:
             return -(-targets // self._seq_len)
-        found = self._around(self._sums.targets, np.array([targets - 1]))
-        last = int(np.searchsorted(found.start, targets - 1, side="right")) - 1
-        return int(found.windows[last] + (targets - 1 - found.start[last]) // self._seq_len) + 1
+        _, documents = self._block_at(self._sums.targets, targets - 1)
+        last = int(np.searchsorted(documents.start, targets - 1, side="right")) - 1
+        return int(documents.windows[last] + (targets - 1 - documents.start[last]) // self._seq_len) + 1
 
     def gather(self, index_N: I64) -> Samples:
-        """The samples with these numbers, in [0, count)."""
+        """Return the samples with these numbers, in [0, count)."""
         start_N = self.targets_before(index_N)
         stop_N = self.targets_before(index_N + 1)
         place = start_N[:, None] + np.arange(self._seq_len + 1)
         inside = np.minimum(place, self.target_tokens - 1)
-        found = self._between(inside[:, 0], inside[:, -1])
-        document = np.searchsorted(found.start, inside, side="right") - 1
-        ids = self._source.take(inside + found.origin[document])
+        documents = self._between(inside[:, 0], inside[:, -1])
+        number = np.searchsorted(documents.start, inside, side="right") - 1
+        ids = self._source.take(inside + documents.origin[number])
         ids[place >= self.target_tokens] = self._end
         used = place[:, :-1] < stop_N[:, None]
         tokens = np.where(used, ids[:, :-1], self._end)
         targets = np.where(used, ids[:, 1:], IGNORE)
-        document, place = document[:, :-1], place[:, :-1]
+        number, place = number[:, :-1], place[:, :-1]
         if not self._mask:
             positions = np.broadcast_to(np.arange(self._seq_len), tokens.shape).copy()
             return Samples(tokens, targets, positions, np.zeros_like(tokens))
-        positions = place - np.maximum(found.start[document], start_N[:, None])
-        return Samples(tokens, targets, positions, document - document[:, :1])
+        positions = place - np.maximum(documents.start[number], start_N[:, None])
+        return Samples(tokens, targets, positions, number - number[:, :1])
 
     def text_bytes(self, targets: int) -> bytes:
-        """The UTF-8 text that the first so many targets spell (END spells nothing), decoded from the tokens.
+        """Return the UTF-8 text that the first so many targets spell, decoded; END spells nothing.
 
         Exact for byte-level tokenizers; others may have normalised the text.
         """
         last = min(targets, self.target_tokens - 1)
         if last < 1:
             return b""
-        found = self._between(np.array([0]), np.array([last]))
+        documents = self._between(np.array([0]), np.array([last]))
         place = np.arange(1, last + 1)
-        document = np.searchsorted(found.start, place, side="right") - 1
-        text = found.start[document] != place
-        ids = self._source.take((place + found.origin[document])[text])
-        cuts = np.flatnonzero(np.diff(document[text])) + 1
+        number = np.searchsorted(documents.start, place, side="right") - 1
+        text = documents.start[number] != place
+        ids = self._source.take((place + documents.origin[number])[text])
+        cuts = np.flatnonzero(np.diff(number[text])) + 1
         return b"".join(self._tokenizer.decode_bytes(part.tolist()) for part in np.split(ids, cuts))
 
     def byte_count(self, targets: int) -> int:
-        """UTF-8 bytes of the text that the first so many targets spell.
+        """Return the UTF-8 bytes of the text that the first so many targets spell.
 
         They were counted when the text was read, so they are exact for any tokenizer; a document that
         `targets` cuts is decoded for it.
         """
         if targets >= self.target_tokens:
             return self.utf8_bytes
-        block = int(np.searchsorted(self._sums.targets, targets, side="right")) - 1
-        found = self._of_blocks(np.array([block]))
-        whole = int(np.searchsorted(found.start, targets, side="right")) - 1
-        counted = int(self._sums.bytes[block]) + int(found.bytes[:whole].sum())
-        start = int(found.start[whole])
+        block, documents = self._block_at(self._sums.targets, targets)
+        whole = int(np.searchsorted(documents.start, targets, side="right")) - 1
+        counted = int(self._sums.bytes[block]) + int(documents.bytes[:whole].sum())
+        start = int(documents.start[whole])
         if targets == start:
             return counted
-        ids = self._source.take(np.arange(start + 1, targets + 1) + found.origin[whole])
+        ids = self._source.take(np.arange(start + 1, targets + 1) + documents.origin[whole])
         return counted + len(self._tokenizer.decode_bytes(ids.tolist()))
 
     def whole_documents(self, max_bytes: int) -> int:
-        """Targets of the first documents that have at most so many UTF-8 bytes together."""
+        """Return the targets of the first documents that have at most so many UTF-8 bytes together."""
         if max_bytes >= self.utf8_bytes:
             return self.target_tokens
-        block = int(np.searchsorted(self._sums.bytes, max_bytes, side="right")) - 1
-        found = self._of_blocks(np.array([block]))
-        behind = int(self._sums.bytes[block]) + np.cumsum(found.bytes)
-        count = int(np.searchsorted(behind, max_bytes, side="right"))
-        return int(found.start[count])
+        block, documents = self._block_at(self._sums.bytes, max_bytes)
+        behind = int(self._sums.bytes[block]) + np.cumsum(documents.bytes)
+        return int(documents.start[np.searchsorted(behind, max_bytes, side="right")])
 
     def sample_text(self, targets: int, max_bytes: int) -> bytes | None:
-        """The text of the first whole documents of these targets that have at most `max_bytes` together, or
-        the beginning of a first one that is larger; None where what the tokens spell is not what was read."""
+        """Return the text of the first whole documents of these targets within `max_bytes` together, or the
+        beginning of a first one that is larger; None where the tokens spell another text than was read."""
         count = min(targets, self.whole_documents(max_bytes))
         if count or not targets:
             text = self.text_bytes(count)
@@ -162,19 +160,13 @@ class Windows:
             return None
         return self.text_bytes(min(targets, max_bytes))[:max_bytes]
 
-    def _unpacked(self, index_N: I64) -> I64:
-        inside = np.minimum(index_N, self.count - 1)
-        found = self._around(self._sums.windows, inside)
-        document = np.searchsorted(found.windows, inside, side="right") - 1
-        start = found.start[document] + (index_N - found.windows[document]) * self._seq_len
-        return np.minimum(start, found.stop[document])
-
-    def _around(self, sums: I64, value_N: I64) -> _Documents:
-        """The documents of the blocks in which a column of sums goes beyond these values."""
-        return self._of_blocks(np.unique(np.searchsorted(sums, value_N, side="right") - 1))
+    def _block_at(self, sums: I64, value: int) -> tuple[int, _Documents]:
+        """Return the block in which a column of sums goes beyond a value, and its documents."""
+        block = int(np.searchsorted(sums, value, side="right")) - 1
+        return block, self._of_blocks(np.array([block]))
 
     def _between(self, first_N: I64, last_N: I64) -> _Documents:
-        """The documents that hold the places from `first_N` to `last_N`, and their blocks' others."""
+        """Return all documents of the blocks that hold the places from `first_N` to `last_N`."""
         sums = self._sums.targets
         begin = np.searchsorted(sums, first_N, side="right") - 1
         end = np.searchsorted(sums, last_N, side="right")
@@ -182,13 +174,13 @@ class Windows:
         return self._of_blocks(np.unique(np.concatenate(parts)))
 
     def _of_blocks(self, blocks: I64) -> _Documents:
-        """The side's documents in these blocks, which ascend."""
+        """Return the side's documents in these blocks, which ascend."""
         cuts = [0, *(np.flatnonzero(np.diff(blocks) > 1) + 1).tolist(), len(blocks)]
         parts = [self._of_run(int(blocks[a]), int(blocks[b - 1]) + 1) for a, b in pairwise(cuts)]
         return _Documents(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
     def _of_run(self, first: int, last: int) -> _Documents:
-        """The side's documents from block `first` up to block `last`."""
+        """Return the side's documents from block `first` up to block `last`."""
         rows = self._source.rows(first * BLOCK, min(last * BLOCK, self._source.documents))
         here = self._held_out.mask(rows.hashes, first * BLOCK) == self._held
         lengths = np.diff(rows.starts)[here]

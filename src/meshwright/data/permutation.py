@@ -21,7 +21,7 @@ _ROUNDS = 8  # four make a strong pseudo-random permutation of large halves; sma
 
 
 def mix64(x: U64) -> U64:
-    """The output function of splitmix64 (Steele, Lea and Flood 2014): a bijection of 64-bit words."""
+    """Apply the output function of splitmix64 (Steele, Lea and Flood 2014), a bijection of 64-bit words."""
     x = x + _GOLDEN
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -29,7 +29,7 @@ def mix64(x: U64) -> U64:
 
 
 def hash64(*parts: int | I64 | U64) -> U64:
-    """One 64-bit hash of several integers or equally shaped arrays of them, at least one-dimensional."""
+    """Hash several integers, or arrays of one shape and at least one dim, to 64 bits."""
     state = np.zeros(1, dtype=np.uint64)
     for part in parts:
         word = np.asarray(part & _WORD, dtype=np.uint64) if isinstance(part, int) else part.astype(np.uint64)
@@ -74,6 +74,6 @@ class SampleOrder:
     seed: int
 
     def at(self, g: I64) -> I64:
-        """The sample of each global index g >= 0; the indices [k*n, (k+1)*n) cover all n samples."""
+        """Return the sample of each global index g >= 0; the indices [k*n, (k+1)*n) cover all n samples."""
         epoch, place = g // self.n, g % self.n
         return permute(place, self.n, hash64(self.seed, epoch))

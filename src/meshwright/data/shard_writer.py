@@ -1,4 +1,4 @@
-"""Documents into a folder of token shards."""
+"""Writes documents into a folder of token shards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from meshwright.data.manifest import (
 )
 from meshwright.data.publish import sha256_file
 from meshwright.data.tokenizer import TOKENIZER_FILES, IDs, Tokenizer
-from meshwright.data.verified import BESIDE, FileState, Verified, wait_for_tick, write_record
+from meshwright.data.verified import BESIDE, FileState, wait_for_tick, write_record
 
 TOKENS_PER_SHARD = 2**28
 
@@ -27,9 +27,9 @@ _WRITE_BUFFER = 2**22  # tokens
 
 
 class ShardWriter:
-    """Write documents into a folder of shards, in bounded memory; `finish` writes the manifest.
+    """Writes documents into a folder of shards, in bounded memory; `finish` writes the manifest.
 
-    The caller makes the folder appear at once (`files.publishing`).
+    The caller makes the folder appear in one step (`publish.publishing`).
     """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, tokens_per_shard: int = TOKENS_PER_SHARD) -> None:
@@ -67,7 +67,10 @@ class ShardWriter:
             self._flush()
 
     def finish(self) -> Manifest:
-        """Write what is left, the tokenizer and the manifest."""
+        """Write the rest, the tokenizer and the manifest, and record the files as verified.
+
+        They need not be hashed again, as their content was hashed when it was written.
+        """
         self._close_shard()
         self._tokenizer.save(self._folder)
         for name in TOKENIZER_FILES:
@@ -84,51 +87,46 @@ class ShardWriter:
             files=self._files,
         )
         (self._folder / MANIFEST).write_bytes(manifest.render())
-        self._leave_record(manifest)
-        return manifest
-
-    def _leave_record(self, manifest: Manifest) -> None:
-        """Record the files as verified: what went into them was hashed."""
         states = {name: FileState.of((self._folder / name).stat()) for name in manifest.files}
         wait_for_tick(states)
-        files = {name: Verified(state, manifest.files[name].sha256) for name, state in states.items()}
-        write_record(self._folder / BESIDE, manifest.digest, files)
+        write_record(self._folder / BESIDE, manifest, states)
+        return manifest
 
     def _open_shard(self) -> None:
         number = len(self._shards)
         self._tokens = _HashedFile(self._folder / tokens_file(number))
         self._table = _HashedFile(self._folder / documents_file(number))
-        self._length = self._documents = self._pending_length = 0
+        self._length = self._pending_length = 0
         self._pending: list[np.ndarray] = []
         self._records: list[tuple[int, int, int]] = []
 
     def _flush(self) -> None:
         self._tokens.write(np.concatenate([np.empty(0, self._dtype), *self._pending]).tobytes())
         self._table.write(np.array(self._records, dtype=DOCUMENT).tobytes())
-        self._documents += len(self._records)
         self._pending, self._pending_length, self._records = [], 0, []
 
     def _close_shard(self) -> None:
         self._flush()
-        number = len(self._shards)
-        self._files[tokens_file(number)] = self._tokens.close()
-        self._files[documents_file(number)] = self._table.close()
-        self._shards.append(ShardEntry(tokens=self._length, documents=self._documents))
+        for file in (self._tokens, self._table):
+            self._files[file.name] = file.close()
+        documents = self._files[self._table.name].bytes // DOCUMENT.itemsize
+        self._shards.append(ShardEntry(tokens=self._length, documents=documents))
 
 
 class _HashedFile:
     """A file that is hashed as it is written."""
 
     def __init__(self, path: Path) -> None:
+        self.name = path.name
         self._file = path.open("wb")
-        self._hash = hashlib.sha256()
+        self._digest = hashlib.sha256()
         self._size = 0
 
     def write(self, data: bytes) -> None:
         self._file.write(data)
-        self._hash.update(data)
+        self._digest.update(data)
         self._size += len(data)
 
     def close(self) -> FileEntry:
         self._file.close()
-        return FileEntry(bytes=self._size, sha256=self._hash.hexdigest())
+        return FileEntry(bytes=self._size, sha256=self._digest.hexdigest())

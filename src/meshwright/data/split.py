@@ -17,16 +17,16 @@ from meshwright.data.permutation import U64
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Which documents are held out for validation: those whose hash is below `limit`.
+    """The rule of a split: documents whose hash is below `limit` are held out for validation.
 
-    `exception` is the number of the one document that lies on the other side, -1 for none.
+    `exception` is the number of one document for which the reverse holds, -1 for none.
     """
 
     limit: int
     exception: int = -1
 
     def mask(self, hashes: U64, first: int = 0) -> NDArray[np.bool_]:
-        """True for each held-out document of those with these hashes, numbered from `first`."""
+        """Return True for each held-out document among those with these hashes, numbered from `first`."""
         out = hashes < np.uint64(self.limit)
         place = self.exception - first
         if self.exception >= 0 and 0 <= place < len(hashes):
@@ -48,7 +48,7 @@ class SplitSurvey:
         self._lowest = self._highest = (0, -1)  # (hash, document)
 
     def add(self, hashes: U64) -> None:
-        """Take the hashes of the next documents."""
+        """Add the hashes of the next documents."""
         if not len(hashes):
             return
         low, high = int(np.argmin(hashes)), int(np.argmax(hashes))
@@ -60,7 +60,7 @@ class SplitSurvey:
         self._documents += len(hashes)
 
     def rule(self) -> HeldOut:
-        """The split of the documents so far."""
+        """Return the split of the documents so far."""
         if not self._wanted or self._documents < 2:
             return HeldOut(0)
         if self._below == 0:

@@ -33,7 +33,7 @@ class SyntheticTokens:
         self.digest = digest_of([], synthetic=1, seed=seed, vocab_size=vocab_size)
 
     def take(self, place: I64) -> I64:
-        """Token ids at these places of the stream, in the shape of `place`."""
+        """Return the token ids at these places of the stream, in the shape of `place`."""
         document = np.searchsorted(self._starts, place, side="right") - 1
         position = place - self._starts[document]
         uniform = _uniform(hash64(self._seed, _TOKEN, document, position))
@@ -41,15 +41,15 @@ class SyntheticTokens:
         return np.where(position == 0, self._vocab_size - 1, ids)
 
     def rows(self, first: int, last: int) -> Rows:
-        """The documents from number `first` up to `last`."""
+        """Return the documents from number `first` up to `last`."""
         return Rows(self._starts[first : last + 1], self._bytes[first:last], self._hashes[first:last])
 
     def index(self, val_fraction: float, window: int) -> DocumentIndex:
-        """Its documents split in two."""
+        """Return its documents split in two."""
         return index_in_memory(self, val_fraction, window)
 
     def _count_bytes(self) -> I64:
-        """Bytes of each document spelt in decimal numbers with one space between."""
+        """Return the bytes of each document spelt in decimal numbers with one space between."""
         ids = self.take(np.arange(self._starts[-1]))
         ids[self._starts[:-1]] = 0
         digits = 1 + (ids[:, None] >= 10 ** np.arange(1, 10)).sum(axis=1)
@@ -59,5 +59,5 @@ class SyntheticTokens:
 
 
 def _uniform(word: U64) -> np.ndarray:
-    """Uniform in [0, 1) from the top 53 bits."""
+    """Return numbers uniform in [0, 1) from the top 53 bits of hashes."""
     return (word >> np.uint64(11)).astype(np.float64) * 2.0**-53

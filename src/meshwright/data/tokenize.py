@@ -1,4 +1,4 @@
-"""Text into a folder of shards, in memory bounded by a chunk of text and the largest single document."""
+"""Tokenizes text into a folder of shards, in memory bounded by a chunk of text and the largest document."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from meshwright.data.permutation import mix64
+from meshwright.data.permutation import U64, mix64
 from meshwright.data.publish import publishing
 from meshwright.data.readers import TextSource, open_source
 from meshwright.data.shard_writer import ShardWriter
@@ -29,7 +30,7 @@ BPE_BYTES = 2**28  # a BPE is trained on a sample of about this size; more chang
 
 @dataclass(frozen=True)
 class Counts:
-    """Result of `tokenize`: what was written, and what was left out."""
+    """Result of `tokenize`: counts of what was written, and `skipped`, what was left out by reason."""
 
     documents: int
     tokens: int
@@ -39,7 +40,7 @@ class Counts:
     skipped: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The counts as plain JSON."""
+        """Return the counts as plain JSON."""
         return asdict(self)
 
 
@@ -69,7 +70,9 @@ def write_shards(source: TextSource, tokenizer: Tokenizer, folder: Path) -> Coun
             writer.add(ids, utf8_bytes, content)
         manifest = writer.finish()
     if not manifest.documents:
-        raise UserError(f"data.corpus: {source.name} holds no text{_left_out(source)}; give another corpus")
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(source.skipped.items()))
+        left_out = f" ({source.skipped.total()} left out: {reasons})" if reasons else ""
+        raise UserError(f"data.corpus: {source.name} holds no text{left_out}; give another corpus")
     return Counts(
         documents=manifest.documents,
         tokens=manifest.tokens,
@@ -83,7 +86,7 @@ def write_shards(source: TextSource, tokenizer: Tokenizer, folder: Path) -> Coun
 def build_tokenizer(
     setting: str, vocab_size: int, sources: Sequence[TextSource], val_fraction: float
 ) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` asks for; a BPE is trained on the sources' training documents."""
+    """Return the tokenizer of `data.tokenizer`; a BPE is trained on the sources' training documents."""
     check_tokenizer(setting, vocab_size)
     if setting == "byte":
         return byte_tokenizer()
@@ -97,16 +100,16 @@ def build_tokenizer(
     def texts() -> Iterator[str]:
         for source, (split, _) in zip(sources, surveys, strict=True):
             for number, text in enumerate(source.documents()):
-                hashed = np.array([content_hash(text.encode())], dtype=np.uint64)
+                hashed = content_hash(text)
                 sampled = keep == 1 or mix64(hashed)[0] < np.uint64(keep * 2.0**64)
                 if sampled and not split.mask(hashed, number)[0]:
-                    yield from _pieces(text, TRAIN_PIECE, "\n \t")
+                    yield from _pieces(text, TRAIN_PIECE)
 
     return train_bpe(texts(), size)
 
 
 def bpe_size(setting: str, vocab_size: int) -> int | None:
-    """Entries of the BPE that 'bpe' or 'bpe:N' asks for; None for another kind of tokenizer."""
+    """Return the entries of the BPE that 'bpe' or 'bpe:N' asks for; None for other tokenizers."""
     name, _, number = setting.partition(":")
     if name != "bpe":
         return None
@@ -120,7 +123,7 @@ def bpe_size(setting: str, vocab_size: int) -> int | None:
 
 
 def check_tokenizer(setting: str, vocab_size: int) -> None:
-    """Refuse what can be refused before any text is read. Raises `UserError`."""
+    """Raise `UserError` for settings that can be refused before any text is read."""
     size = bpe_size(setting, vocab_size)
     if setting == "byte" or size is None:
         return
@@ -136,63 +139,56 @@ def check_tokenizer(setting: str, vocab_size: int) -> None:
         )
 
 
-def content_hash(raw: bytes) -> int:
-    """The 64-bit hash of a document's UTF-8 that decides its side of the validation split."""
-    return int.from_bytes(blake2b(raw, digest_size=8).digest(), "little")
+def content_hash(text: str) -> U64:
+    """Return the 64-bit hash (1,) of a document's text that decides its side of the validation split."""
+    return np.frombuffer(blake2b(text.encode(), digest_size=8).digest(), dtype="<u8").astype(np.uint64)
 
 
 def _survey(source: TextSource, val_fraction: float) -> tuple[HeldOut, int]:
-    """The split of all documents, and their UTF-8 bytes in all."""
+    """Return the split of all documents, and their UTF-8 bytes in all."""
     survey = SplitSurvey(val_fraction)
     total = 0
     for text in source.documents():
-        raw = text.encode()
-        survey.add(np.array([content_hash(raw)], dtype=np.uint64))
-        total += len(raw)
+        survey.add(content_hash(text))
+        total += len(text.encode())
     return survey.rule(), total
 
 
 def _encode(texts: Iterator[str], tokenizer: Tokenizer) -> Iterator[tuple[IDs, int, int]]:
-    """(token ids, UTF-8 bytes, content hash) of each document, encoded in chunks of pieces."""
+    """Yield (token ids, UTF-8 bytes, content hash) of each document, encoded in chunks of pieces."""
     facts: deque[tuple[int, int]] = deque()
 
-    def pieces() -> Iterator[tuple[int, str]]:
-        for number, text in enumerate(texts):
-            raw = text.encode()
-            facts.append((len(raw), content_hash(raw)))
-            for piece in _long_pieces(text, tokenizer):
-                yield number, piece
-
-    def encoded() -> Iterator[tuple[int, IDs]]:
+    def chunks() -> Iterator[list[tuple[int, str]]]:
         chunk: list[tuple[int, str]] = []
         size = 0
-        for item in pieces():
-            chunk.append(item)
-            size += len(item[1])
-            if size >= CHUNK:
-                yield from _encode_chunk(chunk, tokenizer)
-                chunk, size = [], 0
-        yield from _encode_chunk(chunk, tokenizer)
+        for number, text in enumerate(texts):
+            facts.append((len(text.encode()), int(content_hash(text)[0])))
+            for piece in _long_pieces(text, tokenizer):
+                chunk.append((number, piece))
+                size += len(piece)
+                if size >= CHUNK:
+                    yield chunk
+                    chunk, size = [], 0
+        yield chunk
 
-    for _, group in groupby(encoded(), key=lambda item: item[0]):
+    encoded = (
+        (number, ids)
+        for chunk in chunks()
+        for (number, _), ids in zip(chunk, tokenizer.encode_batch([text for _, text in chunk]), strict=True)
+    )
+    for _, group in groupby(encoded, key=itemgetter(0)):
         ids = np.concatenate([ids for _, ids in group])
-        utf8_bytes, content = facts.popleft()
-        yield ids, utf8_bytes, content
-
-
-def _encode_chunk(chunk: list[tuple[int, str]], tokenizer: Tokenizer) -> Iterator[tuple[int, IDs]]:
-    encodings = tokenizer.encode_batch([piece for _, piece in chunk])
-    return zip((number for number, _ in chunk), encodings, strict=True)
+        yield ids, *facts.popleft()
 
 
 def _long_pieces(text: str, tokenizer: Tokenizer) -> Iterator[str]:
-    """Cut a document into pieces to encode one by one, without another token than in the whole.
+    """Cut a document into pieces whose tokens, encoded one by one, are those of the whole.
 
-    A tokenizer that is not byte-level may mark the start of what it is given as a word's, and may lose
-    spaces; so its text is cut only at spaces around which a trial shows no difference, and else stays whole.
+    A tokenizer that is not byte-level may mark the start of a text as a word's, and may lose spaces; so its
+    text is cut only at spaces around which a trial shows no difference, and else stays whole.
     """
     if tokenizer.is_byte_level:
-        yield from _pieces(text, PIECE, "\n \t")
+        yield from _pieces(text, PIECE)
         return
     start = 0
     while len(text) - start > PIECE and (cut := _cut(text, start, tokenizer)):
@@ -202,8 +198,8 @@ def _long_pieces(text: str, tokenizer: Tokenizer) -> Iterator[str]:
 
 
 def _cut(text: str, start: int, tokenizer: Tokenizer) -> tuple[int, int] | None:
-    """(end of a piece, start of the next) within PIECE characters of `start`, with or without the space
-    between; None where no trial succeeds."""
+    """Return (end of a piece, start of the next) within PIECE characters of `start`; None where no trial
+    succeeds. The space between belongs to the next piece or to neither."""
     place = start + PIECE
     for _ in range(TRIALS):
         place = text.rfind(" ", start + 1, place)
@@ -217,15 +213,15 @@ def _cut(text: str, start: int, tokenizer: Tokenizer) -> tuple[int, int] | None:
     return None
 
 
-def _pieces(text: str, limit: int, cuts: str) -> Iterator[str]:
-    """Cut a long text into at most `limit` characters, before one of `cuts` that follows a visible character.
+def _pieces(text: str, limit: int) -> Iterator[str]:
+    """Cut a long text into at most `limit` characters, before a newline, space or tab after a visible one.
 
     GPT-2's rule never merges across such a place; text without one is cut at `limit`.
     """
     start = 0
     while len(text) - start > limit:
         stop = start + limit
-        for char in cuts:
+        for char in "\n \t":
             place = text.rfind(char, start + 1, stop)
             while place > start and text[place - 1].isspace():
                 place = text.rfind(char, start + 1, place)
@@ -235,10 +231,3 @@ def _pieces(text: str, limit: int, cuts: str) -> Iterator[str]:
         yield text[start:stop]
         start = stop
     yield text[start:]
-
-
-def _left_out(source: TextSource) -> str:
-    if not source.skipped:
-        return ""
-    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(source.skipped.items()))
-    return f" ({source.skipped.total()} left out: {reasons})"

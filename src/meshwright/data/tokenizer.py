@@ -1,7 +1,7 @@
-"""Tokenizers: 256 bytes, a trained byte-level BPE, or a `tokenizer.json` that somebody made.
+"""Tokenizers: 256 bytes, a trained byte-level BPE, or a given `tokenizer.json`.
 
 All three are a `tokenizers.Tokenizer` inside and a `tokenizer.json` on disk. Text never yields the
-end-of-document token: a literal `<|endoftext|>` in a document is encoded as the characters that it is.
+end-of-document token: a literal `<|endoftext|>` in a document is encoded as its characters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from meshwright.spec.errors import UserError
-from meshwright.spec.special_tokens import KNOWN_ENDS, find_bos, token_name
+from meshwright.spec.hf_json import read_json_object
+from meshwright.spec.special_tokens import find_bos, find_end, token_name
 
 END = "<|endoftext|>"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -31,8 +32,8 @@ IDs = NDArray[np.uint32]
 class Tokenizer:
     """Text to token ids and back; `end_id` marks the start of each document and the end of the one before.
 
-    `bos_id` is the token that a model of this tokenizer expects before a prompt: END where we trained it,
-    None where it expects nothing.
+    `bos_id` is the token that a model of this tokenizer expects before a prompt: END for a tokenizer that was
+    trained here, None where it expects nothing.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, end_id: int, bos_id: int | None) -> None:
@@ -49,9 +50,10 @@ class Tokenizer:
     def open(path: Path, end_id: int | None = None) -> Tokenizer:
         """Read a `tokenizer.json`. Raises `UserError`.
 
-        The end of document is `end_id`, or what the `tokenizer_config.json` beside it calls `eos_token`, or a
-        name known from published tokenizers. A prompt begins with `end_id` if that is given; else with what
-        the config calls `bos_token`, or what the post-processor puts first, unless `add_bos_token` is false.
+        The end of document is `end_id`, or what `tokenizer_config.json` in the same folder calls `eos_token`,
+        or a name known from published tokenizers. A prompt begins with `end_id` if that is given; else with
+        what the config calls `bos_token`, or what the post-processor puts first, unless `add_bos_token` is
+        false.
         """
         if not path.is_file():
             raise UserError(
@@ -61,14 +63,17 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"data.tokenizer: {path} is not a tokenizer.json ({error})") from error
+        bos_id = end_id
         if end_id is None:
             config = _read_config(path.with_name(TOKENIZER_FILES[1]))
-            found = Tokenizer(backend, _find_end(backend, path, config), _find_bos(backend, path, config))
-        else:
-            found = Tokenizer(backend, end_id, bos_id=end_id)
+            end_id = find_end(config, backend.token_to_id, path, "data.tokenizer")
+            if config.get("add_bos_token") is not False:
+                processor = json.loads(backend.to_str())["post_processor"]
+                bos_id = find_bos(config, processor, backend.token_to_id)
+        tokenizer = Tokenizer(backend, end_id, bos_id)
         byte = byte_tokenizer()
-        byte.bos_id = found.bos_id
-        return byte if found.digest == byte.digest else found
+        byte.bos_id = bos_id
+        return byte if tokenizer.digest == byte.digest else tokenizer
 
     @cached_property
     def digest(self) -> str:
@@ -76,17 +81,17 @@ class Tokenizer:
         return hashlib.sha256(f"{self.end_id}\n{self._json}".encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without any special token."""
+        """Return the token ids of `text`, without any special token."""
         ids: list[int] = self.encode_batch([text])[0].tolist()
         return ids
 
     def prompt(self, ids: Sequence[int]) -> list[int]:
-        """`ids` behind the token that begins a text; END alone where that leaves nothing to go on from."""
-        begun = [*ids] if self.bos_id is None else [self.bos_id, *ids]
-        return begun or [self.end_id]
+        """Return the token that begins a text and then `ids`; END alone where there are neither."""
+        prompt = [*ids] if self.bos_id is None else [self.bos_id, *ids]
+        return prompt or [self.end_id]
 
     def encode_batch(self, texts: Sequence[str]) -> list[IDs]:
-        """Token ids of each text, computed on all cores. Raises `UserError` for text it has no tokens for."""
+        """Return the token ids of each text, computed on all cores. Raises `UserError` for unknown text."""
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises bare Exception
@@ -97,13 +102,13 @@ class Tokenizer:
         return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids; bytes that are not UTF-8 become U+FFFD, special tokens are spelt out."""
+        """Return the text of ids; bytes that are not UTF-8 become U+FFFD, special tokens their names."""
         if self._spelling is not None:
             return self.decode_bytes(ids).decode("utf-8", errors="replace")
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """The bytes of token ids: exact for byte-level tokenizers, whose tokens may split a character."""
+        """Return the bytes of ids: exact for byte-level tokenizers, whose tokens may split a character."""
         if self._spelling is not None:
             return b"".join([self._spelling[i] for i in ids])
         return self._backend.decode(list(ids), skip_special_tokens=False).encode()
@@ -116,7 +121,7 @@ class Tokenizer:
     def save(self, folder: Path, max_seq_len: int | None = None) -> None:
         """Write `tokenizer.json`, and `tokenizer_config.json` in the form that transformers reads.
 
-        END is both ends of a text, and `max_seq_len` the model's, if it is known. Raises `UserError`.
+        END both begins and ends a text; `max_seq_len` is the model's, if it is known. Raises `UserError`.
         """
         end = self._backend.id_to_token(self.end_id)
         config: dict[str, Any] = {
@@ -148,15 +153,15 @@ class Tokenizer:
 
 
 class ByteTokenizer(Tokenizer):
-    """Id = byte, END = 256. The same `tokenizer.json` a BPE without merges has, without its detours."""
+    """Ids are bytes, and END is 256. It is saved as a BPE without merges, but encodes directly."""
 
     def encode_batch(self, texts: Sequence[str]) -> list[IDs]:
-        """The UTF-8 bytes of each text."""
+        """Return the UTF-8 bytes of each text."""
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
 
 
 def byte_tokenizer() -> ByteTokenizer:
-    """The 256 bytes and END."""
+    """Return the tokenizer of the 256 bytes and END."""
     backend = tokenizers.Tokenizer(models.BPE(vocab=dict(_BYTE_OF), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -185,7 +190,7 @@ def train_bpe(texts: Iterator[str], size: int) -> Tokenizer:
 
 
 def number_tokenizer(vocab_size: int) -> Tokenizer:
-    """Tokens spelt as decimal numbers with spaces between, END the last: for corpora without text.
+    """Return a tokenizer of decimal numbers with spaces between, END the last: for corpora without text.
 
     A word that is not a number of the vocabulary is read as 0.
     """
@@ -197,52 +202,19 @@ def number_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """A `tokenizer_config.json`; a file that is not there says nothing."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"data.tokenizer: {path} is not a JSON object ({error})") from error
-    if not isinstance(content, dict):
-        raise UserError(f"data.tokenizer: {path} is not a JSON object")
-    return content
-
-
-def _named(config: dict[str, Any], key: str, path: Path) -> str | None:
-    """The name of the token that the config beside `path` gives as `key`; None for none."""
-    name = token_name(config.get(key))
-    if name is None and config.get(key) is not None:
-        raise UserError(
-            f"data.tokenizer: {key} in {path.with_name(TOKENIZER_FILES[1])} is "
-            f"{json.dumps(config[key])[:80]}, not the name of a token; give one of the tokenizer's tokens as "
-            "a string"
-        )
-    return name
-
-
-def _find_end(backend: tokenizers.Tokenizer, path: Path, config: dict[str, Any]) -> int:
-    named = _named(config, "eos_token", path)
-    for name in (named,) if named else KNOWN_ENDS:
-        number = backend.token_to_id(name)
-        if number is not None:
-            return number
-    wanted = repr(named) if named else f"any of {', '.join(KNOWN_ENDS)}"
-    raise UserError(
-        f"data.tokenizer: {path} has no end-of-document token {wanted}; name one of its tokens as "
-        f"eos_token in {TOKENIZER_FILES[1]} beside it"
-    )
-
-
-def _find_bos(backend: tokenizers.Tokenizer, path: Path, config: dict[str, Any]) -> int | None:
-    _named(config, "bos_token", path)
-    if config.get("add_bos_token") is False:
-        return None
-    return find_bos(config, json.loads(backend.to_str())["post_processor"], backend.token_to_id)
+    """Return the content of a `tokenizer_config.json`, {} for a missing file. Raises `UserError`."""
+    config = read_json_object(path, "data.tokenizer") if path.is_file() else {}
+    for key in ("eos_token", "bos_token"):
+        if config.get(key) is not None and token_name(config[key]) is None:
+            raise UserError(
+                f"data.tokenizer: {key} in {path} is {json.dumps(config[key])[:80]}, not the name of a "
+                "token; give one of the tokenizer's tokens as a string"
+            )
+    return config
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes as printable characters (Radford et al. 2019): character -> byte."""
+    """Return {character: byte}: GPT-2's printable spelling of bytes (Radford et al. 2019)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

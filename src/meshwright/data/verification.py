@@ -2,166 +2,126 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from meshwright.data.manifest import DOCUMENT, Manifest, ShardEntry, documents_file, tokens_file
-from meshwright.data.publish import locked, sha256_file
-from meshwright.data.verified import (
-    FileState,
-    Verified,
-    drop_record,
-    read_record,
-    state_of,
-    wait_for_tick,
-    write_record,
-)
+from meshwright.data.publish import hashed_chunks, locked, readable
+from meshwright.data.verified import RECORD, FileState, read_record, state_of, wait_for_tick, write_record
 from meshwright.spec.errors import UserError
 
 Check = Literal["lazy", "files", "content"]
 """How much to verify on opening: 'lazy' compares a file's size and time with the record when it is mapped,
 'files' those of every file at once, 'content' every byte with its SHA-256."""
 
-_LOCK = "verified.lock"
+_Scan = Callable[[Iterable[bytes]], str | None]
+"""Takes the chunks of a file and returns what is wrong with its content, or None."""
 
 
+@dataclass(frozen=True)
 class Verification:
     """Compares the files of `folder` with their manifest.
 
     `homes` are the folders that may hold a record of it, the one to write to first; `remedy` ends messages.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, homes: list[Path], remedy: str) -> None:
-        self._folder, self._manifest, self._homes, self._remedy = folder, manifest, homes, remedy
+    folder: Path
+    manifest: Manifest
+    homes: list[Path]
+    remedy: str
 
-    def run(self, check: Check) -> dict[str, Verified]:
-        """The files as they were verified, by the record where it holds, else by hashing what it does not
-        hold for. Raises `UserError` that names the file.
+    def run(self, check: Check) -> dict[str, FileState]:
+        """Return the states of the verified files: of the record where it is valid, else after hashing the
+        files that are in other states. Raises `UserError` that names the file.
 
         Of many processes that ask at once, one hashes and the others wait.
         """
-        if check != "content" and (found := self._valid(check)) is not None:
-            return found
-        with locked(self._homes[0] / _LOCK, "data.cache"):
-            if check != "content" and (found := self._valid(check)) is not None:
-                return found  # another process made it meanwhile
+        if (recorded := self._recorded(check)) is not None:
+            return recorded
+        with locked(self.homes[0] / "verified.lock", "data.cache"):
+            if (recorded := self._recorded(check)) is not None:
+                return recorded  # another process made it meanwhile
             known = (self._record() or {}) if check != "content" else {}
-            if check == "content":  # what turns out to be damaged must not stay recorded as verified
-                drop_record(self._homes[0])
+            if check == "content":  # a damaged file must not stay recorded as verified
+                (self.homes[0] / RECORD).unlink(missing_ok=True)
             states = self._states()
             wait_for_tick(states)
-            self._hash([n for n, state in states.items() if n not in known or known[n].state != state])
-            made = {n: Verified(state, self._manifest.files[n].sha256) for n, state in states.items()}
-            write_record(self._homes[0], self._manifest.digest, made)
-            return made
+            self._check_contents([name for name, state in states.items() if known.get(name) != state])
+            write_record(self.homes[0], self.manifest, states)
+            return states
 
-    def _record(self) -> dict[str, Verified] | None:
-        """A record of these files, in whatever state."""
-        hashes = {name: entry.sha256 for name, entry in self._manifest.files.items()}
-        for home in self._homes:
-            found = read_record(home, self._manifest.digest)
-            if found is not None and {name: file.sha256 for name, file in found.items()} == hashes:
-                return found
-        return None
+    def _record(self) -> dict[str, FileState] | None:
+        """Return the states of a record of these files, whether they are still in them or not."""
+        records = (read_record(home, self.manifest) for home in self.homes)
+        return next((record for record in records if record is not None), None)
 
-    def _valid(self, check: Check) -> dict[str, Verified] | None:
-        """The record, unless the files are seen to be in another state."""
-        found = self._record()
-        if found is None or check == "lazy":
-            return found
-        return found if self._states() == {name: file.state for name, file in found.items()} else None
+    def _recorded(self, check: Check) -> dict[str, FileState] | None:
+        """Return the record unless the files are seen to be in another state, or must all be read."""
+        record = self._record() if check != "content" else None
+        return record if record is None or check == "lazy" or record == self._states() else None
 
     def _states(self) -> dict[str, FileState]:
-        """Every file's state. Raises `UserError` for one that is not there, or not of its size."""
-        files = self._manifest.files
-        paths = [self._folder / name for name in files]
+        """Return every file's state. Raises `UserError` for one that is missing, or not of its size."""
+        files = self.manifest.files
         with ThreadPoolExecutor() as pool:  # a network file system takes its time for each
-            found = list(pool.map(state_of, paths))
+            found = list(pool.map(state_of, (self.folder / name for name in files)))
         states = {}
-        for (name, entry), path, state in zip(files.items(), paths, found, strict=True):
+        for (name, entry), state in zip(files.items(), found, strict=True):
             if Path(name).name != name or state is None:
-                raise UserError(f"{path}: the manifest lists it, but it is not a file there; {self._remedy}")
+                raise self._error(name, "the manifest lists it, but it is not a file there")
             if state.size != entry.bytes:
-                raise UserError(
-                    f"{path}: has {state.size} bytes, its manifest says {entry.bytes}; {self._remedy}"
-                )
+                raise self._error(name, f"has {state.size} bytes, its manifest says {entry.bytes}")
             states[name] = state
         return states
 
-    def _hash(self, names: list[str]) -> None:
-        """Compare the SHA-256 of each file; look at the ids of tokens and the places of documents on the
-        way."""
-        looks = self._looks()
+    def _check_contents(self, names: list[str]) -> None:
+        """Compare the SHA-256 of files; also check the ids of tokens and the places of documents."""
+        scans: dict[str, _Scan] = {}
+        for number, shard in enumerate(self.manifest.shards):
+            scans[tokens_file(number)] = partial(_token_fault, self.manifest)
+            scans[documents_file(number)] = partial(_document_fault, shard)
 
-        def one(name: str) -> str:
-            try:
-                return sha256_file(self._folder / name, looks.get(name))
-            except OSError as error:
-                raise UserError(
-                    f"{self._folder / name}: cannot be read ({error.strerror}); {self._remedy}"
-                ) from error
+        def check(name: str) -> None:
+            digest = hashlib.sha256()
+            with readable(f"{self.folder / name}:", self.remedy):
+                fault = scans.get(name, _no_fault)(hashed_chunks(self.folder / name, digest))
+            found, wanted = digest.hexdigest(), self.manifest.files[name].sha256
+            if found != wanted:
+                fault = f"has the SHA-256 {found[:12]}…, its manifest says {wanted[:12]}…: it was altered"
+            if fault is not None:
+                raise self._error(name, fault)
 
         with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock: one file per core
-            for name, found in zip(names, pool.map(one, names), strict=True):
-                wanted = self._manifest.files[name].sha256
-                if found != wanted:
-                    raise UserError(
-                        f"{self._folder / name}: has the SHA-256 {found[:12]}…, its manifest says "
-                        f"{wanted[:12]}…, so the file was altered; {self._remedy}"
-                    )
-                if name in looks and (fault := looks[name].fault()) is not None:
-                    raise UserError(f"{self._folder / name}: {fault}; {self._remedy}")
+            deque(pool.map(check, names), maxlen=0)
 
-    def _looks(self) -> dict[str, _TokensLook | _DocumentsLook]:
-        looks: dict[str, _TokensLook | _DocumentsLook] = {}
-        for number, shard in enumerate(self._manifest.shards):
-            looks[tokens_file(number)] = _TokensLook(self._manifest)
-            looks[documents_file(number)] = _DocumentsLook(shard)
-        return looks
+    def _error(self, name: str, fault: str) -> UserError:
+        return UserError(f"{self.folder / name}: {fault}; {self.remedy}")
 
 
-class _TokensLook:
-    """Sees the chunks of a file of tokens."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._dtype = np.dtype("<u2" if manifest.dtype == "uint16" else "<u4")
-        self._vocab_size = manifest.vocab_size
-        self._highest = -1
-
-    def __call__(self, chunk: bytes) -> None:
-        self._highest = max(self._highest, int(np.frombuffer(chunk, self._dtype).max()))
-
-    def fault(self) -> str | None:
-        """Problem of the file, as text."""
-        if self._highest < self._vocab_size:
-            return None
-        return f"holds the token id {self._highest}, and its vocabulary has {self._vocab_size} entries"
+def _token_fault(manifest: Manifest, chunks: Iterable[bytes]) -> str | None:
+    highest = max((int(np.frombuffer(chunk, manifest.token_dtype).max()) for chunk in chunks), default=-1)
+    if highest < manifest.vocab_size:
+        return None
+    return f"holds the token id {highest}, and its vocabulary has {manifest.vocab_size} entries"
 
 
-class _DocumentsLook:
-    """Sees the chunks of a file of documents."""
+def _document_fault(shard: ShardEntry, chunks: Iterable[bytes]) -> str | None:
+    last, rising = -1, True
+    for chunk in chunks:
+        starts = np.frombuffer(chunk, DOCUMENT)["start"].astype(np.int64)
+        rising = rising and (last >= 0 or starts[0] == 0) and bool((np.diff(starts, prepend=last) > 0).all())
+        last = int(starts[-1])
+    fills = rising and last < shard.tokens and (shard.documents > 0 or shard.tokens == 0)
+    return None if fills else "its documents do not fill the token file"
 
-    def __init__(self, shard: ShardEntry) -> None:
-        self._shard = shard
-        self._rest = b""
-        self._last = -1
-        self._well = shard.documents > 0 or shard.tokens == 0
 
-    def __call__(self, chunk: bytes) -> None:
-        data = self._rest + chunk
-        count = len(data) // DOCUMENT.itemsize
-        self._rest = data[count * DOCUMENT.itemsize :]
-        starts = np.frombuffer(data, DOCUMENT, count)["start"].astype(np.int64)
-        if not count:
-            return
-        first = starts[0] == 0 if self._last < 0 else starts[0] > self._last
-        self._well = self._well and bool(first) and not (np.diff(starts) < 1).any()
-        self._last = int(starts[-1])
-
-    def fault(self) -> str | None:
-        """Problem of the file, as text."""
-        fills = self._well and self._last < self._shard.tokens
-        return None if fills else "its documents do not fill the token file"
+def _no_fault(chunks: Iterable[bytes]) -> None:
+    deque(chunks, maxlen=0)

@@ -1,11 +1,11 @@
 """The record that the files of a folder were verified, so that not every process hashes them again.
 
-It says of each file its SHA-256 and how it was then: size, time of its last change, inode. A file that is
-still so is taken as verified. The device number is left out on purpose: network file systems have another on
-each host, and one record serves all hosts. A record that is damaged, of another version or of another
-manifest is no record.
+It lists the SHA-256 of each file, and its size, time of last change and inode when it was verified. A file
+with the same three is taken as verified. The device number is left out on purpose: network file systems have
+another on each host, and one record serves all hosts. A record that is damaged, of another version or of
+another manifest does not count.
 
-    FOLDER/.meshwright/                 beside the tokens, or where the folder is read-only
+    FOLDER/.meshwright/                 in the folder of tokens, unless that is read-only
     CACHE/verified/<hash of FOLDER>/    in the cache: the record, its lock, and indices
 """
 
@@ -20,56 +20,49 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from meshwright.data.manifest import Manifest
 from meshwright.data.publish import write_atomically
 
 BESIDE = ".meshwright"
-"""The folder beside the tokens."""
+"""The folder of the record in a folder of tokens."""
+RECORD = "verified.json"
 
-_RECORD = "verified.json"
 _VERSION = 1
 _TICK, _COARSE_TICK = 0.02, 1.02  # seconds between changes that have different times on a file system
 
 
 class FileState(NamedTuple):
-    """A file as it was, without its content."""
+    """Facts that change when a file changes."""
 
     size: int
     mtime_ns: int
     inode: int
 
     @staticmethod
-    def of(found: os.stat_result) -> FileState:
-        """The file state from a result of `stat`."""
-        return FileState(found.st_size, found.st_mtime_ns, found.st_ino)
-
-
-class Verified(NamedTuple):
-    """A file that was verified."""
-
-    state: FileState
-    sha256: str
+    def of(status: os.stat_result) -> FileState:
+        """Return the file state from a result of `stat`."""
+        return FileState(status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 def cache_folder(cache: str | None) -> Path:
-    """The folder of `data.cache`."""
+    """Return the folder of `data.cache`."""
     return Path(cache).expanduser() if cache else Path.home() / ".cache" / "meshwright"
 
 
 def record_folders(folder: Path, cache: Path) -> list[Path]:
-    """Where records and indices of `folder` may lie, the one to write to first."""
-    beside = folder / BESIDE
-    key = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
-    apart = cache / "verified" / key
-    return [beside, apart] if os.access(folder, os.W_OK | os.X_OK) else [apart, beside]
+    """Return the folders that may hold records and indices of `folder`, the one to write to first."""
+    inside = folder / BESIDE
+    cached = cache / "verified" / hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
+    return [inside, cached] if os.access(folder, os.W_OK | os.X_OK) else [cached, inside]
 
 
 def state_of(path: Path) -> FileState | None:
-    """The state of a plain file; None for a link, a folder, and nothing at all."""
+    """Return the state of a plain file; None for a link, a folder, or nothing at all."""
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except OSError:
         return None
-    return FileState.of(found) if stat.S_ISREG(found.st_mode) else None
+    return FileState.of(status) if stat.S_ISREG(status.st_mode) else None
 
 
 def wait_for_tick(states: Mapping[str, FileState]) -> None:
@@ -79,32 +72,24 @@ def wait_for_tick(states: Mapping[str, FileState]) -> None:
     time.sleep(max(0.0, min(tick, newest / 1e9 + tick - time.time())))
 
 
-def write_record(folder: Path, digest: str, files: Mapping[str, Verified]) -> None:
-    """Put the record of the manifest `digest` into `folder`. Raises `UserError`."""
-    rows = {name: [*file.state, file.sha256] for name, file in sorted(files.items())}
-    body = {"version": _VERSION, "manifest": digest, "files": rows}
-    write_atomically(folder / _RECORD, json.dumps({**body, "sha256": _sha256(body)}).encode())
+def write_record(folder: Path, manifest: Manifest, states: Mapping[str, FileState]) -> None:
+    """Record in `folder` that the files of a manifest were verified in these states. Raises `UserError`."""
+    write_atomically(folder / RECORD, _render(manifest, states))
 
 
-def drop_record(folder: Path) -> None:
-    """Remove the record in `folder`, if there is one."""
-    (folder / _RECORD).unlink(missing_ok=True)
-
-
-def read_record(folder: Path, digest: str) -> dict[str, Verified] | None:
-    """The record of the manifest `digest` in `folder`; None where there is none."""
+def read_record(folder: Path, manifest: Manifest) -> dict[str, FileState] | None:
+    """Return the states in which the files of a manifest were verified; None without a valid record."""
     try:
-        body = json.loads((folder / _RECORD).read_bytes())
-        found = body.pop("sha256")
-        if found != _sha256(body) or (body["version"], body["manifest"]) != (_VERSION, digest):
-            return None
-        return {
-            name: Verified(FileState(int(size), int(mtime), int(inode)), str(sha256))
-            for name, (size, mtime, inode, sha256) in body["files"].items()
-        }
+        content = (folder / RECORD).read_text(encoding="utf-8")
+        rows = json.loads(content)["files"]
+        states = {name: FileState(*row[:3]) for name, row in rows.items()}
+        return states if content == _render(manifest, states) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
-def _sha256(body: object) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+def _render(manifest: Manifest, states: Mapping[str, FileState]) -> str:
+    files = {name: [*states[name], entry.sha256] for name, entry in sorted(manifest.files.items())}
+    body = {"version": _VERSION, "manifest": manifest.digest, "files": files}
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return json.dumps({**body, "sha256": digest})

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from meshwright.spec.errors import UserError
+
 KNOWN_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "<|im_end|>")
 """Names of the token that ends a document in published tokenizers, for a tokenizer that does not name it."""
 
@@ -23,6 +25,24 @@ def token_name(token: Any) -> str | None:
     """Return the text of a token in tokenizer_config.json, a string or {"content": ...}; None otherwise."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
+
+
+def find_end(config: dict[str, Any], id_of: Callable[[str], int | None], file: Path, key: str) -> int:
+    """Return the token that ends a text: what `config`, a tokenizer_config.json, calls `eos_token`, else the
+    first of `KNOWN_ENDS` that `id_of` knows.
+
+    Raises `UserError`, which starts with `key`, where the tokenizer in `file` has no such token.
+    """
+    name = token_name(config.get("eos_token"))
+    for known in (name,) if name else KNOWN_ENDS:
+        number = id_of(known)
+        if number is not None:
+            return number
+    wanted = repr(name) if name else f"any of {', '.join(KNOWN_ENDS)}"
+    raise UserError(
+        f"{key}: {file} has no end-of-document token {wanted}; name one of its tokens as eos_token in "
+        "tokenizer_config.json in the same folder"
+    )
 
 
 def find_bos(

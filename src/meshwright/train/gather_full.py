@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.checkpoint.manifest import DTYPE_NAMES, DTYPES
 from meshwright.checkpoint.replicas import Replicas
-from meshwright.checkpoint.save_plan import DTYPE_NAMES, DTYPES, local_chunks
+from meshwright.checkpoint.save_plan import local_chunks
 from meshwright.parallel.flat_param import Stored
 from meshwright.parallel.mesh import Mesh
 
