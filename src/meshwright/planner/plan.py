@@ -161,7 +161,7 @@ def plan(request: PlanRequest, progress: Progress | None = None, finished: Finis
     if not plans:
         raise UserError(shortfall(problems[-1]))
     plans.sort(key=lambda each: _rank(each, request.objective))
-    fronts = [search.result.seen for search in searched if search.result.seen]
+    fronts = [search.result.front for search in searched if search.result.front]
     return Plans(
         plans=tuple(plans[: request.top]),
         objective=request.objective,
