@@ -12,8 +12,7 @@ from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import MESHWRIGHT, SoftwareStack
 from meshwright.planner.explain.candidate import Candidate
-from meshwright.planner.explain.explanation import describe
-from meshwright.planner.explain.reasons import Reasons, reasons
+from meshwright.planner.explain.explanation import Explanation, explain
 from meshwright.planner.search.infeasible import shortfall
 from meshwright.planner.search.objectives import largest_model, longest_context
 from meshwright.planner.search.problem import SearchProblem
@@ -30,11 +29,6 @@ Finished = Callable[[int, "Plan | None"], None]
 
 class Plan(Candidate):
     """A layout with its time, memory and cost."""
-
-    @property
-    def cluster(self) -> Cluster:
-        """The cluster that it runs on."""
-        return self.costs.cluster
 
     @property
     def step_seconds(self) -> float:
@@ -98,18 +92,16 @@ class Plans:
         return self.best.spec.model if self.objective == "largest-model" else None
 
     @cached_property
-    def reasons(self) -> Reasons:
+    def reasons(self) -> Explanation:
         """Why the best plan, and not its nearest neighbours or the other plans on as many devices."""
-        best = self.best
-        same_size = [each.spec for each in self.plans[1:] if each.cluster.count == best.cluster.count]
-        others = {describe(each): each for each in same_size}
-        return reasons(best.spec, CostModel(best.cluster, self.stack), self.capacity, others, _NEIGHBOURS)
+        others = [plan.spec for plan in self.plans[1:]]
+        return explain(self.best.spec, self.best.costs, others, self.capacity, _NEIGHBOURS)
 
     def to_json(self, why: bool = True) -> dict[str, Any]:
         """Plain values, for `meshwright plan --json`; the reasons are left out unless `why`."""
         plans = [each.to_json(self.tokens) for each in self.plans]
         if why:
-            plans[0] |= self.reasons.to_json()
+            plans[0] |= self.reasons.reasons()
         model = self.best.spec.model
         return {
             "model": model.preset or model.hf or model.family,

@@ -84,7 +84,7 @@ def write_explanation(
 
 def render(explained: Explanation, plans: Sequence[RunSpec], pareto: Pareto) -> Markup:
     """Return the page as HTML."""
-    spec, cluster = explained.spec, explained.on.cluster
+    spec, cluster = explained.spec, explained.costs.cluster
     model = spec.model.preset or spec.model.hf or f"{spec.model.family}, {fmt.short(spec.model.parameters)}"
     rows, others = _plans(explained, plans)
     return render_template(
@@ -97,7 +97,7 @@ def render(explained: Explanation, plans: Sequence[RunSpec], pareto: Pareto) -> 
         axis_colours=AXIS_COLOURS,
         named=named,
         time_parts=ranked(explained.time.parts),
-        memory_terms=ranked({term: getattr(explained.fullest, term) for term in TERMS}),
+        memory_terms=ranked({term: getattr(explained.memory, term) for term in TERMS}),
         timeline_data=timeline_data(explained.time.simulation),
         levels=_levels(explained),
         plans=rows,
@@ -111,7 +111,7 @@ def _levels(explained: Explanation) -> list[tuple[Any, list[tuple[str, Any]]]]:
     """Return (level of the cluster, [(axis, its load)]) for the levels whose links carry something."""
     levels = [
         (level, [(a.axis, load) for a in explained.axes for load in a.levels if load.level == level.name])
-        for level in explained.on.cluster.levels
+        for level in explained.costs.cluster.levels
     ]
     return [(level, loads) for level, loads in levels if loads]
 
@@ -122,7 +122,7 @@ def _plans(
     """Return the table's rows, and (seconds, GB, words) of the points of all plans but the first."""
     rows, points = [], []
     for place, spec in enumerate(plans):
-        costs, ranks = explained.on, spec.layout.world_size
+        costs, ranks = explained.costs, spec.layout.world_size
         if ranks != costs.cluster.count:
             costs = CostModel(costs.cluster.resized(ranks), costs.stack, costs.format)
         estimated = Candidate(spec, costs)
@@ -143,18 +143,18 @@ def _plans(
 
 
 def _near(explained: Explanation, estimated: Candidate) -> bool:
-    largest = max(explained.capacity, explained.fullest.device)
+    largest = max(explained.capacity, explained.memory.device)
     return estimated.seconds <= _FAR * explained.time.seconds and estimated.memory.device <= _FAR * largest
 
 
 def _plot(explained: Explanation, others: Sequence[tuple[float, float, str]], pareto: Pareto) -> Markup:
     near = [
-        (each.estimate.seconds, each.estimate.memory.device / 1e9, f"{each.change.words}: {each.why}")
+        (each.estimate.seconds, each.estimate.memory.device / 1e9, f"{each.words}: {each.why}")
         for each in explained.neighbours
         if _near(explained, each.estimate)
     ]
     front = [(time, size / 1e9, f"{seconds(time)}, {gigabytes(size)}") for time, size in pareto]
-    chosen = (explained.time.seconds, explained.fullest.device / 1e9, describe(explained.spec))
+    chosen = (explained.time.seconds, explained.memory.device / 1e9, describe(explained.spec))
     groups = [
         Points("neighbours", "c7", near),
         Points("other plans", "c0", others),

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
+from math import inf
 
 from meshwright.hardware.cluster import NETWORKS
 from meshwright.planner.cost.model import CostModel
@@ -26,8 +27,8 @@ class Turn:
 
     percent: int
     """Below 0 where the figure is lowered."""
-    candidate: int | None
-    """The place of the layout that is preferred then; None where nothing fits."""
+    preferred: str | None
+    """Words for the layout that is preferred then; None where nothing fits."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,6 @@ class Assumption:
     value: str
     turns: tuple[Turn, ...]
     """At most one each way, the nearer first; none where the choice stands within `MOST` percent."""
-
-    def to_json(self, words: Sequence[str]) -> dict[str, Any]:
-        """Plain values; `words` name the candidates."""
-        listed = [
-            {"percent": turn.percent, "preferred": None if turn.candidate is None else words[turn.candidate]}
-            for turn in self.turns
-        ]
-        return {"name": self.name, "value": self.value, "turns": listed}
 
 
 @dataclass(frozen=True)
@@ -58,7 +51,7 @@ class Figure:
 
 
 def assumptions(
-    chosen: Candidate, candidates: Sequence[Candidate], costs: CostModel, capacity: float
+    chosen: Candidate, candidates: Mapping[str, Candidate], capacity: float
 ) -> tuple[Assumption, ...]:
     """The value that each figure would need for one of `candidates` to be preferred.
 
@@ -68,19 +61,19 @@ def assumptions(
     if not chosen.fits(capacity):
         return ()
     others = {
-        place: each
-        for place, each in enumerate(candidates)
-        if not each.beats(chosen) or not each.fits(capacity)
+        words: other
+        for words, other in candidates.items()
+        if not other.beats(chosen) or not other.fits(capacity)
     }
     found = []
-    for figure in figures(costs):
+    for figure in figures(chosen.costs):
         race = _Race(chosen, others, figure, capacity)
-        found.append(Assumption(figure.name, figure.value, _nearer([_turn(race, sign) for sign in (1, -1)])))
-    turns = _nearer([_more_memory(chosen, others, capacity), _less_memory(chosen, others, capacity)])
+        found.append(Assumption(figure.name, figure.value, _nearer(race.turn(1), race.turn(-1))))
+    turns = _nearer(_more_memory(chosen, others, capacity), _less_memory(chosen, others, capacity))
     return (*found, Assumption("memory capacity", f"{capacity / 1e9:.4g} GB", turns))
 
 
-def _nearer(turns: Sequence[Turn | None]) -> tuple[Turn, ...]:
+def _nearer(*turns: Turn | None) -> tuple[Turn, ...]:
     return tuple(sorted((turn for turn in turns if turn is not None), key=lambda turn: abs(turn.percent)))
 
 
@@ -115,22 +108,6 @@ def figures(costs: CostModel) -> list[Figure]:
     return found
 
 
-def _turn(race: _Race, sign: int) -> Turn | None:
-    """The smallest change of a rate in one direction at which another layout is ahead.
-
-    It is looked for by bounds, then near there by exact seconds, and if that fails by halves.
-    """
-
-    def ahead(percent: int, exact: bool) -> bool:
-        return race.ahead(1 + sign * percent / 100, every=False, exact=exact) is not None
-
-    guess = _first(lambda percent: ahead(percent, False), (MOST,))
-    found = _first(lambda percent: ahead(percent, True), (guess, guess - 1, guess + 1, MOST))
-    if found > MOST:
-        return None
-    return Turn(sign * found, race.ahead(1 + sign * found / 100, every=True))
-
-
 def _first(holds: Callable[[int], bool], tried: Sequence[int]) -> int:
     """The first percent at which something holds, or more than `MOST`; `tried` come first."""
     low, high = 0, MOST + 1
@@ -147,73 +124,82 @@ class _Race:
     """A layout against others, at other values of a rate."""
 
     def __init__(
-        self, chosen: Candidate, others: Mapping[int, Candidate], figure: Figure, capacity: float
+        self, chosen: Candidate, others: Mapping[str, Candidate], figure: Figure, capacity: float
     ) -> None:
-        self.chosen, self.others, self.figure, self.capacity = chosen, others, figure, capacity
-        self._costs: dict[float, CostModel] = {}
-        self._steps: dict[tuple[int | None, float], StepTime] = {}
-        self._bounds = {place: {1.0: each.bound} for place, each in others.items()}
+        self.chosen, self.others, self.capacity = chosen, others, capacity
+        self._costs = cache(figure.scaled)
+        self._times: dict[tuple[str | None, float], StepTime] = {}
+        self._bounds = {words: {1.0: other.bound} for words, other in others.items()}
 
-    def ahead(self, factor: float, every: bool, exact: bool = True) -> int | None:
+    def turn(self, sign: int) -> Turn | None:
+        """The smallest change of the rate in one direction at which another layout is ahead.
+
+        It is looked for by bounds, then near there by exact seconds, and if that fails by halves.
+        """
+
+        def ahead(percent: int, exact: bool) -> bool:
+            return self._ahead(1 + sign * percent / 100, every=False, exact=exact) is not None
+
+        guess = _first(lambda percent: ahead(percent, False), (MOST,))
+        found = _first(lambda percent: ahead(percent, True), (guess, guess - 1, guess + 1, MOST))
+        if found > MOST:
+            return None
+        return Turn(sign * found, self._ahead(1 + sign * found / 100, every=True))
+
+    def _ahead(self, factor: float, every: bool, exact: bool = True) -> str | None:
         """The fastest other layout that fits and is ahead, or without `every` the first that is found.
 
         Without `exact` by lower bounds on seconds.
         """
-        best = self._seconds(None, factor, exact) * (1 - TIE)
-        near = [place for place in self.others if self._bound(place, factor) < best]
-        bounds = {place: self._seconds(place, factor, exact=False) for place in near}
-        found = None
-        for place, seconds in sorted(bounds.items(), key=lambda item: item[1]):
-            if seconds >= best:
+        best, found = self._seconds(None, factor, exact) * (1 - TIE), None
+        near = [words for words in self.others if self._bound(words, factor) < best]
+        bounds = {words: self._seconds(words, factor, exact=False) for words in near}
+        for words in sorted(bounds, key=bounds.__getitem__):
+            if bounds[words] >= best or (found is not None and not every):
                 break
-            if self.others[place].fits(self.capacity):
-                seconds = self._seconds(place, factor, exact) if exact else seconds
+            if self.others[words].fits(self.capacity):
+                seconds = self._seconds(words, factor, exact)
                 if seconds < best:
-                    best, found = seconds, place
-                    if not every:
-                        break
+                    best, found = seconds, words
         return found
 
-    def _bound(self, place: int, factor: float) -> float:
+    def _bound(self, words: str, factor: float) -> float:
         """Lower bound on the step's seconds at `factor`, scaled from values that are known."""
-        return max(value * min(1.0, other / factor) for other, value in self._bounds[place].items())
+        return max(value * min(1.0, other / factor) for other, value in self._bounds[words].items())
 
-    def _seconds(self, place: int | None, factor: float, exact: bool) -> float:
+    def _seconds(self, words: str | None, factor: float, exact: bool) -> float:
         """Seconds of a candidate's step at `factor`, or a lower bound; None is the chosen one."""
-        if (place, factor) not in self._steps:
-            if factor not in self._costs:
-                self._costs[factor] = self.figure.scaled(factor)
-            layout = self.chosen if place is None else self.others[place]
-            self._steps[place, factor] = layout.step_on(self._costs[factor])
-        step = self._steps[place, factor]
-        seconds = step.seconds if exact else step.bound
-        if place is not None:
-            self._bounds[place][factor] = max(seconds, self._bounds[place].get(factor, 0.0))
+        if (words, factor) not in self._times:
+            layout = self.chosen if words is None else self.others[words]
+            self._times[words, factor] = layout.time_on(self._costs(factor))
+        time = self._times[words, factor]
+        seconds = time.seconds if exact else time.bound
+        if words is not None:
+            self._bounds[words][factor] = max(seconds, self._bounds[words].get(factor, 0.0))
         return seconds
 
 
-def _more_memory(chosen: Candidate, others: Mapping[int, Candidate], capacity: float) -> Turn | None:
+def _more_memory(chosen: Candidate, others: Mapping[str, Candidate], capacity: float) -> Turn | None:
     """The smallest larger memory in which something faster fits; seconds do not depend on it."""
-    faster = {place: each for place, each in others.items() if each.beats(chosen)}
+    faster = {words: other for words, other in others.items() if other.beats(chosen)}
     for percent in range(1, MOST + 1):
-        fitting = [place for place, each in faster.items() if each.fits(capacity * (1 + percent / 100))]
+        fitting = [words for words in faster if faster[words].fits(capacity * (1 + percent / 100))]
         if fitting:
-            return Turn(percent, min(fitting, key=lambda place: faster[place].seconds))
+            return Turn(percent, min(fitting, key=lambda words: faster[words].seconds))
     return None
 
 
-def _less_memory(chosen: Candidate, others: Mapping[int, Candidate], capacity: float) -> Turn | None:
+def _less_memory(chosen: Candidate, others: Mapping[str, Candidate], capacity: float) -> Turn | None:
     """The largest smaller memory in which the chosen layout no longer fits, and the fastest that does."""
     for percent in range(1, MOST + 1):
         room = capacity * (1 - percent / 100)
         if chosen.fits(room):
             continue
-        best, found = float("inf"), None
-        for place in sorted(others, key=lambda place: others[place].bound):
-            each = others[place]
-            if each.bound >= best:
+        best, found = inf, None
+        for words, other in sorted(others.items(), key=lambda item: item[1].bound):
+            if other.bound >= best:
                 break
-            if each.fits(room) and each.seconds < best:
-                best, found = each.seconds, place
+            if other.fits(room) and other.seconds < best:
+                best, found = other.seconds, words
         return Turn(-percent, found)
     return None
