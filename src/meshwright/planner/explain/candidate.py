@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 from meshwright.planner.cost.kernels import peak
 from meshwright.planner.cost.model import CostModel
@@ -105,3 +106,15 @@ class Candidate:
         """True if it is faster, and not by a tie."""
         limit = other.seconds * (1 - TIE)
         return self.bound < limit and self.seconds < limit
+
+    def figures(self) -> dict[str, Any]:
+        """The layout, its times and the probability that it fits, as plain values."""
+        return {
+            "layout": self.spec.layout.model_dump(mode="json"),
+            "recompute": self.spec.recompute.model_dump(mode="json"),
+            "step_seconds": self.seconds,
+            "interval": list(self.interval),
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "fits_probability": self.fits_probability,
+        }
