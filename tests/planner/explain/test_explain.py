@@ -19,7 +19,7 @@ from meshwright.planner.explain.neighbours import TERMS, changes
 from meshwright.planner.explain.sensitivity import MOST, figures
 from meshwright.planner.explain.text import WIDTH, text
 from meshwright.planner.memory.exact import memory_model
-from meshwright.planner.traffic.traffic import traffic
+from meshwright.planner.traffic.messages import traffic
 from meshwright.spec import RunSpec, UserError
 
 LAYOUTS = {
@@ -200,7 +200,7 @@ def test_the_nearest_are_those_that_would_be_first_of_all(name: str) -> None:
 @every
 def test_a_quick_look_is_no_more_than_the_step_and_an_exact_one_is_the_step(name: str) -> None:
     spec, times = explained(name).spec, ScheduleTimes()
-    for on in (engines(spec), figures(engines(spec))[0].scaled(0.7)):
+    for on in (engines(spec), figures(engines(spec), 1e9)[0].scaled(0.7)[0]):
         for words, changed in changes(spec).items():
             layout, timed = Candidate(changed, on, times), step_time(changed, on)
             assert layout.bound <= timed.seconds * (1 + 1e-9), words
@@ -222,40 +222,24 @@ def preferred(found: Explanation, on: CostModel, capacity: float) -> set[str]:
 
 
 def test_the_change_that_turns_the_choice_is_the_smallest() -> None:
-    """At each rate nothing is ahead one percent before the percent found, and something is ahead there."""
+    """For each figure nothing is ahead one percent before the percent found, and something is ahead there."""
     turned = 0
     for name in LAYOUTS:
         found = explained(name)
-        rates = {figure.name: figure for figure in figures(found.costs)}
+        scaled = {figure.name: figure.scaled for figure in figures(found.costs, found.capacity)}
+        assert found.assumptions[-1].name == "memory capacity" and found.assumptions[-1].turns
         for each in found.assumptions:
-            if each.name not in rates:
-                continue
             for sign in (1, -1):
                 (turn,) = [turn for turn in each.turns if turn.percent * sign > 0] or [None]
                 if turn is None:
-                    assert not preferred(
-                        found, rates[each.name].scaled(1 + sign * MOST / 100), found.capacity
-                    )
+                    assert not preferred(found, *scaled[each.name](1 + sign * MOST / 100))
                     continue
                 turned += 1
                 at, before = (1 + (turn.percent - back) / 100 for back in (0, sign))
-                assert turn.preferred is not None
-                assert turn.preferred in preferred(found, rates[each.name].scaled(at), found.capacity)
-                assert not preferred(found, rates[each.name].scaled(before), found.capacity)
+                ahead = preferred(found, *scaled[each.name](at))
+                assert turn.preferred in ahead if ahead else turn.preferred is None
+                assert not preferred(found, *scaled[each.name](before))
     assert turned
-
-
-@every
-def test_the_memory_that_turns_the_choice_is_the_nearest(name: str) -> None:
-    found = explained(name)
-    (each,) = [each for each in found.assumptions if each.name == "memory capacity"]
-    assert each.turns
-    for turn in each.turns:
-        step = 1 if turn.percent > 0 else -1
-        at, before = (found.capacity * (1 + (turn.percent - back) / 100) for back in (0, step))
-        ahead = preferred(found, found.costs, at)
-        assert not preferred(found, found.costs, before)
-        assert ahead if turn.preferred is None else turn.preferred in ahead
 
 
 def test_other_plans_are_compared_with() -> None:
