@@ -16,7 +16,7 @@ Without a pipeline a mesh's shardings are timed at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from operator import add, mul
 from typing import Any, NamedTuple
 
@@ -58,18 +58,6 @@ Branch = tuple[float, Callable[[], Iterable["Branch"]]]
 """Seconds that a step of each of its layouts takes at least, and a function that splits it further."""
 
 
-class ShardingCosts(NamedTuple):
-    """Costs of ranks of a mesh under one sharding, by the part of the model that they hold."""
-
-    sharding: Sharding
-    spec: RunSpec
-    """A run with this sharding."""
-    states: dict[Contents, float]
-    """Bytes without activations."""
-    final: dict[Contents, float]
-    """Seconds after the last backward."""
-
-
 class Option(NamedTuple):
     """A sharding of a pipeline's states."""
 
@@ -83,28 +71,35 @@ class Option(NamedTuple):
 class MeshBranch:
     """Layouts with the same ranks on all axes, and what they share."""
 
-    def __init__(self, space: LayoutSpace, inner: LayerLayout, mesh: DataMesh, blocks: LayerCost) -> None:
-        self.pp, self.blocks = mesh.pp, blocks
-        self.shardings = list(space.shardings(inner, mesh))
-        self.spec = partial(space.spec, inner, mesh)
+    def __init__(self, tree: SearchTree, inner: LayerLayout, mesh: DataMesh, blocks: LayerCost) -> None:
+        self.tree, self.pp, self.blocks = tree, mesh.pp, blocks
+        self.shardings = list(tree.space.shardings(inner, mesh))
+        self.spec = cache(partial(tree.space.spec, inner, mesh))
         """The run with a sharding and a cut of this mesh."""
-        self.pipelines: dict[tuple[tuple[int, ...], bool], PipelineBranch] = {}
+        self._states: dict[tuple[Sharding, Contents], float] = {}
+        self.final: dict[tuple[Sharding, Contents], float] = {}
+        """Seconds after the last backward of ranks that hold such parts of the model."""
 
-    @cached_property
-    def shares(self) -> list[ShardingCosts]:
-        """The costs of each sharding, filled in as they are asked for."""
-        return [ShardingCosts(sharding, self.spec(sharding), {}, {}) for sharding in self.shardings]
+    def states(self, sharding: Sharding, held: Contents) -> float:
+        """Bytes without activations of a rank that holds such a part of the model."""
+        key = sharding, held
+        if key not in self._states:
+            passing, mine = working(self.blocks, held), stored(self.blocks, held)
+            needs = self.tree.memory.rank(self.spec(sharding), self.blocks, mine, passing, held.head, 0)
+            self._states[key] = needs.device
+        return self._states[key]
 
 
 class PipelineBranch:
     """The stages of a mesh on their ranks, with what all their schedules and shardings share."""
 
-    def __init__(self, tree: SearchTree, mesh: MeshBranch, spec: RunSpec, placed: PlacedStages) -> None:
-        self.tree, self.mesh, self.placed = tree, mesh, placed
-        self.steps = StepModel(spec, tree.costs, tree.times, placed, mesh.blocks)
+    def __init__(self, mesh: MeshBranch, spec: RunSpec, placed: PlacedStages) -> None:
+        costs = mesh.tree.costs
+        self.mesh, self.placed = mesh, placed
+        self.steps = StepModel(spec, costs, mesh.tree.times, placed, mesh.blocks)
         self._kept: dict[bool, dict[Contents, float]] = {}
-        cuda = tree.costs.cluster.device.kind != "cpu"
-        self._fragmentation = 1 + tree.costs.stack.fragmentation if cuda else 1.0
+        cuda = costs.cluster.device.kind != "cpu"
+        self._fragmentation = 1 + costs.stack.fragmentation if cuda else 1.0
 
     def kept(self, split: bool) -> dict[Contents, float]:
         """Bytes that each kind of stage keeps of a microbatch; `split` is true for split backwards."""
@@ -116,24 +111,23 @@ class PipelineBranch:
     @cached_property
     def options(self) -> list[Option]:
         """The shardings whose states leave room for one microbatch at least."""
-        kept, members, blocks = self.kept(False), self.placed.members, self.mesh.blocks
+        kept, members, mesh = self.kept(False), self.placed.members, self.mesh
         totals = {member: together(member) for member in members}
-        least = [self._fragmentation * sum(kept[held] for held in member) for member in members]
+        least = [(totals[held], self._fragmentation * sum(map(kept.__getitem__, held))) for held in members]
         options = []
-        for sharding, spec, states, final in self.mesh.shares:
-            for total, flight in zip(totals.values(), least, strict=True):
-                if total not in states:
-                    passing, mine = working(blocks, total), stored(blocks, total)
-                    needs = self.tree.memory.rank(spec, blocks, mine, passing, total.head, 0)
-                    states[total] = needs.device
-                if states[total] + flight > self.tree.capacity:
+        for sharding in mesh.shardings:
+            states = []
+            for total, flight in least:
+                states.append(mesh.states(sharding, total))
+                if states[-1] + flight > mesh.tree.capacity:
                     break
             else:
                 for member, total in totals.items():
-                    if total not in final:
-                        final[total] = self.steps.stages.data(spec, member).final
-                by_rank = tuple(final[totals[member]] for member in self.placed.by_rank)
-                options.append(Option(sharding, tuple(states[total] for total in totals.values()), by_rank))
+                    if (sharding, total) not in mesh.final:
+                        spec = mesh.spec(sharding)
+                        mesh.final[sharding, total] = self.steps.stages.data(spec, member).final
+                final = tuple(mesh.final[sharding, totals[member]] for member in self.placed.by_rank)
+                options.append(Option(sharding, tuple(states), final))
         return options
 
     def activations(self, spec: RunSpec) -> list[float]:
@@ -150,7 +144,7 @@ class PipelineBranch:
             found.append(self._fragmentation * most)
         return found
 
-    def least(self, spec: RunSpec, options: Iterable[Option]) -> float:
+    def least_seconds(self, spec: RunSpec, options: Iterable[Option]) -> float:
         """Seconds of a step at least, under the run's schedule and the best of some shardings."""
         return min(self.steps.bound(spec, option.final) for option in options)
 
@@ -249,18 +243,19 @@ class SearchTree:
 
     def _split_mesh(self, inner: LayerLayout, mesh: DataMesh, blocks: LayerCost) -> Iterator[Branch]:
         """Layouts with the same ranks on all axes, by cut and schedule, or timed without a pipeline."""
-        branch = MeshBranch(self.space, inner, mesh, blocks)
+        branch = MeshBranch(self, inner, mesh, blocks)
         if mesh.pp == 1:
             self._time(branch)
             return
         spec = branch.spec(branch.shardings[0])
         each, link = message(spec, self.costs, blocks)
         speed = pace(blocks, self.model, 0.0 if link is None else each)
+        pipelines: dict[tuple[tuple[int, ...], bool], PipelineBranch] = {}
         for cut, stages, shapes in self._cuts_of(mesh.pp):
             bound = pace_bound(shapes, speed, spec.microbatches, cut.schedule not in SPLIT)
             bound += self.costs.stack.step
             if self.found.hopeful(bound):
-                yield bound, partial(self._split_cut, branch, cut, stages)
+                yield bound, partial(self._split_cut, branch, pipelines, cut, stages)
 
     def _cuts_of(self, pp: int) -> list[tuple[StageSplit, PlacedStages, list[StageShape]]]:
         """The cuts of a pipeline, with the ranks that may set the pace of each."""
@@ -284,19 +279,28 @@ class SearchTree:
                 if self.found.hopeful(step.bound):
                     self.found.offer(TimedLayout(step.seconds, needs, spec))
 
-    def _split_cut(self, mesh: MeshBranch, cut: StageSplit, stages: PlacedStages) -> Iterator[Branch]:
-        """Layouts with the same stages and schedule, on their ranks, which schedules share."""
+    def _split_cut(
+        self,
+        mesh: MeshBranch,
+        pipelines: dict[tuple[tuple[int, ...], bool], PipelineBranch],
+        cut: StageSplit,
+        stages: PlacedStages,
+    ) -> Iterator[Branch]:
+        """Layouts with the same stages and schedule, on their ranks, which schedules share as `pipelines`."""
         spec = mesh.spec(mesh.shardings[0], cut)
         key = cut.blocks, cut.schedule in TWO_STAGES
-        if key not in mesh.pipelines:
-            mesh.pipelines[key] = PipelineBranch(self, mesh, spec, stages)
-        pipeline = mesh.pipelines[key]
+        if key not in pipelines:
+            pipelines[key] = PipelineBranch(mesh, spec, stages)
+        pipeline = pipelines[key]
         yield pipeline.steps.bound(spec, [0.0] * mesh.pp), partial(self._split_schedule, pipeline, cut, spec)
 
     def _split_schedule(self, pipeline: PipelineBranch, cut: StageSplit, spec: RunSpec) -> Iterator[Branch]:
         """The shardings of one schedule whose states leave room for one microbatch."""
         if pipeline.options:
-            yield pipeline.least(spec, pipeline.options), partial(self._split_sharded, pipeline, cut, spec)
+            yield (
+                pipeline.least_seconds(spec, pipeline.options),
+                partial(self._split_sharded, pipeline, cut, spec),
+            )
 
     def _split_sharded(self, pipeline: PipelineBranch, cut: StageSplit, spec: RunSpec) -> Iterator[Branch]:
         """The shardings that fit with the activations that the schedule holds."""
@@ -304,13 +308,13 @@ class SearchTree:
         needs = {option: max(map(add, option.states, held)) for option in pipeline.options}
         fitting = {option: size for option, size in needs.items() if size <= self.capacity}
         if fitting:
-            yield pipeline.least(spec, fitting), partial(self._simulate, pipeline, cut, spec, fitting)
+            yield pipeline.least_seconds(spec, fitting), partial(self._simulate, pipeline, cut, spec, fitting)
 
     def _simulate(
         self, pipeline: PipelineBranch, cut: StageSplit, spec: RunSpec, fitting: dict[Option, float]
     ) -> Iterator[Branch]:
         """Simulate a schedule, unless paths found since this was queued exclude it, and time shardings."""
-        if self.found.hopeful(pipeline.least(spec, fitting)):
+        if self.found.hopeful(pipeline.least_seconds(spec, fitting)):
             self.found.counts.simulated += 1
             for option, needs in fitting.items():
                 spec = pipeline.mesh.spec(option.sharding, cut)
