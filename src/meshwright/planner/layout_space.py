@@ -11,7 +11,7 @@ mode of a context axis of one rank, ZeRO over one rank, the cut 'balanced' where
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple, get_args
 
@@ -77,6 +77,13 @@ NO_CUT, NO_SHARDING = StageSplit("1f1b", 1, "even", ()), Sharding(0, 1)
 """Placeholders for costs that do not depend on these levels."""
 
 
+@lru_cache(maxsize=1024)
+def _shares(sequences: int, ranks: int) -> list[int]:
+    """Sizes of a microbatch that share `sequences` among some pipeline and some data ranks of `ranks`."""
+    own = [sequences // data for data in divisors(ranks) if sequences % data == 0]
+    return sorted({size for share in own for size in divisors(share)})
+
+
 class LayoutSpace:
     """The layouts of `base` on `ranks` ranks; `fixed` holds keys of the layout that are not to be chosen.
 
@@ -96,7 +103,6 @@ class LayoutSpace:
         self.fixed, self._levels = dict(fixed or {}), levels
         self._cuts: dict[int, list[StageSplit]] = {}
         self._balanced: dict[int, tuple[int, ...]] = {}
-        self._micro_batches: dict[int, list[int]] = {}
         wanted, own = self.fixed.get("policy"), base.recompute
         names = [name for name in POLICIES if (name in policies if wanted is None else name == wanted)]
         self._recompute = [own if own.policy == name else POLICIES[name] for name in names]
@@ -119,7 +125,9 @@ class LayoutSpace:
         for tp in self._pick("tp", self._tensor()):
             for shared in [wanted] if wanted is not None else [True, False] if tp > 1 else [True]:
                 for cp in self._pick("cp", self._context(tp, shared)):
-                    sizes = self._pick("micro_batch", self._sizes(self.ranks // (tp * cp)))
+                    sizes = self._pick(
+                        "micro_batch", _shares(self.base.batch_sequences, self.ranks // (tp * cp))
+                    )
                     for mode in self._context_modes(tp, cp):
                         for size in sizes:
                             for policy in self._recompute:
@@ -158,14 +166,6 @@ class LayoutSpace:
             joint = mode == "ring+ulysses" and not wanted
             if not (joint and ulysses_ranks(cp, local, mode) in (1, cp)):  # else another mode's second name
                 yield mode
-
-    def _sizes(self, ranks: int) -> list[int]:
-        """Sequences of a microbatch, for some pipeline and some data ranks among `ranks`."""
-        if ranks not in self._micro_batches:
-            sequences = self.base.batch_sequences
-            shares = [sequences // data for data in divisors(ranks) if sequences % data == 0]
-            self._micro_batches[ranks] = sorted({size for share in shares for size in divisors(share)})
-        return self._micro_batches[ranks]
 
     # Pipeline, data and expert ranks.
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.memory.activations import Activations, activations
-from meshwright.planner.memory.generic import Generic, Memory, held_microbatches, overhead
+from meshwright.planner.memory.generic import Generic, Memory, held_microbatches
 from meshwright.planner.memory.in_flight import peak_activations
 from meshwright.planner.memory.peak import Moment, fullest_moment
 from meshwright.planner.memory.states import StateShard, states_at, units
@@ -57,7 +57,7 @@ class Exact(Generic):
             moment.temporaries,
             moment.buffers,
         )
-        return Memory(*terms, *overhead(view.spec, self.costs, sum(terms)), rank=rank)
+        return self.on_device(view.spec.layout, rank, terms)
 
 
 def shortened(spec: RunSpec) -> RunSpec:

@@ -17,13 +17,16 @@ from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.stages import Contents, placed_stages, stored, together
 from meshwright.schedule import schedule_of
 from meshwright.schedule.validate import peak
-from meshwright.spec import RunSpec
+from meshwright.spec import Layout, RunSpec
 from meshwright.spec.layout import HOLD_ALL, SPLIT
 
 _CONTEXT = 0.6e9
 """Bytes of a CUDA context with its kernels."""
 _CHANNEL = 0.25e9
 """Bytes of buffers of each of a rank's NCCL communicators."""
+
+Terms = tuple[float, float, float, float, float, float]
+"""Bytes of tensors: the first six fields of `Memory`."""
 
 
 @dataclass(frozen=True)
@@ -145,16 +148,15 @@ class Generic:
             buffers = unit * stack.gradient_bytes
         logits = blocks.rows * blocks.tokens * stack.logits if head else 0.0
         terms = copy + master, gradients, optimiser, activations, logits, buffers
-        return Memory(*terms, *overhead(spec, self.costs, sum(terms)), rank=rank)
+        return self.on_device(layout, rank, terms)
 
-
-def overhead(spec: RunSpec, costs: CostModel, allocated: float) -> tuple[float, float, float]:
-    """Bytes of fragmentation, context and communicators on a GPU; a CPU has none."""
-    if costs.cluster.device.kind == "cpu":
-        return 0.0, 0.0, 0.0
-    layout = spec.layout
-    sizes = (layout.tp, layout.cp, layout.shard_ranks, layout.replicate, layout.pp, layout.ep)
-    return costs.stack.fragmentation * allocated, _CONTEXT, _CHANNEL * sum(size > 1 for size in sizes)
+    def on_device(self, layout: Layout, rank: int, terms: Terms) -> Memory:
+        """Bytes of a rank with such terms of tensors; a GPU adds fragmentation, context and communicators."""
+        if self.costs.cluster.device.kind == "cpu":
+            return Memory(*terms, 0.0, 0.0, 0.0, rank)
+        sizes = (layout.tp, layout.cp, layout.shard_ranks, layout.replicate, layout.pp, layout.ep)
+        communicators = _CHANNEL * sum(size > 1 for size in sizes)
+        return Memory(*terms, self.costs.stack.fragmentation * sum(terms), _CONTEXT, communicators, rank)
 
 
 def held_microbatches(spec: RunSpec) -> int:

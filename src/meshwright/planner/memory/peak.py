@@ -12,21 +12,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from meshwright.planner.memory.activations import (
-    Activations,
-    Sizes,
-    at_attention,
-    at_experts,
-    at_feed_forward,
-    at_mask,
-    at_norm,
-    everything,
-    head_moments,
-    of_experts,
-)
-from meshwright.planner.memory.activations_moe import routed_packed
+from meshwright.planner.memory.activations import Activations, Sizes, at_mask, backward_peaks, head_moments
 from meshwright.planner.memory.states import StateShard, packed_width, waits
 from meshwright.planner.rank_view import RankView, widths
 
@@ -195,7 +182,7 @@ class _Step(_Units):
         self.tied = "head" not in self.groups
         layers, has_experts = range(view.spec.model.layers), view.spec.model.has_experts
         self.blocks = [f"blocks.{layer}" for layer in layers]
-        self.working = {has_experts(layer): _working(self.sizes, layer) for layer in layers}
+        self.peaks = {has_experts(layer): backward_peaks(self.sizes, layer) for layer in layers}
 
     def forward(self) -> None:
         """From the embedding to the loss."""
@@ -244,19 +231,19 @@ class _Step(_Units):
 
     def _block(self, layer: int, last: bool) -> None:
         *routed, unit = reversed(self.groups[name := self.blocks[layer]])  # experts come first in a backward
-        working = self.working[bool(routed)]
+        peaks = self.peaks[bool(routed)]
         self.gather(name, self.blocks[layer - 1] if layer else None if last else "embed")
-        more = working.recomputed - self.kept.by_block[layer]
+        more = peaks.kept - self.kept.by_block[layer]
         if self.sizes.channels(layer):
             self.pack(unit)
-            self.look(more + working.feed_forward)
+            self.look(more + peaks.feed_forward)
         for each in routed:
-            self.look(more + working.experts)
+            self.look(more + peaks.experts)
             self.pack(each)
-            self.look(more + working.packed)
+            self.look(more + peaks.packed)
             self.done(each, last, 0)
         self.pack(unit)
-        self.look(more + working.attention)
+        self.look(more + peaks.attention)
         self.activations -= self.kept.by_block[layer]
         self.done(unit, last, self.stream)
 
@@ -272,24 +259,3 @@ class _Step(_Units):
         if self.tied:
             self.activations -= gradient
         self.done(unit, last, 0)
-
-
-class _Working(NamedTuple):
-    """Peak bytes beyond those that a block keeps, at moments of its backward."""
-
-    recomputed: int
-    """Everything that the block keeps without recomputation."""
-    feed_forward: int
-    experts: int
-    packed: int
-    attention: int
-
-
-def _working(s: Sizes, layer: int) -> _Working:
-    return _Working(
-        everything(s, layer),
-        at_feed_forward(s, layer),
-        at_experts(s, layer),
-        s.width.compute * s.stream + of_experts(s, layer, routed_packed),
-        max(at_norm(s, layer), at_attention(s, layer)),
-    )

@@ -88,22 +88,11 @@ class PlanRequest:
             )
 
     def _base_run(self, cluster: Cluster) -> tuple[RunSpec, str | None]:
-        """The run without its layout, and its batch in words where it was rounded.
-
-        It computes in the run's own format; where only a model is named, in bf16, or in fp32 on CPUs. Raises
-        `UserError`.
-        """
-        source = ""
-        if isinstance(self.model, RunSpec):
-            tree = self.model.to_json()
-        else:
-            tree, is_run = _tree(str(self.model))
-            if is_run:
-                source = str(self.model)
-            else:
-                tree["precision"] = {"compute": "fp32" if cluster.device.kind == "cpu" else "bf16"}
-        tree = {name: part for name, part in tree.items() if name != "layout"}
-        train, others = tree.get("train", {}), [o for o in self.overrides if not o[0].startswith("layout.")]
+        """The run without its layout, and its batch in words where it was rounded. Raises `UserError`."""
+        tree, source = self._tables(cluster)
+        tree.pop("layout", None)
+        train = tree.get("train", {})
+        others = [(key, text) for key, text in self.overrides if not key.startswith("layout.")]
         first = from_tree({**tree, "train": {**train, "batch_tokens": 1 << 62}}, others, source)
         seq_len = self.seq_len
         if seq_len is None:
@@ -121,20 +110,26 @@ class PlanRequest:
         others += [("data.seq_len", str(seq_len)), ("train.batch_tokens", str(tokens))]
         return from_tree(tree, others, source), note
 
+    def _tables(self, cluster: Cluster) -> tuple[dict[str, Any], str]:
+        """The tables of the run that `model` stands for, and the run file, if it is one.
 
-def _tree(name: str) -> tuple[dict[str, Any], bool]:
-    """The tables of a run file that a model's name stands for, and true if it names a whole run."""
-    path = Path(name)
-    if name in PRESETS:
-        return {"model": {"preset": name}}, False
-    if path.suffix == ".toml" or (path / "run.json").is_file():
-        return read_tree(path), True
-    if path.name == "config.json" or (path / "config.json").is_file():
-        return {"model": {"hf": name}}, False
-    hint = did_you_mean(name, PRESETS) or f"; the presets are {', '.join(PRESETS)}"
-    raise UserError(
-        f"MODEL: '{name}' is neither a preset, nor an HF folder or config.json, nor a run file{hint}"
-    )
+        A run computes in its own format; where only a model is named, in bf16, or in fp32 on CPUs. Raises
+        `UserError`.
+        """
+        if isinstance(self.model, RunSpec):
+            return self.model.to_json(), ""
+        name, path = str(self.model), Path(self.model)
+        precision = {"compute": "fp32" if cluster.device.kind == "cpu" else "bf16"}
+        if name in PRESETS:
+            return {"model": {"preset": name}, "precision": precision}, ""
+        if path.suffix == ".toml" or (path / "run.json").is_file():
+            return read_tree(path), name
+        if path.name == "config.json" or (path / "config.json").is_file():
+            return {"model": {"hf": name}, "precision": precision}, ""
+        hint = did_you_mean(name, PRESETS) or f"; the presets are {', '.join(PRESETS)}"
+        raise UserError(
+            f"MODEL: '{name}' is neither a preset, nor an HF folder or config.json, nor a run file{hint}"
+        )
 
 
 def batch_of(wanted: int | str, seq_len: int) -> tuple[int, str | None]:
@@ -171,29 +166,30 @@ def _amount(flag: str, value: float | str, unit: int = 1000) -> float:
 
 def sizes_of(gpus: int | str | None, kind: Cluster) -> list[int]:
     """The numbers of devices to plan for, ascending. Raises `UserError`."""
+    on_cpu = kind.device.kind == "cpu"
     if gpus is None:
-        if kind.device.kind == "cpu" and kind.sharing == kind.count:
+        if on_cpu and kind.sharing == kind.count:
             raise UserError("--gpus: is missing (ranks that share the host); give it, such as --gpus 2")
         return [kind.count]
     parts = re.fullmatch(r"([0-9]+)(?:\.\.([0-9]+))?", str(gpus))
-    if parts is None or int(parts[1]) < 1 or (parts[2] and int(parts[2]) < int(parts[1])):
+    low, high = (int(parts[1]), int(parts[2] or parts[1])) if parts else (0, 0)
+    if not 1 <= low <= high:
         raise UserError(
             f"--gpus: '{gpus}' is not valid: it should be a number of devices, or a range such as 64..1024"
         )
-    low, node = int(parts[1]), node_size(kind)
-    if parts[2] is None:
-        if kind.device.kind != "cpu" and low > node and low % node:
-            below = low // node * node
+    node = node_size(kind)
+    if parts and parts[2]:
+        found = [node << power for power in range(32) if low <= node << power <= high]
+        if not found:
             raise UserError(
-                f"--gpus: {low:,} devices are not a multiple of the {node} of a node of {kind.name}; try "
-                f"{below:,} or {below + node:,}"
+                f"--gpus: from {low} to {high} there is no power-of-two number of nodes of {node} devices; "
+                f"give one number, or a wider range"
             )
-        return [low]
-    high = int(parts[2])
-    found = [node << power for power in range(32) if low <= node << power <= high]
-    if not found:
+        return found
+    if not on_cpu and low > node and low % node:
+        below = low // node * node
         raise UserError(
-            f"--gpus: from {low} to {high} there is no power-of-two number of nodes of {node} devices; give "
-            f"one number, or a wider range"
+            f"--gpus: {low:,} devices are not a multiple of the {node} of a node of {kind.name}; try "
+            f"{below:,} or {below + node:,}"
         )
-    return found
+    return [low]

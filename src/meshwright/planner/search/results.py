@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -47,32 +47,29 @@ class SearchCounts:
 Progress = Callable[[TimedLayout, SearchCounts], None]
 
 
+@dataclass
 class SearchResult:
-    """The `top` fastest layouts so far, best first, and their Pareto front.
+    """The `top` fastest layouts so far, best first, and their Pareto front."""
 
-    `accept` has the last word on layouts that are fast enough: a closer look at their memory. `speedup` is by
-    how much a rank may be faster than bounds take it to be. With `any_will_do` nothing is hopeful any more
-    after the first layout.
-    """
-
-    def __init__(
-        self,
-        top: int,
-        accept: Callable[[RunSpec], bool] | None,
-        progress: Progress | None,
-        speedup: float,
-        any_will_do: bool,
-    ) -> None:
-        self.top, self.accept, self.progress, self.any_will_do = top, accept, progress, any_will_do
-        self.counts, self.start = SearchCounts(), time.perf_counter()
-        self.best: list[TimedLayout] = []
-        self.front: list[TimedLayout] = []
-        """Layouts that no other timed one beats both in time and in memory, fastest first."""
-        self.cutoff, self._quickest = inf, _ROUNDING / speedup
+    top: int
+    accept: Callable[[RunSpec], bool] | None
+    """Has the last word on layouts that are fast enough: a closer look at their memory."""
+    progress: Progress | None
+    speedup: float
+    """By how much a rank may be faster than bounds take it to be."""
+    any_will_do: bool
+    """True if nothing is hopeful any more after the first layout."""
+    cutoff: float = inf
+    """Seconds of the slowest of the best, once there are `top`."""
+    counts: SearchCounts = field(default_factory=SearchCounts)
+    start: float = field(default_factory=time.perf_counter)
+    best: list[TimedLayout] = field(default_factory=list)
+    front: list[TimedLayout] = field(default_factory=list)
+    """Layouts that no other timed one beats both in time and in memory, fastest first."""
 
     def hopeful(self, bound: float) -> bool:
         """True if a layout that takes at least `bound` seconds can be among the best."""
-        return bound * self._quickest <= self.cutoff
+        return bound * (_ROUNDING / self.speedup) <= self.cutoff
 
     def offer(self, timed: TimedLayout) -> None:
         """Keep a timed layout if it is among the best, or on the front."""

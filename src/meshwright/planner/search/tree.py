@@ -20,18 +20,9 @@ from functools import cache, cached_property, partial
 from operator import add, mul
 from typing import Any, NamedTuple
 
+from meshwright.planner.cost import lower_bounds
 from meshwright.planner.cost.layer import LayerCost
-from meshwright.planner.cost.lower_bounds import (
-    ExpertMessages,
-    Floor,
-    SharedFloor,
-    StageShape,
-    microbatch_seconds,
-    pace,
-    pace_bound,
-    pace_setters,
-    shape,
-)
+from meshwright.planner.cost.lower_bounds import Floor, StageShape, microbatch_seconds
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.stages import (
     Contents,
@@ -133,7 +124,7 @@ class PipelineBranch:
     def activations(self, spec: RunSpec) -> list[float]:
         """Most bytes of activations on each group of ranks with equal stages, under the run's schedule."""
         layout = spec.layout
-        shapes = shape(layout.schedule, layout.pp, layout.chunks, held_microbatches(spec))
+        shapes = lower_bounds.shape(layout.schedule, layout.pp, layout.chunks, held_microbatches(spec))
         kept, found = self.kept(layout.schedule in SPLIT), []
         for member, ranks in self.placed.members.items():
             sizes = [kept[held] for held in member]
@@ -147,6 +138,10 @@ class PipelineBranch:
     def least_seconds(self, spec: RunSpec, options: Iterable[Option]) -> float:
         """Seconds of a step at least, under the run's schedule and the best of some shardings."""
         return min(self.steps.bound(spec, option.final) for option in options)
+
+
+Pipelines = dict[tuple[tuple[int, ...], bool], PipelineBranch]
+"""(blocks of each stage, True if a rank has two stages in a V) -> the pipeline."""
 
 
 class SearchTree:
@@ -180,7 +175,7 @@ class SearchTree:
             if len(group) == 1:
                 yield from self._split_tokens(group)
             else:
-                seconds = microbatch_seconds(self._floor(SharedFloor, group[0]), self.model)
+                seconds = microbatch_seconds(self._floor(lower_bounds.SharedFloor, group[0]), self.model)
                 yield self._step(group[0], seconds), partial(self._split_tokens, group)
 
     def _floor(self, kind: type[Floor], inner: LayerLayout) -> Floor:
@@ -206,7 +201,7 @@ class SearchTree:
 
     def _split_layer(self, inner: LayerLayout, floor: Floor, seconds: float) -> Iterator[Branch]:
         """Layouts whose microbatches take `seconds` at least, by the ranks that experts are dealt out to."""
-        messages = ExpertMessages(floor, self.model)
+        messages = lower_bounds.ExpertMessages(floor, self.model)
         for ep, etp in self._experts:
             bound = self._step(inner, seconds + messages.seconds(ep, etp))
             yield bound, partial(self._split_experts, inner, ep, etp)
@@ -249,10 +244,10 @@ class SearchTree:
             return
         spec = branch.spec(branch.shardings[0])
         each, link = message(spec, self.costs, blocks)
-        speed = pace(blocks, self.model, 0.0 if link is None else each)
-        pipelines: dict[tuple[tuple[int, ...], bool], PipelineBranch] = {}
+        speed = lower_bounds.pace(blocks, self.model, 0.0 if link is None else each)
+        pipelines: Pipelines = {}
         for cut, stages, shapes in self._cuts_of(mesh.pp):
-            bound = pace_bound(shapes, speed, spec.microbatches, cut.schedule not in SPLIT)
+            bound = lower_bounds.pace_bound(shapes, speed, spec.microbatches, cut.schedule not in SPLIT)
             bound += self.costs.stack.step
             if self.found.hopeful(bound):
                 yield bound, partial(self._split_cut, branch, pipelines, cut, stages)
@@ -263,7 +258,7 @@ class SearchTree:
             found = self._cuts[pp] = []
             for cut in self.space.cuts(pp):
                 stages = PlacedStages(placed(cut.blocks), ranks_of(cut, pp), self.space.routed_before)
-                found.append((cut, stages, pace_setters(stages)))
+                found.append((cut, stages, lower_bounds.pace_setters(stages)))
         return self._cuts[pp]
 
     def _time(self, mesh: MeshBranch) -> None:
@@ -280,11 +275,7 @@ class SearchTree:
                     self.found.offer(TimedLayout(step.seconds, needs, spec))
 
     def _split_cut(
-        self,
-        mesh: MeshBranch,
-        pipelines: dict[tuple[tuple[int, ...], bool], PipelineBranch],
-        cut: StageSplit,
-        stages: PlacedStages,
+        self, mesh: MeshBranch, pipelines: Pipelines, cut: StageSplit, stages: PlacedStages
     ) -> Iterator[Branch]:
         """Layouts with the same stages and schedule, on their ranks, which schedules share as `pipelines`."""
         spec = mesh.spec(mesh.shardings[0], cut)
