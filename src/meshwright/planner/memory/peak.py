@@ -10,7 +10,7 @@ Gradients that are stored whole keep their memory from step to step: the first s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from meshwright.planner.memory.activations import Activations, Sizes, at_mask, backward_peaks, head_moments
@@ -43,11 +43,11 @@ def fullest_moment(view: RankView, shards: Sequence[StateShard], kept: Activatio
     return step.most
 
 
-class _Units:
-    """The buffers of units, as they are filled and freed."""
+class _Step:
+    """A step, microbatch by microbatch, and the buffers of units as they are filled and freed."""
 
-    def __init__(self, view: RankView, shards: Sequence[StateShard]) -> None:
-        self.spec, self.width = view.spec, widths(view.spec)
+    def __init__(self, view: RankView, shards: Sequence[StateShard], kept: Activations, casts: bool) -> None:
+        self.spec, self.width, self.kept, self.casts = view.spec, widths(view.spec), kept, casts
         self.groups: dict[str, list[StateShard]] = {}
         for unit in shards:
             self.groups.setdefault(unit.name, []).append(unit)
@@ -66,6 +66,14 @@ class _Units:
         self.reducing: deque[StateShard] = deque()
         """Units whose gradients are being reduced over the ranks that share their states."""
         self.most = Moment(0, 0, 0, 0)
+        self.sizes = Sizes(view.spec)
+        self.stream = self.width.compute * self.sizes.stream
+        self.weight = self.sizes.rows * view.spec.model.hidden
+        self.head = head_moments(self.sizes, casts)
+        self.tied = "head" not in self.groups
+        layers, has_experts = range(view.spec.model.layers), view.spec.model.has_experts
+        self.blocks = [f"blocks.{layer}" for layer in layers]
+        self.peaks = {has_experts(layer): backward_peaks(self.sizes, layer) for layer in layers}
 
     def look(self, temporaries: int) -> None:
         """Record the moment if it is the fullest so far."""
@@ -94,9 +102,9 @@ class _Units:
             self.coming.add(unit)
             self.buffers += unit.whole * self.width.compute
 
-    def release(self, unit: StateShard) -> None:
-        """Free a unit that was gathered."""
-        if unit in self.whole:
+    def release(self, units: Iterable[StateShard]) -> None:
+        """Free those of some units that were gathered."""
+        for unit in self.whole.intersection(units):
             self.whole.remove(unit)
             self.buffers -= unit.whole * self.width.compute
 
@@ -116,8 +124,8 @@ class _Units:
 
     def done(self, unit: StateShard, last: bool, temporaries: int) -> None:
         """Reduce a unit's gradients, which are complete for a microbatch, if they are due."""
-        if not self.stays(unit, last):
-            self.release(unit)
+        if last or (unit.name != "blocks.0" and not (unit.name == "embed" and self.tied)):
+            self.release([unit])  # others stay whole for the next microbatch's forward
         if not last and (unit.zero < 2 or unit.ranks == 1):
             return
         self.pack(unit)
@@ -134,10 +142,6 @@ class _Units:
         self.reducing.append(unit)
         while len(self.reducing) > len(self.groups[unit.name]):
             self._reduced(self.reducing.popleft())
-
-    def stays(self, unit: StateShard, last: bool) -> bool:
-        """True if a unit stays whole after its backward, for the next microbatch's forward."""
-        return not last and (unit.name == "blocks.0" or (unit.name == "embed" and "head" not in self.groups))
 
     def sends(self, unit: StateShard) -> bool:
         """True if other ranks also hold the whole unit, so that gradients are summed over them."""
@@ -169,42 +173,23 @@ class _Units:
         self.look(0)
         self.buffers -= sent + (0 if stays else unit.part * width.reduce)
 
-
-class _Step(_Units):
-    """A microbatch's forward, and its backward."""
-
-    def __init__(self, view: RankView, shards: Sequence[StateShard], kept: Activations, casts: bool) -> None:
-        super().__init__(view, shards)
-        self.sizes, self.kept, self.casts = Sizes(view.spec), kept, casts
-        self.stream = self.width.compute * self.sizes.stream
-        self.weight = self.sizes.rows * view.spec.model.hidden
-        self.head = head_moments(self.sizes, casts)
-        self.tied = "head" not in self.groups
-        layers, has_experts = range(view.spec.model.layers), view.spec.model.has_experts
-        self.blocks = [f"blocks.{layer}" for layer in layers]
-        self.peaks = {has_experts(layer): backward_peaks(self.sizes, layer) for layer in layers}
-
     def forward(self) -> None:
         """From the embedding to the loss."""
         kept, blocks = self.kept, self.blocks
         self.activations += kept.shared + kept.embed
         self.gather("embed", blocks[0])
         if not self.tied:
-            self._release("embed")
+            self.release(self.groups["embed"])
         self.look(at_mask(self.sizes))
         for layer, name in enumerate(blocks):
             after = blocks[layer + 1] if name != blocks[-1] else None if self.tied else "head"
             self.gather(name, after)
             if name != blocks[-1]:  # whose backward follows the head's, so it stays whole
-                self._release(name)
+                self.release(self.groups[name])
             self.activations += kept.by_block[layer]
         self.gather("embed" if self.tied else "head", None)
         self.activations += kept.head
         self.look(self.head[0])
-
-    def _release(self, name: str) -> None:
-        for unit in self.groups[name]:
-            self.release(unit)
 
     def backward(self, last: bool) -> None:
         """From the loss to the embedding."""
