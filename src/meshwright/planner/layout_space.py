@@ -77,6 +77,20 @@ NO_CUT, NO_SHARDING = StageSplit("1f1b", 1, "even", ()), Sharding(0, 1)
 """Placeholders for costs that do not depend on these levels."""
 
 
+def context_modes(cp: int, local: int, wanted: ContextMode | None = None) -> list[ContextMode]:
+    """Modes of a context axis of `cp` ranks with `local` key-value heads on a tensor rank, or `wanted`.
+
+    Those that are another mode's second name are left out.
+    """
+    if wanted is not None or cp == 1:
+        modes: Sequence[ContextMode] = (wanted or "ring",)
+    else:
+        modes = [
+            m for m in get_args(ContextMode) if m != "ring+ulysses" or 1 < ulysses_ranks(cp, local, m) < cp
+        ]
+    return [mode for mode in modes if mode != "ulysses" or local % cp == 0]
+
+
 @lru_cache(maxsize=1024)
 def _shares(sequences: int, ranks: int) -> list[int]:
     """Sizes of a microbatch that share `sequences` among some pipeline and some data ranks of `ranks`."""
@@ -121,14 +135,15 @@ class LayoutSpace:
 
     def inner(self) -> Iterator[LayerLayout]:
         """Axes inside a stage; for each of them policies from 'none' to 'full'."""
-        wanted = self.fixed.get("sequence_parallel")
+        wanted, mode_wanted = self.fixed.get("sequence_parallel"), self.fixed.get("context_mode")
         for tp in self._pick("tp", self._tensor()):
             for shared in [wanted] if wanted is not None else [True, False] if tp > 1 else [True]:
                 for cp in self._pick("cp", self._context(tp, shared)):
                     sizes = self._pick(
                         "micro_batch", _shares(self.base.batch_sequences, self.ranks // (tp * cp))
                     )
-                    for mode in self._context_modes(tp, cp):
+                    local = max(1, self.model.kv_heads // tp)
+                    for mode in context_modes(cp, local, mode_wanted):
                         for size in sizes:
                             for policy in self._recompute:
                                 yield LayerLayout(tp, shared, cp, mode, size, policy)
@@ -155,17 +170,6 @@ class LayoutSpace:
             for cp in divisors(self.ranks // tp)
             if length % (2 * cp if cp > 1 else 1) == 0 and not (shared and length // cp % tp)
         ]
-
-    def _context_modes(self, tp: int, cp: int) -> Iterator[ContextMode]:
-        """Modes of a context axis."""
-        local, wanted = max(1, self.model.kv_heads // tp), self.fixed.get("context_mode")
-        every: Sequence[ContextMode] = get_args(ContextMode) if cp > 1 else ("ring",)
-        for mode in (wanted,) if wanted else every:
-            if mode == "ulysses" and local % cp:
-                continue
-            joint = mode == "ring+ulysses" and not wanted
-            if not (joint and ulysses_ranks(cp, local, mode) in (1, cp)):  # else another mode's second name
-                yield mode
 
     # Pipeline, data and expert ranks.
 
@@ -265,11 +269,7 @@ class LayoutSpace:
                         break
 
     def spec(
-        self,
-        inner: LayerLayout,
-        mesh: DataMesh,
-        sharding: Sharding = NO_SHARDING,
-        cut: StageSplit = NO_CUT,
+        self, inner: LayerLayout, mesh: DataMesh, sharding: Sharding = NO_SHARDING, cut: StageSplit = NO_CUT
     ) -> RunSpec:
         """The run with such a layout; rules over several parts are not applied, which would take too long."""
         layout = Layout(

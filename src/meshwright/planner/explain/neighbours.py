@@ -14,10 +14,10 @@ from itertools import permutations
 from typing import Any, Literal, get_args
 
 from meshwright.planner.explain.candidate import TIE, Candidate
-from meshwright.planner.layout_space import LOOPED, POLICIES
+from meshwright.planner.layout_space import LOOPED, POLICIES, context_modes
 from meshwright.planner.memory.generic import Memory
 from meshwright.spec import Layout, RunSpec, UserError
-from meshwright.spec.layout import ONE_STAGE, TWO_STAGES, ContextMode, Order, ScheduleName, ulysses_ranks
+from meshwright.spec.layout import ONE_STAGE, TWO_STAGES, Order, ScheduleName
 from meshwright.spec.rules import check
 from meshwright.units import gigabytes, percent, seconds
 
@@ -150,11 +150,9 @@ def _updates(spec: RunSpec, layout: Layout) -> Iterator[Update]:
     if layout.pp > 1:
         yield from _schedules(layout)
     yield from _scaled("micro_batch", spec.micro_batch)
-    local = layout.local_kv_heads(spec.model.kv_heads)
-    for mode in get_args(ContextMode) if layout.cp > 1 else ():
-        joint = mode == "ring+ulysses" and ulysses_ranks(layout.cp, local, mode) in (1, layout.cp)
-        if not joint:  # else it is another mode's second name
-            yield {"context_mode": mode}
+    if layout.cp > 1:
+        modes = context_modes(layout.cp, layout.local_kv_heads(spec.model.kv_heads))
+        yield from ({"context_mode": mode} for mode in modes)
     if layout.tp > 1:
         yield {"sequence_parallel": not layout.sequence_parallel}
     yield from ({"order": order} for order in get_args(Order))
