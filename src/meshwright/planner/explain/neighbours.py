@@ -103,9 +103,17 @@ def _rank_at_best(times: float) -> tuple[bool, float]:
 # Enumeration.
 
 
+Update = dict[str, Any]
+"""Keys of a layout with new values."""
+_ON_OFF = {True: "on", False: "off"}
+
+
 def changes(spec: RunSpec) -> dict[str, RunSpec]:
-    """Every neighbour that the rules accept, once, by the words for its difference; all else stays."""
-    base = spec.layout.model_copy(update={"micro_batch": spec.micro_batch})  # which stays too
+    """Words for a change -> the run with it: every one that the rules accept, once; all else stays.
+
+    The microbatch stays too, where it is not the change.
+    """
+    base = spec.layout.model_copy(update={"micro_batch": spec.micro_batch})
     found: dict[str, RunSpec] = {}
     seen = [base]
     for update in _updates(spec, base):
@@ -129,13 +137,9 @@ def _difference(layout: Layout, update: Update) -> str:
     steps = []
     for name, value in update.items():
         before = layout.chunks if name == "virtual" else getattr(layout, name)
-        old, new = (("off", "on")[each] if isinstance(each, bool) else each for each in (before, value))
+        old, new = (_ON_OFF[each] if isinstance(each, bool) else each for each in (before, value))
         steps.append(f"{name} {old} to {new}")
     return ", ".join(steps)
-
-
-Update = dict[str, Any]
-"""Keys of a layout with new values."""
 
 
 def _updates(spec: RunSpec, layout: Layout) -> Iterator[Update]:
