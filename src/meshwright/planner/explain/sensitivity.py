@@ -172,7 +172,8 @@ class _Race:
         """Seconds of a layout's step at `factor`, or a lower bound."""
         costs, _ = self._scaled(factor)
         if (words, costs) not in self._times:
-            self._times[words, costs] = self.layouts[words].time_on(costs)
+            layout = self.layouts[words]
+            self._times[words, costs] = layout.time if costs is layout.costs else layout.time_on(costs)
         time = self._times[words, costs]
         seconds = time.seconds if exact else time.bound
         if words != _CHOSEN:
