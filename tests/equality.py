@@ -14,7 +14,7 @@ import torch
 from meshwright.data.corpus import Corpus
 from meshwright.data.loader import Batch
 from meshwright.parallel.mesh import Mesh
-from meshwright.planner.traffic.traffic import traffic
+from meshwright.planner.traffic.messages import traffic
 from meshwright.spec import RunSpec
 from meshwright.train import verify as subject
 from meshwright.train.step import Step, Totals, Trainer

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 
 from meshwright.parallel import tensor_linears as tensor
 from meshwright.parallel.mesh import Mesh
-from meshwright.planner.traffic.traffic import traffic
+from meshwright.planner.traffic.messages import traffic
 from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer
 from ranks import Ranks

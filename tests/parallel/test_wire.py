@@ -15,8 +15,7 @@ import pytest
 from covering import covered
 from meshwright.parallel.expert_parallel import AllToAllDispatcher
 from meshwright.parallel.mesh import Mesh
-from meshwright.planner.traffic.messages import Copies, messages
-from meshwright.planner.traffic.traffic import traffic
+from meshwright.planner.traffic.messages import Copies, messages, traffic
 from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer
 from ranks import Ranks

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.planner.memory.activations import activations
-from meshwright.planner.simulated_pipeline import Durations, Machine, PipelineStep, message_bytes, step
+from meshwright.planner.simulated_pipeline import Machine, PipelineStep, message_bytes, step
 from meshwright.schedule import NAMES, Link, ScheduleError, StageCost, make, simulate
 from meshwright.spec import RunSpec
 from meshwright.spec.load import from_tree
@@ -88,7 +88,7 @@ def test_blocks_with_experts_count_as_what_they_are(policy: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_given_durations_are_those_of_every_stage(name: str) -> None:
     spec = spec_of(pp=2, schedule=name)
-    timed = step(spec, Machine(latency=1e-3, bandwidth=1e9), Durations(0.02, 0.03, 0.01)).simulation
+    timed = step(spec, Machine(latency=1e-3, bandwidth=1e9), StageCost(0.02, 0.03, 0.01)).simulation
     cost = StageCost(0.02, 0.03, 0.01, output=message_bytes(spec))
     made = make(name, 2, spec.layout.chunks, spec.microbatches)
     assert timed.start == simulate(made, cost, Link(1e-3, 1e9)).start
@@ -104,7 +104,7 @@ def test_a_message_is_the_residual_stream_of_a_device() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_formula_is_the_bubble_where_ranks_are_equal_and_links_free(name: str) -> None:
-    timed = step(spec_of(pp=2, schedule=name), FREE, Durations(0.01, 0.01, 0.01))
+    timed = step(spec_of(pp=2, schedule=name), FREE, StageCost(0.01, 0.01, 0.01))
     assert timed.closed_form_bubble == pytest.approx(timed.simulation.bubble, abs=1e-6)
 
 

@@ -15,7 +15,7 @@ from meshwright.cli.main import main
 from meshwright.parallel.mesh import Mesh
 from meshwright.planner.memory.in_flight import peak_activations
 from meshwright.planner.memory.states import states
-from meshwright.planner.traffic.traffic import traffic
+from meshwright.planner.traffic.messages import traffic
 from meshwright.spec import RunSpec, UserError, load
 from meshwright.train.dryrun import ACTIVATIONS, MESSAGES, STATES, rehearse
 from meshwright.train.memory_tracker import PLAIN, FakeMemory

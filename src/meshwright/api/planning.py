@@ -18,7 +18,7 @@ from meshwright.planner.plan import Finished, Plans
 from meshwright.planner.plan import plan as best_plans
 from meshwright.planner.search.request import Overrides, PlanRequest
 from meshwright.planner.search.results import Progress
-from meshwright.planner.simulated_pipeline import Durations, Machine
+from meshwright.planner.simulated_pipeline import Machine
 from meshwright.planner.simulated_pipeline import step as pipeline_step
 from meshwright.spec import RunSpec, UserError
 
@@ -45,11 +45,11 @@ def simulate(
     Raises `UserError`.
     """
     from meshwright.report.timeline import write_timeline, write_trace
-    from meshwright.schedule import ScheduleError
+    from meshwright.schedule import ScheduleError, StageCost
 
     try:
         machine = Machine(flops, latency, bandwidth)
-        step = pipeline_step(spec, machine, Durations(*durations) if durations else None)
+        step = pipeline_step(spec, machine, StageCost(*durations) if durations else None)
     except ScheduleError as error:
         raise UserError(str(error)) from None
     if out is not None:

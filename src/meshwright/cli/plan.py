@@ -180,7 +180,7 @@ def _why(plans: Plans) -> None:
     print("\nWhy not its neighbours:")
     print(*neighbour_lines(why.neighbours, why.count, "further away, which --out has"), sep="\n")
     print("\nWhat would change the choice:")
-    print(*assumption_lines(why.assumptions, why.candidates), sep="\n")
+    print(*assumption_lines(why.assumptions), sep="\n")
 
 
 def _row(place: int, plan: Plan, plans: Plans) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 A layout is chosen in four levels, so that what layouts share is computed once: `LayerLayout`, what a block's
 operators depend on; `DataMesh`, pipeline, data and expert ranks; `StageSplit`, the stages and their schedule;
-`Sharding`, the states that data ranks share. `Legal` lists the legal choices of each level, `LayoutSpace`
-enumerates them under the keys that the user has fixed. Choices that differ only in name are taken once: the
+`Sharding`, the states that data ranks share. `LayoutSpace` enumerates the legal choices of each level, under
+the keys that the user has fixed. Choices that differ only in name are taken once: the
 mode of a context axis of one rank, ZeRO over one rank, the cut 'balanced' where it equals the even one, and
 'interleaved' and 'bfs' with one stage a rank, which are '1f1b' and 'gpipe'.
 """
@@ -11,20 +11,13 @@ mode of a context axis of one rank, ZeRO over one rank, the cut 'balanced' where
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple, get_args
 
 from meshwright.spec import Layout, RunSpec
 from meshwright.spec.arithmetic import divisors
-from meshwright.spec.layout import (
-    ONE_STAGE,
-    SPLIT,
-    ContextMode,
-    Order,
-    ScheduleName,
-    ulysses_ranks,
-)
+from meshwright.spec.layout import ONE_STAGE, SPLIT, ContextMode, Order, ScheduleName, ulysses_ranks
 from meshwright.spec.rules import every_rank_has_rows, has_dense_layers
 from meshwright.spec.sections import FullRecompute, NoRecompute, RecomputeSpec, SelectiveRecompute
 from meshwright.spec.stages import balanced, even
@@ -84,17 +77,78 @@ NO_CUT, NO_SHARDING = StageSplit("1f1b", 1, "even", ()), Sharding(0, 1)
 """Placeholders for costs that do not depend on these levels."""
 
 
-class Legal:
-    """Choices that the rules accept for a run on `ranks` ranks, before the user's fixed keys.
+def context_modes(cp: int, local: int, wanted: ContextMode | None = None) -> list[ContextMode]:
+    """Modes of a context axis of `cp` ranks with `local` key-value heads on a tensor rank, or `wanted`.
 
-    `levels` are the neighbouring ranks that each level of the cluster joins, from the inside out.
+    Those that are another mode's second name are left out.
+    """
+    if wanted is not None or cp == 1:
+        modes: Sequence[ContextMode] = (wanted or "ring",)
+    else:
+        modes = [
+            m for m in get_args(ContextMode) if m != "ring+ulysses" or 1 < ulysses_ranks(cp, local, m) < cp
+        ]
+    return [mode for mode in modes if mode != "ulysses" or local % cp == 0]
+
+
+@lru_cache(maxsize=1024)
+def _shares(sequences: int, ranks: int) -> list[int]:
+    """Sizes of a microbatch that share `sequences` among some pipeline and some data ranks of `ranks`."""
+    own = [sequences // data for data in divisors(ranks) if sequences % data == 0]
+    return sorted({size for share in own for size in divisors(share)})
+
+
+class LayoutSpace:
+    """The layouts of `base` on `ranks` ranks; `fixed` holds keys of the layout that are not to be chosen.
+
+    `fixed` also takes 'policy', the recompute policy, which otherwise is one of `policies`. `levels` are the
+    neighbouring ranks that each level of the cluster joins, from the inside out.
     """
 
-    def __init__(self, base: RunSpec, ranks: int, levels: Sequence[int]) -> None:
-        self.base, self.model, self.ranks, self._levels = base, base.model, ranks, levels
-        self._micro_batches: dict[int, list[int]] = {}
+    def __init__(
+        self,
+        base: RunSpec,
+        ranks: int,
+        fixed: Mapping[str, Any] | None = None,
+        policies: Sequence[str] = tuple(POLICIES),
+        levels: Sequence[int] = (),
+    ) -> None:
+        self.base, self.model, self.ranks = base, base.model, ranks
+        self.fixed, self._levels = dict(fixed or {}), levels
+        self._cuts: dict[int, list[StageSplit]] = {}
+        self._balanced: dict[int, tuple[int, ...]] = {}
+        wanted, own = self.fixed.get("policy"), base.recompute
+        names = [name for name in POLICIES if (name in policies if wanted is None else name == wanted)]
+        self._recompute = [own if own.policy == name else POLICIES[name] for name in names]
 
-    def tensor(self) -> list[int]:
+    @cached_property
+    def routed_before(self) -> list[int]:
+        """Blocks with routed experts before each block, and in all."""
+        return list(accumulate(map(self.model.has_experts, range(self.model.layers)), initial=0))
+
+    def _pick(self, key: str, legal: Sequence[int]) -> Sequence[int]:
+        """The legal values of a key, or only the fixed one."""
+        wanted = self.fixed.get(key)
+        return legal if wanted is None else [value for value in legal if value == wanted]
+
+    # Axes inside a stage.
+
+    def inner(self) -> Iterator[LayerLayout]:
+        """Axes inside a stage; for each of them policies from 'none' to 'full'."""
+        wanted, mode_wanted = self.fixed.get("sequence_parallel"), self.fixed.get("context_mode")
+        for tp in self._pick("tp", self._tensor()):
+            for shared in [wanted] if wanted is not None else [True, False] if tp > 1 else [True]:
+                for cp in self._pick("cp", self._context(tp, shared)):
+                    sizes = self._pick(
+                        "micro_batch", _shares(self.base.batch_sequences, self.ranks // (tp * cp))
+                    )
+                    local = max(1, self.model.kv_heads // tp)
+                    for mode in context_modes(cp, local, mode_wanted):
+                        for size in sizes:
+                            for policy in self._recompute:
+                                yield LayerLayout(tp, shared, cp, mode, size, policy)
+
+    def _tensor(self) -> list[int]:
         """Sizes of the tensor axis: they divide heads, channels, key-value heads and ranks."""
         model = self.model
         shared = model.moe.shared_ffn if model.moe else 0
@@ -108,7 +162,7 @@ class Legal:
             and shared % tp == 0
         ]
 
-    def context(self, tp: int, shared: bool) -> list[int]:
+    def _context(self, tp: int, shared: bool) -> list[int]:
         """Sizes of the context axis; `shared` is true with sequence parallelism."""
         length, shared = self.base.data.seq_len, shared or self.model.moe is not None
         return [
@@ -117,26 +171,27 @@ class Legal:
             if length % (2 * cp if cp > 1 else 1) == 0 and not (shared and length // cp % tp)
         ]
 
-    def context_modes(self, tp: int, cp: int, wanted: ContextMode | None) -> Iterator[ContextMode]:
-        """Modes of a context axis, or `wanted` where it is legal."""
-        local = max(1, self.model.kv_heads // tp)
-        every: Sequence[ContextMode] = get_args(ContextMode) if cp > 1 else ("ring",)
-        for mode in (wanted,) if wanted else every:
-            if mode == "ulysses" and local % cp:
-                continue
-            joint = mode == "ring+ulysses" and not wanted
-            if not (joint and ulysses_ranks(cp, local, mode) in (1, cp)):  # else another mode's second name
-                yield mode
+    # Pipeline, data and expert ranks.
 
-    def micro_batches(self, ranks: int) -> list[int]:
-        """Sequences of a microbatch, for some pipeline and some data ranks among `ranks`."""
-        if ranks not in self._micro_batches:
-            sequences = self.base.batch_sequences
-            shares = [sequences // data for data in divisors(ranks) if sequences % data == 0]
-            self._micro_batches[ranks] = sorted({size for share in shares for size in divisors(share)})
-        return self._micro_batches[ranks]
+    def experts(self, ranks: int) -> list[tuple[int, int]]:
+        """(ep, etp) that fold out of `ranks`."""
+        moe = self.model.moe
+        whole = self._pick("ep", divisors(moe.experts) if moe else [1])
+        parts = self._pick("etp", divisors(moe.ffn) if moe else [1])
+        return [(ep, etp) for ep in whole for etp in parts if ranks % (ep * etp) == 0]
 
-    def orders(self, inner: LayerLayout, pp: int, data: int, folded: int) -> Iterator[Order]:
+    def meshes(self, inner: LayerLayout, ep: int, etp: int) -> Iterator[DataMesh]:
+        """Meshes of the ranks beyond a stage's tensor and context ranks."""
+        left = self.ranks // (inner.tp * inner.cp)
+        for pp in self._pick("pp", divisors(left)):
+            data = left // pp
+            whole = self.base.batch_sequences % (data * inner.micro_batch) == 0
+            if whole and data * inner.cp * inner.tp % (ep * etp) == 0 and self.cuts(pp):
+                wanted = self.fixed.get("order")
+                for order in [wanted] if wanted else self._orders(inner, pp, data, ep * etp):
+                    yield DataMesh(pp, data, ep, etp, order)
+
+    def _orders(self, inner: LayerLayout, pp: int, data: int, folded: int) -> Iterator[Order]:
         """Orders of the axes, without those that number ranks equally.
 
         Pipeline ranks are numbered inside of data ranks only where that brings them closer by a level, since
@@ -156,79 +211,7 @@ class Legal:
         within = [place for place, devices in enumerate(self._levels) if stride < devices]
         return min(within, default=max(0, len(self._levels) - 1))
 
-    def schedules(self, pp: int, wanted: str | None) -> Iterator[tuple[str, int]]:
-        """(schedule, stages of a rank), or those of the schedule `wanted`."""
-        most = (self.model.layers + 2) // pp
-        for name in get_args(ScheduleName):
-            if wanted not in (None, name) or (self.base.train.compile and name in SPLIT):
-                continue
-            if name in LOOPED:
-                yield from ((name, chunks) for chunks in range(1 if wanted else 2, most + 1))
-            elif (chunks := 1 if name in ONE_STAGE else 2) <= most:
-                yield name, chunks
-
-
-class LayoutSpace:
-    """The layouts of `base` on `ranks` ranks; `fixed` holds keys of the layout that are not to be chosen.
-
-    `fixed` also takes 'policy', the recompute policy, which otherwise is one of `policies`. For `levels` see
-    `Legal`.
-    """
-
-    def __init__(
-        self,
-        base: RunSpec,
-        ranks: int,
-        fixed: Mapping[str, Any] | None = None,
-        policies: Sequence[str] = tuple(POLICIES),
-        levels: Sequence[int] = (),
-    ) -> None:
-        self.base, self.ranks, self.fixed = base, ranks, dict(fixed or {})
-        self.legal = Legal(base, ranks, levels)
-        self._cuts: dict[int, list[StageSplit]] = {}
-        self._balanced: dict[int, tuple[int, ...]] = {}
-        wanted, own = self.fixed.get("policy"), base.recompute
-        names = [name for name in POLICIES if (name in policies if wanted is None else name == wanted)]
-        self._recompute = [own if own.policy == name else POLICIES[name] for name in names]
-
-    @cached_property
-    def routed_before(self) -> list[int]:
-        """Blocks with routed experts before each block, and in all."""
-        return list(accumulate(map(self.base.model.has_experts, range(self.base.model.layers)), initial=0))
-
-    def _pick(self, key: str, found: Sequence[int]) -> Sequence[int]:
-        wanted = self.fixed.get(key)
-        return found if wanted is None else [each for each in found if each == wanted]
-
-    def inner(self) -> Iterator[LayerLayout]:
-        """Axes inside a stage; for each of them policies from 'none' to 'full'."""
-        wanted = self.fixed.get("sequence_parallel")
-        for tp in self._pick("tp", self.legal.tensor()):
-            for shared in [wanted] if wanted is not None else [True, False] if tp > 1 else [True]:
-                for cp in self._pick("cp", self.legal.context(tp, shared)):
-                    sizes = self._pick("micro_batch", self.legal.micro_batches(self.ranks // (tp * cp)))
-                    for mode in self.legal.context_modes(tp, cp, self.fixed.get("context_mode")):
-                        for size in sizes:
-                            for policy in self._recompute:
-                                yield LayerLayout(tp, shared, cp, mode, size, policy)
-
-    def experts(self, ranks: int) -> list[tuple[int, int]]:
-        """(ep, etp) that fold out of `ranks`."""
-        moe = self.base.model.moe
-        whole = self._pick("ep", divisors(moe.experts) if moe else [1])
-        parts = self._pick("etp", divisors(moe.ffn) if moe else [1])
-        return [(ep, etp) for ep in whole for etp in parts if ranks % (ep * etp) == 0]
-
-    def meshes(self, inner: LayerLayout, ep: int, etp: int) -> Iterator[DataMesh]:
-        """Meshes of the ranks beyond a stage's tensor and context ranks."""
-        left = self.ranks // (inner.tp * inner.cp)
-        for pp in self._pick("pp", divisors(left)):
-            data = left // pp
-            whole = self.base.batch_sequences % (data * inner.micro_batch) == 0
-            if whole and data * inner.cp * inner.tp % (ep * etp) == 0 and self.cuts(pp):
-                wanted = self.fixed.get("order")
-                for order in [wanted] if wanted else self.legal.orders(inner, pp, data, ep * etp):
-                    yield DataMesh(pp, data, ep, etp, order)
+    # Stages and schedules.
 
     def cuts(self, pp: int) -> list[StageSplit]:
         """Schedules and stages of `pp` ranks; for one rank the only one, without a pipeline."""
@@ -237,12 +220,12 @@ class LayoutSpace:
         return self._cuts[pp]
 
     def _made_cuts(self, pp: int) -> Iterator[StageSplit]:
-        model, given, virtual = self.base.model, self.fixed.get("stages"), self.fixed.get("virtual")
+        model, given, virtual = self.model, self.fixed.get("stages"), self.fixed.get("virtual")
         if pp == 1:
             if not isinstance(given, tuple):
                 yield StageSplit(self.fixed.get("schedule", "1f1b"), 1, given or "even", (model.layers,))
             return
-        for schedule, chunks in self.legal.schedules(pp, self.fixed.get("schedule")):
+        for schedule, chunks in self._schedules(pp):
             if virtual not in (None, chunks):
                 continue
             count = pp * chunks
@@ -259,31 +242,35 @@ class LayoutSpace:
                 if self._balanced[count] != plain or given:
                     yield StageSplit(schedule, chunks, "balanced", self._balanced[count])
 
-    def shardings(self, inner: LayerLayout, mesh: DataMesh) -> Iterator[Sharding]:
-        """Shardings of a mesh, the least memory first."""
-        for zero in self._stages_of_zero(inner, mesh):
-            yield from self._replicas(inner, mesh, zero)
+    def _schedules(self, pp: int) -> Iterator[tuple[str, int]]:
+        """(schedule, stages of a rank)."""
+        most, wanted = (self.model.layers + 2) // pp, self.fixed.get("schedule")
+        for name in get_args(ScheduleName):
+            if wanted not in (None, name) or (self.base.train.compile and name in SPLIT):
+                continue
+            if name in LOOPED:
+                yield from ((name, chunks) for chunks in range(1 if wanted else 2, most + 1))
+            elif (chunks := 1 if name in ONE_STAGE else 2) <= most:
+                yield name, chunks
 
-    def most_shared(self, inner: LayerLayout, mesh: DataMesh) -> Iterator[Sharding]:
-        """For each stage of ZeRO, the sharding over most ranks."""
-        for zero in self._stages_of_zero(inner, mesh):
-            first = next(self._replicas(inner, mesh, zero), None)
-            if first is not None:
-                yield first
+    # States.
 
-    def _stages_of_zero(self, inner: LayerLayout, mesh: DataMesh) -> Sequence[int]:
+    def shardings(self, inner: LayerLayout, mesh: DataMesh, most_shared: bool = False) -> Iterator[Sharding]:
+        """Shardings of a mesh, the least memory first; with `most_shared` only one of each ZeRO stage."""
         alone = mesh.data * inner.cp == 1 and "zero" not in self.fixed
-        return (0,) if alone else self._pick("zero", (3, 2, 1, 0))
+        for zero in (0,) if alone else self._pick("zero", (3, 2, 1, 0)):
+            for replicate in self._pick("replicate", divisors(mesh.data) if zero else (1,)):
+                dp = mesh.data // replicate
+                if replicate == 1 and mesh.order == "replicate-pp-dp-tp" and "order" not in self.fixed:
+                    continue  # equal to the first order
+                if self.fixed.get("dp", dp) == dp and dp * inner.cp * inner.tp % (mesh.ep * mesh.etp) == 0:
+                    yield Sharding(zero, replicate)
+                    if most_shared:
+                        break
 
-    def _replicas(self, inner: LayerLayout, mesh: DataMesh, zero: int) -> Iterator[Sharding]:
-        for replicate in self._pick("replicate", divisors(mesh.data) if zero else (1,)):
-            dp = mesh.data // replicate
-            if replicate == 1 and mesh.order == "replicate-pp-dp-tp" and "order" not in self.fixed:
-                continue  # equal to the first order
-            if self.fixed.get("dp", dp) == dp and dp * inner.cp * inner.tp % (mesh.ep * mesh.etp) == 0:
-                yield Sharding(zero, replicate)
-
-    def spec(self, inner: LayerLayout, mesh: DataMesh, cut: StageSplit, sharding: Sharding) -> RunSpec:
+    def spec(
+        self, inner: LayerLayout, mesh: DataMesh, sharding: Sharding = NO_SHARDING, cut: StageSplit = NO_CUT
+    ) -> RunSpec:
         """The run with such a layout; rules over several parts are not applied, which would take too long."""
         layout = Layout(
             dp=mesh.data // sharding.replicate,

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import log
-from typing import Any, NamedTuple
+from typing import Any
 
 from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import MESHWRIGHT, SoftwareStack
 from meshwright.planner.explain.candidate import Candidate
-from meshwright.planner.explain.explanation import describe
-from meshwright.planner.explain.reasons import Reasons, reasons
+from meshwright.planner.explain.explanation import Explanation, explain
 from meshwright.planner.search.infeasible import shortfall
 from meshwright.planner.search.objectives import largest_model, longest_context
-from meshwright.planner.search.problem import SearchProblem
 from meshwright.planner.search.request import PlanRequest
-from meshwright.planner.search.results import Progress, SearchCounts, SearchResult
+from meshwright.planner.search.results import Progress, SearchCounts, TimedLayout
 from meshwright.spec import ModelSpec, RunSpec, UserError
 from meshwright.spec.rules import check
 
@@ -31,15 +29,8 @@ Finished = Callable[[int, "Plan | None"], None]
 class Plan(Candidate):
     """A layout with its time, memory and cost."""
 
-    @property
-    def cluster(self) -> Cluster:
-        """The cluster that it runs on."""
-        return self.costs.cluster
-
-    @property
-    def step_seconds(self) -> float:
-        """Seconds of a step."""
-        return self.seconds
+    step_seconds = Candidate.seconds
+    """Seconds of a step, by the name that JSON has."""
 
     @property
     def cost_per_token(self) -> float | None:
@@ -49,22 +40,16 @@ class Plan(Candidate):
 
     def to_json(self, tokens: float | None = None) -> dict[str, Any]:
         """Plain values; with a number of tokens also days and USD of training on them."""
-        each = self.cost_per_token
+        cost = self.cost_per_token
         return {
             "gpus": self.cluster.count,
-            "layout": self.spec.layout.model_dump(mode="json"),
-            "recompute": self.spec.recompute.model_dump(mode="json"),
+            **self.figures(),
             "seq_len": self.spec.data.seq_len,
             "batch_tokens": self.spec.train.batch_tokens,
-            "step_seconds": self.step_seconds,
-            "interval": list(self.interval),
-            "fits_probability": self.fits_probability,
-            "mfu": self.mfu,
-            "tokens_per_second": self.tokens_per_second,
             "tokens_per_second_per_gpu": self.tokens_per_second / self.cluster.count,
-            "usd_per_billion_tokens": None if each is None else 1e9 * each,
+            "usd_per_billion_tokens": None if cost is None else 1e9 * cost,
             "days": None if tokens is None else tokens / self.tokens_per_second / 86400,
-            "usd": None if tokens is None or each is None else tokens * each,
+            "usd": None if tokens is None or cost is None else tokens * cost,
             "memory": self.memory.to_json(),
             "memory_rank": self.memory.rank,
             "parts": self.parts,
@@ -98,18 +83,16 @@ class Plans:
         return self.best.spec.model if self.objective == "largest-model" else None
 
     @cached_property
-    def reasons(self) -> Reasons:
+    def reasons(self) -> Explanation:
         """Why the best plan, and not its nearest neighbours or the other plans on as many devices."""
-        best = self.best
-        same_size = [each.spec for each in self.plans[1:] if each.cluster.count == best.cluster.count]
-        others = {describe(each): each for each in same_size}
-        return reasons(best.spec, CostModel(best.cluster, self.stack), self.capacity, others, _NEIGHBOURS)
+        others = [plan.spec for plan in self.plans[1:]]
+        return explain(self.best.spec, self.best.costs, others, self.capacity, _NEIGHBOURS)
 
     def to_json(self, why: bool = True) -> dict[str, Any]:
         """Plain values, for `meshwright plan --json`; the reasons are left out unless `why`."""
-        plans = [each.to_json(self.tokens) for each in self.plans]
+        plans = [plan.to_json(self.tokens) for plan in self.plans]
         if why:
-            plans[0] |= self.reasons.to_json()
+            plans[0] |= self.reasons.reasons()
         model = self.best.spec.model
         return {
             "model": model.preset or model.hf or model.family,
@@ -132,14 +115,6 @@ def estimate(spec: RunSpec, cluster: Cluster, stack: SoftwareStack = MESHWRIGHT)
     return Plan(spec, CostModel(cluster, stack))
 
 
-class _Searched(NamedTuple):
-    """A search, and the plans that it found, best first."""
-
-    problem: SearchProblem
-    result: SearchResult
-    plans: list[Plan]
-
-
 def plan(request: PlanRequest, progress: Progress | None = None, finished: Finished | None = None) -> Plans:
     """The best layouts that a request asks for.
 
@@ -152,51 +127,44 @@ def plan(request: PlanRequest, progress: Progress | None = None, finished: Finis
         problems, note = [longest_context(problems[-1])], None
     if request.objective == "largest-model":
         problems = [largest_model(problems[-1])]
-    searched = []
+    rank, plans, counts = partial(_rank, request.objective), list[Plan](), list[SearchCounts]()
+    front: Sequence[TimedLayout] = ()
     for problem in problems:
-        searched.append(_search(problem, request, progress))
+        result = problem.search(request.top, progress)
+        for timed in result.best:
+            check(timed.spec)
+        fitting = sorted((Plan(timed.spec, problem.costs) for timed in result.best), key=rank)
         if finished is not None and len(problems) > 1:
-            finished(problem.ranks, next(iter(searched[-1].plans), None))
-    plans = [each for search in searched for each in search.plans]
+            finished(problem.ranks, fitting[0] if fitting else None)
+        plans += fitting
+        counts.append(result.counts)
+        front = result.front or front
     if not plans:
         raise UserError(shortfall(problems[-1]))
-    plans.sort(key=lambda each: _rank(each, request.objective))
-    fronts = [search.result.seen for search in searched if search.result.seen]
     return Plans(
-        plans=tuple(plans[: request.top]),
+        plans=tuple(sorted(plans, key=rank)[: request.top]),
         objective=request.objective,
         stack=problems[-1].stack,
         note=note,
         tokens=request.total_tokens,
-        searched=_counts(searched),
-        pareto=tuple((each.seconds, each.memory) for each in fronts[-1]) if fronts else (),
+        searched=_total(counts),
+        pareto=tuple((timed.seconds, timed.memory) for timed in front),
         capacity=problems[-1].capacity,
     )
 
 
-def _search(problem: SearchProblem, request: PlanRequest, progress: Progress | None) -> _Searched:
-    """The plans that fit, best first."""
-    result, costs = problem.search(request.top, progress), problem.costs
-    for timed in result.best:
-        check(timed.spec)
-    plans = [Plan(timed.spec, costs) for timed in result.best]
-    return _Searched(problem, result, sorted(plans, key=lambda each: _rank(each, request.objective)))
-
-
-def _rank(each: Plan, objective: str) -> tuple[int, float]:
+def _rank(objective: str, plan: Plan) -> tuple[int, float]:
     """Sort key: time, or cost; where they are equal but for rounding, memory."""
-    value = each.cost_per_token or 0.0 if objective == "cost" else 1 / each.tokens_per_second
-    return round(1e9 * log(value)) if value else 0, each.memory.device
+    value = plan.cost_per_token or 0.0 if objective == "cost" else 1 / plan.tokens_per_second
+    return round(1e9 * log(value)) if value else 0, plan.memory.device
 
 
-def _counts(searched: Sequence[_Searched]) -> SearchCounts:
+def _total(counts: Sequence[SearchCounts]) -> SearchCounts:
     """The work of all searches."""
-    counts = [search.result.counts for search in searched]
-    first = [each.first_seconds for each in counts if each.first_seconds is not None]
     return SearchCounts(
         sum(each.branches for each in counts),
         sum(each.simulated for each in counts),
         sum(each.timed for each in counts),
         sum(each.seconds for each in counts),
-        min(first, default=None),
+        min((each.first_seconds for each in counts if each.first_seconds is not None), default=None),
     )

@@ -12,9 +12,6 @@ from meshwright.spec.sections import SavedOp, SelectiveRecompute
 from meshwright.spec.stages import Stage, parameters_of, stages
 from meshwright.units import DTYPE_BYTES
 
-Traffic = dict[tuple[str, str], float]
-"""(axis, operation) -> bytes."""
-
 
 @dataclass(frozen=True)
 class Widths:
@@ -53,12 +50,6 @@ class RankView:
         return sum(self.spec.model.has_experts(layer) for stage in self.own for layer in stage.blocks)
 
     @property
-    def mapped(self) -> int:
-        """Number of its blocks with a feed-forward layer for all tokens: dense, or shared experts."""
-        moe = self.spec.model.moe
-        return self.layers if moe is not None and moe.shared_ffn else self.layers - self.routed
-
-    @property
     def embed(self) -> bool:
         """True if it has the embedding."""
         return any(stage.embed for stage in self.own)
@@ -91,11 +82,6 @@ def place_of(spec: RunSpec, rank: int) -> RankView:
 def share(ranks: int) -> float:
     """(n - 1) / n: the fraction of a tensor sharded over `ranks` ranks that the others hold."""
     return (ranks - 1) / ranks
-
-
-def shards(spec: RunSpec) -> int:
-    """Ranks that a unit's states are sharded over."""
-    return spec.layout.shard_ranks if spec.layout.zero else 1
 
 
 def part_elements(piece: Piece, ranks: int) -> int:

@@ -13,7 +13,7 @@ times its forward for F. Norms, the embedding and other operators without a matr
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.planner.memory.activations import activations
@@ -40,15 +40,6 @@ class Machine:
             raise ScheduleError(f"flops is {self.flops}; it should be above 0 FLOP/s, and finite")
 
 
-@dataclass(frozen=True)
-class Durations:
-    """Seconds of one microbatch in every stage, measured or counted."""
-
-    forward: float
-    input: float
-    weight: float
-
-
 def message_bytes(spec: RunSpec) -> int:
     """Bytes of one microbatch's activations, or of their gradients, from one stage to the next."""
     layout = spec.layout
@@ -57,7 +48,7 @@ def message_bytes(spec: RunSpec) -> int:
     return tokens * spec.model.hidden * widths(spec).compute
 
 
-def _counted(spec: RunSpec, stage: Stage, flops: float) -> Durations:
+def _counted(spec: RunSpec, stage: Stage, flops: float) -> StageCost:
     """Seconds of one microbatch in a stage, whose tensor and context ranks share its FLOPs evenly."""
     model, layout, length = spec.model, spec.layout, spec.data.seq_len
     matmul = sum(map(model.block_weight_flops, stage.blocks))
@@ -65,7 +56,7 @@ def _counted(spec: RunSpec, stage: Stage, flops: float) -> Durations:
     again = recomputed(spec, "matmul") * matmul + recomputed(spec, "attention") * attention
     head = model.head_flops if stage.head else 0
     rate = flops * layout.tp * layout.cp / (spec.micro_batch * spec.data.seq_len)  # tokens' FLOPs a second
-    return Durations(
+    return StageCost(
         forward=(matmul + attention + 3 * head) / rate,
         input=(matmul + 2 * attention + again) / rate,
         weight=matmul / rate,
@@ -115,18 +106,17 @@ class PipelineStep:
         }
 
 
-def step(spec: RunSpec, machine: Machine, durations: Durations | None = None) -> PipelineStep:
+def step(spec: RunSpec, machine: Machine, durations: StageCost | None = None) -> PipelineStep:
     """Simulate a step of the run's pipeline; with `durations`, only the links of `machine` count.
 
-    A run without a pipeline is one rank with one stage, whatever its schedule. Raises `ScheduleError` for an
-    impossible machine or impossible durations.
+    `durations` are the seconds of one microbatch in every stage. A run without a pipeline is one rank with
+    one stage, whatever its schedule. Raises `ScheduleError` for an impossible machine.
     """
     schedule, kept = schedule_of(spec.layout, spec.microbatches), activations(spec)
-    cut, message = stages(spec.model, spec.layout, spec.data.seq_len), float(message_bytes(spec))
+    cut, output = stages(spec.model, spec.layout, spec.data.seq_len), float(message_bytes(spec))
     costs = []
     for stage in cut:
-        times = durations or _counted(spec, stage, machine.flops)
-        held = float(kept.of(stage))
-        costs.append(StageCost(times.forward, times.input, times.weight, held, message))
+        cost = durations or _counted(spec, stage, machine.flops)
+        costs.append(replace(cost, activations=float(kept.of(stage)), output=output))
     timed = simulate(schedule, costs, Link(machine.latency, machine.bandwidth))
     return PipelineStep(timed, cut, tuple(costs))

@@ -75,8 +75,7 @@ def system_mtbf(
     Failure rates add up, so the system's mean time is one device's divided by their number. Raises
     `UserError` unless exactly one of the two is given, the second one with `devices`.
     """
-    _positive("mtbf_hours", mtbf_hours)
-    _positive("device_mtbf_hours", device_mtbf_hours)
+    _check_positive(mtbf_hours=mtbf_hours, device_mtbf_hours=device_mtbf_hours)
     if mtbf_hours is not None and device_mtbf_hours is not None:
         raise UserError(
             f"device_mtbf_hours: {device_mtbf_hours:g} is given together with mtbf_hours; give one of them"
@@ -87,7 +86,7 @@ def system_mtbf(
         raise UserError("mtbf_hours: is missing; give it for the system, or device_mtbf_hours and devices")
     if devices is None:
         raise UserError("devices: is missing; device_mtbf_hours is of one device, so give their number too")
-    _positive("devices", devices)
+    _check_positive(devices=devices)
     return _seconds("device_mtbf_hours", device_mtbf_hours, devices)
 
 
@@ -126,6 +125,10 @@ class Shares:
     lost_work: float
     """Training that was lost to failures."""
     restarting: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers by name."""
+        return asdict(self)
 
 
 def shares(faults: Faults, interval_seconds: float) -> Shares:
@@ -202,7 +205,7 @@ def optimal_interval(faults: Faults, step_seconds: float) -> int:
 
 
 @dataclass(frozen=True)
-class Goodput:
+class Goodput(Shares):
     """A run under failures. Figures that depend on tokens, devices or a price are None without them."""
 
     interval_steps: int
@@ -212,7 +215,6 @@ class Goodput:
     young_seconds: float
     daly_seconds: float
     mtbf_seconds: float
-    shares: Shares
     failures_per_day: float
     tokens_per_day: float | None
     steps: int | None
@@ -227,16 +229,6 @@ class Goodput:
     def saves(self) -> int | None:
         """Checkpoints of the whole run, or None if its steps are unknown."""
         return None if self.steps is None else math.ceil(self.steps / self.interval_steps)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain numbers by name, the shares among them."""
-        return with_shares(self)
-
-
-def with_shares(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass by name, with those of its field `shares` in place of it."""
-    fields = asdict(record)
-    return {**fields.pop("shares"), **fields}
 
 
 def goodput(
@@ -256,8 +248,7 @@ def goodput(
     """
     check_seconds("step_seconds", step_seconds)
     given = {"batch_tokens": batch_tokens, "tokens": tokens, "devices": devices, "price": price}
-    for name, value in (*given.items(), ("every", every)):
-        _positive(name, value)
+    _check_positive(**given, every=every)
     for name, other in (("tokens", "batch_tokens"), ("price", "tokens"), ("price", "devices")):
         if (value := given[name]) is not None and given[other] is None:
             raise UserError(f"{name}: {short(value)} is given without {other}; give {other} too")
@@ -271,12 +262,12 @@ def goodput(
         device_hours = None if devices is None else days * 24 * devices
     rate = DAY / step_seconds * time.effective  # kept steps per day
     return Goodput(
+        **asdict(time),
         interval_steps=interval,
         interval_seconds=interval * step_seconds,
         young_seconds=young(faults.save_seconds, faults.mtbf_seconds),
         daly_seconds=daly(faults.save_seconds, faults.mtbf_seconds),
         mtbf_seconds=faults.mtbf_seconds,
-        shares=time,
         failures_per_day=DAY / faults.mtbf_seconds,
         tokens_per_day=None if batch_tokens is None else rate * batch_tokens,
         steps=steps,
@@ -287,6 +278,7 @@ def goodput(
     )
 
 
-def _positive(name: str, value: float | None) -> None:
-    if value is not None and not 0 < value < math.inf:
-        raise UserError(f"{name}: {value} is not a number above 0; give one")
+def _check_positive(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"{name}: {value} is not a number above 0; give one")

@@ -10,9 +10,8 @@ import math
 import statistics
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
-from meshwright.reliability.goodput import Faults, Shares, shares, with_shares
+from meshwright.reliability.goodput import Faults, Shares, shares
 from meshwright.spec.errors import UserError
 
 MOST_EVENTS = 1e7
@@ -20,12 +19,10 @@ MOST_EVENTS = 1e7
 
 
 @dataclass(frozen=True)
-class Simulated:
-    """Results of `runs` simulated runs."""
+class Simulated(Shares):
+    """Results of `runs` simulated runs: shares of the total time of all of them, and their spread."""
 
     runs: int
-    shares: Shares
-    """Shares of the total time of all runs."""
     standard_error: float
     """Standard error of the effective share."""
     low: float
@@ -34,10 +31,6 @@ class Simulated:
     """Effective share that 5% of the runs reach."""
     failures: float
     """Mean number of failures per run."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain numbers by name, the shares among them."""
-        return with_shares(self)
 
 
 def simulate(
@@ -59,13 +52,11 @@ def simulate(
     walls = [sum(clock.spent.values()) for clock in clocks]
     wall, cuts = statistics.fmean(walls), statistics.quantiles(walls, n=20, method="inclusive")
     return Simulated(
+        effective=work / wall,
+        saving=spent["saving"] / wall,
+        lost_work=(spent["training"] - work) / wall,
+        restarting=spent["restarting"] / wall,
         runs=runs,
-        shares=Shares(
-            effective=work / wall,
-            saving=spent["saving"] / wall,
-            lost_work=(spent["training"] - work) / wall,
-            restarting=spent["restarting"] / wall,
-        ),
         standard_error=work / wall * statistics.stdev(walls) / math.sqrt(runs) / wall,
         low=work / cuts[-1],
         high=work / cuts[0],

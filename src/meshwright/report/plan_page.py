@@ -78,9 +78,9 @@ def write_explanation(
     path: Path, explained: Explanation, plans: Sequence[RunSpec] = (), pareto: Pareto = ()
 ) -> None:
     """Write the page of a layout that is explained already to `path`; see `write_plan_page`."""
-    spec, cluster = explained.spec, explained.on.cluster
+    spec, cluster = explained.spec, explained.costs.cluster
     model = spec.model.preset or spec.model.hf or f"{spec.model.family}, {fmt.short(spec.model.parameters)}"
-    candidates = [_candidate(plan, explained.on) for plan in plans or [spec]]
+    candidates = [_candidate(plan, explained.costs) for plan in plans or [spec]]
     html = render(
         "plan.html",
         title=f"{model} on {cluster.count:,} x {cluster.device.name}",
@@ -91,7 +91,7 @@ def write_explanation(
         axis_colours=AXIS_COLOURS,
         named=named,
         time_parts=ranked(explained.time.parts),
-        memory_terms=ranked({term: getattr(explained.fullest, term) for term in TERMS}),
+        memory_terms=ranked({term: getattr(explained.memory, term) for term in TERMS}),
         timeline_data=timeline_data(explained.time.simulation),
         levels=_levels(explained),
         plans=candidates,
@@ -106,7 +106,7 @@ def _levels(explained: Explanation) -> list[tuple[Any, list[tuple[str, Any]]]]:
     """Return (level of the cluster, [(axis, its load)]) for the levels whose links carry something."""
     levels = [
         (level, [(a.axis, load) for a in explained.axes for load in a.levels if load.level == level.name])
-        for level in explained.on.cluster.levels
+        for level in explained.costs.cluster.levels
     ]
     return [(level, loads) for level, loads in levels if loads]
 
@@ -120,7 +120,7 @@ def _candidate(spec: RunSpec, costs: CostModel) -> Candidate:
 
 
 def _near(explained: Explanation, estimated: Candidate) -> bool:
-    largest = max(explained.capacity, explained.fullest.device)
+    largest = max(explained.capacity, explained.memory.device)
     return estimated.seconds <= _FAR * explained.time.seconds and estimated.memory.device <= _FAR * largest
 
 
@@ -132,12 +132,10 @@ def _plot(explained: Explanation, others: Sequence[Candidate], pareto: Pareto) -
 
     front = [(time, size / 1e9, f"{seconds(time)}, {gigabytes(size)}") for time, size in pareto]
     groups = [
-        Points(
-            "neighbours", "c7", [point(each.estimate, f"{each.change.words}: {each.why}") for each in near]
-        ),
+        Points("neighbours", "c7", [point(each.estimate, f"{each.words}: {each.why}") for each in near]),
         Points("other plans", "c0", [point(plan, describe(plan.spec)) for plan in others]),
         Points("Pareto front", "c2 pareto", front, joined=True),
-        Points("this layout", "c1 chosen", [point(explained.layout, describe(explained.spec))]),
+        Points("this layout", "c1 chosen", [point(explained, describe(explained.spec))]),
     ]
     limit = explained.capacity
     words = f"{gigabytes(limit)} a rank"

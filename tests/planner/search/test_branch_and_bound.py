@@ -18,7 +18,7 @@ from meshwright.planner.cost.step import step_time
 from meshwright.planner.layout_space import LayoutSpace
 from meshwright.planner.memory.generic import Generic
 from meshwright.planner.search.branch_and_bound import search
-from meshwright.planner.search.least_memory import least_memory
+from meshwright.planner.search.problem import SearchProblem
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.arithmetic import divisors
 from meshwright.spec.layout import ContextMode, Order, ScheduleName
@@ -46,7 +46,7 @@ def every_spec(space: LayoutSpace) -> Iterator[RunSpec]:
             for mesh in space.meshes(inner, ep, etp):
                 for cut in space.cuts(mesh.pp):
                     for sharding in space.shardings(inner, mesh):
-                        yield space.spec(inner, mesh, cut, sharding)
+                        yield space.spec(inner, mesh, sharding, cut)
 
 
 def accepted(base: RunSpec, ranks: int) -> Iterator[RunSpec]:
@@ -137,7 +137,7 @@ def test_the_search_finds_what_brute_force_does(seed: int) -> None:
         assert each.seconds == pytest.approx(step_time(each.spec, on).seconds, rel=1e-9)
         assert each.memory == pytest.approx(Generic(on).peak(each.spec).device, rel=1e-9)
     assert found.counts.timed < len(every)
-    least = least_memory(space, on)
+    least = SearchProblem(base, on.cluster, stack, fixed).least_memory()
     assert least is not None and least.device <= needs[0]
 
 
@@ -214,6 +214,6 @@ def test_the_best_so_far_is_told_as_it_is_found() -> None:
     on = CostModel(cluster("h100", 8))
     found = search(LayoutSpace(run(DENSE), 8), on, 80e9, 1, lambda best, _: told.append(best.seconds))
     assert told == sorted(told, reverse=True) and told[-1] == found.best[0].seconds
-    times = [each.seconds for each in found.seen]
-    needs = [each.memory for each in found.seen]
+    times = [each.seconds for each in found.front]
+    needs = [each.memory for each in found.front]
     assert times == sorted(times) and needs == sorted(needs, reverse=True)

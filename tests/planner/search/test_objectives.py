@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from meshwright import api
-from meshwright.hardware.find import cluster
-from meshwright.planner.cost.software import MESHWRIGHT
 from meshwright.planner.search.objectives import described, largest_model, sized
 from meshwright.planner.search.problem import SearchProblem
-from meshwright.planner.search.request import base_run
+from meshwright.planner.search.request import PlanRequest
 from meshwright.spec import ModelSpec, RunSpec, UserError, load
 from meshwright.spec.toml import to_toml
 
@@ -21,8 +19,8 @@ SMALL: dict[str, Any] = {"seq_len": 1024, "batch_tokens": "64k"}
 
 
 def wish(model: str, gpus: int, seq_len: int = 1024) -> SearchProblem:
-    where = cluster("h100", gpus)
-    return SearchProblem(base_run(model, where, seq_len, 64 * seq_len, ())[0], where, MESHWRIGHT)
+    problems, _ = PlanRequest(model, "h100", gpus, seq_len, 64 * seq_len).problems()
+    return problems[0]
 
 
 SHAPES = ("llama3-8b", "qwen3-32b", "gpt3-175b", "mixtral-8x7b", "deepseek-v3", "base")

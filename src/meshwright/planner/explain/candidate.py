@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Any
 
 from meshwright.planner.cost.kernels import peak
 from meshwright.planner.cost.model import CostModel
@@ -31,21 +32,21 @@ class Candidate:
                 f"{costs.cluster.name} has {devices:,} device{'s' * (devices > 1)}; give a cluster of "
                 f"{ranks:,}"
             )
-        self.spec, self.costs = spec, costs
-        self._times = times if times is not None else ScheduleTimes()
-
-    @cached_property
-    def step(self) -> StepTime:
-        """The step, timed."""
-        return self.step_on(self.costs)
+        self.spec, self.costs, self.cluster = spec, costs, costs.cluster
+        self.times = times if times is not None else ScheduleTimes()
 
     @cached_property
     def _placed(self) -> PlacedStages:
         return placed_stages(self.spec)
 
-    def step_on(self, costs: CostModel) -> StepTime:
+    @cached_property
+    def time(self) -> StepTime:
+        """The step, timed."""
+        return self.time_on(self.costs)
+
+    def time_on(self, costs: CostModel) -> StepTime:
         """The step with other costs."""
-        return StepTime(self.spec, costs, self._times, self._placed)
+        return StepTime(self.spec, costs, self.times, self._placed)
 
     @cached_property
     def memories(self) -> tuple[Memory, ...]:
@@ -55,22 +56,22 @@ class Candidate:
     @property
     def bound(self) -> float:
         """Seconds of a step at least."""
-        return self.step.bound
+        return self.time.bound
 
     @property
     def seconds(self) -> float:
         """Seconds of a step."""
-        return self.step.seconds
+        return self.time.seconds
 
     @property
     def interval(self) -> tuple[float, float]:
         """Seconds between which a step is in 9 of 10 cases."""
-        return interval(self.seconds, spread(self.costs.cluster, self.costs.stack))
+        return interval(self.seconds, spread(self.cluster, self.costs.stack))
 
     @property
     def parts(self) -> dict[str, float]:
         """Seconds of the busiest pipeline rank by cause."""
-        return self.step.parts
+        return self.time.parts
 
     @property
     def tokens_per_second(self) -> float:
@@ -80,7 +81,7 @@ class Candidate:
     @property
     def mfu(self) -> float:
         """Model FLOPs of a second over the devices' peak for the format that computes."""
-        spec, cluster = self.spec, self.costs.cluster
+        spec, cluster = self.spec, self.cluster
         flops = spec.model.flops_per_token(spec.data.seq_len) * spec.train.batch_tokens
         devices = cluster.count / (cluster.sharing if cluster.device.kind == "cpu" else 1)
         rate = peak(cluster.device, self.costs.format or spec.precision.compute) * devices
@@ -89,13 +90,13 @@ class Candidate:
     @cached_property
     def memory(self) -> Memory:
         """Bytes of the fullest rank."""
-        return max(self.memories, key=lambda each: each.allocated)
+        return max(self.memories, key=lambda memory: memory.allocated)
 
     @property
     def fits_probability(self) -> float:
         """Probability that the fullest rank fits its device."""
-        cluster = self.costs.cluster
-        return fits_probability(self.memory.device, room(cluster), spread(cluster, self.costs.stack))
+        wider = spread(self.cluster, self.costs.stack)
+        return fits_probability(self.memory.device, room(self.cluster), wider)
 
     def fits(self, capacity: float) -> bool:
         """True if the fullest rank needs at most `capacity` bytes."""
@@ -105,3 +106,15 @@ class Candidate:
         """True if it is faster, and not by a tie."""
         limit = other.seconds * (1 - TIE)
         return self.bound < limit and self.seconds < limit
+
+    def figures(self) -> dict[str, Any]:
+        """The layout, its times and the probability that it fits, as plain values."""
+        return {
+            "layout": self.spec.layout.model_dump(mode="json"),
+            "recompute": self.spec.recompute.model_dump(mode="json"),
+            "step_seconds": self.seconds,
+            "interval": list(self.interval),
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "fits_probability": self.fits_probability,
+        }

@@ -76,7 +76,13 @@ def communication(spec: RunSpec, model: CostModel, timed: StepTime) -> tuple[Axi
     alone, exposed, loads = _alone(spec, model, timed, sent.get("pipeline", [])), _exposed(timed), []
     for axis, listed in sent.items():
         operations = totals((m.operation, m.count * m.sent) for m in listed)
-        waits, levels = min(exposed[axis], alone[axis]), tuple(_levels(model.links, listed, timed.seconds))
+        carried = totals(crossed for m in listed for crossed in _crossed(model.links, m))
+        levels = tuple(
+            LevelLoad(level.name, carried[level.name], carried[level.name] / (level.loaded * timed.seconds))
+            for level in model.cluster.levels
+            if level.name in carried
+        )
+        waits = min(exposed[axis], alone[axis])
         loads.append(AxisLoad(axis, groups[axis].ranks, operations, alone[axis], waits, levels))
     return tuple(sorted(loads, key=lambda load: -load.bytes))
 
@@ -97,15 +103,6 @@ def _alone(spec: RunSpec, model: CostModel, timed: StepTime, edges: Sequence[Mes
     inside = totals((PRICED_AS.get(m.axis, m.axis), m.count * model.links.seconds(m)) for m in listed)
     edge = message(spec, model, cost)[0] * sum(m.count for m in edges if m.operation == "send")
     return {**dict.fromkeys(_INSIDE, 0.0), **inside, **timed.ranks[timed.rank].data.sent, "pipeline": edge}
-
-
-def _levels(links: CollectiveCosts, listed: Sequence[Message], seconds: float) -> Iterator[LevelLoad]:
-    """Traffic over one device's link to each level, in a step of `seconds`."""
-    carried = totals(crossed for m in listed for crossed in _crossed(links, m))
-    for level in links.cluster.levels:
-        if level.name in carried:
-            size = carried[level.name]
-            yield LevelLoad(level.name, size, size / (level.loaded * seconds))
 
 
 def _crossed(links: CollectiveCosts, message: Message) -> Iterator[tuple[str, float]]:

@@ -7,17 +7,17 @@ sequence parallelism switched.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator, Sequence
+from bisect import insort
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import permutations
 from typing import Any, Literal, get_args
 
 from meshwright.planner.explain.candidate import TIE, Candidate
-from meshwright.planner.layout_space import LOOPED, POLICIES
+from meshwright.planner.layout_space import LOOPED, POLICIES, context_modes
 from meshwright.planner.memory.generic import Memory
 from meshwright.spec import Layout, RunSpec, UserError
-from meshwright.spec.layout import ONE_STAGE, TWO_STAGES, ContextMode, Order, ScheduleName, ulysses_ranks
+from meshwright.spec.layout import ONE_STAGE, TWO_STAGES, Order, ScheduleName
 from meshwright.spec.rules import check
 from meshwright.units import gigabytes, percent, seconds
 
@@ -37,25 +37,15 @@ BETTER = ("fits", "faster")
 
 
 @dataclass(frozen=True)
-class Change:
-    """A run whose layout differs in one thing."""
+class Neighbour:
+    """A layout that differs in one thing, and why the one that it is compared with is better, or is not."""
 
     words: str
     """The difference: 'tp 4 to 8, dp 8 to 4'."""
-    keys: tuple[str, ...]
-    """The keys that differ."""
-    spec: RunSpec
-
-
-@dataclass(frozen=True)
-class Neighbour:
-    """A change, and why the layout that it starts from is better, or is not."""
-
-    change: Change
     estimate: Candidate
     verdict: Verdict
     why: str
-    """One sentence, without the change."""
+    """One sentence, without the difference."""
     most: str
     """The part of the time, or the term of memory, that changes most for the worse, or the better."""
     by: float
@@ -63,59 +53,49 @@ class Neighbour:
     distance: float
     """How far it is from being as good: the share by which it is slower, or over the memory."""
 
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Sort key: those that are better first, then by how close they are."""
+        return self.verdict not in BETTER, self.distance
+
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
         return {
-            "change": self.change.words,
+            "change": self.words,
             "verdict": self.verdict,
             "why": self.why,
             "most": self.most,
             "by": self.by,
             "seconds": self.estimate.seconds,
             "memory": self.estimate.memory.device,
-            "layout": self.change.spec.layout.model_dump(mode="json"),
-            "recompute": self.change.spec.recompute.model_dump(mode="json"),
+            "layout": self.estimate.spec.layout.model_dump(mode="json"),
+            "recompute": self.estimate.spec.recompute.model_dump(mode="json"),
         }
 
 
 def neighbours(
-    chosen: Candidate,
-    listed: Sequence[tuple[Change, Candidate]],
-    capacity: float,
-    most: int | None = None,
+    chosen: Candidate, listed: Mapping[str, Candidate], capacity: float, most: int | None
 ) -> tuple[Neighbour, ...]:
     """The neighbours of a layout, those that are better first, then by how close to it they are.
 
     With `most`, only so many for a layout that fits: memory is not computed for those that are further away
     by their time alone.
     """
-    if most is None:
-        return tuple(sorted((_judged(chosen, change, each, capacity) for change, each in listed), key=_rank))
-    nearest: list[Neighbour] = []
     step = chosen.seconds  # timed first: its path through the schedule bounds the others
-    queue = [(_distance(each.bound / step), place, False) for place, (_, each) in enumerate(listed)]
-    judged: dict[int, Neighbour] = {}
-    heapq.heapify(queue)
-    while queue and len(nearest) < most:
-        _, place, timed = heapq.heappop(queue)
-        change, each = listed[place]
-        if place in judged:
-            nearest.append(judged[place])
-        elif not timed:
-            heapq.heappush(queue, (_distance(each.seconds / step), place, True))
-        else:
-            judged[place] = _judged(chosen, change, each, capacity)
-            heapq.heappush(queue, (_rank(judged[place]), place, True))
-    return tuple(nearest)
+    nearest: list[tuple[tuple[bool, float], int, Neighbour]] = []
+    for place, (words, other) in sorted(enumerate(listed.items()), key=lambda item: item[1][1].bound):
+        if len(nearest) == most:
+            last = nearest[-1][0]
+            if _rank_at_best(other.bound / step) > last or _rank_at_best(other.seconds / step) > last:
+                continue
+        neighbour = _judged(chosen, words, other, capacity)
+        insort(nearest, (neighbour.rank, place, neighbour))
+        del nearest[len(listed) if most is None else most :]
+    return tuple(neighbour for _, _, neighbour in nearest)
 
 
-def _rank(neighbour: Neighbour) -> tuple[bool, float]:
-    """Sort key: the lower, the earlier it is listed."""
-    return neighbour.verdict not in BETTER, neighbour.distance
-
-
-def _distance(times: float) -> tuple[bool, float]:
-    """Best possible sort key of a neighbour whose step takes at least `times` as long."""
+def _rank_at_best(times: float) -> tuple[bool, float]:
+    """Best possible rank of a neighbour whose step takes at least `times` as long."""
     faster = times < 1 - TIE
     return not faster, times - 1 if faster else max(times - 1, 0.0)
 
@@ -123,88 +103,90 @@ def _distance(times: float) -> tuple[bool, float]:
 # Enumeration.
 
 
-def changes(spec: RunSpec) -> list[Change]:
-    """Every neighbour that the rules accept, once; all else stays, the microbatch included."""
+Update = dict[str, Any]
+"""Keys of a layout with new values."""
+_ON_OFF = {True: "on", False: "off"}
+
+
+def changes(spec: RunSpec) -> dict[str, RunSpec]:
+    """Words for a change -> the run with it: every one that the rules accept, once; all else stays.
+
+    The microbatch stays too, where it is not the change.
+    """
     base = spec.layout.model_copy(update={"micro_batch": spec.micro_batch})
-    found: list[Change] = []
+    found: dict[str, RunSpec] = {}
     seen = [base]
-    for words, update in _updates(spec, base):
+    for update in _updates(spec, base):
         layout = base.model_copy(update=update)
-        made = spec.model_copy(update={"layout": layout})
-        if _legal(made) and not _same(layout, base) and layout not in seen:
+        changed = spec.model_copy(update={"layout": layout})
+        if _legal(changed) and not _same(layout, base) and layout not in seen:
             seen.append(layout)
-            found.append(Change(words, tuple(update), made))
+            found[_difference(base, update)] = changed
     for name, policy in POLICIES.items():
         if name != spec.recompute.policy:
-            words = f"recompute.policy {spec.recompute.policy} to {name}"
-            made = spec.model_copy(update={"layout": base, "recompute": policy})
-            found.append(Change(words, ("recompute",), made))
+            changed = spec.model_copy(update={"layout": base, "recompute": policy})
+            found[f"recompute.policy {spec.recompute.policy} to {name}"] = changed
     return found
 
 
-Update = tuple[str, dict[str, object]]
+def _difference(layout: Layout, update: Update) -> str:
+    """Words for an update."""
+    if "schedule" in update and (chunks := update.get("virtual")):
+        words = _difference(layout, {"schedule": update["schedule"]})
+        return words + (f" with {chunks} stages a rank" if chunks > 1 else "")
+    steps = []
+    for name, value in update.items():
+        before = layout.chunks if name == "virtual" else getattr(layout, name)
+        old, new = (_ON_OFF[each] if isinstance(each, bool) else each for each in (before, value))
+        steps.append(f"{name} {old} to {new}")
+    return ", ".join(steps)
 
 
 def _updates(spec: RunSpec, layout: Layout) -> Iterator[Update]:
-    """Changes of one thing in words and values; some are illegal, or equal to others."""
+    """Changes of one thing; some are illegal, or equal to others."""
     yield from _traded(layout, ("replicate", "dp", "cp", "tp", "pp"))
     if layout.ep * layout.etp > 1:
         yield from _traded(layout, ("ep", "etp"))
-    for name in ("ep", "etp"):
-        yield from _scaled(layout, name, getattr(layout, name))
+    yield from _scaled("ep", layout.ep)
+    yield from _scaled("etp", layout.etp)
     if layout.shard_ranks > 1:
-        yield from (_one(layout, "zero", stage) for stage in range(4))
+        yield from ({"zero": stage} for stage in range(4))
     if layout.pp > 1:
         yield from _schedules(layout)
-    yield from _scaled(layout, "micro_batch", spec.micro_batch)
-    local = layout.local_kv_heads(spec.model.kv_heads)
-    for mode in get_args(ContextMode) if layout.cp > 1 else ():
-        joint = mode == "ring+ulysses" and ulysses_ranks(layout.cp, local, mode) in (1, layout.cp)
-        if not joint:  # else it is another mode's second name
-            yield _one(layout, "context_mode", mode)
+    yield from _scaled("micro_batch", spec.micro_batch)
+    if layout.cp > 1:
+        modes = context_modes(layout.cp, layout.local_kv_heads(spec.model.kv_heads))
+        yield from ({"context_mode": mode} for mode in modes)
     if layout.tp > 1:
-        yield _one(layout, "sequence_parallel", not layout.sequence_parallel)
-    yield from (_one(layout, "order", order) for order in get_args(Order))
+        yield {"sequence_parallel": not layout.sequence_parallel}
+    yield from ({"order": order} for order in get_args(Order))
 
 
 def _traded(layout: Layout, axes: Sequence[str]) -> Iterator[Update]:
     """Twice as many ranks on one axis, half as many on another."""
     for more, less in permutations(axes, 2):
         if (ranks := getattr(layout, less)) % 2 == 0:
-            both: dict[str, object] = {more: 2 * getattr(layout, more), less: ranks // 2}
-            yield ", ".join(_step(layout, name, size) for name, size in both.items()), both
+            yield {more: 2 * getattr(layout, more), less: ranks // 2}
 
 
 def _schedules(layout: Layout) -> Iterator[Update]:
+    """Another schedule, with as many stages a rank as it has, or another number of stages."""
     for name in get_args(ScheduleName):
         chunks = 1 if name in ONE_STAGE else 2 if name in TWO_STAGES else max(2, layout.chunks)
-        words, update = _one(layout, "schedule", name)
-        if chunks == layout.chunks:
-            yield words, update
-        else:
-            words += f" with {chunks} stages a rank" if chunks > 1 else ""
-            yield words, {**update, "virtual": chunks}
+        yield {"schedule": name} if chunks == layout.chunks else {"schedule": name, "virtual": chunks}
     if layout.schedule in LOOPED:
-        yield from _scaled(layout, "virtual", layout.chunks)
+        yield from _scaled("virtual", layout.chunks)
 
 
-def _scaled(layout: Layout, name: str, size: int) -> Iterator[Update]:
-    yield _step(layout, name, 2 * size, size), {name: 2 * size}
+def _scaled(name: str, size: int) -> Iterator[Update]:
+    """Twice and half of a size."""
+    yield {name: 2 * size}
     if size % 2 == 0:
-        yield _step(layout, name, size // 2, size), {name: size // 2}
-
-
-def _one(layout: Layout, name: str, value: object) -> Update:
-    return _step(layout, name, value), {name: value}
-
-
-def _step(layout: Layout, name: str, value: object, before: object = None) -> str:
-    old = getattr(layout, name) if before is None else before
-    shown = [("on" if each else "off") if isinstance(each, bool) else str(each) for each in (old, value)]
-    return f"{name} {shown[0]} to {shown[1]}"
+        yield {name: size // 2}
 
 
 def _legal(spec: RunSpec) -> bool:
+    """True for layouts that the rules accept, and that deal experts out only where there are some."""
     try:
         check(spec)
     except UserError:
@@ -221,47 +203,40 @@ def _same(one: Layout, other: Layout) -> bool:
 # Comparison.
 
 
-def _judged(chosen: Candidate, change: Change, other: Candidate, capacity: float) -> Neighbour:
-    over = other.memory.device - capacity
-    if over > 0:
-        return _too_large(chosen, change, other, capacity)
-    share = other.seconds / chosen.seconds - 1
+def _judged(chosen: Candidate, words: str, other: Candidate, capacity: float) -> Neighbour:
+    """A neighbour with its verdict, and the term of memory or the part of the time that decides it."""
+    needs, share = other.memory.device, other.seconds / chosen.seconds - 1
+    growth = {name: getattr(other.memory, name) - getattr(chosen.memory, name) for name in TERMS}
+    if needs > capacity:
+        term, by = _largest(growth)
+        cause = f"{gigabytes(by)} more of {named(term)}"
+        if by <= 0:  # the given layout does not fit either
+            term, by = _largest({name: getattr(other.memory, name) for name in TERMS})
+            cause = f"{gigabytes(by)} of it {named(term)}"
+        over = needs - capacity
+        why = f"needs {gigabytes(needs)}, {gigabytes(over)} too much: {cause}"
+        return Neighbour(words, other, "does not fit", why, term, by, max(over / capacity, share))
     if not chosen.fits(capacity):
-        term, by = _largest({name: -size for name, size in _growth(chosen, other).items()})
-        why = f"fits, with {gigabytes(by)} less of {named(term)}, in {seconds(other.seconds)} a step"
-        return Neighbour(change, other, "fits", why, term, -by, share)
+        term, less = _largest(growth, -1)
+        why = f"fits, with {gigabytes(less)} less of {named(term)}, in {seconds(other.seconds)} a step"
+        return Neighbour(words, other, "fits", why, term, -less, share)
     if abs(share) <= TIE:
-        more = other.memory.device - chosen.memory.device
-        needs = (
-            f"{gigabytes(abs(more))} {'more' if more > 0 else 'less'} memory" if more else "as much memory"
-        )
-        term, by = _largest({name: abs(size) for name, size in _growth(chosen, other).items()})
-        return Neighbour(change, other, "as fast", f"as fast, with {needs}", term, by, abs(share))
+        more = needs - chosen.memory.device
+        memory = f"{gigabytes(abs(more))} {'more' if more > 0 else 'less'}" if more else "as much"
+        term, by = _largest({name: abs(size) for name, size in growth.items()})
+        return Neighbour(words, other, "as fast", f"as fast, with {memory} memory", term, by, abs(share))
     grown = {name: other.parts[name] - chosen.parts[name] for name in chosen.parts}
     sign = 1 if share > 0 else -1
-    part, by = _largest({name: sign * size for name, size in grown.items()})
-    against, less = _largest({name: -sign * size for name, size in grown.items()})
+    (part, by), (against, less) = _largest(grown, sign), _largest(grown, -sign)
     verdict: Verdict = "slower" if share > 0 else "faster"
     why = f"{percent(abs(share))} {verdict}: {part} {_signed(sign * by)}"
     if less > _WORTH * by:
         why += f", {against} {_signed(-sign * less)}"
-    return Neighbour(change, other, verdict, why, part, sign * by, share)
+    return Neighbour(words, other, verdict, why, part, sign * by, share)
 
 
 def _signed(amount: float) -> str:
     return f"{'-' if amount < 0 else '+'}{seconds(abs(amount))}"
-
-
-def _too_large(chosen: Candidate, change: Change, other: Candidate, capacity: float) -> Neighbour:
-    over = other.memory.device - capacity
-    term, by = _largest(_growth(chosen, other))
-    grown = f"{gigabytes(by)} more of {named(term)}"
-    if by <= 0:  # the given layout does not fit either
-        term, by = _largest({name: getattr(other.memory, name) for name in TERMS})
-        grown = f"{gigabytes(by)} of it {named(term)}"
-    why = f"needs {gigabytes(other.memory.device)}, {gigabytes(over)} too much: {grown}"
-    slower = other.seconds / chosen.seconds - 1
-    return Neighbour(change, other, "does not fit", why, term, by, max(over / capacity, slower))
 
 
 def named(term: str) -> str:
@@ -269,10 +244,7 @@ def named(term: str) -> str:
     return _NAMED.get(term, term)
 
 
-def _growth(chosen: Candidate, other: Candidate) -> dict[str, float]:
-    return {name: getattr(other.memory, name) - getattr(chosen.memory, name) for name in TERMS}
-
-
-def _largest(changes: dict[str, float]) -> tuple[str, float]:
-    name = max(changes, key=lambda each: changes[each])
-    return name, changes[name]
+def _largest(amounts: Mapping[str, float], sign: int = 1) -> tuple[str, float]:
+    """The name and the value of the largest of some amounts, which are multiplied by `sign`."""
+    name = max(amounts, key=lambda name: sign * amounts[name])
+    return name, sign * amounts[name]

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache, partial
+from math import inf
 
 from meshwright.hardware.cluster import NETWORKS
 from meshwright.planner.cost.model import CostModel
@@ -18,6 +19,8 @@ from meshwright.planner.explain.candidate import TIE, Candidate
 
 MOST = 50
 """Largest error of a figure that is considered, in percent."""
+_CHOSEN = ""
+"""Words for the chosen layout."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,8 @@ class Turn:
 
     percent: int
     """Below 0 where the figure is lowered."""
-    candidate: int | None
-    """The place of the layout that is preferred then; None where nothing fits."""
+    preferred: str | None
+    """Words for the layout that is preferred then; None where nothing fits."""
 
 
 @dataclass(frozen=True)
@@ -39,26 +42,18 @@ class Assumption:
     turns: tuple[Turn, ...]
     """At most one each way, the nearer first; none where the choice stands within `MOST` percent."""
 
-    def to_json(self, words: Sequence[str]) -> dict[str, Any]:
-        """Plain values; `words` name the candidates."""
-        listed = [
-            {"percent": turn.percent, "preferred": None if turn.candidate is None else words[turn.candidate]}
-            for turn in self.turns
-        ]
-        return {"name": self.name, "value": self.value, "turns": listed}
-
 
 @dataclass(frozen=True)
 class Figure:
-    """A rate of the hardware, and the cost model with that rate times a factor."""
+    """A figure of the hardware, and the cost model and the capacity with that figure times a factor."""
 
     name: str
     value: str
-    scaled: Callable[[float], CostModel]
+    scaled: Callable[[float], tuple[CostModel, float]]
 
 
 def assumptions(
-    chosen: Candidate, candidates: Sequence[Candidate], costs: CostModel, capacity: float
+    chosen: Candidate, candidates: Mapping[str, Candidate], capacity: float
 ) -> tuple[Assumption, ...]:
     """The value that each figure would need for one of `candidates` to be preferred.
 
@@ -68,67 +63,49 @@ def assumptions(
     if not chosen.fits(capacity):
         return ()
     others = {
-        place: each
-        for place, each in enumerate(candidates)
-        if not each.beats(chosen) or not each.fits(capacity)
+        words: other
+        for words, other in candidates.items()
+        if not other.beats(chosen) or not other.fits(capacity)
     }
     found = []
-    for figure in figures(costs):
-        race = _Race(chosen, others, figure, capacity)
-        found.append(Assumption(figure.name, figure.value, _nearer([_turn(race, sign) for sign in (1, -1)])))
-    turns = _nearer([_more_memory(chosen, others, capacity), _less_memory(chosen, others, capacity)])
-    return (*found, Assumption("memory capacity", f"{capacity / 1e9:.4g} GB", turns))
+    for figure in figures(chosen.costs, capacity):
+        race = _Race(chosen, others, figure)
+        turns = [turn for sign in (1, -1) if (turn := race.turn(sign)) is not None]
+        nearer_first = tuple(sorted(turns, key=lambda turn: abs(turn.percent)))
+        found.append(Assumption(figure.name, figure.value, nearer_first))
+    return tuple(found)
 
 
-def _nearer(turns: Sequence[Turn | None]) -> tuple[Turn, ...]:
-    return tuple(sorted((turn for turn in turns if turn is not None), key=lambda turn: abs(turn.percent)))
-
-
-def figures(costs: CostModel) -> list[Figure]:
-    """The rates that a step's seconds depend on most."""
+def figures(costs: CostModel, capacity: float) -> list[Figure]:
+    """The rates that a step's seconds depend on most, and the bytes of a rank that may be filled."""
     device, stack, cluster, format = costs.cluster.device, costs.stack, costs.cluster, costs.format
 
-    def products(factor: float) -> CostModel:
+    def products(factor: float) -> tuple[CostModel, float]:
         rates = replace(device.rates, matmul=device.rates.matmul * factor)
-        return CostModel(replace(cluster, device=replace(device, rates=rates)), stack, format)
+        return CostModel(replace(cluster, device=replace(device, rates=rates)), stack, format), capacity
 
-    def launch(factor: float) -> CostModel:
-        return CostModel(cluster, replace(stack, launch=stack.launch / factor), format)
+    def linked(network: bool, factor: float) -> tuple[CostModel, float]:
+        levels = tuple(
+            replace(level, link=replace(level.link, bandwidth=level.link.bandwidth * factor))
+            if (level.kind in NETWORKS) == network
+            else level
+            for level in cluster.levels
+        )
+        return CostModel(replace(cluster, levels=levels), stack, format), capacity
+
+    def launch(factor: float) -> tuple[CostModel, float]:
+        return CostModel(cluster, replace(stack, launch=stack.launch / factor), format), capacity
 
     found = [Figure("rate of matrix products", f"{device.rates.matmul:.0%} of the peak", products)]
     for name, network in (("bandwidth within a node", False), ("bandwidth of the network", True)):
         mine = [level for level in cluster.levels if (level.kind in NETWORKS) == network]
         if mine and cluster.count > 1:
-
-            def linked(factor: float, network: bool = network) -> CostModel:
-                levels = tuple(
-                    replace(level, link=replace(level.link, bandwidth=level.link.bandwidth * factor))
-                    if (level.kind in NETWORKS) == network
-                    else level
-                    for level in cluster.levels
-                )
-                return CostModel(replace(cluster, levels=levels), stack, format)
-
-            found.append(Figure(name, f"{mine[0].link.bandwidth / 1e9:.4g} GB/s a device", linked))
+            value = f"{mine[0].link.bandwidth / 1e9:.4g} GB/s a device"
+            found.append(Figure(name, value, partial(linked, network)))
     if stack.launch:
         found.append(Figure("speed of the host", f"{stack.launch * 1e6:.3g} us a launch", launch))
-    return found
-
-
-def _turn(race: _Race, sign: int) -> Turn | None:
-    """The smallest change of a rate in one direction at which another layout is ahead.
-
-    It is looked for by bounds, then near there by exact seconds, and if that fails by halves.
-    """
-
-    def ahead(percent: int, exact: bool) -> bool:
-        return race.ahead(1 + sign * percent / 100, every=False, exact=exact) is not None
-
-    guess = _first(lambda percent: ahead(percent, False), (MOST,))
-    found = _first(lambda percent: ahead(percent, True), (guess, guess - 1, guess + 1, MOST))
-    if found > MOST:
-        return None
-    return Turn(sign * found, race.ahead(1 + sign * found / 100, every=True))
+    memory = Figure("memory capacity", f"{capacity / 1e9:.4g} GB", lambda factor: (costs, capacity * factor))
+    return [*found, memory]
 
 
 def _first(holds: Callable[[int], bool], tried: Sequence[int]) -> int:
@@ -144,76 +121,61 @@ def _first(holds: Callable[[int], bool], tried: Sequence[int]) -> int:
 
 
 class _Race:
-    """A layout against others, at other values of a rate."""
+    """A layout against others, at other values of a figure."""
 
-    def __init__(
-        self, chosen: Candidate, others: Mapping[int, Candidate], figure: Figure, capacity: float
-    ) -> None:
-        self.chosen, self.others, self.figure, self.capacity = chosen, others, figure, capacity
-        self._costs: dict[float, CostModel] = {}
-        self._steps: dict[tuple[int | None, float], StepTime] = {}
-        self._bounds = {place: {1.0: each.bound} for place, each in others.items()}
+    def __init__(self, chosen: Candidate, others: Mapping[str, Candidate], figure: Figure) -> None:
+        self.layouts = {_CHOSEN: chosen, **others}
+        self._scaled = cache(figure.scaled)
+        self._times: dict[tuple[str, CostModel], StepTime] = {}
+        self._bounds = {words: {1.0: other.bound} for words, other in others.items()}
 
-    def ahead(self, factor: float, every: bool, exact: bool = True) -> int | None:
-        """The fastest other layout that fits and is ahead, or without `every` the first that is found.
+    def turn(self, sign: int) -> Turn | None:
+        """The smallest change of the figure in one direction at which another layout is preferred, or none.
 
-        Without `exact` by lower bounds on seconds.
+        It is looked for by bounds, then near there by exact seconds, and if that fails by halves.
         """
-        best = self._seconds(None, factor, exact) * (1 - TIE)
-        near = [place for place in self.others if self._bound(place, factor) < best]
-        bounds = {place: self._seconds(place, factor, exact=False) for place in near}
-        found = None
-        for place, seconds in sorted(bounds.items(), key=lambda item: item[1]):
-            if seconds >= best:
+
+        def turned(percent: int, exact: bool) -> bool:
+            return self._preferred(1 + sign * percent / 100, every=False, exact=exact) != _CHOSEN
+
+        guess = _first(lambda percent: turned(percent, False), (MOST,))
+        found = _first(lambda percent: turned(percent, True), (guess, guess - 1, guess + 1, MOST))
+        if found > MOST:
+            return None
+        return Turn(sign * found, self._preferred(1 + sign * found / 100, every=True))
+
+    def _preferred(self, factor: float, every: bool, exact: bool = True) -> str | None:
+        """The fastest layout that fits, by more than a tie if it is not the chosen one; None if none fits.
+
+        Without `every` the first that is found to be ahead; without `exact` by lower bounds on seconds.
+        """
+        _, capacity = self._scaled(factor)
+        preferred, best = None, inf
+        if self.layouts[_CHOSEN].fits(capacity):
+            preferred, best = _CHOSEN, self._seconds(_CHOSEN, factor, exact) * (1 - TIE)
+        near = [words for words in self._bounds if self._bound(words, factor) < best]
+        bounds = {words: self._seconds(words, factor, exact=False) for words in near}
+        for words in sorted(bounds, key=bounds.__getitem__):
+            if bounds[words] >= best or (preferred not in (None, _CHOSEN) and not every):
                 break
-            if self.others[place].fits(self.capacity):
-                seconds = self._seconds(place, factor, exact) if exact else seconds
+            if self.layouts[words].fits(capacity):
+                seconds = self._seconds(words, factor, exact)
                 if seconds < best:
-                    best, found = seconds, place
-                    if not every:
-                        break
-        return found
+                    preferred, best = words, seconds
+        return preferred
 
-    def _bound(self, place: int, factor: float) -> float:
+    def _bound(self, words: str, factor: float) -> float:
         """Lower bound on the step's seconds at `factor`, scaled from values that are known."""
-        return max(value * min(1.0, other / factor) for other, value in self._bounds[place].items())
+        return max(value * min(1.0, other / factor) for other, value in self._bounds[words].items())
 
-    def _seconds(self, place: int | None, factor: float, exact: bool) -> float:
-        """Seconds of a candidate's step at `factor`, or a lower bound; None is the chosen one."""
-        if (place, factor) not in self._steps:
-            if factor not in self._costs:
-                self._costs[factor] = self.figure.scaled(factor)
-            layout = self.chosen if place is None else self.others[place]
-            self._steps[place, factor] = layout.step_on(self._costs[factor])
-        step = self._steps[place, factor]
-        seconds = step.seconds if exact else step.bound
-        if place is not None:
-            self._bounds[place][factor] = max(seconds, self._bounds[place].get(factor, 0.0))
+    def _seconds(self, words: str, factor: float, exact: bool) -> float:
+        """Seconds of a layout's step at `factor`, or a lower bound."""
+        costs, _ = self._scaled(factor)
+        if (words, costs) not in self._times:
+            layout = self.layouts[words]
+            self._times[words, costs] = layout.time if costs is layout.costs else layout.time_on(costs)
+        time = self._times[words, costs]
+        seconds = time.seconds if exact else time.bound
+        if words != _CHOSEN:
+            self._bounds[words][factor] = max(seconds, self._bounds[words].get(factor, 0.0))
         return seconds
-
-
-def _more_memory(chosen: Candidate, others: Mapping[int, Candidate], capacity: float) -> Turn | None:
-    """The smallest larger memory in which something faster fits; seconds do not depend on it."""
-    faster = {place: each for place, each in others.items() if each.beats(chosen)}
-    for percent in range(1, MOST + 1):
-        fitting = [place for place, each in faster.items() if each.fits(capacity * (1 + percent / 100))]
-        if fitting:
-            return Turn(percent, min(fitting, key=lambda place: faster[place].seconds))
-    return None
-
-
-def _less_memory(chosen: Candidate, others: Mapping[int, Candidate], capacity: float) -> Turn | None:
-    """The largest smaller memory in which the chosen layout no longer fits, and the fastest that does."""
-    for percent in range(1, MOST + 1):
-        room = capacity * (1 - percent / 100)
-        if chosen.fits(room):
-            continue
-        best, found = float("inf"), None
-        for place in sorted(others, key=lambda place: others[place].bound):
-            each = others[place]
-            if each.bound >= best:
-                break
-            if each.fits(room) and each.seconds < best:
-                best, found = each.seconds, place
-        return Turn(-percent, found)
-    return None

@@ -26,8 +26,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
+from typing import NamedTuple
 
-from meshwright.planner.memory.activations_moe import routed_backward, routed_everything, routed_saved
+from meshwright.planner.memory import activations_moe as experts
 from meshwright.planner.rank_view import widths
 from meshwright.schedule import schedule_of
 from meshwright.spec import MoeSpec, RunSpec
@@ -119,15 +120,39 @@ def activations(spec: RunSpec) -> Activations:
     by_block = tuple(_block(s, layer) for layer in range(model.layers))
     tables = s.tokens * model.rope_dim * 3 // 2 if model.position == "rope" else 0
     length = spec.data.seq_len
-    in_block = max(at(s, last) for at in (at_feed_forward, at_experts, at_norm, at_attention))
+    peaks = backward_peaks(s, last)
     return Activations(
         by_block,
         shared=b * (tables + _mask(spec)),
         embed=9 * s.tokens if layout.tp > 1 else 0,
         host=8 * spec.micro_batch * (length + length // layout.cp) if layout.cp > 1 else 0,
         head=b * (s.stream + s.whole) + s.numbers(1, s.own) + exact * s.rows * model.hidden,
-        in_block=in_block + everything(s, last) - by_block[last],
+        in_block=max(peaks.feed_forward, peaks.experts, peaks.attention) + peaks.kept - by_block[last],
         at_head=max(head_moments(s, casts=True)),
+    )
+
+
+class BackwardPeaks(NamedTuple):
+    """Peak bytes beyond those that a block keeps without recomputation, at moments of its backward."""
+
+    kept: int
+    """Bytes that the block keeps without recomputation."""
+    feed_forward: int
+    experts: int
+    packed: int
+    """While gradients of the experts' weights are accumulated."""
+    attention: int
+    """In attention, and in the norm before the feed-forward layer."""
+
+
+def backward_peaks(s: Sizes, layer: int) -> BackwardPeaks:
+    """The peaks of a block's backward."""
+    return BackwardPeaks(
+        everything(s, layer),
+        _at_feed_forward(s, layer),
+        s.width.compute * s.stream + of_experts(s, layer, experts.routed_backward),
+        s.width.compute * s.stream + of_experts(s, layer, experts.routed_packed),
+        max(_at_norm(s, layer), _at_attention(s, layer)),
     )
 
 
@@ -147,7 +172,7 @@ def everything(s: Sizes, layer: int) -> int:
         if spec.layout.context_mode == "gather":
             found += (2 * spec.layout.cp - 1) * s.keys
         found += _output_again(s)
-    return b * found + numbers + of_experts(s, layer, routed_everything)
+    return b * found + numbers + of_experts(s, layer, experts.routed_everything)
 
 
 def of_experts(s: Sizes, layer: int, count: Callable[[RunSpec, MoeSpec], int]) -> int:
@@ -168,7 +193,7 @@ def _block(s: Sizes, layer: int) -> int:
     recompute, layout, b = s.spec.recompute, s.spec.layout, s.width.compute
     if recompute.policy == "none":
         return everything(s, layer)
-    found = b * s.stream + of_experts(s, layer, routed_saved)
+    found = b * s.stream + of_experts(s, layer, experts.routed_saved)
     if not isinstance(recompute, SelectiveRecompute):
         return found
     if "matmul" in recompute.save:
@@ -234,29 +259,24 @@ def _in_norm(s: Sizes) -> int:
     return s.stream * exact * (2 if s.spec.model.norm == "rmsnorm" else 1)
 
 
-def at_feed_forward(s: Sizes, layer: int) -> int:
+def _at_feed_forward(s: Sizes, layer: int) -> int:
     """Peak bytes beyond those that the last block keeps, in the backward of its feed-forward layer."""
     weight = s.spec.model.hidden * s.channels(layer) // s.spec.layout.tp
     at_down = s.gathered + s.inner(layer) + weight  # gradients of its input and of its weight
     return s.width.compute * (s.stream + max(s.gates * s.inner(layer), at_down))
 
 
-def at_experts(s: Sizes, layer: int) -> int:
-    """Peak bytes beyond kept ones in the backward of a block's routed experts."""
-    return s.width.compute * s.stream + of_experts(s, layer, routed_backward)
-
-
-def at_norm(s: Sizes, layer: int) -> int:
+def _at_norm(s: Sizes, layer: int) -> int:
     """Peak bytes in the backward of the norm before the feed-forward layer, whose activations were freed."""
-    freed = s.width.compute * (1 + s.gates) * s.inner(layer) + of_experts(s, layer, routed_everything)
+    freed = s.width.compute * (1 + s.gates) * s.inner(layer) + of_experts(s, layer, experts.routed_everything)
     return s.width.compute * s.stream + _in_norm(s) - freed
 
 
-def at_attention(s: Sizes, layer: int) -> int:
+def _at_attention(s: Sizes, layer: int) -> int:
     """Peak bytes in attention's backward, when activations of the feed-forward layer were freed."""
     spec, b = s.spec, s.width.compute
     freed = b * (2 * s.stream + (1 + s.gates) * s.inner(layer)) + s.numbers(1, s.own)
-    freed += of_experts(s, layer, routed_everything)
+    freed += of_experts(s, layer, experts.routed_everything)
     if spec.layout.cp > 1:
         return _across_ranks(s) - freed - b * _output_again(s)
     heads = 2 * (s.queries + s.out) + s.keys + s.values

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.memory.activations import Activations, activations
-from meshwright.planner.memory.generic import Generic, Memory, MemoryModel, held_microbatches, overhead
+from meshwright.planner.memory.generic import Generic, Memory, held_microbatches
 from meshwright.planner.memory.in_flight import peak_activations
 from meshwright.planner.memory.peak import Moment, fullest_moment
 from meshwright.planner.memory.states import StateShard, states_at, units
@@ -21,34 +20,24 @@ from meshwright.planner.rank_view import RankView, place_of, widths
 from meshwright.spec import RunSpec
 
 
-def memory_model(costs: CostModel) -> MemoryModel:
+def memory_model(costs: CostModel) -> Generic:
     """The memory model of a software stack: exact for this program, generic for others."""
     return Exact(costs) if costs.stack.ours else Generic(costs)
 
 
-class Exact(MemoryModel):
-    """Memory of this program, as dry runs count it."""
+class Exact(Generic):
+    """Memory of this program, as dry runs count it.
+
+    The generic formulas, by which the search filters layouts, may exceed it by up to `slack`.
+    """
 
     slack = 1.1
-
-    def __init__(self, costs: CostModel) -> None:
-        super().__init__(costs)
-        self._generic = Generic(costs)
-
-    @property
-    def generic(self) -> Generic:
-        """The generic model of the same stack."""
-        return self._generic
 
     def ranks(self, spec: RunSpec) -> list[Memory]:
         """Bytes of each rank of the pipeline."""
         short = shortened(spec)
         kept = activations(short)
         return [self._rank(place_of(short, rank), kept, rank) for rank in range(spec.layout.pp)]
-
-    def lower_bound(self, spec: RunSpec, blocks: LayerCost | None = None) -> Memory:
-        """The bound by generic formulas, which may exceed the exact bytes by up to `slack`."""
-        return self.generic.lower_bound(spec, blocks)
 
     def _rank(self, view: RankView, kept: Activations, rank: int) -> Memory:
         shards = units(view)
@@ -68,7 +57,7 @@ class Exact(MemoryModel):
             moment.temporaries,
             moment.buffers,
         )
-        return Memory(*terms, *overhead(view.spec, self.costs, sum(terms)), rank=rank)
+        return self.on_device(view.spec.layout, rank, terms)
 
 
 def shortened(spec: RunSpec) -> RunSpec:

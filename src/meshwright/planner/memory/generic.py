@@ -9,22 +9,24 @@ fragmentation (reserved), and the device's context and its communicators' buffer
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from meshwright.planner.cost.data_parallel import StoredParameters
 from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.model import CostModel
-from meshwright.planner.cost.stages import Contents, model_contents, placed_stages, stored, together
+from meshwright.planner.cost.stages import Contents, placed_stages, stored, together
 from meshwright.schedule import schedule_of
 from meshwright.schedule.validate import peak
-from meshwright.spec import ModelSpec, RunSpec
+from meshwright.spec import Layout, RunSpec
 from meshwright.spec.layout import HOLD_ALL, SPLIT
 
 _CONTEXT = 0.6e9
 """Bytes of a CUDA context with its kernels."""
 _CHANNEL = 0.25e9
 """Bytes of buffers of each of a rank's NCCL communicators."""
+
+Terms = tuple[float, float, float, float, float, float]
+"""Bytes of tensors: the first six fields of `Memory`."""
 
 
 @dataclass(frozen=True)
@@ -68,46 +70,19 @@ class Memory:
         return terms | {"allocated": self.allocated, "reserved": self.reserved, "device": self.device}
 
 
-class MemoryModel(ABC):
-    """Bytes that layouts need on the devices of a cost model."""
+class Generic:
+    """Bytes that layouts need on a cost model's devices, by formulas that hold for every software stack."""
 
     slack = 1.0
-    """Factor on memory that the search allows when it filters layouts by the generic model."""
+    """Factor on memory that the search allows when it filters layouts by these formulas."""
 
     def __init__(self, costs: CostModel) -> None:
         self.costs = costs
-
-    @property
-    @abstractmethod
-    def generic(self) -> Generic:
-        """The generic model, which the search filters layouts by."""
-
-    @abstractmethod
-    def ranks(self, spec: RunSpec) -> list[Memory]:
-        """Bytes of each rank of the pipeline."""
-
-    @abstractmethod
-    def lower_bound(self, spec: RunSpec, blocks: LayerCost | None = None) -> Memory:
-        """Bytes that the fullest rank needs at least, however stages are cut; `blocks` are the run's."""
+        self._shares: dict[tuple[LayerCost, int], tuple[StoredParameters, float]] = {}
 
     def peak(self, spec: RunSpec) -> Memory:
         """Bytes of the fullest rank."""
-        return max(self.ranks(spec), key=lambda each: each.allocated)
-
-
-class Generic(MemoryModel):
-    """Memory by formulas that hold for every software stack."""
-
-    def __init__(self, costs: CostModel) -> None:
-        super().__init__(costs)
-        self._shares: dict[tuple[LayerCost, int], tuple[StoredParameters, float]] = {}
-        self._model: tuple[ModelSpec, Contents] | None = None
-        """The model that was asked for last."""
-
-    @property
-    def generic(self) -> Generic:
-        """This model."""
-        return self
+        return max(self.ranks(spec), key=lambda memory: memory.allocated)
 
     def ranks(self, spec: RunSpec) -> list[Memory]:
         """Bytes of each rank of the pipeline."""
@@ -122,27 +97,25 @@ class Generic(MemoryModel):
             found.append(self.rank(spec, blocks, stored(blocks, mine), flight, mine.head, rank))
         return found
 
-    def lower_bound(self, spec: RunSpec, blocks: LayerCost | None = None) -> Memory:
-        """Bytes of a rank with an equal share of the model and of one microbatch's activations."""
-        blocks = blocks or self.costs.blocks(spec)
-        held, kept = self.equal_share(blocks, spec.layout.pp)
+    def lower_bound(self, spec: RunSpec, blocks: LayerCost, model: Contents) -> Memory:
+        """Bytes that the fullest rank needs at least, however stages are cut; `model` is the whole model.
+
+        They are those of a rank with an equal share of the model and of one microbatch's activations.
+        """
+        held, kept = self.equal_share(blocks, model, spec.layout.pp)
         return self.rank(spec, blocks, held, kept, False, 0)
 
-    def equal_share(self, blocks: LayerCost, pp: int) -> tuple[StoredParameters, float]:
+    def equal_share(self, blocks: LayerCost, model: Contents, pp: int) -> tuple[StoredParameters, float]:
         """Parameters of 1 / `pp` of the model, and bytes that as much of its blocks keeps of a microbatch."""
-        if (blocks, pp) in self._shares:
-            return self._shares[blocks, pp]
-        model = blocks.spec.model
-        if self._model is None or self._model[0] is not model:
-            self._model = model, model_contents(model)
-        dense = routed = kept = 0.0
-        for count, has_experts in self._model[1].kinds:
-            mine = blocks.held(has_experts)
-            dense, routed = dense + count * mine[0] / pp, routed + count * mine[1] / pp
-            kept += count * block_activations(blocks, has_experts) / pp
-        dense += (1 if model.tied else 2) * blocks.largest_unit / pp
-        share = self._shares[blocks, pp] = StoredParameters(dense, routed, model.layers + 2, 1), kept
-        return share
+        if (blocks, pp) not in self._shares:
+            dense = routed = kept = 0.0
+            for count, has_experts in model.kinds:
+                mine = blocks.held(has_experts)
+                dense, routed = dense + count * mine[0] / pp, routed + count * mine[1] / pp
+                kept += count * block_activations(blocks, has_experts) / pp
+            dense += (1 if blocks.spec.model.tied else 2) * blocks.largest_unit / pp
+            self._shares[blocks, pp] = StoredParameters(dense, routed, model.blocks + 2, 1), kept
+        return self._shares[blocks, pp]
 
     def rank(
         self,
@@ -175,16 +148,15 @@ class Generic(MemoryModel):
             buffers = unit * stack.gradient_bytes
         logits = blocks.rows * blocks.tokens * stack.logits if head else 0.0
         terms = copy + master, gradients, optimiser, activations, logits, buffers
-        return Memory(*terms, *overhead(spec, self.costs, sum(terms)), rank=rank)
+        return self.on_device(layout, rank, terms)
 
-
-def overhead(spec: RunSpec, costs: CostModel, allocated: float) -> tuple[float, float, float]:
-    """Bytes of fragmentation, context and communicators on a GPU; a CPU has none."""
-    if costs.cluster.device.kind == "cpu":
-        return 0.0, 0.0, 0.0
-    layout = spec.layout
-    sizes = (layout.tp, layout.cp, layout.shard_ranks, layout.replicate, layout.pp, layout.ep)
-    return costs.stack.fragmentation * allocated, _CONTEXT, _CHANNEL * sum(size > 1 for size in sizes)
+    def on_device(self, layout: Layout, rank: int, terms: Terms) -> Memory:
+        """Bytes of a rank with such terms of tensors; a GPU adds fragmentation, context and communicators."""
+        if self.costs.cluster.device.kind == "cpu":
+            return Memory(*terms, 0.0, 0.0, 0.0, rank)
+        sizes = (layout.tp, layout.cp, layout.shard_ranks, layout.replicate, layout.pp, layout.ep)
+        communicators = _CHANNEL * sum(size > 1 for size in sizes)
+        return Memory(*terms, self.costs.stack.fragmentation * sum(terms), _CONTEXT, communicators, rank)
 
 
 def held_microbatches(spec: RunSpec) -> int:

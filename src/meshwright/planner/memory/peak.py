@@ -10,23 +10,10 @@ Gradients that are stored whole keep their memory from step to step: the first s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from meshwright.planner.memory.activations import (
-    Activations,
-    Sizes,
-    at_attention,
-    at_experts,
-    at_feed_forward,
-    at_mask,
-    at_norm,
-    everything,
-    head_moments,
-    of_experts,
-)
-from meshwright.planner.memory.activations_moe import routed_packed
+from meshwright.planner.memory.activations import Activations, Sizes, at_mask, backward_peaks, head_moments
 from meshwright.planner.memory.states import StateShard, packed_width, waits
 from meshwright.planner.rank_view import RankView, widths
 
@@ -57,11 +44,11 @@ def fullest_moment(view: RankView, shards: Sequence[StateShard], kept: Activatio
     return step.most
 
 
-class _Units:
-    """The buffers of units, as they are filled and freed."""
+class _Step:
+    """A step, microbatch by microbatch, and the buffers of units as they are filled and freed."""
 
-    def __init__(self, view: RankView, shards: Sequence[StateShard]) -> None:
-        self.spec, self.width = view.spec, widths(view.spec)
+    def __init__(self, view: RankView, shards: Sequence[StateShard], kept: Activations, casts: bool) -> None:
+        self.spec, self.width, self.kept, self.casts = view.spec, widths(view.spec), kept, casts
         self.groups: dict[str, list[StateShard]] = {}
         for unit in shards:
             self.groups.setdefault(unit.name, []).append(unit)
@@ -80,6 +67,14 @@ class _Units:
         self.reducing: deque[StateShard] = deque()
         """Units whose gradients are being reduced over the ranks that share their states."""
         self.most = Moment(0, 0, 0, 0)
+        self.sizes = Sizes(view.spec)
+        self.stream = self.width.compute * self.sizes.stream
+        self.weight = self.sizes.rows * view.spec.model.hidden
+        self.head = head_moments(self.sizes, casts)
+        self.tied = "head" not in self.groups
+        layers, has_experts = range(view.spec.model.layers), view.spec.model.has_experts
+        self.blocks = [f"blocks.{layer}" for layer in layers]
+        self.peaks = {has_experts(layer): backward_peaks(self.sizes, layer) for layer in layers}
 
     def look(self, temporaries: int) -> None:
         """Record the moment if it is the fullest so far."""
@@ -108,9 +103,9 @@ class _Units:
             self.coming.add(unit)
             self.buffers += unit.whole * self.width.compute
 
-    def release(self, unit: StateShard) -> None:
-        """Free a unit that was gathered."""
-        if unit in self.whole:
+    def release(self, units: Iterable[StateShard]) -> None:
+        """Free those of some units that were gathered."""
+        for unit in self.whole.intersection(units):
             self.whole.remove(unit)
             self.buffers -= unit.whole * self.width.compute
 
@@ -130,8 +125,8 @@ class _Units:
 
     def done(self, unit: StateShard, last: bool, temporaries: int) -> None:
         """Reduce a unit's gradients, which are complete for a microbatch, if they are due."""
-        if not self.stays(unit, last):
-            self.release(unit)
+        if last or (unit.name != "blocks.0" and not (unit.name == "embed" and self.tied)):
+            self.release([unit])  # others stay whole for the next microbatch's forward
         if not last and (unit.zero < 2 or unit.ranks == 1):
             return
         self.pack(unit)
@@ -151,10 +146,6 @@ class _Units:
         self.reducing.append(unit)
         while len(self.reducing) > len(self.groups[unit.name]):
             self._reduced(self.reducing.popleft())
-
-    def stays(self, unit: StateShard, last: bool) -> bool:
-        """True if a unit stays whole after its backward, for the next microbatch's forward."""
-        return not last and (unit.name == "blocks.0" or (unit.name == "embed" and "head" not in self.groups))
 
     def sends(self, unit: StateShard) -> bool:
         """True if other ranks also hold the whole unit, so that gradients are summed over them."""
@@ -186,42 +177,23 @@ class _Units:
         self.look(0)
         self.buffers -= sent + (0 if stays else unit.part * width.reduce)
 
-
-class _Step(_Units):
-    """A microbatch's forward, and its backward."""
-
-    def __init__(self, view: RankView, shards: Sequence[StateShard], kept: Activations, casts: bool) -> None:
-        super().__init__(view, shards)
-        self.sizes, self.kept, self.casts = Sizes(view.spec), kept, casts
-        self.stream = self.width.compute * self.sizes.stream
-        self.weight = self.sizes.rows * view.spec.model.hidden
-        self.head = head_moments(self.sizes, casts)
-        self.tied = "head" not in self.groups
-        layers, has_experts = range(view.spec.model.layers), view.spec.model.has_experts
-        self.blocks = [f"blocks.{layer}" for layer in layers]
-        self.working = {has_experts(layer): _working(self.sizes, layer) for layer in layers}
-
     def forward(self) -> None:
         """From the embedding to the loss."""
         kept, blocks = self.kept, self.blocks
         self.activations += kept.shared + kept.embed
         self.gather("embed", blocks[0])
         if not self.tied:
-            self._release("embed")
+            self.release(self.groups["embed"])
         self.look(at_mask(self.sizes))
         for layer, name in enumerate(blocks):
             after = blocks[layer + 1] if name != blocks[-1] else None if self.tied else "head"
             self.gather(name, after)
             if name != blocks[-1]:  # whose backward follows the head's, so it stays whole
-                self._release(name)
+                self.release(self.groups[name])
             self.activations += kept.by_block[layer]
         self.gather("embed" if self.tied else "head", None)
         self.activations += kept.head
         self.look(self.head[0])
-
-    def _release(self, name: str) -> None:
-        for unit in self.groups[name]:
-            self.release(unit)
 
     def backward(self, last: bool) -> None:
         """From the loss to the embedding."""
@@ -248,19 +220,19 @@ class _Step(_Units):
 
     def _block(self, layer: int, last: bool) -> None:
         *routed, unit = reversed(self.groups[name := self.blocks[layer]])  # experts come first in a backward
-        working = self.working[bool(routed)]
+        peaks = self.peaks[bool(routed)]
         self.gather(name, self.blocks[layer - 1] if layer else None if last else "embed")
-        more = working.recomputed - self.kept.by_block[layer]
+        more = peaks.kept - self.kept.by_block[layer]
         if self.sizes.channels(layer):
             self.pack(unit)
-            self.look(more + working.feed_forward)
+            self.look(more + peaks.feed_forward)
         for each in routed:
-            self.look(more + working.experts)
+            self.look(more + peaks.experts)
             self.pack(each)
-            self.look(more + working.packed)
+            self.look(more + peaks.packed)
             self.done(each, last, 0)
         self.pack(unit)
-        self.look(more + working.attention)
+        self.look(more + peaks.attention)
         self.activations -= self.kept.by_block[layer]
         self.done(unit, last, self.stream)
 
@@ -276,24 +248,3 @@ class _Step(_Units):
         if self.tied:
             self.activations -= gradient
         self.done(unit, last, 0)
-
-
-class _Working(NamedTuple):
-    """Peak bytes beyond those that a block keeps, at moments of its backward."""
-
-    recomputed: int
-    """Everything that the block keeps without recomputation."""
-    feed_forward: int
-    experts: int
-    packed: int
-    attention: int
-
-
-def _working(s: Sizes, layer: int) -> _Working:
-    return _Working(
-        everything(s, layer),
-        at_feed_forward(s, layer),
-        at_experts(s, layer),
-        s.width.compute * s.stream + of_experts(s, layer, routed_packed),
-        max(at_norm(s, layer), at_attention(s, layer)),
-    )

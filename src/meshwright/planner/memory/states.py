@@ -20,7 +20,7 @@ weight decay, and for each without.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -173,17 +173,12 @@ def _gradients(view: RankView, shards: Sequence[StateShard]) -> int:
 def _turning(name: str, ranks: int, virtual: int, microbatches: int, rank: int) -> tuple[Action, ...]:
     """The first two and the last backward of each kind in each of a rank's stages: others hold no more."""
     actions = make(name, ranks, virtual, microbatches).actions[rank]
-    total = Counter((kind, stage) for kind, stage, _ in actions if kind is not Kind.F)
-    seen: Counter[tuple[Kind, int]] = Counter()
-    found = []
-    for action in actions:
-        if action.kind is Kind.F:
-            continue
-        key = action.kind, action.stage
-        seen[key] += 1
-        if seen[key] <= 2 or seen[key] == total[key]:
-            found.append(action)
-    return tuple(found)
+    backwards = [action for action in actions if action.kind is not Kind.F]
+    places = defaultdict[tuple[Kind, int], list[int]](list)
+    for place, (kind, stage, _) in enumerate(backwards):
+        places[kind, stage].append(place)
+    turning = {place for listed in places.values() for place in (*listed[:2], listed[-1])}
+    return tuple(backwards[place] for place in sorted(turning))
 
 
 def _events(view: RankView, shards: Sequence[StateShard]) -> Iterator[StateShard]:

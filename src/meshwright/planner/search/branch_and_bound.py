@@ -1,7 +1,7 @@
 """The best layouts of a run on a cluster, and no better one left out: best-first branch and bound.
 
 Branches wait in a queue in the order of their least seconds (`planner/cost/lower_bounds.py`), and the first
-is split into its choices (`planner/search/nodes.py`), until it is a pipeline whose schedule is simulated,
+is split into its choices (`planner/search/tree.py`), until it is a pipeline whose schedule is simulated,
 which times all its shardings at once. When the least of the first branch is above the k-th best time so far,
 no other can be among the best k (Land & Doig 1960). Branches whose least memory is above the device's are
 dropped as they come up. A first pass over common layouts finds good plans early, which cut most of the second
@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import gc
 import heapq
+import time
+from collections.abc import Iterable
 
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.layout_space import LayoutSpace
-from meshwright.planner.memory.generic import Generic, MemoryModel
-from meshwright.planner.search.nodes import Node, Scope, roots
-from meshwright.planner.search.results import BestLayouts, Progress, SearchResult
+from meshwright.planner.memory.generic import Generic
+from meshwright.planner.search.results import Progress, SearchResult
+from meshwright.planner.search.tree import Branch, SearchTree
 from meshwright.spec import RunSpec
 
 
@@ -28,7 +30,7 @@ def search(
     top: int = 5,
     progress: Progress | None = None,
     any_will_do: bool = False,
-    memory: MemoryModel | None = None,
+    memory: Generic | None = None,
 ) -> SearchResult:
     """The `top` fastest layouts of `space` that need at most `capacity` bytes of a device by `memory`.
 
@@ -40,37 +42,36 @@ def search(
     def accept(spec: RunSpec) -> bool:
         return memory.peak(spec).device <= capacity
 
-    exact = memory is not memory.generic
+    exact = type(memory) is not Generic
     speedup = costs.shared.speed(1) if costs.shared is not None else 1.0  # of a rank while others wait
-    best = BestLayouts(1 if any_will_do else top, accept if exact else None, progress, speedup)
-    scope = Scope(space, costs, memory, capacity, best)
+    found = SearchResult(top, accept if exact else None, progress, speedup, any_will_do)
+    tree = SearchTree(space, costs, memory, capacity, found)
     collects = gc.isenabled()
     gc.disable()  # many small objects are made, and few that refer to each other
     try:
         for common in (True, False):
-            _pass(scope, common, any_will_do)
-            if best.best and any_will_do:
-                break
+            if found.hopeful(0.0):
+                _pass(tree.roots(common), found)
     finally:
         if collects:
             gc.enable()
-    return best.result()
+    found.counts.seconds = time.perf_counter() - found.start
+    return found
 
 
-def _pass(scope: Scope, common: bool, any_will_do: bool) -> None:
-    """Search the common layouts, or the others."""
-    best, queue = scope.best, list[tuple[float, int, Node]]()
+def _pass(roots: Iterable[Branch], found: SearchResult) -> None:
+    """Search all layouts below some branches."""
+    queue: list[tuple[float, int, Branch]] = []
 
-    def push(node: Node) -> None:
-        if best.hopeful(node.bound):
-            best.counts.branches += 1
-            heapq.heappush(queue, (node.bound, best.counts.branches, node))
+    def push(branches: Iterable[Branch]) -> None:
+        for branch in branches:
+            if found.hopeful(branch[0]):
+                found.counts.branches += 1
+                heapq.heappush(queue, (branch[0], found.counts.branches, branch))
 
-    for root in roots(scope, common):
-        push(root)
+    push(roots)
     while queue:
-        bound, _, node = heapq.heappop(queue)
-        if not best.hopeful(bound) or (best.best and any_will_do):
+        bound, _, (_, split) = heapq.heappop(queue)
+        if not found.hopeful(bound):
             return
-        for child in node.expand(scope):
-            push(child)
+        push(split())

@@ -21,21 +21,19 @@ _MOST = 131072
 def shortfall(problem: SearchProblem) -> str:
     """Why no layout fits."""
     least = problem.least_memory()
-    where = f"{problem.ranks:,} x {problem.cluster.device.name}"
     if least is None:
         return _no_layout(problem)
     ways = "; ".join(_changes(problem, least)) or "no near change was found that would do"
     states = least.parameters + least.gradients + least.optimiser + least.buffers
-    rest = least.device - states - least.activations - least.logits
-    short = least.device - problem.capacity
-    reason, missing = f"every layout needs more, though some near {_gb(least.device)}", ""
-    if short > 0:
-        reason = f"the least that a rank needs in any layout is {_gb(least.device)}"
-        missing = f", {_gb(short)} more"
+    kept = least.activations + least.logits
+    reason = f"every layout needs more, though some near {_gb(least.device)}"
+    if (short := least.device - problem.capacity) > 0:
+        reason = f"the least that a rank needs in any layout is {_gb(least.device)}, {_gb(short)} more"
     return (
-        f"{problem.model_name}: nothing fits {where}: of {_gb(room(problem.cluster))} a plan may fill "
-        f"{_gb(problem.capacity)}, and {reason}{missing} (states {_gb(states)}, activations and logits "
-        f"{_gb(least.activations + least.logits)}, other {_gb(rest)}); {ways}"
+        f"{problem.model_name}: nothing fits {problem.ranks:,} x {problem.cluster.device.name}: of "
+        f"{_gb(room(problem.cluster))} a plan may fill {_gb(problem.capacity)}, and {reason} (states "
+        f"{_gb(states)}, activations and logits {_gb(kept)}, other {_gb(least.device - states - kept)}); "
+        f"{ways}"
     )
 
 
@@ -78,8 +76,8 @@ def _shared_counts(problem: SearchProblem) -> list[int]:
     node = _node(problem)
     unit = node if problem.ranks > node else 1
     below = unit << ((problem.ranks // unit).bit_length() - 1)
-    found = [count for count in (below, 2 * below) if count != problem.ranks]
-    return [count for count in found if _legal(problem.resized(count))]
+    counts = (below, 2 * below)
+    return [count for count in counts if count != problem.ranks and _legal(problem.resized(count))]
 
 
 def _shared_sequences(problem: SearchProblem) -> int | None:
@@ -140,9 +138,8 @@ def _changes(problem: SearchProblem, least: Memory) -> Iterator[str]:
 def _roomier(problem: SearchProblem) -> Iterator[str]:
     """The cluster of the catalogue with the least memory among those with more, on which it fits."""
     device = problem.cluster.device
-    others = [each for each in catalogue().values() if each.device.kind == device.kind]
-    for other in sorted(others, key=lambda each: each.device.memory):
-        if other.device.memory > device.memory:
+    for other in sorted(catalogue().values(), key=lambda cluster: cluster.device.memory):
+        if other.device.kind == device.kind and other.device.memory > device.memory:
             resized = other.resized(problem.ranks)
             if replace(problem, cluster=resized).fits():
                 yield f"{problem.ranks:,} x {resized.device.name} ({resized.name}) would do"

@@ -8,7 +8,8 @@ feed-forward channels for each of the width, the number of experts, and latents 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import cache
+from itertools import takewhile
 from typing import Any
 
 from meshwright.planner.search.infeasible import shortfall
@@ -45,30 +46,33 @@ def largest_model(problem: SearchProblem) -> SearchProblem:
     """The run with the largest model of the given one's shape that fits. Raises `UserError`."""
     given = problem.base.model
 
+    @cache
     def with_size(size: int) -> SearchProblem:
         return problem.with_model(sized(given, size))
 
+    @cache
     def fits(size: int) -> bool:
         return with_size(size).fits()
 
-    step, low = 1, 0
+    steps = [2**power for power in range(_FAR.bit_length())]
     if fits(0):
-        while step <= _FAR and fits(step):
-            low, step = step, 2 * step
-        high = min(step, _FAR + 1)
+        low = [0, *takewhile(fits, steps)][-1]
+        high = next((size for size in steps if size > low), _FAR + 1)
     else:
-        smallest, high = _smallest(given), 0
-        low = max(-step, smallest)
-        while not fits(low):
-            if low == smallest:
-                least = with_size(low)
-                raise UserError(
-                    f"--objective: not even the smallest model of the shape of {problem.model_name} "
-                    f"({described(least.base.model)}) has a layout: {shortfall(least)}"
-                )
-            step, high = 2 * step, low
-            low = max(-step, smallest)
-    return with_size(_last(fits, low, high))
+        smallest = _smallest(given)
+        smaller = [0, *(-step for step in steps if -step > smallest), smallest]
+        low = next(filter(fits, smaller), smallest)
+        if not fits(low):
+            least = with_size(low)
+            raise UserError(
+                f"--objective: not even the smallest model of the shape of {problem.model_name} "
+                f"({described(least.base.model)}) has a layout: {shortfall(least)}"
+            )
+        high = smaller[smaller.index(low) - 1]
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return with_size(low)
 
 
 def _smallest(given: ModelSpec) -> int:
@@ -78,14 +82,6 @@ def _smallest(given: ModelSpec) -> int:
         if model.kv_heads == 1 and model.layers == _fewest(given):
             return size
     return -_FAR
-
-
-def _last(holds: Callable[[int], bool], low: int, high: int) -> int:
-    """The last size at which something holds, where it does at `low`, and not at `high`."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
 
 
 def sized(given: ModelSpec, size: int) -> ModelSpec:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from meshwright.hardware.cluster import NETWORKS, Cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import SoftwareStack
+from meshwright.planner.cost.stages import model_contents
 from meshwright.planner.cost.uncertainty import fitting, room, spread
-from meshwright.planner.layout_space import POLICIES, LayoutSpace
+from meshwright.planner.layout_space import POLICIES, DataMesh, LayerLayout, LayoutSpace
 from meshwright.planner.memory.exact import memory_model
-from meshwright.planner.memory.generic import Memory
+from meshwright.planner.memory.generic import Generic, Memory
 from meshwright.planner.search.branch_and_bound import search
-from meshwright.planner.search.least_memory import least_memory
 from meshwright.planner.search.results import Progress, SearchResult
 from meshwright.spec import ModelSpec, RunSpec
 
@@ -44,9 +46,9 @@ class SearchProblem:
         most = fitting(room(self.cluster), spread(self.cluster, self.stack))
         return most if self.limit is None else min(most, self.limit)
 
-    @property
+    @cached_property
     def costs(self) -> CostModel:
-        """A new cost model of the cluster."""
+        """The cost model of the cluster."""
         return CostModel(self.cluster, self.stack)
 
     def space(self) -> LayoutSpace:
@@ -57,15 +59,27 @@ class SearchProblem:
         return LayoutSpace(self.base, self.ranks, self.fixed, policies, levels)
 
     def least_memory(self) -> Memory | None:
-        """Bytes that a rank needs at least in any layout; None if no layout is legal."""
-        return least_memory(self.space(), self.costs)
+        """Bytes that a rank needs at least, in the layout that needs least; None if no layout is legal.
+
+        They are those of equal shares of the model and of a microbatch.
+        """
+        space, memory, model, best = self.space(), Generic(self.costs), model_contents(self.base.model), None
+        for inner, mesh in _smallest(space):
+            blocks = None
+            for sharding in space.shardings(inner, mesh, most_shared=True):
+                spec = space.spec(inner, mesh, sharding)
+                blocks = blocks or self.costs.blocks(spec)  # which do not depend on the sharding
+                needs = memory.lower_bound(spec, blocks, model)
+                if best is None or needs.device < best.device:
+                    best = needs
+        return best
 
     def search(
         self, top: int = 5, progress: Progress | None = None, any_will_do: bool = False
     ) -> SearchResult:
         """The `top` fastest layouts that fit, or any one."""
-        costs = self.costs
-        return search(self.space(), costs, self.capacity, top, progress, any_will_do, memory_model(costs))
+        memory = memory_model(self.costs)
+        return search(self.space(), self.costs, self.capacity, top, progress, any_will_do, memory)
 
     def fits(self) -> bool:
         """True if some layout fits; the search is spared where the least memory is too much."""
@@ -93,6 +107,25 @@ class SearchProblem:
     def without(self, key: str) -> SearchProblem:
         """The run with one key of the layout no longer fixed."""
         return replace(self, fixed={name: value for name, value in self.fixed.items() if name != key})
+
+
+def _smallest(space: LayoutSpace) -> Iterator[tuple[LayerLayout, DataMesh]]:
+    """Meshes with the smallest microbatch, the recompute policy that saves most, and whole experts.
+
+    Experts are cut only where there are no more whole ones to deal out.
+    """
+    least: dict[tuple[Any, ...], LayerLayout] = {}
+    for inner in space.inner():  # in the order of microbatches, and of policies from none to full
+        key = inner[:3]
+        if key not in least or inner.micro_batch <= least[key].micro_batch:
+            least[key] = inner
+    pairs = space.experts(space.ranks)
+    most = max((ep for ep, _ in pairs), default=1)
+    for inner in least.values():
+        for ep, etp in pairs:
+            if etp == 1 or ep == most or "etp" in space.fixed:
+                for mesh in space.meshes(inner, ep, etp):
+                    yield inner, mesh
 
 
 def node_size(cluster: Cluster) -> int:

@@ -56,23 +56,20 @@ class PlanRequest:
         kind = kind if self.price is None else replace(kind, price=self.price)
         self._check(kind)
         sizes = sizes_of(self.gpus, kind)
-        base, note = base_run(self.model, kind, self.seq_len, self.batch_tokens, self.overrides)
+        base, note = self._base_run(kind)
         if (tokens := self.total_tokens) is not None:
             train = base.train.model_copy(update={"steps": None, "tokens": int(tokens)})
             base = base.model_copy(update={"train": train})
-        fixed = fixed_keys(self.overrides)
+        fixed = {name: value for name, value in fixed_layout(self.overrides).items() if value is not None}
+        if (policy := dict(self.overrides).get("recompute.policy")) is not None:
+            fixed["policy"] = policy
         problem = SearchProblem(base, kind, stack, fixed, self.max_memory)
         return [problem.resized(count) for count in sizes], note
 
     @property
     def total_tokens(self) -> float | None:
         """Tokens that are trained on in all. Raises `UserError`."""
-        if self.tokens is None:
-            return None
-        try:
-            return amount(str(self.tokens))
-        except ValueError as error:
-            raise UserError(f"--tokens: '{self.tokens}' is not valid: {error}") from None
+        return None if self.tokens is None else _amount("--tokens", self.tokens)
 
     def _check(self, kind: Cluster) -> None:
         if self.objective not in OBJECTIVES:
@@ -90,56 +87,49 @@ class PlanRequest:
                 f"a device and hour"
             )
 
+    def _base_run(self, cluster: Cluster) -> tuple[RunSpec, str | None]:
+        """The run without its layout, and its batch in words where it was rounded. Raises `UserError`."""
+        tree, source = self._tables(cluster)
+        tree.pop("layout", None)
+        train = tree.get("train", {})
+        others = [(key, text) for key, text in self.overrides if not key.startswith("layout.")]
+        first = from_tree({**tree, "train": {**train, "batch_tokens": 1 << 62}}, others, source)
+        seq_len = self.seq_len
+        if seq_len is None:
+            given = "seq_len" in tree.get("data", {}) or "data.seq_len" in dict(others)
+            seq_len = first.data.seq_len if given else min(first.model.max_seq_len, 8192)
+        if seq_len < 1:
+            raise UserError(f"--seq-len: must be at least 1 token, got {seq_len}")
+        wanted = self.batch_tokens if self.batch_tokens is not None else train.get("batch_tokens")
+        if wanted is None:
+            raise UserError(
+                "--batch-tokens: is missing (tokens of one optimiser step); give it, such as --batch-tokens "
+                "4M"
+            )
+        tokens, note = batch_of(wanted, seq_len)
+        others += [("data.seq_len", str(seq_len)), ("train.batch_tokens", str(tokens))]
+        return from_tree(tree, others, source), note
 
-def base_run(
-    model: str | Path | RunSpec,
-    cluster: Cluster,
-    seq_len: int | None,
-    batch_tokens: int | str | None,
-    overrides: Overrides,
-) -> tuple[RunSpec, str | None]:
-    """The run without its layout, and its batch in words where it was rounded.
+    def _tables(self, cluster: Cluster) -> tuple[dict[str, Any], str]:
+        """The tables of the run that `model` stands for, and the run file, if it is one.
 
-    `model` is a preset's name, an HF folder or config.json, a run file or a run's folder, or a run. It
-    computes in the run's own format; where only a model is named, in bf16, or in fp32 on CPUs. Raises
-    `UserError`.
-    """
-    tree, is_run = (model.to_json(), True) if isinstance(model, RunSpec) else _tree(str(model))
-    tree = {name: part for name, part in tree.items() if name != "layout"}
-    others = [(key, text) for key, text in overrides if not key.startswith("layout.")]
-    if not is_run:
-        tree["precision"] = {"compute": "fp32" if cluster.device.kind == "cpu" else "bf16"}
-    source = str(model) if is_run and not isinstance(model, RunSpec) else ""
-    first = from_tree({**tree, "train": {**tree.get("train", {}), "batch_tokens": 1 << 62}}, others, source)
-    if seq_len is None:
-        given = "seq_len" in tree.get("data", {}) or any(key == "data.seq_len" for key, _ in others)
-        seq_len = first.data.seq_len if given else min(first.model.max_seq_len, 8192)
-    if seq_len < 1:
-        raise UserError(f"--seq-len: must be at least 1 token, got {seq_len}")
-    wanted = batch_tokens if batch_tokens is not None else tree.get("train", {}).get("batch_tokens")
-    if wanted is None:
+        A run computes in its own format; where only a model is named, in bf16, or in fp32 on CPUs. Raises
+        `UserError`.
+        """
+        if isinstance(self.model, RunSpec):
+            return self.model.to_json(), ""
+        name, path = str(self.model), Path(self.model)
+        precision = {"compute": "fp32" if cluster.device.kind == "cpu" else "bf16"}
+        if name in PRESETS:
+            return {"model": {"preset": name}, "precision": precision}, ""
+        if path.suffix == ".toml" or (path / "run.json").is_file():
+            return read_tree(path), name
+        if path.name == "config.json" or (path / "config.json").is_file():
+            return {"model": {"hf": name}, "precision": precision}, ""
+        hint = did_you_mean(name, PRESETS) or f"; the presets are {', '.join(PRESETS)}"
         raise UserError(
-            "--batch-tokens: is missing (tokens of one optimiser step); give it, such as --batch-tokens 4M"
+            f"MODEL: '{name}' is neither a preset, nor an HF folder or config.json, nor a run file{hint}"
         )
-    tokens, note = batch_of(wanted, seq_len)
-    others = [(key, text) for key, text in others if key not in ("data.seq_len", "train.batch_tokens")]
-    others += [("data.seq_len", str(seq_len)), ("train.batch_tokens", str(tokens))]
-    return from_tree(tree, others, source), note
-
-
-def _tree(name: str) -> tuple[dict[str, Any], bool]:
-    """The tables of a run file that a model's name stands for, and true if it names a whole run."""
-    path = Path(name)
-    if name in PRESETS:
-        return {"model": {"preset": name}}, False
-    if path.suffix == ".toml" or (path / "run.json").is_file():
-        return read_tree(path), True
-    if path.name == "config.json" or (path / "config.json").is_file():
-        return {"model": {"hf": name}}, False
-    hint = did_you_mean(name, PRESETS) or f"; the presets are {', '.join(PRESETS)}"
-    raise UserError(
-        f"MODEL: '{name}' is neither a preset, nor an HF folder or config.json, nor a run file{hint}"
-    )
 
 
 def batch_of(wanted: int | str, seq_len: int) -> tuple[int, str | None]:
@@ -148,10 +138,7 @@ def batch_of(wanted: int | str, seq_len: int) -> tuple[int, str | None]:
     16M may be 16 x 2^20 or 16 x 10^6: of the numbers of sequences from one to the other, the one that most
     powers of two divide is taken, since most layouts can share it. Raises `UserError`.
     """
-    try:
-        low, high = (amount(str(wanted), unit) / seq_len for unit in (1000, 1024))
-    except ValueError as error:
-        raise UserError(f"--batch-tokens: '{wanted}' is not valid: {error}") from None
+    low, high = (_amount("--batch-tokens", wanted, unit) / seq_len for unit in (1000, 1024))
     if high < 1:
         raise UserError(
             f"--batch-tokens: {wanted} is less than one sequence of {seq_len:,} tokens; give at least "
@@ -169,38 +156,40 @@ def batch_of(wanted: int | str, seq_len: int) -> tuple[int, str | None]:
     return tokens, f"{wanted} is taken as {sequences} of {seq_len:,} tokens = {tokens:,}"
 
 
-def fixed_keys(overrides: Overrides) -> dict[str, Any]:
-    """Keys of the layout that flags fix, and 'policy' for the recompute policy."""
-    found = {name: value for name, value in fixed_layout(overrides).items() if value is not None}
-    found.update(("policy", text) for key, text in overrides if key == "recompute.policy")
-    return found
+def _amount(flag: str, value: float | str, unit: int = 1000) -> float:
+    """The number that a flag's value states; see `units.amount`. Raises `UserError`."""
+    try:
+        return amount(str(value), unit)
+    except ValueError as error:
+        raise UserError(f"{flag}: '{value}' is not valid: {error}") from None
 
 
 def sizes_of(gpus: int | str | None, kind: Cluster) -> list[int]:
     """The numbers of devices to plan for, ascending. Raises `UserError`."""
+    on_cpu = kind.device.kind == "cpu"
     if gpus is None:
-        if kind.device.kind == "cpu" and kind.sharing == kind.count:
+        if on_cpu and kind.sharing == kind.count:
             raise UserError("--gpus: is missing (ranks that share the host); give it, such as --gpus 2")
         return [kind.count]
     parts = re.fullmatch(r"([0-9]+)(?:\.\.([0-9]+))?", str(gpus))
-    if parts is None or int(parts[1]) < 1 or (parts[2] and int(parts[2]) < int(parts[1])):
+    low, high = (int(parts[1]), int(parts[2] or parts[1])) if parts else (0, 0)
+    if not 1 <= low <= high:
         raise UserError(
             f"--gpus: '{gpus}' is not valid: it should be a number of devices, or a range such as 64..1024"
         )
-    low, node = int(parts[1]), node_size(kind)
-    if parts[2] is None:
-        if kind.device.kind != "cpu" and low > node and low % node:
-            below = low // node * node
+    node = node_size(kind)
+    if parts and parts[2]:
+        found = [node << power for power in range(32) if low <= node << power <= high]
+        if not found:
             raise UserError(
-                f"--gpus: {low:,} devices are not a multiple of the {node} of a node of {kind.name}; try "
-                f"{below:,} or {below + node:,}"
+                f"--gpus: from {low} to {high} there is no power-of-two number of nodes of {node} devices; "
+                f"give one number, or a wider range"
             )
-        return [low]
-    high = int(parts[2])
-    found = [node << power for power in range(32) if low <= node << power <= high]
-    if not found:
+        return found
+    if not on_cpu and low > node and low % node:
+        below = low // node * node
         raise UserError(
-            f"--gpus: from {low} to {high} there is no power-of-two number of nodes of {node} devices; give "
-            f"one number, or a wider range"
+            f"--gpus: {low:,} devices are not a multiple of the {node} of a node of {kind.name}; try "
+            f"{below:,} or {below + node:,}"
         )
-    return found
+    return [low]

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Literal, NamedTuple, TypeVar
 
 from meshwright.planner.group_shapes import GroupShape, axes
-from meshwright.planner.rank_view import RankView, part_elements, place_of, shards, share, widths
+from meshwright.planner.rank_view import RankView, part_elements, place_of, share, widths
 from meshwright.planner.traffic.layer_shape import LayerShape, admitted, balance_counts, layer_shape
 from meshwright.schedule import Kind, steps
 from meshwright.spec import RunSpec
@@ -227,6 +227,14 @@ def end_messages(shape: LayerShape, head: bool) -> list[Message]:
 # A rank and a step --------------------------------------------------------------------------------------
 
 
+def traffic(
+    spec: RunSpec, pipeline_rank: int = 0, copies: Sequence[Copies] | None = None
+) -> dict[tuple[str, str], float]:
+    """(axis, operation) -> bytes that one rank sends in one optimiser step; for arguments see `messages`."""
+    listed = messages(spec, pipeline_rank, copies)
+    return totals(((m.axis, m.operation), m.count * m.sent) for m in listed)
+
+
 def messages(
     spec: RunSpec, pipeline_rank: int = 0, copies: Sequence[Copies] | None = None, on_cpu: bool = False
 ) -> list[Message]:
@@ -325,9 +333,9 @@ def _step_messages(view: RankView) -> Iterator[Message]:
     """Sums once a step: gradients of parameters that several ranks hold, and numbers that all ranks need."""
     spec, groups, moe = view.spec, axes(view.spec.layout), view.spec.model.moe
     call, master = partial(Message, phase=Phase.STEP, where="step"), widths(spec).master
-    summed, tied = Counter[int](), 0
+    summed, tied, parts = Counter[int](), 0, spec.layout.shard_ranks if spec.layout.zero else 1
     for parameter, piece in (held for unit in view.pieces().values() for held in unit):
-        size = part_elements(piece, shards(spec))
+        size = part_elements(piece, parts)
         summed[piece.copies] += size * piece.summed
         tied += size * (spec.model.tied and parameter.name == "embed.weight")
     for copies, elements in summed.items():
