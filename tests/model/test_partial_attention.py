@@ -147,7 +147,7 @@ def in_parts(
     delta = (grads.to(out.dtype) * out).sum(-1)
     for kv, part, keys_at in zip(keys, parts, pieces, strict=True):
         found = part_backward(grads, delta, lse, queries, kv[0], kv[1], part, grad_q)
-        grad_k[:, keys_at], grad_v[:, keys_at] = from_key_head(found, k[:, keys_at])
+        grad_k[:, keys_at], grad_v[:, keys_at] = (from_key_head(x, k[:, keys_at]) for x in found)
     results = [from_query_head(out, q), from_query_head(grad_q, q), grad_k, grad_v]
     return results, from_query_head(lse.unsqueeze(-1), q[..., :1].to(lse.dtype)).squeeze(-1)
 

@@ -34,8 +34,7 @@ class _EmbeddingOnCpu(torch.autograd.Function):
 def embedding(indices: Tensor, weight: Tensor) -> Tensor:
     """Look up rows of `weight` (V, D) at `indices` (...): (..., D)."""
     if weight.device.type == "cpu" and weight.dtype.itemsize < 4:
-        rows: Tensor = _EmbeddingOnCpu.apply(indices, weight)
-        return rows
+        return _EmbeddingOnCpu.apply(indices, weight)
     return F.embedding(indices, weight)
 
 

@@ -35,8 +35,7 @@ class Experts(nn.Module):
 
     def forward(self, x_RD: Tensor, weight_R: Tensor, sizes: Sizes) -> Tensor:
         weights = (self.gate, self.up, self.down)
-        y_RD: Tensor = _Experts.apply(x_RD, weight_R, *weights, sizes, self.hooks)
-        return y_RD
+        return _Experts.apply(x_RD, weight_R, *weights, sizes, self.hooks)
 
 
 class _Experts(torch.autograd.Function):

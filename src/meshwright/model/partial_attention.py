@@ -18,7 +18,7 @@ d channels; a tile has n of the N, Q queries and W keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,6 +42,11 @@ class Tile:
     borders: tuple[slice, ...]
     """The columns that some of the queries do not attend to."""
 
+    @property
+    def size(self) -> int:
+        """Scores of one query head per key-value head."""
+        return math.prod(side.stop - side.start for side in (self.groups, self.rows, self.columns))
+
 
 @dataclass(frozen=True)
 class PartialAttention:
@@ -56,12 +61,7 @@ class PartialAttention:
     @property
     def work(self) -> int:
         """Scores that are computed, over all heads and the batch."""
-        return self.group * sum(
-            (tile.groups.stop - tile.groups.start)
-            * (tile.rows.stop - tile.rows.start)
-            * (tile.columns.stop - tile.columns.start)
-            for tile in self.tiles
-        )
+        return self.group * sum(tile.size for tile in self.tiles)
 
 
 def make_part(intervals: AttentionIntervals, keys_at: Tensor, kv_heads: int, group: int) -> PartialAttention:
@@ -87,10 +87,8 @@ def _block_of_queries(row: int, end: int, lows: list[list[int]], highs: list[lis
     count = PART_QUERIES
     while count > LEAST_PART_QUERIES:
         last = min(row + count, end) - 1
-        if (
-            max(high[last] - low[row] for low, high in zip(lows, highs, strict=True))
-            >= SEEN_PER_QUERY * count
-        ):
+        most_seen = max(high[last] - low[row] for low, high in zip(lows, highs, strict=True))
+        if most_seen >= SEEN_PER_QUERY * count:
             break
         count //= 2
     return slice(row, min(row + count, end))
@@ -266,13 +264,8 @@ def _bounded(q: Tensor, k: Tensor) -> bool:
 
 def _scratch(q: Tensor, part: PartialAttention, count: int) -> list[Tensor]:
     """Room for the scores of the largest tile."""
-    most = max(_size(tile, part.group) for tile in part.tiles)
+    most = part.group * max(tile.size for tile in part.tiles)
     return [q.new_empty(most) for _ in range(count)]
-
-
-def _size(tile: Tile, group: int) -> int:
-    sides: Sequence[slice] = (tile.groups, tile.rows, tile.columns)
-    return group * math.prod(side.stop - side.start for side in sides)
 
 
 def _scores(q: Tensor, k: Tensor, tile: Tile, part: PartialAttention, scratch: Tensor) -> Tensor:
@@ -324,7 +317,7 @@ def by_query_head(x_BTHd: Tensor, kv_heads: int) -> Tensor:
 def from_query_head(x_NGTd: Tensor, like_BTHd: Tensor) -> Tensor:
     """(N, G, T, d) -> (B, T, H, d), contiguous, in the dtype of `like_BTHd`."""
     split = x_NGTd.unflatten(0, (like_BTHd.shape[0], -1)).permute(0, 3, 1, 2, 4)
-    out = torch.empty(like_BTHd.shape, dtype=like_BTHd.dtype, device=like_BTHd.device)
+    out = like_BTHd.new_empty(like_BTHd.shape)
     out.view(split.shape).copy_(split)
     return out
 
@@ -338,8 +331,7 @@ def by_key_head(k_BSKd: Tensor, v_BSKd: Tensor) -> Tensor:
     return both.flatten(1, 2)
 
 
-def from_key_head(grad_2NSd: Tensor, like_BSKd: Tensor) -> tuple[Tensor, Tensor]:
-    """(2, N, S, d) -> two of (B, S, K, d), contiguous, in the dtype of `like_BSKd`."""
-    k, v = grad_2NSd.unflatten(1, (like_BSKd.shape[0], -1)).transpose(2, 3)
-    made = [torch.empty(like_BSKd.shape, dtype=like_BSKd.dtype, device=like_BSKd.device) for _ in range(2)]
-    return made[0].copy_(k), made[1].copy_(v)
+def from_key_head(x_NSd: Tensor, like_BSKd: Tensor) -> Tensor:
+    """(N, S, d) -> (B, S, K, d), contiguous, in the dtype of `like_BSKd`."""
+    split = x_NSd.unflatten(0, (like_BSKd.shape[0], -1)).transpose(1, 2)
+    return like_BSKd.new_empty(split.shape).copy_(split)

@@ -26,14 +26,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from meshwright.model.hooks import Admit, ExpertsHooks, MoeHooks
 from meshwright.model.token_dispatcher import TokenDispatcher, assign_rows
-from meshwright.parallel.collectives import start_all_gather, start_all_to_all, start_all_to_all_rows
+from meshwright.model.with_backward import with_backward
+from meshwright.parallel.collectives import start_all_to_all, start_all_to_all_rows
 from meshwright.parallel.deferred_wgrad import WeightGradStore
 from meshwright.parallel.mesh import Axis, Mesh, Pending
 from meshwright.parallel.recompute_cache import RecomputeCache
+from meshwright.parallel.tensor_linears import gather_tokens
 
 
 @dataclass(frozen=True)
@@ -119,47 +120,13 @@ class AllToAllDispatcher(TokenDispatcher):
 
     def _finish(self, sent: Any) -> Tensor:
         sent.pending.wait()
-        received: Tensor = sent.received
-        return received
+        return sent.received
 
 
-class _ScatterTokens(torch.autograd.Function):
+def _own_tokens(x: Tensor, axis: Axis) -> Tensor:
     """This tensor rank's tokens of activations that all of them hold: (B, T, D) -> (B, T/n, D)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return _scatter(x, axis)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad, ctx.axis), None
-
-
-class _GatherTokens(torch.autograd.Function):
-    """The inverse of `_ScatterTokens`: (B, T/n, D) -> (B, T, D)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return _gather(x, axis)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _scatter(grad, ctx.axis), None
-
-
-def _scatter(x: Tensor, axis: Axis) -> Tensor:
     batch, length, channels = x.shape
     return x.reshape(axis.size, batch, length // axis.size, channels)[axis.rank]
-
-
-def _gather(x: Tensor, axis: Axis) -> Tensor:
-    whole = x.new_empty(x.shape[0], x.shape[1] * axis.size, x.shape[2])
-    start_all_gather(whole.view(-1), x.contiguous().view(-1), axis).wait()
-    return whole
 
 
 def expert_parallel_hooks(
@@ -183,9 +150,10 @@ def expert_parallel_hooks(
     if mesh.expert.size > 1:
         hooks = replace(hooks, dispatch=partial(AllToAllDispatcher, mesh.expert, layout.etp, cache))
     if tensor.size > 1 and not layout.sequence_parallel:
-        scatter, gather = (
-            (lambda x: _ScatterTokens.apply(x, tensor)),
-            (lambda x: _GatherTokens.apply(x, tensor)),
+        scatter, gather = partial(_own_tokens, axis=tensor), partial(gather_tokens, axis=tensor)
+        hooks = replace(
+            hooks,
+            scatter_tokens=partial(with_backward, scatter, gather),
+            gather_tokens=partial(with_backward, gather, scatter),
         )
-        hooks = replace(hooks, scatter_tokens=scatter, gather_tokens=gather)
     return hooks
