@@ -22,19 +22,19 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-class _Done:
+class _All:
+    def __init__(self, works: Sequence[Pending]) -> None:
+        self._works = works
+
     def wait(self) -> None:
-        return None
+        for work in self._works:
+            work.wait()
 
     def is_completed(self) -> bool:
-        return True
+        return all(work.is_completed() for work in self._works)
 
 
-DONE: Pending = _Done()
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+DONE: Pending = _All([])
 
 
 def start_all_gather(whole: Tensor, part: Tensor, axis: Axis) -> Pending:
@@ -42,7 +42,7 @@ def start_all_gather(whole: Tensor, part: Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         whole.view(-1).copy_(part.view(-1))
         return DONE
-    sent = _bytes(whole) * (axis.size - 1) / axis.size
+    sent = whole.nbytes * (axis.size - 1) / axis.size
     work = _all_gather(whole, part, group=axis.group, async_op=True)
     return axis.wire.start(axis.name, "all_gather", sent, work)
 
@@ -52,7 +52,7 @@ def start_reduce_scatter(part: Tensor, whole: Tensor, axis: Axis) -> Pending:
     if axis.size == 1:
         part.view(-1).copy_(whole.view(-1))
         return DONE
-    sent = _bytes(whole) * (axis.size - 1) / axis.size
+    sent = whole.nbytes * (axis.size - 1) / axis.size
     work = _reduce_scatter(part, whole, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
     return axis.wire.start(axis.name, "reduce_scatter", sent, work)
 
@@ -61,7 +61,7 @@ def start_all_reduce(tensor: Tensor, axis: Axis, operation: str = "all_reduce") 
     """Sum `tensor` over the axis in place; recorded as `operation`."""
     if axis.size == 1:
         return DONE
-    sent = 2 * _bytes(tensor) * (axis.size - 1) / axis.size
+    sent = 2 * tensor.nbytes * (axis.size - 1) / axis.size
     work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
     return axis.wire.start(axis.name, operation, sent, work)
 
@@ -73,10 +73,8 @@ def start_broadcast(tensor: Tensor, source: int, axis: Axis) -> Pending:
     """
     if axis.size == 1:
         return DONE
-    axis.wire.record(axis.name, "broadcast", _bytes(tensor) * (axis.size - 1) / axis.size)
-    work: Pending | None = dist.broadcast(tensor, group=axis.group, group_src=source, async_op=True)
-    assert work is not None
-    return work
+    work = dist.broadcast(tensor, group=axis.group, group_src=source, async_op=True)
+    return axis.wire.start(axis.name, "broadcast", tensor.nbytes * (axis.size - 1) / axis.size, work)
 
 
 def start_all_to_all(received: Tensor, sent: Tensor, axis: Axis) -> Pending:
@@ -85,7 +83,7 @@ def start_all_to_all(received: Tensor, sent: Tensor, axis: Axis) -> Pending:
         received.view(-1).copy_(sent.view(-1))
         return DONE
     work = dist.all_to_all_single(received, sent, group=axis.group, async_op=True)
-    return axis.wire.start(axis.name, "all_to_all", _bytes(sent) * (axis.size - 1) / axis.size, work)
+    return axis.wire.start(axis.name, "all_to_all", sent.nbytes * (axis.size - 1) / axis.size, work)
 
 
 def start_all_to_all_rows(
@@ -101,18 +99,6 @@ def start_all_to_all_rows(
     return axis.wire.start(axis.name, "all_to_all", crossing, work)
 
 
-class _All:
-    def __init__(self, works: Sequence[Pending]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-
 def start_shift(received: Tensor, sent: Tensor, axis: Axis) -> Pending:
     """Send `sent` to the next rank of the ring, and receive from the one before."""
     if axis.size == 1:
@@ -123,13 +109,13 @@ def start_shift(received: Tensor, sent: Tensor, axis: Axis) -> Pending:
         dist.P2POp(dist.isend, sent, group=axis.group, group_peer=after),
         dist.P2POp(dist.irecv, received, group=axis.group, group_peer=before),
     ]
-    return axis.wire.start(axis.name, "shift", float(_bytes(sent)), _All(dist.batch_isend_irecv(operations)))
+    return axis.wire.start(axis.name, "shift", float(sent.nbytes), _All(dist.batch_isend_irecv(operations)))
 
 
 def start_send(sent: Tensor, target: int, axis: Axis, tag: int = 0) -> Pending:
     """Send `sent` to rank `target` of the axis; the tensor must live until the send has ended."""
     work = dist.isend(sent, group=axis.group, group_dst=target, tag=tag)
-    return axis.wire.start(axis.name, "send", float(_bytes(sent)), work)
+    return axis.wire.start(axis.name, "send", float(sent.nbytes), work)
 
 
 def start_receive(received: Tensor, source: int, axis: Axis, tag: int = 0) -> Pending:
@@ -180,11 +166,10 @@ def gather_matmul(
 ) -> tuple[Tensor | None, list[Tensor]]:
     """All-gather rows (N, D) and multiply: (the rows (n N, D) if `keep`, products (n N, F) with each map)."""
     assert axis.group is not None
-    axis.wire.record(axis.name, "all_gather", _bytes(part_ND) * float(axis.size - 1))
-    gathered: tuple[Tensor | None, list[Tensor]] = torch.ops.symm_mem.fused_all_gather_matmul(
+    axis.wire.record(axis.name, "all_gather", part_ND.nbytes * float(axis.size - 1))
+    return torch.ops.symm_mem.fused_all_gather_matmul(
         part_ND.contiguous(), maps_DF, 0, axis.group.group_name, return_A=keep
     )
-    return gathered
 
 
 def matmul_scatter(x_NF: Tensor, map_FD: Tensor, axis: Axis) -> Tensor:
@@ -192,10 +177,9 @@ def matmul_scatter(x_NF: Tensor, map_FD: Tensor, axis: Axis) -> Tensor:
     assert axis.group is not None
     sent = x_NF.shape[0] * map_FD.shape[1] * x_NF.element_size()
     axis.wire.record(axis.name, "reduce_scatter", sent * (axis.size - 1) / axis.size)
-    part: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
+    return torch.ops.symm_mem.fused_matmul_reduce_scatter(
         x_NF.contiguous(), map_FD, "sum", 0, axis.group.group_name
     )
-    return part
 
 
 # Small and host messages --------------------------------------------------------------------------------
@@ -207,8 +191,7 @@ def sum_scalars(values: Sequence[float], axis: Axis) -> list[float]:
         return list(values)
     tensor = torch.tensor(list(values), dtype=torch.float64, device=axis.device)
     start_all_reduce(tensor, axis, "scalars").wait()
-    sums: list[float] = tensor.tolist()
-    return sums
+    return tensor.tolist()
 
 
 def gather_rows(rows: Tensor, axis: Axis) -> Tensor:

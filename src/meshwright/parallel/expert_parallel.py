@@ -50,17 +50,10 @@ class AllToAllDispatcher(TokenDispatcher):
     """Dispatches tokens to experts on ep x etp ranks; its R rows come from all ranks that send to this
     one."""
 
-    def __init__(
-        self,
-        axis: Axis,
-        slices: int,
-        cache: RecomputeCache,
-        experts_Nk: Tensor,
-        admitted_Nk: Tensor | None,
-        experts: int,
-    ) -> None:
+    def __init__(self, axis: Axis, slices: int, cache: RecomputeCache, *routing: Any) -> None:
+        """`routing` are the arguments of `TokenDispatcher`."""
         self._axis, self._slices, self._cache = axis, slices, cache
-        super().__init__(experts_Nk, admitted_Nk, experts)
+        super().__init__(*routing)
 
     def _plan(self, order: Tensor, position_Nk: Tensor) -> None:
         ranks, slices = self._axis.size, self._slices

@@ -183,20 +183,16 @@ class FakeMemory(TorchDispatchMode):
 
     # Storages ---------------------------------------------------------------------------------------
 
-    def _count(self, tensor: Tensor) -> Tensor:
+    def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._held and tensor.device == self.device:
             self._hold(key, storage.nbytes(), self.kind, self.module)
-            weakref.finalize(storage, self._drop, key).atexit = False
-        return tensor
+            weakref.finalize(storage, lambda: self._remove(self._held.pop(key))).atexit = False
 
     def _hold(self, key: int, size: int, kind: str, module: str) -> None:
         held = self._held[key] = TrackedStorage(size, kind, module)
         self._add(held)
-
-    def _drop(self, key: int) -> None:
-        self._remove(self._held.pop(key))
 
     def _add(self, held: TrackedStorage) -> None:
         self.now += 1
@@ -221,21 +217,17 @@ class FakeMemory(TorchDispatchMode):
 
     def resized(self, tensor: Tensor) -> None:
         """The storage of `tensor` has another size than before."""
-        self._again(tensor.untyped_storage())
+        self.becomes(tensor.untyped_storage())
 
-    def _again(self, storage: UntypedStorage, kind: str | None = None, module: str | None = None) -> None:
-        before = self._held.pop(storage._cdata)
+    def becomes(self, storage: UntypedStorage, kind: str | None = None, module: str | None = None) -> None:
+        """Count a storage as newly allocated, of another kind or module where one is given."""
+        key = storage._cdata
+        before = self._held.pop(key)
         self._remove(before)
-        self._hold(
-            storage._cdata,
-            storage.nbytes(),
-            before.kind if kind is None else kind,
-            before.module if module is None else module,
+        kind, module = (
+            old if new is None else new for old, new in ((before.kind, kind), (before.module, module))
         )
-
-    def becomes(self, storage: UntypedStorage, kind: str, module: str | None = None) -> None:
-        """Count a storage as newly allocated, of another kind."""
-        self._again(storage, kind, module)
+        self._hold(key, storage.nbytes(), kind, module)
 
     def mark(self, tensor: Tensor, kind: str, module: str | None = None, only: str | None = None) -> None:
         """Set the kind of the storage of `tensor`; with `only`, just if its kind is `only` now."""
