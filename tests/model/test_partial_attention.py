@@ -15,7 +15,7 @@ from meshwright.model.attention import attention_mask
 from meshwright.model.attention_cpu import blocked_attention
 from meshwright.model.attention_intervals import AttentionIntervals, attention_intervals
 from meshwright.model.partial_attention import (
-    PartialAttention,
+    TiledPart,
     by_key_head,
     by_query_head,
     empty_result,
@@ -202,7 +202,7 @@ def test_a_query_that_sees_no_key_of_a_part_keeps_what_it_has() -> None:
     assert bool(torch.isfinite(out).all()) and bool(torch.isfinite(lse[:, :, :6]).all())
 
 
-def part_of(seen: AttentionIntervals, first: int, last: int) -> PartialAttention:
+def part_of(seen: AttentionIntervals, first: int, last: int) -> TiledPart:
     return make_part(seen, torch.arange(first, last), KV_HEADS, GROUP)
 
 

@@ -49,7 +49,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class PartialAttention:
+class TiledPart:
     """Queries that attend to rows `low` to `high` (B, T) of one part of the keys, and the tiles to
     compute."""
 
@@ -64,7 +64,7 @@ class PartialAttention:
         return self.group * sum(tile.size for tile in self.tiles)
 
 
-def make_part(intervals: AttentionIntervals, keys_at: Tensor, kv_heads: int, group: int) -> PartialAttention:
+def make_part(intervals: AttentionIntervals, keys_at: Tensor, kv_heads: int, group: int) -> TiledPart:
     """Plan the attention of the queries of `intervals` to keys at places `keys_at` (S,), rising, on the
     CPU."""
     at = intervals.positions
@@ -79,7 +79,7 @@ def make_part(intervals: AttentionIntervals, keys_at: Tensor, kv_heads: int, gro
             rows = _block_of_queries(row, end, lows, highs)
             tiles += _row_of_tiles(rows, lows, highs, low.shape[0], kv_heads, group)
             row = rows.stop
-    return PartialAttention(low.to(intervals.device), high.to(intervals.device), tuple(tiles), group)
+    return TiledPart(low.to(intervals.device), high.to(intervals.device), tuple(tiles), group)
 
 
 def _block_of_queries(row: int, end: int, lows: list[list[int]], highs: list[list[int]]) -> slice:
@@ -152,7 +152,7 @@ def empty_result(q_NGTd: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(q_NGTd, dtype=exact), q_NGTd.new_full(q_NGTd.shape[:3], -math.inf, dtype=exact)
 
 
-def part_forward(q: Tensor, k: Tensor, v: Tensor, part: PartialAttention, out: Tensor, lse: Tensor) -> None:
+def part_forward(q: Tensor, k: Tensor, v: Tensor, part: TiledPart, out: Tensor, lse: Tensor) -> None:
     """Merge the attention of q (N, G, T, d) to a part's k and v (N, S, d) into `out` and `lse`, in place."""
     if not part.tiles:
         return
@@ -172,14 +172,7 @@ def part_forward(q: Tensor, k: Tensor, v: Tensor, part: PartialAttention, out: T
 
 
 def part_backward(
-    grad: Tensor,
-    delta: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    part: PartialAttention,
-    grad_q: Tensor,
+    grad: Tensor, delta: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, part: TiledPart, grad_q: Tensor
 ) -> Tensor:
     """This part's share of the gradients: adds to `grad_q` (N, G, T, d), gives those of k and v (2, N, S, d).
 
@@ -262,13 +255,13 @@ def _bounded(q: Tensor, k: Tensor) -> bool:
     return longest[0] * longest[1] * q.shape[-1] ** -0.5 <= 0.99 * _limit(q.dtype)
 
 
-def _scratch(q: Tensor, part: PartialAttention, count: int) -> list[Tensor]:
+def _scratch(q: Tensor, part: TiledPart, count: int) -> list[Tensor]:
     """Room for the scores of the largest tile."""
     most = part.group * max(tile.size for tile in part.tiles)
     return [q.new_empty(most) for _ in range(count)]
 
 
-def _scores(q: Tensor, k: Tensor, tile: Tile, part: PartialAttention, scratch: Tensor) -> Tensor:
+def _scores(q: Tensor, k: Tensor, tile: Tile, part: TiledPart, scratch: Tensor) -> Tensor:
     """q (n, G, Q, d) k^T (n, W, d) / sqrt(d), -inf where a query does not see the key: (n, G * Q, W)."""
     n, group, rows, dim = q.shape
     shape = (n, group * rows, k.shape[1])

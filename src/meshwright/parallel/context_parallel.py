@@ -169,17 +169,11 @@ def context_parallel_hooks(
     attention = ContextAttention(mesh, mode, cache)
 
     def mask(
-        queries: int,
-        _keys: int,
-        window: int | None,
-        documents_BS: Tensor | None,
-        like: Tensor,
-        _head_dim: int,
+        queries: int, _keys: int, window: int | None, documents_BS: Tensor | None, like: Tensor, _dim: int
     ) -> AttentionIntervals | IntervalTensors:
         length = queries * axis.size
         positions = zigzag(length, axis.size, axis.rank)
-        return attention.mask(
-            attention_intervals(documents_BS, length, window, positions, like.shape[0], like.device)
-        )
+        intervals = attention_intervals(documents_BS, length, window, positions, len(like), like.device)
+        return attention.mask(intervals)
 
     return with_wide_values(attention) if narrow_values else attention, mask

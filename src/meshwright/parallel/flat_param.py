@@ -95,11 +95,6 @@ class UnpaddedDTensor:
         return torch.Size((self.rows, *self.padded.shape[1:]))
 
     @property
-    def ndim(self) -> int:
-        """Number of dims."""
-        return self.padded.ndim
-
-    @property
     def dtype(self) -> torch.dtype:
         """Dtype of its elements."""
         return self.padded.dtype

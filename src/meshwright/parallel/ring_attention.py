@@ -77,11 +77,10 @@ class _ContextAttentionOp(FusedCommOp):
 
     def __init__(
         self,
-        axis: Axis | None,
+        axis: Axis,
         intervals: Callable[[Tensors], tuple[AttentionIntervals, Sequence[Tensor]]],
         cache: RecomputeCache | None,
     ) -> None:
-        """Without an axis this rank holds all keys and values."""
         super().__init__(cache)
         self._axis, self._intervals = axis, intervals
 
@@ -125,16 +124,16 @@ class RingAttention(_ContextAttentionOp):
 
         The next one is under way while one is used.
         """
-        ranks, rank = (self._axis.size, self._axis.rank) if self._axis else (1, 0)
+        ranks = self._axis.size
         for step in range(ranks):
             following, pending = self._shift(kv) if step + 1 < ranks else (kv, DONE)
-            yield kv, plans[(rank - step) % ranks]
+            yield kv, plans[(self._axis.rank - step) % ranks]
             pending.wait()
             kv = following
 
     def _shift(self, sent: Tensor) -> tuple[Tensor, Pending]:
         """Start to pass `sent` to the next rank; returns what the previous one sends, once that is done."""
-        if self._axis is None or self._axis.size == 1:
+        if self._axis.size == 1:
             return sent, DONE
         received = torch.empty_like(sent)
         return received, start_shift(received, sent, self._axis)
@@ -146,7 +145,6 @@ class GatherAttention(_ContextAttentionOp):
     def forward(self, inputs: Tensors) -> Tensors:
         q, k, v, *rest = inputs
         intervals, places = self._intervals(rest)
-        assert self._axis is not None
         queries, kv = _Queries(q, k, intervals), by_key_head(k, v)
         blocks = kv.new_empty(self._axis.size, *kv.shape)
         start_all_gather(blocks.view(-1), kv.view(-1), self._axis).wait()
@@ -159,7 +157,6 @@ class GatherAttention(_ContextAttentionOp):
     def backward(self, saved: Tensors, grads: Tensors, parameters: Parameters = ()) -> Tensors:
         q, k, blocks, out, lse, *rest = saved
         intervals, places = self._intervals(rest)
-        assert self._axis is not None
         queries = _Queries(q, k, intervals)
         parts = zip(blocks, queries.plans(places), strict=True)
         grad_blocks = torch.stack(list(queries.differentiate(grads[0], out, lse, parts)))
@@ -169,7 +166,6 @@ class GatherAttention(_ContextAttentionOp):
 
     def results_like(self, inputs: Tensors) -> Tensors:
         k = inputs[1]
-        assert self._axis is not None
         batch, length, heads, dim = k.shape
         blocks = empty(k, self._axis.size, 2, batch * heads, length, dim)
         return [*super().results_like(inputs), blocks]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -218,14 +218,15 @@ class _Watch(ActionHook):
     def __init__(self, memory: FakeMemory) -> None:
         self._memory = memory
         self._start: int | None = None
-        self._given: Callable[[], UntypedStorage | None] = _nothing
+        self._given: weakref.ref[UntypedStorage] | None = None
 
     def before(self, action: Action) -> None:
         if self._start is None:
             self._memory.settle(0, BATCH)
-        if (given := self._given()) is not None:  # a backward may wait for what came, too
+        given = None if self._given is None else self._given()
+        if given is not None:  # a backward may wait for what came, too
             self._memory.becomes(given, ACTIVATIONS)
-            self._given = _nothing
+            self._given = None
         self._start = self._memory.now
 
     def after(self, action: Action, given: Tensor | None, result: Tensor | None) -> None:
@@ -237,10 +238,6 @@ class _Watch(ActionHook):
             self._given = weakref.ref(given.untyped_storage())
         if action.kind in (Kind.F, Kind.I):
             memory.settle(self._start, ACTIVATIONS)
-
-
-def _nothing() -> None:
-    return None
 
 
 def _tell(memory: FakeMemory, trainer: Trainer) -> None:
