@@ -85,15 +85,9 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(spec, layer, self.hooks) for layer in range(spec.layers))
         self.head = Head(spec, self.embed.weight if spec.tied else None, self.hooks)
 
-    def each_block(self) -> Iterator[Block]:
-        """The blocks, in order."""
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            yield block
-
     def each_mixture(self) -> Iterator[tuple[int, Moe]]:
         """(layer index, `Moe`) of each layer with experts."""
-        for layer, block in enumerate(self.each_block()):
+        for layer, block in enumerate(self.blocks):
             if isinstance(block.mlp, Moe):
                 yield layer, block.mlp
 

@@ -7,7 +7,7 @@ the number of rows of each on the host, all multiples of ALIGN: libraries are fa
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -126,9 +126,5 @@ def _ends(sizes: Sizes, like: Tensor) -> Tensor:
 
 def _slices(sizes: Sizes) -> list[tuple[int, slice]]:
     """(expert, slice of its rows) of each expert that has rows."""
-    ends = list(accumulate(sizes))
-    return [
-        (expert, slice(end - size, end))
-        for expert, (size, end) in enumerate(zip(sizes, ends, strict=True))
-        if size
-    ]
+    bounds = pairwise([0, *accumulate(sizes)])
+    return [(expert, slice(first, end)) for expert, (first, end) in enumerate(bounds) if first < end]

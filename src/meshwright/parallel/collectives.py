@@ -77,25 +77,24 @@ def start_broadcast(tensor: Tensor, source: int, axis: Axis) -> Pending:
     return axis.wire.start(axis.name, "broadcast", tensor.nbytes * (axis.size - 1) / axis.size, work)
 
 
-def start_all_to_all(received: Tensor, sent: Tensor, axis: Axis) -> Pending:
-    """Send slice i of `sent` (n equal ones along dim 0) to rank i; `received` holds slices by sender."""
+def start_all_to_all(
+    received: Tensor,
+    sent: Tensor,
+    axis: Axis,
+    received_rows: list[int] | None = None,
+    sent_rows: list[int] | None = None,
+) -> Pending:
+    """Send the first `sent_rows[0]` rows of `sent` to rank 0, and so on; `received` holds rows by sender.
+
+    Without numbers of rows each rank gets equally many.
+    """
     if axis.size == 1:
         received.view(-1).copy_(sent.view(-1))
         return DONE
-    work = dist.all_to_all_single(received, sent, group=axis.group, async_op=True)
-    return axis.wire.start(axis.name, "all_to_all", sent.nbytes * (axis.size - 1) / axis.size, work)
-
-
-def start_all_to_all_rows(
-    received: Tensor, sent: Tensor, received_rows: list[int], sent_rows: list[int], axis: Axis
-) -> Pending:
-    """Send the first `sent_rows[0]` rows of `sent` to rank 0, and so on; `received` holds rows by sender."""
-    if axis.size == 1:
-        received.copy_(sent)
-        return DONE
-    others = sum(sent_rows) - sent_rows[axis.rank]
+    crossing = sent.nbytes * (axis.size - 1) / axis.size
+    if sent_rows is not None:
+        crossing = float((sum(sent_rows) - sent_rows[axis.rank]) * sent[:1].nbytes)
     work = dist.all_to_all_single(received, sent, received_rows, sent_rows, group=axis.group, async_op=True)
-    crossing = float(others * sent[:1].numel() * sent.element_size())
     return axis.wire.start(axis.name, "all_to_all", crossing, work)
 
 

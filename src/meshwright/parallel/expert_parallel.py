@@ -20,9 +20,9 @@ overlap with matmuls of another (`layout.expert_parts`), and all with the shared
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,15 +30,14 @@ from torch import Tensor
 from meshwright.model.hooks import Admit, ExpertsHooks, MoeHooks
 from meshwright.model.token_dispatcher import TokenDispatcher, assign_rows
 from meshwright.model.with_backward import with_backward
-from meshwright.parallel.collectives import start_all_to_all, start_all_to_all_rows
+from meshwright.parallel.collectives import start_all_to_all
 from meshwright.parallel.deferred_wgrad import WeightGradStore
 from meshwright.parallel.mesh import Axis, Mesh, Pending
 from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.parallel.tensor_linears import gather_tokens
 
 
-@dataclass(frozen=True)
-class _Sent:
+class _Sent(NamedTuple):
     """Rows in flight; `sent` must live until they have arrived."""
 
     pending: Pending
@@ -108,7 +107,7 @@ class AllToAllDispatcher(TokenDispatcher):
 
     def _start(self, sent: Tensor, received_rows: list[int], sent_rows: list[int]) -> _Sent:
         received = sent.new_empty(sum(received_rows), sent.shape[1])
-        pending = start_all_to_all_rows(received, sent, received_rows, sent_rows, self._axis)
+        pending = start_all_to_all(received, sent, self._axis, received_rows, sent_rows)
         return _Sent(pending, received, sent)
 
     def _finish(self, sent: Any) -> Tensor:

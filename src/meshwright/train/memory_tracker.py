@@ -44,7 +44,6 @@ _WAITS = {
     _aten._unique2.default: 1,
 }
 """Operators in which the host waits for the device, and how often."""
-_READS = {_aten._local_scalar_dense.default}
 _NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::resize_", "aten::set_", "aten::detach", "prim::")
 
 
@@ -160,7 +159,7 @@ class FakeMemory(TorchDispatchMode):
         if waits and self._busy:  # reads in a row wait once
             self.waits += waits
             self._busy = False
-        if func not in _READS and (_launches(func) or func.namespace == "c10d"):
+        if func is not _aten._local_scalar_dense.default and (_launches(func) or func.namespace == "c10d"):
             self.operators[self.module] += func.namespace != "c10d"
             self._busy = True
 
@@ -234,19 +233,20 @@ class FakeMemory(TorchDispatchMode):
         held = self._held.get(tensor.untyped_storage()._cdata)
         if held is None or held.kind == kind or (only is not None and held.kind != only):
             return
-        self.kinds[held.kind] -= held.size
-        held.kind = kind
         held.module = held.module if module is None else module
-        self._change(kind, held.size)
+        self._set_kind(held, kind)
 
     def settle(self, since: int, kind: str) -> None:
         """Mark unmarked storages that were allocated after `since` (a value of `now`) and still exist as
         `kind`."""
         for held in self._held.values():
             if held.born > since and held.kind in (PLAIN, COLLECTIVES):
-                self.kinds[held.kind] -= held.size
-                held.kind = kind
-                self._change(kind, held.size)
+                self._set_kind(held, kind)
+
+    def _set_kind(self, held: TrackedStorage, kind: str) -> None:
+        self.kinds[held.kind] -= held.size
+        held.kind = kind
+        self._change(kind, held.size)
 
     @contextmanager
     def serving(self, module: str) -> Iterator[None]:
