@@ -42,7 +42,9 @@ def flash_takes(like: Tensor, head_dim: int) -> bool:
 
 
 _QKV = "Tensor q, Tensor k, Tensor v"
-_BOUNDS = "Tensor query_ends, Tensor key_ends, int most_queries, int most_keys, bool causal, int? window"
+_BOUNDS = (
+    "Tensor query_ends, Tensor key_ends, SymInt most_queries, SymInt most_keys, bool causal, SymInt? window"
+)
 _custom_op = partial(torch.library.custom_op, mutates_args=(), device_types="cuda")
 
 
