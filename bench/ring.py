@@ -18,6 +18,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -57,7 +58,7 @@ def make_side(mesh: Mesh, side: str, whole: list[Tensor]) -> Callable[[], None]:
     seen = attention_intervals(None, tokens, None, own, 1, "cpu")
     *qkv, grad = (x[:, own].contiguous() for x in whole)
     leaves = [x.requires_grad_() for x in qkv]
-    axis = None if side == "one" else mesh.context
+    axis = replace(mesh.context, size=1, rank=0) if side == "one" else mesh.context
     attention = RingAttention(axis, lambda _: (seen, places), RecomputeCache())
 
     def run() -> None:

@@ -150,6 +150,6 @@ def in_parts(
     for kv, plan, at in zip(keys, plans, rows, strict=True):
         found = operators.backward(grads, remembered, lse, queries, kv[0], kv[1], plan, grad_q)
         assert found.is_contiguous() and found.dtype == lse.dtype
-        grad_k[:, at], grad_v[:, at] = from_key_head(found, k[:, at])
+        grad_k[:, at], grad_v[:, at] = (from_key_head(x, k[:, at]) for x in found)
     sums = from_query_head(lse.unsqueeze(-1), q[..., :1].to(lse.dtype)).squeeze(-1)
     return [from_query_head(out, q), sums, from_query_head(grad_q, q), grad_k, grad_v]

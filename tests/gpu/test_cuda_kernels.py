@@ -19,7 +19,7 @@ from meshwright.model.attention import attend, attention_mask
 from meshwright.model.attention_flash import Packed
 from meshwright.model.attention_mla import LatentAttention
 from meshwright.model.chunked_cross_entropy import IGNORE, linear_cross_entropy
-from meshwright.model.experts import grouped_mm, grouped_mm_transposed, grouped_outer
+from meshwright.model.experts import grouped_mm, grouped_outer
 from meshwright.model.hooks import AttentionHooks
 from meshwright.model.mlp import _SiluProduct
 from meshwright.model.norm import LayerNorm, RmsNorm
@@ -142,7 +142,7 @@ def test_grouped_products(sizes: tuple[int, ...]) -> None:
     maps = draw(len(sizes), outputs, inputs, dtype=dtype, seed=2)
     for compute, *given in (
         (grouped_mm, x, maps),
-        (grouped_mm_transposed, grad, maps),
+        (lambda x, maps, sizes: grouped_mm(x, maps.mT, sizes), grad, maps),
         (grouped_outer, grad, x),
     ):
         found = compute(*(tensor.to(DEVICE) for tensor in given), sizes).double().cpu()

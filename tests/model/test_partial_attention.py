@@ -15,7 +15,7 @@ from meshwright.model.attention import attention_mask
 from meshwright.model.attention_cpu import blocked_attention
 from meshwright.model.attention_intervals import AttentionIntervals, attention_intervals
 from meshwright.model.partial_attention import (
-    PartialAttention,
+    TiledPart,
     by_key_head,
     by_query_head,
     empty_result,
@@ -147,7 +147,7 @@ def in_parts(
     delta = (grads.to(out.dtype) * out).sum(-1)
     for kv, part, keys_at in zip(keys, parts, pieces, strict=True):
         found = part_backward(grads, delta, lse, queries, kv[0], kv[1], part, grad_q)
-        grad_k[:, keys_at], grad_v[:, keys_at] = from_key_head(found, k[:, keys_at])
+        grad_k[:, keys_at], grad_v[:, keys_at] = (from_key_head(x, k[:, keys_at]) for x in found)
     results = [from_query_head(out, q), from_query_head(grad_q, q), grad_k, grad_v]
     return results, from_query_head(lse.unsqueeze(-1), q[..., :1].to(lse.dtype)).squeeze(-1)
 
@@ -202,7 +202,7 @@ def test_a_query_that_sees_no_key_of_a_part_keeps_what_it_has() -> None:
     assert bool(torch.isfinite(out).all()) and bool(torch.isfinite(lse[:, :, :6]).all())
 
 
-def part_of(seen: AttentionIntervals, first: int, last: int) -> PartialAttention:
+def part_of(seen: AttentionIntervals, first: int, last: int) -> TiledPart:
     return make_part(seen, torch.arange(first, last), KV_HEADS, GROUP)
 
 

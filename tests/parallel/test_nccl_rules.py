@@ -140,7 +140,7 @@ def everything(mesh: Mesh, name: str) -> dict[str, list[Any]]:
     taken = [row[axis.rank] for row in rows]
     uneven = torch.zeros(sum(taken), 2, dtype=form)
     sent = torch.stack([own, own + 1], 1)[: sum(rows[axis.rank])]
-    collectives.start_all_to_all_rows(uneven, sent, taken, rows[axis.rank], axis).wait()
+    collectives.start_all_to_all(uneven, sent, axis, taken, rows[axis.rank]).wait()
     root = own.clone()
     dist.broadcast(root, group=axis.group, group_src=2)
     device_mesh = DeviceMesh.from_group(axis.group, "cpu")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from meshwright.parallel import mesh as meshes
-from meshwright.parallel.data_parallel import DataParallel
+from meshwright.parallel.data_parallel import DataParallel, _finish_first
 from meshwright.parallel.mesh import Pending, TrafficCounter
 from meshwright.spec import RunSpec
 from meshwright.train.dryrun import rehearse
@@ -144,7 +144,7 @@ def test_the_trace_shows_reductions_that_are_waited_for_at_once() -> None:
         honest(states, unit)
         for queue in (states._scattering, states._replicating):
             while queue:
-                queue.popleft().finish()
+                _finish_first(queue)
 
     with patch.object(DataParallel, "_unit_done", waits):
         reductions = trace_of(spec_of(BASE | LAYOUTS["hybrid"])).of("reduce_scatter", "all_reduce")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from meshwright.model.partial_attention import by_query_head, from_key_head
 from meshwright.spec.tiling import query_rows
 
 
@@ -28,13 +29,11 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Te
     The queries are the last T of the S positions, and see keys up to their own. `bias` (1 or B, 1, T, S), in
     q's dtype, is added to the scores; -inf hides more than the causal mask does.
     """
-    queries, keys, values = _by_query_head(q, k), _by_key_head(k), _by_key_head(v)
+    queries, keys, values = by_query_head(q, k.shape[2]), _by_key_head(k), _by_key_head(v)
     out = _empty_output(q, v)
     for first, last, seen in _blocks(q, k):
-        added = None if bias is None else bias[:, :, first:last, :seen]
-        probabilities = _probabilities(queries[:, :, first:last], keys[:, :seen], added)
-        mixed = torch.bmm(probabilities, values[:, :seen])
-        _write_queries(out, k, first, last, mixed)
+        probabilities = _probabilities(queries, keys, bias, first, last)
+        _write_queries(out, k, first, last, torch.bmm(probabilities, values[:, :seen]))
     return out
 
 
@@ -51,16 +50,15 @@ def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
 def _differentiate_in_blocks(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    queries, keys, values = _by_query_head(q, k), _by_key_head(k), _by_key_head(v)
-    grads = _by_query_head(grad, k)
+    queries, keys, values = by_query_head(q, k.shape[2]), _by_key_head(k), _by_key_head(v)
+    grads = by_query_head(grad, k.shape[2])
     exact = torch.promote_types(q.dtype, torch.float32)
-    grad_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    grad_q = q.new_empty(q.shape)
     grad_k, grad_v = torch.zeros_like(keys, dtype=exact), torch.zeros_like(values, dtype=exact)
     scale = q.shape[-1] ** -0.5
     for first, last, seen in _blocks(q, k):
         block, block_grad = queries[:, :, first:last].flatten(1, 2), grads[:, :, first:last].flatten(1, 2)
-        added = None if bias is None else bias[:, :, first:last, :seen]
-        probabilities = _probabilities(queries[:, :, first:last], keys[:, :seen], added)
+        probabilities = _probabilities(queries, keys, bias, first, last)
         grad_v[:, :seen] += torch.bmm(probabilities.transpose(1, 2), block_grad)
         grad_probabilities = torch.bmm(block_grad, values[:, :seen].transpose(1, 2))
         grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, q.dtype)
@@ -68,7 +66,7 @@ def _differentiate_in_blocks(
         grad_k[:, :seen] += torch.bmm(grad_scores.transpose(1, 2), block)
         _write_queries(grad_q, k, first, last, torch.bmm(grad_scores, keys[:, :seen]).mul_(scale))
         del grad_scores
-    return grad_q, _from_key_head(grad_k.mul_(scale), k), _from_key_head(grad_v, v)
+    return grad_q, from_key_head(grad_k.mul_(scale), k), from_key_head(grad_v, v)
 
 
 _backward = torch.library.custom_op(
@@ -78,7 +76,7 @@ _backward = torch.library.custom_op(
 
 @_backward.register_fake
 def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))  # type: ignore[return-value]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -110,7 +108,7 @@ def _backward_flops(grad: torch.Size, q: torch.Size, k: torch.Size, *_args: Any,
 
 
 def _empty_output(q: Tensor, v: Tensor) -> Tensor:
-    return torch.empty((*q.shape[:3], v.shape[3]), dtype=q.dtype, device=q.device)
+    return q.new_empty(*q.shape[:3], v.shape[3])
 
 
 def _blocks(q: Tensor, k: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -123,12 +121,16 @@ def _blocks(q: Tensor, k: Tensor) -> Iterator[tuple[int, int, int]]:
         yield first, last, before + last
 
 
-def _probabilities(queries: Tensor, keys: Tensor, bias: Tensor | None) -> Tensor:
-    """Softmax of the scores of queries (N, G, Q, d) on the keys up to the last one's own: (N, G * Q, S)."""
+def _probabilities(queries: Tensor, keys: Tensor, bias: Tensor | None, first: int, last: int) -> Tensor:
+    """Softmax of the scores of queries `first` to `last` of (N, G, T, d) on the keys up to the last query's:
+    (N, G * Q, those keys)."""
+    keys = keys[:, : keys.shape[1] - queries.shape[2] + last]
+    queries = queries[:, :, first:last]
     groups, group, rows, dim = queries.shape
     scores = queries.new_empty(groups, group * rows, keys.shape[1])
     scores.baddbmm_(queries.flatten(1, 2), keys.transpose(1, 2), beta=0, alpha=dim**-0.5)
     if bias is not None:
+        bias = bias[:, :, first:last, : keys.shape[1]]
         scores.view(bias.shape[0], -1, *bias.shape[2:]).add_(bias)
     else:  # the last Q keys are the queries' own positions, the others are all seen
         later = queries.new_full((rows, rows), float("-inf")).triu_(1)
@@ -136,22 +138,9 @@ def _probabilities(queries: Tensor, keys: Tensor, bias: Tensor | None) -> Tensor
     return torch.softmax(scores, -1)
 
 
-def _by_query_head(q: Tensor, k: Tensor) -> Tensor:
-    """(B, T, H, d) -> (N, G, T, d), contiguous."""
-    split = q.unflatten(2, (k.shape[2], -1))
-    return split.permute(0, 2, 3, 1, 4).contiguous().flatten(0, 1)
-
-
 def _by_key_head(k: Tensor) -> Tensor:
     """(B, S, K, d) -> (N, S, d), contiguous."""
     return k.transpose(1, 2).contiguous().flatten(0, 1)
-
-
-def _from_key_head(grad: Tensor, like: Tensor) -> Tensor:
-    """(N, S, d) -> (B, S, K, d), contiguous, in the dtype of `like`."""
-    batch, _, heads, _ = like.shape
-    split = grad.unflatten(0, (batch, heads)).transpose(1, 2)
-    return torch.empty(like.shape, dtype=like.dtype, device=like.device).copy_(split)
 
 
 def _write_queries(out: Tensor, k: Tensor, first: int, last: int, mixed: Tensor) -> None:

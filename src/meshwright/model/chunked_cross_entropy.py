@@ -48,7 +48,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         targets: Tensor,
-        ignore: int,
         chunk: int,
         with_grad: bool,
         part: VocabularyPart | None,
@@ -61,11 +60,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=exact) if with_grad else None
         for first in range(0, x.shape[0], chunk):
             rows = slice(first, first + chunk)
-            loss, grad = _chunk(x[rows] @ weight.T, targets[rows], ignore, exact, with_grad, part, scale)
+            loss, grad = _chunk(x[rows] @ weight.T, targets[rows], with_grad, part, scale)
             total += loss
             if grad is not None and grad_x is not None and grad_weight is not None:
                 torch.mm(grad, weight, out=grad_x[rows])
-                _accumulate(grad_weight, grad, x[rows])
+                if grad_weight.dtype == grad.dtype:
+                    torch.addmm(grad_weight, grad.T, x[rows], out=grad_weight)
+                else:
+                    grad_weight += grad.T @ x[rows]
             del grad  # two chunks' logits are never there together
         ctx.grads, ctx.weight_dtype = (grad_x, grad_weight), weight.dtype
         return total * scale
@@ -76,24 +78,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.grads is None:
             raise RuntimeError("the loss was differentiated before, and its gradients were used up")
         (grad_x, grad_weight), ctx.grads = ctx.grads, None  # scaled in place: the largest tensors of a step
-        found = grad_weight.mul_(grad).to(ctx.weight_dtype)
-        return grad_x.mul_(grad.to(grad_x.dtype)), found, *[None] * 6
+        grad_weight = grad_weight.mul_(grad).to(ctx.weight_dtype)
+        return grad_x.mul_(grad.to(grad_x.dtype)), grad_weight, *[None] * 5
 
 
 def _chunk(
-    logits: Tensor,
-    targets: Tensor,
-    ignore: int,
-    exact: torch.dtype,
-    with_grad: bool,
-    part: VocabularyPart | None,
-    scale: float,
+    logits: Tensor, targets: Tensor, with_grad: bool, part: VocabularyPart | None, scale: float
 ) -> tuple[Tensor, Tensor | None]:
     """Summed loss of a chunk, and `scale` times its gradient by the logits in their dtype.
 
     `logits` is used up.
     """
-    valid = targets != ignore
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    valid = targets != IGNORE
     if part is not None:
         logits[:, part.rows :] = float("-inf")
         here = valid & (targets >= part.first) & (targets < part.first + part.rows)
@@ -120,24 +117,15 @@ def _chunk(
     return loss, logits.copy_(grad.mul_(valid.to(exact).mul_(scale).unsqueeze(1)))
 
 
-def _accumulate(grad_weight: Tensor, grad: Tensor, x: Tensor) -> None:
-    """grad_weight += grad^T x."""
-    if grad_weight.dtype == grad.dtype:
-        torch.addmm(grad_weight, grad.T, x, out=grad_weight)
-    else:
-        grad_weight += grad.T @ x
-
-
 def linear_cross_entropy(
     x_ND: Tensor,
     weight_VD: Tensor,
     targets_N: Tensor,
-    ignore: int = IGNORE,
     chunk: int | None = None,
     part: VocabularyPart | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """`scale` times the SUM over tokens of -log softmax(x W^T)[target], without targets of `ignore`.
+    """`scale` times the SUM over tokens of -log softmax(x W^T)[target], without the targets that are IGNORE.
 
     A scalar in fp32 (fp64 for fp64 inputs). `chunk` is the number of tokens whose logits exist at one time.
     Without a gradient to compute, the forward computes the loss only. With `part`, `weight_VD` is that part
@@ -147,6 +135,4 @@ def linear_cross_entropy(
     if chunk is None:
         chunk = loss_rows(weight_VD.shape[0], x_ND.device.type == "cpu")
     with_grad = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
-    given = (x_ND, weight_VD, targets_N, ignore, chunk, with_grad, part, scale)
-    loss: Tensor = _LinearCrossEntropy.apply(*given)
-    return loss
+    return _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, chunk, with_grad, part, scale)

@@ -85,15 +85,9 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(spec, layer, self.hooks) for layer in range(spec.layers))
         self.head = Head(spec, self.embed.weight if spec.tied else None, self.hooks)
 
-    def each_block(self) -> Iterator[Block]:
-        """The blocks, in order."""
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            yield block
-
     def each_mixture(self) -> Iterator[tuple[int, Moe]]:
         """(layer index, `Moe`) of each layer with experts."""
-        for layer, block in enumerate(self.each_block()):
+        for layer, block in enumerate(self.blocks):
             if isinstance(block.mlp, Moe):
                 yield layer, block.mlp
 
@@ -115,14 +109,22 @@ class Decoder(nn.Module):
         positions_BT: Tensor | None = None,
         documents_BT: Tensor | None = None,
         caches: Sequence[KeyValueCache] | None = None,
+        targets_BT: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, T, V).
+        """Logits (B, T, V), or with `targets_BT` the sum of -log p(target), in nats, a scalar.
 
         `positions_BT` default to those that follow the caches' (0 without caches). `documents_BT` are
         document ids; attention does not cross documents. `caches`, one per block, are read and appended to.
+        Targets of -100 do not count.
         """
-        logits: Tensor = self.head(self._hidden(tokens_BT, positions_BT, documents_BT, caches))
-        return logits
+        seen, length = caches[0].filled if caches else 0, tokens_BT.shape[1]
+        if positions_BT is None:
+            positions_BT = torch.arange(seen, seen + length, device=tokens_BT.device)
+        x_BTD = self.embed(tokens_BT, positions_BT)
+        rope, mask = self.rope_and_mask(length, positions_BT, documents_BT, x_BTD, seen)
+        for index, block in enumerate(self.blocks):
+            x_BTD = block(x_BTD, rope, mask, caches[index] if caches else None)
+        return self.head(x_BTD, targets_BT)
 
     def loss(
         self,
@@ -132,25 +134,7 @@ class Decoder(nn.Module):
         documents_BT: Tensor | None = None,
     ) -> Tensor:
         """Sum of -log p(target), in nats, over the targets that are not -100: a scalar, not averaged."""
-        loss: Tensor = self.head(self._hidden(tokens_BT, positions_BT, documents_BT, None), targets_BT)
-        return loss
-
-    def _hidden(
-        self,
-        tokens_BT: Tensor,
-        positions_BT: Tensor | None,
-        documents_BT: Tensor | None,
-        caches: Sequence[KeyValueCache] | None,
-    ) -> Tensor:
-        positions = positions_BT
-        seen = caches[0].filled if caches else 0
-        if positions is None:
-            positions = torch.arange(seen, seen + tokens_BT.shape[1], device=tokens_BT.device)
-        x_BTD = self.embed(tokens_BT, positions)
-        rope, mask = self.rope_and_mask(tokens_BT.shape[1], positions, documents_BT, x_BTD, seen)
-        for index, block in enumerate(self.blocks):
-            x_BTD = block(x_BTD, rope, mask, caches[index] if caches else None)
-        return x_BTD
+        return self(tokens_BT, positions_BT, documents_BT, None, targets_BT)
 
     def rope_and_mask(
         self, length: int, positions: Tensor, documents_BT: Tensor | None, like: Tensor, seen: int = 0

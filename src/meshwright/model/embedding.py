@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-
-class _EmbeddingOnCpu(torch.autograd.Function):
-    """Embedding lookup in bf16 or fp16 with a backward that accumulates in fp32.
-
-    PyTorch's CPU backward adds a row's gradients one by one in their own format: in bf16 the sum is 2.3%
-    short after 1,024 terms, and the 16,384th term is lost. CUDA accumulates in fp32.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, indices: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(indices)
-        ctx.rows = weight.shape[0]
-        return F.embedding(indices, weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        (indices,) = ctx.saved_tensors
-        wide = torch.ops.aten.embedding_dense_backward(grad.float(), indices, ctx.rows, -1, False)
-        return None, wide.to(grad.dtype)
+from meshwright.model.with_backward import with_backward
 
 
 def embedding(indices: Tensor, weight: Tensor) -> Tensor:
-    """Look up rows of `weight` (V, D) at `indices` (...): (..., D)."""
-    if weight.device.type == "cpu" and weight.dtype.itemsize < 4:
-        rows: Tensor = _EmbeddingOnCpu.apply(indices, weight)
-        return rows
-    return F.embedding(indices, weight)
+    """Look up rows of `weight` (V, D) at `indices` (...): (..., D).
+
+    PyTorch's CPU backward adds a row's gradients one by one in their own format: in bf16 the sum is 2.3%
+    short after 1,024 terms, and the 16,384th term is lost. CUDA accumulates in fp32, and so does this.
+    """
+    if weight.device.type != "cpu" or weight.dtype.itemsize >= 4:
+        return F.embedding(indices, weight)
+    rows = weight.shape[0]
+
+    def backward(grad: Tensor) -> Tensor:
+        wide = torch.ops.aten.embedding_dense_backward(grad.float(), indices, rows, -1, False)
+        return wide.to(grad.dtype)
+
+    return with_backward(partial(F.embedding, indices), backward, weight)
 
 
 def embed_tokens(

@@ -7,7 +7,7 @@ the number of rows of each on the host, all multiples of ALIGN: libraries are fa
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -35,8 +35,7 @@ class Experts(nn.Module):
 
     def forward(self, x_RD: Tensor, weight_R: Tensor, sizes: Sizes) -> Tensor:
         weights = (self.gate, self.up, self.down)
-        y_RD: Tensor = _Experts.apply(x_RD, weight_R, *weights, sizes, self.hooks)
-        return y_RD
+        return _Experts.apply(x_RD, weight_R, *weights, sizes, self.hooks)
 
 
 class _Experts(torch.autograd.Function):
@@ -65,14 +64,14 @@ class _Experts(torch.autograd.Function):
         # Detached: a deferred weight gradient must not keep the graph behind its inputs alive.
         x, weight, gate_x, up_x, gate, up, down = (saved.detach() for saved in ctx.saved_tensors)
         sizes, scale = ctx.sizes, weight.to(x.dtype).unsqueeze(1)
-        grad_inner = grouped_mm_transposed(grad, down, sizes)
+        grad_inner = grouped_mm(grad, down.mT, sizes)
         silu = F.silu(gate_x)
         grad_weight = (grad_inner * (silu * up_x)).sum(1, dtype=weight.dtype)
         grad_inner = grad_inner * scale
         grad_up = grad_inner * silu
         grad_gate = torch.ops.aten.silu_backward(grad_inner.mul_(up_x), gate_x)
-        grad_x = grouped_mm_transposed(grad_gate, gate, sizes)
-        grad_x.add_(grouped_mm_transposed(grad_up, up, sizes))
+        grad_x = grouped_mm(grad_gate, gate.mT, sizes)
+        grad_x.add_(grouped_mm(grad_up, up.mT, sizes))
 
         def weight_grads() -> list[Tensor]:
             inner = _inner(gate_x, up_x, weight)
@@ -95,20 +94,10 @@ def _inner(gate_x: Tensor, up_x: Tensor, weight: Tensor) -> Tensor:
 def grouped_mm(x_RI: Tensor, weight_EOI: Tensor, sizes: Sizes) -> Tensor:
     """Each expert's rows x (., I) times the transpose of its weight (O, I): (R, O)."""
     if _grouped(x_RI):
-        return torch._grouped_mm(x_RI, weight_EOI.transpose(1, 2), offs=_ends(sizes, x_RI))
+        return torch._grouped_mm(x_RI, weight_EOI.mT, offs=_ends(sizes, x_RI))
     out = x_RI.new_empty(x_RI.shape[0], weight_EOI.shape[1])
     for expert, rows in _slices(sizes):
         torch.mm(x_RI[rows], weight_EOI[expert].T, out=out[rows])
-    return out
-
-
-def grouped_mm_transposed(grad_RO: Tensor, weight_EOI: Tensor, sizes: Sizes) -> Tensor:
-    """Each expert's rows (., O) times its weight (O, I): (R, I)."""
-    if _grouped(grad_RO):
-        return torch._grouped_mm(grad_RO, weight_EOI, offs=_ends(sizes, grad_RO))
-    out = grad_RO.new_empty(grad_RO.shape[0], weight_EOI.shape[2])
-    for expert, rows in _slices(sizes):
-        torch.mm(grad_RO[rows], weight_EOI[expert], out=out[rows])
     return out
 
 
@@ -137,9 +126,5 @@ def _ends(sizes: Sizes, like: Tensor) -> Tensor:
 
 def _slices(sizes: Sizes) -> list[tuple[int, slice]]:
     """(expert, slice of its rows) of each expert that has rows."""
-    ends = list(accumulate(sizes))
-    return [
-        (expert, slice(end - size, end))
-        for expert, (size, end) in enumerate(zip(sizes, ends, strict=True))
-        if size
-    ]
+    bounds = pairwise([0, *accumulate(sizes)])
+    return [(expert, slice(first, end)) for expert, (first, end) in enumerate(bounds) if first < end]

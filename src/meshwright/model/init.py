@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,14 +21,14 @@ from meshwright.model.splitmix64 import mix64_, shift, stream
 from meshwright.spec import ModelSpec
 
 _CHUNK_ELEMENTS = 2**18
-"""Elements drawn at a time: about 10 MiB of temporaries."""
+"""Elements of a parameter taken at a time: drawn, with about 10 MiB of temporaries."""
 
 
 class InitValue(NamedTuple):
-    """How a parameter starts: all ones, all zeros, or normal with mean 0 and standard deviation `std`."""
+    """How a parameter starts: normal with this mean and standard deviation, or constant where `std` is 0."""
 
-    kind: Literal["normal", "ones", "zeros"]
-    std: float = 0.0
+    mean: float
+    std: float
 
 
 def init_value(spec: ModelSpec, name: str) -> InitValue:
@@ -39,12 +40,12 @@ def init_value(spec: ModelSpec, name: str) -> InitValue:
     """
     *path, leaf = name.split(".")
     if leaf == "bias":
-        return InitValue("zeros")
+        return InitValue(0.0, 0.0)
     if path[-1].endswith("norm"):
-        return InitValue("ones")
+        return InitValue(1.0, 0.0)
     if path[-2:] == ["attn", "o"] or "down" in (path[-1], leaf):
-        return InitValue("normal", spec.init_std / math.sqrt(2 * spec.layers))
-    return InitValue("normal", spec.init_std)
+        return InitValue(0.0, spec.init_std / math.sqrt(2 * spec.layers))
+    return InitValue(0.0, spec.init_std)
 
 
 def fill_(
@@ -59,37 +60,41 @@ def fill_(
         raise ValueError(
             f"{name}: a part of shape {tuple(local.shape)} of {tuple(shape)} does not fit its indices"
         )
-    key = _key(seed, name)
+    key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little")
+    with torch.no_grad():
+        for rows, index in flat_indices(index_vectors, shape, local.device):
+            local[rows] = _normal(index, key).mul_(std)
+    return local
+
+
+def flat_indices(
+    index_vectors: Sequence[Tensor], shape: Sequence[int], device: torch.device
+) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, int64 index of each of their elements in the whole flattened) of a part, a chunk at a time.
+
+    `index_vectors` are the indices of the part along each dim of the whole `shape`.
+    """
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    if not local.dim():
-        local.copy_(_normal(torch.zeros((), dtype=torch.int64, device=local.device), key) * std)
-        return local
     first, *rest = (
-        vector.to(device=local.device, dtype=torch.int64) * stride
+        vector.to(device=device, dtype=torch.int64) * stride
         for vector, stride in zip(index_vectors, strides, strict=True)
     )
-    within = torch.zeros((), dtype=torch.int64, device=local.device)
+    within = torch.zeros((), dtype=torch.int64, device=device)
     for offsets in rest:
         within = within.unsqueeze(-1) + offsets
-    rows = max(1, _CHUNK_ELEMENTS // max(1, within.numel()))
-    with torch.no_grad():
-        for start in range(0, len(first), rows):
-            index = first[start : start + rows].view(-1, *[1] * within.dim()) + within
-            local[start : start + rows] = _normal(index, key).mul_(std)
-    return local
+    count = max(1, _CHUNK_ELEMENTS // max(1, within.numel()))
+    for start in range(0, len(first), count):
+        rows = slice(start, start + count)
+        yield rows, first[rows].view(-1, *[1] * within.dim()) + within
 
 
 def init_whole_(decoder: Decoder, seed: int) -> Decoder:
     """Fill every parameter of a decoder that lies on one device; returns it."""
     for name, parameter in decoder.named_parameters():
-        init_whole_parameter_(parameter.data, decoder.spec, seed, name)
+        whole, shape = parameter.data, parameter.shape
+        indices = [torch.arange(size, device=whole.device) for size in shape]
+        init_part_(whole, decoder.spec, seed=seed, name=name, index_vectors=indices, shape=shape)
     return decoder
-
-
-def init_whole_parameter_(parameter: Tensor, spec: ModelSpec, seed: int, name: str) -> None:
-    """Fill one whole parameter."""
-    everything = [torch.arange(size, device=parameter.device) for size in parameter.shape]
-    init_part_(parameter, spec, seed=seed, name=name, index_vectors=everything, shape=parameter.shape)
 
 
 def init_part_(
@@ -97,15 +102,10 @@ def init_part_(
 ) -> None:
     """Fill a part of the parameter `name` as `init_value` says; arguments as in `fill_`."""
     value = init_value(spec, name)
-    if value.kind == "normal":
+    if value.std:
         fill_(local, seed=seed, name=name, index_vectors=index_vectors, shape=shape, std=value.std)
     else:
-        local.fill_(1.0 if value.kind == "ones" else 0.0)
-
-
-def _key(seed: int, name: str) -> int:
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little")
+        local.fill_(value.mean)
 
 
 def _normal(index: Tensor, key: int) -> Tensor:

@@ -29,5 +29,4 @@ def project(x: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
 
 def apply_linear(x: Tensor, linear: Linear) -> Tensor:
     """Apply one layer to x (..., inputs): (..., outputs)."""
-    output: Tensor = linear(x)
-    return output
+    return linear(x)

@@ -48,8 +48,7 @@ class Mlp(nn.Module):
         """The activations (B, T, F) that `down` is applied to."""
         if self.gate is not None:
             gate, up = self.hooks.project(x_BTD, (self.gate, self.up))
-            product: Tensor = _SiluProduct.apply(gate, up)
-            return product
+            return _SiluProduct.apply(gate, up)
         (up,) = self.hooks.project(x_BTD, (self.up,))
         approximate = "tanh" if self.activation == "gelu_tanh" else "none"
         return F.gelu(up, approximate=approximate)

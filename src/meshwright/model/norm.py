@@ -80,8 +80,7 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu":
-            normed: Tensor = _RmsNormOnCpu.apply(x, self.weight, self.eps)
-            return normed
+            return _RmsNormOnCpu.apply(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -96,8 +95,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if x.device.type == "cpu" and x.dtype.itemsize < 4:
-            normed: Tensor = _LayerNormOnCpu.apply(x, self.weight, self.bias, self.eps)
-            return normed
+            return _LayerNormOnCpu.apply(x, self.weight, self.bias, self.eps)
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 

@@ -18,7 +18,7 @@ d channels; a tile has n of the N, Q queries and W keys.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -42,9 +42,14 @@ class Tile:
     borders: tuple[slice, ...]
     """The columns that some of the queries do not attend to."""
 
+    @property
+    def size(self) -> int:
+        """Scores of one query head per key-value head."""
+        return math.prod(side.stop - side.start for side in (self.groups, self.rows, self.columns))
+
 
 @dataclass(frozen=True)
-class PartialAttention:
+class TiledPart:
     """Queries that attend to rows `low` to `high` (B, T) of one part of the keys, and the tiles to
     compute."""
 
@@ -56,15 +61,10 @@ class PartialAttention:
     @property
     def work(self) -> int:
         """Scores that are computed, over all heads and the batch."""
-        return self.group * sum(
-            (tile.groups.stop - tile.groups.start)
-            * (tile.rows.stop - tile.rows.start)
-            * (tile.columns.stop - tile.columns.start)
-            for tile in self.tiles
-        )
+        return self.group * sum(tile.size for tile in self.tiles)
 
 
-def make_part(intervals: AttentionIntervals, keys_at: Tensor, kv_heads: int, group: int) -> PartialAttention:
+def make_part(intervals: AttentionIntervals, keys_at: Tensor, kv_heads: int, group: int) -> TiledPart:
     """Plan the attention of the queries of `intervals` to keys at places `keys_at` (S,), rising, on the
     CPU."""
     at = intervals.positions
@@ -79,7 +79,7 @@ def make_part(intervals: AttentionIntervals, keys_at: Tensor, kv_heads: int, gro
             rows = _block_of_queries(row, end, lows, highs)
             tiles += _row_of_tiles(rows, lows, highs, low.shape[0], kv_heads, group)
             row = rows.stop
-    return PartialAttention(low.to(intervals.device), high.to(intervals.device), tuple(tiles), group)
+    return TiledPart(low.to(intervals.device), high.to(intervals.device), tuple(tiles), group)
 
 
 def _block_of_queries(row: int, end: int, lows: list[list[int]], highs: list[list[int]]) -> slice:
@@ -87,10 +87,8 @@ def _block_of_queries(row: int, end: int, lows: list[list[int]], highs: list[lis
     count = PART_QUERIES
     while count > LEAST_PART_QUERIES:
         last = min(row + count, end) - 1
-        if (
-            max(high[last] - low[row] for low, high in zip(lows, highs, strict=True))
-            >= SEEN_PER_QUERY * count
-        ):
+        most_seen = max(high[last] - low[row] for low, high in zip(lows, highs, strict=True))
+        if most_seen >= SEEN_PER_QUERY * count:
             break
         count //= 2
     return slice(row, min(row + count, end))
@@ -154,7 +152,7 @@ def empty_result(q_NGTd: Tensor) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(q_NGTd, dtype=exact), q_NGTd.new_full(q_NGTd.shape[:3], -math.inf, dtype=exact)
 
 
-def part_forward(q: Tensor, k: Tensor, v: Tensor, part: PartialAttention, out: Tensor, lse: Tensor) -> None:
+def part_forward(q: Tensor, k: Tensor, v: Tensor, part: TiledPart, out: Tensor, lse: Tensor) -> None:
     """Merge the attention of q (N, G, T, d) to a part's k and v (N, S, d) into `out` and `lse`, in place."""
     if not part.tiles:
         return
@@ -174,14 +172,7 @@ def part_forward(q: Tensor, k: Tensor, v: Tensor, part: PartialAttention, out: T
 
 
 def part_backward(
-    grad: Tensor,
-    delta: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    part: PartialAttention,
-    grad_q: Tensor,
+    grad: Tensor, delta: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, part: TiledPart, grad_q: Tensor
 ) -> Tensor:
     """This part's share of the gradients: adds to `grad_q` (N, G, T, d), gives those of k and v (2, N, S, d).
 
@@ -264,18 +255,13 @@ def _bounded(q: Tensor, k: Tensor) -> bool:
     return longest[0] * longest[1] * q.shape[-1] ** -0.5 <= 0.99 * _limit(q.dtype)
 
 
-def _scratch(q: Tensor, part: PartialAttention, count: int) -> list[Tensor]:
+def _scratch(q: Tensor, part: TiledPart, count: int) -> list[Tensor]:
     """Room for the scores of the largest tile."""
-    most = max(_size(tile, part.group) for tile in part.tiles)
+    most = part.group * max(tile.size for tile in part.tiles)
     return [q.new_empty(most) for _ in range(count)]
 
 
-def _size(tile: Tile, group: int) -> int:
-    sides: Sequence[slice] = (tile.groups, tile.rows, tile.columns)
-    return group * math.prod(side.stop - side.start for side in sides)
-
-
-def _scores(q: Tensor, k: Tensor, tile: Tile, part: PartialAttention, scratch: Tensor) -> Tensor:
+def _scores(q: Tensor, k: Tensor, tile: Tile, part: TiledPart, scratch: Tensor) -> Tensor:
     """q (n, G, Q, d) k^T (n, W, d) / sqrt(d), -inf where a query does not see the key: (n, G * Q, W)."""
     n, group, rows, dim = q.shape
     shape = (n, group * rows, k.shape[1])
@@ -324,7 +310,7 @@ def by_query_head(x_BTHd: Tensor, kv_heads: int) -> Tensor:
 def from_query_head(x_NGTd: Tensor, like_BTHd: Tensor) -> Tensor:
     """(N, G, T, d) -> (B, T, H, d), contiguous, in the dtype of `like_BTHd`."""
     split = x_NGTd.unflatten(0, (like_BTHd.shape[0], -1)).permute(0, 3, 1, 2, 4)
-    out = torch.empty(like_BTHd.shape, dtype=like_BTHd.dtype, device=like_BTHd.device)
+    out = like_BTHd.new_empty(like_BTHd.shape)
     out.view(split.shape).copy_(split)
     return out
 
@@ -338,8 +324,7 @@ def by_key_head(k_BSKd: Tensor, v_BSKd: Tensor) -> Tensor:
     return both.flatten(1, 2)
 
 
-def from_key_head(grad_2NSd: Tensor, like_BSKd: Tensor) -> tuple[Tensor, Tensor]:
-    """(2, N, S, d) -> two of (B, S, K, d), contiguous, in the dtype of `like_BSKd`."""
-    k, v = grad_2NSd.unflatten(1, (like_BSKd.shape[0], -1)).transpose(2, 3)
-    made = [torch.empty(like_BSKd.shape, dtype=like_BSKd.dtype, device=like_BSKd.device) for _ in range(2)]
-    return made[0].copy_(k), made[1].copy_(v)
+def from_key_head(x_NSd: Tensor, like_BSKd: Tensor) -> Tensor:
+    """(N, S, d) -> (B, S, K, d), contiguous, in the dtype of `like_BSKd`."""
+    split = x_NSd.unflatten(0, (like_BSKd.shape[0], -1)).transpose(1, 2)
+    return like_BSKd.new_empty(split.shape).copy_(split)

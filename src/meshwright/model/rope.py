@@ -129,5 +129,4 @@ def rotate(x_BTHd: Tensor, rope: Rope) -> Tensor:
 
     If the tables have fewer than d channels, the last ones of each head are rotated.
     """
-    turned: Tensor = _Rotate.apply(x_BTHd, *rope)
-    return turned
+    return _Rotate.apply(x_BTHd, *rope)

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from meshwright.model.with_backward import with_backward
 from meshwright.spec.tiling import ALIGN
 
 Sizes = tuple[int, ...]
@@ -59,8 +59,7 @@ class TokenDispatcher:
 
     def _to_host(self, counts_SE: Tensor) -> list[list[int]]:
         """Numbers of copies per expert (E), from or to S ranks, on the host; waits for the device."""
-        counts: list[list[int]] = counts_SE.tolist()
-        return counts
+        return counts_SE.tolist()
 
     # Messages ---------------------------------------------------------------------------------------
 
@@ -70,8 +69,7 @@ class TokenDispatcher:
 
     def receive(self, sent: Any) -> Tensor:
         """Rows (R, C) of the experts on this rank; the content of padding rows is arbitrary."""
-        rows: Tensor = sent
-        return rows
+        return sent
 
     def send_back(self, rows_RC: Tensor) -> Any:
         """Start to send the experts' rows back; pass the result to `receive_back`."""
@@ -79,8 +77,7 @@ class TokenDispatcher:
 
     def receive_back(self, sent: Any) -> Tensor:
         """Rows (., C) of this rank's copies, which `copy_rows` indexes."""
-        rows: Tensor = sent
-        return rows
+        return sent
 
     def sum_copies(self, rows: Tensor) -> Tensor:
         """(N, C): the sum over each token's admitted copies of their rows from `receive_back`."""
@@ -96,7 +93,7 @@ class TokenDispatcher:
             total += added
         return total.to(rows.dtype)
 
-    def copy_values(self, values: Tensor) -> Tensor:
+    def _copy_values(self, values: Tensor) -> Tensor:
         """(N, k): each copy's scalar out of `values` (one per row of `receive_back`); 0 for dropped
         copies."""
         if not len(values):
@@ -104,7 +101,7 @@ class TokenDispatcher:
         summed = values[self.copy_rows].view(self.tokens, self.top_k, -1).sum(2)
         return summed if self.admitted is None else summed.masked_fill(~self.admitted, 0)
 
-    def mask_padding(self, values_R: Tensor) -> Tensor:
+    def _mask_padding(self, values_R: Tensor) -> Tensor:
         """`values_R` with 0 in padding rows."""
         masked = torch.zeros_like(values_R)
         masked[self.row] = values_R[self.row]
@@ -114,87 +111,55 @@ class TokenDispatcher:
 
     def start_dispatch(self, x_ND: Tensor, weights_Nk: Tensor) -> Tensor:
         """Start to send tokens and routing weights to the experts; pass the handle to `finish_dispatch`."""
-        handle: Tensor = _StartDispatch.apply(x_ND, weights_Nk, self)
-        return handle
+        return with_backward(self._send, self._receive_gradients, x_ND, weights_Nk)
 
     def finish_dispatch(self, handle: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens (R, D) and routing weights (R,) of the experts on this rank."""
-        arrived: tuple[Tensor, Tensor] = _FinishDispatch.apply(handle, self)
-        return arrived
+        return with_backward(self._receive, self._send_gradients, handle)
 
     def start_combine(self, y_RD: Tensor) -> Tensor:
         """Start to send the experts' outputs back; pass the handle to `finish_combine`."""
-        handle: Tensor = _StartCombine.apply(y_RD, self)
-        return handle
+        return with_backward(self._send_outputs, self._receive_output_gradients, y_RD)
 
     def finish_combine(self, handle: Tensor) -> Tensor:
         """(N, D): the sum over each token's experts."""
-        combined: Tensor = _FinishCombine.apply(handle, self)
-        return combined
+        return with_backward(self._receive_outputs, self._send_output_gradients, handle)
 
+    # Handles are scalars that order autograd's graph; the messages are in `dispatching` and `combining`.
 
-class _StartDispatch(torch.autograd.Function):
-    """Returns a scalar handle that orders the graph; the messages are in `dispatching` and `combining`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, dispatcher: TokenDispatcher) -> Tensor:
-        ctx.dispatcher = dispatcher
-        sent = dispatcher.send(x, dispatcher.token)
-        dispatcher.dispatching = sent, dispatcher.send(weights.reshape(-1, 1), dispatcher.copy)
+    def _send(self, x: Tensor, weights: Tensor) -> Tensor:
+        self.dispatching = self.send(x, self.token), self.send(weights.reshape(-1, 1), self.copy)
         return x.new_empty(())
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        dispatcher = ctx.dispatcher
-        (grad_x, grad_weights), dispatcher.combining = dispatcher.combining, None
-        values = dispatcher.copy_values(dispatcher.receive_back(grad_weights).squeeze(1))
-        return dispatcher.sum_copies(dispatcher.receive_back(grad_x)), values, None
+    def _receive(self, _handle: Tensor) -> tuple[Tensor, Tensor]:
+        (x, weights), self.dispatching = self.dispatching, None
+        return self.receive(x), self._mask_padding(self.receive(weights).squeeze(1))
 
+    def _send_gradients(self, grad_x: Tensor, grad_weights: Tensor) -> Tensor:
+        self.combining = self.send_back(grad_x), self.send_back(grad_weights.unsqueeze(1))
+        return grad_x.new_zeros(())
 
-class _FinishDispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, handle: Tensor, dispatcher: TokenDispatcher) -> tuple[Tensor, Tensor]:
-        ctx.dispatcher = dispatcher
-        (x, weights), dispatcher.dispatching = dispatcher.dispatching, None
-        return dispatcher.receive(x), dispatcher.mask_padding(dispatcher.receive(weights).squeeze(1))
+    def _receive_gradients(self, _grad: Tensor) -> tuple[Tensor, Tensor]:
+        (grad_x, grad_weights), self.combining = self.combining, None
+        values = self._copy_values(self.receive_back(grad_weights).squeeze(1))
+        return self.sum_copies(self.receive_back(grad_x)), values
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_x: Tensor, grad_weights: Tensor) -> tuple[Tensor, None]:
-        dispatcher = ctx.dispatcher
-        sent = dispatcher.send_back(grad_x), dispatcher.send_back(grad_weights.unsqueeze(1))
-        dispatcher.combining = sent
-        return grad_x.new_zeros(()), None
-
-
-class _StartCombine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, dispatcher: TokenDispatcher) -> Tensor:
-        ctx.dispatcher = dispatcher
+    def _send_outputs(self, y: Tensor) -> Tensor:
         # Detached: y's graph holds the dispatcher, which would be a reference cycle.
-        dispatcher.combining = dispatcher.send_back(y.detach())
+        self.combining = self.send_back(y.detach())
         return y.new_empty(())
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor, None]:
-        dispatching, ctx.dispatcher.dispatching = ctx.dispatcher.dispatching, None
-        return ctx.dispatcher.receive(dispatching), None
+    def _receive_outputs(self, _handle: Tensor) -> Tensor:
+        combining, self.combining = self.combining, None
+        return self.sum_copies(self.receive_back(combining))
 
+    def _send_output_gradients(self, grad: Tensor) -> Tensor:
+        self.dispatching = self.send(grad, self.token)
+        return grad.new_zeros(())
 
-class _FinishCombine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, handle: Tensor, dispatcher: TokenDispatcher) -> Tensor:
-        ctx.dispatcher = dispatcher
-        combining, dispatcher.combining = dispatcher.combining, None
-        return dispatcher.sum_copies(dispatcher.receive_back(combining))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.dispatcher.dispatching = ctx.dispatcher.send(grad, ctx.dispatcher.token)
-        return grad.new_zeros(()), None
+    def _receive_output_gradients(self, _grad: Tensor) -> Tensor:
+        dispatching, self.dispatching = self.dispatching, None
+        return self.receive(dispatching)
 
 
 def assign_rows(counts_SE: Tensor, listed: list[list[int]]) -> tuple[Tensor, Sizes]:

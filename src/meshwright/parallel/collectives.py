@@ -22,85 +22,6 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-class _Done:
-    def wait(self) -> None:
-        return None
-
-    def is_completed(self) -> bool:
-        return True
-
-
-DONE: Pending = _Done()
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def start_all_gather(whole: Tensor, part: Tensor, axis: Axis) -> Pending:
-    """Fill `whole` (n * numel of part,) with the `part` of each rank, in the order of ranks."""
-    if axis.size == 1:
-        whole.view(-1).copy_(part.view(-1))
-        return DONE
-    sent = _bytes(whole) * (axis.size - 1) / axis.size
-    work = _all_gather(whole, part, group=axis.group, async_op=True)
-    return axis.wire.start(axis.name, "all_gather", sent, work)
-
-
-def start_reduce_scatter(part: Tensor, whole: Tensor, axis: Axis) -> Pending:
-    """Sum `whole` (n * numel of part,) over the axis and write this rank's slice to `part`."""
-    if axis.size == 1:
-        part.view(-1).copy_(whole.view(-1))
-        return DONE
-    sent = _bytes(whole) * (axis.size - 1) / axis.size
-    work = _reduce_scatter(part, whole, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
-    return axis.wire.start(axis.name, "reduce_scatter", sent, work)
-
-
-def start_all_reduce(tensor: Tensor, axis: Axis, operation: str = "all_reduce") -> Pending:
-    """Sum `tensor` over the axis in place; recorded as `operation`."""
-    if axis.size == 1:
-        return DONE
-    sent = 2 * _bytes(tensor) * (axis.size - 1) / axis.size
-    work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
-    return axis.wire.start(axis.name, operation, sent, work)
-
-
-def start_broadcast(tensor: Tensor, source: int, axis: Axis) -> Pending:
-    """Copy `tensor` of rank `source` of the axis to all its ranks, in place.
-
-    Recorded as S (n-1)/n for S bytes, the mean over ranks when blocks pass along a chain.
-    """
-    if axis.size == 1:
-        return DONE
-    axis.wire.record(axis.name, "broadcast", _bytes(tensor) * (axis.size - 1) / axis.size)
-    work: Pending | None = dist.broadcast(tensor, group=axis.group, group_src=source, async_op=True)
-    assert work is not None
-    return work
-
-
-def start_all_to_all(received: Tensor, sent: Tensor, axis: Axis) -> Pending:
-    """Send slice i of `sent` (n equal ones along dim 0) to rank i; `received` holds slices by sender."""
-    if axis.size == 1:
-        received.view(-1).copy_(sent.view(-1))
-        return DONE
-    work = dist.all_to_all_single(received, sent, group=axis.group, async_op=True)
-    return axis.wire.start(axis.name, "all_to_all", _bytes(sent) * (axis.size - 1) / axis.size, work)
-
-
-def start_all_to_all_rows(
-    received: Tensor, sent: Tensor, received_rows: list[int], sent_rows: list[int], axis: Axis
-) -> Pending:
-    """Send the first `sent_rows[0]` rows of `sent` to rank 0, and so on; `received` holds rows by sender."""
-    if axis.size == 1:
-        received.copy_(sent)
-        return DONE
-    others = sum(sent_rows) - sent_rows[axis.rank]
-    work = dist.all_to_all_single(received, sent, received_rows, sent_rows, group=axis.group, async_op=True)
-    crossing = float(others * sent[:1].numel() * sent.element_size())
-    return axis.wire.start(axis.name, "all_to_all", crossing, work)
-
-
 class _All:
     def __init__(self, works: Sequence[Pending]) -> None:
         self._works = works
@@ -113,6 +34,70 @@ class _All:
         return all(work.is_completed() for work in self._works)
 
 
+DONE: Pending = _All([])
+
+
+def start_all_gather(whole: Tensor, part: Tensor, axis: Axis) -> Pending:
+    """Fill `whole` (n * numel of part,) with the `part` of each rank, in the order of ranks."""
+    if axis.size == 1:
+        whole.view(-1).copy_(part.view(-1))
+        return DONE
+    sent = whole.nbytes * (axis.size - 1) / axis.size
+    work = _all_gather(whole, part, group=axis.group, async_op=True)
+    return axis.wire.start(axis.name, "all_gather", sent, work)
+
+
+def start_reduce_scatter(part: Tensor, whole: Tensor, axis: Axis) -> Pending:
+    """Sum `whole` (n * numel of part,) over the axis and write this rank's slice to `part`."""
+    if axis.size == 1:
+        part.view(-1).copy_(whole.view(-1))
+        return DONE
+    sent = whole.nbytes * (axis.size - 1) / axis.size
+    work = _reduce_scatter(part, whole, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
+    return axis.wire.start(axis.name, "reduce_scatter", sent, work)
+
+
+def start_all_reduce(tensor: Tensor, axis: Axis, operation: str = "all_reduce") -> Pending:
+    """Sum `tensor` over the axis in place; recorded as `operation`."""
+    if axis.size == 1:
+        return DONE
+    sent = 2 * tensor.nbytes * (axis.size - 1) / axis.size
+    work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
+    return axis.wire.start(axis.name, operation, sent, work)
+
+
+def start_broadcast(tensor: Tensor, source: int, axis: Axis) -> Pending:
+    """Copy `tensor` of rank `source` of the axis to all its ranks, in place.
+
+    Recorded as S (n-1)/n for S bytes, the mean over ranks when blocks pass along a chain.
+    """
+    if axis.size == 1:
+        return DONE
+    work = dist.broadcast(tensor, group=axis.group, group_src=source, async_op=True)
+    return axis.wire.start(axis.name, "broadcast", tensor.nbytes * (axis.size - 1) / axis.size, work)
+
+
+def start_all_to_all(
+    received: Tensor,
+    sent: Tensor,
+    axis: Axis,
+    received_rows: list[int] | None = None,
+    sent_rows: list[int] | None = None,
+) -> Pending:
+    """Send the first `sent_rows[0]` rows of `sent` to rank 0, and so on; `received` holds rows by sender.
+
+    Without numbers of rows each rank gets equally many.
+    """
+    if axis.size == 1:
+        received.view(-1).copy_(sent.view(-1))
+        return DONE
+    crossing = sent.nbytes * (axis.size - 1) / axis.size
+    if sent_rows is not None:
+        crossing = float((sum(sent_rows) - sent_rows[axis.rank]) * sent[:1].nbytes)
+    work = dist.all_to_all_single(received, sent, received_rows, sent_rows, group=axis.group, async_op=True)
+    return axis.wire.start(axis.name, "all_to_all", crossing, work)
+
+
 def start_shift(received: Tensor, sent: Tensor, axis: Axis) -> Pending:
     """Send `sent` to the next rank of the ring, and receive from the one before."""
     if axis.size == 1:
@@ -123,13 +108,13 @@ def start_shift(received: Tensor, sent: Tensor, axis: Axis) -> Pending:
         dist.P2POp(dist.isend, sent, group=axis.group, group_peer=after),
         dist.P2POp(dist.irecv, received, group=axis.group, group_peer=before),
     ]
-    return axis.wire.start(axis.name, "shift", float(_bytes(sent)), _All(dist.batch_isend_irecv(operations)))
+    return axis.wire.start(axis.name, "shift", float(sent.nbytes), _All(dist.batch_isend_irecv(operations)))
 
 
 def start_send(sent: Tensor, target: int, axis: Axis, tag: int = 0) -> Pending:
     """Send `sent` to rank `target` of the axis; the tensor must live until the send has ended."""
     work = dist.isend(sent, group=axis.group, group_dst=target, tag=tag)
-    return axis.wire.start(axis.name, "send", float(_bytes(sent)), work)
+    return axis.wire.start(axis.name, "send", float(sent.nbytes), work)
 
 
 def start_receive(received: Tensor, source: int, axis: Axis, tag: int = 0) -> Pending:
@@ -180,11 +165,10 @@ def gather_matmul(
 ) -> tuple[Tensor | None, list[Tensor]]:
     """All-gather rows (N, D) and multiply: (the rows (n N, D) if `keep`, products (n N, F) with each map)."""
     assert axis.group is not None
-    axis.wire.record(axis.name, "all_gather", _bytes(part_ND) * float(axis.size - 1))
-    gathered: tuple[Tensor | None, list[Tensor]] = torch.ops.symm_mem.fused_all_gather_matmul(
+    axis.wire.record(axis.name, "all_gather", part_ND.nbytes * float(axis.size - 1))
+    return torch.ops.symm_mem.fused_all_gather_matmul(
         part_ND.contiguous(), maps_DF, 0, axis.group.group_name, return_A=keep
     )
-    return gathered
 
 
 def matmul_scatter(x_NF: Tensor, map_FD: Tensor, axis: Axis) -> Tensor:
@@ -192,10 +176,9 @@ def matmul_scatter(x_NF: Tensor, map_FD: Tensor, axis: Axis) -> Tensor:
     assert axis.group is not None
     sent = x_NF.shape[0] * map_FD.shape[1] * x_NF.element_size()
     axis.wire.record(axis.name, "reduce_scatter", sent * (axis.size - 1) / axis.size)
-    part: Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
+    return torch.ops.symm_mem.fused_matmul_reduce_scatter(
         x_NF.contiguous(), map_FD, "sum", 0, axis.group.group_name
     )
-    return part
 
 
 # Small and host messages --------------------------------------------------------------------------------
@@ -207,8 +190,7 @@ def sum_scalars(values: Sequence[float], axis: Axis) -> list[float]:
         return list(values)
     tensor = torch.tensor(list(values), dtype=torch.float64, device=axis.device)
     start_all_reduce(tensor, axis, "scalars").wait()
-    sums: list[float] = tensor.tolist()
-    return sums
+    return tensor.tolist()
 
 
 def gather_rows(rows: Tensor, axis: Axis) -> Tensor:

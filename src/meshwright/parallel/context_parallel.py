@@ -43,7 +43,7 @@ from meshwright.parallel.fused_comm_ops import Tensors
 from meshwright.parallel.mesh import Axis, Mesh
 from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.parallel.ring_attention import GatherAttention, RingAttention
-from meshwright.parallel.ulysses import Exchange, ToHeads, ToTokens
+from meshwright.parallel.ulysses import Exchange, ExchangeOp
 from meshwright.spec.layout import ContextMode
 
 
@@ -101,37 +101,6 @@ class _Groups:
         return intervals.united or intervals.at(unions[self._own]), unions
 
 
-class ContextAttention:
-    """Attention in eager blocks, of queries, keys and values sharded over the context axis.
-
-    Built once for a decoder; `cache` keeps results for a recomputing forward.
-    """
-
-    def __init__(self, mesh: Mesh, mode: ContextMode, cache: RecomputeCache) -> None:
-        self._groups, self._cache = _Groups(mesh), cache
-        self._make = GatherAttention if mode == "gather" else RingAttention
-        self._axis = mesh.context if mode == "gather" else mesh.ring
-        self._to_heads = ToHeads(mesh.ulysses, self._groups.exchange, cache)
-        self._to_tokens = ToTokens(mesh.ulysses, self._groups.exchange, cache)
-
-    def __call__(
-        self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, intervals: AttentionIntervals
-    ) -> Tensor:
-        """(B, T, H, d) for the queries of `intervals`, whose positions are those of `zigzag`."""
-        attended = self._groups.attention_of(intervals)
-        attend = self._make(self._axis, lambda _: attended, self._cache)
-        if self._groups.heads.size == 1:
-            return attend(q_BTHd, k_BTKd, v_BTKd)[0]
-        q, k, v = self._to_heads(q_BTHd, k_BTKd, v_BTKd)
-        return self._to_tokens(attend(q, k, v)[0])[0]
-
-    def mask(self, intervals: AttentionIntervals) -> AttentionIntervals:
-        """`intervals` together with those of the ranks that exchange heads, once for all layers."""
-        if self._groups.heads.size == 1:
-            return intervals
-        return replace(intervals, united=self._groups.attention_of(intervals)[0])
-
-
 class IntervalTensors(NamedTuple):
     """`AttentionIntervals` as tensors, which a compiled block can take."""
 
@@ -141,35 +110,50 @@ class IntervalTensors(NamedTuple):
     windowed: bool
 
 
-class CompiledContextAttention:
-    """`ContextAttention` as custom operators of a compiled block."""
+class ContextAttention:
+    """Attention of queries, keys and values sharded over the context axis.
 
-    def __init__(self, mesh: Mesh, mode: ContextMode) -> None:
-        self._groups, self._device = _Groups(mesh), mesh.context.device
-        make = GatherAttention if mode == "gather" else RingAttention
-        axis = mesh.context if mode == "gather" else mesh.ring
-        self._attend = [make(axis, partial(self._intervals, windowed), None) for windowed in (False, True)]
-        self._to_heads = ToHeads(mesh.ulysses, self._groups.exchange, None)
-        self._to_tokens = ToTokens(mesh.ulysses, self._groups.exchange, None)
+    Built once for a decoder; `cache` keeps results for a recomputing forward. Without it the attention is
+    custom operators of a compiled block.
+    """
 
-    def __call__(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask: IntervalTensors) -> Tensor:
-        """(B, T, H, d), as `ContextAttention`."""
-        *tensors, windowed = mask
-        attend = self._attend[windowed]
+    def __init__(self, mesh: Mesh, mode: ContextMode, cache: RecomputeCache | None) -> None:
+        self._groups, self._cache, self._device = _Groups(mesh), cache, mesh.context.device
+        self._make = GatherAttention if mode == "gather" else RingAttention
+        self._axis = mesh.context if mode == "gather" else mesh.ring
+        self._operators = [self._make(self._axis, partial(self._intervals, w), None) for w in (False, True)]
+        self._to_heads = ExchangeOp(mesh.ulysses, self._groups.exchange, True, cache)
+        self._to_tokens = ExchangeOp(mesh.ulysses, self._groups.exchange, False, cache)
+
+    def __call__(
+        self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask: AttentionIntervals | IntervalTensors
+    ) -> Tensor:
+        """(B, T, H, d) for the queries of `mask`, whose positions are those of `zigzag`."""
+        tensors: list[Tensor] = []
+        if isinstance(mask, IntervalTensors):
+            *tensors, windowed = mask
+            attend = self._operators[windowed]
+        else:
+            attended = self._groups.attention_of(mask)
+            attend = self._make(self._axis, lambda _: attended, self._cache)
         if self._groups.heads.size == 1:
             return attend(q_BTHd, k_BTKd, v_BTKd, *tensors)[0]
         q, k, v = self._to_heads(q_BTHd, k_BTKd, v_BTKd)
         return self._to_tokens(attend(q, k, v, *tensors)[0])[0]
 
-    def mask(self, intervals: AttentionIntervals) -> IntervalTensors:
-        """The tensors of `intervals`."""
-        return IntervalTensors(intervals.positions, intervals.first, intervals.whole, intervals.windowed)
+    def mask(self, intervals: AttentionIntervals) -> AttentionIntervals | IntervalTensors:
+        """`intervals` together with those of the ranks that exchange heads, once for all layers; their
+        tensors for a compiled block."""
+        if self._cache is None:
+            return IntervalTensors(intervals.positions, intervals.first, intervals.whole, intervals.windowed)
+        if self._groups.heads.size == 1:
+            return intervals
+        return replace(intervals, united=self._groups.attention_of(intervals)[0])
 
     def _intervals(self, windowed: bool, tensors: Tensors) -> tuple[AttentionIntervals, list[Tensor]]:
         positions, first, whole = tensors
-        length = whole.shape[1]
         return self._groups.attention_of(
-            AttentionIntervals(positions, first, length, whole, windowed, self._device)
+            AttentionIntervals(positions, first, whole.shape[1], whole, windowed, self._device)
         )
 
 
@@ -182,20 +166,14 @@ def context_parallel_hooks(
     whole sequences. `narrow_values` says that values have fewer channels than keys.
     """
     axis = mesh.context
-    attention = CompiledContextAttention(mesh, mode) if cache is None else ContextAttention(mesh, mode, cache)
+    attention = ContextAttention(mesh, mode, cache)
 
     def mask(
-        queries: int,
-        _keys: int,
-        window: int | None,
-        documents_BS: Tensor | None,
-        like: Tensor,
-        _head_dim: int,
+        queries: int, _keys: int, window: int | None, documents_BS: Tensor | None, like: Tensor, _dim: int
     ) -> AttentionIntervals | IntervalTensors:
         length = queries * axis.size
         positions = zigzag(length, axis.size, axis.rank)
-        return attention.mask(
-            attention_intervals(documents_BS, length, window, positions, like.shape[0], like.device)
-        )
+        intervals = attention_intervals(documents_BS, length, window, positions, len(like), like.device)
+        return attention.mask(intervals)
 
     return with_wide_values(attention) if narrow_values else attention, mask

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -145,9 +145,7 @@ class Control:
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sums of each number over all ranks, correctly rounded, on every rank."""
         rows = self.gather(list(values))
-        return [
-            float(total) for total in self.broadcast([math.fsum(each) for each in zip(*rows, strict=True)])
-        ]
+        return [float(total) for total in self.broadcast([*map(math.fsum, zip(*rows, strict=True))])]
 
     def together(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank; when it fails anywhere, every rank raises the same error.
@@ -167,8 +165,7 @@ class Control:
 
     def on_first(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 alone and return its (JSON) value everywhere; its failure is everyone's."""
-        value = self.together(lambda: work() if self.rank == 0 else None)
-        return self.broadcast(value)
+        return self.broadcast(self.together(lambda: work() if self.rank == 0 else None))
 
     def _raise_first(self, failure: Exception | None) -> None:
         own = None if failure is None else _report(failure)
@@ -177,7 +174,8 @@ class Control:
         if failure is not None and own == first:
             raise failure
         _, names, sentence = first
-        raise _class_of(names)(sentence) from failure
+        known = _known_errors(UserError)
+        raise next((known[name] for name in names if name in known), RuntimeError)(sentence) from failure
 
     # Rounds -----------------------------------------------------------------------------------------
 
@@ -208,8 +206,9 @@ class Control:
             return
         if announce:
             self._store.set(self._key("all"), "1" if complete >> BLOCK else "0")
-        for key in self._keys_of(self.rounds - 1, parts):
-            self._store.delete_key(key)
+        names = ["blocks", "all", "value", *(f"value/{index}" for index in range(parts))]
+        for name in [*names, *(f"block/{index}" for index in range(self._blocks))]:
+            self._store.delete_key(f"{self.rounds - 1}/{name}")
 
     @property
     def _blocks(self) -> int:
@@ -217,12 +216,6 @@ class Control:
 
     def _key(self, name: str) -> str:
         return f"{self.rounds}/{name}"
-
-    def _keys_of(self, number: int, parts: int) -> Iterator[str]:
-        """Keys that a round left in the store."""
-        names = ["blocks", "all", "value", *(f"value/{index}" for index in range(parts))]
-        names += [f"block/{index}" for index in range(self._blocks)]
-        return (f"{number}/{name}" for name in names)
 
     def _put_parts(self, name: str, text: str) -> int:
         """Store a long message in parts and return their number; none of a short one."""
@@ -280,16 +273,12 @@ def _report(error: Exception) -> list[Any]:
     return [error.gravity, [_name(cls) for cls in classes], str(error)]
 
 
-def _class_of(names: list[str]) -> type[Exception]:
-    """The first of these classes that this process knows; RuntimeError where there is none."""
-    known = {_name(cls): cls for cls in _descendants(UserError)}
-    return next((known[name] for name in names if name in known), RuntimeError)
-
-
-def _descendants(cls: type[UserError]) -> Iterator[type[UserError]]:
-    yield cls
-    for each in cls.__subclasses__():
-        yield from _descendants(each)
+def _known_errors(cls: type[UserError]) -> dict[str, type[UserError]]:
+    """`cls` and the classes derived from it that this process knows, by name."""
+    known = {_name(cls): cls}
+    for derived in cls.__subclasses__():
+        known |= _known_errors(derived)
+    return known
 
 
 def _name(cls: type) -> str:

@@ -30,14 +30,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 
 from meshwright.parallel.collectives import start_all_reduce, start_reduce_scatter
-from meshwright.parallel.flat_param import Owners, Stored, make_slots
+from meshwright.parallel.flat_param import Stored, make_slots
 from meshwright.parallel.grad_norm import sum_of_squares
 from meshwright.parallel.mesh import Axis, Mesh, Pending
 from meshwright.parallel.precision import Formats
@@ -48,16 +47,14 @@ UnitModules = Sequence[nn.Module]
 """The modules of one unit, in the order in which the forward runs them."""
 
 
-@dataclass(frozen=True)
-class _Reduction:
-    """A reduction in flight, and the callback to run when it has ended."""
+_Reductions = deque[tuple[Pending, Callable[[], None]]]
+"""Reductions in flight, each with the callback to run when it has ended."""
 
-    work: Pending
-    then: Callable[[], None]
 
-    def finish(self) -> None:
-        self.work.wait()
-        self.then()
+def _finish_first(reductions: _Reductions) -> None:
+    work, then = reductions.popleft()
+    work.wait()
+    then()
 
 
 class DataParallel:
@@ -94,8 +91,8 @@ class DataParallel:
         ends = mesh.ends
         self.elsewhere = {apart} if apart and ends is not None and ends.rank > 0 else set()
         """Names of parameters that this rank holds but another pipeline rank counts in the norm."""
-        self._scattering: deque[_Reduction] = deque()
-        self._replicating: deque[_Reduction] = deque()
+        self._scattering: _Reductions = deque()
+        self._replicating: _Reductions = deque()
         self._squares: list[Tensor] = []
         self._unsquared: list[Unit] = []
         self._microbatches, self._last_microbatch = 1, True
@@ -119,22 +116,16 @@ class DataParallel:
             for module in root.modules():
                 for attribute, parameter in module.named_parameters(recurse=False):
                     owners.setdefault(self._names[parameter], []).append((module, attribute))
-        listed: list[tuple[Piece, Owners]] = [
-            (self._pieces[name], tuple(places)) for name, places in owners.items()
-        ]
         mesh = self.mesh
-        for routed, shards in ((False, mesh.shard), (True, mesh.expert_data)):
-            own = [parameter for parameter in listed if parameter[0].routed == routed]
-            if own:
-                yield self._make_unit(own, shards)
-
-    def _make_unit(self, listed: list[tuple[Piece, Owners]], ranks: Axis) -> Unit:
-        mesh = self.mesh
-        if self.zero and ranks.size > 1:
-            slots = make_slots(listed, ranks.size, ranks.rank)
-            return Unit(slots, mesh, ranks, mesh.replicate, self.formats, self._observer)
-        replicas = mesh.replicate if mesh.replicate.size > 1 else ranks
-        return Unit(make_slots(listed, 1, 0), mesh, None, replicas, self.formats, self._observer)
+        for routed, ranks in ((False, mesh.shard), (True, mesh.expert_data)):
+            pieces = [(self._pieces[name], tuple(places)) for name, places in owners.items()]
+            own = [(piece, places) for piece, places in pieces if piece.routed == routed]
+            if not own:
+                continue
+            shards = ranks if self.zero and ranks.size > 1 else None
+            replicas = mesh.replicate if shards is not None or mesh.replicate.size > 1 else ranks
+            slots = make_slots(own, ranks.size, ranks.rank) if shards is not None else make_slots(own, 1, 0)
+            yield Unit(slots, mesh, shards, replicas, self.formats, self._observer)
 
     # When things move -------------------------------------------------------------------------------
 
@@ -231,23 +222,17 @@ class DataParallel:
                 self._unit_done(unit)
         self._square_finished()
         while self._scattering:
-            self._scattering.popleft().finish()
+            _finish_first(self._scattering)
         while self._replicating:
-            self._replicating.popleft().finish()
+            _finish_first(self._replicating)
             self._square_finished()
         self._square_finished()
         self._sum_over_tensor()
         if self._apart is not None and self.mesh.ends is not None:
-            for part in self._gradients_apart():
-                start_all_reduce(part, self.mesh.ends).wait()
-        self._square_late()
-
-    def _gradients_apart(self) -> Iterator[Tensor]:
-        """This rank's gradient of the tied parameter that the other end of the pipeline holds, too."""
-        for unit in self.units:
-            for slot in unit.slots:
+            for unit, slot in self._places.values():
                 if slot.key == self._apart:
-                    yield unit.gradient_of(slot)
+                    start_all_reduce(unit.gradient_of(slot), self.mesh.ends).wait()
+        self._square_late()
 
     def _sum_over_tensor(self) -> None:
         """Sum the partial gradients of pieces that several tensor ranks hold."""
@@ -277,16 +262,16 @@ class DataParallel:
         sent = unit.to_send(packed)
         if unit.shards is None:
             work = start_all_reduce(sent, unit.replicas)
-            self._scattering.append(_Reduction(work, lambda: self._replicated(unit, sent, packed)))
+            self._scattering.append((work, lambda: self._replicated(unit, sent, packed)))
         else:
             part = unit.new_part()
             work = start_reduce_scatter(part, sent, unit.shards)
-            self._scattering.append(_Reduction(work, lambda: self._scattered(unit, part, sent, due)))
+            self._scattering.append((work, lambda: self._scattered(unit, part, sent, due)))
         depth = self._depth[id(unit)]
         while len(self._replicating) >= depth:  # before what the others start now is added
-            self._replicating.popleft().finish()
+            _finish_first(self._replicating)
         while len(self._scattering) > depth:
-            self._scattering.popleft().finish()
+            _finish_first(self._scattering)
 
     def _replicated(self, unit: Unit, summed: Tensor, packed: Tensor) -> None:
         """The all-reduce of a unit that is not sharded has ended."""
@@ -305,7 +290,7 @@ class DataParallel:
         assert unit.gradient is not None
         if due and unit.replicas.size > 1:
             work = start_all_reduce(unit.gradient, unit.replicas)
-            self._replicating.append(_Reduction(work, lambda: self._unsquared.append(unit)))
+            self._replicating.append((work, lambda: self._unsquared.append(unit)))
         elif due:
             self._unsquared.append(unit)
 
@@ -355,13 +340,10 @@ class DataParallel:
         for unit in self.units:
             yield from unit.tensors(unit.stored)
 
-    def _flat_gradients(self) -> list[Tensor]:
-        return [unit.gradient for unit in self.units if unit.gradient is not None]
-
     def scale_gradients(self, factor: float) -> None:
         """Multiply every gradient, in place."""
         if factor != 1.0 and self.units:
-            torch._foreach_mul_(self._flat_gradients(), factor)
+            torch._foreach_mul_([unit.gradient for unit in self.units if unit.gradient is not None], factor)
 
     def end_step(self) -> None:
         """Call after the optimiser: gradients are dropped, parameters are gathered anew when next used."""
@@ -382,12 +364,10 @@ class DataParallel:
         }
 
     def _bytes_of_gradients(self) -> int:
-        storages = {
-            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-            for unit in self.units
-            for tensor in (unit.packed, unit.gradient)
-            if tensor is not None
-        }
+        held = [
+            tensor for unit in self.units for tensor in (unit.packed, unit.gradient) if tensor is not None
+        ]
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
         return sum(storages.values())
 
 

@@ -20,24 +20,24 @@ overlap with matmuls of another (`layout.expert_parts`), and all with the shared
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from meshwright.model.hooks import Admit, ExpertsHooks, MoeHooks
 from meshwright.model.token_dispatcher import TokenDispatcher, assign_rows
-from meshwright.parallel.collectives import start_all_gather, start_all_to_all, start_all_to_all_rows
+from meshwright.model.with_backward import with_backward
+from meshwright.parallel.collectives import start_all_to_all
 from meshwright.parallel.deferred_wgrad import WeightGradStore
 from meshwright.parallel.mesh import Axis, Mesh, Pending
 from meshwright.parallel.recompute_cache import RecomputeCache
+from meshwright.parallel.tensor_linears import gather_tokens
 
 
-@dataclass(frozen=True)
-class _Sent:
+class _Sent(NamedTuple):
     """Rows in flight; `sent` must live until they have arrived."""
 
     pending: Pending
@@ -49,17 +49,10 @@ class AllToAllDispatcher(TokenDispatcher):
     """Dispatches tokens to experts on ep x etp ranks; its R rows come from all ranks that send to this
     one."""
 
-    def __init__(
-        self,
-        axis: Axis,
-        slices: int,
-        cache: RecomputeCache,
-        experts_Nk: Tensor,
-        admitted_Nk: Tensor | None,
-        experts: int,
-    ) -> None:
+    def __init__(self, axis: Axis, slices: int, cache: RecomputeCache, *routing: Any) -> None:
+        """`routing` are the arguments of `TokenDispatcher`."""
         self._axis, self._slices, self._cache = axis, slices, cache
-        super().__init__(experts_Nk, admitted_Nk, experts)
+        super().__init__(*routing)
 
     def _plan(self, order: Tensor, position_Nk: Tensor) -> None:
         ranks, slices = self._axis.size, self._slices
@@ -114,52 +107,18 @@ class AllToAllDispatcher(TokenDispatcher):
 
     def _start(self, sent: Tensor, received_rows: list[int], sent_rows: list[int]) -> _Sent:
         received = sent.new_empty(sum(received_rows), sent.shape[1])
-        pending = start_all_to_all_rows(received, sent, received_rows, sent_rows, self._axis)
+        pending = start_all_to_all(received, sent, self._axis, received_rows, sent_rows)
         return _Sent(pending, received, sent)
 
     def _finish(self, sent: Any) -> Tensor:
         sent.pending.wait()
-        received: Tensor = sent.received
-        return received
+        return sent.received
 
 
-class _ScatterTokens(torch.autograd.Function):
+def _own_tokens(x: Tensor, axis: Axis) -> Tensor:
     """This tensor rank's tokens of activations that all of them hold: (B, T, D) -> (B, T/n, D)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return _scatter(x, axis)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _gather(grad, ctx.axis), None
-
-
-class _GatherTokens(torch.autograd.Function):
-    """The inverse of `_ScatterTokens`: (B, T/n, D) -> (B, T, D)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return _gather(x, axis)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _scatter(grad, ctx.axis), None
-
-
-def _scatter(x: Tensor, axis: Axis) -> Tensor:
     batch, length, channels = x.shape
     return x.reshape(axis.size, batch, length // axis.size, channels)[axis.rank]
-
-
-def _gather(x: Tensor, axis: Axis) -> Tensor:
-    whole = x.new_empty(x.shape[0], x.shape[1] * axis.size, x.shape[2])
-    start_all_gather(whole.view(-1), x.contiguous().view(-1), axis).wait()
-    return whole
 
 
 def expert_parallel_hooks(
@@ -183,9 +142,10 @@ def expert_parallel_hooks(
     if mesh.expert.size > 1:
         hooks = replace(hooks, dispatch=partial(AllToAllDispatcher, mesh.expert, layout.etp, cache))
     if tensor.size > 1 and not layout.sequence_parallel:
-        scatter, gather = (
-            (lambda x: _ScatterTokens.apply(x, tensor)),
-            (lambda x: _GatherTokens.apply(x, tensor)),
+        scatter, gather = partial(_own_tokens, axis=tensor), partial(gather_tokens, axis=tensor)
+        hooks = replace(
+            hooks,
+            scatter_tokens=partial(with_backward, scatter, gather),
+            gather_tokens=partial(with_backward, gather, scatter),
         )
-        hooks = replace(hooks, scatter_tokens=scatter, gather_tokens=gather)
     return hooks

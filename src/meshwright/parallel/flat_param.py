@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -97,11 +95,6 @@ class UnpaddedDTensor:
         return torch.Size((self.rows, *self.padded.shape[1:]))
 
     @property
-    def ndim(self) -> int:
-        """Number of dims."""
-        return self.padded.ndim
-
-    @property
     def dtype(self) -> torch.dtype:
         """Dtype of its elements."""
         return self.padded.dtype
@@ -115,52 +108,32 @@ Stored = DTensor | UnpaddedDTensor
 
 
 def stored(slot: ParamSlot, local: Tensor, mesh: Mesh, sharded: bool) -> Stored:
-    """A DTensor over the local rows of a parameter, its gradient or a moment, sharing their memory."""
-    piece = slot.piece
-    if piece.experts is not None:
-        return _stored_experts(slot, local, mesh, sharded)
-    split = piece.parts > 1
-    rows: Placement = Replicate()
-    if sharded:
-        rows = _StridedShard(0, split_factor=piece.parts) if split and piece.dim == 0 else Shard(0)
-    over_tensor: Placement = Shard(piece.dim) if split else Replicate()
-    shape = list(piece.global_shape)
-    if split:
-        shape[piece.dim] = piece.size * piece.parts
-    found = _part_of(
-        torch.Size(shape),
-        local,
-        mesh.storage_of(piece.copies if split else 1),
-        {"shard": rows, "tp": over_tensor, "parts": over_tensor},
-    )
-    return UnpaddedDTensor(found, piece.global_shape[0]) if shape[0] > piece.global_shape[0] else found
+    """A DTensor over the local rows of a parameter, its gradient or a moment, sharing their memory.
 
-
-def _stored_experts(slot: ParamSlot, local: Tensor, mesh: Mesh, sharded: bool) -> DTensor:
-    """`stored` of routed experts: dim 0 is sharded over expert ranks, channels over those that share an
-    expert."""
-    piece = slot.piece
+    Dim 0 of routed experts is sharded over expert ranks, their channels over those that share an expert.
+    """
+    piece, shape = slot.piece, list(slot.global_shape)
     split = piece.parts > 1
-    rows: Placement = Replicate()
-    if sharded:
-        both = split and piece.dim == 1
-        rows = _StridedShard(1, split_factor=piece.parts) if both else Shard(1)
     channels: Placement = Shard(piece.dim) if split else Replicate()
-    placements = {"expert_data": rows, "ep": Shard(0), "etp": channels}
-    return _part_of(torch.Size(piece.global_shape), local, mesh.expert_storage, placements)
-
-
-def _part_of(
-    whole: torch.Size, local: Tensor, mesh: DeviceMesh, placements: Mapping[str, Placement]
-) -> DTensor:
-    """A DTensor of shape `whole`, replicated over the dims of the mesh that have no placement."""
-    names = mesh.mesh_dim_names
-    assert names is not None
-    return DTensor.from_local(
+    rows: Placement = Replicate()
+    if sharded and split and piece.dim == slot.dim:
+        rows = _StridedShard(slot.dim, split_factor=piece.parts)
+    elif sharded:
+        rows = Shard(slot.dim)
+    if piece.routed:
+        storage, placements = mesh.expert_storage, {"expert_data": rows, "ep": Shard(0), "etp": channels}
+    else:
+        storage = mesh.split_storage if split and piece.copies > 1 else mesh.storage
+        placements = {"shard": rows, "tp": channels, "parts": channels}
+        if split:
+            shape[piece.dim] = piece.size * piece.parts
+    assert storage.mesh_dim_names is not None
+    tensor = DTensor.from_local(
         local,
-        mesh,
-        [placements.get(name, Replicate()) for name in names],
+        storage,
+        [placements.get(name, Replicate()) for name in storage.mesh_dim_names],
         run_check=False,
-        shape=whole,
-        stride=torch.empty(whole, device="meta").stride(),
+        shape=torch.Size(shape),
+        stride=torch.empty(shape, device="meta").stride(),
     )
+    return UnpaddedDTensor(tensor, slot.global_shape[0]) if shape[0] > slot.global_shape[0] else tensor

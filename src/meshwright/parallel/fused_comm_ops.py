@@ -27,6 +27,7 @@ from meshwright.parallel.recompute_cache import RecomputeCache
 
 Kind = Literal["matmul", "attention", "exchange"]
 Tensors = Sequence[Tensor]
+Parameters = Sequence[nn.Parameter]
 
 
 class FusedCommOp(ABC):
@@ -50,24 +51,20 @@ class FusedCommOp(ABC):
     def __call__(self, *inputs: Tensor, read_again: bool = True) -> Tensors:
         """The results of `forward`. With `read_again` False no recomputing forward reads their values."""
         if self.cache is None:
-            results: Tensors = _operators[self.kind](self.name, inputs)
-        else:
-            results = _EagerOp.apply(self, read_again, *inputs)
-        return results
+            return _operators[self.kind](self.name, inputs)
+        return _EagerOp.apply(self, read_again, *inputs)
 
     @abstractmethod
     def forward(self, inputs: Tensors) -> Tensors:
         """Compute the results."""
 
-    @abstractmethod
     def keep(self, inputs: Tensors, results: Tensors) -> Tensors:
-        """The tensors to save for `backward`."""
+        """The tensors to save for `backward`: by default the inputs."""
+        return inputs
 
     @abstractmethod
-    def backward(
-        self, saved: Tensors, grads: Tensors, inputs: int, parameters: Sequence[nn.Parameter] = ()
-    ) -> Tensors:
-        """Gradients of the first of `inputs` inputs, given those of the results; the others have none.
+    def backward(self, saved: Tensors, grads: Tensors, parameters: Parameters = ()) -> Tensors:
+        """Gradients of the first inputs, given those of the results; the other inputs have none.
 
         `parameters` are the inputs whose gradients `store` takes where it is open.
         """
@@ -76,9 +73,9 @@ class FusedCommOp(ABC):
     def results_like(self, inputs: Tensors) -> Tensors:
         """Empty tensors with the shapes of `forward`'s results."""
 
-    @abstractmethod
-    def gradients_like(self, saved: Tensors, grads: Tensors, inputs: int) -> Tensors:
-        """Empty tensors with the shapes of `backward`'s results."""
+    def gradients_like(self, saved: Tensors, grads: Tensors) -> Tensors:
+        """Empty tensors with the shapes of `backward`'s results: by default of what is saved."""
+        return [*map(empty, saved)]
 
 
 class _EagerOp(torch.autograd.Function):
@@ -94,7 +91,7 @@ class _EagerOp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        found = ctx.op.backward(ctx.saved_tensors, grads, ctx.inputs, ctx.parameters)
+        found = ctx.op.backward(ctx.saved_tensors, grads, ctx.parameters)
         return None, None, *found, *[None] * (ctx.inputs - len(found))
 
 
@@ -110,30 +107,30 @@ def empty(like: Tensor, *shape: int) -> Tensor:
 def _define(kind: Kind) -> Any:
     """Register the custom operator of a kind and its backward; returns the former."""
     schema = "(str name, Tensor[] inputs) -> Tensor[]"
-    schema_backward = "(str name, Tensor[] saved, Tensor[] grads, int inputs) -> Tensor[]"
+    schema_backward = "(str name, Tensor[] saved, Tensor[] grads) -> Tensor[]"
 
     @torch.library.custom_op(f"meshwright::joint_{kind}", mutates_args=(), schema=schema)
     def joint(name: str, inputs: list[Tensor]) -> list[Tensor]:
         return list(_ops[name].forward(inputs))
 
     @torch.library.custom_op(f"meshwright::joint_{kind}_backward", mutates_args=(), schema=schema_backward)
-    def backward(name: str, saved: list[Tensor], grads: list[Tensor], inputs: int) -> list[Tensor]:
-        return list(_ops[name].backward(saved, grads, inputs))
+    def backward(name: str, saved: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        return list(_ops[name].backward(saved, grads))
 
     @joint.register_fake
     def _(name: str, inputs: list[Tensor]) -> list[Tensor]:
         return list(_ops[name].results_like(inputs))
 
     @backward.register_fake
-    def _(name: str, saved: list[Tensor], grads: list[Tensor], inputs: int) -> list[Tensor]:
-        return list(_ops[name].gradients_like(saved, grads, inputs))
+    def _(name: str, saved: list[Tensor], grads: list[Tensor]) -> list[Tensor]:
+        return list(_ops[name].gradients_like(saved, grads))
 
     def save(ctx: Any, inputs: tuple[str, list[Tensor]], output: list[Tensor]) -> None:
         ctx.name, ctx.inputs = inputs[0], len(inputs[1])
         ctx.save_for_backward(*_ops[ctx.name].keep(inputs[1], output))
 
     def differentiate(ctx: Any, grads: list[Tensor]) -> tuple[None, list[Tensor | None]]:
-        found = backward(ctx.name, list(ctx.saved_tensors), grads, ctx.inputs)
+        found = backward(ctx.name, list(ctx.saved_tensors), grads)
         return None, [*found, *[None] * (ctx.inputs - len(found))]
 
     joint.register_autograd(differentiate, setup_context=save)

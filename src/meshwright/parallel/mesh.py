@@ -130,10 +130,6 @@ class Mesh:
         """This rank's number."""
         return self.world.rank
 
-    def storage_of(self, copies: int) -> DeviceMesh:
-        """`storage`, or for pieces that tensor ranks hold alike `split_storage`."""
-        return self.storage if copies == 1 else self.split_storage
-
     @property
     def data_rank(self) -> int:
         """Which of `layout.data_ranks` readers of samples this rank is."""
@@ -162,18 +158,14 @@ def build_mesh(
     copies = layout.kv_copies(heads)
     groups, wire, scope = groups or Groups(device.type), TrafficCounter(), new_scope()
     grid = rank_grid(layout)
-    heads_grid, expert_grid = grid.unflatten(-1, (-1, copies)), grid.view(_expert_shape(layout))
     storage = groups.device_mesh(grid, ("replicate", "shard", "tp"))
     split = expert_storage = storage
     if experts:
+        expert_grid = _expert_grid(layout, grid, experts)
         expert_storage = groups.device_mesh(expert_grid, ("replicate", "expert_data", "ep", "etp"))
     if copies > 1:
+        heads_grid = grid.unflatten(-1, (-1, copies))
         split = groups.device_mesh(heads_grid, ("replicate", "shard", "parts", "copies"))
-    lines = {
-        **_layer_lines(layout, grid, heads),
-        **_expert_lines(layout, grid, experts),
-        **_stage_lines(layout, grid),
-    }
 
     def axis(line: _Line) -> Axis | None:
         found = groups.along(line.grid, line.dim, line.purpose)
@@ -182,7 +174,12 @@ def build_mesh(
         row, group = found
         return Axis(line.name, len(row), row.index(dist.get_rank()), group, device, wire)
 
-    lanes = {lane: axis(line) for lane, line in _lane_lines(layout, grid, groups.in_order).items()}
+    # Lanes have a group each where groups keep the order of posting; gloo tells messages apart by tags.
+    lanes = {
+        lane: axis(_Line("pipeline", grid, 0, f"{lane}" if groups.in_order else ""))
+        for lane in lanes_of(schedule_of(layout, 1).rank_of)
+    }
+    lines = _lines(layout, grid, heads, experts)
     axes: dict[str, Any] = {"ends": None} | {key: axis(line) for key, line in lines.items()}
     group = groups.world(tuple(range(size)))
     if storage is None or split is None or expert_storage is None:
@@ -210,12 +207,19 @@ class _Line(NamedTuple):
     purpose: str = ""
 
 
-def _layer_lines(layout: Layout, grid: Tensor, heads: int) -> dict[str, _Line]:
-    """The axes that share samples, states, tokens and the insides of layers, by field of `Mesh`."""
-    ulysses = layout.ulysses(heads)
+def _expert_grid(layout: Layout, grid: Tensor, experts: bool) -> Tensor:
+    """Ranks as (pp, replicate, expert_data, ep, etp); without experts each of these axes is of one rank."""
+    if not experts:
+        return grid.view(-1, 1, 1, 1, 1)
+    return grid.view(layout.pp, layout.replicate, layout.expert_data_ranks, layout.ep, layout.etp)
+
+
+def _lines(layout: Layout, grid: Tensor, heads: int, experts: bool) -> dict[str, _Line]:
+    """The axes to be made, by field of `Mesh`."""
+    ulysses, expert_grid = layout.ulysses(heads), _expert_grid(layout, grid, experts)
     tokens = grid.view(-1, layout.cp, layout.tp)
     rings = grid.view(-1, layout.cp // ulysses, ulysses, layout.tp)
-    return {
+    lines = {
         "replicate": _Line("replicate", grid, 1),
         "shard": _Line("shard", grid, 2),
         "context": _Line("context", tokens, 1, "context"),
@@ -223,36 +227,9 @@ def _layer_lines(layout: Layout, grid: Tensor, heads: int) -> dict[str, _Line]:
         "ulysses": _Line("context", rings, 2, "context"),
         "tensor": _Line("tensor", grid, 3),
         "copies": _Line("tensor", grid.unflatten(-1, (-1, layout.kv_copies(heads))), 4),
-    }
-
-
-def _expert_shape(layout: Layout) -> tuple[int, ...]:
-    return (layout.pp, layout.replicate, layout.expert_data_ranks, layout.ep, layout.etp)
-
-
-def _expert_lines(layout: Layout, grid: Tensor, experts: bool) -> dict[str, _Line]:
-    """The axes of routed experts and of their balance, by field of `Mesh`; of one rank without experts."""
-    if not experts:
-        alone = grid.view(-1, 1)
-        return {name: _Line(name, alone, 1) for name in ("expert", "expert_data", "sequence")}
-    expert_grid = grid.view(_expert_shape(layout))
-    return {
         "expert": _Line("expert", expert_grid.flatten(3), 3),
         "expert_data": _Line("expert_data", expert_grid, 2),
-        "sequence": _Line("sequence", grid.view(-1, layout.cp * layout.tp), 1),
+        "sequence": _Line("sequence", grid.view(-1, layout.cp * layout.tp if experts else 1), 1),
+        "pipeline": _Line("pipeline", grid, 0),
     }
-
-
-def _stage_lines(layout: Layout, grid: Tensor) -> dict[str, _Line]:
-    """The axes of the pipeline, by field of `Mesh`."""
-    lines = {"pipeline": _Line("pipeline", grid, 0)}
     return lines | ({"ends": _Line("pipeline", grid[[0, -1]], 0)} if layout.pp > 1 else {})
-
-
-def _lane_lines(layout: Layout, grid: Tensor, in_order: bool) -> dict[Lane, _Line]:
-    """The lanes of the layout's schedule: with a group each where groups keep the order of posting.
-
-    gloo tells messages on one group apart by tags.
-    """
-    lanes = lanes_of(schedule_of(layout, 1).rank_of)
-    return {lane: _Line("pipeline", grid, 0, f"{lane}" if in_order else "") for lane in lanes}

@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import nn
 
 from meshwright.model.decoder import Decoder
 from meshwright.model.hooks import Hooks
@@ -105,14 +104,13 @@ def recompute_and_compile(
     decoder: Decoder, spec: RunSpec, cache: RecomputeCache | None, moe_cache: RecomputeCache
 ) -> None:
     """Wrap the blocks' `forward` by the policy of recomputation, and compile it if the run says so."""
-    moe = [block for block in decoder.each_block() if isinstance(block.mlp, Moe)]
-    dense = [block for block in decoder.each_block() if block not in moe]
+    moe = [block for block in decoder.blocks if isinstance(block.mlp, Moe)]
+    dense = [block for block in decoder.blocks if block not in moe]
     apply_recompute(moe, spec.recompute, moe_cache)
     apply_recompute(dense, spec.recompute, cache)
     if spec.train.compile:
         # Of a MoE block only the attention: the rows of its experts depend on the data.
-        compiled: list[nn.Module] = [*dense, *(block.attn for block in moe)]
-        for module in compiled:
+        for module in [*dense, *(block.get_submodule("attn") for block in moe)]:
             module.forward = torch.compile(module.forward)
 
 

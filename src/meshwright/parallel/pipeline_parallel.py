@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from meshwright.model.hooks import identity
 from meshwright.parallel.collectives import start_receive, start_send
 from meshwright.parallel.deferred_wgrad import WeightGradStore, Work, weight_gradients
 from meshwright.parallel.mesh import Axis, Mesh, Pending
@@ -124,11 +125,17 @@ class Pipeline:
             replay(schedule)
         return posting(schedule, self.mesh.pipeline.rank)
 
-    def run(self, microbatches: Sequence[Any], objective: Callable[[Tensor], Tensor]) -> None:
-        """Forward and backward of every microbatch; `objective` makes the last stage's result a scalar."""
+    def run(
+        self, microbatches: Sequence[Any], objective: Callable[[Tensor], Tensor] = identity
+    ) -> list[Tensor]:
+        """Forward and backward of every microbatch; `objective` makes the last stage's result a scalar.
+
+        Returns that scalar of each microbatch on the rank that holds the last stage; an empty list elsewhere.
+        """
         run = _Run(self, microbatches, objective)
         run.execute(self._posting(len(microbatches), True))
         self.peak = run.peak
+        return run.results
 
     @torch.no_grad()
     def forward(self, microbatches: Sequence[Any]) -> list[Tensor]:
@@ -136,14 +143,9 @@ class Pipeline:
 
         Stage by stage, all microbatches (breadth first).
         """
-        found: list[Tensor] = []
-
-        def keep(total: Tensor) -> Tensor:
-            found.append(total)
-            return total
-
-        _Run(self, microbatches, keep).execute(self._posting(len(microbatches), False))
-        return found
+        run = _Run(self, microbatches, identity)
+        run.execute(self._posting(len(microbatches), False))
+        return run.results
 
 
 class _Run:
@@ -167,6 +169,7 @@ class _Run:
         self.to_send: dict[Action, Tensor] = {}
         """Results that the next operation sends, by the action."""
         self.sent: dict[Action, tuple[Pending, Tensor]] = {}
+        self.results: list[Tensor] = []
         self.peak = 0
 
     def execute(self, posting: Posting) -> None:
@@ -207,9 +210,9 @@ class _Run:
 
     def _compute(self, action: Action) -> None:
         """Compute an action of what the neighbouring stage gave, and keep the result where it is needed."""
-        given = (
-            self.received.pop(action)[1] if action in self.received else self.local.pop(_waits(action), None)
-        )
+        given = self.local.pop(_waits(action), None)
+        if action in self.received:
+            _, given = self.received.pop(action)
         self.of.watch.before(action)
         result = self._result(action, given)
         self.of.watch.after(action, given, result)
@@ -246,6 +249,7 @@ class _Run:
         last = stage == self.schedule.stages - 1
         if last:
             out = self.objective(out)
+            self.results.append(out.detach())
         if training:
             # Of what is sent on only the graph is needed here.
             self.held[place] = x, out if last else torch.autograd.graph.get_gradient_edge(out)

@@ -6,39 +6,63 @@ key-value heads, d channels, N = B K, G = H / K, n ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.model.attention_flash import part_operators
 from meshwright.model.attention_intervals import AttentionIntervals
 from meshwright.model.partial_attention import (
-    PartOperators,
     by_key_head,
     by_query_head,
     empty_result,
     from_key_head,
     from_query_head,
 )
-from meshwright.parallel.collectives import (
-    DONE,
-    start_all_gather,
-    start_reduce_scatter,
-    start_shift,
-)
-from meshwright.parallel.fused_comm_ops import FusedCommOp, Tensors, empty
+from meshwright.parallel.collectives import DONE, start_all_gather, start_reduce_scatter, start_shift
+from meshwright.parallel.fused_comm_ops import FusedCommOp, Parameters, Tensors, empty
 from meshwright.parallel.mesh import Axis, Pending
 from meshwright.parallel.recompute_cache import RecomputeCache
 
+Blocks = Iterable[tuple[Tensor, Any]]
+"""(keys and values (2, N, S, d), the plan of the attention to them) of one rank after another."""
 
-def _plans(
-    operators: PartOperators, q: Tensor, k: Tensor, intervals: AttentionIntervals, places: Sequence[Tensor]
-) -> list[Any]:
-    heads, kv_heads = q.shape[2], k.shape[2]
-    return [operators.plan(intervals, keys_at, kv_heads, heads // kv_heads) for keys_at in places]
+
+class _Queries:
+    """A rank's queries, which attend to keys and values block by block."""
+
+    def __init__(self, q: Tensor, k: Tensor, intervals: AttentionIntervals) -> None:
+        self._like, self._kv_heads, self._intervals = q, k.shape[2], intervals
+        self._operators = part_operators(q, intervals)
+        self._q = by_query_head(q, self._kv_heads)
+
+    def plans(self, places: Sequence[Tensor]) -> list[Any]:
+        """Plans of the attention to keys at each of these positions (S,)."""
+        group = self._q.shape[1]
+        return [self._operators.plan(self._intervals, keys_at, self._kv_heads, group) for keys_at in places]
+
+    def attend(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
+        """The output (B, T, H, d) and its log-sum-exp (N, G, T)."""
+        out, lse = empty_result(self._q)
+        for kv, plan in blocks:
+            self._operators.forward(self._q, kv[0], kv[1], plan, out, lse)
+            del kv  # a ring receives a block into the memory of the one before
+        return from_query_head(out, self._like), lse
+
+    def differentiate(self, grad: Tensor, out: Tensor, lse: Tensor, blocks: Blocks) -> Iterator[Tensor]:
+        """Gradients (2, N, S, d) of each block of keys and values; adds up `grad_q` (N, G, T, d)."""
+        grad_out = by_query_head(grad, self._kv_heads)
+        delta = self._operators.remember(grad_out, by_query_head(out, self._kv_heads))
+        self.grad_q = torch.zeros_like(self._q, dtype=lse.dtype)
+        for kv, plan in blocks:
+            yield self._operators.backward(grad_out, delta, lse, self._q, kv[0], kv[1], plan, self.grad_q)
+            del kv
+
+    def gradients(self, total: Tensor, k: Tensor) -> Tensors:
+        """Gradients of q, k and v, given the sum (2, N, S, d) over ranks of those of k and v."""
+        return [from_query_head(self.grad_q, self._like), *(from_key_head(x, k) for x in total)]
 
 
 class _ContextAttentionOp(FusedCommOp):
@@ -53,15 +77,19 @@ class _ContextAttentionOp(FusedCommOp):
 
     def __init__(
         self,
-        axis: Axis | None,
+        axis: Axis,
         intervals: Callable[[Tensors], tuple[AttentionIntervals, Sequence[Tensor]]],
         cache: RecomputeCache | None,
     ) -> None:
-        """Without an axis this rank holds all keys and values."""
         super().__init__(cache)
         self._axis, self._intervals = axis, intervals
 
-    def gradients_like(self, saved: Tensors, grads: Tensors, inputs: int) -> Tensors:
+    def results_like(self, inputs: Tensors) -> Tensors:
+        q, k, *_ = inputs
+        lse_shape = q.shape[0] * k.shape[2], q.shape[2] // k.shape[2], q.shape[1]
+        return [empty(q), q.new_empty(lse_shape, dtype=torch.promote_types(q.dtype, torch.float32))]
+
+    def gradients_like(self, saved: Tensors, grads: Tensors) -> Tensors:
         return [empty(saved[0]), empty(saved[1]), empty(saved[1])]
 
 
@@ -71,50 +99,41 @@ class RingAttention(_ContextAttentionOp):
     def forward(self, inputs: Tensors) -> Tensors:
         q, k, v, *rest = inputs
         intervals, places = self._intervals(rest)
-        queries, kv = by_query_head(q, k.shape[2]), by_key_head(k, v)
-        out, lse = empty_result(queries)
-        operators = part_operators(q, intervals)
-        for step, part in enumerate(_plans(operators, q, k, intervals, self._arrivals(places))):
-            following, pending = self._shift(kv) if step + 1 < len(places) else (kv, DONE)
-            operators.forward(queries, kv[0], kv[1], part, out, lse)
-            pending.wait()
-            kv = following
-        return from_query_head(out, q), lse
+        queries = _Queries(q, k, intervals)
+        return queries.attend(self._arriving(by_key_head(k, v), queries.plans(places)))
 
     def keep(self, inputs: Tensors, results: Tensors) -> Tensors:
         return [*inputs[:3], *results, *inputs[3:]]
 
-    def backward(
-        self, saved: Tensors, grads: Tensors, inputs: int, parameters: Sequence[nn.Parameter] = ()
-    ) -> Tensors:
+    def backward(self, saved: Tensors, grads: Tensors, parameters: Parameters = ()) -> Tensors:
         q, k, v, out, lse, *rest = saved
         intervals, places = self._intervals(rest)
-        queries = _QueryGradients(q, k, grads[0], out, lse, intervals)
-        kv = by_key_head(k, v)
+        queries = _Queries(q, k, intervals)
+        blocks = self._arriving(by_key_head(k, v), queries.plans(places))
         total: Tensor | None = None
         arriving: Pending = DONE
-        for step, part in enumerate(queries.plans(self._arrivals(places))):
-            following, pending = (kv, DONE) if step + 1 == len(places) else self._shift(kv)
-            grad_kv = queries.backward(kv, part)
+        for grad_kv in queries.differentiate(grads[0], out, lse, blocks):
             arriving.wait()
             total, arriving = self._shift(grad_kv if total is None else total.add_(grad_kv))
-            pending.wait()
-            kv = following
         arriving.wait()
         assert total is not None
-        return [from_query_head(queries.grad, q), *from_key_head(total, k)]
+        return queries.gradients(total, k)
 
-    def results_like(self, inputs: Tensors) -> Tensors:
-        return [empty(inputs[0]), _lse_like(*inputs[:2])]
+    def _arriving(self, kv: Tensor, plans: Sequence[Any]) -> Iterator[tuple[Tensor, Any]]:
+        """The ranks' blocks in the order in which they reach this rank, its own first.
 
-    def _arrivals(self, places: Sequence[Tensor]) -> list[Tensor]:
-        """The ranks' positions in the order in which their keys reach this rank, its own first."""
-        ranks, rank = (self._axis.size, self._axis.rank) if self._axis else (1, 0)
-        return [places[(rank - step) % ranks] for step in range(ranks)]
+        The next one is under way while one is used.
+        """
+        ranks = self._axis.size
+        for step in range(ranks):
+            following, pending = self._shift(kv) if step + 1 < ranks else (kv, DONE)
+            yield kv, plans[(self._axis.rank - step) % ranks]
+            pending.wait()
+            kv = following
 
     def _shift(self, sent: Tensor) -> tuple[Tensor, Pending]:
         """Start to pass `sent` to the next rank; returns what the previous one sends, once that is done."""
-        if self._axis is None or self._axis.size == 1:
+        if self._axis.size == 1:
             return sent, DONE
         received = torch.empty_like(sent)
         return received, start_shift(received, sent, self._axis)
@@ -126,63 +145,27 @@ class GatherAttention(_ContextAttentionOp):
     def forward(self, inputs: Tensors) -> Tensors:
         q, k, v, *rest = inputs
         intervals, places = self._intervals(rest)
-        assert self._axis is not None
-        queries, kv = by_query_head(q, k.shape[2]), by_key_head(k, v)
+        queries, kv = _Queries(q, k, intervals), by_key_head(k, v)
         blocks = kv.new_empty(self._axis.size, *kv.shape)
         start_all_gather(blocks.view(-1), kv.view(-1), self._axis).wait()
-        out, lse = empty_result(queries)
-        operators = part_operators(q, intervals)
-        for block, part in zip(blocks, _plans(operators, q, k, intervals, places), strict=True):
-            operators.forward(queries, block[0], block[1], part, out, lse)
-        return from_query_head(out, q), lse, blocks
+        return *queries.attend(zip(blocks, queries.plans(places), strict=True)), blocks
 
     def keep(self, inputs: Tensors, results: Tensors) -> Tensors:
         out, lse, blocks = results
         return [*inputs[:2], blocks, out, lse, *inputs[3:]]
 
-    def backward(
-        self, saved: Tensors, grads: Tensors, inputs: int, parameters: Sequence[nn.Parameter] = ()
-    ) -> Tensors:
+    def backward(self, saved: Tensors, grads: Tensors, parameters: Parameters = ()) -> Tensors:
         q, k, blocks, out, lse, *rest = saved
         intervals, places = self._intervals(rest)
-        assert self._axis is not None
-        queries = _QueryGradients(q, k, grads[0], out, lse, intervals)
+        queries = _Queries(q, k, intervals)
         parts = zip(blocks, queries.plans(places), strict=True)
-        grad_blocks = torch.stack([queries.backward(kv, part) for kv, part in parts])
+        grad_blocks = torch.stack(list(queries.differentiate(grads[0], out, lse, parts)))
         total = torch.empty_like(grad_blocks[0])
         start_reduce_scatter(total.view(-1), grad_blocks.view(-1), self._axis).wait()
-        return [from_query_head(queries.grad, q), *from_key_head(total, k)]
+        return queries.gradients(total, k)
 
     def results_like(self, inputs: Tensors) -> Tensors:
-        q, k, *_ = inputs
-        assert self._axis is not None
+        k = inputs[1]
         batch, length, heads, dim = k.shape
         blocks = empty(k, self._axis.size, 2, batch * heads, length, dim)
-        return [empty(q), _lse_like(q, k), blocks]
-
-
-class _QueryGradients:
-    """A rank's queries in the backward, and the running sum `grad` (N, G, T, d) of their gradients."""
-
-    def __init__(
-        self, q: Tensor, k: Tensor, grad: Tensor, out: Tensor, lse: Tensor, intervals: AttentionIntervals
-    ) -> None:
-        kv_heads = k.shape[2]
-        self._operators = part_operators(q, intervals)
-        self.plans = partial(_plans, self._operators, q, k, intervals)
-        self._q, self._grad_out, self._lse = by_query_head(q, kv_heads), by_query_head(grad, kv_heads), lse
-        self._delta = self._operators.remember(self._grad_out, by_query_head(out, kv_heads))
-        self.grad = torch.zeros_like(self._q, dtype=lse.dtype)
-
-    def backward(self, kv: Tensor, part: Any) -> Tensor:
-        """Gradients (2, N, S, d) of one block of keys and values, from these queries."""
-        return self._operators.backward(
-            self._grad_out, self._delta, self._lse, self._q, kv[0], kv[1], part, self.grad
-        )
-
-
-def _lse_like(q: Tensor, k: Tensor) -> Tensor:
-    """An empty tensor for the log-sum-exp (N, G, T)."""
-    batch, length, heads, _ = q.shape
-    shape = batch * k.shape[2], heads // k.shape[2], length
-    return q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))
+        return [*super().results_like(inputs), blocks]

@@ -19,15 +19,15 @@ Wire          over the cp x tp ranks that share sequences, each layer and microb
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.model.decoder import Decoder
 from meshwright.model.router import Router, Routing, within_capacity
+from meshwright.model.with_backward import with_backward
 from meshwright.parallel.collectives import gather_rows, start_all_reduce
 from meshwright.parallel.context_parallel import zigzag
 from meshwright.parallel.mesh import Mesh
@@ -47,20 +47,6 @@ class LayerBalance(NamedTuple):
     aux_loss: float
     z_loss: float
     """Mean over sequences, like `aux_loss` without its factor; 0 where the factor is 0."""
-
-
-class _Attach(torch.autograd.Function):
-    """Returns the weights unchanged; in the backward the loss gets the gradient `balance.scale`."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, loss: Tensor, balance: RouterBalance) -> Tensor:
-        ctx.balance, ctx.like = balance, loss
-        return weights.view_as(weights)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, ctx.like.new_full((), ctx.balance.scale), None
 
 
 class RouterBalance:
@@ -107,7 +93,14 @@ class RouterBalance:
         if not self._cache.recomputing:
             self._count(layer, routing.experts, shares.detach(), admitted, [aux.detach(), z.detach()])
         if moe.aux_loss or moe.z_loss:
-            weights = _Attach.apply(weights, moe.aux_loss * aux + moe.z_loss * z, self)
+            loss = moe.aux_loss * aux + moe.z_loss * z
+            # The weights are unchanged; in the backward the loss gets the gradient `scale`.
+            weights = with_backward(
+                lambda weights, _loss: weights.view_as(weights),
+                lambda grad: (grad, aux.new_full((), self.scale)),
+                weights,
+                loss,
+            )
         return weights, admitted
 
     def _aux_loss(self, experts_Nk: Tensor, shares_NE: Tensor, batch: int, length: int) -> Tensor:

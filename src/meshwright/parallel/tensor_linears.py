@@ -8,13 +8,12 @@ layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import zip_longest
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
+from meshwright.model.with_backward import with_backward
 from meshwright.parallel.collectives import (
     DONE,
     gather_matmul,
@@ -25,7 +24,7 @@ from meshwright.parallel.collectives import (
     start_reduce_scatter,
 )
 from meshwright.parallel.deferred_wgrad import WeightGradStore
-from meshwright.parallel.fused_comm_ops import FusedCommOp, Tensors, empty
+from meshwright.parallel.fused_comm_ops import FusedCommOp, Parameters, Tensors, empty
 from meshwright.parallel.mesh import Axis, Pending
 from meshwright.parallel.recompute_cache import RecomputeCache
 
@@ -38,25 +37,26 @@ def _start_gather(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
     return whole, start_all_gather(whole.view(-1), x.contiguous().view(-1), axis)
 
 
-def _start_scatter(x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
-    """Start a reduce-scatter of (B, T, D) to (B, T/n, D); `x` must live until it has ended."""
+def _start_sum(x: Tensor, axis: Axis, sequence: bool) -> tuple[Tensor, Pending]:
+    """Start to sum contiguous (B, T, D) over the ranks: to (B, T/n, D) with `sequence`, else in place.
+
+    `x` must live until the sum has ended.
+    """
+    if not sequence:
+        return x, start_all_reduce(x, axis)
     part = x.new_empty(x.shape[0], x.shape[1] // axis.size, x.shape[2])
     return part, start_reduce_scatter(part.view(-1), x.view(-1), axis)
 
 
-def _start_sum(x: Tensor, axis: Axis, sequence: bool) -> tuple[Tensor, Pending]:
-    """Start to sum contiguous (B, T, D) over the ranks: to (B, T/n, D) with `sequence`, else in place."""
-    return _start_scatter(x, axis) if sequence else (x, start_all_reduce(x, axis))
-
-
 def _sum(x: Tensor, axis: Axis, sequence: bool) -> Tensor:
-    x = x.contiguous()  # which must live until the sum has ended
+    x = x.contiguous()
     total, pending = _start_sum(x, axis, sequence)
     pending.wait()
     return total
 
 
-def _gather(x: Tensor, axis: Axis, sequence: bool) -> Tensor:
+def gather_tokens(x: Tensor, axis: Axis, sequence: bool = True) -> Tensor:
+    """All tokens (B, T, D) of ranks that hold (B, T/n, D) each; `x` itself without `sequence`."""
     if not sequence:
         return x
     whole, pending = _start_gather(x, axis)
@@ -64,18 +64,13 @@ def _gather(x: Tensor, axis: Axis, sequence: bool) -> Tensor:
     return whole
 
 
-class LeaveParallelRegion(torch.autograd.Function):
+def leave_parallel_region(x: Tensor, axis: Axis, sequence: bool) -> Tensor:
     """Sum the ranks' parts (B, T, D), and keep this rank's tokens (B, T/n, D) with `sequence`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, sequence: bool) -> Tensor:
-        ctx.axis, ctx.sequence = axis, sequence
-        return _sum(x if sequence else x.clone(), axis, sequence)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _gather(grad, ctx.axis, ctx.sequence), None, None
+    return with_backward(
+        lambda x: _sum(x if sequence else x.clone(), axis, sequence),
+        lambda grad: gather_tokens(grad, axis, sequence),
+        x,
+    )
 
 
 class _TensorOp(FusedCommOp):
@@ -89,6 +84,11 @@ class _TensorOp(FusedCommOp):
         # Compiled, a product overlaps with its own messages where ranks can read each other's memory.
         self._fused = cache is None and sequence and reach_each_other(axis)
 
+    def _like(self, x: Tensor, channels: int, gathered: bool) -> Tensor:
+        """An empty (B, T, channels) for x (B, T/n or T, D) if `gathered`; else with the lengths reversed."""
+        ranks = self._axis.size if self._sequence else 1
+        return empty(x, x.shape[0], x.shape[1] * ranks if gathered else x.shape[1] // ranks, channels)
+
 
 class EnterParallelRegion(_TensorOp):
     """x (B, T/n or T, D) -> (B, T, D), for ranks that each compute a part; their gradients are summed."""
@@ -101,25 +101,21 @@ class EnterParallelRegion(_TensorOp):
     def forward(self, inputs: Tensors) -> Tensors:
         (x,) = inputs
         if self._sequence:
-            return [_gather(x, self._axis, True)]
+            return [gather_tokens(x, self._axis)]
         return [x.clone() if self.cache is None else x.view_as(x)]
 
     def keep(self, inputs: Tensors, results: Tensors) -> Tensors:
         return []
 
-    def backward(
-        self, saved: Tensors, grads: Tensors, inputs: int, parameters: Sequence[nn.Parameter] = ()
-    ) -> Tensors:
+    def backward(self, saved: Tensors, grads: Tensors, parameters: Parameters = ()) -> Tensors:
         # The incoming gradient may be shared, so a sum in place works on a copy.
         return [_sum(grads[0] if self._sequence else grads[0].clone(), self._axis, self._sequence)]
 
     def results_like(self, inputs: Tensors) -> Tensors:
-        batch, length, channels = inputs[0].shape
-        return [empty(inputs[0], batch, length * self._axis.size if self._sequence else length, channels)]
+        return [self._like(inputs[0], inputs[0].shape[2], True)]
 
-    def gradients_like(self, saved: Tensors, grads: Tensors, inputs: int) -> Tensors:
-        batch, length, channels = grads[0].shape
-        return [empty(grads[0], batch, length // self._axis.size if self._sequence else length, channels)]
+    def gradients_like(self, saved: Tensors, grads: Tensors) -> Tensors:
+        return [self._like(grads[0], grads[0].shape[2], False)]
 
 
 class ColumnParallel(_TensorOp):
@@ -135,29 +131,22 @@ class ColumnParallel(_TensorOp):
             _, products = gather_matmul(x.flatten(0, 1), [weight.T for weight in weights], self._axis)
             wholes = [product.view(x.shape[0], -1, product.shape[1]) for product in products]
             return [whole + bias for whole, bias in zip(wholes, biases, strict=True)] if biases else wholes
-        whole = _gather(x, self._axis, self._sequence)
-        if not biases:
-            return [F.linear(whole, weight) for weight in weights]
-        return [F.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        whole = gather_tokens(x, self._axis, self._sequence)
+        return [F.linear(whole, weight, bias) for weight, bias in zip_longest(weights, biases)]
 
-    def keep(self, inputs: Tensors, results: Tensors) -> Tensors:
-        return inputs[: 1 + len(results)]
-
-    def backward(
-        self, saved: Tensors, grads: Tensors, inputs: int, parameters: Sequence[nn.Parameter] = ()
-    ) -> Tensors:
-        x, *weights = saved
-        axis, sequence, biased = self._axis, self._sequence, inputs > len(saved)
+    def backward(self, saved: Tensors, grads: Tensors, parameters: Parameters = ()) -> Tensors:
+        x, (weights, biases) = saved[0], self._parameters(saved)
+        axis, sequence = self._axis, self._sequence
         flat = [grad.flatten(0, -2) for grad in grads]
 
         def weight_grads(whole: Tensor) -> list[Tensor]:
-            of_biases = [grad.sum(0) for grad in flat] if biased else []
+            of_biases = [grad.sum(0) for grad in flat] if biases else []
             return [*(grad.T @ whole.flatten(0, -2) for grad in flat), *of_biases]
 
         if self.store is not None and self.store.open:
             grad_x = _sum(_input_gradient(flat, weights, grads[0]), axis, sequence)
             x = x.detach()  # with the graph behind it the stage's input would stay alive, too
-            self.store.put(parameters, lambda: weight_grads(_gather(x, axis, sequence)))
+            self.store.put(parameters, lambda: weight_grads(gather_tokens(x, axis, sequence)))
             return [grad_x]
         whole, gathering = _start_gather(x, axis) if sequence else (x, DONE)
         partial_x = _input_gradient(flat, weights, grads[0])
@@ -168,13 +157,7 @@ class ColumnParallel(_TensorOp):
         return [grad_x, *of_weights]
 
     def results_like(self, inputs: Tensors) -> Tensors:
-        batch, length, _ = inputs[0].shape
-        length = length * self._axis.size if self._sequence else length
-        return [empty(inputs[0], batch, length, weight.shape[0]) for weight in self._parameters(inputs)[0]]
-
-    def gradients_like(self, saved: Tensors, grads: Tensors, inputs: int) -> Tensors:
-        biases = [empty(weight, weight.shape[0]) for weight in saved[1:]] if inputs > len(saved) else []
-        return [*map(empty, saved), *biases]
+        return [self._like(inputs[0], weight.shape[0], True) for weight in self._parameters(inputs)[0]]
 
     def _parameters(self, inputs: Tensors) -> tuple[list[Tensor], list[Tensor]]:
         """Weights, and biases if there are any."""
@@ -199,18 +182,13 @@ class RowParallel(_TensorOp):
             return [part.view(x.shape[0], -1, part.shape[1])]
         return [_sum(F.linear(x, weight), self._axis, self._sequence)]
 
-    def keep(self, inputs: Tensors, results: Tensors) -> Tensors:
-        return inputs
-
-    def backward(
-        self, saved: Tensors, grads: Tensors, inputs: int, parameters: Sequence[nn.Parameter] = ()
-    ) -> Tensors:
+    def backward(self, saved: Tensors, grads: Tensors, parameters: Parameters = ()) -> Tensors:
         x, weight = saved
         if self._fused:
             gathered, (grad_x,) = gather_matmul(grads[0].flatten(0, 1), [weight], self._axis, keep=True)
             assert gathered is not None
             return [grad_x.view(x.shape), gathered.T @ x.flatten(0, 1)]
-        grad = _gather(grads[0], self._axis, self._sequence).flatten(0, -2)
+        grad = gather_tokens(grads[0], self._axis, self._sequence).flatten(0, -2)
         grad_x = (grad @ weight).view(x.shape)
         if self.store is not None and self.store.open:
             x = x.detach()
@@ -219,9 +197,4 @@ class RowParallel(_TensorOp):
         return [grad_x, grad.T @ x.flatten(0, -2)]
 
     def results_like(self, inputs: Tensors) -> Tensors:
-        batch, length, _ = inputs[0].shape
-        length = length // self._axis.size if self._sequence else length
-        return [empty(inputs[0], batch, length, inputs[1].shape[0])]
-
-    def gradients_like(self, saved: Tensors, grads: Tensors, inputs: int) -> Tensors:
-        return [*map(empty, saved)]
+        return [self._like(inputs[0], inputs[1].shape[0], False)]

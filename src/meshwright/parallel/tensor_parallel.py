@@ -42,8 +42,8 @@ from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.parallel.tensor_linears import (
     ColumnParallel,
     EnterParallelRegion,
-    LeaveParallelRegion,
     RowParallel,
+    leave_parallel_region,
 )
 from meshwright.spec import ModelSpec
 from meshwright.spec.parameters import Piece, expert_piece, parameters, piece_of
@@ -116,7 +116,7 @@ class VocabularyParallel:
         elsewhere = (row < 0) | (row >= self._embed.size)
         rows = embedding(row.masked_fill(elsewhere, 0), weight)
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
-        x_BTD: Tensor = LeaveParallelRegion.apply(rows, self._axis, self._sequence)
+        x_BTD = leave_parallel_region(rows, self._axis, self._sequence)
         if position_weight is None:
             return x_BTD
         positions = positions.expand(tokens_BT.shape)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.parallel.collectives import start_all_to_all
-from meshwright.parallel.fused_comm_ops import FusedCommOp, Tensors, empty
+from meshwright.parallel.fused_comm_ops import FusedCommOp, Parameters, Tensors, empty
 from meshwright.parallel.mesh import Axis
 from meshwright.parallel.recompute_cache import RecomputeCache
 
@@ -52,68 +52,45 @@ class Exchange:
         return tuple(x.movedim(0, 2).flatten(2, 3) for x in received.split(counts, 3))
 
 
-class _ExchangeOp(FusedCommOp):
+class ExchangeOp(FusedCommOp):
+    """`Exchange.to_heads` of any number of tensors, or else `Exchange.to_tokens`."""
+
     kind = "exchange"
 
-    def __init__(self, axis: Axis, exchange: Callable[[int], Exchange], cache: RecomputeCache | None) -> None:
+    def __init__(
+        self, axis: Axis, exchange: Callable[[int], Exchange], to_heads: bool, cache: RecomputeCache | None
+    ) -> None:
         """`exchange` maps the number of this rank's tokens to the exchange of their sequences."""
         super().__init__(cache)
-        self._axis, self._exchange = axis, exchange
+        self._axis, self._exchange, self._to_heads = axis, exchange, to_heads
+
+    def forward(self, inputs: Tensors) -> Tensors:
+        return self._run(inputs, self._to_heads)
 
     def keep(self, inputs: Tensors, results: Tensors) -> Tensors:
         return []
 
-    def _to_heads(self, tokens: Tensors) -> Tensors:
-        return self._exchange(tokens[0].shape[1]).to_heads(tokens)
+    def backward(self, saved: Tensors, grads: Tensors, parameters: Parameters = ()) -> Tensors:
+        return self._run(grads, not self._to_heads)
 
-    def _to_tokens(self, heads: Tensors) -> Tensors:
-        found = self._exchange(heads[0].shape[1] // self._axis.size).to_tokens(heads)
+    def results_like(self, inputs: Tensors) -> Tensors:
+        return self._like(inputs, self._to_heads)
+
+    def gradients_like(self, saved: Tensors, grads: Tensors) -> Tensors:
+        return self._like(grads, not self._to_heads)
+
+    def _run(self, tensors: Tensors, to_heads: bool) -> Tensors:
+        if to_heads:
+            return self._exchange(tensors[0].shape[1]).to_heads(tensors)
+        found = self._exchange(tensors[0].shape[1] // self._axis.size).to_tokens(tensors)
         # With one head a rank they are views of one message, which an operator may not return.
         return [x.contiguous() for x in found] if self.cache is None else found
 
-    def _heads_like(self, tokens: Tensors) -> Tensors:
+    def _like(self, tensors: Tensors, to_heads: bool) -> Tensors:
         u = self._axis.size
-        return [empty(x, x.shape[0], x.shape[1] * u, x.shape[2] // u, x.shape[3]) for x in tokens]
-
-    def _tokens_like(self, heads: Tensors) -> Tensors:
-        u = self._axis.size
-        return [empty(x, x.shape[0], x.shape[1] // u, x.shape[2] * u, x.shape[3]) for x in heads]
-
-
-class ToHeads(_ExchangeOp):
-    """`Exchange.to_heads` of any number of tensors."""
-
-    def forward(self, inputs: Tensors) -> Tensors:
-        return self._to_heads(inputs)
-
-    def backward(
-        self, saved: Tensors, grads: Tensors, inputs: int, parameters: Sequence[nn.Parameter] = ()
-    ) -> Tensors:
-        return self._to_tokens(grads)
-
-    def results_like(self, inputs: Tensors) -> Tensors:
-        return self._heads_like(inputs)
-
-    def gradients_like(self, saved: Tensors, grads: Tensors, inputs: int) -> Tensors:
-        return self._tokens_like(grads)
-
-
-class ToTokens(_ExchangeOp):
-    """`Exchange.to_tokens` of any number of tensors."""
-
-    def forward(self, inputs: Tensors) -> Tensors:
-        return self._to_tokens(inputs)
-
-    def backward(
-        self, saved: Tensors, grads: Tensors, inputs: int, parameters: Sequence[nn.Parameter] = ()
-    ) -> Tensors:
-        return self._to_heads(grads)
-
-    def results_like(self, inputs: Tensors) -> Tensors:
-        return self._tokens_like(inputs)
-
-    def gradients_like(self, saved: Tensors, grads: Tensors, inputs: int) -> Tensors:
-        return self._heads_like(grads)
+        if to_heads:
+            return [empty(x, x.shape[0], x.shape[1] * u, x.shape[2] // u, x.shape[3]) for x in tensors]
+        return [empty(x, x.shape[0], x.shape[1] // u, x.shape[2] * u, x.shape[3]) for x in tensors]
 
 
 def _runs(places: Sequence[Tensor]) -> list[tuple[int, slice]]:

@@ -62,9 +62,8 @@ class Unit:
         self.slots, self.shards, self.replicas = slots, shards, replicas
         self.formats, self.mesh = formats, mesh
         self.ranks = shards.size if shards else 1
-        self.routed = slots[0].piece.routed
-        """True if its parameters are routed experts, which share a unit with no others."""
-        self._axis = mesh.expert_data if self.routed else mesh.shard
+        # Routed experts share a unit with no other parameters.
+        self._axis = mesh.expert_data if slots[0].piece.routed else mesh.shard
         self.part = sum(slot.padded for slot in slots)
         self.decayed = sum(slot.padded for slot in slots if slot.decay)
         self.stored = torch.zeros(self.part, dtype=formats.master, device=mesh.device)
@@ -188,7 +187,7 @@ class Unit:
 
     def pack(self, slot: ParamSlot, grad: Tensor) -> None:
         """Copy a parameter's gradient into `packed`, or add it if one has arrived before."""
-        self.packed = self.packed if self.packed is not None else self._new_packed()
+        self._ensure_packed()
         dim, per_rank = slot.dim, slot.part[slot.dim]
         rows = self._packed_rows(slot).unflatten(1, slot.part)
         whole, rest = divmod(grad.shape[dim], per_rank)
@@ -207,15 +206,15 @@ class Unit:
         rows[whole + (1 if rest else 0) :].zero_()
         self.arrived.add(slot.key)
 
-    def _new_packed(self) -> Tensor:
-        size = self.ranks * self.part
-        packed = torch.empty(size, dtype=self._packed_format, device=self.stored.device)
-        return self._notify("packed", packed)
+    def _ensure_packed(self) -> Tensor:
+        if self.packed is None:
+            size, device = self.ranks * self.part, self.stored.device
+            self.packed = self._notify("packed", torch.empty(size, dtype=self._packed_format, device=device))
+        return self.packed
 
     def take_packed(self) -> Tensor:
         """The packed gradients, zeros where none arrived; a unit that is not sharded keeps their memory."""
-        packed = self.packed if self.packed is not None else self._new_packed()
-        self.packed = packed
+        packed = self._ensure_packed()
         for slot in self.slots:
             if slot.key not in self.arrived:
                 self._packed_rows(slot).zero_()
@@ -260,17 +259,13 @@ class Unit:
     def counted_gradients(self, without: Collection[str] = ()) -> list[Tensor]:
         """The parts of `gradient` of the parameters that this rank counts, adjacent ones as one."""
         assert self.gradient is not None
-        found: list[tuple[int, int]] = []
+        ranges: list[tuple[int, int]] = []
         for slot in self.counted_slots(without):
-            begin = found.pop()[0] if found and found[-1][1] == slot.start else slot.start
-            found.append((begin, slot.start + slot.padded))
-        return [self.gradient[begin:end] for begin, end in found]
+            begin = ranges.pop()[0] if ranges and ranges[-1][1] == slot.start else slot.start
+            ranges.append((begin, slot.start + slot.padded))
+        return [self.gradient[begin:end] for begin, end in ranges]
 
     def gradient_of(self, slot: ParamSlot) -> Tensor:
         """A parameter's part of `gradient`, padding included."""
         assert self.gradient is not None
         return self.gradient[slot.start : slot.start + slot.padded]
-
-    def flats(self, flat: Tensor) -> list[Tensor]:
-        """The decayed and the undecayed part of a flat buffer, as views; empty parts are left out."""
-        return [part for part in (flat[: self.decayed], flat[self.decayed :]) if part.numel()]

@@ -8,7 +8,7 @@ run) and whatever else describes the run, such as "parameters", "layout" and "de
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 
@@ -35,11 +35,17 @@ class Observer(Protocol):
         """Release files, threads and the terminal, however the run ended; may be called twice."""
 
 
-class Observers:
-    """Several observers as one, called in the order given; leaving its `with` block closes them all."""
+class Observers(ExitStack):
+    """Several observers as one, called in the order given.
+
+    `close`, or leaving its `with` block, closes every observer, also when one of them fails.
+    """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
+        super().__init__()
         self.observers = tuple(observers)
+        for observer in reversed(self.observers):  # callbacks run in the reverse order
+            self.callback(observer.close)
 
     def on_start(self, info: dict[str, Any]) -> None:
         for observer in self.observers:
@@ -60,22 +66,3 @@ class Observers:
     def on_end(self, result: dict[str, Any]) -> None:
         for observer in self.observers:
             observer.on_end(result)
-
-    def close(self) -> None:
-        """Close every observer, also when one of them fails; the first failure is raised at the end."""
-        failures: list[Exception] = []
-        for observer in self.observers:
-            try:
-                observer.close()
-            except Exception as error:  # the others must still be closed
-                failures.append(error)
-        if failures:
-            raise failures[0]
-
-    def __enter__(self) -> Observers:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

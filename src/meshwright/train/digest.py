@@ -8,21 +8,18 @@ no forger.
 from __future__ import annotations
 
 import hashlib
-import math
 
 import torch
 from torch import Tensor
 
 from meshwright.data.loader import Batch
+from meshwright.model.init import flat_indices
 from meshwright.model.splitmix64 import mix64_, stream
 from meshwright.parallel.collectives import start_all_reduce
 from meshwright.parallel.flat_param import ParamSlot
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec.parameters import parameters
 from meshwright.train.step import Trainer
-
-_CHUNK_ELEMENTS = 2**18
-"""Elements hashed at a time: about 6 MiB of temporaries."""
 
 
 def parameters_sha256(trainer: Trainer) -> str:
@@ -50,22 +47,13 @@ def parameters_sha256(trainer: Trainer) -> str:
 @torch.no_grad()
 def _sum_of_hashes(local: Tensor, slot: ParamSlot) -> Tensor:
     """The sum of hashes of (parameter, place in the whole, bits) of a part of a parameter, modulo 2^64."""
-    whole = slot.global_shape
     key = int.from_bytes(hashlib.sha256(slot.key.encode()).digest()[:8], "little")
-    strides = [math.prod(whole[dim + 1 :]) for dim in range(len(whole))]
-    indices = [vector.to(local.device) for vector in slot.indices()]
-    real = int((slot.indices()[0] < whole[0]).sum())  # beyond the whole is padding
-    first, *rest = (vector * stride for vector, stride in zip(indices, strides, strict=True))
-    within = torch.zeros((), dtype=torch.int64, device=local.device)
-    for offsets in rest:
-        within = within.unsqueeze(-1) + offsets
-    bits = local.contiguous().view({4: torch.int32, 8: torch.int64}[local.element_size()])
+    first, *rest = slot.indices()
+    first = first[first < slot.global_shape[0]]  # beyond the whole is padding
+    bits = local[: len(first)].contiguous().view({4: torch.int32, 8: torch.int64}[local.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=local.device)
-    rows = max(1, _CHUNK_ELEMENTS // max(1, within.numel()))
-    for start in range(0, real, rows):
-        end = min(start + rows, real)
-        places = stream(first[start:end].view(-1, *[1] * within.dim()) + within, key)
-        total += mix64_(mix64_(places).bitwise_xor_(bits[start:end])).sum()
+    for rows, index in flat_indices([first, *rest], slot.global_shape, local.device):
+        total += mix64_(mix64_(stream(index, key)).bitwise_xor_(bits[rows])).sum()
     return total
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,21 +23,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshwright.data.loader import Batch
 from meshwright.model import attention_cpu
-from meshwright.model.decoder import Decoder
 from meshwright.model.hooks import Dispatch
-from meshwright.model.moe import Moe
 from meshwright.model.token_dispatcher import TokenDispatcher
 from meshwright.parallel.expert_parallel import AllToAllDispatcher
 from meshwright.parallel.flat_param import ParamSlot
-from meshwright.parallel.mesh import Axis, Mesh, build_mesh
+from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.parallel.pipeline_parallel import ActionHook
 from meshwright.parallel.process_groups import Groups, Row
-from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.parallel.unit import BufferEvent, Unit, UnitObserver
 from meshwright.planner.traffic.layer_shape import admitted
 from meshwright.schedule import Action, Kind
 from meshwright.spec import RunSpec
-from meshwright.train.memory_tracker import COLLECTIVES, MESSAGES, PLAIN, FakeMemory, TrackedStorage
+from meshwright.train.memory_tracker import COLLECTIVES, MESSAGES, PLAIN, FakeMemory
 from meshwright.train.step import Trainer
 
 PARAMETERS, MASTERS, GRADIENTS, OPTIMISER, BALANCE, BATCH, ACTIVATIONS, BUFFERS = KINDS = (
@@ -63,7 +60,8 @@ class Rehearsal:
     """(axis, operation) -> bytes that the rank sends."""
     calls: dict[tuple[str, str], int]
     counts: dict[str, dict[str, float]]
-    """By "setup" and "step": groups, messages, waits and kernels (see `_counts`, `_kernels`)."""
+    """By "setup" and "step": groups, messages, waits (see `_counts`), and in "step" "kernels", operators that
+    it launches on the device, and "kernels_a_block", those of the block with most, a microbatch."""
 
     @property
     def states(self) -> int:
@@ -98,11 +96,22 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
             trainer.step(first, 1, following=second)
             step = _counts(mesh, groups, memory, started)
     step |= {key: step[key] - setup[key] for key in _SUMS}
-    counts = {"setup": setup, "step": step | _kernels(memory, spec)}
-    held = memory.at_peak()
-    most = {kind: _of(memory.most, kind) for kind in COMPONENTS}
-    wire, calls = dict(mesh.wire.bytes), dict(mesh.wire.calls)
-    return Rehearsal(memory.peak, _by_component(held), _by_module(held), most, wire, calls, counts)
+    blocks = [count for name, count in memory.operators.items() if name.startswith("blocks.")]
+    step["kernels"] = sum(memory.operators.values())
+    step["kernels_a_block"] = round(max(blocks, default=0) / spec.microbatches, 2)
+    counts = {"setup": setup, "step": step}
+    by_module: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for storage in memory.at_peak():
+        by_module[storage.module][storage.kind] += storage.size
+    return Rehearsal(
+        memory.peak,
+        _by_component(sum(by_module.values(), Counter())),
+        {module: _by_component(kinds) for module, kinds in by_module.items()},
+        _by_component(memory.most),
+        dict(mesh.wire.bytes),
+        dict(mesh.wire.calls),
+        counts,
+    )
 
 
 # Counts -------------------------------------------------------------------------------------------------
@@ -124,15 +133,6 @@ def _counts(mesh: Mesh, groups: Groups, memory: FakeMemory, started: float) -> d
         "device_waits": memory.waits,
         "collectives": sum(mesh.wire.calls.values()),
         "seconds": time.process_time() - started,
-    }
-
-
-def _kernels(memory: FakeMemory, spec: RunSpec) -> dict[str, float]:
-    """Operators that a step launches on the device: all, and those of the block with most, a microbatch."""
-    blocks = [count for name, count in memory.operators.items() if name.startswith("blocks.")]
-    return {
-        "kernels": sum(memory.operators.values()),
-        "kernels_a_block": round(max(blocks, default=0) / spec.microbatches, 2),
     }
 
 
@@ -218,14 +218,15 @@ class _Watch(ActionHook):
     def __init__(self, memory: FakeMemory) -> None:
         self._memory = memory
         self._start: int | None = None
-        self._given: Callable[[], UntypedStorage | None] = _nothing
+        self._given: weakref.ref[UntypedStorage] | None = None
 
     def before(self, action: Action) -> None:
         if self._start is None:
             self._memory.settle(0, BATCH)
-        if (given := self._given()) is not None:  # a backward may wait for what came, too
+        given = None if self._given is None else self._given()
+        if given is not None:  # a backward may wait for what came, too
             self._memory.becomes(given, ACTIVATIONS)
-            self._given = _nothing
+            self._given = None
         self._start = self._memory.now
 
     def after(self, action: Action, given: Tensor | None, result: Tensor | None) -> None:
@@ -239,10 +240,6 @@ class _Watch(ActionHook):
             memory.settle(self._start, ACTIVATIONS)
 
 
-def _nothing() -> None:
-    return None
-
-
 def _tell(memory: FakeMemory, trainer: Trainer) -> None:
     """Mark a trainer's tensors, and install the callbacks that follow its step."""
     optimiser, decoder, spec = trainer.optimiser, trainer.decoder, trainer.spec
@@ -253,18 +250,18 @@ def _tell(memory: FakeMemory, trainer: Trainer) -> None:
         memory.mark(tensor, BALANCE)
     memory.settle(0, OPTIMISER)  # Adam's step counts
     trainer.pipeline.watch = _Watch(memory)
+    names = {module: name for name, module in decoder.named_modules()}
     for group in trainer.states.modules:
         for module in group:
-            _follow(memory, module, _name_of(decoder, module))
+            _follow(memory, module, names[module])
     moe = spec.model.moe
     if moe is not None:
         share = admitted(spec, moe)
         for _, mixture in decoder.each_mixture():
-            _route_evenly(mixture, share)
-
-
-def _name_of(decoder: Decoder, module: torch.nn.Module) -> str:
-    return next(name for name, other in decoder.named_modules() if other is module)
+            dispatch: Dispatch = partial(_EvenDispatcher, share)
+            if isinstance(mixture.hooks.dispatch, partial):
+                dispatch = partial(_EvenAllToAllDispatcher, share, *mixture.hooks.dispatch.args)
+            mixture.hooks = replace(mixture.hooks, dispatch=dispatch)
 
 
 def _follow(memory: FakeMemory, module: torch.nn.Module, name: str) -> None:
@@ -285,69 +282,35 @@ def _follow(memory: FakeMemory, module: torch.nn.Module, name: str) -> None:
 # Even routing -------------------------------------------------------------------------------------------
 
 
-def _even(copies: int, experts: int) -> list[int]:
-    return [copies // experts + (expert < copies % experts) for expert in range(experts)]
-
-
 class _EvenDispatcher(TokenDispatcher):
     """Routes equally many copies to every expert; the fraction `share` of all copies is admitted."""
 
-    def __init__(self, share: float, experts_Nk: Tensor, admitted_Nk: Tensor | None, experts: int) -> None:
+    def __init__(self, share: float, *routing: Any) -> None:
         self._share = share
-        super().__init__(experts_Nk, admitted_Nk, experts)
+        super().__init__(*routing)
+
+    def _even(self, experts: int) -> list[int]:
+        copies = round(self.tokens * self.top_k * self._share)
+        return [copies // experts + (expert < copies % experts) for expert in range(experts)]
 
     def _to_host(self, counts_SE: Tensor) -> list[list[int]]:
-        return [_even(round(self.tokens * self.top_k * self._share), counts_SE.shape[1])]
+        return [self._even(counts_SE.shape[1])]
 
 
-class _EvenAllToAllDispatcher(AllToAllDispatcher):
+class _EvenAllToAllDispatcher(_EvenDispatcher, AllToAllDispatcher):
     """Routes equally many copies of every rank to every expert."""
-
-    def __init__(
-        self,
-        share: float,
-        axis: Axis,
-        slices: int,
-        cache: RecomputeCache,
-        experts_Nk: Tensor,
-        admitted_Nk: Tensor | None,
-        experts: int,
-    ) -> None:
-        self._share = share
-        super().__init__(axis, slices, cache, experts_Nk, admitted_Nk, experts)
 
     def _to_host(self, counts_SE: Tensor) -> list[list[int]]:
         ranks, here = self._axis.size, counts_SE.shape[1]
-        counts = _even(round(self.tokens * self.top_k * self._share), here * ranks // self._slices)
+        counts = self._even(here * ranks // self._slices)
         owners = [rank // self._slices for rank in range(ranks)]
         leaving = [counts[owner * here : (owner + 1) * here] for owner in owners]
         return [*leaving, *[leaving[self._axis.rank]] * ranks]
 
 
-def _route_evenly(mixture: Moe, share: float) -> None:
-    dispatch: Dispatch = partial(_EvenDispatcher, share)
-    if isinstance(mixture.hooks.dispatch, partial):
-        dispatch = partial(_EvenAllToAllDispatcher, share, *mixture.hooks.dispatch.args)
-    mixture.hooks = replace(mixture.hooks, dispatch=dispatch)
-
-
 # The count ----------------------------------------------------------------------------------------------
 
 
-def _of(kinds: Counter[str], kind: str) -> int:
-    """Bytes of a kind; collectives outside units count as messages."""
-    return kinds[kind] + (kinds[COLLECTIVES] if kind == MESSAGES else 0)
-
-
-def _by_component(held: list[TrackedStorage]) -> dict[str, int]:
-    kinds: Counter[str] = Counter()
-    for storage in held:
-        kinds[storage.kind] += storage.size
-    return {kind: _of(kinds, kind) for kind in COMPONENTS}
-
-
-def _by_module(held: list[TrackedStorage]) -> dict[str, dict[str, int]]:
-    found: dict[str, list[TrackedStorage]] = {}
-    for storage in held:
-        found.setdefault(storage.module, []).append(storage)
-    return {module: _by_component(listed) for module, listed in found.items()}
+def _by_component(kinds: Counter[str]) -> dict[str, int]:
+    """Bytes of each component; collectives outside units count as messages."""
+    return {kind: kinds[kind] + (kinds[COLLECTIVES] if kind == MESSAGES else 0) for kind in COMPONENTS}

@@ -30,7 +30,7 @@ from meshwright.train import state
 from meshwright.train.callbacks import Observers
 from meshwright.train.digest import SampleRecord, parameters_sha256
 from meshwright.train.matmul_peak import matmul_flops_per_second
-from meshwright.train.signals import StopSignals
+from meshwright.train.signals import stop_signals
 from meshwright.train.step import Step, Trainer
 
 Row = dict[str, Any]
@@ -77,13 +77,13 @@ class TrainingRun:
         try:
             self._start(resume)
             self.trainer.compile_stages(evaluate=self.corpus.validation.target_tokens > 0)
-            with StopSignals() as stop:
+            with stop_signals() as noted:
                 if self.done < self.spec.train.last_step:
                     self.batch = self.control.together(lambda: self.loader.step(self.done))
                     self.trainer.expect(self.batch)
                 while self.done < self.spec.train.last_step:
-                    if self._step(lambda: stop.noted is not None):
-                        self._stop(stop.noted or signal.SIGTERM)
+                    if self._step(lambda: bool(noted)):
+                        self._stop(noted[0] if noted else signal.SIGTERM)
             self._save_last()
             return self._end(time.perf_counter() - started)
         finally:
@@ -168,8 +168,11 @@ class TrainingRun:
         begun = time.perf_counter()
         batch, failure = self.batch, None
         following: Batch | None = None
-        try:
-            following = self._following()
+        train = self.spec.train
+        try:  # a save in the background, or the loader, may have failed
+            self.store.poll()
+            if self.done + 1 < train.last_step:
+                following = self.loader.step(self.done + 1)
         except Exception as error:  # raised below, on all ranks
             failure = error
         self._tell_saved()
@@ -183,18 +186,12 @@ class TrainingRun:
         self._report(result, time.perf_counter() - begun)
         if following is not None:
             self.batch = following
-        train = self.spec.train
         if train.eval_every and self.done % train.eval_every == 0 and self.done < train.last_step:
             self._validate()
         every = self.spec.checkpoint.every
         if every and self.done % every == 0:
             self._save(self.spec.checkpoint.asynchronous)
         return result.stops > 0
-
-    def _following(self) -> Batch | None:
-        """The batch after the next, None at the end; raises what a background save or the loader raised."""
-        self.store.poll()
-        return self.loader.step(self.done + 1) if self.done + 1 < self.spec.train.last_step else None
 
     def _watch(self, result: Step) -> None:
         """Count steps whose gradients were not finite, and stop after too many in a row."""
@@ -206,12 +203,14 @@ class TrainingRun:
         self.observers.on_event("skipped_step", fields)
         most = self.spec.recovery.max_skipped
         if self.skipped_in_a_row > most:
-            fp16 = self.spec.precision.compute == "fp16"
+            precision = self.spec.precision
+            scale = (
+                f"precision.loss_scale ({precision.loss_scale:g}) or " if precision.compute == "fp16" else ""
+            )
             raise UserError(
                 f"the gradient was not finite in {self.skipped_in_a_row} steps in a row, up to step "
-                f"{self.done}, more than recovery.max_skipped = {most}; lower "
-                + (f"precision.loss_scale ({self.spec.precision.loss_scale:g}) or " if fp16 else "")
-                + "train.lr, or resume from an earlier checkpoint"
+                f"{self.done}, more than recovery.max_skipped = {most}; lower {scale}train.lr, or resume "
+                f"from an earlier checkpoint"
             )
 
     def _report(self, result: Step, seconds: float) -> None:
@@ -293,8 +292,7 @@ class TrainingRun:
     def _end(self, seconds: float) -> Row:
         self._validate()
         self._measure_peak()
-        speeds = sorted(self.speeds)
-        speed = speeds[len(speeds) // 2] if speeds else None
+        speed = statistics.median_high(self.speeds) if self.speeds else None
         per_token = self.spec.model.flops_per_token(self.spec.data.seq_len)
         memory, peak = self._memory()
         result: dict[str, Any] = {

@@ -44,7 +44,6 @@ _WAITS = {
     _aten._unique2.default: 1,
 }
 """Operators in which the host waits for the device, and how often."""
-_READS = {_aten._local_scalar_dense.default}
 _NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::resize_", "aten::set_", "aten::detach", "prim::")
 
 
@@ -160,7 +159,7 @@ class FakeMemory(TorchDispatchMode):
         if waits and self._busy:  # reads in a row wait once
             self.waits += waits
             self._busy = False
-        if func not in _READS and (_launches(func) or func.namespace == "c10d"):
+        if func is not _aten._local_scalar_dense.default and (_launches(func) or func.namespace == "c10d"):
             self.operators[self.module] += func.namespace != "c10d"
             self._busy = True
 
@@ -183,20 +182,16 @@ class FakeMemory(TorchDispatchMode):
 
     # Storages ---------------------------------------------------------------------------------------
 
-    def _count(self, tensor: Tensor) -> Tensor:
+    def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._held and tensor.device == self.device:
             self._hold(key, storage.nbytes(), self.kind, self.module)
-            weakref.finalize(storage, self._drop, key).atexit = False
-        return tensor
+            weakref.finalize(storage, lambda: self._remove(self._held.pop(key))).atexit = False
 
     def _hold(self, key: int, size: int, kind: str, module: str) -> None:
         held = self._held[key] = TrackedStorage(size, kind, module)
         self._add(held)
-
-    def _drop(self, key: int) -> None:
-        self._remove(self._held.pop(key))
 
     def _add(self, held: TrackedStorage) -> None:
         self.now += 1
@@ -221,40 +216,37 @@ class FakeMemory(TorchDispatchMode):
 
     def resized(self, tensor: Tensor) -> None:
         """The storage of `tensor` has another size than before."""
-        self._again(tensor.untyped_storage())
+        self.becomes(tensor.untyped_storage())
 
-    def _again(self, storage: UntypedStorage, kind: str | None = None, module: str | None = None) -> None:
-        before = self._held.pop(storage._cdata)
+    def becomes(self, storage: UntypedStorage, kind: str | None = None, module: str | None = None) -> None:
+        """Count a storage as newly allocated, of another kind or module where one is given."""
+        key = storage._cdata
+        before = self._held.pop(key)
         self._remove(before)
-        self._hold(
-            storage._cdata,
-            storage.nbytes(),
-            before.kind if kind is None else kind,
-            before.module if module is None else module,
+        kind, module = (
+            old if new is None else new for old, new in ((before.kind, kind), (before.module, module))
         )
-
-    def becomes(self, storage: UntypedStorage, kind: str, module: str | None = None) -> None:
-        """Count a storage as newly allocated, of another kind."""
-        self._again(storage, kind, module)
+        self._hold(key, storage.nbytes(), kind, module)
 
     def mark(self, tensor: Tensor, kind: str, module: str | None = None, only: str | None = None) -> None:
         """Set the kind of the storage of `tensor`; with `only`, just if its kind is `only` now."""
         held = self._held.get(tensor.untyped_storage()._cdata)
         if held is None or held.kind == kind or (only is not None and held.kind != only):
             return
-        self.kinds[held.kind] -= held.size
-        held.kind = kind
         held.module = held.module if module is None else module
-        self._change(kind, held.size)
+        self._set_kind(held, kind)
 
     def settle(self, since: int, kind: str) -> None:
         """Mark unmarked storages that were allocated after `since` (a value of `now`) and still exist as
         `kind`."""
         for held in self._held.values():
             if held.born > since and held.kind in (PLAIN, COLLECTIVES):
-                self.kinds[held.kind] -= held.size
-                held.kind = kind
-                self._change(kind, held.size)
+                self._set_kind(held, kind)
+
+    def _set_kind(self, held: TrackedStorage, kind: str) -> None:
+        self.kinds[held.kind] -= held.size
+        held.kind = kind
+        self._change(kind, held.size)
 
     @contextmanager
     def serving(self, module: str) -> Iterator[None]:

@@ -26,30 +26,23 @@ class Optimiser:
             for moment in ("exp_avg", "exp_avg_sq")
         }
         device = states.mesh.device
-        groups: list[dict[str, object]] = [
-            {"params": [], "weight_decay": train.weight_decay},
-            {"params": [], "weight_decay": 0.0},
-        ]
+        flats: tuple[list[Tensor], list[Tensor]] = [], []
         self._pairs: list[tuple[Tensor, Unit, slice]] = []
         held: dict[Tensor, dict[str, Tensor]] = {}
         for index, unit in enumerate(states.units):
-            for group, part in zip(groups, (slice(unit.decayed), slice(unit.decayed, None)), strict=True):
+            for group, part in zip(flats, (slice(unit.decayed), slice(unit.decayed, None)), strict=True):
                 flat = unit.stored[part]
-                if not flat.numel():
-                    continue
-                group["params"].append(flat)  # type: ignore[attr-defined]
-                self._pairs.append((flat, unit, part))
-                held[flat] = {name: buffers[index][part] for name, buffers in self.moments.items()}
-        betas = (train.beta1, train.beta2)
+                if flat.numel():
+                    group.append(flat)
+                    self._pairs.append((flat, unit, part))
+                    held[flat] = {name: buffers[index][part] for name, buffers in self.moments.items()}
         if not self._pairs:  # a stage may hold nothing
-            groups[0]["params"] = [torch.zeros(0, device=device)]
-        self.adam = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=train.lr,
-            betas=betas,
-            eps=train.eps,
-            fused=True,
-        )
+            flats[0].append(torch.zeros(0, device=device))
+        decays, betas = (train.weight_decay, 0.0), (train.beta1, train.beta2)
+        groups = [
+            {"params": flat, "weight_decay": decay} for flat, decay in zip(flats, decays, strict=True) if flat
+        ]
+        self.adam = torch.optim.AdamW(groups, lr=train.lr, betas=betas, eps=train.eps, fused=True)
         for flat, moments in held.items():
             self.adam.state[flat] = {"step": torch.zeros((), dtype=torch.float32, device=device), **moments}
 

@@ -49,32 +49,26 @@ def _narrow_model(model: ModelSpec, layout: Layout) -> dict[str, object]:
     if heads % tp or (kv_heads % tp and tp % kv_heads) or layout.local_kv_heads(kv_heads) % dealt:
         heads, kv_heads = model.heads, model.kv_heads
     head_dim = min(model.head_dim, 8)
-    mla = None if model.mla is None else _narrow_latents(model.mla, model.head_dim)
     hidden = max(16, min(model.hidden, heads * head_dim))
     share = 8 * tp
     ffn = max(share, round(hidden * model.ffn / model.hidden / share) * share)
     layers = min(model.layers, max(4, layout.pp * layout.chunks))
     if not isinstance(layout.stages, str):
         layers = model.layers  # a cut by hand counts them
-    sizes = {
+    return {
+        **model.model_dump(mode="json"),
         "layers": layers,
         "hidden": hidden,
         "ffn": ffn,
         "heads": heads,
         "kv_heads": kv_heads,
-    }
-    vocab = min(model.vocab_size, 256 + model.vocab_size % 64)
-    fields = {
-        **model.model_dump(mode="json"),
-        **sizes,
         "head_dim": head_dim,
-        "mla": mla,
-        "vocab_size": vocab,
+        "mla": None if model.mla is None else _narrow_latents(model.mla, model.head_dim),
+        "moe": None if model.moe is None else _narrow_experts(model.moe, layout, layers),
+        "vocab_size": min(model.vocab_size, 256 + model.vocab_size % 64),
         "preset": None,
+        "hf": None,
     }
-    if model.moe is not None:
-        fields["moe"] = _narrow_experts(model.moe, layout, layers)
-    return {**fields, "hf": None}
 
 
 def _narrow_experts(moe: MoeSpec, layout: Layout, layers: int) -> dict[str, object]:

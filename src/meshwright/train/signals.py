@@ -4,37 +4,35 @@ from __future__ import annotations
 
 import signal
 import threading
-from types import FrameType, TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class StopSignals:
-    """Within its `with` block the first SIGINT or SIGTERM is only noted; a second one is obeyed at once.
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Context in which the first SIGINT or SIGTERM is only noted, in the list that it yields.
 
-    Python delivers signals to the main thread alone, so in any other thread the block changes nothing.
+    A second one is obeyed at once. Python delivers signals to the main thread alone, so in any other thread
+    the context changes nothing.
     """
+    noted: list[int] = []
+    before: dict[int, Any] = {}
 
-    def __init__(self) -> None:
-        self.noted: int | None = None
-        self._before: dict[int, Any] = {}
+    def restore() -> None:
+        while before:
+            signal.signal(*before.popitem())
 
-    def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
-        return self
+    def note(number: int, _frame: FrameType | None) -> None:
+        noted.append(number)
+        restore()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._restore()
-
-    def _note(self, number: int, _frame: FrameType | None) -> None:
-        self.noted = number
-        self._restore()
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
+    if threading.current_thread() is threading.main_thread():
+        before.update({number: signal.signal(number, note) for number in SIGNALS})
+    try:
+        yield noted
+    finally:
+        restore()

@@ -92,15 +92,13 @@ def check_same_run(spec: RunSpec, state: dict[str, Any], data_digest: str, where
         )
 
 
-def _flat(table: dict[str, Any]) -> dict[str, Any]:
-    """Keys of tables within a table, dotted."""
-    found: dict[str, Any] = {}
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key, those of tables within the table too."""
+    flat: dict[str, Any] = {}
     for key, value in table.items():
-        inner = (
-            {f"{key}.{name}": item for name, item in _flat(value).items()} if isinstance(value, dict) else {}
-        )
-        found |= inner or {key: value}
-    return found
+        filled = isinstance(value, dict) and value
+        flat |= _flat(value, f"{prefix}{key}.") if filled else {prefix + key: value}
+    return flat
 
 
 def _shown(value: Any) -> str:

@@ -107,19 +107,13 @@ class Trainer:
             self.expect(batch)
         assert self._targets is not None
         power, self.rest = power_and_rest(weight_of_a_target(self._targets[1]))
-        losses: list[Tensor] = []
-
-        def objective(loss: Tensor) -> Tensor:
-            losses.append(loss.detach())
-            return loss
-
         micros = list(microbatches(own_tokens(batch, self.mesh), self.spec.micro_batch, self.mesh.device))
         self.states.begin_step(len(micros))
         sequence = share_of_a_sequence(self.spec.batch_sequences)
         self.balance.begin_step(sequence * self.loss_scale.value / self.rest)
         for stage in self.pipeline.stages.values():
             stage.target_weight = power * self.loss_scale.value
-        self.pipeline.run(micros, objective)
+        losses = self.pipeline.run(micros)
         self.states.finish_step()
         if not losses or self.mesh.tensor.rank > 0:  # tensor ranks find the same loss
             return torch.zeros((), dtype=torch.float64, device=self.mesh.device)

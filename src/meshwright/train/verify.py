@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.data.corpus import Corpus, open_corpus
-from meshwright.data.loader import Batch, Loader
+from meshwright.data.loader import Loader
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
 from meshwright.parallel.mesh import Mesh
@@ -56,16 +58,18 @@ class Comparison:
 
     def result(self) -> dict[str, object]:
         """The JSON object of `meshwright verify`, with one row for each kind."""
-        (kind, name), worst = max(self.relative.items(), key=lambda item: item[1])
-        rows = []
-        for each in dict.fromkeys(kind for kind, _ in self.relative):
-            found = {name: value for (kind, name), value in self.relative.items() if kind == each}
-            offender = max(found, key=lambda name: found[name])
-            rows.append({"kind": each, "compared": len(found), "worst": found[offender], "name": offender})
+        by_kind: dict[str, list[tuple[float, str]]] = {}
+        for (kind, name), value in self.relative.items():
+            by_kind.setdefault(kind, []).append((value, name))
+        rows: list[dict[str, Any]] = []
+        for kind, values in by_kind.items():
+            worst, name = max(values, key=itemgetter(0))
+            rows.append({"kind": kind, "compared": len(values), "worst": worst, "name": name})
+        overall = max(rows, key=itemgetter("worst"))
         return {
-            "equal": worst <= TOLERANCE,
-            "worst_relative": worst,
-            "worst_name": f"{kind}: {name}",
+            "equal": overall["worst"] <= TOLERANCE,
+            "worst_relative": overall["worst"],
+            "worst_name": f"{overall['kind']}: {overall['name']}",
             "compared": len(self.relative),
             "tolerance": TOLERANCE,
             "rows": rows,
@@ -96,18 +100,18 @@ def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
         balance = trainer.layers_balance()
         biases = gather_full(trainer.balance.biases().items(), mesh)
         if reference is not None:
+            ours = {
+                "loss": {"loss": torch.tensor(done.loss, dtype=torch.float64)},
+                "gradient": gradients,
+                "grad norm": {"grad norm": torch.tensor(done.grad_norm, dtype=torch.float64)},
+                "parameter": parameters,
+                "balance": _tensors(balance),
+                "router bias": biases,
+            }
             theirs = next(reference)
-            at = f"step {number} "
-            comparison.add(at + "loss", {"loss": _scalar(done.loss)}, {"loss": theirs.loss})
-            comparison.add(at + "gradient", gradients, theirs.gradients)
-            comparison.add(
-                at + "grad norm", {"grad norm": _scalar(done.grad_norm)}, {"grad norm": theirs.norm}
-            )
-            comparison.add(at + "parameter", parameters, theirs.parameters)
-            if balance:
-                comparison.add(at + "balance", _tensors(balance), theirs.balance)
-            if biases:
-                comparison.add(at + "router bias", biases, theirs.biases)
+            for kind, tensors in ours.items():
+                if tensors:
+                    comparison.add(f"step {number} {kind}", tensors, theirs[kind])
     loader.close()
     if not first:
         return None
@@ -123,34 +127,18 @@ def _tensors(balance: dict[int, LayerBalance]) -> dict[str, Tensor]:
     }
 
 
-def _scalar(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
-
-
 def _exact(spec: RunSpec, steps: int) -> RunSpec:
     tree = spec.to_json()
     tree["precision"] = {"compute": "fp64"}
-    tree["data"] = {
-        "corpus": "synthetic",
-        "seq_len": spec.data.seq_len,
-        "pack": spec.data.pack,
-        "document_mask": spec.data.document_mask,
-    }
+    kept = {key: tree["data"][key] for key in ("seq_len", "pack", "document_mask")}
+    tree["data"] = {"corpus": "synthetic", **kept}
     total = max(spec.train.total_steps, steps)
     tree["train"] |= {"compile": False, "steps": total, "tokens": None, "stop_at": None}
     return RunSpec.model_validate(tree)
 
 
-@dataclass(frozen=True)
-class ReferenceStep:
-    """Results of one device: scalars and whole tensors in float64, on the host of `device`."""
-
-    loss: Tensor
-    norm: Tensor
-    gradients: dict[str, Tensor]
-    parameters: dict[str, Tensor]
-    balance: dict[str, Tensor]
-    biases: dict[str, Tensor]
+ReferenceStep = dict[str, dict[str, Tensor]]
+"""Results of one device: scalars and whole tensors in float64, by kind and name."""
 
 
 def _reference(spec: RunSpec, corpus: Corpus, device: torch.device) -> Iterator[ReferenceStep]:
@@ -163,24 +151,24 @@ def _reference(spec: RunSpec, corpus: Corpus, device: torch.device) -> Iterator[
         decoder.zero_grad()
         batch = loader.step(number - 1).to(device)
         routers = [RouterReference(layer, mixture) for layer, mixture in decoder.each_mixture()]
-        loss = _mean_loss(decoder, batch)
+        logits = decoder(batch.tokens, batch.positions, batch.documents)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100)
         (loss + sum(router.loss(len(batch.tokens)) for router in routers)).backward()
         gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
         norm = torch.sqrt(torch.stack([grad.square().sum() for grad in gradients.values()]).sum())
         shrink = 1.0 if spec.train.clip is None else min(1.0, spec.train.clip / (float(norm) + 1e-6))
         for name, parameter in parameters.items():
             _adamw(parameter, gradients[name] * shrink, moments[name], spec.train, number)
-        found = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-        balance = {name: value for router in routers for name, value in router.found.items()}
         for router in routers:
             router.move_bias()
-        biases = {name: bias.clone() for name, bias in decoder.balance_biases().items()}
-        yield ReferenceStep(loss.detach().cpu(), norm.cpu(), gradients, found, balance, biases)
-
-
-def _mean_loss(decoder: Decoder, batch: Batch) -> Tensor:
-    logits = decoder(batch.tokens, batch.positions, batch.documents)
-    return F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100)
+        yield {
+            "loss": {"loss": loss.detach().cpu()},
+            "gradient": gradients,
+            "grad norm": {"grad norm": norm.cpu()},
+            "parameter": {name: parameter.detach().clone() for name, parameter in parameters.items()},
+            "balance": {name: value for router in routers for name, value in router.found.items()},
+            "router bias": {name: bias.clone() for name, bias in decoder.balance_biases().items()},
+        }
 
 
 @torch.no_grad()

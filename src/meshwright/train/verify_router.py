@@ -45,15 +45,15 @@ class RouterReference:
         self._counts = chosen.sum(0)
         admitted = self._admitted
         dropped = 0.0 if admitted is None else float((~admitted).double().mean())
-        self._find("load", self._counts / self._counts.mean())
-        self._find("dropped", torch.tensor([dropped], dtype=torch.float64))
-        self._find("entropy", -(shares * shares.log()).sum(1).mean().reshape(1))
-        self._find("aux_loss", (aux if moe.aux_loss else torch.zeros_like(aux)).reshape(1))
-        self._find("z_loss", (z if moe.z_loss else torch.zeros_like(z)).reshape(1))
+        found = {
+            "load": self._counts / self._counts.mean(),
+            "dropped": torch.tensor([dropped], dtype=torch.float64),
+            "entropy": -(shares * shares.log()).sum(1).mean().reshape(1),
+            "aux_loss": (aux if moe.aux_loss else torch.zeros_like(aux)).reshape(1),
+            "z_loss": (z if moe.z_loss else torch.zeros_like(z)).reshape(1),
+        }
+        self.found = {f"blocks.{self.layer} {name}": value.detach().cpu() for name, value in found.items()}
         return moe.aux_loss * aux + moe.z_loss * z
-
-    def _find(self, name: str, value: Tensor) -> None:
-        self.found[f"blocks.{self.layer} {name}"] = value.detach().cpu()
 
     def move_bias(self) -> None:
         """A step up where the load is below the mean, and down where it is above."""
