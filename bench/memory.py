@@ -34,8 +34,8 @@ from torch import Tensor
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Loader
 from meshwright.parallel.flat_param import ParamSlot
+from meshwright.parallel.fsdp_unit import Unit
 from meshwright.parallel.mesh import build_mesh
-from meshwright.parallel.unit import Unit
 from meshwright.spec import load
 from meshwright.train.step import Trainer
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from hf_models import CASES, DEEPSEEK, TOKENS, same_files, save_theirs, their_logits
 from meshwright import api
 from meshwright.checkpoint.hf import export_hf, import_hf, load_hf
-from meshwright.checkpoint.hf_pieces import pieces
+from meshwright.checkpoint.hf_state_dict import hf_tensors
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
 from meshwright.spec import ModelSpec, UserError
@@ -114,7 +114,7 @@ def test_every_element_of_a_preset_is_in_one_tensor_of_its_files(preset: str, st
     spec = ModelSpec(preset=preset)
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in Decoder(spec).tensors().items()}
-    every = pieces(spec, stacked)
+    every = hf_tensors(spec, stacked)
     assert len({piece.hf for piece in every}) == len(every)
     assert sum(piece.elements(shapes) for piece in every) == sum(shape.numel() for shape in shapes.values())
     assert {name for piece in every for name in piece.parameters} == shapes.keys()

@@ -142,7 +142,7 @@ def test_the_trace_shows_reductions_that_are_waited_for_at_once() -> None:
 
     def waits(states: DataParallel, unit: Any) -> None:
         honest(states, unit)
-        for queue in (states._scattering, states._replicating):
+        for queue in (states._reducing, states._replicating):
             while queue:
                 _finish_first(queue)
 

@@ -17,8 +17,8 @@ import torch
 from layouts import draw
 from meshwright.data.loader import Batch
 from meshwright.hardware.find import cluster
+from meshwright.parallel.fsdp_unit import UnitObserver
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.unit import UnitObserver
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.memory.exact import memory_model
 from meshwright.planner.memory.generic import Memory

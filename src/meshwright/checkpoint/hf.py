@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright import atomic
-from meshwright.checkpoint.hf_pieces import HfTensor, Shapes, pieces
+from meshwright.checkpoint.hf_state_dict import HfTensor, Shapes, hf_tensors
 from meshwright.checkpoint.hf_tokenizer import write_json, write_tokenizer
 from meshwright.model.decoder import Decoder
 from meshwright.spec import ModelSpec, UserError
@@ -41,7 +41,7 @@ class HfWeights:
         self._files = _headers(folder)
         config = read_json_object(folder / "config.json", "model.hf")
         stacked = any(name.endswith(".experts.gate_up_proj") for name in self._files)
-        expected = pieces(spec, stacked, paired=bool(config.get("rope_interleave", True)))
+        expected = hf_tensors(spec, stacked, paired=bool(config.get("rope_interleave", True)))
         self._pieces = [replace(piece, hf=self._stored_name(piece.hf)) for piece in expected]
         self._check()
 
@@ -195,7 +195,9 @@ def export_hf(
             write_json(unfinished / "config.json", config | ends)
             if not (unfinished / "generation_config.json").exists():
                 write_json(unfinished / "generation_config.json", ends)
-            _write_weights(unfinished, _deal(pieces(spec), shapes, dtype, max_shard_bytes), tensors, dtype)
+            _write_weights(
+                unfinished, _deal(hf_tensors(spec), shapes, dtype, max_shard_bytes), tensors, dtype
+            )
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UserError(f"export: {folder} cannot be written ({reason}); give another folder") from error

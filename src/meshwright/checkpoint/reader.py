@@ -1,5 +1,8 @@
 """Read a published checkpoint: no byte is used before its hash is checked, no tensor changed before all are.
 
+Any layout reads a checkpoint of any other (resharding): a rank's part of a tensor is a rectangle, which is
+put together from the pieces that overlap it, whatever ranks wrote them.
+
 A rank opens the parts of the manifest and the piece files that hold what it needs, and no others. Of ranks
 that hold the same part of a tensor one reads it, and gives it to the others when all ranks have verified what
 they read.

@@ -1,4 +1,7 @@
-"""How a rank's error reaches the person: written once to a file, and shown once by the launcher.
+"""Report of a rank's error to the user: written once to a file, and shown once by the launcher.
+
+A rank that dies is noticed by torch's elastic agent (`launch/local.py`), one that hangs by the time limits of
+process groups (`parallel/process_groups.py`) and of host messages (`parallel/control.py`).
 
 The file is the one that torch's elastic agent names in TORCHELASTIC_ERROR_FILE, in the agent's own JSON form,
 so a plain torchrun shows it as well.

@@ -10,6 +10,8 @@ should be a power of two, which is exact in every format. bf16 has 8 bits, so a 
 rounded to bf16, would put every gradient below the head off by up to 2^-9, all in one direction; and so would
 logits' gradients that hold 1/N, since at the targets of a model that has learned little they are all close to
 -1/N, and rounded alike (see `parallel/loss_normalization.py`).
+
+Over tensor ranks each has a part of the vocabulary, a `VocabularyPart` (`parallel/vocab_parallel.py`).
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ ALIGN.
 
 Dispatch copies a token's row to each of its experts; combine sums the copies' outputs in at least fp32. Each
 is the transpose of the other, so the backward of one runs the other. Both have a start and a finish, so that
-computation overlaps with messages in flight; on one device there are no messages.
+computation overlaps with messages in flight. On one device there are no messages; over expert ranks they are
+the all-to-all of `AllToAllDispatcher` (`parallel/expert_parallel.py`).
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ microbatch, and during that backward the embedding is gathered for it. Tied ends
 whole for the step.
 
 A reduction is waited for one block later, those over the shard axis and those over replicas each in a queue
-of its own, and the last ones while the gradient's norm is computed. All are sums; the one division is in
-`loss.py`.
+of its own, and the last ones while the gradient's norm is computed. All are sums; the one division is that
+of `train/step.py` (`gradient_factor`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from torch import Tensor, nn
 
 from meshwright.parallel.collectives import start_all_reduce, start_reduce_scatter
 from meshwright.parallel.flat_param import Stored, make_slots
+from meshwright.parallel.fsdp_unit import Unit, UnitObserver
 from meshwright.parallel.grad_norm import sum_of_squares
 from meshwright.parallel.mesh import Axis, Mesh, Pending
 from meshwright.parallel.precision import Formats
-from meshwright.parallel.unit import Unit, UnitObserver
 from meshwright.spec.parameters import Piece
 
 UnitModules = Sequence[nn.Module]
@@ -91,7 +91,7 @@ class DataParallel:
         ends = mesh.ends
         self.elsewhere = {apart} if apart and ends is not None and ends.rank > 0 else set()
         """Names of parameters that this rank holds but another pipeline rank counts in the norm."""
-        self._scattering: _Reductions = deque()
+        self._reducing: _Reductions = deque()
         self._replicating: _Reductions = deque()
         self._squares: list[Tensor] = []
         self._unsquared: list[Unit] = []
@@ -221,8 +221,8 @@ class DataParallel:
                 unit.waiting = {}
                 self._unit_done(unit)
         self._square_finished()
-        while self._scattering:
-            _finish_first(self._scattering)
+        while self._reducing:
+            _finish_first(self._reducing)
         while self._replicating:
             _finish_first(self._replicating)
             self._square_finished()
@@ -249,10 +249,14 @@ class DataParallel:
     # What moves -------------------------------------------------------------------------------------
 
     def _unit_done(self, unit: Unit) -> None:
+        """Start to reduce a unit whose gradients of a microbatch are complete.
+
+        A sharded unit is reduced in each microbatch with ZeRO-2 and 3, all others in the last one only.
+        """
         if self.zero == 3 and not self._stays(unit):
             unit.release()
-        due = self._last_microbatch
-        if not due and (self.zero < 2 or unit.shards is None):
+        last = self._last_microbatch
+        if not last and (self.zero < 2 or unit.shards is None):
             return
         packed = unit.take_packed()
         if unit.shards is None and unit.replicas.size == 1:
@@ -262,16 +266,16 @@ class DataParallel:
         sent = unit.to_send(packed)
         if unit.shards is None:
             work = start_all_reduce(sent, unit.replicas)
-            self._scattering.append((work, lambda: self._replicated(unit, sent, packed)))
+            self._reducing.append((work, lambda: self._replicated(unit, sent, packed)))
         else:
             part = unit.new_part()
             work = start_reduce_scatter(part, sent, unit.shards)
-            self._scattering.append((work, lambda: self._scattered(unit, part, sent, due)))
+            self._reducing.append((work, lambda: self._scattered(unit, part, sent, last)))
         depth = self._depth[id(unit)]
-        while len(self._replicating) >= depth:  # before what the others start now is added
+        while len(self._replicating) >= depth:  # first, since finished reductions below append to it
             _finish_first(self._replicating)
-        while len(self._scattering) > depth:
-            _finish_first(self._scattering)
+        while len(self._reducing) > depth:
+            _finish_first(self._reducing)
 
     def _replicated(self, unit: Unit, summed: Tensor, packed: Tensor) -> None:
         """The all-reduce of a unit that is not sharded has ended."""
@@ -281,17 +285,17 @@ class DataParallel:
             unit.set_gradient(summed.to(self.formats.master))
         self._unsquared.append(unit)
 
-    def _scattered(self, unit: Unit, part: Tensor, _sent: Tensor, due: bool) -> None:
+    def _scattered(self, unit: Unit, part: Tensor, _sent: Tensor, last: bool) -> None:
         """A reduce-scatter has ended; `_sent`, its input, had to live until now."""
         if unit.gradient is None:
             unit.set_gradient(part.to(self.formats.master))
         else:
             unit.gradient.add_(part)
         assert unit.gradient is not None
-        if due and unit.replicas.size > 1:
+        if last and unit.replicas.size > 1:
             work = start_all_reduce(unit.gradient, unit.replicas)
             self._replicating.append((work, lambda: self._unsquared.append(unit)))
-        elif due:
+        elif last:
             self._unsquared.append(unit)
 
     # The gradient's norm ----------------------------------------------------------------------------

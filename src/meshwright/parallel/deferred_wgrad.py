@@ -2,7 +2,7 @@
 
 The stage before waits for the gradient of a stage's input, but nothing waits for those of its weights, so a
 schedule may compute the latter later and fill bubbles with them. A linear layer's backward then leaves that
-computation in a `WeightGradStore`.
+computation in a `WeightGradStore` (`parallel/tensor_linears.py`, also of one tensor rank).
 """
 
 from __future__ import annotations

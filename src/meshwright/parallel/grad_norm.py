@@ -1,7 +1,8 @@
 """The square of the gradient's norm, of what one rank counts, without a wait for the device.
 
 Each element of every gradient counts on one rank only (`Unit.counted_gradients`), so the sum of the squares
-over all ranks is that of the whole model.
+over all ranks is that of the whole model. `train/step.py` sums over the ranks and clips (`Trainer.totals`,
+`Trainer.apply`).
 """
 
 from __future__ import annotations

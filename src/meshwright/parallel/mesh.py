@@ -91,7 +91,7 @@ class Mesh:
     2024). Routed experts lie on `expert`, ep x etp neighbours of one stage and replica (Liu et al. 2025,
     parallel folding); ranks that hold the same ones are `expert_data`, and `expert_storage` is the
     (replicate, expert_data, ep, etp) mesh of their DTensors. `sequence` joins the ranks that share sequences,
-    cp x tp. Without experts these three are of one rank.
+    cp x tp. Without experts all of these have one rank.
     Where there are more tensor ranks than key-value heads, `copies` neighbours hold the same head:
     `split_storage` is the (replicate, shard, parts, copies) mesh of those.
     `pipeline` joins the ranks that share the layers; messages between their stages go over `lanes`: the axis

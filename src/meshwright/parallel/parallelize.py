@@ -15,6 +15,7 @@ from meshwright.parallel.context_parallel import context_parallel_hooks
 from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.deferred_wgrad import WeightGradStore
 from meshwright.parallel.expert_parallel import expert_parallel_hooks
+from meshwright.parallel.fsdp_unit import UnitObserver
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline_parallel import Pipeline
 from meshwright.parallel.precision import formats
@@ -23,12 +24,11 @@ from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.parallel.router_balance import RouterBalance
 from meshwright.parallel.stage import DecoderStage, unit_modules
 from meshwright.parallel.tensor_parallel import (
-    VocabularyParallel,
     parameter_pieces,
     shard_parameters,
     tensor_parallel_hooks,
 )
-from meshwright.parallel.unit import UnitObserver
+from meshwright.parallel.vocab_parallel import VocabParallel
 from meshwright.schedule import schedule_of
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.stages import stages
@@ -89,7 +89,7 @@ def decoder_hooks(
     if mesh.tensor.size > 1:
         pieces = parameter_pieces(model, mesh)
         head = pieces["embed.weight" if model.tied else "head.weight"]
-        vocabulary = VocabularyParallel(mesh.tensor, sequence, pieces["embed.weight"], head)
+        vocabulary = VocabParallel(mesh.tensor, sequence, pieces["embed.weight"], head)
         hooks = replace(hooks, embed=vocabulary.embed, predict=vocabulary.predict)
     if mesh.context.size > 1:
         mode, narrow_values = spec.layout.context_mode, model.mla is not None

@@ -13,8 +13,7 @@ Wire          for N tokens of D channels in a microbatch, b bytes to compute in,
               latent attention D is the latents' channels where they are expanded; the keys' rotary part is
               not gathered a second time.
 Saves         all but 1/n of the weights, gradients and optimiser states, and of the activations inside
-layers;
-              with sequence sharding also of those between layers.
+              layers; with sequence sharding also of those between layers.
 
 A column-parallel layer overlaps its messages: the gather of its input, which the weight gradient needs, runs
 during the matmul of the input gradient, and the sum of that during the matmul of the weight gradient
@@ -27,15 +26,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
-from meshwright.model.chunked_cross_entropy import VocabularyPart, linear_cross_entropy
 from meshwright.model.decoder import Decoder
-from meshwright.model.embedding import embedding
 from meshwright.model.hooks import AttentionHooks, MlpHooks
 from meshwright.model.linear import Linear, project
-from meshwright.parallel.collectives import gather_rows
 from meshwright.parallel.deferred_wgrad import WeightGradStore
 from meshwright.parallel.mesh import Axis, Mesh
 from meshwright.parallel.recompute_cache import RecomputeCache
@@ -43,7 +38,6 @@ from meshwright.parallel.tensor_linears import (
     ColumnParallel,
     EnterParallelRegion,
     RowParallel,
-    leave_parallel_region,
 )
 from meshwright.spec import ModelSpec
 from meshwright.spec.parameters import Piece, expert_piece, parameters, piece_of
@@ -99,49 +93,6 @@ def tensor_parallel_hooks(
         project=split.project, output=split.output, project_latents=latents, gather_rotary_key=split.gather
     )
     return attention, MlpHooks(project=split.project, output=split.last_output)
-
-
-class VocabularyParallel:
-    """Embedding and head on one rank of the tensor axis, each with a part of the vocabulary."""
-
-    def __init__(self, axis: Axis, sequence: bool, embed: Piece, head: Piece) -> None:
-        self._axis, self._sequence, self._embed, self._head = axis, sequence, embed, head
-        self._enter = EnterParallelRegion(axis, sequence, RecomputeCache())
-
-    def embed(
-        self, tokens_BT: Tensor, positions: Tensor, weight: Tensor, position_weight: Tensor | None
-    ) -> Tensor:
-        """(B, T/n or T, D): the ranks' rows are summed; a rank's are 0 for tokens of another rank's part."""
-        row = tokens_BT - self._embed.first
-        elsewhere = (row < 0) | (row >= self._embed.size)
-        rows = embedding(row.masked_fill(elsewhere, 0), weight)
-        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
-        x_BTD = leave_parallel_region(rows, self._axis, self._sequence)
-        if position_weight is None:
-            return x_BTD
-        positions = positions.expand(tokens_BT.shape)
-        if self._sequence:  # this rank's tokens of (B, T) flattened
-            positions = positions.reshape(self._axis.size, len(tokens_BT), -1)[self._axis.rank]
-        return x_BTD + embedding(positions, position_weight)
-
-    def predict(self, x_BTD: Tensor, weight: Tensor, targets_BT: Tensor | None, scale: float) -> Tensor:
-        """`scale` times the summed loss, a scalar; no rank gathers another's logits.
-
-        Raises ValueError without targets, since logits of a split vocabulary are not gathered.
-        """
-        if targets_BT is None:
-            raise ValueError(
-                "a decoder split over tensor ranks computes the loss only, not logits: pass targets"
-            )
-        shard = self._head
-        part = VocabularyPart(shard.first, shard.size - shard.padding, self._combine)
-        x_BTD = self._enter(x_BTD)[0]  # this name's tokens before are not needed during the loss
-        tokens, targets = x_BTD.flatten(0, 1), targets_BT.flatten()
-        return linear_cross_entropy(tokens, weight, targets, part=part, scale=scale)
-
-    def _combine(self, part_2N: Tensor) -> Tensor:
-        parts = gather_rows(part_2N, self._axis)
-        return torch.stack([parts[:, 0].logsumexp(0), parts[:, 1].sum(0)])
 
 
 def parameter_pieces(model: ModelSpec, mesh: Mesh) -> dict[str, Piece]:

@@ -27,10 +27,10 @@ from meshwright.model.hooks import Dispatch
 from meshwright.model.token_dispatcher import TokenDispatcher
 from meshwright.parallel.expert_parallel import AllToAllDispatcher
 from meshwright.parallel.flat_param import ParamSlot
+from meshwright.parallel.fsdp_unit import BufferEvent, Unit, UnitObserver
 from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.parallel.pipeline_parallel import ActionHook
 from meshwright.parallel.process_groups import Groups, Row
-from meshwright.parallel.unit import BufferEvent, Unit, UnitObserver
 from meshwright.planner.traffic.layer_shape import admitted
 from meshwright.schedule import Action, Kind
 from meshwright.spec import RunSpec

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.flat_param import Stored
-from meshwright.parallel.unit import Unit
+from meshwright.parallel.fsdp_unit import Unit
 from meshwright.spec.sections import TrainSpec
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from meshwright.data.loader import Batch
 from meshwright.parallel.collectives import start_all_reduce, sum_scalars
 from meshwright.parallel.context_parallel import share
+from meshwright.parallel.fsdp_unit import UnitObserver
 from meshwright.parallel.loss_normalization import (
     count_targets,
     power_and_rest,
@@ -23,7 +24,6 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.parallelize import initialise, parallelize
 from meshwright.parallel.precision import LossScale
 from meshwright.parallel.router_balance import LayerBalance
-from meshwright.parallel.unit import UnitObserver
 from meshwright.spec import RunSpec
 from meshwright.train.lr_schedule import learning_rate
 from meshwright.train.optimiser import Optimiser
@@ -65,13 +65,13 @@ class Trainer:
         self.optimiser = Optimiser(self.states, spec.train)
         self.loss_scale = LossScale(spec.precision)
         self.rest = 1.0
+        """1/N for N targets, divided by the power of two in it that is in the loss already."""
         self._targets: tuple[Batch, int] | None = None
         """The batch that comes next, with the targets of all ranks in it."""
 
     @property
     def gradient_factor(self) -> float:
-        """The factor that makes gradients of what the last backward left: what is no power of two in 1/N, for
-        N targets, and one over the loss scale."""
+        """Factor from what the last backward left to gradients: `rest` divided by the loss scale."""
         return self.rest / self.loss_scale.value
 
     def initialise(self) -> None:
@@ -167,8 +167,8 @@ class Trainer:
         rate = learning_rate(self.spec.train, number)
         if finite:
             clip = self.spec.train.clip
-            shrink = min(1.0, clip / (norm + 1e-6)) if clip is not None else 1.0
-            self.states.scale_gradients(shrink * self.gradient_factor)
+            clip_factor = min(1.0, clip / (norm + 1e-6)) if clip is not None else 1.0
+            self.states.scale_gradients(clip_factor * self.gradient_factor)
             self.optimiser.step(rate)
             self.balance.update()
         self.loss_scale.update(finite)

@@ -156,9 +156,9 @@ def _reference(spec: RunSpec, corpus: Corpus, device: torch.device) -> Iterator[
         (loss + sum(router.loss(len(batch.tokens)) for router in routers)).backward()
         gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
         norm = torch.sqrt(torch.stack([grad.square().sum() for grad in gradients.values()]).sum())
-        shrink = 1.0 if spec.train.clip is None else min(1.0, spec.train.clip / (float(norm) + 1e-6))
+        clip_factor = 1.0 if spec.train.clip is None else min(1.0, spec.train.clip / (float(norm) + 1e-6))
         for name, parameter in parameters.items():
-            _adamw(parameter, gradients[name] * shrink, moments[name], spec.train, number)
+            _adamw(parameter, gradients[name] * clip_factor, moments[name], spec.train, number)
         for router in routers:
             router.move_bias()
         yield {

@@ -22,22 +22,22 @@ from meshwright.planner.traffic.messages import Message
 
 
 @dataclass(frozen=True)
-class Path:
+class GroupLinks:
     """The links that a group's collectives run over."""
 
     bandwidth: float
     """Bytes per second of a ring around the group."""
-    reduced: float
+    half_all_reduce: float
     """Seconds per byte of half an all-reduce, which crosses each level once for each group inside it."""
-    once: float
+    ring_latency: float
     """Seconds of latency around the ring."""
-    tree: float
+    tree_latency: float
     """Seconds of latency up a tree."""
     level: str
     """Name of the outermost level."""
-    exchanged: float
+    all_to_all: float
     """Seconds per byte of an all-to-all, counting one rank's bytes."""
-    trip: float
+    all_to_all_latency: float
     """Seconds of latency of an all-to-all."""
 
 
@@ -51,7 +51,7 @@ class CollectiveCosts:
     def __init__(self, cluster: Cluster, network: float = 1.0, flat_rings: bool = False) -> None:
         self.cluster = cluster
         self._network, self._flat = network, flat_rings
-        self.path = cache(self._path)
+        self.group_links = cache(self._group_links)
 
     def contention(self, operation: str) -> float:
         """Compute slowdown per second of an overlapped collective, 0 to 1; 1 if not measured."""
@@ -83,26 +83,29 @@ class CollectiveCosts:
         """Interfaces through which a ring leaves a node that holds `inner` of its members."""
         return 1 if self._flat else inner
 
-    def _path(self, group: GroupShape) -> Path:
-        bandwidth, reduced, once, tree, exchanged, trip = float("inf"), 0.0, 0.0, 0.0, 0.0, 0.0
+    def _group_links(self, group: GroupShape) -> GroupLinks:
+        bandwidth, half_all_reduce, all_to_all = float("inf"), 0.0, 0.0
+        ring_latency, tree_latency, all_to_all_latency = 0.0, 0.0, 0.0
         level = self.cluster.levels[0]
         for level, here, inner in self.members(group):
             rate = self.rate(level)
             # A rank sends every other as much; what leaves a node goes through the rank's own interface.
-            exchanged = max(exchanged, (here - inner) / group.ranks / rate)
-            trip += level.link.latency * ceil(log2(1 + here / inner))
+            all_to_all = max(all_to_all, (here - inner) / group.ranks / rate)
+            all_to_all_latency += level.link.latency * ceil(log2(1 + here / inner))
             if level is not self.cluster.levels[0]:
                 rate *= self._network * self.interfaces(inner)
             bandwidth = min(bandwidth, rate)
-            reduced = max(reduced, (1 - inner / here) / rate)
-            once += (ceil(group.ranks / inner) - ceil(group.ranks / here)) * level.link.latency
-            tree += ceil(log2(ceil(here / inner))) * level.link.latency
-        return Path(bandwidth, reduced, once, tree, level.name, exchanged, trip)
+            half_all_reduce = max(half_all_reduce, (1 - inner / here) / rate)
+            ring_latency += (ceil(group.ranks / inner) - ceil(group.ranks / here)) * level.link.latency
+            tree_latency += ceil(log2(ceil(here / inner))) * level.link.latency
+        return GroupLinks(
+            bandwidth, half_all_reduce, ring_latency, tree_latency, level.name, all_to_all, all_to_all_latency
+        )
 
     def seconds(self, message: Message) -> float:
         """Seconds of one call, with nothing else on its links."""
         if message.operation == "send":
-            return self.message(message.size, message.group.stride)
+            return self.send(message.size, message.group.stride)
         return self.collective(message.operation, message.size, message.group)
 
     def collective(self, operation: str, size: float, group: GroupShape) -> float:
@@ -110,17 +113,17 @@ class CollectiveCosts:
         n = group.ranks
         if n == 1 or size <= 0:
             return 0.0
-        path = self.path(group)
-        known = collective_seconds(self.cluster.measured, operation, n, path.level, size)
+        links = self.group_links(group)
+        known = collective_seconds(self.cluster.measured, operation, n, links.level, size)
         if known is not None:
             return known
         if operation == "all_to_all":
-            return size * path.exchanged + path.trip
+            return size * links.all_to_all + links.all_to_all_latency
         if operation == "all_reduce":
-            return 2 * size * path.reduced + 2 * min(path.once, path.tree)
-        return size * (n - 1) / n / path.bandwidth + path.once
+            return 2 * size * links.half_all_reduce + 2 * min(links.ring_latency, links.tree_latency)
+        return size * (n - 1) / n / links.bandwidth + links.ring_latency
 
-    def message(self, size: float, stride: int) -> float:
+    def send(self, size: float, stride: int) -> float:
         """Seconds of a transfer of `size` bytes to the rank that is `stride` away."""
         level = self.between(stride)
         known = collective_seconds(self.cluster.measured, "send", 2, level.name, size)

@@ -191,7 +191,7 @@ def message(spec: RunSpec, costs: CostModel, blocks: LayerCost) -> tuple[float, 
     size = message_bytes(blocks)
     stride = axes(spec.layout).pipeline.stride  # not of `blocks`, which other layouts may share
     if not costs.stack.overlap_pipeline:
-        return costs.links.message(size, stride), None
+        return costs.links.send(size, stride), None
     level = costs.links.between(stride)
     link = Link(level.link.latency, costs.links.rate(level))
     return link.latency + size / link.bandwidth, link

@@ -128,7 +128,7 @@ def activations(spec: RunSpec) -> Activations:
         host=8 * spec.micro_batch * (length + length // layout.cp) if layout.cp > 1 else 0,
         head=b * (s.stream + s.whole) + s.numbers(1, s.own) + exact * s.rows * model.hidden,
         in_block=max(peaks.feed_forward, peaks.experts, peaks.attention) + peaks.kept - by_block[last],
-        at_head=max(head_moments(s, casts=True)),
+        at_head=max(head_peaks(s, casts=True)),
     )
 
 
@@ -234,8 +234,9 @@ def at_mask(s: Sizes) -> int:
     return 2 * _mask(s.spec)
 
 
-def head_moments(s: Sizes, casts: bool) -> tuple[int, int, int]:
-    """Peaks beyond kept bytes: in the forward, with the weight's gradient in two formats, in the norm.
+def head_peaks(s: Sizes, casts: bool) -> tuple[int, int, int]:
+    """Peaks of the head beyond kept bytes: in its forward, with a chunk of logits and their softmax; with the
+    weight's gradient in two formats; and in the norm's backward.
 
     `casts` is true if adding numbers of one format to another's takes a copy of them, as on a CPU.
     """

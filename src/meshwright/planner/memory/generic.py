@@ -1,5 +1,7 @@
 """Bytes of a step on the ranks of a pipeline, term by term, for any software stack.
 
+`exact.py` overrides it for this program.
+
 States by ZeRO's stage (Rajbhandari et al. 2020); activations of each block by recompute policy, tensor by
 tensor (Korthikanti et al. 2022, section 4, generalised to gated layers, grouped keys, latents and experts),
 times the microbatches that the schedule has in flight; the head's logits; and buffers: gathered units, packed

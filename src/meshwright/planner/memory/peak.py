@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from meshwright.planner.memory.activations import Activations, Sizes, at_mask, backward_peaks, head_moments
+from meshwright.planner.memory.activations import Activations, Sizes, at_mask, backward_peaks, head_peaks
 from meshwright.planner.memory.states import StateShard, packed_width, waits
 from meshwright.planner.rank_view import RankView, widths
 
@@ -34,7 +34,7 @@ class Moment:
 
 
 def fullest_moment(view: RankView, shards: Sequence[StateShard], kept: Activations, casts: bool) -> Moment:
-    """The fullest moment of a rank that holds `shards`; for `casts` see `activations.head_moments`."""
+    """The fullest moment of a rank that holds `shards`; for `casts` see `activations.head_peaks`."""
     step = _Step(view, shards, kept, casts)
     # The first microbatch, one that finds the gradients of others, and the last, which reduces them.
     for left in reversed(range(min(view.spec.microbatches, 3))):
@@ -70,7 +70,7 @@ class _Step:
         self.sizes = Sizes(view.spec)
         self.stream = self.width.compute * self.sizes.stream
         self.weight = self.sizes.rows * view.spec.model.hidden
-        self.head = head_moments(self.sizes, casts)
+        self.head = head_peaks(self.sizes, casts)
         self.tied = "head" not in self.groups
         layers, has_experts = range(view.spec.model.layers), view.spec.model.has_experts
         self.blocks = [f"blocks.{layer}" for layer in layers]

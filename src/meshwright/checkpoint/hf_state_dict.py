@@ -1,4 +1,4 @@
-"""The tensors of HF files, each as a `HfTensor`: how it is made from the decoder's parameters, and back."""
+"""Tensors of an HF state dict by name, each as a `HfTensor`: how it is made of parameters, and split back."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _reorder_channels(rows: Tensor, heads: int, channels: int, pairs: bool) -> T
     return torch.cat([plain, rotary], 1).flatten(0, 1)
 
 
-def pieces(spec: ModelSpec, stacked: bool = False, paired: bool = True) -> list[HfTensor]:
+def hf_tensors(spec: ModelSpec, stacked: bool = False, paired: bool = True) -> list[HfTensor]:
     """Return every tensor of the family's files in the model's order, those of one parameter consecutively.
 
     Published files have a tensor for each expert; with `stacked` they are those of transformers 5, one for

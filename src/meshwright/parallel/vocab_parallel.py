@@ -1,0 +1,60 @@
+"""Embedding and cross entropy over a vocabulary that is split over tensor ranks (Shoeybi et al. 2019, §3).
+
+A rank computes the logits of its part of the vocabulary only, and sends two numbers a token in the loss.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meshwright.model.chunked_cross_entropy import VocabularyPart, linear_cross_entropy
+from meshwright.model.embedding import embedding
+from meshwright.parallel.collectives import gather_rows
+from meshwright.parallel.mesh import Axis
+from meshwright.parallel.recompute_cache import RecomputeCache
+from meshwright.parallel.tensor_linears import EnterParallelRegion, leave_parallel_region
+from meshwright.spec.parameters import Piece
+
+
+class VocabParallel:
+    """Embedding and head on one rank of the tensor axis, each with a part of the vocabulary."""
+
+    def __init__(self, axis: Axis, sequence: bool, embed: Piece, head: Piece) -> None:
+        self._axis, self._sequence, self._embed, self._head = axis, sequence, embed, head
+        self._enter = EnterParallelRegion(axis, sequence, RecomputeCache())
+
+    def embed(
+        self, tokens_BT: Tensor, positions: Tensor, weight: Tensor, position_weight: Tensor | None
+    ) -> Tensor:
+        """(B, T/n or T, D): the ranks' rows are summed; a rank's are 0 for tokens of another rank's part."""
+        row = tokens_BT - self._embed.first
+        elsewhere = (row < 0) | (row >= self._embed.size)
+        rows = embedding(row.masked_fill(elsewhere, 0), weight)
+        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0)
+        x_BTD = leave_parallel_region(rows, self._axis, self._sequence)
+        if position_weight is None:
+            return x_BTD
+        positions = positions.expand(tokens_BT.shape)
+        if self._sequence:  # this rank's tokens of (B, T) flattened
+            positions = positions.reshape(self._axis.size, len(tokens_BT), -1)[self._axis.rank]
+        return x_BTD + embedding(positions, position_weight)
+
+    def predict(self, x_BTD: Tensor, weight: Tensor, targets_BT: Tensor | None, scale: float) -> Tensor:
+        """`scale` times the summed loss, a scalar; no rank gathers another's logits.
+
+        Raises ValueError without targets, since logits of a split vocabulary are not gathered.
+        """
+        if targets_BT is None:
+            raise ValueError(
+                "a decoder split over tensor ranks computes the loss only, not logits: pass targets"
+            )
+        shard = self._head
+        part = VocabularyPart(shard.first, shard.size - shard.padding, self._combine)
+        x_BTD = self._enter(x_BTD)[0]  # one name, so that the shard of tokens is freed before the loss
+        tokens, targets = x_BTD.flatten(0, 1), targets_BT.flatten()
+        return linear_cross_entropy(tokens, weight, targets, part=part, scale=scale)
+
+    def _combine(self, part_2N: Tensor) -> Tensor:
+        parts = gather_rows(part_2N, self._axis)
+        return torch.stack([parts[:, 0].logsumexp(0), parts[:, 1].sum(0)])
