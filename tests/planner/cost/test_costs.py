@@ -71,8 +71,8 @@ def test_an_all_reduce_is_a_scatter_and_a_gather() -> None:
 def test_neighbours_share_a_node_and_others_the_network() -> None:
     links = CollectiveCosts(A100)
     near, far = GroupShape(8, 1), GroupShape(8, 8)
-    assert links.path(near).level == "node"
-    assert links.path(far).level != "node"
+    assert links.group_links(near).level == "node"
+    assert links.group_links(far).level != "node"
     slower = links.collective("all_gather", 512 * MB, far) / links.collective("all_gather", 512 * MB, near)
     ratio = links.rate(A100.levels[0]) / links.rate(A100.levels[1])
     assert slower == pytest.approx(ratio, rel=0.05)
