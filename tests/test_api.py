@@ -127,9 +127,10 @@ def test_a_flipped_bit_is_refused_and_the_run_stays(run: Path, folder: Path, tmp
     assert json.loads((tmp_path / "result.json").read_text())["steps"] == 2
 
 
-def test_verify_on_real_processes(folder: Path) -> None:
-    found = api.verify(spec_of(folder, layout__dp=2, layout__zero=2), steps=2)
+def test_verify_on_real_processes(folder: Path, tmp_path: Path) -> None:
+    found = api.verify(spec_of(folder, layout__dp=2, layout__zero=2), steps=2, out=tmp_path / "verified")
     assert found["equal"] and found["worst_relative"] <= 1e-10
+    assert json.loads((tmp_path / "verified" / "verify.json").read_text()) == found
 
 
 @pytest.mark.parametrize(
@@ -213,7 +214,7 @@ def test_folders_that_cannot_be_made_are_sentences(folder: Path, tmp_path: Path)
     with pytest.raises(UserError, match="/proc/nowhere cannot be made"):
         api.train(spec_of(folder, checkpoint__dir=tmp_path), out=nowhere, quiet=True)
     with pytest.raises(UserError, match="/proc/nowhere cannot be made"):
-        api.write_verdict({"equal": True}, nowhere)
+        api.verify(spec_of(folder), out=nowhere)
 
 
 def test_a_finished_run_that_starts_again_writes_no_row_twice(folder: Path, tmp_path: Path) -> None:

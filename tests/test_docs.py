@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from meshwright import api
-from meshwright.cli.main import VERBS
+from meshwright.cli.main import VERBS, main
 from meshwright.cli.parser import Call, Verb, parse
 from meshwright.launch.env import resolve
 from meshwright.spec import load
@@ -232,3 +232,12 @@ def test_the_example_that_the_readme_trains_is_what_it_says() -> None:
     assert spec.train.total_steps == 300  # the step that the README resumes from and verifies
     mine = from_tree(tomllib.loads(blocks(READMES[0], "toml")[0]))
     assert round(mine.model.parameters / 1e6) == 32
+
+
+def test_the_explanation_shown_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = ROOT / "docs" / "explain.md"
+    monkeypatch.chdir(tmp_path)
+    assert main(commands(document)[0]) == 0
+    assert capsys.readouterr().out == blocks(document, "text")[0]

@@ -187,7 +187,7 @@ def test_a_world_of_a_thousand_ranks_takes_one_process() -> None:
         ({"world": 8}, ["--world: is 8", "has 2 ranks", "try --world 2 or --layout.dp 4"]),
         ({"world": 3}, ["--world: is 3", "has 2 ranks", "--layout.dp 2 with --world 4"]),
         ({"world": 12}, ["--layout.dp 4 with --world 8"]),  # the batch is 8 sequences, a microbatch 2
-        ({"rank": 2}, ["--rank: is 2", "0 to 1"]),
+        ({"rank": 2}, ["--rank: is 2", "2 ranks, counted from 0; give at most 1"]),
         ({"device": "tpu"}, ["--device", "'tpu'", "cpu"]),
     ],
 )

@@ -32,7 +32,6 @@ from meshwright.api.runs import train as train
 from meshwright.api.runs import train_worker as train_worker
 from meshwright.api.runs import verify as verify
 from meshwright.api.runs import verify_worker as verify_worker
-from meshwright.api.runs import write_verdict as write_verdict
 from meshwright.planner.plan import Plan as Plan
 from meshwright.planner.plan import Plans as Plans
 from meshwright.planner.plan import estimate as estimate

@@ -47,6 +47,8 @@ def simulate(
     from meshwright.report.timeline import write_timeline, write_trace
     from meshwright.schedule import ScheduleError, StageCost
 
+    check_writable(out)
+    check_writable(trace, "--trace")
     try:
         machine = Machine(flops, latency, bandwidth)
         step = pipeline_step(spec, machine, StageCost(*durations) if durations else None)
@@ -99,6 +101,7 @@ def explain(
     """
     from meshwright.report.plan_page import write_explanation
 
+    check_writable(out)
     ranks = spec.layout.world_size
     hardware = hardware_of(cluster, ranks) if isinstance(cluster, str) else cluster.resized(ranks)
     result = explain_on(spec, CostModel(hardware, stack_named(stack)))

@@ -118,40 +118,39 @@ def _make_folder(out: Path) -> None:
         raise UserError(f"--out: {out} cannot be made ({error.strerror}); give another --out") from error
 
 
-def verify(spec: RunSpec, *, nproc: int | None = None, steps: int = 3) -> Result:
+def verify(spec: RunSpec, *, nproc: int | None = None, steps: int = 3, out: Path | None = None) -> Result:
     """Compare the layout with one device in float64 over `steps` optimiser steps.
 
     Returns `equal`, `worst_relative`, `worst_name`, `compared`, `tolerance`, `narrowed` (a sentence, or None)
-    and `rows`, one for each kind of value. Raises `UserError`.
+    and `rows`, one for each kind of value, and writes them to `out`/verify.json, too. Raises `UserError`.
     """
     ranks = spec.layout.world_size if nproc is None else nproc
     ranks_match(spec, ranks)
     if steps < 1:
         raise UserError(f"steps: {steps} steps compare nothing; give 1 or more")
+    if out is not None:
+        _make_folder(out)
     if ranks == 1:
-        return verify_worker(spec, steps=steps)
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as out:
-        flags = ["--steps", str(steps), "--out", out]
-        return _launch("verify", spec, ranks, flags, Path(out) / "verify.json")
+        return verify_worker(spec, steps=steps, out=out)
+    with tempfile.TemporaryDirectory(prefix="meshwright-") as temporary:
+        folder = Path(temporary) if out is None else out
+        flags = ["--steps", str(steps), "--out", str(folder)]
+        return _launch("verify", spec, ranks, flags, folder / "verify.json")
 
 
 def verify_worker(spec: RunSpec, *, steps: int = 3, out: Path | None = None) -> Result:
     """Run `verify` as one rank: the first returns the result and writes `out`/verify.json; others give {}."""
     from meshwright.launch.world import mesh_of
+    from meshwright.report.record import write_atomically
     from meshwright.train.verify import verify as verify_rank
 
     with mesh_of(spec) as mesh:
+        if out is not None:
+            mesh.control.on_first(lambda: _make_folder(out))
         verdict = verify_rank(spec, mesh, steps) or {}
-        mesh.control.together(lambda: write_verdict(verdict, out) if verdict and out is not None else None)
+        if out is not None:
+            mesh.control.on_first(lambda: write_atomically(out / "verify.json", json.dumps(verdict)))
     return verdict
-
-
-def write_verdict(result: Result, out: Path) -> None:
-    """Write the result of `verify` to `out`/verify.json."""
-    from meshwright.report.record import write_atomically
-
-    _make_folder(out)
-    write_atomically(out / "verify.json", json.dumps(result))
 
 
 def default_out() -> Path:

@@ -94,4 +94,5 @@ def _find(words: Sequence[str], verbs: Sequence[Verb]) -> Verb:
     prefix = " ".join([*words[:-1], ""])
     known = list(dict.fromkeys(verb.name.removeprefix(prefix).split()[0] for verb in verbs))
     close = did_you_mean(words[-1], known).replace("'", f"'{prefix}", 1)
-    raise UserError(f"'{name}': unknown verb" + (close or f"; the verbs are {', '.join(known)}"))
+    listed = f"; the {'verb is' if len(known) == 1 else 'verbs are'} {', '.join(known)}"
+    raise UserError(f"'{name}': unknown verb{close or listed}")

@@ -5,7 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshwright.cli import output as show
-from meshwright.cli.parser import JSON, Argument, Call, Flag, choice, folder_name, number, verb, whole
+from meshwright.cli.parser import (
+    JSON,
+    Argument,
+    Call,
+    Flag,
+    choice,
+    folder_name,
+    fraction,
+    number,
+    verb,
+    whole,
+)
 
 DTYPES = ("float32", "bfloat16", "float16")
 _RUN = Argument("RUN", "the folder of a run")
@@ -20,7 +31,7 @@ _CHECKPOINTS = Argument("DIR", "the folder of a run, or of its checkpoints")
     Flag("max-new-tokens", "most tokens to generate", "N", whole(1), default=128),
     Flag("temperature", "0 takes the likeliest token", "T", number(0, float("inf")), default=0.0),
     Flag("top-k", "draw from the K likeliest tokens", "K", whole(1)),
-    Flag("top-p", "draw from the likeliest tokens that add up to P", "P", number(0, 1)),
+    Flag("top-p", "draw from the likeliest tokens that add up to P", "P", fraction),
     Flag("seed", "seed of the draws", "N", whole(0), default=0),
     JSON,
 )

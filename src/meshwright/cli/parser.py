@@ -130,6 +130,9 @@ def number(least: float, most: float) -> Callable[[str], float]:
 positive = _reader(float, lambda value: 0 < value < math.inf, "a number above 0 is needed")
 """Reader of finite numbers above 0."""
 
+fraction = _reader(float, lambda value: 0 < value <= 1, "a number above 0 and at most 1 is needed")
+"""Reader of numbers within (0, 1]."""
+
 
 def tokens(unit: int = 1000) -> Callable[[str], int]:
     """Return a reader of whole numbers of tokens, such as 16M, whose suffixes are powers of `unit`."""

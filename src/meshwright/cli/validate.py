@@ -7,6 +7,7 @@ from typing import Any
 
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, choice, file_name, verb
+from meshwright.hardware.hardware_file import check_writable
 from meshwright.report.record import write_atomically
 
 COLUMNS = ("source", "model", "gpu")
@@ -29,6 +30,7 @@ def validate(call: Call) -> None:
     from meshwright.planner.validation import page as validation_page
 
     by, path = call.flags["by"], call.flags["markdown"]
+    check_writable(path, "--markdown")
     result = api.validate(call.path(), rows=call.flags["rows"], by=by)
     if path is not None:
         write_atomically(path, validation_page.page(result))

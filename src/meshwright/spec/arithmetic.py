@@ -20,14 +20,17 @@ def nearest(wanted: int, choices: Iterable[int]) -> int:
     return min(choices, key=lambda choice: (abs(choice - wanted), -choice))
 
 
-def check_divides(key: str, value: int, what: str, total: int, choices: Iterable[int] = ()) -> None:
+def check_divides(
+    key: str, value: int, what: str, total: int, choices: Iterable[int] = (), among: str = ""
+) -> None:
     """Raise `UserError` unless `value`, given for `key`, divides `what`, which is `total`.
 
-    The error proposes the nearest of `choices`, by default of all divisors of `total`.
+    The error proposes the nearest of `choices`, by default of all divisors of `total`; `among` says in words
+    what limits the choices.
     """
     if total % value:
         fits = nearest(value, choices or divisors(total))
-        raise UserError(f"{key}: {value} does not divide {what} = {total}; try {fits}")
+        raise UserError(f"{key}: {value} does not divide {what} = {total}; {among}try {fits}")
 
 
 def check_at_most(key: str, value: int | None, what: str, limit: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -201,7 +202,8 @@ def _tidy(node: dict[str, Any], prefix: str, where: Where) -> None:
         elif _is_none(value) and may_be_none:
             node[name] = None
         elif key is not None and not _fits(key, value):
-            wanted = key.text.replace("|", " or ")
+            wanted = " or ".join(part.strip() for part in key.text.split("|"))
+            wanted = re.sub(r"^(?=integer)", "an ", re.sub(r"^(?=number|list|table)", "a ", wanted))
             raise UserError(f"{where(key.name)}: {show(value)} is not valid: it should be {wanted}")
 
 
@@ -238,7 +240,8 @@ def _explain(error: ValidationError, where: Where) -> str:
             return f"{place}: needs {key}, one of {', '.join(map(str, known[key].choices))}"
     if kind in ("union_tag_invalid", "literal_error"):
         value = first["ctx"].get("tag", value)
-        expected = first["ctx"].get("expected_tags") or first["ctx"]["expected"]
+        tags = first["ctx"].get("expected_tags")
+        expected = " or ".join(tags.rsplit(", ", 1)) if tags else first["ctx"]["expected"]
         hint = did_you_mean(str(value), map(str, known[key].choices))
         return f"{where(key)}: {show(value)} is not valid: it should be {expected}{hint}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):

@@ -125,10 +125,11 @@ def expert_axis_divides(spec: Sections) -> None:
     if moe is None:
         return
     ranks, ep, etp = layout.expert_ranks, layout.ep, layout.etp
+    folded = f"of dp {layout.dp} x cp {layout.cp} x tp {layout.tp} = {ranks} ranks "
     fits = [n for n in divisors(gcd(ranks, moe.experts)) if ranks % (n * etp) == 0]
     slices = [n for n in divisors(gcd(ranks, moe.ffn)) if ranks % (n * ep) == 0]
-    check_divides("layout.ep", ep, "model.moe.experts", moe.experts, fits or [1])
-    check_divides("layout.etp", etp, "model.moe.ffn", moe.ffn, slices or [1])
+    check_divides("layout.ep", ep, "model.moe.experts", moe.experts, fits or [1], folded)
+    check_divides("layout.etp", etp, "model.moe.ffn", moe.ffn, slices or [1], folded)
     if ranks % (ep * etp):
         key, hint = ("ep", nearest(ep, fits)) if fits else ("etp", nearest(etp, slices or [1]))
         raise UserError(
@@ -272,7 +273,7 @@ def batch_is_whole(spec: Sections) -> None:
             f"{ranks} data-parallel ranks = {unit}; try {fits}"
         )
     if spec.layout.micro_batch is not None:
-        what = "the sequences of a rank in a step"
+        what = f"train.batch_tokens / data.seq_len / {ranks} data-parallel ranks"
         check_divides("layout.micro_batch", spec.layout.micro_batch, what, spec.rank_sequences)
 
 

@@ -44,13 +44,16 @@ def rehearsals(
 def _check(spec: RunSpec, world: int | None, rank: int, device: str) -> None:
     layout = spec.layout
     size = layout.world_size
+    ranks = "1 rank" if size == 1 else f"{size} ranks"
     if world is not None and world != size:
         raise UserError(
-            f"--world: is {world}, but the layout ({layout.describe()}) has {size} ranks; "
+            f"--world: is {world}, but the layout ({layout.describe()}) has {ranks}; "
             f"{near_worlds(spec, world, '--world')}"
         )
     if not 0 <= rank < size:
-        raise UserError(f"--rank: is {rank}, but the world has {size} ranks; give one of 0 to {size - 1}")
+        raise UserError(
+            f"--rank: is {rank}, but the world has {ranks}, counted from 0; give at most {size - 1}"
+        )
     if device not in DEVICES:
         raise UserError(f"--device: '{device}' is not known; one of {' and '.join(DEVICES)} is")
     if device == "cuda" and not torch.cuda.is_available():
