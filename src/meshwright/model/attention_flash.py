@@ -18,7 +18,6 @@ n queries and m keys of all sequences of a call.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -41,23 +40,30 @@ def flash_takes(like: Tensor, head_dim: int) -> bool:
 # The kernel -----------------------------------------------------------------------------------------
 
 
-_QKV = "Tensor q, Tensor k, Tensor v"
-_BOUNDS = (
-    "Tensor query_ends, Tensor key_ends, SymInt most_queries, SymInt most_keys, bool causal, SymInt? window"
-)
-_custom_op = partial(torch.library.custom_op, mutates_args=(), device_types="cuda")
-
-
-@_custom_op("meshwright::varlen_attention", schema=f"({_QKV}, {_BOUNDS}) -> (Tensor, Tensor)")
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, *bounds: Any) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("meshwright::varlen_attention", mutates_args=(), device_types="cuda")
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    most_queries: int,
+    most_keys: int,
+    causal: bool,
+    window: int | None,
+) -> tuple[Tensor, Tensor]:
     """(out (n, H, d), log-sum-exp (H, n) in fp32) for q (n, H, d), k and v (m, K, d).
 
     Sequence i has the queries from `query_ends[i]` to `query_ends[i + 1]` (int32) and the keys likewise, of
     each at least one and at most `most_queries` and `most_keys`. Causal: its last query sees its last key,
     each one before sees one less, and, with `window`, the last `window` of those.
     """
-    ends, causal, limits = _limits(*bounds)
-    return torch.ops.aten._flash_attention_forward(q, k, v, *ends, 0.0, causal, False, **limits)[:2]
+    ends = query_ends, key_ends, most_queries, most_keys
+    limits = _limits(causal, window)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, *ends, 0.0, causal and window is None, False, **limits
+    )
+    return out, lse
 
 
 @varlen_attention.register_fake
@@ -66,19 +72,28 @@ def _(q: Tensor, *_args: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), lse
 
 
-@_custom_op(
-    "meshwright::varlen_attention_backward",
-    schema=f"(Tensor grad, Tensor out, Tensor lse, {_QKV}, {_BOUNDS}) -> (Tensor, Tensor, Tensor)",
-)
+@torch.library.custom_op("meshwright::varlen_attention_backward", mutates_args=(), device_types="cuda")
 def varlen_attention_backward(
-    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *bounds: Any
+    grad: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_ends: Tensor,
+    key_ends: Tensor,
+    most_queries: int,
+    most_keys: int,
+    causal: bool,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v. `out` and `lse` may be those over more keys than are here: then these are
     this part's share (Liu et al. 2023), since the kernel takes its probabilities as exp(score - lse)."""
-    ends, causal, limits = _limits(*bounds)
+    ends = query_ends, key_ends, most_queries, most_keys
+    limits = _limits(causal, window)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     return torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, lse, *ends, 0.0, causal, *no_dropout, **limits
+        grad, q, k, v, out, lse, *ends, 0.0, causal and window is None, *no_dropout, **limits
     )
 
 
@@ -89,12 +104,12 @@ def _(
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _limits(*bounds: Any) -> tuple[tuple[Any, ...], bool, dict[str, int]]:
-    """The kernel's arguments: ends and lengths, whether the mask is plainly causal, and how many keys left
-    and right of its own a query sees, -1 for all."""
-    *ends, causal, window = bounds
-    left, right = -1 if window is None else window - 1, 0 if causal else -1
-    return tuple(ends), causal and window is None, {"window_size_left": left, "window_size_right": right}
+def _limits(causal: bool, window: int | None) -> dict[str, int]:
+    """How many keys left and right of its own a query sees; -1 for all."""
+    return {
+        "window_size_left": -1 if window is None else window - 1,
+        "window_size_right": 0 if causal else -1,
+    }
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
