@@ -15,12 +15,14 @@ longer than the group's timeout raises an error that lists what every group of t
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import reduce
 from typing import Any
 from weakref import WeakSet
 
@@ -35,6 +37,11 @@ BACKEND = "in_order"
 LIMIT = timedelta(seconds=30)
 """How long a host waits for another rank by default: longer than a test computes on a busy machine."""
 DATA, ACKNOWLEDGEMENT = 0, 1
+REDUCTIONS = {
+    dist.ReduceOp.SUM: torch.add,
+    dist.ReduceOp.MAX: torch.maximum,
+    dist.ReduceOp.MIN: torch.minimum,
+}
 
 
 class _Turn:
@@ -63,32 +70,57 @@ class _Work(dist.Work):
         return self._turn.done.is_set()
 
 
-class _Notes:
-    """Short lists that the ranks of a group exchange over pipes, cheaper than by a collective of gloo."""
+class _Exchange:
+    """Notes and tensors that the ranks of a group show each other, over pipes and in shared memory.
 
-    BYTES = 1024
+    A rank's memory has two slots, which take turns: it writes one again after the next gathering, which no
+    rank begins before it has read what the last one showed.
+    """
+
+    NOTE_BYTES = 1024
     """Size of a note, which is small enough for several processes to write to a pipe without mixing."""
+    SLOT_BYTES = 1 << 20
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._rank = rank
-        self._inbox, own = os.pipe()
-        store.set(f"pipe {rank}", f"/proc/{os.getpid()}/fd/{own}")
-        self._outboxes = [
-            os.open(store.get(f"pipe {peer}").decode(), os.O_WRONLY) for peer in range(size) if peer != rank
+        self._rank, self._turn = rank, 0
+        self._inbox, outbox = os.pipe()
+        memory = os.memfd_create("slots")
+        os.truncate(memory, 2 * self.SLOT_BYTES)
+        store.set(f"exchange {rank}", f"{os.getpid()} {outbox} {memory}")
+        files = [store.get(f"exchange {peer}").decode().split() for peer in range(size)]
+        opened = [
+            [
+                os.open(f"/proc/{pid}/fd/{file}", flags)
+                for file, flags in ((pipe, os.O_WRONLY), (slots, os.O_RDWR))
+            ]
+            for pid, pipe, slots in files
         ]
+        self._outboxes = [pipe for peer, (pipe, _) in enumerate(opened) if peer != rank]
+        maps = [mmap.mmap(slots, 2 * self.SLOT_BYTES) for _, slots in opened]
+        self._slots = [torch.frombuffer(each, dtype=torch.uint8).view(2, -1) for each in maps]
         self._early: list[deque[list[Any]]] = [deque() for _ in range(size)]
 
-    def gather(self, own: list[Any]) -> list[list[Any]]:
-        """The list of each rank, once all have called this as often as this rank has."""
-        note = json.dumps([self._rank, *own]).encode().ljust(self.BYTES)
-        assert len(note) == self.BYTES
+    def gather(self, own: list[Any], shown: Tensor | None = None) -> list[list[Any]]:
+        """The list of each rank, once all have called this as often as this rank has; `shown` fits a slot."""
+        self._turn += 1
+        if shown is not None:
+            self._slot(self._rank, shown.dtype, shown.numel()).copy_(shown.reshape(-1))
+        note = json.dumps([self._rank, *own]).encode().ljust(self.NOTE_BYTES)
+        assert len(note) == self.NOTE_BYTES
         for outbox in self._outboxes:
             os.write(outbox, note)
         self._early[self._rank].append(own)
         while not all(self._early):
-            rank, *theirs = json.loads(os.read(self._inbox, self.BYTES))
+            rank, *theirs = json.loads(os.read(self._inbox, self.NOTE_BYTES))
             self._early[rank].append(theirs)
         return [early.popleft() for early in self._early]
+
+    def shown(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        """The flat tensors of these numbers of elements that the ranks showed at the last gathering."""
+        return [self._slot(rank, dtype, size) for rank, size in enumerate(sizes)]
+
+    def _slot(self, rank: int, dtype: torch.dtype, size: int) -> Tensor:
+        return self._slots[rank][self._turn % 2, : size * dtype.itemsize].view(dtype)
 
 
 _groups: WeakSet[InOrderGroup] = WeakSet()
@@ -109,9 +141,11 @@ def stuck() -> str:
 class InOrderGroup(dist.ProcessGroup):
     """Wraps a gloo group; `label` names it in errors."""
 
-    def __init__(self, gloo: Any, notes: _Notes, rank: int, size: int, limit: timedelta, name: str) -> None:
+    def __init__(
+        self, gloo: Any, exchange: _Exchange, rank: int, size: int, limit: timedelta, name: str
+    ) -> None:
         super().__init__(rank, size)
-        self._gloo, self._notes, self.limit, self._name, self.label = gloo, notes, limit, name, name
+        self._gloo, self._exchange, self.limit, self._name, self.label = gloo, exchange, limit, name, name
         self._turns: queue.SimpleQueue[_Turn | None] = queue.SimpleQueue()
         self._waiting: deque[_Turn] = deque()
         self._worker: threading.Thread | None = None
@@ -156,19 +190,33 @@ class InOrderGroup(dist.ProcessGroup):
             self._waiting.popleft()
             turn.done.set()
 
-    def _collective(self, name: str, tensor: Tensor, sizes: object, run: Callable[[], Any]) -> _Work:
-        """Issue a collective whose `sizes` are equal on all ranks."""
-        text = f"{name} of {sizes} {str(tensor.dtype).removeprefix('torch.')}"
+    def _collective(
+        self,
+        name: str,
+        own: Tensor,
+        sizes: object,
+        finish: Callable[[list[Tensor]], Any],
+        run: Callable[[], Any],
+    ) -> _Work:
+        """Issue a collective whose `sizes` are equal on all ranks, of which each brings `own`.
+
+        `finish` makes the results of what all ranks bring; where that is too large to show, gloo's `run`.
+        """
+        text = f"{name} of {sizes} {str(own.dtype).removeprefix('torch.')}"
 
         def checked() -> None:
-            self._same(text)
-            run().wait()
+            small = own.nbytes <= _Exchange.SLOT_BYTES
+            self._same(text, own if small else None)
+            if small:
+                finish(self._exchange.shown([own.numel()] * self.size(), own.dtype))
+            else:
+                run().wait()
 
         return self._issue(text, checked)
 
-    def _same(self, text: str, numbers: Sequence[int] = ()) -> list[list[int]]:
+    def _same(self, text: str, shown: Tensor | None = None, numbers: Sequence[int] = ()) -> list[list[int]]:
         """The `numbers` of each rank; raise where another rank issues another collective at this turn."""
-        every = self._notes.gather([text, *numbers])
+        every = self._exchange.gather([text, *numbers], shown)
         if any(theirs != text for theirs, *_ in every):
             listed = "; ".join(f"rank {rank} issues {theirs}" for rank, (theirs, *_) in enumerate(every))
             raise RuntimeError(f"the ranks issue different collectives: {listed}")
@@ -179,10 +227,12 @@ class InOrderGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> _Work:
         (tensor,) = tensors
         opts = opts or dist.AllreduceOptions()
+        operation = opts.reduceOp.op
         return self._collective(
-            f"all_reduce {opts.reduceOp.op.name}",
+            f"all_reduce {operation.name}",
             tensor,
             tensor.numel(),
+            lambda every: tensor.copy_(reduce(REDUCTIONS[operation], every).view_as(tensor)),
             lambda: self._gloo.allreduce(tensors, opts),
         )
 
@@ -193,8 +243,13 @@ class InOrderGroup(dist.ProcessGroup):
         return works[-1]
 
     def all_gather_single(self, whole: Tensor, part: Tensor, opts: Any = None) -> _Work:
-        sizes = f"{part.numel()} into {whole.numel()}"
-        return self._collective("all_gather", part, sizes, lambda: self._gloo._allgather_base(whole, part))
+        return self._collective(
+            "all_gather",
+            part,
+            f"{part.numel()} into {whole.numel()}",
+            lambda every: whole.copy_(torch.cat(every).view_as(whole)),
+            lambda: self._gloo._allgather_base(whole, part),
+        )
 
     def all_gather_single_coalesced(
         self, wholes: list[Tensor], parts: list[Tensor], opts: Any = None
@@ -203,16 +258,28 @@ class InOrderGroup(dist.ProcessGroup):
         return works[-1]
 
     def allgather(self, lists: list[list[Tensor]], parts: list[Tensor], opts: Any = None) -> _Work:
+        def finish(every: list[Tensor]) -> None:
+            for to, came in zip(lists[0], every, strict=True):
+                to.copy_(came.view_as(to))
+
         sizes = f"{parts[0].numel()} into a list"
-        return self._collective("all_gather", parts[0], sizes, lambda: self._gloo.allgather(lists, parts))
+        return self._collective(
+            "all_gather", parts[0], sizes, finish, lambda: self._gloo.allgather(lists, parts)
+        )
 
     def reduce_scatter_single(self, part: Tensor, whole: Tensor, opts: Any = None) -> _Work:
-        sizes = f"{whole.numel()} into {part.numel()}"
         opts = opts or dist.ReduceScatterOptions()
+        operation = opts.reduceOp.op
+
+        def finish(every: list[Tensor]) -> None:
+            own = [each.view(self.size(), -1)[self.rank()] for each in every]
+            part.copy_(reduce(REDUCTIONS[operation], own).view_as(part))
+
         return self._collective(
-            f"reduce_scatter {opts.reduceOp.op.name}",
-            part,
-            sizes,
+            f"reduce_scatter {operation.name}",
+            whole,
+            f"{whole.numel()} into {part.numel()}",
+            finish,
             lambda: self._gloo._reduce_scatter_base(part, whole, opts),
         )
 
@@ -225,26 +292,46 @@ class InOrderGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, received: Tensor, sent: Tensor, received_rows: list[int], sent_rows: list[int], opts: Any = None
     ) -> _Work:
+        size = self.size()
         if not received_rows and not sent_rows:  # equal parts
-            received_rows = sent_rows = [len(sent) // self.size()] * self.size()
+            received_rows = sent_rows = [len(sent) // size] * size
+        elements = sent[:1].numel() if len(sent) else received[:1].numel()  # of a row
 
         def run() -> None:
-            every = self._same(f"all_to_all of rows of {sent.dtype}", [*received_rows, *sent_rows])
+            small = sent.nbytes <= _Exchange.SLOT_BYTES
+            text = f"all_to_all of rows of {sent.dtype}"
+            every = self._same(text, sent if small else None, [*received_rows, *sent_rows])
             for rank, rows in enumerate(every):
-                expected, come = rows[: len(every)], [theirs[len(every) + rank] for theirs in every]
-                if come != expected:
-                    raise RuntimeError(f"all_to_all: rank {rank} expects {expected} rows, gets {come}")
-            self._gloo.alltoall_base(received, sent, received_rows, sent_rows).wait()
+                come = [theirs[size + rank] for theirs in every]
+                if come != rows[:size]:
+                    raise RuntimeError(f"all_to_all: rank {rank} expects {rows[:size]} rows, gets {come}")
+            rows_sent = [sum(rows[size:]) for rows in every]
+            if max(rows_sent) * elements * sent.itemsize > _Exchange.SLOT_BYTES:
+                self._gloo.alltoall_base(received, sent, received_rows, sent_rows).wait()
+                return
+            shown = self._exchange.shown([rows * elements for rows in rows_sent], sent.dtype)
+            came = [
+                each.view(rows_of, elements).split(rows[size:])[self.rank()]
+                for each, rows_of, rows in zip(shown, rows_sent, every, strict=True)
+            ]
+            received.copy_(torch.cat(came).view_as(received))
 
         return self._issue(f"all_to_all of {sent_rows} rows", run)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> _Work:
         (tensor,) = tensors
-        name = f"broadcast from {opts.rootRank}"
-        return self._collective(name, tensor, tensor.numel(), lambda: self._gloo.broadcast(tensors, opts))
+        root = opts.rootRank
+        return self._collective(
+            f"broadcast from {root}",
+            tensor,
+            tensor.numel(),
+            lambda every: tensor.copy_(every[root].view_as(tensor)),
+            lambda: self._gloo.broadcast(tensors, opts),
+        )
 
     def barrier(self, opts: Any = None) -> _Work:
-        return self._collective("barrier", torch.empty(0), 0, lambda: self._gloo.barrier())
+        nothing = torch.empty(0)
+        return self._collective("barrier", nothing, 0, lambda every: None, lambda: self._gloo.barrier())
 
     # Messages ---------------------------------------------------------------------------------------
 
@@ -287,9 +374,9 @@ def _create(options: Any, _backend_options: Any) -> InOrderGroup:
     # gloo's own limit only ends the worker of a group that has already failed.
     limit = max(2 * options.timeout, timedelta(minutes=1))
     gloo = distributed_c10d.ProcessGroupGloo(options.store, options.group_rank, options.group_size, limit)
-    notes = _Notes(options.store, options.group_rank, options.group_size)
+    exchange = _Exchange(options.store, options.group_rank, options.group_size)
     group = InOrderGroup(
-        gloo, notes, options.group_rank, options.group_size, options.timeout, options.group_id
+        gloo, exchange, options.group_rank, options.group_size, options.timeout, options.group_id
     )
     group.label = f"ranks {options.global_ranks_in_group}"
     return group

@@ -20,7 +20,7 @@ from ranks import Ranks
 from small import spec_of
 
 BASE = {
-    "model.layers": 6, "model.hidden": 128, "model.ffn": 384, "model.heads": 8, "model.kv_heads": 4,
+    "model.layers": 4, "model.hidden": 128, "model.ffn": 384, "model.heads": 8, "model.kv_heads": 4,
     "data.corpus": "synthetic", "data.seq_len": 256, "train.batch_tokens": 256 * 16,
     "layout.micro_batch": 8, "precision.compute": "bf16",
 }  # fmt: skip

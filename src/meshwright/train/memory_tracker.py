@@ -44,6 +44,8 @@ _WAITS = {
     _aten._unique2.default: 1,
 }
 """Operators in which the host waits for the device, and how often."""
+_peaks_inside: dict[Any, int] = {}
+"""(device, body, shapes and other arguments) of an operator -> the most bytes that it takes while it runs."""
 _NO_KERNEL = ("aten::empty", "aten::new_empty", "aten::resize_", "aten::set_", "aten::detach", "prim::")
 
 
@@ -120,7 +122,6 @@ class FakeMemory(TorchDispatchMode):
         self._peak_at = 0
         self._gone: list[TrackedStorage] = []
         """Storages that existed at the peak and have been freed since."""
-        self._inside: dict[Any, int] = {}
 
     # Operators --------------------------------------------------------------------------------------
 
@@ -166,8 +167,8 @@ class FakeMemory(TorchDispatchMode):
     def _look_inside(self, func: Any, args: Any, kwargs: Any) -> None:
         """Let what an operator makes inside, its results too, be there for a moment."""
         shapes = [(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in args]
-        key = (func, str(shapes))
-        if key not in self._inside:
+        key = (self.device, self.bodies[func], str(shapes))
+        if key not in _peaks_inside:
             within = FakeMemory(self.device)
             within._fake = self._fake
             for x in args:
@@ -175,8 +176,8 @@ class FakeMemory(TorchDispatchMode):
                     within._held[x.untyped_storage()._cdata] = TrackedStorage(0, PLAIN, "")
             with within:
                 self.bodies[func](*args, **kwargs)
-            self._inside[key] = within.peak
-        moment = TrackedStorage(self._inside[key], PLAIN, self.module)
+            _peaks_inside[key] = within.peak
+        moment = TrackedStorage(_peaks_inside[key], PLAIN, self.module)
         self._add(moment)
         self._remove(moment)
 
