@@ -60,7 +60,7 @@ class RankView:
         return any(stage.head for stage in self.own)
 
     def pieces(self) -> dict[str, list[tuple[Parameter, Piece]]]:
-        """The rank's pieces of each unit's parameters."""
+        """The rank's pieces of each unit's parameters; blocks of one kind share the first's list."""
         spec, layout = self.spec, self.spec.layout
 
         def piece(p: Parameter) -> Piece:
@@ -69,7 +69,10 @@ class RankView:
             return piece_of(p, spec.model, layout.tp, 0, layout.sequence_parallel)
 
         listed = parameters_of(spec.model, self.own)
-        return {unit: [(p, piece(p)) for p in parameters] for unit, parameters in listed.items()}
+        blocks = {f"blocks.{n}": spec.model.has_experts(n) for stage in self.own for n in stage.blocks}
+        first = {blocks.get(unit, unit): unit for unit in reversed([*listed])}
+        made = {kind: [(p, piece(p)) for p in listed[unit]] for kind, unit in first.items()}
+        return {unit: made[blocks.get(unit, unit)] for unit in listed}
 
 
 def place_of(spec: RunSpec, rank: int) -> RankView:

@@ -22,13 +22,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from meshwright.planner.rank_view import RankView, Widths, part_elements, place_of, widths
 from meshwright.planner.traffic.layer_shape import balance_counts
 from meshwright.schedule import Action, Kind, make
 from meshwright.spec import RunSpec
+from meshwright.spec.parameters import Parameter, Piece
 
 STEP_COUNT, EXACT_COUNT, BIAS = 4, 8, 4
 """Bytes of Adam's step count, of one count of the experts' load, of a router's bias."""
@@ -108,16 +109,21 @@ def units(view: RankView) -> list[StateShard]:
     layout, moe = view.spec.layout, view.spec.model.moe
     experts = layout.expert_data_ranks if moe is not None else 1
     zero = layout.zero if max(layout.shard_ranks, experts) > 1 else 0
-    found = []
-    for name, listed in view.pieces().items():
+
+
+    def shards(listed: list[tuple[Parameter, Piece]]) -> Iterator[StateShard]:
         for routed, ranks in ((False, layout.shard_ranks), (True, experts)):
             ranks = ranks if zero else 1
             pieces = [piece for _, piece in listed if (piece.experts is not None) == routed]
             if pieces:
                 sizes = [(part_elements(piece, ranks), len(piece.global_shape) >= 2) for piece in pieces]
                 decays = sum(size for size, decay in sizes if decay)
-                found.append(StateShard(name, routed, ranks, sum(size for size, _ in sizes), decays, zero))
-    return found
+                yield StateShard("", routed, ranks, sum(size for size, _ in sizes), decays, zero)
+
+    every = view.pieces()
+    kinds = {id(listed): listed for listed in every.values()}  # blocks of one kind share a list
+    of_kind = {kind: list(shards(listed)) for kind, listed in kinds.items()}
+    return [replace(shard, name=name) for name, listed in every.items() for shard in of_kind[id(listed)]]
 
 
 def waits(spec: RunSpec, unit: StateShard) -> bool:
