@@ -29,6 +29,7 @@ def spec_of(folder: Path, **flags: object) -> RunSpec:
         "data.val_fraction": 0.1,
         "train.batch_tokens": 128,
         "train.steps": 6,
+        "train.eval_tokens": 256,
     }
     return small.spec_of(base, **flags)
 

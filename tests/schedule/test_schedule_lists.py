@@ -25,7 +25,9 @@ def test_every_name_is_tried() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(ranks, marks=() if ranks < 6 else pytest.mark.full) for ranks in RANKS]
+)
 def test_any_number_of_microbatches_makes_a_schedule(name: str, ranks: int) -> None:
     for virtual in VIRTUAL[name]:
         for microbatches in range(1, 4 * ranks + 1):
@@ -87,7 +89,7 @@ def test_peak_activations_of_interleaving(ranks: int, virtual: int) -> None:
     assert peaks("interleaved", ranks, virtual, 4 * ranks) == expected
 
 
-@pytest.mark.parametrize("ranks", [*RANKS, 13, 16, 32])
+@pytest.mark.parametrize("ranks", [*RANKS, 13, 16, pytest.param(32, marks=pytest.mark.full)])
 def test_peak_activations_in_a_v(ranks: int) -> None:
     """In chunks of half a rank's layers, of which 1F1B's rank 0 holds 2p; the same on every rank.
 

@@ -16,8 +16,9 @@ CPU = torch.device("cpu")
 MOST_GROUPS = 30
 MOST_START_SECONDS = 60.0
 
+SEQ_LEN = 512
 DENSE = {
-    "model.preset": "llama3-8b", "model.layers": 4, "data.seq_len": 1024, "layout.micro_batch": 1,
+    "model.preset": "llama3-8b", "model.layers": 4, "data.seq_len": SEQ_LEN, "layout.micro_batch": 1,
     "precision.compute": "bf16", "recompute.policy": "selective",
 }  # fmt: skip
 MOE = DENSE | {
@@ -47,7 +48,7 @@ def spec_of(name: str, world: int) -> RunSpec:
     rest = "layout.replicate" if "layout.dp" in keys else "layout.dp"
     given = keys | {rest: world // ranks, "data.corpus": "synthetic"}
     sequences = 4 * int(str(given["layout.dp"])) * int(str(given.get("layout.replicate", 1)))
-    given |= {"train.batch_tokens": sequences * 1024}
+    given |= {"train.batch_tokens": sequences * SEQ_LEN}
     return load(None, [(key, str(value)) for key, value in given.items()])
 
 

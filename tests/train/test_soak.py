@@ -58,6 +58,7 @@ def test_nothing_grows_over_many_steps(ranks: Ranks, tmp_path: Path, steps: int)
         "data.corpus": "synthetic", "data.seq_len": 16, "train.batch_tokens": 32, "train.steps": steps,
         "train.log_every": steps // 4, "layout.dp": 2, "layout.zero": 3, "layout.micro_batch": 1,
         "model.preset": "tiny", "checkpoint.every": steps // 6, "train.eval_every": steps // 6,
+        "train.eval_tokens": 1024,
     }  # fmt: skip
     spec = spec_of(base)
     for (memory, files, threads, objects), after in ranks.run(spec.layout, soaked, spec, tmp_path):

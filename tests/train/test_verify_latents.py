@@ -52,7 +52,12 @@ def test_every_layout_equals_one_device(ranks: Ranks, case: dict[str, str]) -> N
         key if "__" in key else f"layout__{key}": value for key, value in LAYOUTS[case["layout"]].items()
     }
     layers = 4 if flags.get("layout__schedule") == "zb-v" else 3
-    spec = spec_of(BASE, **flags, model__layers=layers, model__mla__q_rank=case["q_rank"])
+    microbatches = 4 if "layout__pp" in flags else 2
+    sequences = microbatches * int(str(flags.get("layout__dp", 1)))
+    spec = spec_of(
+        BASE, **flags, model__layers=layers, model__mla__q_rank=case["q_rank"],
+        train__batch_tokens=32 * sequences,
+    )  # fmt: skip
     equal_to_one_device(ranks, spec, 1e-10)
 
 
