@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -118,7 +119,12 @@ def test_a_signal_is_an_exit_code_and_a_sentence(name: str) -> None:
         "api.train = train\nsys.argv = ['meshwright', 'train', '--layout.dp', '1']\nrun()\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell starts what it runs in the background with SIGINT ignored, and children inherit that.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "training\n"
