@@ -110,7 +110,6 @@ def units(view: RankView) -> list[StateShard]:
     experts = layout.expert_data_ranks if moe is not None else 1
     zero = layout.zero if max(layout.shard_ranks, experts) > 1 else 0
 
-
     def shards(listed: list[tuple[Parameter, Piece]]) -> Iterator[StateShard]:
         for routed, ranks in ((False, layout.shard_ranks), (True, experts)):
             ranks = ranks if zero else 1
