@@ -93,6 +93,22 @@ def start(ranks: Ranks, spec: RunSpec, out: Path, resume: str | None = None) -> 
     return ranks.run(spec.layout, run_it, spec, out, resume)[0]
 
 
+def started_with(mesh: Mesh, specs: list[RunSpec], out: Path) -> str:
+    """The error of a run whose ranks have these specs."""
+    with pytest.raises(UserError) as raised:
+        TrainingRun(specs[mesh.rank], mesh, out, Observers([]))
+    return str(raised.value)
+
+
+def test_ranks_whose_corpora_differ_do_not_start(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
+    shutil.copytree(corpus, tmp_path / "other" / "text")
+    (tmp_path / "other" / "text" / "07.txt").write_text("another document\n")
+    specs = [spec_of(folder, layout__dp=2) for folder in (corpus, tmp_path / "other" / "text")]
+    for told in ranks.run(specs[0].layout, started_with, specs, tmp_path):
+        assert "the digest of data.corpus is " in told and " on rank 1 on " in told
+        assert "give all hosts the same corpus" in told
+
+
 def calls_of_a_run(mesh: Mesh, spec: RunSpec, out: Path) -> list[object]:
     """The calls of a run's trainer, in order: `evaluate` of `compile_stages`, and the numbers of steps."""
     calls: list[object] = []

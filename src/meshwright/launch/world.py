@@ -6,14 +6,18 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from hashlib import sha256
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+import meshwright
 from meshwright.launch.env import keep_freed_memory, limit_threads, process_group, worker
-from meshwright.parallel.control import Control
+from meshwright.parallel.control import Control, new_scope
 from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.parallel.precision import use_fast_fp32_matmul
+from meshwright.parallel.process_groups import Groups
 from meshwright.spec import RunSpec
 from meshwright.spec.rules import ranks_match
 
@@ -33,15 +37,33 @@ def device_of() -> Iterator[torch.device]:
 
 @contextmanager
 def mesh_of(spec: RunSpec) -> Iterator[Mesh]:
-    """The mesh of the layout over the world that torchrun describes, or over this process alone."""
+    """The mesh of the layout over the world that torchrun describes, or over this process alone.
+
+    Raises `UserError` on all ranks if one has another spec, code, torch or kind of device than rank 0: its
+    replicas would train another model, and write it into the same checkpoints.
+    """
     place = worker()
     ranks_match(spec, place.world_size if place else 1)
     # It warns that a tensor which two axes cut takes two gathers to put together: that is how it is cut.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     with device_of() as device:
-        mesh = build_mesh(spec.layout, device, spec.model.kv_heads, experts=spec.model.moe is not None)
+        groups = Groups(device.type)
+        start = groups.connections.control("control", dist.get_world_size(), new_scope(), groups.timeout)
+        software = {"meshwright": code_version(), "torch": torch.__version__, "device": device.type}
+        start.agree(spec.to_json() | software, "start all ranks with the same run file, flags and software")
+        mesh = build_mesh(
+            spec.layout, device, spec.model.kv_heads, groups, experts=spec.model.moe is not None
+        )
         assert mesh is not None  # the layout has as many ranks as the world
         yield mesh
+
+
+def code_version() -> str:
+    """Return the version of this package, with the start of the SHA-256 of its source files."""
+    folder, found = Path(meshwright.__file__).parent, sha256()
+    for file in sorted(folder.rglob("*.py")):
+        found.update(f"{file.relative_to(folder)} {file.stat().st_size}\n".encode() + file.read_bytes())
+    return f"{meshwright.__version__} ({found.hexdigest()[:12]})"
 
 
 def once_per_host(control: Control, work: Callable[[], object]) -> None:

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from meshwright.spec.differences import as_in_file, differences
 from meshwright.spec.errors import UserError
 
 T = TypeVar("T")
@@ -33,8 +35,8 @@ BLOCK = 32
 """Ranks whose arrivals are bits of one counter; the bits above count flags."""
 PART_BYTES = 4 << 20
 """Longer messages are cut: TCPStore's server refuses values above 8 MiB."""
-MOST_NAMED = 16
-"""Missing ranks that an error lists."""
+MOST_NAMED, MOST_DIFFERENCES = 16, 5
+"""Missing ranks, and values that differ between ranks, that an error lists."""
 
 
 class MissingRanksError(RuntimeError):
@@ -166,6 +168,23 @@ class Control:
     def on_first(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 alone and return its (JSON) value everywhere; its failure is everyone's."""
         return self.broadcast(self.together(lambda: work() if self.rank == 0 else None))
+
+    def agree(self, own: Mapping[str, Any], remedy: str) -> None:
+        """Raise `UserError` on every rank where a rank's values (JSON, by key) are other than rank 0's."""
+        name = f"rank {self.rank} on {socket.gethostname()}"
+        first, where = self.broadcast([own, name])
+
+        def compare() -> None:
+            pairs = differences(first, json.loads(json.dumps(own)))
+            if pairs:
+                listed = "; ".join(
+                    f"{key} is {as_in_file(other)} on {where} and {as_in_file(value)} on {name}"
+                    for key, (other, value) in [*pairs.items()][:MOST_DIFFERENCES]
+                )
+                more = f"; and {len(pairs) - MOST_DIFFERENCES} more" if len(pairs) > MOST_DIFFERENCES else ""
+                raise UserError(f"the ranks would not run the same: {listed}{more}; {remedy}")
+
+        self.together(compare)
 
     def _raise_first(self, failure: Exception | None) -> None:
         own = None if failure is None else _report(failure)

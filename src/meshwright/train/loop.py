@@ -50,6 +50,10 @@ class TrainingRun:
         self.spec, self.mesh, self.out, self.observers = spec, mesh, out, observers
         self.control = mesh.control
         self.corpus: Corpus = self.control.together(lambda: open_corpus(spec, check))
+        self.control.agree(
+            {"the digest of data.corpus": self.corpus.digest},
+            "give all hosts the same corpus, tokenizer and data.cache",
+        )
         self.loader = Loader(self.corpus, spec, mesh.data_rank, spec.layout.data_ranks)
         self.trainer = Trainer(spec, mesh)
         self.samples = SampleRecord(mesh)

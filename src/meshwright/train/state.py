@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
 from meshwright.parallel.flat_param import Stored
 from meshwright.parallel.precision import LossScale
 from meshwright.spec import RunSpec, UserError
+from meshwright.spec.differences import as_in_file, differences
 from meshwright.train.step import Trainer
 
 FREE = {
@@ -74,12 +74,10 @@ def check_same_run(spec: RunSpec, state: dict[str, Any], data_digest: str, where
     imported = state["data_digest"] is None
     differ = []
     for part in ("model",) if imported else ("model", "train", "precision"):
-        was, is_now = _flat(saved[part]), _flat(now[part])
-        keys = (set(was) | set(is_now)) - FREE[part] - (TRAINING if imported else set())
-        for key in sorted(keys):
-            before, after = was.get(key), is_now.get(key)
-            if before != after:
-                differ.append(f"{part}.{key} was {_shown(before)} and is {_shown(after)}")
+        free = FREE[part] | (TRAINING if imported else set())
+        for key, (was, is_now) in differences(saved[part], now[part]).items():
+            if key not in free:
+                differ.append(f"{part}.{key} was {as_in_file(was)} and is {as_in_file(is_now)}")
     if differ:
         raise UserError(
             f"{where} is of another run: {'; '.join(differ)}; give the same values, or another --out"
@@ -90,19 +88,3 @@ def check_same_run(spec: RunSpec, state: dict[str, Any], data_digest: str, where
             f" give the corpus, tokenizer, data.seq_len, data.pack, data.document_mask and data.val_fraction"
             f" that it had, or another --out"
         )
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values by dotted key, those of tables within the table too."""
-    flat: dict[str, Any] = {}
-    for key, value in table.items():
-        filled = isinstance(value, dict) and value
-        flat |= _flat(value, f"{prefix}{key}.") if filled else {prefix + key: value}
-    return flat
-
-
-def _shown(value: Any) -> str:
-    """As a run file has it."""
-    if value is None or isinstance(value, str):
-        return repr(value or "none")
-    return json.dumps(value)

@@ -1,0 +1,30 @@
+"""Differences between two trees of keys and values, such as the specs of two runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+Tree = Mapping[str, Any]
+
+
+def differences(first: Tree, second: Tree) -> dict[str, tuple[Any, Any]]:
+    """Return the values of both trees by dotted key, where they differ; None where a tree has no such key."""
+    one, other = _flat(first), _flat(second)
+    pairs = {key: (one.get(key), other.get(key)) for key in sorted({*one, *other})}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def as_in_file(value: Any) -> str:
+    """Return a value as a run file has it."""
+    return repr(value or "none") if value is None or isinstance(value, str) else json.dumps(value)
+
+
+def _flat(table: Tree, prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key, those of tables within the table too."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        filled = isinstance(value, Mapping) and value
+        flat |= _flat(value, f"{prefix}{key}.") if filled else {prefix + key: value}
+    return flat
