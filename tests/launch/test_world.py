@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, object]] = {
         f"train__{key}": 0.5 for key in ("lr", "weight_decay", "beta1", "beta2", "eps", "clip")
     },
 }
-"""What rank 1 has in another way than rank 0, by the key that the sentence must name."""
+"""Flags of rank 1 alone, by the key that the sentence must name."""
 
 
 def rank_of(rank: int, ports: list[int], folder: Path) -> None:
@@ -61,7 +61,7 @@ def rank_of(rank: int, ports: list[int], folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """What each of two ranks says in each case."""
+    """The error of each of two ranks in each case, empty where it starts."""
     folder = tmp_path_factory.mktemp("told")
     servers = [socket.create_server(("127.0.0.1", 0)) for _ in CASES]
     ports = [server.getsockname()[1] for server in servers]
