@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.spec.errors import REQUEUE
+
 GOODPUT = ["goodput", "--save-seconds", "9", "--restart-seconds", "60", "--mtbf-hours", "3", "--runs", "2"]
 HEAVY = ("torch", "transformers", "numpy", "tokenizers")
 
@@ -146,22 +148,35 @@ def test_leaving_finishes_threads_exit_functions_and_output() -> None:
     assert (found.returncode, found.stdout.split("\n")) == (3, ["main", "thread", "exit function", ""])
 
 
-def test_a_stopped_launcher_says_what_is_saved(tmp_path: Path) -> None:
+def descendants(pid: int) -> list[int]:
+    """The process ids of all children of a process, and of theirs."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [each for child in map(int, children) for each in (child, *descendants(child))]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it looks for the ranks in /proc")
+def test_a_run_outlives_its_terminal_and_saves_when_all_its_processes_are_stopped(tmp_path: Path) -> None:
+    """Under nohup SIGHUP changes nothing; of SIGTERM each rank gets a scheduler's two and the launcher's."""
     words = ["--model.preset", "tiny", "--model.layers", "1", "--data.corpus", "synthetic", "--data.seq_len"]
-    words += ["32", "--train.batch_tokens", "64", "--train.steps", "1000000", "--nproc", "2"]
+    words += ["512", "--train.batch_tokens", "8192", "--train.steps", "1000000", "--nproc", "2"]
     process = subprocess.Popen(
         [sys.executable, "-m", "meshwright", "train", *words, "--out", str(tmp_path / "run")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_IGN),
     )
     assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step "):
-            break
-    process.send_signal(signal.SIGTERM)
+    steps = (line for line in process.stdout if line.startswith("step "))
+    next(steps)
+    for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGTERM):
+        for pid in (process.pid, *descendants(process.pid)):
+            os.kill(pid, number)
+        if number == signal.SIGHUP:
+            assert next(steps) and next(steps)
+        time.sleep(0.05)
     _, err = process.communicate(timeout=120)
-    assert process.returncode == 143
+    assert process.returncode == REQUEUE
     (step,) = re.findall(r"^meshwright: stopped by SIGTERM after step (\d+), which is saved", err)
     assert err.count("\n") == 1
     assert (tmp_path / "run" / "checkpoints" / f"step-{int(step):08d}").is_dir()

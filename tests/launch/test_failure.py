@@ -115,8 +115,8 @@ def test_a_stopped_rank_s_words_are_found_among_the_logs(
         file.parent.mkdir(parents=True)
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
         record(error)
-    assert last_words(tmp_path) == "stopped after step 3"
-    assert last_words(tmp_path / "run_x") == ""
+    assert last_words(tmp_path) == ("stopped after step 3", 143)
+    assert last_words(tmp_path / "run_x") is None
 
 
 def test_a_mistake_has_no_traceback_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

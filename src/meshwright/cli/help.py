@@ -29,7 +29,8 @@ def program(verbs: Iterable[Verb], version: str) -> str:
             "  meshwright train --model.preset tiny --train.steps 200 --nproc 2 --out runs/first",
             "",
             "exit codes: 0 success; 1 failed, or unequal (verify); 2 a mistake in the command or the file;",
-            "128 + n ended by signal n: 130 Ctrl-C, 143 SIGTERM",
+            "75 stopped by SIGTERM, SIGHUP or SIGUSR1 and saved: start it again with --resume auto;",
+            "128 + n ended by signal n: 130 Ctrl-C (saved or not, as it says), 143 SIGTERM before it saved",
         ]
     )
 

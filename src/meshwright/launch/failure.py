@@ -117,7 +117,7 @@ def outcome(failures: Mapping[int, ProcessFailure], ranks: int, stderrs: Mapping
     first = min(failure.seconds for failure in found)
     cause = min(found, key=lambda failure: (_order(failure, first), failure.seconds, failure.rank))
     if cause.plain_code is not None:
-        return Outcome(cause.plain_code, cause.sentence, stopped=cause.plain_code > 128)
+        return Outcome(cause.plain_code, cause.sentence, stopped=cause.plain_code != USER_ERROR)
     who = f"rank {cause.rank} of {ranks}"
     log = stderrs.get(cause.rank)
     if cause.sentence:
@@ -130,13 +130,13 @@ def outcome(failures: Mapping[int, ProcessFailure], ranks: int, stderrs: Mapping
     return Outcome(cause.exitcode, f"{who} ended with exit code {cause.exitcode}", _last_lines(log))
 
 
-def last_words(log_dir: Path) -> str:
-    """The message that the ranks of a stopped run left: that of the lowest rank that has one."""
+def last_words(log_dir: Path) -> tuple[str, int] | None:
+    """The sentence and exit code that the ranks of a stopped run left: those of the lowest rank with any."""
     for file in sorted(log_dir.glob("*/attempt_0/*/error.json")):
         message = json.loads(file.read_text(encoding="utf-8"))["message"]
-        if isinstance(message, dict) and message["extraInfo"].get("plain_code") is not None:
-            return str(message["message"])
-    return ""
+        if isinstance(message, dict) and (code := message["extraInfo"].get("plain_code")) is not None:
+            return str(message["message"]), int(code)
+    return None
 
 
 def _read(rank: int, failure: ProcessFailure) -> _Failure:

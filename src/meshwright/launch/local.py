@@ -21,21 +21,23 @@ from typing import TYPE_CHECKING
 
 from meshwright.launch.failure import Outcome, last_words, outcome
 from meshwright.spec import UserError
+from meshwright.spec.errors import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""The signals that the agent takes over and hands on to the ranks."""
+_SIGNALS_VARIABLE = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+_SIGNALS = (*STOP_SIGNALS, signal.SIGQUIT)
+"""The signals that the agent takes over and hands on to the ranks, unless this process ignores them."""
 
 
 def run_ranks(argv: Sequence[str], nproc: int, *, module: str = "meshwright") -> Outcome:
     """Run `python -m module argv...` as `nproc` ranks, and return how they ended.
 
     Rank 0 has the terminal; the output of the others goes to files in a temporary folder. The outcome is that
-    of the first failure (128 + the signal for a rank that a signal ended). SIGINT, SIGTERM, SIGHUP and
-    SIGQUIT are handed to the ranks.
+    of the first failure (128 + the signal for a rank that a signal ended). SIGINT, SIGTERM, SIGHUP, SIGUSR1
+    and SIGQUIT are handed to the ranks.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -48,8 +50,9 @@ def run_ranks(argv: Sequence[str], nproc: int, *, module: str = "meshwright") ->
             result = agent.run()
         except SignalException as stop:
             _kill_rest(agent)
-            sentence = last_words(folder) or f"stopped by {signal.Signals(stop.sigval).name}"
-            return Outcome(128 + stop.sigval, sentence, stopped=True)
+            name = signal.Signals(stop.sigval).name
+            sentence, code = last_words(folder) or (f"stopped by {name}", 128 + stop.sigval)
+            return Outcome(code, sentence, stopped=True)
         if not result.is_failed():
             return Outcome()
         stderrs = {int(file.parent.name): file for file in folder.glob("*/attempt_0/*/stderr.log")}
@@ -114,18 +117,28 @@ def _kill_rest(agent: LocalElasticAgent) -> None:
 
 @contextmanager
 def _contained_agent() -> Iterator[None]:
-    """Keep the agent's log lines off the terminal, as the outcome says the same; restore signal handlers."""
+    """Keep the agent's log lines off the terminal, as the outcome says the same.
+
+    Afterwards signal handlers, and the variable in which the agent looks for its signals, are as before.
+    """
     import torch.distributed.elastic.agent.server.local_elastic_agent  # noqa: F401 - creates the loggers
 
     in_main = threading.current_thread() is threading.main_thread()  # only there the agent sets handlers
     handlers = {number: signal.getsignal(number) for number in _SIGNALS if in_main}
     names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]
     levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
+    handed_on = [number.name for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     for logger in levels:
         logger.setLevel(logging.CRITICAL)
+    given = os.environ.get(_SIGNALS_VARIABLE)
+    os.environ[_SIGNALS_VARIABLE] = ",".join(handed_on)
     try:
         yield
     finally:
+        if given is None:
+            del os.environ[_SIGNALS_VARIABLE]
+        else:
+            os.environ[_SIGNALS_VARIABLE] = given
         for logger, level in levels.items():
             logger.setLevel(level)
         for number, handler in handlers.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Iterable
 
 
@@ -17,8 +18,17 @@ class UserError(Exception):
     gravity = 1
 
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that ask a run to save and end: Ctrl-C, a scheduler's, a lost terminal's, Slurm's `--signal`."""
+REQUEUE = 75
+"""Exit code of a run that was stopped and has saved: start it again (EX_TEMPFAIL of sysexits.h)."""
+
+
 class Stopped(KeyboardInterrupt):
-    """A run ended early because a signal asked it to; `code` is the exit code, 128 + the signal."""
+    """A run ended early because a signal asked it to.
+
+    `code` is the exit code: 130 for Ctrl-C, else `REQUEUE` if the run has saved, and 128 + the signal if not.
+    """
 
     def __init__(self, sentence: str, code: int) -> None:
         super().__init__(sentence)

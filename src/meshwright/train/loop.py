@@ -25,7 +25,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import DTYPES
 from meshwright.parallel.router_balance import LayerBalance
 from meshwright.spec import MoeSpec, RunSpec, UserError
-from meshwright.spec.errors import Stopped
+from meshwright.spec.errors import REQUEUE, Stopped
 from meshwright.train import state
 from meshwright.train.callbacks import Observers
 from meshwright.train.digest import SampleRecord, parameters_sha256
@@ -74,8 +74,9 @@ class TrainingRun:
     def execute(self, resume: str | None) -> Row:
         """Train to the last step, from the initial weights or from checkpoint `resume` ("auto" or a step).
 
-        A first SIGINT or SIGTERM on any rank ends the run after the step that runs, or where that has already
-        ended its backward after the next one, with a checkpoint: then every rank raises `Stopped`.
+        A first stop signal (`train/signals.py`) on any rank ends the run after the step that runs, or after
+        the next one where that has already ended its backward, with a checkpoint: then every rank raises
+        `Stopped`.
         """
         started = time.perf_counter()
         try:
@@ -288,7 +289,7 @@ class TrainingRun:
         self.observers.on_event("stopped", {"step": self.done, "signal": name})
         raise Stopped(
             f"stopped by {name} after step {self.done}, which is saved; go on with --resume auto",
-            128 + number,
+            128 + number if number == signal.SIGINT else REQUEUE,
         )
 
     # End --------------------------------------------------------------------------------------------

@@ -4,34 +4,50 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from meshwright.spec.errors import STOP_SIGNALS
+
+ECHO_SECONDS = {signal.SIGINT: 0.5}
+"""Signal -> seconds after the first in which another one is its echo, by default 3.
+
+A scheduler signals all processes of a job at once, and the launcher hands its own signal on: each rank gets
+two. Whoever presses Ctrl-C again means it.
+"""
 
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Context in which the first SIGINT or SIGTERM is only noted, in the list that it yields.
+    """Context in which the first of the `STOP_SIGNALS` is only noted, in the list that it yields.
 
-    A second one is obeyed at once. Python delivers signals to the main thread alone, so in any other thread
-    the context changes nothing.
+    One that comes after the first's echo is obeyed at once. Signals that this process ignores stay ignored: a
+    run under nohup outlives its terminal. Python delivers signals to the main thread alone, so in any other
+    thread the context changes nothing.
     """
     noted: list[int] = []
     before: dict[int, Any] = {}
+    first = 0.0
 
     def restore() -> None:
         while before:
             signal.signal(*before.popitem())
 
     def note(number: int, _frame: FrameType | None) -> None:
-        noted.append(number)
-        restore()
+        nonlocal first
+        if not noted:
+            noted.append(number)
+            first = time.monotonic()
+        elif time.monotonic() - first >= ECHO_SECONDS.get(signal.Signals(number), 3.0):
+            restore()
+            signal.raise_signal(number)
 
     if threading.current_thread() is threading.main_thread():
-        before.update({number: signal.signal(number, note) for number in SIGNALS})
+        taken = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before.update({number: signal.signal(number, note) for number in taken})
     try:
         yield noted
     finally:
