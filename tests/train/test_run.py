@@ -19,6 +19,8 @@ import torch
 import small
 from covering import marked
 from meshwright import api
+from meshwright.checkpoint.directory import latest_step, published
+from meshwright.checkpoint.errors import CheckpointError
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.loader import Batch
 from meshwright.parallel.mesh import Mesh
@@ -236,9 +238,11 @@ def test_another_run_is_told_by_its_keys(corpus: Path) -> None:
     assert refused(spec_of(corpus, **EXPERTS), True) == ""
 
 
-def run_and_watch(mesh: Mesh, spec: RunSpec, out: Path) -> tuple[list[Any], list[Any]]:
+def run_and_watch(
+    mesh: Mesh, spec: RunSpec, out: Path, resume: str | None = None
+) -> tuple[list[Any], list[Any]]:
     notes = Notes()
-    TrainingRun(spec, mesh, out, Observers([notes])).execute(None)
+    TrainingRun(spec, mesh, out, Observers([notes])).execute(resume)
     return notes.rows, notes.events
 
 
@@ -291,6 +295,49 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
     whole, _ = start(ranks, spec, tmp_path / "whole")
     both, _ = start(ranks, spec, tmp_path / "halves", "auto")
     assert both["parameters_sha256"] == whole["parameters_sha256"]
+
+
+class Crash(Notes):
+    """Ends the run after a step, with nothing saved."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def on_step(self, row: dict[str, Any]) -> None:
+        if row["step"] == self.step:
+            raise RuntimeError("crashed")
+
+
+def crashed(mesh: Mesh, spec: RunSpec, out: Path, resume: str, step: int) -> None:
+    with pytest.raises(RuntimeError, match="crashed"):
+        TrainingRun(spec, mesh, out, Observers([Crash(step)])).execute(resume)
+
+
+def test_a_run_that_went_back_stays_there(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
+    """It crashes before it has saved anything of its own."""
+    spec = spec_of(corpus, checkpoint__every=2, checkpoint__keep=5)
+    start(ranks, spec, tmp_path)
+    ranks.run(spec.layout, crashed, spec, tmp_path, "4", 5)
+    folder = spec.checkpoint.folder(tmp_path)
+    assert latest_step(folder) == 4 and set(published(folder)) == {2, 4, 6, 8, 10}
+    rows = ranks.run(spec.layout, run_and_watch, spec, tmp_path, "auto")[0][0]
+    assert [row["step"] for row in rows] == [5, 6, 7, 8, 9, 10]
+
+
+def failed_behind(mesh: Mesh, spec: RunSpec, out: Path) -> list[str]:
+    """Kinds of events of a run whose disk fails behind its back, and is only asked when it ends."""
+    notes = Notes()
+    failing = patch.object(CheckpointStore, "_publish", side_effect=CheckpointError("the disk failed"))
+    unasked = patch.object(CheckpointStore, "poll")
+    with failing, unasked, pytest.raises(CheckpointError, match="the disk failed"):
+        TrainingRun(spec, mesh, out, Observers([notes])).execute(None)
+    return [kind for kind, _ in notes.events]
+
+
+def test_a_save_that_failed_is_not_told_as_published(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
+    spec = spec_of(corpus, checkpoint__every=6, layout__dp=2)
+    assert ranks.run(spec.layout, failed_behind, spec, tmp_path)[0] == ["start"]
 
 
 class Published(Notes):

@@ -102,6 +102,8 @@ class CheckpointStore:
         self._needed = 0
         """Bytes of all tensors."""
         self._claimed = False
+        self.published: int | None = None
+        """The step that this store published last, once this rank knows that it is."""
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
@@ -186,6 +188,20 @@ class CheckpointStore:
         """Return the step to resume from, None where nothing was published. `load` may find it damaged."""
         self._join()
         return self._ranks.on_first(lambda: latest_step(self.directory))
+
+    def go_back(self, step: int) -> None:
+        """Make a published step the latest: from there the run goes on, and later steps are abandoned.
+
+        Without it a run that ends before its next save would be resumed from a step that it had given up.
+        """
+        self._join()
+
+        def point() -> None:
+            (path,) = candidates(self.directory, step)
+            with self._explained("go back to", step), self._lease.fenced():
+                self._disk.replace_file(self.directory / LATEST, path.name + "\n", secrets.token_hex(6))
+
+        self._ranks.on_first(point)
 
     def load(
         self, step: int | None, tensors: Tensors, check: Callable[[dict[str, Any]], None] | None = None
@@ -285,6 +301,7 @@ class CheckpointStore:
             part = self._ranks.together(lambda: self._write_part(temporary, step, listed))
             parts = self._ranks.gather(part)
             self._ranks.on_first(lambda: self._publish(temporary, step, json.loads(state), parts))
+            self.published = step
         except Exception:
             if self._ranks.rank == 0:
                 self._discard(temporary)

@@ -154,6 +154,8 @@ class TrainingRun:
 
         kept = self.store.load(step, state.tensors(self.trainer), check)
         state.restore(self.trainer, kept)
+        if step is not None and self.store.latest() != step:
+            self.store.go_back(step)
         self.done = self.saved = int(kept["step"])
         self.loss = kept["loss"] if kept["loss"] is not None else math.nan
         self.samples = SampleRecord(self.mesh, kept["samples_sha256"])
@@ -278,7 +280,7 @@ class TrainingRun:
 
     def _tell_saved(self) -> None:
         """Report a checkpoint when it is published, which with an asynchronous save is some steps later."""
-        if self.writing is not None and not self.store.busy:
+        if self.writing is not None and self.store.published == self.writing:
             self.observers.on_event("checkpoint", {"step": self.writing})
             self.writing = None
         self._tell_warnings()
