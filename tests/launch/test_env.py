@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import platform
+import socket
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from meshwright.launch import env
 from meshwright.launch.env import Worker, fit_layout, process_group, resolve, worker
+from meshwright.parallel import process_groups
 from meshwright.spec import UserError
 from meshwright.spec.load import from_tree
 
 
 def test_no_torchrun_is_no_worker() -> None:
     assert worker({}) is None
-    assert worker({"RANK": "0"}) is None
+    assert worker({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) is None  # the script of a batch job
+    assert worker({"SLURM_STEP_NUM_TASKS": "1"}) is None
 
 
 def test_torchruns_environment_is_read() -> None:
@@ -33,11 +37,56 @@ def test_torchruns_environment_is_read() -> None:
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK"),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": ""}, "LOCAL_RANK"),
+        ({"RANK": "0"}, "RANK: '0' is given without WORLD_SIZE; .* unset RANK to run as one process"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE: '2' is given without RANK"),
+        ({"RANK": "1", "LOCAL_RANK": "1"}, "without WORLD_SIZE; .* unset RANK and LOCAL_RANK"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK: '1' is given without RANK and WORLD_SIZE"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "2 tasks and RANK is not set, .* --ntasks-per-node 1"),
     ],
 )
 def test_half_an_environment_is_a_sentence(given: dict[str, str], name: str) -> None:
     with pytest.raises(UserError, match=name):
         worker(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"MASTER_PORT": "29500"}, "MASTER_ADDR: it is not set"),
+        ({"MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT: '' is not a port; give a free one of 127.0.0.1"),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "abc"}, "MASTER_PORT: 'abc' is not a port"),
+        ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "70000"}, "MASTER_PORT: '70000' is not a port"),
+    ],
+)
+def test_an_address_that_cannot_be_is_a_sentence(
+    given: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=words), process_group(Worker(0, 2, 0, 2)):
+        pass
+
+
+def test_a_port_that_is_taken_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(server.getsockname()[1]))
+        words = "rank 0 of 2 could not meet the others at 127.0.0.1:.* and a free port there"
+        with pytest.raises(UserError, match=words), process_group(Worker(0, 2, 0, 2)):
+            pass
+
+
+def test_a_rank_that_does_not_come_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    monkeypatch.setattr(process_groups, "TIMEOUT", timedelta(seconds=1))
+    words = "rank 0 of 2 could not meet the others at .* see that all ranks are started"
+    with pytest.raises(UserError, match=words), process_group(Worker(0, 2, 0, 2)):
+        pass
 
 
 def test_a_number_of_processes_fills_an_unset_layout_only() -> None:

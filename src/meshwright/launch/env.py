@@ -45,11 +45,24 @@ class Worker:
 def worker(environment: Mapping[str, str] | None = None) -> Worker | None:
     """The place that torchrun gave this process; None in a process that it did not start.
 
-    Raises `UserError` for an environment that says only half of it.
+    Raises `UserError` for an environment that says only half of it, and in one of several tasks of Slurm that
+    no torchrun has made ranks of one world.
     """
     given = os.environ if environment is None else environment
-    if "RANK" not in given or "WORLD_SIZE" not in given:
+    world = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in given]
+    if not world:
+        tasks = given.get("SLURM_STEP_NUM_TASKS", "1")
+        if tasks != "1":
+            raise UserError(
+                f"SLURM_STEP_NUM_TASKS: this step of Slurm has {tasks} tasks and RANK is not set, so each "
+                f"would run alone; start one torchrun on each node with srun --ntasks-per-node 1"
+            )
         return None
+    if missing := [name for name in ("RANK", "WORLD_SIZE") if name not in given]:
+        raise UserError(
+            f"{world[0]}: {given[world[0]]!r} is given without {' and '.join(missing)}; start the ranks with "
+            f"torchrun, which sets all of them, or unset {' and '.join(world)} to run as one process"
+        )
     rank, world_size = _whole(given, "RANK"), _whole(given, "WORLD_SIZE")
     if not 0 <= rank < world_size:
         raise UserError(f"RANK: {rank} is not below WORLD_SIZE {world_size}; start the ranks with torchrun")
@@ -176,11 +189,36 @@ def init_process_group(place: Worker | None, device_type: str) -> ProcessGroup:
         store = dist.HashStore()  # type: ignore[attr-defined]
         world: dict[str, Any] = {"store": store, "rank": 0, "world_size": 1}
     else:
+        address = _address(os.environ)
         world = {"init_method": "env://", "rank": place.rank, "world_size": place.world_size}
-    dist.init_process_group(backend, timeout=TIMEOUT, device_id=device, pg_options=options, **world)
+    try:
+        dist.init_process_group(backend, timeout=TIMEOUT, device_id=device, pg_options=options, **world)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if place is None:
+            raise
+        raise UserError(
+            f"MASTER_ADDR, MASTER_PORT: rank {place.rank} of {place.world_size} could not meet the others at "
+            f"{address} ({str(error).splitlines()[0].rstrip('.')}); give the address of rank 0's host and a "
+            f"free port there, and see that all ranks are started"
+        ) from error
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def _address(given: Mapping[str, str]) -> str:
+    """Return host:port of rank 0 from MASTER_ADDR and MASTER_PORT. Raises `UserError` where one is wrong."""
+    host, port = given.get("MASTER_ADDR", ""), given.get("MASTER_PORT", "")
+    if not host:
+        raise UserError(
+            "MASTER_ADDR: it is not set; give the address of rank 0's host, or start with torchrun"
+        )
+    if not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise UserError(
+            f"MASTER_PORT: {port!r} is not a port; give a free one of {host}, from 1 to 65535, or start with "
+            f"torchrun"
+        )
+    return f"{host}:{port}"
 
 
 @contextmanager
