@@ -148,6 +148,51 @@ def test_leaving_finishes_threads_exit_functions_and_output() -> None:
     assert (found.returncode, found.stdout.split("\n")) == (3, ["main", "thread", "exit function", ""])
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="it has no /dev/full")
+def test_an_output_without_space_is_one_sentence() -> None:
+    with open("/dev/full", "w") as full:
+        told = subprocess.run(
+            [sys.executable, "-m", "meshwright", "clusters"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    words = "meshwright: error: standard output: cannot be written (No space left on device); give it space"
+    assert told.returncode == 1 and told.stderr.startswith(words) and told.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="it has no /dev/full")
+def test_a_run_whose_output_fails_goes_on_to_its_end(tmp_path: Path) -> None:
+    words = [
+        "--model.preset",
+        "tiny",
+        "--model.layers",
+        "1",
+        "--data.corpus",
+        "synthetic",
+        "--data.seq_len",
+        "32",
+    ]
+    words += [
+        "--train.batch_tokens",
+        "64",
+        "--train.steps",
+        "3",
+        "--train.eval_tokens",
+        "64",
+        "--layout.dp",
+        "1",
+    ]
+    command = [sys.executable, "-m", "meshwright", "train", *words, "--out", str(tmp_path / "run")]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert "progress is shown no more" in ended.stderr and "Traceback" not in ended.stderr
+    assert ended.returncode == 1  # the result could not be printed
+    assert (tmp_path / "run" / "result.json").exists()
+    assert (tmp_path / "run" / "checkpoints" / "step-00000003").is_dir()
+
+
 def descendants(pid: int) -> list[int]:
     """The process ids of all children of a process, and of theirs."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()

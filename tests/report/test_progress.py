@@ -158,6 +158,23 @@ def test_a_terminal_is_not_redrawn_for_each_fast_step() -> None:
     assert stream.getvalue().count("loss 5.1234") <= 10
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("closed file")])
+def test_an_output_that_fails_ends_the_showing_and_not_the_run(error: Exception, terminal: bool) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise error
+
+    progress = Progress(Console(file=Full(), force_terminal=terminal, width=120))
+    with pytest.warns(UserWarning, match="progress is shown no more: .*(No space left|closed file)") as told:
+        progress.on_start({"step": 0, "last_step": 3})
+        for step in range(1, 4):
+            progress.on_step(row(step))
+        progress.on_event("checkpoint", {"step": 3})
+        progress.on_end({"steps": 3})
+    assert len(told) == 1
+
+
 def test_one_observer_that_fails_to_close_does_not_keep_the_others_open() -> None:
     closed: list[str] = []
 

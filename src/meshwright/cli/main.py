@@ -42,7 +42,8 @@ def run() -> None:
     signal.signal(signal.SIGTERM, _stop)
     try:
         code = main(sys.argv[1:])
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the caller
+            sys.stdout.flush()
     except (UserError, RanksFailed) as error:
         if isinstance(error, UserError):
             record(error)  # shown by the user's torchrun, too
@@ -54,10 +55,26 @@ def run() -> None:
         record(error)
         code = exit_code(error)
         print(f"meshwright: {str(error) or 'stopped by SIGINT'}", file=sys.stderr)
-    except BrokenPipeError:  # the reader closed the pipe, as in `meshwright spec schema | head`
+    except OSError as error:
+        if not _output_fails():
+            raise
+        code = 141  # 128 + SIGPIPE: the reader closed the pipe, as in `meshwright spec schema | head`
+        if not isinstance(error, BrokenPipeError):
+            output.error(
+                f"standard output: cannot be written ({error.strerror}); give it space, or another file"
+            )
+            code = 1
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 141  # 128 + SIGPIPE
     leave(code)
+
+
+def _output_fails() -> bool:
+    """True if standard output can't write an empty line."""
+    try:
+        print(flush=True)
+    except OSError:
+        return True
+    return False
 
 
 def _stop(number: int, _frame: FrameType | None) -> NoReturn:

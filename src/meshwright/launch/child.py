@@ -13,6 +13,7 @@ import runpy
 import signal
 import sys
 import threading
+from contextlib import suppress
 from typing import NoReturn
 
 from meshwright.launch.env import LAUNCHER, LOOPBACK
@@ -67,8 +68,9 @@ def leave(code: int) -> NoReturn:
         sys.exit(code)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with suppress(OSError, ValueError):  # a full disk, a closed stream: what was done is done
+            stream.flush()
     os._exit(code)
 
 

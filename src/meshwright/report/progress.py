@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -51,7 +54,8 @@ class Progress:
 
     On a terminal: a bar with figures, redrawn in place at most 5 times a second, without a thread of its own.
     Elsewhere: a line for the first and the last step, and at most one in 2 seconds for others. Evaluations
-    and events are always lines.
+    and events are always lines. Once the output fails (a full disk, a reader that has gone), nothing more is
+    shown, and a warning says so: the run goes on.
 
     Args:
         console: where to print; standard output by default.
@@ -59,7 +63,7 @@ class Progress:
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.console = console or Console()
+        self.console = console or Console(quiet=sys.stdout is None)
         self.interval = 0.2 if self.console.is_terminal else 2.0
         self._clock = clock
         self._bar: Bar | None = None
@@ -83,7 +87,8 @@ class Progress:
             self._task = self._bar.add_task(
                 "", total=self._total, completed=step, steps=self._of(step), figures=""
             )
-            self._bar.start()
+            with self._survived():
+                self._bar.start()
 
     def _make_bar(self, step: int) -> Bar:
         """Make a row of steps, bar and figures; a narrow terminal has no bar, and cuts the last figures."""
@@ -106,7 +111,8 @@ class Progress:
         if self._bar is None:
             self._line(f"{self._of(step)}  {text}")
         else:
-            self._bar.update(self._task, completed=step, steps=self._of(step), figures=text, refresh=True)
+            with self._survived():
+                self._bar.update(self._task, completed=step, steps=self._of(step), figures=text, refresh=True)
 
     def on_eval(self, row: dict[str, Any]) -> None:
         loss, bits = fmt.fixed(row.get("val_loss")), fmt.fixed(row.get("val_bits_per_byte"))
@@ -123,7 +129,8 @@ class Progress:
     def close(self) -> None:
         """Remove the bar, which hides the cursor; may be called twice."""
         if self._bar is not None:
-            self._bar.stop()
+            with self._survived():
+                self._bar.stop()
             self._bar = None
 
     def _of(self, step: int) -> str:
@@ -139,4 +146,16 @@ class Progress:
         return (moment - then) / (step - first) * (self._last_step - step) if step > first else None
 
     def _line(self, text: str) -> None:
-        self.console.print(text, soft_wrap=True, markup=False, highlight=False)
+        with self._survived():
+            self.console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+    @contextmanager
+    def _survived(self) -> Iterator[None]:
+        """Context in which an output that cannot be written ends the showing, and not the run."""
+        try:
+            yield
+        except (OSError, ValueError, SystemExit) as error:  # rich exits where a pipe has no reader
+            if not isinstance(error, SystemExit):
+                self.console.quiet = True
+            reason = "nobody reads it" if isinstance(error, SystemExit) else str(error)
+            warnings.warn(f"progress is shown no more: the output cannot be written ({reason})", stacklevel=2)

@@ -7,9 +7,12 @@ run) and whatever else describes the run, such as "parameters", "layout" and "de
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
+
+from meshwright.spec import UserError
 
 
 class Observer(Protocol):
@@ -38,12 +41,15 @@ class Observer(Protocol):
 class Observers(ExitStack):
     """Several observers as one, called in the order given.
 
-    `close`, or leaving its `with` block, closes every observer, also when one of them fails.
+    What only watches a run does not end it: an observer that fails after the start is told of in a warning,
+    once until it works again, and misses that call. `close`, or leaving its `with` block, closes every
+    observer, also when one of them fails.
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         super().__init__()
         self.observers = tuple(observers)
+        self._failing: set[int] = set()
         for observer in reversed(self.observers):  # callbacks run in the reverse order
             self.callback(observer.close)
 
@@ -52,17 +58,36 @@ class Observers(ExitStack):
             observer.on_start(info)
 
     def on_step(self, row: dict[str, Any]) -> None:
-        for observer in self.observers:
-            observer.on_step(row)
+        self._tell(lambda observer: observer.on_step(row))
 
     def on_eval(self, row: dict[str, Any]) -> None:
-        for observer in self.observers:
-            observer.on_eval(row)
+        self._tell(lambda observer: observer.on_eval(row))
 
     def on_event(self, kind: str, fields: dict[str, Any]) -> None:
-        for observer in self.observers:
-            observer.on_event(kind, fields)
+        self._tell(lambda observer: observer.on_event(kind, fields))
 
     def on_end(self, result: dict[str, Any]) -> None:
-        for observer in self.observers:
-            observer.on_end(result)
+        """Tell every observer; then raise the first `UserError`, as of a result that cannot be written."""
+        errors = self._tell(lambda observer: observer.on_end(result))
+        for error in errors:
+            if isinstance(error, UserError):
+                raise error
+
+    def _tell(self, call: Callable[[Observer], None]) -> list[Exception]:
+        """Make a call of each observer, and return the errors of those that failed."""
+        errors: list[Exception] = []
+        for number, observer in enumerate(self.observers):
+            try:
+                call(observer)
+            except Exception as error:
+                errors.append(error)
+                if number not in self._failing:
+                    told = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+                    warnings.warn(
+                        f"{type(observer).__name__} misses a part of the run, which goes on: {told}",
+                        stacklevel=3,
+                    )
+                self._failing.add(number)
+            else:
+                self._failing.discard(number)
+        return errors
