@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,23 @@ def test_generate_and_export_agree(run: Path, tmp_path: Path) -> None:
     tokens = torch.randint(0, 300, (2, 9))
     with torch.no_grad():
         assert torch.equal(decoder(tokens), api.load_run(run)(tokens))
+
+
+@pytest.mark.parametrize(("key", "value"), [("norm_eps", 0.5), ("rope_theta", 77.0), ("tied", True)])
+def test_a_record_that_was_changed_generates_and_exports_nothing(
+    run: Path, tmp_path: Path, key: str, value: object
+) -> None:
+    edited = tmp_path / "run"
+    shutil.copytree(run, edited)
+    record = json.loads((edited / "run.json").read_text())
+    before, record["spec"]["model"][key] = record["spec"]["model"][key], value
+    (edited / "run.json").write_text(json.dumps(record))
+    change = f"model.{key} was {json.dumps(before)} and is {json.dumps(value)}"
+    words = f"changed after the checkpoint of step 6 .* {change}"
+    for call in (lambda: api.generate(edited, "a"), lambda: api.export(edited, tmp_path / "hf")):
+        with pytest.raises(UserError, match=words):
+            call()
+    assert not (tmp_path / "hf").exists()
 
 
 def test_import_goes_on_training(run: Path, folder: Path, tmp_path: Path) -> None:

@@ -15,13 +15,14 @@ from meshwright.spec import ModelSpec, RunSpec, UserError
 from meshwright.spec.load import load
 from meshwright.spec.sections import DataSpec
 from meshwright.spec.special_tokens import copy_side_files
-from meshwright.train.state import imported_state
+from meshwright.train.state import check_same_model, imported_state
 
 
 def load_run(run: Path, dtype: torch.dtype | None = None) -> Decoder:
     """Return the decoder of the run's newest whole checkpoint, on one device, in eval mode.
 
-    `dtype` is that of its parameters, by default as saved.
+    `dtype` is that of its parameters, by default as saved. Raises `UserError` if the run's record describes
+    another model than the checkpoint: it has no hash, and a changed constant would compute other text.
     """
     spec = load(run)
     folder = spec.checkpoint.folder(run)
@@ -33,7 +34,7 @@ def load_run(run: Path, dtype: torch.dtype | None = None) -> Decoder:
     with torch.no_grad():
         tensors = {f"model/{name}": tensor.data for name, tensor in decoder.tensors().items()}
         store = CheckpointStore(folder, keep=1)
-        store.load(None, tensors)
+        store.load(None, tensors, lambda state: check_same_model(spec, state, str(run)))
     for warning in store.warnings:
         warnings.warn(warning, stacklevel=2)
     return decoder.to(dtype=dtype).eval() if dtype is not None else decoder.eval()

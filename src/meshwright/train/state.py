@@ -70,15 +70,8 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
 
 def check_same_run(spec: RunSpec, state: dict[str, Any], data_digest: str, where: str) -> None:
     """Refuse a checkpoint of another model, optimiser, precision or data; any layout is welcome."""
-    saved, now = state["spec"], spec.to_json()
     imported = state["data_digest"] is None
-    differ = []
-    for part in ("model",) if imported else ("model", "train", "precision"):
-        free = FREE[part] | (TRAINING if imported else set())
-        for key, (was, is_now) in differences(saved[part], now[part]).items():
-            if key not in free:
-                differ.append(f"{part}.{key} was {as_in_file(was)} and is {as_in_file(is_now)}")
-    if differ:
+    if differ := _changed(spec, state, ("model",) if imported else ("model", "train", "precision")):
         raise UserError(
             f"{where} is of another run: {'; '.join(differ)}; give the same values, or another --out"
         )
@@ -88,3 +81,23 @@ def check_same_run(spec: RunSpec, state: dict[str, Any], data_digest: str, where
             f" give the corpus, tokenizer, data.seq_len, data.pack, data.document_mask and data.val_fraction"
             f" that it had, or another --out"
         )
+
+
+def check_same_model(spec: RunSpec, state: dict[str, Any], where: str) -> None:
+    """Refuse a checkpoint whose model is not the one that the run's record describes."""
+    if differ := _changed(spec, state, ("model",)):
+        raise UserError(
+            f"{where}: its record was changed after the checkpoint of step {state['step']} was saved: "
+            f"{'; '.join(differ)}; put run.json back"
+        )
+
+
+def _changed(spec: RunSpec, state: dict[str, Any], parts: tuple[str, ...]) -> list[str]:
+    """Keys of these parts that a checkpoint has with another value, each as a clause."""
+    now, found = spec.to_json(), []
+    for part in parts:
+        free = FREE[part] | (TRAINING if state["data_digest"] is None else set())
+        for key, (was, is_now) in differences(state["spec"][part], now[part]).items():
+            if key not in free:
+                found.append(f"{part}.{key} was {as_in_file(was)} and is {as_in_file(is_now)}")
+    return found
