@@ -89,7 +89,9 @@ class TrainingRun:
                 while self.done < self.spec.train.last_step:
                     if self._step(lambda: bool(noted)):
                         self._stop(noted[0] if noted else signal.SIGTERM)
-            self._save_last()
+                self._save_last()
+                if self.control.any(bool(noted)):  # in the last save
+                    self._stop(noted[0] if noted else signal.SIGTERM)
             return self._end(time.perf_counter() - started)
         finally:
             self.loader.close()
