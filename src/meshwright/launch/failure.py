@@ -21,13 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright import atomic
 from meshwright.spec import UserError
-from meshwright.spec.errors import Stopped
+from meshwright.spec.errors import DataError, NumericalError, Stopped, StorageError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-USER_ERROR, INTERRUPTED = 2, 130
-"""Exit codes: a user's mistake, and an interruption (128 + SIGINT)."""
+INTERRUPTED = 130
+"""Exit code of an interruption (128 + SIGINT)."""
+
+KINDS = {kind.code: kind for kind in (UserError, StorageError, DataError, NumericalError)}
+"""Errors whose sentence says it all, by exit code."""
 
 ECHO_SECONDS = 10
 """A rank that dies this much later than the first was ended by the agent, which gives it 30 s to go."""
@@ -58,19 +61,17 @@ class Outcome:
 
     def raise_for_failure(self) -> None:
         """Raise what a single process would have: `UserError`, `Stopped`, or else `RanksFailed`."""
-        if self.code == USER_ERROR and self.sentence:
-            raise UserError(self.sentence)
         if self.stopped:
             raise Stopped(self.sentence, self.code)
+        if self.code in KINDS and self.sentence:
+            raise KINDS[self.code](self.sentence)
         if self.code:
             raise RanksFailed(self.sentence, self.code, self.details)
 
 
 def exit_code(error: BaseException) -> int:
     """The exit code of a process that ends with `error`."""
-    if isinstance(error, UserError):
-        return USER_ERROR
-    if isinstance(error, (RanksFailed, Stopped)):
+    if isinstance(error, (UserError, RanksFailed, Stopped)):
         return error.code
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
@@ -117,7 +118,7 @@ def outcome(failures: Mapping[int, ProcessFailure], ranks: int, stderrs: Mapping
     first = min(failure.seconds for failure in found)
     cause = min(found, key=lambda failure: (_order(failure, first), failure.seconds, failure.rank))
     if cause.plain_code is not None:
-        return Outcome(cause.plain_code, cause.sentence, stopped=cause.plain_code != USER_ERROR)
+        return Outcome(cause.plain_code, cause.sentence, stopped=cause.plain_code not in KINDS)
     who = f"rank {cause.rank} of {ranks}"
     log = stderrs.get(cause.rank)
     if cause.sentence:

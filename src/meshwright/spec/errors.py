@@ -10,12 +10,33 @@ from collections.abc import Iterable
 class UserError(Exception):
     """A mistake that a sentence can mend: which key, which value, why, and what would work.
 
-    The command line prints it as one line and exits with code 2; it never shows a traceback.
+    The command line prints it as one line and exits with `code`; it never shows a traceback.
     Subclasses are made of one sentence too. `gravity` decides which of several ranks' errors is shown, the
     least first; a bug counts as 0.
     """
 
     gravity = 1
+    code = 2
+
+
+class StorageError(UserError):
+    """A disk or file system failed a run that was well: full, read-only, an input or output error."""
+
+    gravity = 2
+    code = 76
+
+
+class DataError(UserError):
+    """Training data that was good when the run began is not any more: changed, truncated, damaged."""
+
+    gravity = 2
+    code = 77
+
+
+class NumericalError(UserError):
+    """The numbers of a run went wrong: gradients that are not finite, a loss that does not come back."""
+
+    code = 78
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
