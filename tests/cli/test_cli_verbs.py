@@ -16,7 +16,7 @@ from meshwright import api
 from meshwright.cli.main import main
 from meshwright.data.shards import TokenShards
 from meshwright.hardware.find import catalogue
-from meshwright.launch.env import LAUNCHER
+from meshwright.launch.env import SUPERVISOR
 from meshwright.spec import RunSpec, UserError, load
 from meshwright.spec.load import from_tree
 
@@ -63,7 +63,7 @@ def be_rank(monkeypatch: pytest.MonkeyPatch, rank: int, launched: bool = False) 
     for name, value in {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     if launched:
-        monkeypatch.setenv(LAUNCHER, "1")
+        monkeypatch.setenv(SUPERVISOR, "{}")
 
 
 def test_train_passes_the_spec_and_prints_one_json_object(

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 from meshwright.launch.env import init_process_group, worker
-from meshwright.launch.local import run_ranks
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.process_groups import Groups
+from meshwright.recover.supervisor import run_ranks
 from meshwright.train.verify import verify
 from small import spec_of
 

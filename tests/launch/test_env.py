@@ -27,7 +27,7 @@ def test_no_torchrun_is_no_worker() -> None:
 def test_torchruns_environment_is_read() -> None:
     given = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     assert worker(given) == Worker(5, 8, 1, 4, launched=False)
-    assert worker({**given, env.LAUNCHER: "77"}) == Worker(5, 8, 1, 4, launched=True)
+    assert worker({**given, env.SUPERVISOR: "{}"}) == Worker(5, 8, 1, 4, launched=True)
 
 
 @pytest.mark.parametrize(

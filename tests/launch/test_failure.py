@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import json
 import signal
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from meshwright.launch.failure import Outcome, RanksFailed, last_words, outcome, record
+from meshwright.launch.failure import Outcome, RankEnd, RanksFailed, last_words, outcome, record
 from meshwright.spec import UserError
 from meshwright.spec.errors import Stopped
 
+KILLED = -signal.SIGKILL - 100
+"""Stands for SIGKILL by the launcher, where -9 is anybody else's."""
 ECHO = RuntimeError("Connection closed by peer [127.0.0.1]:3")
 
 
 def failed(
     folder: Path, rank: int, code: int, error: BaseException | None, monkeypatch: pytest.MonkeyPatch
-) -> ProcessFailure:
+) -> RankEnd:
     file = folder / f"{rank}.json"
     if error is not None:
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
         record(error)
-    return ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file=str(file))
+    return RankEnd(code, time.time(), file, killed=code == KILLED)
 
 
 CASES = [
@@ -41,8 +44,13 @@ CASES = [
         7,
         "rank 2 of 4 ended with exit code 7",
     ),
-    ("an error before the agent's SIGTERM", {0: (-15, None), 1: (1, ValueError("x"))}, 1, "ValueError: x"),
-    ("an exit before the agent's SIGTERM", {0: (-15, None), 1: (5, None)}, 5, "exit code 5"),
+    (
+        "an error before the launcher's SIGKILL",
+        {0: (KILLED, None), 1: (1, ValueError("x"))},
+        1,
+        "ValueError: x",
+    ),
+    ("an exit before the launcher's SIGKILL", {0: (KILLED, None), 1: (5, None)}, 5, "exit code 5"),
     ("the earliest of two errors", {2: (1, ValueError("first")), 0: (1, ValueError("second"))}, 1, "first"),
 ]
 
@@ -52,18 +60,9 @@ CASES = [
 )
 def test_cause(ends: dict, code: int, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failures = {rank: failed(tmp_path, rank, *end, monkeypatch) for rank, end in ends.items()}
-    found = outcome(failures, 4, {})
+    found = outcome(failures, 4)
     assert found.code == code
     assert part in found.sentence
-
-
-def test_a_rank_killed_long_after_the_first_was_killed_by_the_agent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = failed(tmp_path, 1, 1, ValueError("cause"), monkeypatch)
-    late = failed(tmp_path, 0, -9, None, monkeypatch)
-    late.timestamp += 31
-    assert "cause" in outcome({0: late, 1: first}, 2, {}).sentence
 
 
 def test_an_unrecorded_end_shows_the_last_lines_of_stderr(
@@ -71,7 +70,8 @@ def test_an_unrecorded_end_shows_the_last_lines_of_stderr(
 ) -> None:
     log = tmp_path / "stderr.log"
     log.write_text("".join(f"line {i}\n" for i in range(50)))
-    found = outcome({1: failed(tmp_path, 1, -signal.SIGSEGV, None, monkeypatch)}, 2, {1: log})
+    end = failed(tmp_path, 1, -signal.SIGSEGV, None, monkeypatch)
+    found = outcome({1: replace(end, log=log)}, 2)
     assert found.code == 128 + signal.SIGSEGV
     assert "SIGSEGV" in found.sentence
     assert found.details.splitlines() == [f"line {i}" for i in range(30, 50)]
@@ -111,12 +111,11 @@ def test_a_stopped_rank_s_words_are_found_among_the_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rank, error in enumerate([ValueError("echo"), Stopped("stopped after step 3", 143)]):
-        file = tmp_path / "run_x" / "attempt_0" / str(rank) / "error.json"
-        file.parent.mkdir(parents=True)
+        file = tmp_path / f"{rank}.json"
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
         record(error)
-    assert last_words(tmp_path) == ("stopped after step 3", 143)
-    assert last_words(tmp_path / "run_x") is None
+    assert last_words([tmp_path / "0.json", tmp_path / "1.json"]) == (143, "stopped after step 3")
+    assert last_words([tmp_path / "0.json", tmp_path / "none.json"]) is None
 
 
 def test_a_mistake_has_no_traceback_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,8 +179,8 @@ def profile(*, nproc: int | None = None, seconds: float = 120.0, out: Path | Non
     The returned cluster holds the measurements in `measured`; `out` is the hardware file to write. Raises
     `UserError`.
     """
-    from meshwright.launch import run_ranks
     from meshwright.launch.env import count_devices
+    from meshwright.recover.supervisor import run_ranks
 
     check_writable(out)
     ranks = count_devices() if nproc is None else nproc

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,13 @@ from meshwright.spec import RunSpec, UserError
 from meshwright.spec.rules import ranks_match
 
 Result = dict[str, Any]
+WORKERS = {
+    "train": ("meshwright.train.loop", "meshwright.infer.sample", "meshwright.report.run_page"),
+    "verify": ("meshwright.train.verify",),
+}
+"""Modules that the ranks of a verb need."""
+COMPILER = ("torch._dynamo", "torch._inductor.compile_fx")
+"""Modules that torch.compile imports when it is first used, which takes seconds."""
 
 
 def train(
@@ -23,8 +31,12 @@ def train(
     out: Path | None = None,
     resume: str | int | None = None,
     quiet: bool = False,
+    supervise: bool = False,
 ) -> Result:
     """Train on `nproc` local ranks (default: the layout's world size) and return the run's result.
+
+    Several ranks, or one with `supervise`, are processes of their own, which are watched and, when one fails
+    or hangs, started again (`recovery.max_restarts`); else one rank trains in this process.
 
     The run's folder is `out` (default `runs/<time>`). `resume` is None, "auto" (from the newest checkpoint of
     that folder, if there is one) or a step. The result has `final_loss`,
@@ -38,11 +50,11 @@ def train(
     check_room(spec)
     out = Path(out) if out else default_out()
     resume = str(resume) if resume is not None else None
-    if ranks == 1:
+    if ranks == 1 and not supervise:
         return train_worker(spec, out=out, resume=resume, quiet=quiet)
     flags = ["--out", str(out), *(["--quiet"] if quiet else [])]
-    flags += [] if resume is None else ["--resume", resume]
-    return _launch("train", spec, ranks, flags, out / "result.json")
+    first = flags if resume is None else [*flags, "--resume", resume]
+    return _launch("train", spec, ranks, first, out / "result.json", [*flags, "--resume", "auto"])
 
 
 def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: bool = False) -> Result:
@@ -159,12 +171,39 @@ def default_out() -> Path:
     return next(path for path in (base, *(Path(f"{base}-{i}") for i in range(2, 10**6))) if not path.exists())
 
 
-def _launch(verb: str, spec: RunSpec, ranks: int, flags: Sequence[str], result: Path) -> Result:
-    """Run a verb of the command line as `ranks` processes, and return the JSON that it writes to `result`."""
-    from meshwright.launch import run_ranks
+def _launch(
+    verb: str,
+    spec: RunSpec,
+    ranks: int,
+    flags: Sequence[str],
+    result: Path,
+    restart_flags: Sequence[str] | None = None,
+) -> Result:
+    """Run a verb of the command line as `ranks` processes, and return the JSON that it writes to `result`.
 
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
-        file = Path(folder) / "run.json"
+    Ranks that fail are started again with `restart_flags`, if given; the run's folder is that of `result`.
+    """
+    from meshwright.launch.scratch import scratch_folder
+    from meshwright.recover.supervisor import Restarts, run_ranks
+
+    with scratch_folder() as folder:
+        file = folder / "run.json"
         file.write_text(json.dumps({"spec": spec.to_json()}), encoding="utf-8")
-        run_ranks([verb, str(file), *flags], ranks).raise_for_failure()
+        restarts = None
+        if restart_flags is not None and spec.recovery.max_restarts:
+            tell = partial(_record_failure, result.parent)
+            restarts = Restarts(spec.recovery.max_restarts, [verb, str(file), *restart_flags], tell)
+        preload = WORKERS[verb] + (COMPILER if spec.train.compile else ())
+        run_ranks([verb, str(file), *flags], ranks, preload=preload, restarts=restarts).raise_for_failure()
     return dict(json.loads(result.read_text(encoding="utf-8")))
+
+
+def _record_failure(out: Path, kind: str, fields: dict[str, Any]) -> None:
+    """Add a failure to the record of the run in `out`; stacks of a hang get a file of their own."""
+    from meshwright.report.record import append_event
+
+    if stacks := fields.pop("stacks", ""):
+        file = out / f"stacks-{fields['generation']}.txt"
+        file.write_text(stacks, encoding="utf-8")
+        fields["stacks"] = file.name
+    append_event(out, kind, fields)

@@ -16,7 +16,7 @@ from meshwright.cli import help as helps
 from meshwright.cli import spec as specs
 from meshwright.cli.parser import Verb, parse
 from meshwright.launch.child import leave
-from meshwright.launch.env import LAUNCHER
+from meshwright.launch.env import SUPERVISOR
 from meshwright.launch.failure import RanksFailed, exit_code, record
 from meshwright.spec import UserError
 from meshwright.spec.errors import Stopped, did_you_mean
@@ -37,7 +37,7 @@ def run() -> None:
     In a rank that `meshwright` launched, errors go to the launcher's wrapper, which shows each once.
     """
     warnings.formatwarning = lambda message, *_args, **_kwargs: f"meshwright: warning: {message}\n"
-    if LAUNCHER in os.environ:
+    if SUPERVISOR in os.environ:
         sys.exit(main(sys.argv[1:]))
     signal.signal(signal.SIGTERM, _stop)
     try:

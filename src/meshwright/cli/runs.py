@@ -67,7 +67,7 @@ def train(call: Call) -> None:
     if resume is not None and run and out and run.resolve() != out.resolve():
         raise UserError(f"--out: {out} differs from the resumed run {run}; remove --out")
     if place is None:
-        result = api.train(spec, out=out, resume=resume, quiet=quiet)
+        result = api.train(spec, out=out, resume=resume, quiet=quiet, supervise=True)
     else:
         # All ranks of a torchrun must agree on a folder, and share no clock: it is named by the spec.
         shared = Path("runs") / f"{spec.model.preset or spec.model.family}-{spec.digest()[:8]}"

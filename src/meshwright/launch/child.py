@@ -1,7 +1,7 @@
-"""Main program of each launched rank: `python -m meshwright.launch.child PARENT MODULE ARGUMENT...`.
+"""Main program of a rank that a launcher started: how it runs, and how it ends.
 
-It ties the rank to its launcher, keeps its sockets on the loopback interface, runs MODULE as `__main__`, and
-leaves an uncaught error in a file for the launcher instead of printing it.
+It dies with its parent, keeps its sockets on the loopback interface, runs a module as `__main__`, and leaves
+an uncaught error in a file for the launcher instead of printing it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import runpy
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from meshwright.launch.env import LAUNCHER, LOOPBACK
+from meshwright.launch.env import LOOPBACK
 from meshwright.launch.failure import exit_code, record
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -35,14 +36,11 @@ def tie_to_parent(parent: int) -> None:
         raise SystemExit(f"the launcher {parent} is gone")
 
 
-def main(arguments: list[str]) -> None:
-    """Run `arguments` = [parent's pid, module, its arguments...]."""
-    parent, module, *rest = arguments
-    tie_to_parent(int(parent))
+def run_rank(module: str, argv: Sequence[str]) -> NoReturn:
+    """Run `python -m module argv...` in this process, as a rank of a launcher, and end the process."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
-    os.environ[LAUNCHER] = parent
-    sys.argv = [module, *rest]
+    sys.argv = [module, *argv]
     code = 0
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -53,26 +51,27 @@ def main(arguments: list[str]) -> None:
     except BaseException as error:
         record(error)
         code = exit_code(error)
-    leave(code)
+    end_process(code)
 
 
 def leave(code: int) -> NoReturn:
+    """End this program by `sys.exit`, or by `end_process` where it may have used process groups."""
+    if "torch.distributed" not in sys.modules:
+        sys.exit(code)
+    end_process(code)
+
+
+def end_process(code: int) -> NoReturn:
     """End a process that may have used process groups, without taking the interpreter apart.
 
     Threads of a process group can outlive it, and one that drops its last tensor while the interpreter goes
     down ends the process by SIGABRT. So what must still happen happens here: other threads' work, exit
     functions, output. Threads are waited for as the interpreter does it, which first ends those of executors:
-    torch.compile leaves some that wait for work for ever. Without torch.distributed it is a plain exit.
+    torch.compile leaves some that wait for work for ever.
     """
-    if "torch.distributed" not in sys.modules:
-        sys.exit(code)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with suppress(OSError, ValueError):  # a full disk, a closed stream: what was done is done
             stream.flush()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

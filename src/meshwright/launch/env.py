@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,8 +25,29 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
 
-LAUNCHER = "MESHWRIGHT_LAUNCHER"
-"""Set in ranks that `launch.local` started: they leave their errors to it, so that each is shown once."""
+SUPERVISOR = "MESHWRIGHT_SUPERVISOR"
+"""Set in ranks that have a supervisor, to a `Supervision` as JSON: they leave it to show their errors."""
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """What a supervisor shares with a rank of its host.
+
+    `generation` counts the starts of the run's ranks from 0, `began` is when the supervisor began
+    (`time.monotonic`). `heartbeats` is the descriptor of the memory in which the rank's heartbeat lies, at
+    its local rank, and `snapshots` are those of the memory for snapshots of each rank of the host.
+    """
+
+    generation: int
+    began: float
+    heartbeats: int
+    snapshots: Sequence[int] = ()
+
+    @classmethod
+    def given(cls) -> Supervision | None:
+        """Return this process's, or None if it has no supervisor."""
+        text = os.environ.get(SUPERVISOR)
+        return None if text is None else cls(**json.loads(text))
 
 
 @dataclass(frozen=True)
@@ -71,7 +93,7 @@ def worker(environment: Mapping[str, str] | None = None) -> Worker | None:
         world_size=world_size,
         local_rank=_whole(given, "LOCAL_RANK", rank),
         local_world_size=_whole(given, "LOCAL_WORLD_SIZE", world_size),
-        launched=LAUNCHER in given,
+        launched=SUPERVISOR in given,
     )
 
 

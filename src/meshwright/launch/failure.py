@@ -1,10 +1,10 @@
 """Report of a rank's error to the user: written once to a file, and shown once by the launcher.
 
-A rank that dies is noticed by torch's elastic agent (`launch/local.py`), one that hangs by the time limits of
-process groups (`parallel/process_groups.py`) and of host messages (`parallel/control.py`).
+A rank that dies or hangs is noticed by its supervisor (`recover/supervisor.py`); without one, by the time
+limits of process groups (`parallel/process_groups.py`) and of host messages (`parallel/control.py`).
 
-The file is the one that torch's elastic agent names in TORCHELASTIC_ERROR_FILE, in the agent's own JSON form,
-so a plain torchrun shows it as well.
+The file is the one that torch's elastic agent names in TORCHELASTIC_ERROR_FILE, in that agent's JSON form, so
+a plain torchrun shows it as well.
 """
 
 from __future__ import annotations
@@ -14,26 +14,20 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from meshwright import atomic
 from meshwright.spec import UserError
 from meshwright.spec.errors import DataError, NumericalError, Stopped, StorageError
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 INTERRUPTED = 130
 """Exit code of an interruption (128 + SIGINT)."""
 
 KINDS = {kind.code: kind for kind in (UserError, StorageError, DataError, NumericalError)}
 """Errors whose sentence says it all, by exit code."""
-
-ECHO_SECONDS = 10
-"""A rank that dies this much later than the first was ended by the agent, which gives it 30 s to go."""
 
 ECHOES = ("onnection reset by peer", "onnection closed by peer", "roken pipe", "remote process exited")
 """Messages of gloo and NCCL on a rank whose peer is gone."""
@@ -95,11 +89,26 @@ def record(error: BaseException) -> None:
 
 
 @dataclass(frozen=True)
+class RankEnd:
+    """One rank's end: its exit code (minus the number of a signal), and when it was noticed (`time.time`).
+
+    `error` is the file that `record` writes, `log` that of its stderr, if it has one. `killed` tells that the
+    launcher ended it because of another rank.
+    """
+
+    code: int
+    seconds: float
+    error: Path
+    log: Path | None = None
+    killed: bool = False
+
+
+@dataclass(frozen=True)
 class _Failure:
-    """One rank's end, and what it left behind."""
+    """One rank's failure, and what it recorded of it."""
 
     rank: int
-    exitcode: int
+    end: RankEnd
     seconds: float
     sentence: str = ""
     traceback: str = ""
@@ -107,58 +116,61 @@ class _Failure:
     """The exit code where the sentence says it all: a user's mistake, or a signal."""
 
 
-def outcome(failures: Mapping[int, ProcessFailure], ranks: int, stderrs: Mapping[int, Path]) -> Outcome:
+def outcome(ends: Mapping[int, RankEnd], ranks: int) -> Outcome:
     """The cause among the ranks that failed, as one sentence.
 
     A user's mistake on any rank comes first; then a rank that a signal killed, the earliest recorded error,
     and an unrecorded exit. Errors of other ranks, whose collectives broke off, are its echoes.
-    `stderrs` maps a rank to the file of its stderr, where it has one.
     """
-    found = [_read(rank, failure) for rank, failure in failures.items()]
-    first = min(failure.seconds for failure in found)
-    cause = min(found, key=lambda failure: (_order(failure, first), failure.seconds, failure.rank))
+    failures = [_read(rank, end) for rank, end in ends.items() if end.code != 0]
+    cause = min(failures, key=lambda failure: (_order(failure), failure.seconds, failure.rank))
     if cause.plain_code is not None:
         return Outcome(cause.plain_code, cause.sentence, stopped=cause.plain_code not in KINDS)
-    who = f"rank {cause.rank} of {ranks}"
-    log = stderrs.get(cause.rank)
+    who, code = f"rank {cause.rank} of {ranks}", cause.end.code
     if cause.sentence:
         sentence = cause.sentence.splitlines()[0]
-        return Outcome(max(cause.exitcode, 1), f"{who} failed with {sentence}", cause.traceback)
-    if cause.exitcode < 0:
-        name = signal.Signals(-cause.exitcode).name
+        return Outcome(max(code, 1), f"{who} failed with {sentence}", cause.traceback)
+    if code < 0:
+        name = signal.Signals(-code).name
         hint = "; the system may have run out of memory" if name == "SIGKILL" else ""
-        return Outcome(128 - cause.exitcode, f"{who} was ended by {name}{hint}", _last_lines(log))
-    return Outcome(cause.exitcode, f"{who} ended with exit code {cause.exitcode}", _last_lines(log))
+        return Outcome(128 - code, f"{who} was ended by {name}{hint}", _last_lines(cause.end.log))
+    return Outcome(code, f"{who} ended with exit code {code}", _last_lines(cause.end.log))
 
 
-def last_words(log_dir: Path) -> tuple[str, int] | None:
-    """The sentence and exit code that the ranks of a stopped run left: those of the lowest rank with any."""
-    for file in sorted(log_dir.glob("*/attempt_0/*/error.json")):
-        message = json.loads(file.read_text(encoding="utf-8"))["message"]
-        if isinstance(message, dict) and (code := message["extraInfo"].get("plain_code")) is not None:
-            return str(message["message"]), int(code)
+def last_words(errors: Iterable[Path]) -> tuple[int, str] | None:
+    """The exit code and sentence of a stopped run, from the first of its ranks' error files with any."""
+    for file in errors:
+        message = _message(file)
+        if message is not None and (code := message["extraInfo"]["plain_code"]) is not None:
+            return int(code), str(message["message"])
     return None
 
 
-def _read(rank: int, failure: ProcessFailure) -> _Failure:
-    message: Any = failure.error_file_data.get("message")
-    if not isinstance(message, dict):  # nothing was recorded
-        return _Failure(rank, failure.exitcode, failure.timestamp)
+def _message(file: Path) -> dict[str, Any] | None:
+    """The content of an error file; None where nothing was recorded."""
+    if not file.exists():
+        return None
+    message = json.loads(file.read_text(encoding="utf-8"))["message"]
+    return message if isinstance(message, dict) else None
+
+
+def _read(rank: int, end: RankEnd) -> _Failure:
+    message = _message(end.error)
+    if message is None:
+        return _Failure(rank, end, end.seconds)
     extra = message["extraInfo"]
-    words = message["message"], extra["py_callstack"], extra["plain_code"]
-    return _Failure(rank, failure.exitcode, extra["time"], *words)
+    return _Failure(rank, end, extra["time"], message["message"], extra["py_callstack"], extra["plain_code"])
 
 
-def _order(failure: _Failure, first: float) -> int:
+def _order(failure: _Failure) -> int:
     """How likely a failure is an echo of another: 0 for surely none."""
     if failure.plain_code is not None:
         return 0
     if failure.sentence:
         return 4 if any(words in failure.sentence for words in ECHOES) else 2
-    if failure.exitcode > 0:
-        return 3
-    ended_by_agent = failure.exitcode == -signal.SIGTERM or failure.seconds > first + ECHO_SECONDS
-    return 5 if ended_by_agent else 1
+    if failure.end.killed:
+        return 5
+    return 3 if failure.end.code > 0 else 1
 
 
 def _last_lines(path: Path | None, lines: int = 20) -> str:

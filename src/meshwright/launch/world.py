@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 import meshwright
-from meshwright.launch.env import keep_freed_memory, limit_threads, process_group, worker
+from meshwright.launch.env import Supervision, keep_freed_memory, limit_threads, process_group, worker
 from meshwright.parallel.control import Control, new_scope
+from meshwright.parallel.heartbeat import BYTES, Heartbeat
 from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.parallel.precision import use_fast_fp32_matmul
 from meshwright.parallel.process_groups import Groups
@@ -47,8 +49,10 @@ def mesh_of(spec: RunSpec) -> Iterator[Mesh]:
     # It warns that a tensor which two axes cut takes two gathers to put together: that is how it is cut.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     with device_of() as device:
-        groups = Groups(device.type)
-        start = groups.connections.control("control", dist.get_world_size(), new_scope(), groups.timeout)
+        groups = Groups(device.type, heartbeat=own_heartbeat())
+        start = groups.connections.control(
+            "control", dist.get_world_size(), new_scope(), groups.timeout, groups.heartbeat
+        )
         software = {"meshwright": code_version(), "torch": torch.__version__, "device": device.type}
         start.agree(spec.to_json() | software, "start all ranks with the same run file, flags and software")
         mesh = build_mesh(
@@ -56,6 +60,15 @@ def mesh_of(spec: RunSpec) -> Iterator[Mesh]:
         )
         assert mesh is not None  # the layout has as many ranks as the world
         yield mesh
+
+
+def own_heartbeat() -> Heartbeat:
+    """Return this rank's heartbeat, in the memory of its supervisor if it has one."""
+    place, supervision = worker(), Supervision.given()
+    if place is None or supervision is None:
+        return Heartbeat()
+    memory = mmap.mmap(supervision.heartbeats, place.local_world_size * BYTES)
+    return Heartbeat(memoryview(memory)[place.local_rank * BYTES :])
 
 
 def code_version() -> str:

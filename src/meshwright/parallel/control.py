@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
+from meshwright.parallel.heartbeat import Heartbeat
 from meshwright.spec.differences import as_in_file, differences
 from meshwright.spec.errors import UserError
 
@@ -53,7 +54,9 @@ class Connections:
     def __init__(self) -> None:
         self._made: dict[str, Store] = {}
 
-    def control(self, purpose: str, size: int, scope: str, timeout: timedelta) -> Control:
+    def control(
+        self, purpose: str, size: int, scope: str, timeout: timedelta, heartbeat: Heartbeat | None = None
+    ) -> Control:
         """A control over the first `size` ranks of the default group, its keys within `scope`."""
 
         def connect() -> Store:
@@ -61,7 +64,7 @@ class Connections:
                 self._made[purpose] = _get_default_store().clone()  # type: ignore[attr-defined]  # stubs lack it
             return PrefixStore(f"{scope}/{purpose}", self._made[purpose])
 
-        return Control(purpose, dist.get_rank(), size, connect, timeout)
+        return Control(purpose, dist.get_rank(), size, connect, timeout, heartbeat)
 
 
 def new_scope() -> str:
@@ -80,7 +83,8 @@ class Control:
     Every operation is collective: all ranks call the same ones in the same order, each from one thread at a
     time. `rounds` counts them. Alone, a rank has nothing to send and the store is not touched. A rank that
     does not arrive within `timeout` makes the ones that wait for it raise `MissingRanksError`, which names
-    it; after that the object is of no use. `connect` returns the store, under a prefix of its own.
+    it; after that the object is of no use. `connect` returns the store, under a prefix of its own. Waits show
+    in `heartbeat`.
     """
 
     def __init__(
@@ -90,8 +94,10 @@ class Control:
         size: int = 1,
         connect: Callable[[], Store] | None = None,
         timeout: timedelta = timedelta(),
+        heartbeat: Heartbeat | None = None,
     ) -> None:
         self.purpose, self.rank, self.size, self.timeout = purpose, rank, size, timeout
+        self.heartbeat = heartbeat or Heartbeat()
         self.rounds = 0
         self._connect = connect
         self._store: Any = None
@@ -266,7 +272,8 @@ class Control:
     def _wait(self, name: str) -> bytes:
         """The value of a key, once it is there."""
         try:
-            self._store.wait([self._key(name)], self.timeout)
+            with self.heartbeat.waits(f"control {self._operation}"):
+                self._store.wait([self._key(name)], self.timeout)
         except dist.DistStoreError as error:
             raise MissingRanksError(self._missing()) from error
         return bytes(self._store.get(self._key(name)))

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.control import Control, new_scope
+from meshwright.parallel.heartbeat import Heartbeat
 from meshwright.parallel.process_groups import Groups
 from meshwright.schedule import Lane, lanes_of, schedule_of
 from meshwright.spec.layout import Layout
@@ -33,14 +34,33 @@ class Pending(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class _Watched:
+    """A collective under way, whose wait shows in the rank's heartbeat."""
+
+    work: Pending
+    heartbeat: Heartbeat
+    label: str
+    number: int
+
+    def wait(self) -> None:
+        with self.heartbeat.waits(self.label, self.number):
+            self.work.wait()
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+
 @dataclass
 class TrafficCounter:
     """Bytes that this rank sent and calls that it made, by (axis, operation).
 
     Bytes are those of a bandwidth-optimal algorithm over n ranks and a tensor of S bytes: all-gather,
     reduce-scatter and broadcast S (n-1)/n, all-reduce 2 S (n-1)/n (Thakur et al. 2005), all-to-all of S bytes
-    a rank S (n-1)/n; a shift or a send what leaves this rank.
+    a rank S (n-1)/n; a shift or a send what leaves this rank. What is under way shows in `heartbeat`.
     """
+
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     bytes: dict[tuple[str, str], float] = field(default_factory=dict)
     calls: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -59,7 +79,7 @@ class TrafficCounter:
         """Add one call that has just been started; returns the handle to wait on."""
         assert work is not None, "a rank starts collectives only on groups that it is in"
         self.record(axis, operation, sent)
-        return work
+        return _Watched(work, self.heartbeat, f"{axis} {operation}", self.heartbeat.start())
 
     def clear(self) -> None:
         """Drop all sums, and stop logging calls."""
@@ -99,7 +119,7 @@ class Mesh:
     last rank of the pipeline, where the others have none. `world` is all ranks: it carries the few numbers of
     a step that all of them need. `control` carries host messages of all ranks, over the store and not a
     group; `background` is a second one for checkpoints that are written during training: on one they would
-    wait for each other.
+    wait for each other. `heartbeat` shows this rank's steps and waits to its supervisor.
     """
 
     layout: Layout
@@ -124,6 +144,7 @@ class Mesh:
     world: Axis
     control: Control
     background: Control
+    heartbeat: Heartbeat
 
     @property
     def rank(self) -> int:
@@ -156,7 +177,8 @@ def build_mesh(
         raise ValueError(f"the layout needs {size} ranks and the process group has {dist.get_world_size()}")
     heads = kv_heads if kv_heads is not None else layout.tp * layout.cp
     copies = layout.kv_copies(heads)
-    groups, wire, scope = groups or Groups(device.type), TrafficCounter(), new_scope()
+    groups, scope = groups or Groups(device.type), new_scope()
+    wire = TrafficCounter(groups.heartbeat)
     grid = rank_grid(layout)
     storage = groups.device_mesh(grid, ("replicate", "shard", "tp"))
     split = expert_storage = storage
@@ -185,9 +207,11 @@ def build_mesh(
     if storage is None or split is None or expert_storage is None:
         return None
     for purpose in ("control", "background"):
-        axes[purpose] = groups.connections.control(purpose, size, scope, groups.timeout)
+        seen = groups.heartbeat if purpose == "control" else None  # a thread of its own waits in the other
+        axes[purpose] = groups.connections.control(purpose, size, scope, groups.timeout, seen)
     axes["world"] = Axis("world", size, dist.get_rank(), group if size > 1 else None, device, wire)
     over = {lane: (axis, tag) for tag, (lane, axis) in enumerate(lanes.items()) if axis is not None}
+    axes["heartbeat"] = groups.heartbeat
     return Mesh(layout, device, storage, split, expert_storage, wire, lanes=over, **axes)
 
 

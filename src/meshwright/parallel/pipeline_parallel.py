@@ -227,6 +227,7 @@ class _Run:
 
     def _result(self, action: Action, given: Tensor | None) -> Tensor | None:
         """Compute an action; returns the result that a neighbouring stage needs, if any."""
+        self.of.mesh.heartbeat.phase("forward" if action.kind is Kind.F else "backward")
         place = (action.stage, action.microbatch)
         if action.kind is Kind.F:
             return self._forward(place, given)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.control import Connections
+from meshwright.parallel.heartbeat import Heartbeat
 
 TIMEOUT = timedelta(minutes=5)
 """A collective that waits longer has lost a rank; torch's own limit of 30 minutes hides a hang."""
@@ -24,10 +25,16 @@ Row = tuple[int, ...]
 
 
 class Groups:
-    """Makes and keeps the groups of one process; every rank of the default group asks in the same order."""
+    """Makes and keeps the groups of one process; every rank of the default group asks in the same order.
 
-    def __init__(self, device_type: str, timeout: timedelta = TIMEOUT) -> None:
+    What goes on in them shows in `heartbeat`.
+    """
+
+    def __init__(
+        self, device_type: str, timeout: timedelta = TIMEOUT, heartbeat: Heartbeat | None = None
+    ) -> None:
         self.device_type, self.timeout = device_type, timeout
+        self.heartbeat = heartbeat or Heartbeat()
         self.connections = Connections()
         self.constructions = 0
         """Number of groups that this process has taken part in making."""

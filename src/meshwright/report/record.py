@@ -154,6 +154,14 @@ def read_run(out: Path) -> RecordedRun:
     return RecordedRun(out, info, read_metrics(out), _read_lines(out / EVENTS), _read_object(out / RESULT))
 
 
+def append_event(out: Path, kind: str, fields: dict[str, Any]) -> None:
+    """Add an event to the record of the run in folder `out`, while no rank of it runs."""
+    if (out / EVENTS).is_file():
+        lines = _Lines(out / EVENTS)
+        lines.append({**fields, "time": now(), "kind": kind})
+        lines.file.close()
+
+
 class RunRecord:
     """An observer that writes a run's record into the folder `out`, which it makes.
 

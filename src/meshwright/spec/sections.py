@@ -153,6 +153,11 @@ class RecoverySpec(FrozenModel):
     max_skipped: int = Field(
         10, ge=0, description="steps in a row with a gradient that is not finite before the run stops"
     )
+    max_restarts: int = Field(
+        3,
+        ge=0,
+        description="restarts of failed ranks in a row that get no further than the one before; 0 is none",
+    )
 
 
 class Sections(FrozenModel):

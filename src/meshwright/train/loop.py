@@ -48,7 +48,7 @@ class TrainingRun:
         self, spec: RunSpec, mesh: Mesh, out: Path, observers: Observers, check: Check = "files"
     ) -> None:
         self.spec, self.mesh, self.out, self.observers = spec, mesh, out, observers
-        self.control = mesh.control
+        self.control, self.heartbeat = mesh.control, mesh.heartbeat
         self.corpus: Corpus = self.control.together(lambda: open_corpus(spec, check))
         self.control.agree(
             {"the digest of data.corpus": self.corpus.digest},
@@ -79,6 +79,7 @@ class TrainingRun:
         `Stopped`.
         """
         started = time.perf_counter()
+        self.heartbeat.phase("start")
         try:
             self._start(resume)
             self.trainer.compile_stages(evaluate=self.corpus.validation.target_tokens > 0)
@@ -175,6 +176,7 @@ class TrainingRun:
         Ranks agree on failures and stops in that sum, and meet on the host only after a failure.
         """
         begun = time.perf_counter()
+        self.heartbeat.phase("data", self.done)
         batch, failure = self.batch, None
         following: Batch | None = None
         train = self.spec.train
@@ -250,6 +252,7 @@ class TrainingRun:
         """Evaluate on the first `train.eval_tokens` held-out tokens; no held-out text, no validation."""
         if self.corpus.validation.target_tokens == 0:
             return
+        self.heartbeat.phase("evaluate")
         max_tokens = self.spec.train.eval_tokens
         total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         for batch in self.loader.validation_batches(max_tokens):
@@ -265,6 +268,7 @@ class TrainingRun:
         self.observers.on_eval(self.validation)
 
     def _save(self, asynchronous: bool) -> None:
+        self.heartbeat.phase("save", self.done)
         samples = self.samples.digest()
         kept = state.metadata(self.trainer, self.done, self.loss, samples, self.corpus.digest)
         self.store.wait()
@@ -300,6 +304,7 @@ class TrainingRun:
 
     def _end(self, seconds: float) -> Row:
         self._validate()
+        self.heartbeat.phase("end", self.done)
         self._measure_peak()
         speed = statistics.median_high(self.speeds) if self.speeds else None
         per_token = self.spec.model.flops_per_token(self.spec.data.seq_len)

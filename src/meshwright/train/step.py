@@ -114,6 +114,7 @@ class Trainer:
         for stage in self.pipeline.stages.values():
             stage.target_weight = power * self.loss_scale.value
         losses = self.pipeline.run(micros)
+        self.mesh.heartbeat.phase("reduce")
         self.states.finish_step()
         if not losses or self.mesh.tensor.rank > 0:  # tensor ranks find the same loss
             return torch.zeros((), dtype=torch.float64, device=self.mesh.device)
@@ -162,6 +163,7 @@ class Trainer:
 
     def apply(self, totals: Totals, number: int) -> Step:
         """Clip the gradients that `gradients` left, update the parameters, and drop the gradients."""
+        self.mesh.heartbeat.phase("optimiser")
         norm = math.sqrt(totals.squares) * self.gradient_factor
         finite = math.isfinite(norm) and math.isfinite(totals.loss)
         rate = learning_rate(self.spec.train, number)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.launch import Outcome, run_ranks
+from meshwright.launch.failure import Outcome
+from meshwright.recover.supervisor import run_ranks
 
 PROGRAM = """
 import os, sys, time
@@ -84,7 +85,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def launcher_of(arguments: list[str], module: str) -> str:
     """A program that runs two ranks, and ends as they do."""
     run = f"run_ranks({arguments}, 2, module={module!r})"
-    return f"from meshwright.launch import run_ranks; raise SystemExit({run}.code)"
+    return f"from meshwright.recover.supervisor import run_ranks; raise SystemExit({run}.code)"
 
 
 def pids(folder: Path) -> list[int]:

@@ -1,0 +1,1 @@
+"""Supervision of runs: detection of failures and hangs, and restarts from memory or disk."""

@@ -1,0 +1,40 @@
+"""State of processes of this host, as the kernel tells it (Linux; elsewhere nothing is known of them)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+class ProcessState(NamedTuple):
+    """A process's state letter (`T` is stopped, `D` in the kernel, see proc(5)), and CPU seconds used."""
+
+    letter: str
+    cpu_seconds: float
+
+
+def process_state(pid: int) -> ProcessState | None:
+    """Return the state of a process; None if it is gone, or where /proc does not exist."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return ProcessState(fields[0], (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND)
+
+
+def send_signal(pid: int, number: int) -> None:
+    """Send a signal to a process; one that has ended is left alone."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def kill_session(pid: int) -> None:
+    """Kill a process that leads a session, and what it has started in it."""
+    with suppress(ProcessLookupError):  # it has ended, or is not yet a leader
+        os.killpg(pid, signal.SIGKILL)
+    send_signal(pid, signal.SIGKILL)

@@ -1,0 +1,44 @@
+"""Memory that the ranks of a host share with their supervisor, and that outlives each of them.
+
+It belongs to no file: when the last process that has it is gone, so is the memory, however they ended.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import tempfile
+from contextlib import ExitStack
+
+from meshwright.parallel.heartbeat import BYTES
+
+
+class SharedMemory(ExitStack):
+    """Descriptors of the heartbeats of `ranks` local ranks, and of memory for a snapshot of each.
+
+    `heartbeats` holds `BYTES` for each rank; what is in `snapshots`, one descriptor for each rank, is up to
+    the ranks.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.heartbeats = self._made("heartbeats")
+        os.ftruncate(self.heartbeats, ranks * BYTES)
+        mapped = self.enter_context(mmap.mmap(self.heartbeats, ranks * BYTES))
+        self.beats = self.enter_context(memoryview(mapped))
+        self.snapshots = [self._made(f"snapshots of rank {rank}") for rank in range(ranks)]
+
+    @property
+    def descriptors(self) -> list[int]:
+        """All descriptors, for processes that inherit them."""
+        return [self.heartbeats, *self.snapshots]
+
+    def _made(self, purpose: str) -> int:
+        if sys.platform == "linux":
+            descriptor = os.memfd_create(f"meshwright {purpose}")
+        else:
+            with tempfile.TemporaryFile() as file:
+                descriptor = os.dup(file.fileno())
+        self.callback(os.close, descriptor)
+        return descriptor

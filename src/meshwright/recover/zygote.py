@@ -1,0 +1,194 @@
+"""The zygote: a process that has imported the trainer and forks the ranks of this host from itself.
+
+A rank that is forked starts in milliseconds, where a new interpreter imports for seconds. The zygote runs no
+threads, touches no device and joins no group, so that a fork of it is a clean process. It ends when its
+supervisor closes the connection or dies, and its ranks die with it (Linux; elsewhere when they next write).
+
+Both sides exchange JSON lines: the supervisor asks for ranks, the zygote reports their pids and ends.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from meshwright.launch.child import run_rank, tie_to_parent
+from meshwright.spec.errors import STOP_SIGNALS
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """A rank to be forked: `python -m module argv...` in `environment`.
+
+    SIGUSR2 makes it write the stacks of its threads into the file `stacks`.
+    """
+
+    number: int
+    module: str
+    argv: Sequence[str]
+    environment: Mapping[str, str]
+    stacks: str
+    logs: str | None = None
+    """A folder for stdout.log and stderr.log; None leaves the terminal to it."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """Rank `number` runs as process `pid`."""
+
+    number: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Rank `number` has ended with an exit code, or with minus the number of a signal."""
+
+    number: int
+    pid: int
+    code: int
+
+
+class ZygoteLostError(RuntimeError):
+    """The zygote ended by itself, and its ranks with it."""
+
+
+class Zygote:
+    """The supervisor's side: starts the process, asks it for ranks, and receives what becomes of them.
+
+    `preload` are modules to import before the first fork; ranks inherit `descriptors` under their numbers.
+    """
+
+    def __init__(self, preload: Sequence[str] = (), descriptors: Sequence[int] = ()) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(os.getpid()), str(theirs.fileno()), *preload],
+                pass_fds=(theirs.fileno(), *descriptors),
+                start_new_session=True,  # a Ctrl-C at the terminal reaches the supervisor alone
+            )
+        self._connection = ours
+        self._buffer = b""
+
+    @property
+    def pid(self) -> int:
+        """The zygote's process."""
+        return self._process.pid
+
+    def fork(self, rank: RankProcess) -> None:
+        """Ask for a rank; `receive` tells its pid. Raises `ZygoteLostError`."""
+        try:
+            self._connection.sendall(json.dumps(asdict(rank)).encode() + b"\n")
+        except OSError as error:
+            raise ZygoteLostError(self._how_it_ended()) from error
+
+    def receive(self, seconds: float) -> list[Started | Ended]:
+        """Return what has been reported, after at most so many seconds. Raises `ZygoteLostError`."""
+        if not select.select([self._connection], [], [], seconds)[0]:
+            return []
+        try:
+            received = self._connection.recv(1 << 16)
+        except ConnectionResetError:
+            received = b""
+        if not received:
+            raise ZygoteLostError(self._how_it_ended())
+        *lines, self._buffer = (self._buffer + received).split(b"\n")
+        reports = [json.loads(line) for line in lines]
+        return [Ended(**report) if "code" in report else Started(**report) for report in reports]
+
+    def close(self) -> None:
+        """End the zygote, and with it every rank that is left."""
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _how_it_ended(self) -> str:
+        code = self._process.wait()
+        how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        return f"the process that forks ranks ended with {how}"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Serve as the zygote: `arguments` = [supervisor's pid, descriptor of the connection, module...]."""
+    parent, descriptor, *preload = arguments
+    tie_to_parent(int(parent))
+    connection = socket.socket(fileno=int(descriptor))
+    connection.set_inheritable(False)
+    # Whoever signals all processes means the ranks, which inherit the handlers that were there before.
+    handlers: dict[int, Any] = {
+        number: signal.signal(number, signal.SIG_IGN) for number in (*STOP_SIGNALS, signal.SIGQUIT)
+    }
+    for module in preload:
+        importlib.import_module(module)
+    wake, wakened = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.set_wakeup_fd(wakened)
+    signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
+    zygote = os.getpid()
+    ranks: dict[int, int] = {}
+    buffer = b""
+    while True:
+        ready, _, _ = select.select([connection.fileno(), wake], [], [])
+        if wake in ready:
+            os.read(wake, 1 << 12)
+            _report_ends(connection, ranks)
+        if connection.fileno() in ready:
+            received = connection.recv(1 << 16)
+            if not received:
+                return
+            *lines, buffer = (buffer + received).split(b"\n")
+            for line in lines:
+                rank = RankProcess(**json.loads(line))
+                pid = os.fork()
+                if pid == 0:
+                    for own in (connection.detach(), wake, wakened):
+                        os.close(own)
+                    _become(rank, zygote, handlers)
+                ranks[pid] = rank.number
+                _send(connection, Started(rank.number, pid))
+
+
+def _report_ends(connection: socket.socket, ranks: dict[int, int]) -> None:
+    """Reap the ranks that have ended, and report them."""
+    for pid, number in list(ranks.items()):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            del ranks[pid]
+            _send(connection, Ended(number, pid, os.waitstatus_to_exitcode(status)))
+
+
+def _send(connection: socket.socket, report: Started | Ended) -> None:
+    connection.sendall(json.dumps(asdict(report)).encode() + b"\n")
+
+
+def _become(rank: RankProcess, zygote: int, handlers: Mapping[int, Any]) -> NoReturn:
+    """Turn this fork of the zygote into a rank with these signal handlers; does not return."""
+    tie_to_parent(zygote)
+    os.setsid()  # signals to its process group reach what it starts, and nothing else
+    signal.set_wakeup_fd(-1)
+    for number, handler in {**handlers, signal.SIGCHLD: signal.SIG_DFL}.items():
+        signal.signal(number, handler)
+    os.environ.clear()
+    os.environ.update(rank.environment)
+    new_file = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    if rank.logs is not None:
+        for name, descriptor in (("stdout.log", 1), ("stderr.log", 2)):
+            file = os.open(Path(rank.logs) / name, new_file, 0o600)
+            os.dup2(file, descriptor)
+            os.close(file)
+    faulthandler.register(signal.SIGUSR2, os.open(rank.stacks, new_file, 0o600), all_threads=True)
+    run_rank(rank.module, rank.argv)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
