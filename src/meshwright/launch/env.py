@@ -31,7 +31,7 @@ SUPERVISOR = "MESHWRIGHT_SUPERVISOR"
 
 @dataclass(frozen=True)
 class Supervision:
-    """What a supervisor shares with a rank of its host.
+    """Memory and facts that a supervisor shares with a rank of its host.
 
     `generation` counts the starts of the run's ranks from 0, `began` is when the supervisor began
     (`time.monotonic`). `heartbeats` is the descriptor of the memory in which the rank's heartbeat lies, at
