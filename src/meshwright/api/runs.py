@@ -62,6 +62,7 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
     from meshwright.checkpoint import Lease
     from meshwright.data.corpus import open_corpus
     from meshwright.infer.sample import held_out_sample
+    from meshwright.launch.env import Supervision
     from meshwright.launch.world import mesh_of, once_per_host
     from meshwright.report.progress import Progress
     from meshwright.report.record import RunRecord
@@ -91,7 +92,9 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
 
         observers = stack.enter_context(ranks.together(start))
         once_per_host(ranks, lambda: open_corpus(spec))
-        run = TrainingRun(spec, mesh, out, observers, check="lazy")
+        supervision = Supervision.given()
+        slots = supervision.snapshots if supervision is not None else ()
+        run = TrainingRun(spec, mesh, out, observers, check="lazy", slots=slots)
         ranks.together(keep_tokenizer)
         result = run.execute(resume)
         result["sample"] = held_out_sample(run.trainer, run.corpus)

@@ -25,12 +25,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshwright.checkpoint.digests import Digest, sha256
 from meshwright.checkpoint.disk import MANIFEST, Disk, parse_step_name
 from meshwright.checkpoint.errors import BadCheckpointError, reading
 from meshwright.checkpoint.manifest import DTYPE_NAMES, Manifest, Part, Piece
 from meshwright.checkpoint.rectangles import check_cover, common
 from meshwright.checkpoint.replicas import Replicas, assign
-from meshwright.checkpoint.save_plan import LocalShard, local_chunks, narrow
+from meshwright.checkpoint.save_plan import LocalShard, Tensors, local_chunks, narrow
 from meshwright.parallel.flat_param import UnpaddedDTensor
 from meshwright.parallel.mesh import TrafficCounter
 from meshwright.spec.errors import UserError, did_you_mean
@@ -94,7 +95,7 @@ def verify_piece(descriptor: int, name: str, piece: Piece, path: Path, disk: Dis
         part = block[: min(READ_BYTES, piece.bytes - start)]
         _read_into(part, descriptor, piece.start + start, path, disk)
         digest.update(part)
-    _check_digest(digest, name, piece, path)
+    _check_digest(digest.hexdigest(), name, piece, path)
 
 
 def match_tensors(manifest: Manifest, tensors: Mapping[str, Tensor | UnpaddedDTensor], where: Path) -> None:
@@ -132,10 +133,10 @@ class _Fetch:
     piece: Piece
     overlaps: list[tuple[StagedTensor, Rectangle]]
 
-    def run(self, descriptor: int, path: Path, disk: Disk) -> None:
+    def run(self, descriptor: int, path: Path, disk: Disk, digest: Digest) -> None:
         content = bytearray(self.piece.bytes)
         _read_into(memoryview(content), descriptor, self.piece.start, path, disk)
-        _check_digest(hashlib.sha256(content), self.name, self.piece, path)
+        _check_digest(digest(content), self.name, self.piece, path)
         for staged, shared in self.overlaps:
             target = staged.data
             source = torch.frombuffer(content, dtype=torch.uint8).view(target.dtype).view(self.piece.sizes)
@@ -147,13 +148,14 @@ class Reading:
     """A load of `tensors` from the checkpoint in `path`: first `read`, and when all ranks have, `commit`.
 
     Host memory: the share that this rank reads, and one piece. `tensors` must match the manifest
-    (`match_tensors`).
+    (`match_tensors`); `digest` is that of its pieces.
     """
 
     def __init__(
-        self, path: Path, manifest: Manifest, tensors: Mapping[str, Tensor | UnpaddedDTensor], disk: Disk
+        self, path: Path, manifest: Manifest, tensors: Tensors, disk: Disk, digest: Digest = sha256
     ) -> None:
         self.path, self.manifest, self.tensors, self.disk = path, manifest, tensors, disk
+        self._digest = digest
         self._readers = _readers(tensors)
         self._staged: dict[str, list[StagedTensor]] = {}
 
@@ -184,7 +186,7 @@ class Reading:
             path = self.path / file
             with opened(path, sizes[file], self.disk) as descriptor:
                 for fetch in sorted(listed, key=lambda fetch: fetch.piece.start):
-                    fetch.run(descriptor, path, self.disk)
+                    fetch.run(descriptor, path, self.disk, self._digest)
 
     def commit(self, wire: TrafficCounter) -> None:
         """Write the staged rectangles into the live tensors, and send them to this rank's replicas."""
@@ -253,8 +255,8 @@ def _read_into(target: memoryview, descriptor: int, start: int, path: Path, disk
         done += count
 
 
-def _check_digest(digest: hashlib._Hash, name: str, piece: Piece, path: Path) -> None:
-    if digest.hexdigest() != piece.sha256:
+def _check_digest(digest: str, name: str, piece: Piece, path: Path) -> None:
+    if digest != piece.sha256:
         raise BadCheckpointError(
             f"{path} is damaged: the {piece.bytes} bytes of tensor '{name}' at byte {piece.start} "
             "do not have the SHA-256 of the manifest"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,12 +20,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshwright.checkpoint.manifest import DTYPE_NAMES
+from meshwright.checkpoint.manifest import DTYPE_NAMES, DTYPES
 from meshwright.checkpoint.replicas import Replicas, assign
+from meshwright.parallel.control import Control
 from meshwright.parallel.flat_param import UnpaddedDTensor
 from meshwright.spec.sharded_tensor import Rectangle, ShardedTensor
 
 PIECE_BYTES = 64 << 20
+Tensors = Mapping[str, Tensor | UnpaddedDTensor]
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def cut_rows(sizes: Sequence[int], item_bytes: int) -> Iterator[tuple[int, int]]
         yield start, min(rows, sizes[0] - start)
 
 
-def describe(tensors: Mapping[str, Tensor | UnpaddedDTensor], rank: int) -> dict[str, Any]:
+def describe(tensors: Tensors, rank: int) -> dict[str, Any]:
     """Return {name: [dtype, shape, first rank of the tensor's mesh]} of the tensors that this rank holds.
 
     A plain tensor counts as held by `rank` alone. Raises ValueError for a dtype that cannot be stored.
@@ -163,12 +165,54 @@ def describe(tensors: Mapping[str, Tensor | UnpaddedDTensor], rank: int) -> dict
     return described
 
 
-def own_share(tensors: Mapping[str, Tensor | UnpaddedDTensor], names: Collection[str]) -> list[LocalShard]:
-    """Return the pieces of the tensors `names` that this rank writes: an equal share among its replicas."""
-    held: list[tuple[LocalShard, int, Replicas]] = []
-    for name in sorted(names):
-        replicas = Replicas.of(tensors[name])
-        if replicas is not None:
-            pieces = [piece for chunk in local_chunks(name, tensors[name]) for piece in _cut(chunk)]
-            held += [(piece, piece.local.nbytes, replicas) for piece in pieces]
-    return [piece for piece, replicas, writer in assign(held) if writer == replicas.index]
+class SavePlan:
+    """Which tensors this rank has a share in writing, agreed on by the ranks of `control`."""
+
+    def __init__(self, control: Control) -> None:
+        self.bytes = 0
+        """Bytes of all tensors of all ranks."""
+        self.forms: dict[str, tuple[str, list[int]]] = {}
+        """On rank 0: (dtype, shape) of every tensor."""
+        self._ranks = control
+        self._own: list[str] = []
+        self._description: dict[str, Any] | None = None
+
+    def agree(self, description: dict[str, Any]) -> None:
+        """Learn which tensors this rank writes, given what `describe` says of those that it holds.
+
+        Every rank calls it before each save; they exchange messages where a description has changed.
+        """
+        if not self._ranks.any(description != self._description):
+            return
+        self._description = None  # an agreement that fails is sought again
+        first = {name: form for name, (*form, first) in description.items() if first == self._ranks.rank}
+        listed = self._ranks.gather(first)
+        self.bytes, owners = self._ranks.on_first(lambda: self._owners(listed))
+        self._own = [name for name, (_, _, first) in description.items() if owners.get(name, first) == first]
+        self._description = description
+
+    def own_share(self, tensors: Tensors) -> list[LocalShard]:
+        """Return the pieces that this rank writes: an equal share among the replicas of each tensor."""
+        held: list[tuple[LocalShard, int, Replicas]] = []
+        for name in sorted(self._own):
+            replicas = Replicas.of(tensors[name])
+            if replicas is not None:
+                pieces = [piece for chunk in local_chunks(name, tensors[name]) for piece in _cut(chunk)]
+                held += [(piece, piece.local.nbytes, replicas) for piece in pieces]
+        return [piece for piece, replicas, writer in assign(held) if writer == replicas.index]
+
+    def _owners(self, listed: list[dict[str, Any]]) -> tuple[int, dict[str, int]]:
+        """On rank 0, from the tensors that the first rank of each mesh holds: bytes of all, and the writer of
+        each tensor of several meshes, the lowest of these ranks."""
+        self.forms = {}
+        owners: dict[str, int] = {}
+        several: dict[str, int] = {}
+        for rank, held in enumerate(listed):
+            for name, (dtype, shape) in held.items():
+                known = self.forms.setdefault(name, (dtype, shape))
+                if known != (dtype, shape):
+                    raise ValueError(f"{name} is {dtype} {shape} on rank {rank} and {known} on another")
+                if owners.setdefault(name, rank) != rank:
+                    several[name] = owners[name]
+        needed = sum(math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in self.forms.values())
+        return needed, several

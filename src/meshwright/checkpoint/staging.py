@@ -8,13 +8,13 @@ state. The blocks are kept from save to save.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from meshwright.checkpoint.digests import Digest, sha256
 from meshwright.checkpoint.save_plan import LocalShard
 from meshwright.spec.sharded_tensor import Rectangle
 
@@ -47,12 +47,7 @@ class HostImage:
                 self._lengths.append(0)
             places.append((len(self._lengths) - 1, self._lengths[-1]))
             self._lengths[-1] += chunk.local.nbytes
-        for number, length in enumerate(self._lengths):
-            if number == len(self._blocks):
-                self._blocks.append(torch.empty(0, dtype=torch.uint8))
-            if self._blocks[number].numel() < length:
-                self._blocks[number] = torch.empty(0, dtype=torch.uint8)  # free the old one first
-                self._blocks[number] = torch.empty(length, dtype=torch.uint8, pin_memory=bool(devices))
+        self._make_room(pinned=bool(devices))
         with torch.no_grad():
             for chunk, (block, start) in zip(chunks, places, strict=True):
                 copy = self._blocks[block][start : start + chunk.local.nbytes]
@@ -61,17 +56,25 @@ class HostImage:
         for device in devices:
             torch.cuda.synchronize(device)
 
+    def _make_room(self, pinned: bool) -> None:
+        """See that there is a block of at least its length for each of `_lengths`."""
+        for number, length in enumerate(self._lengths):
+            if number == len(self._blocks):
+                self._blocks.append(torch.empty(0, dtype=torch.uint8))
+            if self._blocks[number].numel() < length:
+                self._blocks[number] = torch.empty(0, dtype=torch.uint8)  # free the old one first
+                self._blocks[number] = torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
+
     def data(self) -> list[memoryview]:
         """Return the file's bytes, block by block."""
         blocks = zip(self._blocks, self._lengths, strict=False)
         return [block.numpy().data[:length] for block, length in blocks]
 
-    def rows(self) -> list[list[Any]]:
-        """Return [tensor, offsets, sizes, start, bytes, sha256] of each piece, in the order of the file."""
+    def rows(self, digest: Digest = sha256) -> list[list[Any]]:
+        """Return [tensor, offsets, sizes, start, bytes, digest] of each piece, in the order of the file."""
         rows: list[list[Any]] = []
         start = 0
         for name, rectangle, content in self._pieces:
-            digest = hashlib.sha256(content.numpy().data).hexdigest()
-            rows.append([name, *rectangle, start, content.numel(), digest])
+            rows.append([name, *rectangle, start, content.numel(), digest(content.numpy().data)])
             start += content.numel()
         return rows

@@ -19,7 +19,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import math
 import os
 import secrets
 import shutil
@@ -29,8 +28,6 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from meshwright.checkpoint.directory import candidates, history, latest_step, published, superseded
 from meshwright.checkpoint.disk import (
@@ -45,18 +42,16 @@ from meshwright.checkpoint.disk import (
 )
 from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError
 from meshwright.checkpoint.lease import Lease
-from meshwright.checkpoint.manifest import DTYPES, Manifest, Part, PartFile, join, report
+from meshwright.checkpoint.manifest import Manifest, Part, PartFile, join, report
 from meshwright.checkpoint.reader import Reading, match_tensors, parse_manifest, read_manifest_text
-from meshwright.checkpoint.save_plan import describe, own_share
+from meshwright.checkpoint.save_plan import SavePlan, Tensors, describe
 from meshwright.checkpoint.staging import HostImage
 from meshwright.parallel.control import Control
-from meshwright.parallel.flat_param import UnpaddedDTensor
 from meshwright.parallel.mesh import TrafficCounter
 from meshwright.units import gigabytes
 
 PART_RANKS, PARTS = 64, 128
 """Fewest ranks that a part of a manifest lists, and most parts that a manifest has."""
-Tensors = Mapping[str, Tensor | UnpaddedDTensor]
 
 
 class CheckpointStore:
@@ -94,13 +89,7 @@ class CheckpointStore:
         self._ranks = control or Control()
         self._lease = Lease(self.directory, holder, disk=self._disk)
         self._image = HostImage()
-        self._description: dict[str, Any] | None = None
-        self._own: list[str] = []
-        """Tensors that this rank has a share in writing."""
-        self._forms: dict[str, tuple[str, list[int]]] = {}
-        """On rank 0: (dtype, shape) of every tensor."""
-        self._needed = 0
-        """Bytes of all tensors."""
+        self._plan = SavePlan(self._ranks)
         self._claimed = False
         self.published: int | None = None
         """The step that this store published last, once this rank knows that it is."""
@@ -130,8 +119,8 @@ class CheckpointStore:
         self._join()
         text, description = self._ranks.together(lambda: self._prepare(tensors, state))
         self.claim()
-        self._agree(description)
-        self._ranks.together(lambda: self._image.stage(own_share(tensors, self._own)))
+        self._plan.agree(description)
+        self._ranks.together(lambda: self._image.stage(self._plan.own_share(tensors)))
         if not asynchronous:
             self._commit(step, text)
             return
@@ -264,33 +253,6 @@ class CheckpointStore:
         self._deliver()
         return json.dumps(dict(state)), describe(tensors, self._ranks.rank)
 
-    def _agree(self, description: dict[str, Any]) -> None:
-        """Learn which tensors this rank has a share in writing; who writes which piece follows from that."""
-        if not self._ranks.any(description != self._description):
-            return
-        self._description = None  # an agreement that fails is sought again
-        first = {name: form for name, (*form, first) in description.items() if first == self._ranks.rank}
-        listed = self._ranks.gather(first)
-        self._needed, owners = self._ranks.on_first(lambda: self._owners(listed))
-        self._own = [name for name, (_, _, first) in description.items() if owners.get(name, first) == first]
-        self._description = description
-
-    def _owners(self, listed: list[dict[str, Any]]) -> tuple[int, dict[str, int]]:
-        """On rank 0, from the tensors that the first rank of each mesh holds: bytes of all, and the writer of
-        each tensor of several meshes, the lowest of these ranks."""
-        self._forms = {}
-        owners: dict[str, int] = {}
-        several: dict[str, int] = {}
-        for rank, held in enumerate(listed):
-            for name, (dtype, shape) in held.items():
-                known = self._forms.setdefault(name, (dtype, shape))
-                if known != (dtype, shape):
-                    raise ValueError(f"{name} is {dtype} {shape} on rank {rank} and {known} on another")
-                if owners.setdefault(name, rank) != rank:
-                    several[name] = owners[name]
-        needed = sum(math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in self._forms.values())
-        return needed, several
-
     def _commit(self, step: int, state: str) -> None:
         """Write the staged image and publish it."""
         temporary = self.directory / self._ranks.on_first(lambda: self._open(step))
@@ -311,7 +273,7 @@ class CheckpointStore:
         """On rank 0: make the directory under a temporary name, which is returned."""
         temporary = self.directory / f"{TEMPORARY}step-{step:08d}-{secrets.token_hex(6)}"
         with self._explained("begin", step):
-            if shutil.disk_usage(self.directory).free < self._needed:
+            if shutil.disk_usage(self.directory).free < self._plan.bytes:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._disk.make_directory(temporary)
         return temporary.name
@@ -337,7 +299,7 @@ class CheckpointStore:
 
     def _publish(self, temporary: Path, step: int, state: dict[str, Any], parts: list[Any]) -> None:
         """On rank 0: the manifest's root, one rename, LATEST, and the removal of old checkpoints."""
-        tensors, spreads, files = join(self._forms, [part for part in parts if part is not None])
+        tensors, spreads, files = join(self._plan.forms, [part for part in parts if part is not None])
         manifest = Manifest(
             step=step,
             saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -400,6 +362,6 @@ class CheckpointStore:
                 free = gigabytes(shutil.disk_usage(self.directory).free)
                 reason = (
                     f"no space for the checkpoint of step {step} in {self.directory}: it needs "
-                    f"{gigabytes(self._needed)} and {free} are free"
+                    f"{gigabytes(self._plan.bytes)} and {free} are free"
                 )
             raise CheckpointError(f"{reason}; earlier checkpoints are kept") from error

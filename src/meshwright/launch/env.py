@@ -35,13 +35,13 @@ class Supervision:
 
     `generation` counts the starts of the run's ranks from 0, `began` is when the supervisor began
     (`time.monotonic`). `heartbeats` is the descriptor of the memory in which the rank's heartbeat lies, at
-    its local rank, and `snapshots` are those of the memory for snapshots of each rank of the host.
+    its local rank, and `snapshots` are those of two slots for snapshots of each rank of the host.
     """
 
     generation: int
     began: float
     heartbeats: int
-    snapshots: Sequence[int] = ()
+    snapshots: Sequence[Sequence[int]] = ()
 
     @classmethod
     def given(cls) -> Supervision | None:

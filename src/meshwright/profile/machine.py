@@ -106,6 +106,12 @@ def host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def free_memory() -> int:
+    """Bytes of this host's memory that processes may still take, caches of files included."""
+    lines = dict(line.split(":", 1) for line in _text("/proc/meminfo").splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else host_memory()
+
+
 def _cache() -> int:
     """Bytes of the last level of cache; 0 where the system does not tell."""
     files = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")

@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 from contextlib import ExitStack
+from itertools import chain
 
 from meshwright.parallel.heartbeat import BYTES
 
@@ -17,8 +18,7 @@ from meshwright.parallel.heartbeat import BYTES
 class SharedMemory(ExitStack):
     """Descriptors of the heartbeats of `ranks` local ranks, and of memory for a snapshot of each.
 
-    `heartbeats` holds `BYTES` for each rank; what is in `snapshots`, one descriptor for each rank, is up to
-    the ranks.
+    `heartbeats` holds `BYTES` for each rank; `snapshots` are two slots for each rank, which fills them.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -27,12 +27,15 @@ class SharedMemory(ExitStack):
         os.ftruncate(self.heartbeats, ranks * BYTES)
         mapped = self.enter_context(mmap.mmap(self.heartbeats, ranks * BYTES))
         self.beats = self.enter_context(memoryview(mapped))
-        self.snapshots = [self._made(f"snapshots of rank {rank}") for rank in range(ranks)]
+        self.snapshots = [
+            (self._made(f"snapshot of rank {rank}"), self._made(f"snapshot of rank {rank}"))
+            for rank in range(ranks)
+        ]
 
     @property
     def descriptors(self) -> list[int]:
         """All descriptors, for processes that inherit them."""
-        return [self.heartbeats, *self.snapshots]
+        return [self.heartbeats, *chain.from_iterable(self.snapshots)]
 
     def _made(self, purpose: str) -> int:
         if sys.platform == "linux":

@@ -64,8 +64,9 @@ class SampleRecord:
     only if they consumed equal samples in an equal order.
     """
 
-    def __init__(self, mesh: Mesh, digest: str = "") -> None:
-        self.mesh, self._chain = mesh, digest
+    def __init__(self, mesh: Mesh, digest: str = "", steps: int = 0) -> None:
+        self.mesh, self.chain, self.steps = mesh, digest, steps
+        """`chain` is the digest of the first `steps` steps; those after are noted only."""
         self._noted: list[Tensor] = []
 
     def note(self, batch: Batch) -> None:
@@ -77,7 +78,7 @@ class SampleRecord:
     def digest(self) -> str:
         """The chain up to the last noted step; every rank calls this and gets the same."""
         if not self._noted:
-            return self._chain
+            return self.chain
         mesh = self.mesh
         # The stages of a pipeline read the same samples, and so do a sequence's ranks.
         first = mesh.pipeline.rank == mesh.context.rank == mesh.tensor.rank == 0
@@ -87,6 +88,7 @@ class SampleRecord:
             expected = mix64_(stream(torch.arange(count), 1)).sum()
             if slots != int(expected):
                 raise RuntimeError(f"the ranks' {count} samples are not each slot of the batch once")
-            self._chain = hashlib.sha256(f"{self._chain} {samples}".encode()).hexdigest()
+            self.chain = hashlib.sha256(f"{self.chain} {samples}".encode()).hexdigest()
+        self.steps += len(self._noted)
         self._noted.clear()
-        return self._chain
+        return self.chain

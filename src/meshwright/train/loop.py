@@ -10,12 +10,13 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from meshwright.checkpoint.snapshots import Snapshots
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.corpus import Corpus, open_corpus, xz_bits_per_byte
 from meshwright.data.loader import Batch, Loader
@@ -24,6 +25,7 @@ from meshwright.parallel.collectives import start_all_reduce
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import DTYPES
 from meshwright.parallel.router_balance import LayerBalance
+from meshwright.profile.machine import free_memory
 from meshwright.spec import MoeSpec, RunSpec, UserError
 from meshwright.spec.errors import REQUEUE, Stopped
 from meshwright.train import state
@@ -36,16 +38,25 @@ from meshwright.train.step import Step, Trainer
 Row = dict[str, Any]
 MOST_LOADS = 4096
 """Loads of single experts that one row of metrics holds at most."""
+MOST_NOTES = 100
+"""Steps whose samples may be noted only; a restart from memory reads them again."""
 
 
 class TrainingRun:
     """One run of one spec on one rank; `execute` does all of it and returns the result.
 
     `check` is what opening the corpus checks: "lazy" where another process of this host has just opened it.
+    `slots` are the supervisor's memory for snapshots, two descriptors for each rank.
     """
 
     def __init__(
-        self, spec: RunSpec, mesh: Mesh, out: Path, observers: Observers, check: Check = "files"
+        self,
+        spec: RunSpec,
+        mesh: Mesh,
+        out: Path,
+        observers: Observers,
+        check: Check = "files",
+        slots: Sequence[Sequence[int]] = (),
     ) -> None:
         self.spec, self.mesh, self.out, self.observers = spec, mesh, out, observers
         self.control, self.heartbeat = mesh.control, mesh.heartbeat
@@ -61,6 +72,10 @@ class TrainingRun:
             spec.checkpoint.folder(out), spec.checkpoint.keep, mesh.background, wire=mesh.wire
         )
         self.store.claim()
+        every = spec.recovery.snapshot_every
+        self.snapshots = (
+            Snapshots(slots, self.control, None if every == "auto" else every, free_memory) if slots else None
+        )
         self.done = 0
         self.saved: int | None = None
         self.writing: int | None = None
@@ -134,39 +149,57 @@ class TrainingRun:
         self.peak_flops = max(self.peak_flops, measured)
 
     def _tell_warnings(self) -> None:
-        for warning in self.store.warnings[self.warned :]:
+        warnings_of_all = self.store.warnings + (self.snapshots.warnings if self.snapshots else [])
+        for warning in warnings_of_all[self.warned :]:
             self.observers.on_event("warning", {"message": warning})
             if self.mesh.rank == 0:
                 warnings.warn(warning, stacklevel=2)
-        self.warned = len(self.store.warnings)
+        self.warned = len(warnings_of_all)
 
     def _resume(self, resume: str) -> None:
         if resume != "auto" and not resume.isdecimal():
             raise UserError(f"--resume: {resume!r} is neither 'auto' nor a step")
-        step = None if resume == "auto" else int(resume)
-        if resume == "auto" and self.store.latest() is None:
+        step, latest = None if resume == "auto" else int(resume), self.store.latest()
+        kept_step = self.snapshots.newest() if self.snapshots is not None and resume == "auto" else None
+        if kept_step is not None and kept_step >= (latest or 0):
+            self._resume_from_memory()
+            return
+        if resume == "auto" and latest is None:
             self.store.warnings.append(
                 f"{self.store.directory} holds no checkpoint: the run starts from its initial weights"
             )
             self.trainer.initialise()
             return
 
-        def check(kept: Row) -> None:
-            where = f"the checkpoint of step {kept['step']} in {self.store.directory}"
-            state.check_same_run(self.spec, kept, self.corpus.digest, where)
-
-        kept = self.store.load(step, state.tensors(self.trainer), check)
-        state.restore(self.trainer, kept)
-        if step is not None and self.store.latest() != step:
+        kept = self.store.load(step, state.tensors(self.trainer), self._check_same_run)
+        self._restore(kept)
+        if step is not None and latest != step:
             self.store.go_back(step)
-        self.done = self.saved = int(kept["step"])
-        self.loss = kept["loss"] if kept["loss"] is not None else math.nan
-        self.samples = SampleRecord(self.mesh, kept["samples_sha256"])
+        self.saved = self.done
+        self.samples = SampleRecord(self.mesh, kept["samples_sha256"], self.done)
         if self.done > self.spec.train.last_step:
             raise UserError(
                 f"train.steps: the checkpoint is at step {self.done}, after the last step "
                 f"{self.spec.train.last_step}; give more steps"
             )
+
+    def _resume_from_memory(self) -> None:
+        """Go on from the newest snapshot; samples that its digest lacks are noted again."""
+        assert self.snapshots is not None
+        kept = self.snapshots.load(state.tensors(self.trainer), self._check_same_run)
+        self._restore(kept)
+        self.samples = SampleRecord(self.mesh, kept["samples_sha256"], kept["samples_steps"])
+        for step in range(self.samples.steps, self.done):
+            self.samples.note(self.loader.step(step))
+
+    def _check_same_run(self, kept: Row) -> None:
+        where = f"the checkpoint of step {kept['step']} in {self.store.directory}"
+        state.check_same_run(self.spec, kept, self.corpus.digest, where)
+
+    def _restore(self, kept: Row) -> None:
+        state.restore(self.trainer, kept)
+        self.done = int(kept["step"])
+        self.loss = kept["loss"] if kept["loss"] is not None else math.nan
 
     # Steps ------------------------------------------------------------------------------------------
 
@@ -199,6 +232,7 @@ class TrainingRun:
             self.batch = following
         if train.eval_every and self.done % train.eval_every == 0 and self.done < train.last_step:
             self._validate()
+        self._keep_snapshot()
         every = self.spec.checkpoint.every
         if every and self.done % every == 0:
             self._save(self.spec.checkpoint.asynchronous)
@@ -266,6 +300,20 @@ class TrainingRun:
             "val_bits_per_byte": nll / math.log(2) / size if size else None,
         }
         self.observers.on_eval(self.validation)
+
+    def _keep_snapshot(self) -> None:
+        """Keep the state in memory, where that is due."""
+        if self.snapshots is None or not self.snapshots.due(self.done):
+            return
+        if self.done - self.samples.steps >= MOST_NOTES:
+            self.samples.digest()
+
+        def kept() -> Row:
+            row = state.metadata(self.trainer, self.done, self.loss, self.samples.chain, self.corpus.digest)
+            return row | {"samples_steps": self.samples.steps}
+
+        self.snapshots.save(self.done, state.tensors(self.trainer), kept)
+        self._tell_warnings()
 
     def _save(self, asynchronous: bool) -> None:
         self.heartbeat.phase("save", self.done)

@@ -1,0 +1,172 @@
+"""Snapshots in memory: any layout in, any layout out; a torn or damaged one is never used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_reshard import LAYOUTS, blank, check_equal, full_tensors, placed
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from meshwright.checkpoint import BadCheckpointError, snapshots
+from meshwright.checkpoint.snapshots import Snapshots
+from meshwright.parallel.control import Control
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec import Layout
+from meshwright.spec.errors import UserError
+from ranks import RANKS, Ranks
+
+PLENTY = 1 << 40
+
+
+def accept(state: dict[str, Any]) -> None:
+    """Accepts every state."""
+
+
+@pytest.fixture
+def slots() -> Iterator[list[int]]:
+    made = [os.memfd_create("slot") for _ in range(2)]
+    yield made
+    for descriptor in made:
+        os.close(descriptor)
+
+
+def of_one_rank(slots: list[int], every: int | None = 1, free: int = PLENTY) -> Snapshots:
+    return Snapshots([slots], Control(), every, lambda: free)
+
+
+def tensors_of(step: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    return {
+        "model/a": torch.randn(33, 7, generator=draw),
+        "optim/b": torch.randn(5, generator=draw).to(torch.bfloat16),
+        "optim/c": torch.tensor(float(step)),
+    }
+
+
+def test_the_newest_comes_back_in_a_new_process_and_is_not_overwritten_next(slots: list[int]) -> None:
+    kept = of_one_rank(slots)
+    assert kept.newest() is None
+    for step in range(3):
+        kept.save(step, tensors_of(step), lambda step=step: {"step": step})
+    again = of_one_rank(slots)
+    assert again.newest() == 2
+    loaded = blank(tensors_of(0))
+    assert again.load(loaded, accept) == {"step": 2}
+    check_equal(loaded, tensors_of(2))
+    again.save(3, tensors_of(3), lambda: {"step": 3})
+    assert {snapshots._read_head(slot).step for slot in slots} == {2, 3}
+    again.clear()
+    assert of_one_rank(slots).newest() is None
+
+
+def test_a_rank_that_dies_in_a_copy_leaves_the_snapshot_before(
+    slots: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = of_one_rank(slots)
+    for step in (1, 2):
+        kept.save(step, tensors_of(step), lambda step=step: {"step": step})
+
+    def dies(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(snapshots, "sum64", dies)
+    with pytest.raises(KeyboardInterrupt):
+        kept.save(3, tensors_of(3), lambda: {"step": 3})
+    monkeypatch.undo()
+    again, loaded = of_one_rank(slots), blank(tensors_of(0))
+    assert again.newest() == 2
+    assert again.load(loaded, accept) == {"step": 2}
+    check_equal(loaded, tensors_of(2))
+
+
+@pytest.mark.parametrize("byte", [0, 100, 933, 937, 940, 990])
+def test_a_flipped_bit_is_refused_and_changes_nothing(slots: list[int], byte: int) -> None:
+    of_one_rank(slots).save(1, tensors_of(1), lambda: {"step": 1})
+    place = snapshots._HEAD_BYTES + byte
+    (content,) = os.pread(slots[0], 1, place)
+    os.pwrite(slots[0], bytes([content ^ 8]), place)
+    again, loaded = of_one_rank(slots), blank(tensors_of(0))
+    with pytest.raises(BadCheckpointError, match="is damaged: "):
+        again.load(loaded, accept)
+    check_equal(loaded, blank(tensors_of(0)))
+
+
+def test_a_state_that_the_run_refuses_changes_nothing(slots: list[int]) -> None:
+    of_one_rank(slots).save(1, tensors_of(1), lambda: {"step": 1})
+
+    def refuse(state: dict[str, Any]) -> None:
+        raise UserError(f"step {state['step']} is of another run")
+
+    loaded = blank(tensors_of(0))
+    with pytest.raises(UserError, match="step 1 is of another run"):
+        of_one_rank(slots).load(loaded, refuse)
+    check_equal(loaded, blank(tensors_of(0)))
+
+
+def test_without_room_none_is_kept_and_it_is_said_once(slots: list[int]) -> None:
+    kept = of_one_rank(slots, free=1000)
+    for step in (1, 2):
+        if kept.due(step):
+            kept.save(step, tensors_of(step), dict)
+    assert kept.newest() is None
+    (warning,) = kept.warnings
+    assert "no snapshots are kept in memory" in warning
+
+
+def test_an_interval_is_kept(slots: list[int]) -> None:
+    assert [step for step in range(1, 10) if of_one_rank(slots, 3).due(step)] == [3, 6, 9]
+    assert not of_one_rank(slots, 0).due(1)
+
+
+def test_the_interval_follows_from_the_cost_of_a_copy_and_a_step(
+    slots: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy takes 1 s and a step 7 s: at 2% of the time, one copy in 8 steps."""
+    clock = (number // 2 * 8.0 + number % 2 for number in count())
+    monkeypatch.setattr(snapshots.time, "perf_counter", lambda: next(clock))
+    kept = of_one_rank(slots, every=None)
+    saved = []
+    for step in range(1, 30):
+        if kept.due(step):
+            saved.append(step)
+            kept.save(step, tensors_of(step), dict)
+    assert saved == [1, 2, 3, 4, 5, 6, 8, 16, 24]
+
+
+def layouts_in_and_out(mesh: Mesh, directory: Path) -> None:
+    full, rank = full_tensors(), mesh.rank
+    meshes = {shape: init_device_mesh("cpu", shape) for shape, _ in LAYOUTS.values()}
+    names = [[directory / f"slot-{rank}-{number}" for number in range(2)] for rank in range(RANKS)]
+    for name in names[rank]:
+        name.touch()
+    mesh.control.barrier()
+    slots = [[os.open(name, os.O_RDWR) for name in pair] for pair in names]
+    for step, (shape, placements) in enumerate(LAYOUTS.values(), start=1):
+        kept = Snapshots(slots, mesh.control, 1, lambda: PLENTY)
+        kept.save(step, placed(full, meshes[shape], placements), lambda step=step: {"step": step})
+        mesh.control.barrier()
+        for shape_after, placements_after in LAYOUTS.values():
+            expected = placed(full, meshes[shape_after], placements_after)
+            target = blank(expected)
+            again = Snapshots(slots, mesh.control, 1, lambda: PLENTY)
+            assert again.newest() == step
+            assert again.load(target, accept) == {"step": step}
+            check_equal(target, expected)
+        mesh.control.barrier()
+    if rank == RANKS - 1:  # a rank that is a step ahead of the others, or died in a copy
+        Snapshots(slots, mesh.control, 1, lambda: PLENTY).clear()
+    mesh.control.barrier()
+    assert Snapshots(slots, mesh.control, 1, lambda: PLENTY).newest() is None
+    for descriptor in (descriptor for pair in slots for descriptor in pair):
+        os.close(descriptor)
+
+
+def test_any_layout_loads_what_any_other_kept(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(Layout(dp=RANKS), layouts_in_and_out, tmp_path)
