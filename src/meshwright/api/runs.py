@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import datetime
@@ -97,6 +98,9 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
         run = TrainingRun(spec, mesh, out, observers, check="lazy", slots=slots)
         ranks.together(keep_tokenizer)
         result = run.execute(resume)
+        result["restarts"] = supervision.generation if supervision is not None else 0
+        if supervision is not None and supervision.generation:  # the time of all starts, not of the last one
+            result["seconds"] = time.monotonic() - supervision.began
         result["sample"] = held_out_sample(run.trainer, run.corpus)
         ranks.together(lambda: observers.on_end(result))
         if first:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from meshwright.checkpoint.errors import BadCheckpointError
 from meshwright.checkpoint.snapshots import Snapshots
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.corpus import Corpus, open_corpus, xz_bits_per_byte
@@ -77,6 +78,7 @@ class TrainingRun:
             Snapshots(slots, self.control, None if every == "auto" else every, free_memory) if slots else None
         )
         self.done = 0
+        self.from_memory = False
         self.saved: int | None = None
         self.writing: int | None = None
         self.skipped = self.skipped_in_a_row = 0
@@ -125,7 +127,8 @@ class TrainingRun:
             self.trainer.initialise()
         else:
             self._resume(resume)
-        self._measure_peak()
+        if not self.peak_flops:  # a snapshot has it, and a restart has no time to lose
+            self._measure_peak()
         self.observers.on_start(
             {
                 "spec": self.spec.to_json(),
@@ -141,6 +144,8 @@ class TrainingRun:
             }
         )
         self._tell_warnings()
+        if self.from_memory:  # the ranks may have died in what was due after that step
+            self._validate_and_save()
 
     def _measure_peak(self) -> None:
         """Measure what a matrix product reaches; of several measurements the best counts."""
@@ -160,9 +165,7 @@ class TrainingRun:
         if resume != "auto" and not resume.isdecimal():
             raise UserError(f"--resume: {resume!r} is neither 'auto' nor a step")
         step, latest = None if resume == "auto" else int(resume), self.store.latest()
-        kept_step = self.snapshots.newest() if self.snapshots is not None and resume == "auto" else None
-        if kept_step is not None and kept_step >= (latest or 0):
-            self._resume_from_memory()
+        if self.snapshots is not None and self._resume_from_memory(resume, latest):
             return
         if resume == "auto" and latest is None:
             self.store.warnings.append(
@@ -183,14 +186,30 @@ class TrainingRun:
                 f"{self.spec.train.last_step}; give more steps"
             )
 
-    def _resume_from_memory(self) -> None:
-        """Go on from the newest snapshot; samples that its digest lacks are noted again."""
+    def _resume_from_memory(self, resume: str, latest: int | None) -> bool:
+        """Go on from the newest snapshot, unless the checkpoint of step `latest` is newer or asked for.
+
+        Samples that its digest lacks are noted again. A damaged snapshot is told of, and not used.
+        """
         assert self.snapshots is not None
-        kept = self.snapshots.load(state.tensors(self.trainer), self._check_same_run)
+        step = self.snapshots.newest()
+        if step is None or resume != "auto" or step < (latest or 0):
+            self.snapshots.clear()
+            return False
+        try:
+            kept = self.snapshots.load(state.tensors(self.trainer), self._check_same_run)
+        except BadCheckpointError as error:
+            self.snapshots.warnings.append(f"{error}; the last checkpoint is used instead")
+            self.snapshots.clear()
+            return False
         self._restore(kept)
+        self.from_memory, self.peak_flops = True, kept["matmul_flops_per_second"]
+        if latest == step:
+            self.saved = step
         self.samples = SampleRecord(self.mesh, kept["samples_sha256"], kept["samples_steps"])
         for step in range(self.samples.steps, self.done):
             self.samples.note(self.loader.step(step))
+        return True
 
     def _check_same_run(self, kept: Row) -> None:
         where = f"the checkpoint of step {kept['step']} in {self.store.directory}"
@@ -230,13 +249,17 @@ class TrainingRun:
         self._report(result, time.perf_counter() - begun)
         if following is not None:
             self.batch = following
+        self._keep_snapshot()
+        self._validate_and_save()
+        return result.stops > 0
+
+    def _validate_and_save(self) -> None:
+        """Do what is due after the last step done."""
+        train, every = self.spec.train, self.spec.checkpoint.every
         if train.eval_every and self.done % train.eval_every == 0 and self.done < train.last_step:
             self._validate()
-        self._keep_snapshot()
-        every = self.spec.checkpoint.every
-        if every and self.done % every == 0:
+        if every and self.done % every == 0 and self.saved != self.done:
             self._save(self.spec.checkpoint.asynchronous)
-        return result.stops > 0
 
     def _watch(self, result: Step) -> None:
         """Count steps whose gradients were not finite, and stop after too many in a row."""
@@ -310,7 +333,7 @@ class TrainingRun:
 
         def kept() -> Row:
             row = state.metadata(self.trainer, self.done, self.loss, self.samples.chain, self.corpus.digest)
-            return row | {"samples_steps": self.samples.steps}
+            return row | {"samples_steps": self.samples.steps, "matmul_flops_per_second": self.peak_flops}
 
         self.snapshots.save(self.done, state.tensors(self.trainer), kept)
         self._tell_warnings()
