@@ -13,6 +13,7 @@ import torch
 from test_reshard import LAYOUTS, blank, check_equal, full_tensors, placed
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 from meshwright.checkpoint import BadCheckpointError, snapshots
 from meshwright.checkpoint.snapshots import Snapshots
@@ -58,7 +59,7 @@ def test_the_newest_comes_back_in_a_new_process_and_is_not_overwritten_next(slot
     again = of_one_rank(slots)
     assert again.newest() == 2
     loaded = blank(tensors_of(0))
-    assert again.load(loaded, accept) == {"step": 2}
+    assert again.load(2, loaded, accept) == {"step": 2}
     check_equal(loaded, tensors_of(2))
     again.save(3, tensors_of(3), lambda: {"step": 3})
     assert {snapshots._read_head(slot).step for slot in slots} == {2, 3}
@@ -82,7 +83,7 @@ def test_a_rank_that_dies_in_a_copy_leaves_the_snapshot_before(
     monkeypatch.undo()
     again, loaded = of_one_rank(slots), blank(tensors_of(0))
     assert again.newest() == 2
-    assert again.load(loaded, accept) == {"step": 2}
+    assert again.load(2, loaded, accept) == {"step": 2}
     check_equal(loaded, tensors_of(2))
 
 
@@ -94,7 +95,7 @@ def test_a_flipped_bit_is_refused_and_changes_nothing(slots: list[int], byte: in
     os.pwrite(slots[0], bytes([content ^ 8]), place)
     again, loaded = of_one_rank(slots), blank(tensors_of(0))
     with pytest.raises(BadCheckpointError, match="is damaged: "):
-        again.load(loaded, accept)
+        again.load(1, loaded, accept)
     check_equal(loaded, blank(tensors_of(0)))
 
 
@@ -106,7 +107,7 @@ def test_a_state_that_the_run_refuses_changes_nothing(slots: list[int]) -> None:
 
     loaded = blank(tensors_of(0))
     with pytest.raises(UserError, match="step 1 is of another run"):
-        of_one_rank(slots).load(loaded, refuse)
+        of_one_rank(slots).load(1, loaded, refuse)
     check_equal(loaded, blank(tensors_of(0)))
 
 
@@ -157,7 +158,7 @@ def layouts_in_and_out(mesh: Mesh, directory: Path) -> None:
             target = blank(expected)
             again = Snapshots(slots, mesh.control, 1, lambda: PLENTY)
             assert again.newest() == step
-            assert again.load(target, accept) == {"step": step}
+            assert again.load(step, target, accept) == {"step": step}
             check_equal(target, expected)
         mesh.control.barrier()
     if rank == RANKS - 1:  # a rank that is a step ahead of the others, or died in a copy
@@ -166,6 +167,43 @@ def layouts_in_and_out(mesh: Mesh, directory: Path) -> None:
     assert Snapshots(slots, mesh.control, 1, lambda: PLENTY).newest() is None
     for descriptor in (descriptor for pair in slots for descriptor in pair):
         os.close(descriptor)
+
+
+def what_a_lost_host_leaves(mesh: Mesh, directory: Path) -> None:
+    """Hosts of two ranks: replicas on the first hold all that the second held, shards do not."""
+    full, rank, target_mesh = full_tensors(), mesh.rank, init_device_mesh("cpu", (2,))
+    own = [
+        directory / f"slot-{rank - rank % 2 + local}-{number}" for local in range(2) for number in range(2)
+    ]
+    first = [directory / f"slot-{local}-{number}" for local in range(2) for number in range(2)]
+    for name in own:
+        name.touch()
+    mesh.control.barrier()
+    for step, (layout, survives) in enumerate({"hybrid": True, "rows": False}.items(), start=1):
+        shape, placements = LAYOUTS[layout]
+        opened = [os.open(name, os.O_RDWR) for name in own]
+        kept = Snapshots([opened[:2], opened[2:]], mesh.control, 1, lambda: PLENTY)
+        tensors = placed(full, init_device_mesh("cpu", shape), placements)
+        kept.save(step, tensors, lambda step=step: {"step": step})
+        mesh.control.barrier()
+        left = [os.open(name, os.O_RDWR) for name in first]
+        again = Snapshots([left[:2], left[2:]], mesh.control, 1, lambda: PLENTY)
+        expected = placed(full, target_mesh, (Shard(0),))
+        target = blank(expected)
+        if survives:
+            again.load(step, target, accept)
+            check_equal(target, expected)
+        else:
+            with pytest.raises(BadCheckpointError, match="tensor"):
+                again.load(step, target, accept)
+            check_equal(target, blank(expected))
+        for descriptor in (*opened, *left):
+            os.close(descriptor)
+        mesh.control.barrier()
+
+
+def test_a_host_that_is_lost_takes_only_what_no_other_held(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(Layout(dp=RANKS), what_a_lost_host_leaves, tmp_path)
 
 
 def test_any_layout_loads_what_any_other_kept(ranks: Ranks, tmp_path: Path) -> None:

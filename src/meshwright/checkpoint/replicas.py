@@ -38,23 +38,24 @@ class Replicas:
     """The ranks that hold the local part of a tensor that this rank holds.
 
     `mesh` is the tensor's; None for a plain tensor, which each rank has for itself. `dims` are the mesh's
-    replicated dims of more than one rank.
+    replicated dims of more than one rank. Only ranks in `among` count, by default all.
     """
 
     mesh: DeviceMesh | None
     dims: tuple[int, ...]
+    among: range | None = None
 
     @classmethod
-    def of(cls, tensor: Tensor | UnpaddedDTensor) -> Replicas | None:
+    def of(cls, tensor: Tensor | UnpaddedDTensor, among: range | None = None) -> Replicas | None:
         """Return the replicas of a tensor's local part; None on a rank outside the tensor's mesh."""
         tensor = tensor.padded if isinstance(tensor, UnpaddedDTensor) else tensor
         if not isinstance(tensor, DTensor):
-            return cls(None, ())
+            return cls(None, (), among)
         mesh = tensor.device_mesh
         if mesh.get_coordinate() is None:
             return None
         dims = [dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
-        return cls(mesh, tuple(dim for dim in dims if mesh.size(dim) > 1))
+        return cls(mesh, tuple(dim for dim in dims if mesh.size(dim) > 1), among)
 
     @property
     def sizes(self) -> list[int]:
@@ -64,16 +65,32 @@ class Replicas:
     @property
     def count(self) -> int:
         """Number of ranks that hold the part, this one included."""
-        return math.prod(self.sizes)
+        return math.prod(self.sizes) if self.among is None else len(self._near())
 
     @property
     def index(self) -> int:
         """Number of this rank among them, in [0, count)."""
-        return int(np.ravel_multi_index(self._places(), self.sizes)) if self.dims else 0
+        place = int(np.ravel_multi_index(self._places(), self.sizes)) if self.dims else 0
+        return place if self.among is None else self._near().index(place)
 
     def first(self, rank: int) -> int:
         """Return the first rank of the tensor's mesh; `rank` for a plain tensor."""
-        return rank if self.mesh is None else int(self.mesh.mesh.view(-1)[0])
+        if self.mesh is None:
+            return rank
+        ranks = self.mesh.mesh.flatten().tolist()
+        return int(ranks[0] if self.among is None else min(set(ranks) & set(self.among)))
+
+    def _near(self) -> list[int]:
+        """Return the places of the ranks in `among`, counted over all ranks that hold the part."""
+        if self.mesh is None:
+            return [0]
+        assert self.among is not None
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None
+        holders = self.mesh.mesh[
+            tuple(slice(None) if dim in self.dims else c for dim, c in enumerate(coordinate))
+        ]
+        return [place for place, rank in enumerate(holders.flatten().tolist()) if rank in self.among]
 
     def broadcast(self, local: Tensor, source: int, wire: TrafficCounter) -> None:
         """Give `local` of replica `source` to all of them, in place; each of them calls this.

@@ -150,30 +150,39 @@ def cut_rows(sizes: Sequence[int], item_bytes: int) -> Iterator[tuple[int, int]]
         yield start, min(rows, sizes[0] - start)
 
 
-def describe(tensors: Tensors, rank: int) -> dict[str, Any]:
+def describe(tensors: Tensors, rank: int, among: range | None = None) -> dict[str, Any]:
     """Return {name: [dtype, shape, first rank of the tensor's mesh]} of the tensors that this rank holds.
 
-    A plain tensor counts as held by `rank` alone. Raises ValueError for a dtype that cannot be stored.
+    `among` are the ranks that count, by default all. A plain tensor counts as held by `rank` alone. Raises
+    ValueError for a dtype that cannot be stored.
     """
     described: dict[str, Any] = {}
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPE_NAMES:
             raise ValueError(f"{name} has dtype {tensor.dtype}, which a checkpoint cannot hold")
-        replicas = Replicas.of(tensor)
+        replicas = Replicas.of(tensor, among)
         if replicas is not None:
             described[name] = [DTYPE_NAMES[tensor.dtype], list(tensor.shape), replicas.first(rank)]
     return described
 
 
 class SavePlan:
-    """Which tensors this rank has a share in writing, agreed on by the ranks of `control`."""
+    """Which tensors this rank has a share in writing, agreed on by the ranks of `control`.
 
-    def __init__(self, control: Control) -> None:
+    The ranks write all tensors once; or, with `host_ranks`, every run of so many ranks writes once all parts
+    that they hold.
+    """
+
+    def __init__(self, control: Control, host_ranks: int | None = None) -> None:
         self.bytes = 0
         """Bytes of all tensors of all ranks."""
         self.forms: dict[str, tuple[str, list[int]]] = {}
         """On rank 0: (dtype, shape) of every tensor."""
         self._ranks = control
+        self._host_ranks = host_ranks or control.size
+        first = control.rank - control.rank % self._host_ranks
+        self.among = range(first, first + host_ranks) if host_ranks else None
+        """The ranks that share the writing with this one; None if all do."""
         self._own: list[str] = []
         self._description: dict[str, Any] | None = None
 
@@ -187,7 +196,8 @@ class SavePlan:
         self._description = None  # an agreement that fails is sought again
         first = {name: form for name, (*form, first) in description.items() if first == self._ranks.rank}
         listed = self._ranks.gather(first)
-        self.bytes, owners = self._ranks.on_first(lambda: self._owners(listed))
+        self.bytes, owners_by_host = self._ranks.on_first(lambda: self._owners(listed))
+        owners = owners_by_host[self._ranks.rank // self._host_ranks]
         self._own = [name for name, (_, _, first) in description.items() if owners.get(name, first) == first]
         self._description = description
 
@@ -195,24 +205,25 @@ class SavePlan:
         """Return the pieces that this rank writes: an equal share among the replicas of each tensor."""
         held: list[tuple[LocalShard, int, Replicas]] = []
         for name in sorted(self._own):
-            replicas = Replicas.of(tensors[name])
+            replicas = Replicas.of(tensors[name], self.among)
             if replicas is not None:
                 pieces = [piece for chunk in local_chunks(name, tensors[name]) for piece in _cut(chunk)]
                 held += [(piece, piece.local.nbytes, replicas) for piece in pieces]
         return [piece for piece, replicas, writer in assign(held) if writer == replicas.index]
 
-    def _owners(self, listed: list[dict[str, Any]]) -> tuple[int, dict[str, int]]:
-        """On rank 0, from the tensors that the first rank of each mesh holds: bytes of all, and the writer of
-        each tensor of several meshes, the lowest of these ranks."""
+    def _owners(self, listed: list[dict[str, Any]]) -> tuple[int, list[dict[str, int]]]:
+        """On rank 0, from the tensors that the first rank of each mesh holds: bytes of all, and for each host
+        the writer of each tensor of several meshes, the lowest of these ranks."""
         self.forms = {}
-        owners: dict[str, int] = {}
-        several: dict[str, int] = {}
+        owners: list[dict[str, int]] = [{} for _ in range(0, len(listed), self._host_ranks)]
+        several: list[dict[str, int]] = [{} for _ in owners]
         for rank, held in enumerate(listed):
+            host = rank // self._host_ranks
             for name, (dtype, shape) in held.items():
                 known = self.forms.setdefault(name, (dtype, shape))
                 if known != (dtype, shape):
                     raise ValueError(f"{name} is {dtype} {shape} on rank {rank} and {known} on another")
-                if owners.setdefault(name, rank) != rank:
-                    several[name] = owners[name]
+                if owners[host].setdefault(name, rank) != rank:
+                    several[host][name] = owners[host][name]
         needed = sum(math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in self.forms.values())
         return needed, several

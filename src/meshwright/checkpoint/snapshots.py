@@ -8,6 +8,9 @@ in a copy leaves the one before (in-memory checkpoints: Wang et al. 2023, SOSP, 
     slot   [step + 1, or 0 while it is written; bytes of image and text; the text's sum] [image] [text]
     image  pieces one after another, as in a checkpoint's piece file
     text   {"state", "forms", "rows"}: what the root and a part of a manifest say, with sums for SHA-256
+
+The ranks of a host keep together all that any of them holds, so a host needs no other to go on from it, and
+parts that ranks on several hosts hold alike survive the loss of a host.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ _WHERE = Path("memory")
 
 
 class Snapshots:
-    """Snapshots of a run whose ranks are all on this host; `slots` has two descriptors for each rank.
+    """Snapshots of a run; `slots` has two descriptors for each rank of this host, equally many on all hosts.
 
     `every` is the interval in steps; None finds one that costs `SHARE` of the time. Where two snapshots would
     take more than half of what `free_memory` returns (bytes), none is made, and `warnings` says so. `save`
@@ -61,12 +64,13 @@ class Snapshots:
         free_memory: Callable[[], int],
     ) -> None:
         self._slots, self._ranks, self._every, self._free_memory = slots, control, every, free_memory
-        self._plan = SavePlan(control)
-        self._images = [_SlotImage(descriptor) for descriptor in slots[control.rank]]
+        self._local = control.rank % len(slots)
+        self._plan = SavePlan(control, len(slots))
+        self._description: dict[str, Any] | None = None
+        self._images = [_SlotImage(descriptor) for descriptor in slots[self._local]]
         self._costs: list[float] = []
         self._begun = 0.0
         self._turn = 0
-        self._planned = False
         self.warnings: list[str] = []
 
     # -- writing ---------------------------------------------------------------
@@ -76,11 +80,11 @@ class Snapshots:
         return self._every is None or (self._every > 0 and step % self._every == 0)
 
     def save(self, step: int, tensors: Tensors, state: Callable[[], Mapping[str, Any]]) -> None:
-        """Keep `tensors` (this rank's) and the JSON `state` (called on rank 0) of `step`."""
+        """Keep `tensors` (this rank's) of `step`, and the JSON `state`, called on each host's first rank."""
         begun = time.perf_counter()
-        if not self._planned:
-            self._plan.agree(describe(tensors, self._ranks.rank))
-            self._planned = True
+        if self._description is None:
+            self._description = describe(tensors, self._ranks.rank, self._plan.among)
+            self._plan.agree(self._description)
             if not self._has_room():
                 self._every = 0
                 return
@@ -88,9 +92,9 @@ class Snapshots:
         self._turn = 1 - self._turn
         image.open()
         image.stage(self._plan.own_share(tensors))
-        text: dict[str, Any] = {"rows": image.rows(sum64)}
-        if self._ranks.rank == 0:
-            text |= {"state": dict(state()), "forms": self._plan.forms}
+        text: dict[str, Any] = {"rows": image.rows(sum64), "forms": self._description}
+        if self._local == 0:
+            text["state"] = dict(state())
         image.close(step, json.dumps(text))
         if self._every is None:
             self._choose(begun, time.perf_counter())
@@ -125,32 +129,48 @@ class Snapshots:
             image.open()
 
     def newest(self) -> int | None:
-        """Return the last step of which all ranks have kept their shares, or None."""
-        return max(self._complete(), default=None)
+        """Return the last step of which all ranks have kept their shares, or None; collective."""
+        every = self._ranks.gather(sorted(self._complete()))
+        common = set.intersection(*map(set, every)) if every else set()
+        step: int | None = self._ranks.broadcast(max(common, default=None))
+        return step
 
-    def load(self, tensors: Tensors, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """Fill `tensors` in place from the newest snapshot, and return its state; `check` sees that first.
+    def load(self, step: int, tensors: Tensors, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """Fill `tensors` in place from the snapshot of `step`, and return its state; `check` sees that first.
 
-        Raises `BadCheckpointError` where the memory does not hold what was written, before a tensor changes.
+        Raises `BadCheckpointError` on all ranks, before a tensor changes, where the memory of a host does not
+        hold what was written, or not what its ranks now need.
         """
         places = self._complete()
-        step = max(places)
-        heads = [
-            _read_text(self._slots[rank][slot], f"snapshot of step {step} of rank {rank}")
-            for rank, slot in enumerate(places[step])
-        ]
-        manifest = _manifest(step, heads)
+        manifest = self._ranks.together(lambda: self._manifest(step, places[step]))
         self._ranks.together(lambda: check(manifest.state))
         self._ranks.together(lambda: match_tensors(manifest, tensors, _WHERE))
         disk = _Slots({rank_file(r): self._slots[r][slot] for r, slot in enumerate(places[step])})
         reading = Reading(_WHERE, manifest, tensors, disk, sum64)
         self._ranks.together(reading.read)
         reading.commit(TrafficCounter())
-        self._turn = 1 - places[step][self._ranks.rank]
+        self._turn = 1 - places[step][self._local]
         return manifest.state
 
+    def _manifest(self, step: int, slots: Sequence[int]) -> Manifest:
+        """Return a manifest of what the ranks of this host have kept, with one part inside."""
+        texts = [
+            _read_text(self._slots[rank][slot], f"snapshot of step {step} of local rank {rank}")
+            for rank, slot in enumerate(slots)
+        ]
+        forms: dict[str, Any] = {}
+        for text in texts:
+            forms |= text["forms"]
+        tensors = {
+            name: TensorEntry(dtype, tuple(shape), number)
+            for number, (name, (dtype, shape, _)) in enumerate(forms.items())
+        }
+        spreads = [[Hull(0, (0,) * len(entry.shape), entry.shape)] for entry in tensors.values()]
+        inside = Part.of([text["rows"] for text in texts], 0)
+        return Manifest(step, "", len(texts), 0, texts[0]["state"], tensors, spreads, [], inside)
+
     def _complete(self) -> dict[int, list[int]]:
-        """Return the slot of each rank for the steps that all ranks have kept."""
+        """Return the slot of each rank of this host, for the steps that all of them have kept."""
         kept = [{_read_head(fd).step: slot for slot, fd in enumerate(pair)} for pair in self._slots]
         steps = set.intersection(*(set(slots) for slots in kept)) - {-1}
         return {step: [slots[step] for slots in kept] for step in steps}
@@ -232,12 +252,3 @@ def _read_text(descriptor: int, name: str) -> dict[str, Any]:
     if sum64(content) != head.digest:
         raise BadCheckpointError(f"the {name} in memory is damaged: its description is not what was written")
     return dict(json.loads(content))
-
-
-def _manifest(step: int, texts: Sequence[dict[str, Any]]) -> Manifest:
-    """Return a manifest of what the texts of all ranks list, with one part inside."""
-    forms = texts[0]["forms"]
-    tensors = {name: TensorEntry(form[0], tuple(form[1]), n) for n, (name, form) in enumerate(forms.items())}
-    spreads = [[Hull(0, (0,) * len(entry.shape), entry.shape)] for entry in tensors.values()]
-    inside = Part.of([text["rows"] for text in texts], 0)
-    return Manifest(step, "", len(texts), 0, texts[0]["state"], tensors, spreads, [], inside)

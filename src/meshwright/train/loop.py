@@ -197,7 +197,7 @@ class TrainingRun:
             self.snapshots.clear()
             return False
         try:
-            kept = self.snapshots.load(state.tensors(self.trainer), self._check_same_run)
+            kept = self.snapshots.load(step, state.tensors(self.trainer), self._check_same_run)
         except BadCheckpointError as error:
             self.snapshots.warnings.append(f"{error}; the last checkpoint is used instead")
             self.snapshots.clear()
