@@ -1,7 +1,7 @@
 """Main program of a rank that a launcher started: how it runs, and how it ends.
 
-It dies with its parent, keeps its sockets on the loopback interface, runs a module as `__main__`, and leaves
-an uncaught error in a file for the launcher instead of printing it.
+It dies with its parent, runs a module as `__main__`, and leaves an uncaught error in a file for the launcher
+instead of printing it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from meshwright.launch.env import LOOPBACK
 from meshwright.launch.failure import exit_code, record
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -38,8 +37,6 @@ def tie_to_parent(parent: int) -> None:
 
 def run_rank(module: str, argv: Sequence[str]) -> NoReturn:
     """Run `python -m module argv...` in this process, as a rank of a launcher, and end the process."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", LOOPBACK)
     sys.argv = [module, *argv]
     code = 0
     try:

@@ -7,13 +7,13 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.launch.env import SUPERVISOR, Supervision
+from meshwright.launch.env import LOOPBACK, SUPERVISOR, Supervision
 from meshwright.launch.failure import Outcome, RankEnd, last_words, outcome
 from meshwright.parallel.heartbeat import Beat
 from meshwright.recover.hang import Hang, HangWatch
@@ -24,7 +24,6 @@ from meshwright.recover.zygote import Ended, RankProcess, Started, Zygote
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-HOST = "127.0.0.1"
 POLL_S = 0.05
 ECHO_S = 0.5
 """Ranks get so long to record their errors after the first has ended with one."""
@@ -43,6 +42,20 @@ class Job:
     module: str = "meshwright"
     preload: Sequence[str] = ()
     """Modules that the ranks need, imported once for all of them."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """This host's ranks in their world: the number of the first, and where the world's store listens.
+
+    `world_size` None is that of the job; `interface` is the one that ranks listen on.
+    """
+
+    address: str
+    port: int
+    first_rank: int = 0
+    world_size: int | None = None
+    interface: str = LOOPBACK
 
 
 @dataclass(frozen=True)
@@ -76,8 +89,10 @@ def stopped_by(number: int) -> Outcome:
 class Generation:
     """Ranks that start, run and end together; `number` counts their starts from 0."""
 
-    def __init__(self, number: int, job: Job, memory: SharedMemory, began: float, folder: Path) -> None:
-        self.number, self.job, self._memory = number, job, memory
+    def __init__(
+        self, number: int, job: Job, place: Place, memory: SharedMemory, began: float, folder: Path
+    ) -> None:
+        self.number, self.job, self.place, self._memory = number, job, place, memory
         self._supervision = Supervision(number, began, memory.heartbeats, memory.snapshots)
         self._ranks = [_Rank(folder / f"rank-{rank}") for rank in range(job.nproc)]
         self._watch: HangWatch | None = None
@@ -85,17 +100,19 @@ class Generation:
         self._kill_at = float("inf")
         self._hang: Hang | None = None
 
-    def run(self, zygote: Zygote, asked: Sequence[int]) -> End:
+    def run(
+        self, zygote: Zygote, asked: Sequence[int], interrupted: Callable[[], bool] = lambda: False
+    ) -> End:
         """Start the ranks, and return when all have ended. Raises `ZygoteLostError`.
 
         Signals that are appended to `asked` meanwhile are handed to the ranks, which then have `GRACE_S`; one
-        that comes before all ranks run returns at once, and the ranks end with the zygote.
+        that comes before all ranks run returns at once, and the ranks end with the zygote. The ranks are
+        killed when `interrupted`, which is called many times a second, returns True.
         """
         self._memory.beats[:] = bytes(len(self._memory.beats))
-        store = _loopback_store()
         for number, rank in enumerate(self._ranks):
             rank.folder.mkdir(parents=True)
-            zygote.fork(self._process(number, store.port))
+            zygote.fork(self._process(number))
         handed_on = 0
         while any(rank.end is None for rank in self._ranks):
             for report in zygote.receive(POLL_S):
@@ -106,22 +123,26 @@ class Generation:
             for number in asked[handed_on:]:
                 self._hand_on(number, now)
             handed_on = len(asked)
+            if interrupted():
+                self._kill_at = now
             if self._kill_at == float("inf"):
                 self._look_for_hang(now)
             if now >= self._kill_at:
                 self._kill()
         return self._ended(asked)
 
-    def _process(self, number: int, port: int) -> RankProcess:
-        folder = self._ranks[number].folder
+    def _process(self, number: int) -> RankProcess:
+        folder, place = self._ranks[number].folder, self.place
         environment = {
             **os.environ,
-            "RANK": str(number),
-            "WORLD_SIZE": str(self.job.nproc),
+            "RANK": str(place.first_rank + number),
+            "WORLD_SIZE": str(place.world_size or self.job.nproc),
             "LOCAL_RANK": str(number),
             "LOCAL_WORLD_SIZE": str(self.job.nproc),
-            "MASTER_ADDR": HOST,
-            "MASTER_PORT": str(port),
+            "MASTER_ADDR": place.address,
+            "MASTER_PORT": str(place.port),
+            "GLOO_SOCKET_IFNAME": place.interface,
+            "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", place.interface),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the supervisor holds the store, and rank 0 joins it
             "TORCHELASTIC_RESTART_COUNT": str(self.number),
             "TORCHELASTIC_ERROR_FILE": str(folder / "error.json"),
@@ -155,7 +176,7 @@ class Generation:
         living = {n: rank.pid for n, rank in enumerate(self._ranks) if rank.pid is not None and not rank.end}
         if len(living) < len(self._ranks):
             return
-        self._watch = self._watch or HangWatch(living, self._memory.beats, now)
+        self._watch = self._watch or HangWatch(living, self._memory.beats, now, self.place.first_rank)
         self._hang = self._watch.look(now)
         if self._hang is None:
             return
@@ -195,18 +216,18 @@ class Generation:
         return "\n".join(f"rank {number}:\n{text}" for number, text in enumerate(written))
 
 
-def _loopback_store() -> TCPStore:
-    """Return the store of a generation.
+def listen(address: str) -> TCPStore:
+    """Return a store for a generation, which listens at `address` and a port of the system's choice.
 
-    torch's own store listens on every interface. Here the listening socket is bound first, to 127.0.0.1 and a
-    port of the system's choice, and then given to the store.
+    torch's own store listens on every interface. Here the listening socket is bound first, and then given to
+    the store.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    with socket.create_server((HOST, 0)) as listener:
+    with socket.create_server((address, 0)) as listener:
         port, descriptor = listener.getsockname()[1], listener.detach()
     return TCPStore(
-        HOST,
+        address,
         port,
         is_master=True,
         timeout=timedelta(minutes=5),

@@ -22,7 +22,7 @@ from typing import Any
 
 from meshwright.launch.failure import KINDS, Outcome
 from meshwright.launch.scratch import scratch_folder
-from meshwright.recover.generation import End, Generation, Job, stopped_by
+from meshwright.recover.generation import End, Generation, Job, Place, listen, stopped_by
 from meshwright.recover.shared_memory import SharedMemory
 from meshwright.recover.zygote import Zygote, ZygoteLostError
 from meshwright.spec import UserError
@@ -30,6 +30,7 @@ from meshwright.spec.errors import STOP_SIGNALS
 
 CRASH_LOOP = 79
 """Exit code of a run that fails again and again without getting further."""
+HOST = "127.0.0.1"
 BACK_OFF_S = (0.0, 1.0, 5.0, 30.0)
 """Pauses before restarts that follow each other without progress; the last holds for all further ones."""
 
@@ -100,7 +101,8 @@ class Supervisor:
 
     def _run_once(self, memory: SharedMemory, began: float, folder: Path, asked: Sequence[int]) -> End:
         """Run one generation, with a new zygote where there is none."""
-        generation = Generation(self.generation, self.job, memory, began, folder)
+        store = listen(HOST)
+        generation = Generation(self.generation, self.job, Place(HOST, store.port), memory, began, folder)
         try:
             self._zygote = self._zygote or Zygote(self.job.preload, memory.descriptors)
             return generation.run(self._zygote, asked)
