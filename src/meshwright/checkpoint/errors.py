@@ -15,6 +15,10 @@ class CheckpointError(UserError):
     gravity = 2
 
 
+class LostLeaseError(CheckpointError):
+    """Another run took the directory over while this one was stopped or cut off: it must write no more."""
+
+
 class BadCheckpointError(CheckpointError):
     """A published checkpoint is damaged or hostile: truncated, altered, missing a file, out of bounds.
 

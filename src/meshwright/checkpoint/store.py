@@ -25,7 +25,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,8 @@ class CheckpointStore:
     `control` joins the ranks that save and load together, by default this process alone; a store that saves
     asynchronously needs one of its own. Every method is collective over it and is called on all its ranks in
     the same order, except `poll` and `close`. The store holds the directory's lease from the first save
-    (or `claim`) until `close`; a reader needs none.
+    (or `claim`) until `close`; a reader needs none. `lease` is that of this directory (`Lease.beside`), by
+    default an own one.
 
     `warnings` collects sentences about problems that did not stop the work: a fallback to an older
     checkpoint, an old one that could not be removed. `wire` records the bytes that replicas send each other
@@ -78,7 +79,7 @@ class CheckpointStore:
         keep: int,
         control: Control | None = None,
         *,
-        holder: str = "meshwright",
+        lease: Lease | None = None,
         disk: Disk | None = None,
         wire: TrafficCounter | None = None,
     ) -> None:
@@ -92,7 +93,7 @@ class CheckpointStore:
         self._disk = disk or Disk()
         self._wire = wire or TrafficCounter()
         self._ranks = control or Control()
-        self._lease = Lease(self.directory, holder, disk=self._disk)
+        self._lease = lease or Lease(self.directory, "meshwright", disk=self._disk)
         self._image = HostImage()
         self._description: dict[str, Any] | None = None
         self._own: list[str] = []
@@ -116,7 +117,7 @@ class CheckpointStore:
         """
         if not self._claimed:
             self._join()
-            self._ranks.on_first(self._claim)
+            self._lease.follow(*self._ranks.on_first(self._claim))
             self._claimed = True
 
     def save(self, step: int, tensors: Tensors, state: Mapping[str, Any], asynchronous: bool = False) -> None:
@@ -146,11 +147,13 @@ class CheckpointStore:
         self._thread.start()
 
     def poll(self) -> None:
-        """Raise what a background save raised, once. Local and instant: call it every step.
+        """Raise what a background save raised, once, or that the lease is lost. Local: call it every step.
 
         All ranks get the same sentence, but maybe a step apart: a trainer that stops for it agrees with its
         peers first.
         """
+        if self._lease.lost:
+            self._lease.check()
         if not self.busy:
             self._join()
             self._deliver()
@@ -168,7 +171,8 @@ class CheckpointStore:
     def close(self) -> None:
         """Finish the save in flight, give back the lease, and raise a failure that was not raised yet."""
         self._join()
-        self._lease.release()
+        if self._claimed and self._ranks.rank == 0:
+            self._lease.release()
         self._claimed = False
         self._deliver()
 
@@ -246,13 +250,18 @@ class CheckpointStore:
 
     # -- the steps of a save ---------------------------------------------------
 
-    def _claim(self) -> None:
+    def _claim(self) -> tuple[str, int]:
+        """On rank 0: take the lease, whose identity is returned, and sweep."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._lease.acquire()
-            for kind in ("step", "old", LATEST):
-                for path in sorted(self.directory.glob(f"{TEMPORARY}{kind}-*")):
-                    self._disk.remove_tree(path)
+            with ExitStack() as undo:
+                self._lease.acquire()
+                undo.callback(self._lease.release)
+                for kind in ("step", "old", LATEST):
+                    for path in sorted(self.directory.glob(f"{TEMPORARY}{kind}-*")):
+                        self._disk.remove_tree(path)
+                undo.pop_all()
+            return self._lease.identity
         except OSError as error:
             raise CheckpointError(
                 f"checkpoint directory {self.directory} cannot be used: {error.strerror or error}; "
@@ -348,9 +357,9 @@ class CheckpointStore:
             spreads=spreads,
             parts=files,
         )
-        self._lease.check()
         token = temporary.name.rpartition("-")[2]
         with self._explained("publish", step):
+            self._lease.check()
             self._disk.write_file(temporary / MANIFEST, memoryview(manifest.render().encode()))
             self._disk.sync_directory(temporary)  # every rank's files have their names by now
             with self._lease.fenced():
@@ -358,24 +367,34 @@ class CheckpointStore:
                 self._disk.rename(temporary, target)
                 self._disk.sync_directory(self.directory)
                 self._disk.replace_file(self.directory / LATEST, target.name + "\n", token)
-        self._prune(token)
+                self._retire(token)
+        self._sweep()
 
     def _next_name(self, step: int) -> Path:
         existing = published(self.directory).get(step)
         parsed = parse_step_name(existing.name) if existing is not None else None
         return self.directory / step_name(step, parsed[1] + 1 if parsed else 0)
 
-    def _prune(self, token: str) -> None:
-        """Remove what is beyond `keep`, each under a temporary name first: no half of one is ever seen.
+    def _retire(self, token: str) -> None:
+        """Give what is beyond `keep` a temporary name, so that no half of a checkpoint is ever seen.
 
         Checkpoints that a load found damaged stay, and do not count for `keep`.
         """
         good = [path for path in history(self.directory) if path.name not in self._damaged]
-        try:
+        with self._removing():
             for path in superseded(self.directory) + good[self.keep :]:
                 self._disk.rename(path, self.directory / f"{TEMPORARY}old-{path.name}-{token}")
+
+    def _sweep(self) -> None:
+        with self._removing():
             for renamed in sorted(self.directory.glob(f"{TEMPORARY}old-*")):
                 self._disk.remove_tree(renamed)
+
+    @contextmanager
+    def _removing(self) -> Iterator[None]:
+        """Turn an OSError into a warning: the new checkpoint stands."""
+        try:
+            yield
         except OSError as error:
             self.warnings.append(f"an old checkpoint in {self.directory} could not be removed: {error}")
 
@@ -390,10 +409,15 @@ class CheckpointStore:
 
     @contextmanager
     def _explained(self, action: str, step: int) -> Iterator[None]:
-        """Turn an OSError into a CheckpointError about an action on the checkpoint of a step."""
+        """Turn an OSError into a CheckpointError about an action on the checkpoint of a step.
+
+        Where a file or directory has vanished, another run may have taken over and swept it away.
+        """
         try:
             yield
         except OSError as error:
+            if error.errno == errno.ENOENT and self._claimed:
+                self._lease.check()
             reason = f"could not {action} the checkpoint of step {step} in {self.directory}: "
             reason += error.strerror or str(error)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from meshwright.checkpoint.lease import Lease
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.corpus import Corpus, open_corpus, xz_bits_per_byte
 from meshwright.data.loader import Batch, Loader
@@ -42,10 +43,17 @@ class TrainingRun:
     """One run of one spec on one rank; `execute` does all of it and returns the result.
 
     `check` is what opening the corpus checks: "lazy" where another process of this host has just opened it.
+    `lease` is that of the folder `out`, which rank 0 of the caller holds.
     """
 
     def __init__(
-        self, spec: RunSpec, mesh: Mesh, out: Path, observers: Observers, check: Check = "files"
+        self,
+        spec: RunSpec,
+        mesh: Mesh,
+        out: Path,
+        observers: Observers,
+        check: Check = "files",
+        lease: Lease | None = None,
     ) -> None:
         self.spec, self.mesh, self.out, self.observers = spec, mesh, out, observers
         self.control = mesh.control
@@ -57,8 +65,13 @@ class TrainingRun:
         self.loader = Loader(self.corpus, spec, mesh.data_rank, spec.layout.data_ranks)
         self.trainer = Trainer(spec, mesh)
         self.samples = SampleRecord(mesh)
+        folder = spec.checkpoint.folder(out)
         self.store = CheckpointStore(
-            spec.checkpoint.folder(out), spec.checkpoint.keep, mesh.background, wire=mesh.wire
+            folder,
+            spec.checkpoint.keep,
+            mesh.background,
+            lease=lease and lease.beside(folder),
+            wire=mesh.wire,
         )
         self.store.claim()
         self.done = 0
