@@ -1,7 +1,12 @@
-"""Published steps of a checkpoint directory, and the one that LATEST names, read from file names alone."""
+"""Published steps of a checkpoint directory, and the one that LATEST names, read from file names alone.
+
+LATEST is one line: the name of a step's directory, and the start of the SHA-256 of that name. Earlier versions
+wrote the name alone.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -24,17 +29,33 @@ def superseded(directory: Path) -> list[Path]:
     return [path for step, path in paths if current[step] != path]
 
 
+def latest_line(name: str) -> str:
+    """Return the content of LATEST that names the checkpoint in directory `name`."""
+    return f"{name} {hashlib.sha256(name.encode()).hexdigest()[:16]}\n"
+
+
 def read_latest(directory: Path) -> Path | None:
-    """Return the checkpoint that LATEST names, which may be missing; None without a valid name in it."""
-    path = directory / LATEST
+    """Return the checkpoint that LATEST names, which may be missing; None without the file, or if damaged."""
+    line = _read_line(directory / LATEST)
+    name = (line or "").partition(" ")[0].strip()
+    if line is None or parse_step_name(name) is None or line not in (name, f"{name}\n", latest_line(name)):
+        return None
+    return directory / name
+
+
+def latest_is_damaged(directory: Path) -> bool:
+    """True if LATEST is there and holds nothing that this program or an earlier version would write."""
+    return _read_line(directory / LATEST) is not None and read_latest(directory) is None
+
+
+def _read_line(path: Path) -> str | None:
     try:
         with Disk().opened(path) as (descriptor, _):
-            name = os.read(descriptor, 256).decode("ascii", "replace").strip()
+            return os.read(descriptor, 256).decode("ascii", "replace")
     except FileNotFoundError:
         return None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return directory / name if parse_step_name(name) else None
 
 
 def history(directory: Path) -> list[Path]:

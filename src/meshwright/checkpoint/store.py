@@ -32,7 +32,15 @@ from typing import Any
 
 from torch import Tensor
 
-from meshwright.checkpoint.directory import candidates, history, latest_step, published, superseded
+from meshwright.checkpoint.directory import (
+    candidates,
+    history,
+    latest_is_damaged,
+    latest_line,
+    latest_step,
+    published,
+    superseded,
+)
 from meshwright.checkpoint.disk import (
     LATEST,
     MANIFEST,
@@ -189,9 +197,12 @@ class CheckpointStore:
     # -- reading ---------------------------------------------------------------
 
     def latest(self) -> int | None:
-        """Return the step to resume from, None where nothing was published. `load` may find it damaged."""
+        """Return the step to resume from, None where nothing was published. `load` may find it damaged.
+
+        Where LATEST itself is damaged, `warnings` says which step is taken instead.
+        """
         self._join()
-        return self._ranks.on_first(lambda: latest_step(self.directory))
+        return self._ranks.on_first(self._latest)
 
     def go_back(self, step: int) -> None:
         """Make a published step the latest: from there the run goes on, and later steps are abandoned.
@@ -203,7 +214,7 @@ class CheckpointStore:
         def point() -> None:
             (path,) = candidates(self.directory, step)
             with self._explained("go back to", step), self._lease.fenced():
-                self._disk.replace_file(self.directory / LATEST, path.name + "\n", secrets.token_hex(6))
+                self._disk.replace_file(self.directory / LATEST, latest_line(path.name), secrets.token_hex(6))
 
         self._ranks.on_first(point)
 
@@ -220,7 +231,7 @@ class CheckpointStore:
         """
         self._join()
         failures: list[str] = []
-        names = self._ranks.on_first(lambda: [path.name for path in candidates(self.directory, step)])
+        names = self._ranks.on_first(lambda: self._candidates(step))
         for name in names:
             try:
                 state = self._load(self.directory / name, tensors, check)
@@ -234,6 +245,19 @@ class CheckpointStore:
                 self.warnings.append(f"{'; '.join(failures)}; {self.directory / name} is used instead")
             return state
         raise CheckpointError(f"no checkpoint in {self.directory} can be used: {'; '.join(failures)}")
+
+    def _candidates(self, step: int | None) -> list[str]:
+        if step is None:
+            self._latest()
+        return [path.name for path in candidates(self.directory, step)]
+
+    def _latest(self) -> int | None:
+        """On rank 0: `latest_step`, with a warning where LATEST does not name it."""
+        step = latest_step(self.directory)
+        told = f"{self.directory / LATEST} is damaged; the highest step, step {step}, is used instead"
+        if latest_is_damaged(self.directory) and told not in self.warnings:
+            self.warnings.append(told)
+        return step
 
     def _load(
         self, path: Path, tensors: Tensors, check: Callable[[dict[str, Any]], None] | None
@@ -366,7 +390,7 @@ class CheckpointStore:
                 target = self._next_name(step)
                 self._disk.rename(temporary, target)
                 self._disk.sync_directory(self.directory)
-                self._disk.replace_file(self.directory / LATEST, target.name + "\n", token)
+                self._disk.replace_file(self.directory / LATEST, latest_line(target.name), token)
                 self._retire(token)
         self._sweep()
 
