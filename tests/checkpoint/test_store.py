@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -12,10 +13,12 @@ import pytest
 import torch
 from faults import FailingWrites, HeldDisk, as_version_1, leftovers, same, steps, tensors, zeros_like
 
-from meshwright.checkpoint import BadCheckpointError, CheckpointError, CheckpointStore
+from meshwright.checkpoint import BadCheckpointError, CheckpointError, CheckpointStore, errors
 from meshwright.checkpoint.directory import published
+from meshwright.checkpoint.disk import Disk
 from meshwright.checkpoint.inspect import list_checkpoints, verify_checkpoint
 from meshwright.spec import UserError
+from meshwright.spec.errors import StorageError
 
 
 def saved(directory: Path, *steps: int, keep: int = 5) -> None:
@@ -147,6 +150,42 @@ def test_the_latest_that_is_bad_falls_back_with_a_warning_and_a_numbered_one_is_
     report = verify_checkpoint(tmp_path, 20)
     assert report.problems
     assert "optim/exp_avg/a.weight" in report.problems[0]
+
+
+class UnreadableDisk(Disk):
+    """Reads of one file fail `times` times."""
+
+    def __init__(self, file: str, code: int, times: int) -> None:
+        self.file, self.code, self.times = file, code, times
+
+    def read(self, descriptor: int, target: memoryview, start: int) -> int:
+        if self.times and os.readlink(f"/proc/self/fd/{descriptor}").endswith(self.file):
+            self.times -= 1
+            raise OSError(self.code, os.strerror(self.code))
+        return super().read(descriptor, target, start)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ESTALE])
+@pytest.mark.parametrize("file", ["manifest.json", "part-00000.json", "rank-00000.bin"])
+def test_a_disk_that_does_not_answer_is_no_damage(
+    tmp_path: Path, file: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 10, 20)
+    monkeypatch.setattr(errors, "PAUSES_S", (0.0, 0.0))
+    file = f"step-00000020/{file}"
+    passing = CheckpointStore(tmp_path, 2, disk=UnreadableDisk(file, code, 2))
+    assert passing.load(None, zeros_like(tensors(20)))["step"] == 20
+    assert passing.warnings == []
+    target = tensors(5)
+    store = CheckpointStore(tmp_path, 2, disk=UnreadableDisk(file, code, 10**9))
+    with pytest.raises(StorageError, match=f"{file} cannot be read: {os.strerror(code)}") as caught:
+        store.load(None, target)
+    assert caught.value.code == 76
+    assert not isinstance(caught.value, BadCheckpointError)
+    assert same(target, tensors(5)) and store.warnings == []
+    store.save(30, tensors(30), {"step": 30})
+    assert steps(store) == [20, 30]  # it counts for `keep` as any other
+    store.close()
 
 
 def test_a_damaged_checkpoint_takes_no_place_of_a_good_one(tmp_path: Path) -> None:

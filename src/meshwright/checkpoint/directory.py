@@ -1,7 +1,7 @@
 """Published steps of a checkpoint directory, and the one that LATEST names, read from file names alone.
 
-LATEST is one line: the name of a step's directory, and the start of the SHA-256 of that name. Earlier versions
-wrote the name alone.
+LATEST is one line: the name of a step's directory, and the start of the SHA-256 of that name. Earlier
+versions wrote the name alone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from meshwright.checkpoint.disk import LATEST, Disk, parse_step_name, step_name
-from meshwright.checkpoint.errors import CheckpointError
+from meshwright.checkpoint.errors import CheckpointError, reading, retried
 
 
 def published(directory: Path) -> dict[int, Path]:
@@ -49,13 +49,15 @@ def latest_is_damaged(directory: Path) -> bool:
 
 
 def _read_line(path: Path) -> str | None:
-    try:
-        with Disk().opened(path) as (descriptor, _):
-            return os.read(descriptor, 256).decode("ascii", "replace")
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    def line() -> str | None:
+        with reading(path):
+            try:
+                with Disk().opened(path) as (descriptor, _):
+                    return os.read(descriptor, 256).decode("ascii", "replace")
+            except FileNotFoundError:
+                return None
+
+    return retried(line)
 
 
 def history(directory: Path) -> list[Path]:
@@ -109,10 +111,15 @@ def candidates(directory: Path, step: int | None) -> list[Path]:
 
 def _attempts(directory: Path) -> list[tuple[int, int]]:
     """Return (step, attempt) of each published directory, in this order."""
-    try:
-        names = os.listdir(directory)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(f"checkpoint directory {directory} cannot be read: {error}") from error
-    return sorted(parsed for name in names if (parsed := parse_step_name(name)) is not None)
+
+    def names() -> list[str]:
+        with reading(directory):
+            try:
+                return os.listdir(directory)
+            except FileNotFoundError:
+                return []
+            except (NotADirectoryError, PermissionError) as error:
+                reason = f"checkpoint directory {directory} cannot be read: {error.strerror}"
+                raise CheckpointError(reason) from error
+
+    return sorted(parsed for name in retried(names) if (parsed := parse_step_name(name)) is not None)

@@ -6,12 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.directory import candidates, published, read_latest
 from meshwright.checkpoint.disk import MANIFEST, Disk
-from meshwright.checkpoint.errors import BadCheckpointError, reading
+from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError, reading, retried
 from meshwright.checkpoint.manifest import Part, Piece
 from meshwright.checkpoint.reader import (
     opened,
@@ -73,7 +74,7 @@ def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
                 saved_at=manifest.saved_at,
                 layout=manifest.state.get("layout"),
             )
-        except BadCheckpointError as error:
+        except CheckpointError as error:
             info = replace(info, problem=str(error))
         infos.append(info)
     return infos
@@ -82,7 +83,8 @@ def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
 def verify_checkpoint(directory: Path, step: int | None = None) -> VerifyReport:
     """Read every byte of a checkpoint (None: the latest) and check every hash, with little memory.
 
-    Raises CheckpointError where there is no such checkpoint; damage is reported, not raised.
+    Raises CheckpointError where there is no such checkpoint, and UnreadableError where a disk does not answer;
+    damage is reported, not raised.
     """
     path, disk = candidates(directory, step)[0], Disk()
     problems: list[str] = []
@@ -115,7 +117,7 @@ def _verify_part(path: Path, part: Part, disk: Disk, problems: list[str]) -> Non
         with _collected(problems), opened(path / file, part.files[file], disk) as descriptor:
             for name, piece in sorted(named, key=lambda pair: pair[1].start):
                 with _collected(problems):
-                    verify_piece(descriptor, name, piece, path / file, disk)
+                    retried(partial(verify_piece, descriptor, name, piece, path / file, disk))
 
 
 @contextmanager

@@ -51,7 +51,7 @@ from meshwright.checkpoint.disk import (
     rank_file,
     step_name,
 )
-from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError
+from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError, SaveError
 from meshwright.checkpoint.lease import Lease
 from meshwright.checkpoint.manifest import DTYPES, Manifest, Part, PartFile, join, report
 from meshwright.checkpoint.reader import Reading, match_tensors, parse_manifest, read_manifest_text
@@ -433,7 +433,7 @@ class CheckpointStore:
 
     @contextmanager
     def _explained(self, action: str, step: int) -> Iterator[None]:
-        """Turn an OSError into a CheckpointError about an action on the checkpoint of a step.
+        """Turn an OSError into a SaveError about an action on the checkpoint of a step.
 
         Where a file or directory has vanished, another run may have taken over and swept it away.
         """
@@ -445,9 +445,15 @@ class CheckpointStore:
             reason = f"could not {action} the checkpoint of step {step} in {self.directory}: "
             reason += error.strerror or str(error)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                free = gigabytes(shutil.disk_usage(self.directory).free)
-                reason = (
-                    f"no space for the checkpoint of step {step} in {self.directory}: it needs "
-                    f"{gigabytes(self._needed)} and {free} are free"
-                )
-            raise CheckpointError(f"{reason}; earlier checkpoints are kept") from error
+                reason = f"no space for the checkpoint of step {step} in {self.directory}: {self._lack()}"
+            raise SaveError(f"{reason}; earlier checkpoints are kept") from error
+
+    def _lack(self) -> str:
+        """Return what the file system, which has just refused to store more, has none of."""
+        room = os.statvfs(self.directory)
+        free = room.f_bavail * room.f_frsize
+        if free < self._needed:
+            return f"it needs {gigabytes(self._needed)} and {gigabytes(free)} are free"
+        if room.f_files and not room.f_favail:
+            return "no inode is left for another file"
+        return f"the disk refuses it although {gigabytes(free)} are free; a quota may be used up"

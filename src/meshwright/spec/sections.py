@@ -148,10 +148,13 @@ class CheckpointSpec(FrozenModel):
 
 
 class RecoverySpec(FrozenModel):
-    """Reaction of a run to a bad step."""
+    """Reaction of a run to a bad step, and to a save that fails."""
 
     max_skipped: int = Field(
         10, ge=0, description="steps in a row with a gradient that is not finite before the run stops"
+    )
+    on_save_error: Literal["continue", "stop"] = Field(
+        "continue", description="a disk that fails a save: go on and try again at the next, or stop at once"
     )
 
 
