@@ -87,6 +87,25 @@ def test_keep_holds_the_newest_and_never_removes_what_was_just_written(tmp_path:
     assert not leftovers(tmp_path)
 
 
+def test_every_nth_step_is_kept_for_ever_besides_the_newest(tmp_path: Path) -> None:
+    state = {"spec": {"checkpoint": {"keep_every": 40}}}
+    store = CheckpointStore(tmp_path, 2, keep_every=40)
+    for step in range(0, 130, 10):
+        store.save(step, tensors(step), state)
+    store.close()
+    assert steps(store) == [40, 80, 110, 120]
+    rows = list_checkpoints(tmp_path)
+    assert [(row.step, row.permanent, row.latest) for row in rows] == [
+        (40, True, False), (80, True, False), (110, False, False), (120, True, True),
+    ]  # fmt: skip
+    store = CheckpointStore(tmp_path, 2)
+    for odd in ([], {"spec": 3}, {"spec": {"checkpoint": {"keep_every": "x"}}}):
+        store.save(130, tensors(1), {"state": odd} if odd == [] else odd)  # type: ignore[arg-type]
+        assert not list_checkpoints(tmp_path)[-1].permanent
+    store.close()
+    assert steps(store) == [120, 130]
+
+
 def test_a_step_saved_again_replaces_the_first_attempt(tmp_path: Path) -> None:
     saved(tmp_path, 10)
     store = CheckpointStore(tmp_path, 3)

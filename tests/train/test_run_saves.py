@@ -19,7 +19,7 @@ from meshwright.checkpoint.store import CheckpointStore
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import StorageError, UserError
-from meshwright.train import loop
+from meshwright.train import saves
 from meshwright.train.callbacks import Observers
 from meshwright.train.loop import TrainingRun
 from ranks import Ranks
@@ -45,7 +45,7 @@ def run_on(mesh: Mesh, spec: RunSpec, out: Path, fails: dict[int, int]) -> tuple
     """The run's digest, or (exit code, sentence) of its error, and its events; a step fails so many times."""
     notes = Notes()
     broken = failing_disk(mesh, lambda step, tried: tried < fails.get(step, 0))
-    with broken, patch.object(loop, "RETRY_S", 0.0):
+    with broken, patch.object(saves, "RETRY_S", 0.0):
         try:
             end: Any = TrainingRun(spec, mesh, out, Observers([notes])).execute(None)["parameters_sha256"]
         except UserError as error:
@@ -110,3 +110,28 @@ def test_a_lost_lease_ends_the_run_whatever_the_policy(ranks: Ranks, corpus: Pat
     spec = spec_of(corpus, layout__dp=2, checkpoint__every=2)
     for said in ranks.run(spec.layout, lose_the_lease, spec, tmp_path):
         assert said.startswith("2 this run (generation 1) lost the lease")
+
+
+def automatic(mesh: Mesh, spec: RunSpec, out: Path) -> tuple[int, list[Any]]:
+    notes = Notes()
+    run = TrainingRun(spec, mesh, out, Observers([notes]))
+    run.execute(None)
+    assert run.saves._auto is not None
+    return run.saves._auto.steps, notes.events
+
+
+def test_an_automatic_interval_is_told_and_alike_on_all_ranks(
+    ranks: Ranks, corpus: Path, tmp_path: Path
+) -> None:
+    spec = spec_of(
+        corpus, layout__dp=2, train__steps=60, checkpoint__every="auto", checkpoint__keep_every=25,
+        recovery__mtbf_hours=0.02,
+    )  # fmt: skip
+    (steps, events), (other, _) = ranks.run(spec.layout, automatic, spec, tmp_path)
+    assert steps == other
+    saved = [fields["step"] for kind, fields in events if kind == "checkpoint"]
+    chosen = [fields for kind, fields in events if kind == "checkpoint_interval"]
+    assert saved[:2] == [10, 20] and 25 in saved and 50 in saved and saved[-1] == 60
+    assert chosen and chosen[-1]["steps"] == steps
+    assert all(fields["save_seconds"] > 0 and fields["mtbf_hours"] == 0.02 for fields in chosen)
+    assert {25, 50} <= set(published(spec.checkpoint.folder(tmp_path)))

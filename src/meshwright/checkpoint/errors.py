@@ -13,7 +13,7 @@ from meshwright.spec.errors import StorageError, UserError
 
 T = TypeVar("T")
 DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG, None}
-"""Errors of opening or reading a file of a checkpoint that tell of what is there, not of the disk under it."""
+"""Errors of opening or reading a checkpoint's file that tell of what is there, not of the disk under it."""
 PAUSES_S = (0.1, 1.0, 3.0)
 """Seconds before each further attempt to read what the file system did not give."""
 

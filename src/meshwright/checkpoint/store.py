@@ -25,21 +25,20 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from meshwright.checkpoint.claim import claim
 from meshwright.checkpoint.directory import (
     candidates,
-    history,
     latest_is_damaged,
     latest_line,
     latest_step,
     published,
-    superseded,
 )
 from meshwright.checkpoint.disk import (
     LATEST,
@@ -55,6 +54,7 @@ from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError, Sa
 from meshwright.checkpoint.lease import Lease
 from meshwright.checkpoint.manifest import DTYPES, Manifest, Part, PartFile, join, report
 from meshwright.checkpoint.reader import Reading, match_tensors, parse_manifest, read_manifest_text
+from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.save_plan import describe, own_share
 from meshwright.checkpoint.staging import HostImage
 from meshwright.parallel.control import Control
@@ -74,7 +74,7 @@ class CheckpointStore:
     asynchronously needs one of its own. Every method is collective over it and is called on all its ranks in
     the same order, except `poll` and `close`. The store holds the directory's lease from the first save
     (or `claim`) until `close`; a reader needs none. `lease` is that of this directory (`Lease.beside`), by
-    default an own one.
+    default an own one. The newest `keep` checkpoints are kept, and those of steps that `keep_every` divides.
 
     `warnings` collects sentences about problems that did not stop the work: a fallback to an older
     checkpoint, an old one that could not be removed. `wire` records the bytes that replicas send each other
@@ -87,6 +87,7 @@ class CheckpointStore:
         keep: int,
         control: Control | None = None,
         *,
+        keep_every: int = 0,
         lease: Lease | None = None,
         disk: Disk | None = None,
         wire: TrafficCounter | None = None,
@@ -94,11 +95,9 @@ class CheckpointStore:
         if keep < 1:
             raise CheckpointError(f"checkpoint.keep is {keep}, it must be at least 1")
         self.directory = Path(directory).absolute()
-        self.keep = keep
         self.warnings: list[str] = []
-        self._damaged: set[str] = set()
-        """Names of checkpoints that a load found damaged; they do not count for `keep`."""
         self._disk = disk or Disk()
+        self._retention = Retention(self.directory, keep, keep_every, self._disk, self.warnings)
         self._wire = wire or TrafficCounter()
         self._ranks = control or Control()
         self._lease = lease or Lease(self.directory, "meshwright", disk=self._disk)
@@ -119,13 +118,14 @@ class CheckpointStore:
     # -- writing ---------------------------------------------------------------
 
     def claim(self) -> None:
-        """Become the directory's one writer; remove what dead saves left. Raises when another run is alive.
+        """Become the directory's one writer; remove what dead saves left.
 
-        Call it when a run starts, so that a second run in the directory fails before it has trained anything.
+        Raises when another run is alive, and when a rank sees another directory than rank 0. Call it when a
+        run starts, so that it fails before it has trained anything.
         """
         if not self._claimed:
             self._join()
-            self._lease.follow(*self._ranks.on_first(self._claim))
+            claim(self.directory, self._ranks, self._lease, self._disk)
             self._claimed = True
 
     def save(self, step: int, tensors: Tensors, state: Mapping[str, Any], asynchronous: bool = False) -> None:
@@ -239,7 +239,7 @@ class CheckpointStore:
                 if step is not None:
                     raise
                 failures.append(str(error))
-                self._damaged.add(name)
+                self._retention.damaged.add(name)
                 continue
             if failures:
                 self.warnings.append(f"{'; '.join(failures)}; {self.directory / name} is used instead")
@@ -273,24 +273,6 @@ class CheckpointStore:
         return manifest.state
 
     # -- the steps of a save ---------------------------------------------------
-
-    def _claim(self) -> tuple[str, int]:
-        """On rank 0: take the lease, whose identity is returned, and sweep."""
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            with ExitStack() as undo:
-                self._lease.acquire()
-                undo.callback(self._lease.release)
-                for kind in ("step", "old", LATEST):
-                    for path in sorted(self.directory.glob(f"{TEMPORARY}{kind}-*")):
-                        self._disk.remove_tree(path)
-                undo.pop_all()
-            return self._lease.identity
-        except OSError as error:
-            raise CheckpointError(
-                f"checkpoint directory {self.directory} cannot be used: {error.strerror or error}; "
-                "set checkpoint.dir to one that this user may write"
-            ) from error
 
     def _prepare(self, tensors: Tensors, state: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """Return the state's text, and a description of the tensors that this rank holds."""
@@ -391,36 +373,13 @@ class CheckpointStore:
                 self._disk.rename(temporary, target)
                 self._disk.sync_directory(self.directory)
                 self._disk.replace_file(self.directory / LATEST, latest_line(target.name), token)
-                self._retire(token)
-        self._sweep()
+                self._retention.retire(token)
+        self._retention.sweep()
 
     def _next_name(self, step: int) -> Path:
         existing = published(self.directory).get(step)
         parsed = parse_step_name(existing.name) if existing is not None else None
         return self.directory / step_name(step, parsed[1] + 1 if parsed else 0)
-
-    def _retire(self, token: str) -> None:
-        """Give what is beyond `keep` a temporary name, so that no half of a checkpoint is ever seen.
-
-        Checkpoints that a load found damaged stay, and do not count for `keep`.
-        """
-        good = [path for path in history(self.directory) if path.name not in self._damaged]
-        with self._removing():
-            for path in superseded(self.directory) + good[self.keep :]:
-                self._disk.rename(path, self.directory / f"{TEMPORARY}old-{path.name}-{token}")
-
-    def _sweep(self) -> None:
-        with self._removing():
-            for renamed in sorted(self.directory.glob(f"{TEMPORARY}old-*")):
-                self._disk.remove_tree(renamed)
-
-    @contextmanager
-    def _removing(self) -> Iterator[None]:
-        """Turn an OSError into a warning: the new checkpoint stands."""
-        try:
-            yield
-        except OSError as error:
-            self.warnings.append(f"an old checkpoint in {self.directory} could not be removed: {error}")
 
     def _discard(self, temporary: Path) -> None:
         token = temporary.name.rpartition("-")[2]

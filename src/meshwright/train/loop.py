@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from meshwright.checkpoint.errors import SaveError
 from meshwright.checkpoint.lease import Lease
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.corpus import Corpus, open_corpus, xz_bits_per_byte
@@ -32,14 +31,11 @@ from meshwright.train import state
 from meshwright.train.callbacks import Observers
 from meshwright.train.digest import SampleRecord, parameters_sha256
 from meshwright.train.matmul_peak import matmul_flops_per_second
+from meshwright.train.saves import Saves
 from meshwright.train.signals import stop_signals
 from meshwright.train.step import Step, Trainer
 
 Row = dict[str, Any]
-MOST_FAILED_SAVES = 3
-"""Saves in a row that may fail where `recovery.on_save_error` is "continue"; then one more is tried."""
-RETRY_S = 2.0
-"""Seconds before a last save that failed is tried once more."""
 MOST_LOADS = 4096
 """Loads of single experts that one row of metrics holds at most."""
 
@@ -75,14 +71,13 @@ class TrainingRun:
             folder,
             spec.checkpoint.keep,
             mesh.background,
+            keep_every=spec.checkpoint.keep_every,
             lease=lease and lease.beside(folder),
             wire=mesh.wire,
         )
+        self.saves = Saves(spec, mesh.control, self.store, observers)
         self.store.claim()
         self.done = 0
-        self.saved: int | None = None
-        self.writing: int | None = None
-        self.failed_saves = 0
         self.skipped = self.skipped_in_a_row = 0
         self.speeds: deque[float] = deque(maxlen=20)
         self.loss = math.nan
@@ -177,7 +172,8 @@ class TrainingRun:
         state.restore(self.trainer, kept)
         if step is not None and self.store.latest() != step:
             self.store.go_back(step)
-        self.done = self.saved = int(kept["step"])
+        self.done = int(kept["step"])
+        self.saves.start(self.done)
         self.loss = kept["loss"] if kept["loss"] is not None else math.nan
         self.samples = SampleRecord(self.mesh, kept["samples_sha256"])
         if self.done > self.spec.train.last_step:
@@ -198,7 +194,7 @@ class TrainingRun:
         following: Batch | None = None
         train = self.spec.train
         try:  # a save in the background, or the loader, may have failed
-            self._poll_save()
+            self.saves.poll()
             if self.done + 1 < train.last_step:
                 following = self.loader.step(self.done + 1)
         except Exception as error:  # raised below, on all ranks
@@ -211,13 +207,14 @@ class TrainingRun:
             self.control.together(lambda: _raise(failure))
         self.loss = result.loss
         self._watch(result)
-        self._report(result, time.perf_counter() - begun)
+        seconds = time.perf_counter() - begun
+        self.saves.note_step(seconds)
+        self._report(result, seconds)
         if following is not None:
             self.batch = following
         if train.eval_every and self.done % train.eval_every == 0 and self.done < train.last_step:
             self._validate()
-        every = self.spec.checkpoint.every
-        if every and self.done % every == 0:
+        if self.saves.due(self.done):
             self._save(self.spec.checkpoint.asynchronous)
         return result.stops > 0
 
@@ -284,67 +281,18 @@ class TrainingRun:
         self.observers.on_eval(self.validation)
 
     def _save(self, asynchronous: bool) -> None:
-        """Save the state after the step just done; a failure of the disk may be told, and no more."""
         samples = self.samples.digest()
         kept = state.metadata(self.trainer, self.done, self.loss, samples, self.corpus.digest)
-        self._settle()
-        asynchronous = asynchronous and self.failed_saves < MOST_FAILED_SAVES
-        self.writing = self.done
-        try:
-            self.store.save(self.done, state.tensors(self.trainer), kept, asynchronous)
-            self.saved = self.done
-        except SaveError as error:
-            self._note_failed(error)
+        self.saves.save(self.done, state.tensors(self.trainer), kept, asynchronous)
         self._tell_saved()
 
     def _save_last(self) -> None:
-        """See that the last step done is on disk; what fails then is tried once more."""
-        self._settle()
-        if self.saved != self.done:
-            self._save(asynchronous=False)
-        if self.saved != self.done:
-            self.failed_saves = MOST_FAILED_SAVES  # no later save would make up for it
-            time.sleep(RETRY_S)
-            self._save(asynchronous=False)
-
-    def _settle(self) -> None:
-        """Wait for the save in flight, and learn on every rank how it ended."""
-        try:
-            self.store.wait()
-        except SaveError as error:
-            self._note_failed(error)
+        """See that the last step done is on disk."""
+        self.saves.save_last(self.done, lambda: self._save(asynchronous=False))
         self._tell_saved()
 
-    def _poll_save(self) -> None:
-        try:
-            self.store.poll()
-        except SaveError as error:
-            self._note_failed(error)
-
-    def _note_failed(self, error: SaveError) -> None:
-        """End the run for a save that failed, or tell of it: as `recovery.on_save_error` says.
-
-        Ranks may learn of a failure a step apart, each of them once or twice, but have counted as many when
-        they save again.
-        """
-        if self.writing is None:
-            return
-        step, self.writing, self.saved = self.writing, None, None
-        self.failed_saves += 1
-        if self.spec.recovery.on_save_error == "stop":
-            raise error
-        if self.failed_saves > MOST_FAILED_SAVES:
-            raise SaveError(f"{error}; so did the attempts before it") from error
-        self.observers.on_event("save_failed", {"step": step, "message": str(error)})
-        if self.mesh.rank == 0:
-            warnings.warn(f"{error}; the run goes on and tries again at its next save", stacklevel=2)
-
     def _tell_saved(self) -> None:
-        """Report a checkpoint when it is published, which with an asynchronous save is some steps later."""
-        if self.writing is not None and self.store.published == self.writing:
-            self.observers.on_event("checkpoint", {"step": self.writing})
-            self.writing = None
-            self.failed_saves = 0
+        self.saves.tell()
         self._tell_warnings()
 
     def _stop(self, number: int) -> None:
