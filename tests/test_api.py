@@ -216,6 +216,28 @@ def test_two_runs_cannot_share_a_folder(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
+@pytest.mark.filterwarnings("ignore:RunRecord misses a part of the run")
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_run_that_lost_its_folder_leaves_the_record_alone(
+    folder: Path, tmp_path: Path, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from meshwright.train.loop import TrainingRun
+
+    out, lease = tmp_path / "run", tmp_path / "run" / "lease.json"
+    save = TrainingRun._save_last
+
+    def taken_over(run: TrainingRun) -> None:
+        save(run)
+        lease.write_text(json.dumps({**json.loads(lease.read_text()), "token": "another's"}))
+        (out / "result.json").write_text('{"steps": 77}')
+
+    monkeypatch.setattr(TrainingRun, "_save_last", taken_over)
+    spec = spec_of(folder, train__steps=2, checkpoint__dir=out if shared else tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="lost the lease"):
+        api.train(spec, out=out, quiet=True)
+    assert (out / "result.json").read_text() == '{"steps": 77}'
+
+
 def test_the_run_s_folder_may_be_the_folder_of_its_checkpoints(folder: Path, tmp_path: Path) -> None:
     spec = spec_of(folder, train__steps=1, checkpoint__dir=tmp_path)
     assert api.train(spec, out=tmp_path, quiet=True)["steps"] == 1

@@ -30,6 +30,7 @@ from faults import (
 
 from meshwright.checkpoint import CheckpointError, CheckpointStore
 from meshwright.checkpoint.disk import Disk
+from meshwright.spec.errors import StorageError
 
 KEEP = 2
 
@@ -158,6 +159,31 @@ def test_a_read_only_directory_is_told(base: Path) -> None:
     with pytest.raises(CheckpointError, match="Read-only file system; earlier checkpoints are kept"):
         save_30(base, ReadOnly())
     assert check_intact(base) == 20
+
+
+@pytest.mark.parametrize(
+    ("room", "words"),
+    [
+        ({"f_files": 9, "f_favail": 0, "f_bavail": 1 << 30}, "no inode is left"),
+        ({"f_files": 9, "f_favail": 5, "f_bavail": 1 << 30}, "although .* are free; a quota"),
+        ({"f_files": 0, "f_favail": 0, "f_bavail": 0}, "it needs .* and .* are free"),
+    ],
+)
+def test_a_disk_without_space_says_what_it_has_none_of(
+    base: Path, room: dict[str, int], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_frsize=4096, f_blocks=1 << 30, f_bfree=0, **room)
+    )
+    with pytest.raises(StorageError, match=f"step 30 .*{words}") as caught:
+        save_30(base, FailingDisk(calls_of_a_save_until_mkdir(), errno.ENOSPC))
+    assert caught.value.code == 76
+    assert check_intact(base) == 20
+
+
+def calls_of_a_save_until_mkdir() -> int:
+    """Number of calls that take the lease, before the one that makes the directory of a step."""
+    return ["open", "write", "fsync", "rename", "fsync directory", "mkdir"].index("mkdir")
 
 
 def test_a_path_that_is_no_directory_is_told(tmp_path: Path) -> None:

@@ -287,3 +287,28 @@ def test_no_code_of_a_checkpoint_runs(checkpoint: Path) -> None:
         path.write_bytes(original)
     watching = False
     assert ran == []
+
+
+def test_no_flipped_bit_of_latest_names_another_step_in_silence(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, 9)
+    for step in (10, 11, 12, 14, 18, 26, 42, 74, 90, 10):  # the run went back to step 10
+        store.save(step, tensors(step), {"step": step})
+    store.close()
+    path, told = tmp_path / "LATEST", 0
+    original = path.read_bytes()
+    for bit in range(8 * len(original)):
+        data = bytearray(original)
+        data[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(data)
+        reader = CheckpointStore(tmp_path, 9)
+        step = reader.latest()
+        if step != 10:
+            told += 1
+            assert any("LATEST is damaged" in each and f"step {step}" in each for each in reader.warnings)
+        if bit % 32 == 0:
+            assert reader.load(None, zeros_like(tensors(10))) == {"step": step}
+    assert told > 8 * len("step-00000010")
+    for form in ("step-00000010\n", "step-00000010"):  # as earlier versions wrote it
+        path.write_text(form)
+        reader = CheckpointStore(tmp_path, 9)
+        assert (reader.latest(), reader.warnings) == (10, [])

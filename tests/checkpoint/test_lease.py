@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -33,8 +35,9 @@ def exit_code(child: int) -> int:
 
 
 def edit(directory: Path, **fields: object) -> None:
-    path = directory / "lease.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    path, new = directory / "lease.json", directory / "edited"
+    new.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+    new.rename(path)
 
 
 def age(directory: Path, seconds: float) -> None:
@@ -66,7 +69,10 @@ def test_a_second_run_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_second_run_cannot_save_into_the_directory(tmp_path: Path) -> None:
-    first, second = CheckpointStore(tmp_path, 2, holder="first run"), CheckpointStore(tmp_path, 2)
+    first, second = (
+        CheckpointStore(tmp_path, 2, lease=Lease(tmp_path, "first run")),
+        CheckpointStore(tmp_path, 2),
+    )
     first.save(10, tensors(10), {})
     with pytest.raises(CheckpointError, match="first run"):
         second.save(20, tensors(20), {})
@@ -107,36 +113,106 @@ def test_a_new_process_with_the_pid_of_the_dead_one_does_not_hold_its_lease(tmp_
     heir.release()
 
 
-def test_on_another_host_the_heartbeat_decides(tmp_path: Path) -> None:
-    far = Lease(tmp_path, "far")
-    far.acquire()
-    edit(tmp_path, place="elsewhere", host="far-away", pid=1)
-    near = Lease(tmp_path, "near")
-    with pytest.raises(CheckpointError, match="far-away"):
-        near.acquire()
-    age(tmp_path, lease_module.STALE_S + 5)
-    near.acquire()
-    near.release()
-    far.release()
+def beating_elsewhere(directory: Path, behind: float = 0.0) -> threading.Event:
+    """Make the lease one of another host whose clock is `behind`, and beat it until the event is set."""
+    ended, path = threading.Event(), directory / "lease.json"
+    edit(directory, place="elsewhere", host="far-away")
+
+    def beat() -> None:
+        while not ended.wait(0.05):
+            then = time.time() - behind
+            os.utime(path, (then, then))
+
+    threading.Thread(target=beat, daemon=True).start()
+    return ended
 
 
-def test_heartbeats_keep_a_lease_and_their_absence_loses_it(tmp_path: Path) -> None:
-    far = Lease(tmp_path, "far", stale_s=1.5)
-    far.acquire()
-    edit(tmp_path, place="elsewhere")
-    near = Lease(tmp_path, "near", stale_s=1.5)
-    for _ in range(3):
-        time.sleep(0.7)
-        with pytest.raises(CheckpointError, match="in use by far"):
-            near.acquire()
-    (tmp_path / "lease.json").rename(tmp_path / "kept")  # its heart has nothing to beat on and stops
-    time.sleep(0.6)
-    (tmp_path / "kept").rename(tmp_path / "lease.json")
-    age(tmp_path, 5)
-    near.acquire()
-    assert near.generation == 2
-    near.release()
-    far.release()
+def dead_elsewhere(directory: Path) -> None:
+    """A lease of a process on another host that was killed."""
+
+    def hold_and_die() -> int:
+        Lease(directory, "far").acquire()
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    assert exit_code(in_child(hold_and_die)) == -signal.SIGKILL
+    edit(directory, place="elsewhere", host="far-away")
+
+
+@pytest.mark.parametrize("seconds", [3600.0, -3600.0])
+def test_a_live_process_of_this_host_is_refused_at_once_whatever_the_clock_says(
+    tmp_path: Path, seconds: float
+) -> None:
+    mine = Lease(tmp_path, "mine")
+    mine.acquire()
+    age(tmp_path, seconds)
+    begin = time.monotonic()
+    with pytest.raises(CheckpointError, match="in use by mine"):
+        Lease(tmp_path, "other", stale_s=0.2, wait=True).acquire()
+    assert time.monotonic() - begin < 1
+    mine.check()
+    mine.release()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 3600.0, -3600.0])
+def test_a_heartbeat_of_another_host_that_stands_still_is_waited_out(tmp_path: Path, seconds: float) -> None:
+    dead_elsewhere(tmp_path)
+    age(tmp_path, seconds)
+    heir = Lease(tmp_path, "heir", stale_s=0.5)
+    begin = time.monotonic()
+    with pytest.warns(UserWarning, match=r"far-away.*; waiting 0\.5 s to see whether its heartbeat"):
+        heir.acquire()
+    assert 0.5 <= time.monotonic() - begin < 3
+    assert heir.generation == 2
+    beside = heir.beside(tmp_path / "other", Gate())
+    beside.directory.mkdir()
+    (beside.directory / "lease.json").write_text(first_holder(tmp_path, heir))
+    begin = time.monotonic()
+    beside.acquire()  # the dead process held both: it is not waited for again
+    assert time.monotonic() - begin < 0.4
+    beside.release()
+    heir.release()
+
+
+def first_holder(directory: Path, heir: Lease) -> str:
+    assert heir.predecessor is not None
+    return json.dumps({**json.loads((directory / "lease.json").read_text()), **asdict(heir.predecessor)})
+
+
+@pytest.mark.parametrize("behind", [0.0, 3600.0, -3600.0])
+def test_a_heartbeat_of_another_host_that_moves_is_of_a_live_run(tmp_path: Path, behind: float) -> None:
+    dead_elsewhere(tmp_path)
+    ended = beating_elsewhere(tmp_path, behind)
+    for wait, least in ((False, 0.0), (True, 2 * 0.5)):
+        begin = time.monotonic()
+        with (
+            pytest.warns(UserWarning, match="waiting"),
+            pytest.raises(CheckpointError, match="in use by far"),
+        ):
+            Lease(tmp_path, "heir", stale_s=0.5, wait=wait).acquire()
+        assert least <= time.monotonic() - begin < least + 1
+    ended.set()
+
+
+def test_an_automatic_restart_waits_for_a_run_that_ends(tmp_path: Path) -> None:
+    dead_elsewhere(tmp_path)
+    ended = beating_elsewhere(tmp_path)
+    threading.Timer(0.3, lambda: (ended.set(), edit(tmp_path, released=True))).start()
+    heir = Lease(tmp_path, "heir", stale_s=0.5, wait=True)
+    with pytest.warns(UserWarning, match="waiting"):
+        heir.acquire()
+    heir.release()
+
+
+def test_a_lease_that_is_taken_twice_is_given_back_once(tmp_path: Path) -> None:
+    lease = Lease(tmp_path, "run")
+    with lease:
+        again = lease.beside(tmp_path, Gate())
+        again.acquire()
+        again.release()
+        lease.check()
+    with pytest.raises(CheckpointError, match="given back"):
+        lease.check()
 
 
 def test_of_many_that_race_for_a_stale_lease_one_wins(tmp_path: Path) -> None:
@@ -184,12 +260,13 @@ def stopped_writer(directory: Path, call: str) -> int:
 
     def work() -> int:
         disk = StoppingDisk(call)
-        store = CheckpointStore(directory, 3, disk=disk, holder="zombie")
+        store = CheckpointStore(directory, 3, disk=disk, lease=Lease(directory, "zombie", disk=disk))
         store.save(10, tensors(10), {})
         disk.armed = True
         try:
             store.save(20, tensors(66), {})
-        except CheckpointError:
+        except CheckpointError as error:
+            print(error, flush=True)
             return 5
         return 0
 
@@ -198,15 +275,24 @@ def stopped_writer(directory: Path, call: str) -> int:
     return child
 
 
-def test_a_zombie_writer_is_fenced(tmp_path: Path) -> None:
-    zombie = stopped_writer(tmp_path, "fsync")
-    heir = CheckpointStore(tmp_path, 3)
-    with pytest.raises(CheckpointError, match="zombie"):
-        heir.claim()  # its heartbeat is fresh: it may be alive
-    age(tmp_path, lease_module.STALE_S + 5)
+def heir_of(directory: Path) -> CheckpointStore:
+    """A store of another process, which takes over the lease of a stopped process on another host."""
+    edit(directory, place="elsewhere")
+    return CheckpointStore(directory, 3, lease=Lease(directory, "heir", stale_s=0.3))
+
+
+@pytest.mark.filterwarnings("ignore:.*waiting 0.3 s")
+@pytest.mark.parametrize("call", ["write", "fsync", "fsync directory"])
+def test_a_zombie_writer_is_fenced(tmp_path: Path, call: str, capfd: pytest.CaptureFixture[str]) -> None:
+    zombie = stopped_writer(tmp_path, call)
+    with pytest.raises(CheckpointError, match=r"zombie.* is stopped; end that process"):
+        CheckpointStore(tmp_path, 3).claim()  # it lives on this host
+    heir = heir_of(tmp_path)
     heir.save(20, tensors(20), {"by": "heir"})
     os.kill(zombie, signal.SIGCONT)
     assert exit_code(zombie) == 5
+    said = capfd.readouterr().out
+    assert "lost the lease" in said and "heir" in said and "No such file" not in said
     target = zeros_like(tensors(20))
     assert heir.load(None, target) == {"by": "heir"}
     assert same(target, tensors(20))
@@ -215,17 +301,29 @@ def test_a_zombie_writer_is_fenced(tmp_path: Path) -> None:
     heir.close()
 
 
+@pytest.mark.filterwarnings("ignore:.*waiting 0.3 s")
 def test_a_writer_that_stops_while_it_publishes_keeps_the_directory_until_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     zombie = stopped_writer(tmp_path, "rename")
     monkeypatch.setattr(lease_module, "LOCK_WAIT_S", 0.2)
-    age(tmp_path, lease_module.STALE_S + 5)
-    heir = CheckpointStore(tmp_path, 3)
-    with pytest.raises(CheckpointError, match="end that process"):
-        heir.claim()
+    with pytest.raises(CheckpointError, match=r"is held by a process that is stopped .*end that process"):
+        heir_of(tmp_path).claim()
     os.kill(zombie, signal.SIGKILL)
     os.waitpid(zombie, 0)
+    heir = heir_of(tmp_path)
     heir.save(20, tensors(20), {"by": "heir"})
     assert heir.load(None, zeros_like(tensors(20))) == {"by": "heir"}
     heir.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*waiting 0.3 s")
+def test_a_run_that_lost_its_lease_is_told_before_its_next_save(tmp_path: Path) -> None:
+    lost = CheckpointStore(tmp_path, 3, lease=Lease(tmp_path, "lost", stale_s=0.3))
+    lost.save(10, tensors(10), {})
+    edit(tmp_path, token="another's")
+    with pytest.raises(CheckpointError, match="lost the lease"):
+        for _ in range(100):
+            lost.poll()
+            time.sleep(0.01)
+    lost.close()

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshwright.checkpoint import BadCheckpointError, CheckpointError, CheckpointStore
+from meshwright.checkpoint import BadCheckpointError, CheckpointError, CheckpointStore, Lease
 from meshwright.checkpoint import save_plan as chunks_module
 from meshwright.checkpoint.inspect import verify_checkpoint
 from meshwright.checkpoint.save_plan import local_chunks
@@ -251,7 +251,7 @@ def saves_behind_collectives_do_not_deadlock(control: Control, directory: Path) 
 
 
 def a_second_run_is_refused_on_all_ranks(control: Control, directory: Path) -> None:
-    first = CheckpointStore(directory, 2, control, holder="first run")
+    first = CheckpointStore(directory, 2, control, lease=Lease(directory, "first run"))
     first.claim()
     with pytest.raises(CheckpointError, match="first run"):
         CheckpointStore(directory, 2, control).claim()

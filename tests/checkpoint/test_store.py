@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -12,10 +13,12 @@ import pytest
 import torch
 from faults import FailingWrites, HeldDisk, as_version_1, leftovers, same, steps, tensors, zeros_like
 
-from meshwright.checkpoint import BadCheckpointError, CheckpointError, CheckpointStore
+from meshwright.checkpoint import BadCheckpointError, CheckpointError, CheckpointStore, errors
 from meshwright.checkpoint.directory import published
+from meshwright.checkpoint.disk import Disk
 from meshwright.checkpoint.inspect import list_checkpoints, verify_checkpoint
 from meshwright.spec import UserError
+from meshwright.spec.errors import StorageError
 
 
 def saved(directory: Path, *steps: int, keep: int = 5) -> None:
@@ -84,6 +87,25 @@ def test_keep_holds_the_newest_and_never_removes_what_was_just_written(tmp_path:
     assert not leftovers(tmp_path)
 
 
+def test_every_nth_step_is_kept_for_ever_besides_the_newest(tmp_path: Path) -> None:
+    state = {"spec": {"checkpoint": {"keep_every": 40}}}
+    store = CheckpointStore(tmp_path, 2, keep_every=40)
+    for step in range(0, 130, 10):
+        store.save(step, tensors(step), state)
+    store.close()
+    assert steps(store) == [40, 80, 110, 120]
+    rows = list_checkpoints(tmp_path)
+    assert [(row.step, row.permanent, row.latest) for row in rows] == [
+        (40, True, False), (80, True, False), (110, False, False), (120, True, True),
+    ]  # fmt: skip
+    store = CheckpointStore(tmp_path, 2)
+    for odd in ([], {"spec": 3}, {"spec": {"checkpoint": {"keep_every": "x"}}}):
+        store.save(130, tensors(1), {"state": odd} if odd == [] else odd)  # type: ignore[arg-type]
+        assert not list_checkpoints(tmp_path)[-1].permanent
+    store.close()
+    assert steps(store) == [120, 130]
+
+
 def test_a_step_saved_again_replaces_the_first_attempt(tmp_path: Path) -> None:
     saved(tmp_path, 10)
     store = CheckpointStore(tmp_path, 3)
@@ -149,6 +171,42 @@ def test_the_latest_that_is_bad_falls_back_with_a_warning_and_a_numbered_one_is_
     assert "optim/exp_avg/a.weight" in report.problems[0]
 
 
+class UnreadableDisk(Disk):
+    """Reads of one file fail `times` times."""
+
+    def __init__(self, file: str, code: int, times: int) -> None:
+        self.file, self.code, self.times = file, code, times
+
+    def read(self, descriptor: int, target: memoryview, start: int) -> int:
+        if self.times and os.readlink(f"/proc/self/fd/{descriptor}").endswith(self.file):
+            self.times -= 1
+            raise OSError(self.code, os.strerror(self.code))
+        return super().read(descriptor, target, start)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ESTALE])
+@pytest.mark.parametrize("file", ["manifest.json", "part-00000.json", "rank-00000.bin"])
+def test_a_disk_that_does_not_answer_is_no_damage(
+    tmp_path: Path, file: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 10, 20)
+    monkeypatch.setattr(errors, "PAUSES_S", (0.0, 0.0))
+    file = f"step-00000020/{file}"
+    passing = CheckpointStore(tmp_path, 2, disk=UnreadableDisk(file, code, 2))
+    assert passing.load(None, zeros_like(tensors(20)))["step"] == 20
+    assert passing.warnings == []
+    target = tensors(5)
+    store = CheckpointStore(tmp_path, 2, disk=UnreadableDisk(file, code, 10**9))
+    with pytest.raises(StorageError, match=f"{file} cannot be read: {os.strerror(code)}") as caught:
+        store.load(None, target)
+    assert caught.value.code == 76
+    assert not isinstance(caught.value, BadCheckpointError)
+    assert same(target, tensors(5)) and store.warnings == []
+    store.save(30, tensors(30), {"step": 30})
+    assert steps(store) == [20, 30]  # it counts for `keep` as any other
+    store.close()
+
+
 def test_a_damaged_checkpoint_takes_no_place_of_a_good_one(tmp_path: Path) -> None:
     saved(tmp_path, 10, 20, 30)
     os.truncate(tmp_path / "step-00000030" / "rank-00000.bin", 40)
@@ -182,7 +240,9 @@ def test_a_missing_latest_is_not_a_fresh_start(tmp_path: Path) -> None:
     assert store.latest() == 30
     target = zeros_like(tensors(20))
     assert store.load(None, target)["step"] == 20
-    assert "step-00000030" in store.warnings[0]
+    damaged, missing = store.warnings
+    assert "LATEST is damaged; the highest step, step 20, is used instead" in damaged
+    assert "step-00000030" in missing
     empty = tmp_path / "empty"
     empty.mkdir()
     assert CheckpointStore(empty, 1).latest() is None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -11,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.checkpoint import CheckpointError, Lease
 from meshwright.report.record import RunRecord, read_metrics, read_run, write_atomically
 from meshwright.spec import UserError, load
 
@@ -219,3 +222,53 @@ def test_a_row_whose_step_is_no_number_is_named(tmp_path: Path) -> None:
         file.write('{"step": "foo"}\n')
     with pytest.raises(UserError, match=r"metrics.jsonl: a row has the step 'foo'"):
         record_steps(tmp_path, 1, 2)
+
+
+def files_of(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.iterdir() if path.suffix in (".json", ".jsonl")}
+
+
+ZOMBIE: dict[str, tuple[Any, ...]] = {
+    "on_step": ({"step": 2, "loss": 66.0},),
+    "on_eval": ({"step": 2, "val_loss": 66.0},),
+    "on_event": ("checkpoint", {"step": 66}),
+    "on_end": ({"steps": 66},),
+    "on_start": ({"step": 0},),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*waiting 0.2 s")
+@pytest.mark.parametrize("call", ZOMBIE)
+def test_a_process_that_was_stopped_leaves_the_record_of_its_heir_alone(
+    tmp_path: Path, call: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    zombie = os.fork()
+    if zombie == 0:
+        code = 9
+        try:
+            lease = Lease(tmp_path, "zombie", stale_s=0.2)
+            lease.acquire()
+            record = RunRecord(tmp_path, lease)
+            record.on_start({"step": 0})
+            record.on_step({"step": 1, "loss": 5.0})
+            os.kill(os.getpid(), signal.SIGSTOP)
+            try:
+                getattr(record, call)(*ZOMBIE[call])
+            except CheckpointError as error:
+                print(error, flush=True)
+                code = 5
+        finally:
+            os._exit(code)
+    os.waitpid(zombie, os.WUNTRACED)
+    path = tmp_path / "lease.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "place": "elsewhere"}))
+    with Lease(tmp_path, "heir", stale_s=0.2) as lease:
+        heir = RunRecord(tmp_path, lease)
+        heir.on_start({"step": 1})
+        heir.on_step({"step": 2, "loss": 4.0})
+        heir.on_end({"steps": 2})
+        finished = files_of(tmp_path)
+        os.kill(zombie, signal.SIGCONT)
+        assert os.waitstatus_to_exitcode(os.waitpid(zombie, 0)[1]) == 5
+        assert "lost the lease" in (said := capfd.readouterr().out) and "heir" in said
+        assert files_of(tmp_path) == finished

@@ -74,17 +74,18 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
 
     with mesh_of(spec) as mesh, ExitStack() as stack:
         first, ranks = mesh.control.rank == 0, mesh.control
+        # What restarts a run by itself asks for "auto", and may come before the other host's process is gone.
+        lease = Lease(out, "meshwright", wait=resume == "auto")
 
         def start() -> Observers:
             if not first:
                 return Observers([])
             _check_folder(spec, out, resume)
-            if spec.checkpoint.folder(out).resolve() != out.resolve():  # else the checkpoints' own lease does
-                _make_folder(out)
-                stack.enter_context(Lease(out, "meshwright"))
+            _make_folder(out)
+            stack.enter_context(lease)
             shown = [] if quiet else [Progress()]
             trackers = make_trackers(spec.train.trackers, out, out.name, spec.to_json())
-            return Observers([RunRecord(out), *shown, *trackers])
+            return Observers([RunRecord(out, lease), *shown, *trackers])
 
         def keep_tokenizer() -> None:  # where `generate` and `export` look for it
             if first and run.corpus.has_text and not (out / "tokenizer.json").exists():
@@ -95,7 +96,7 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
         once_per_host(ranks, lambda: open_corpus(spec))
         supervision = Supervision.given()
         slots = supervision.snapshots if supervision is not None else ()
-        run = TrainingRun(spec, mesh, out, observers, check="lazy", slots=slots)
+        run = TrainingRun(spec, mesh, out, observers, check="lazy", lease=lease, slots=slots)
         ranks.together(keep_tokenizer)
         result = run.execute(resume)
         result["restarts"] = supervision.generation if supervision is not None else 0

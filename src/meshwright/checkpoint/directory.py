@@ -1,12 +1,17 @@
-"""Published steps of a checkpoint directory, and the one that LATEST names, read from file names alone."""
+"""Published steps of a checkpoint directory, and the one that LATEST names, read from file names alone.
+
+LATEST is one line: the name of a step's directory, and the start of the SHA-256 of that name. Earlier
+versions wrote the name alone.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 
 from meshwright.checkpoint.disk import LATEST, Disk, parse_step_name, step_name
-from meshwright.checkpoint.errors import CheckpointError
+from meshwright.checkpoint.errors import CheckpointError, reading, retried
 
 
 def published(directory: Path) -> dict[int, Path]:
@@ -24,17 +29,35 @@ def superseded(directory: Path) -> list[Path]:
     return [path for step, path in paths if current[step] != path]
 
 
+def latest_line(name: str) -> str:
+    """Return the content of LATEST that names the checkpoint in directory `name`."""
+    return f"{name} {hashlib.sha256(name.encode()).hexdigest()[:16]}\n"
+
+
 def read_latest(directory: Path) -> Path | None:
-    """Return the checkpoint that LATEST names, which may be missing; None without a valid name in it."""
-    path = directory / LATEST
-    try:
-        with Disk().opened(path) as (descriptor, _):
-            name = os.read(descriptor, 256).decode("ascii", "replace").strip()
-    except FileNotFoundError:
+    """Return the checkpoint that LATEST names, which may be missing; None without the file, or if damaged."""
+    line = _read_line(directory / LATEST)
+    name = (line or "").partition(" ")[0].strip()
+    if line is None or parse_step_name(name) is None or line not in (name, f"{name}\n", latest_line(name)):
         return None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return directory / name if parse_step_name(name) else None
+    return directory / name
+
+
+def latest_is_damaged(directory: Path) -> bool:
+    """True if LATEST is there and holds nothing that this program or an earlier version would write."""
+    return _read_line(directory / LATEST) is not None and read_latest(directory) is None
+
+
+def _read_line(path: Path) -> str | None:
+    def line() -> str | None:
+        with reading(path):
+            try:
+                with Disk().opened(path) as (descriptor, _):
+                    return os.read(descriptor, 256).decode("ascii", "replace")
+            except FileNotFoundError:
+                return None
+
+    return retried(line)
 
 
 def history(directory: Path) -> list[Path]:
@@ -88,10 +111,15 @@ def candidates(directory: Path, step: int | None) -> list[Path]:
 
 def _attempts(directory: Path) -> list[tuple[int, int]]:
     """Return (step, attempt) of each published directory, in this order."""
-    try:
-        names = os.listdir(directory)
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(f"checkpoint directory {directory} cannot be read: {error}") from error
-    return sorted(parsed for name in names if (parsed := parse_step_name(name)) is not None)
+
+    def names() -> list[str]:
+        with reading(directory):
+            try:
+                return os.listdir(directory)
+            except FileNotFoundError:
+                return []
+            except (NotADirectoryError, PermissionError) as error:
+                reason = f"checkpoint directory {directory} cannot be read: {error.strerror}"
+                raise CheckpointError(reason) from error
+
+    return sorted(parsed for name in retried(names) if (parsed := parse_step_name(name)) is not None)

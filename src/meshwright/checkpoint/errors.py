@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import errno
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
-from meshwright.spec.errors import UserError
+from meshwright.spec.errors import StorageError, UserError
+
+T = TypeVar("T")
+DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENAMETOOLONG, None}
+"""Errors of opening or reading a checkpoint's file that tell of what is there, not of the disk under it."""
+PAUSES_S = (0.1, 1.0, 3.0)
+"""Seconds before each further attempt to read what the file system did not give."""
 
 
 class CheckpointError(UserError):
     """A checkpoint could not be written, found or read; what was published before is untouched."""
 
     gravity = 2
+
+
+class LostLeaseError(CheckpointError):
+    """Another run took the directory over while this one was stopped or cut off: it must write no more."""
 
 
 class BadCheckpointError(CheckpointError):
@@ -24,14 +37,38 @@ class BadCheckpointError(CheckpointError):
     gravity = 3
 
 
+class SaveError(CheckpointError, StorageError):
+    """The disk or file system failed a save: a later one may work."""
+
+
+class UnreadableError(CheckpointError, StorageError):
+    """The disk or file system did not give a checkpoint's bytes, which may be good.
+
+    That is no damage: nothing falls back to an older checkpoint, or is removed, because of it.
+    """
+
+
+def retried(work: Callable[[], T]) -> T:
+    """Return what `work` returns; after an UnreadableError it is run again, with pauses, a few times."""
+    for pause in PAUSES_S:
+        with suppress(UnreadableError):
+            return work()
+        time.sleep(pause)
+    return work()
+
+
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raise BadCheckpointError, which names `path`, for any error in reading, parsing or checking it."""
+    """Raise BadCheckpointError, which names `path`, for any error in reading, parsing or checking it.
+
+    Where the disk or file system does not answer, or does not permit it, UnreadableError is raised.
+    """
     try:
         yield
     except CheckpointError:
         raise
     except OSError as error:
-        raise BadCheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        kind = BadCheckpointError if error.errno in DAMAGE else UnreadableError
+        raise kind(f"{path} cannot be read: {error.strerror or error}") from error
     except (UserError, ValueError, RecursionError) as error:
         raise BadCheckpointError(f"{path} cannot be trusted: {error}") from error

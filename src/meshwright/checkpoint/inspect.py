@@ -6,12 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from meshwright.checkpoint.directory import candidates, published, read_latest
 from meshwright.checkpoint.disk import MANIFEST, Disk
-from meshwright.checkpoint.errors import BadCheckpointError, reading
+from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError, reading, retried
 from meshwright.checkpoint.manifest import Part, Piece
 from meshwright.checkpoint.reader import (
     opened,
@@ -21,6 +22,7 @@ from meshwright.checkpoint.reader import (
     verify_piece,
 )
 from meshwright.checkpoint.rectangles import check_cover
+from meshwright.checkpoint.retention import is_permanent
 from meshwright.spec.sharded_tensor import Rectangle
 
 
@@ -35,6 +37,8 @@ class CheckpointInfo:
     saved_at: str = ""
     layout: Any = None
     latest: bool = False
+    permanent: bool = False
+    """True where `checkpoint.keep_every` of the run that saved it keeps it for ever."""
     problem: str | None = None
 
 
@@ -72,17 +76,27 @@ def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
                 ranks=manifest.ranks,
                 saved_at=manifest.saved_at,
                 layout=manifest.state.get("layout"),
+                permanent=is_permanent(manifest.step, _keep_every(manifest.state)),
             )
-        except BadCheckpointError as error:
+        except CheckpointError as error:
             info = replace(info, problem=str(error))
         infos.append(info)
     return infos
 
 
+def _keep_every(state: dict[str, Any]) -> int:
+    """Return `checkpoint.keep_every` of the spec in a state, which any program may have written."""
+    found: Any = state
+    for key in ("spec", "checkpoint", "keep_every"):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, int) else 0
+
+
 def verify_checkpoint(directory: Path, step: int | None = None) -> VerifyReport:
     """Read every byte of a checkpoint (None: the latest) and check every hash, with little memory.
 
-    Raises CheckpointError where there is no such checkpoint; damage is reported, not raised.
+    Raises CheckpointError where there is no such checkpoint, and UnreadableError where a disk does not
+    answer; damage is reported, not raised.
     """
     path, disk = candidates(directory, step)[0], Disk()
     problems: list[str] = []
@@ -115,7 +129,7 @@ def _verify_part(path: Path, part: Part, disk: Disk, problems: list[str]) -> Non
         with _collected(problems), opened(path / file, part.files[file], disk) as descriptor:
             for name, piece in sorted(named, key=lambda pair: pair[1].start):
                 with _collected(problems):
-                    verify_piece(descriptor, name, piece, path / file, disk)
+                    retried(partial(verify_piece, descriptor, name, piece, path / file, disk))
 
 
 @contextmanager

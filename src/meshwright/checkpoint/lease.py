@@ -5,11 +5,11 @@
     lease.lock   locked (flock) only while the lease is taken, checked or given back: a child that inherits
                  the descriptor must not keep a dead run's lease alive
 
-A holder is gone when it released, when its process is dead (same host), or when its heartbeat is older than
-STALE_S. Ages are measured against a file that was touched just now in the same directory, so that the file
-server's clock is compared with itself. A process that was only stopped, and wakes after another took over,
-finds another token in lease.json and raises before it publishes anything (fencing: Gray & Cheriton 1989;
-Kleppmann 2016).
+A holder is gone when it released, when its process is dead (same host), or when its heartbeat stood still for
+STALE_S of this process's own monotonic clock while it watched: no clock is compared with another one, so that
+none can jump. A process that lives on this host holds its lease whatever its heartbeat says. A process that
+was only stopped, and wakes after another took over, finds another token in lease.json and raises before it
+publishes anything (fencing: Gray & Cheriton 1989; Kleppmann 2016).
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ from pathlib import Path
 from pydantic.dataclasses import dataclass
 
 from meshwright.checkpoint.disk import TEMPORARY, Disk
-from meshwright.checkpoint.errors import CheckpointError
+from meshwright.checkpoint.errors import CheckpointError, LostLeaseError
 from meshwright.spec.errors import UserError
 from meshwright.spec.records import Integer, Record, read
 
 STALE_S = 60.0
-"""Age in seconds from which a heartbeat is of a holder that is gone or stopped."""
+"""Seconds after which a heartbeat that stands still is of a holder that is gone or stopped."""
 BEATS = 6
-"""Heartbeats within the age at which one is stale."""
+"""Heartbeats within that time."""
+PATIENCE = 2
+"""Stale times for which an automatic restart waits for a holder that lives on another host."""
 LOCK_WAIT_S = 10.0  # the lock is held for milliseconds: longer means that its owner was stopped inside
 _NO_FLOCK = {errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL}
 
@@ -58,6 +60,11 @@ class Holder(Record):
     token: str
     released: bool = False
 
+    @property
+    def process(self) -> tuple[str, int, str]:
+        """The process that took the lease, which no other process equals."""
+        return self.place, self.pid, self.process_start
+
     def __str__(self) -> str:
         return f"{self.holder} (host {self.host}, pid {self.pid}, since {self.since})"
 
@@ -65,64 +72,74 @@ class Holder(Record):
 class Lease:
     """The right to write in `directory`, which must exist.
 
-    `stale_s` is the age in seconds at which a heartbeat no longer counts. All errors are CheckpointErrors.
+    `stale_s` is the time in seconds after which a heartbeat that stands still no longer counts. With `wait` a
+    holder that lives on another host is waited for, up to `PATIENCE` times as long. All errors are
+    CheckpointErrors, but for an OSError where lease.json of a lease that is held cannot be read.
     """
 
     def __init__(
-        self, directory: Path, holder: str, stale_s: float = STALE_S, disk: Disk | None = None
+        self,
+        directory: Path,
+        holder: str,
+        stale_s: float = STALE_S,
+        disk: Disk | None = None,
+        wait: bool = False,
     ) -> None:
         self.directory = Path(directory)
         self.holder = holder
         self.stale_s = stale_s
+        self.wait = wait
         self.generation = 0
+        self.predecessor: Holder | None = None
+        """The holder that this one replaced since its heartbeat stood still."""
+        self.lost = False
+        """True once the heartbeat has found the lease with another run."""
         self._disk = disk or Disk()
         self._path = self.directory / "lease.json"
         self._token = secrets.token_hex(8)
         self._mine: Holder | None = None
+        self._uses = 0
+        """Calls of `acquire` without one of `release`."""
+        self._checked = 0.0
         self._stop = threading.Event()
         self._beat: threading.Thread  # runs while the lease is held
 
+    def beside(self, directory: Path, disk: Disk | None = None) -> Lease:
+        """Return a lease of another directory for this holder; of the directory of this one, itself.
+
+        A process whose silence this lease has waited out is not waited for again.
+        """
+        if directory.resolve() == self.directory.resolve():
+            return self
+        other = Lease(directory, self.holder, self.stale_s, disk, self.wait)
+        other.predecessor = self.predecessor
+        return other
+
     def acquire(self) -> None:
-        """Take the lease, also over a holder that is gone. Raises when another run holds it and is alive."""
-        if self._mine is not None:
-            return
-        try:
-            with self._locked():
-                for leftover in ("clock-*", "lease.json-*"):  # of a process that died while it took the lease
-                    for path in self.directory.glob(f"{TEMPORARY}{leftover}"):
-                        self._disk.unlink(path)
-                other = self._read()
-                if other is not None and not other.released and self._alive(other):
-                    raise CheckpointError(
-                        f"{self.directory} is in use by {other}; "
-                        "stop that run, or give this one another directory"
-                    )
-                mine = Holder(
-                    holder=self.holder,
-                    host=socket.gethostname(),
-                    place=_place(),
-                    pid=os.getpid(),
-                    process_start=_process_start(os.getpid()),
-                    since=datetime.now(UTC).isoformat(timespec="seconds"),
-                    generation=1 + (other.generation if other else 0),
-                    token=self._token,
-                )
-                self._write(mine)
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.directory} cannot be written ({error.strerror or error}); "
-                "give a folder that has space and that this user may write"
-            ) from error
-        self._mine, self.generation = mine, mine.generation
-        self._stop.clear()
-        self._beat = threading.Thread(
-            target=self._keep_alive, args=(mine,), name="lease heartbeat", daemon=True
-        )
-        self._beat.start()
+        """Take the lease, also over a holder that is gone; after several calls the last `release` counts.
+
+        A holder on this host that lives is refused at once. The heartbeat of one on another host is watched,
+        and a warning says so: when it moves the holder is refused (with `wait` only when it still does after
+        that time), when it stands still for `stale_s` the lease is taken.
+        """
+        if self._mine is None:
+            try:
+                self._mine = self._take()
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.directory} cannot be written ({error.strerror or error}); "
+                    "give a folder that has space and that this user may write"
+                ) from error
+            self.generation, self.lost, self._checked = self._mine.generation, False, _clock()
+            self._stop.clear()
+            self._beat = threading.Thread(target=self._keep_alive, name="lease heartbeat", daemon=True)
+            self._beat.start()
+        self._uses += 1
 
     def release(self) -> None:
         """Give the lease back; without effect when it is not held or when another run took it over."""
-        if self._mine is None:
+        self._uses = max(0, self._uses - 1)
+        if self._mine is None or self._uses:
             return
         self._stop.set()
         self._beat.join()
@@ -136,6 +153,15 @@ class Lease:
             # The next run takes over the lease of a process that is gone, and this one's work is done.
             warnings.warn(f"{self._path} could not be given back ({error.strerror})", stacklevel=2)
 
+    @property
+    def identity(self) -> tuple[str, int]:
+        """Token and generation of this holder, for `follow`."""
+        return self._token, self.generation
+
+    def follow(self, token: str, generation: int) -> None:
+        """Make `check` on another rank look for the holder of this identity, which is this rank's as well."""
+        self._token, self.generation = token, generation
+
     def __enter__(self) -> Lease:
         self.acquire()
         return self
@@ -144,14 +170,22 @@ class Lease:
         self.release()
 
     def check(self) -> None:
-        """Raise CheckpointError when another run has taken the lease: what was written must be dropped."""
+        """Raise LostLeaseError when another run has taken the lease: what was written must be dropped."""
         now = self._read()
-        if self._mine is None or now is None or now.token != self._mine.token:
+        if now is None or now.token != self._token or now.released:
             taken = f"{now} took it (generation {now.generation})" if now else "lease.json is gone"
-            raise CheckpointError(
+            if now is not None and now.token == self._token:
+                taken = "it was given back"
+            raise LostLeaseError(
                 f"this run (generation {self.generation}) lost the lease of {self.directory}: {taken}; "
-                "nothing was published"
+                "it writes nothing there any more"
             )
+        self._checked = _clock()
+
+    def recheck(self) -> None:
+        """`check`, unless one found the lease so lately that no other run can have waited for it since."""
+        if _clock() - self._checked > self.stale_s / BEATS:
+            self.check()
 
     @contextmanager
     def fenced(self) -> Iterator[None]:
@@ -160,40 +194,95 @@ class Lease:
             self.check()
             yield
 
-    def _keep_alive(self, mine: Holder) -> None:
+    def _take(self) -> Holder:
+        """Write lease.json once nobody else holds the lease. Raises CheckpointError and OSError."""
+        begun = since = time.monotonic()
+        seen = self._observe()
+        moved = told = False
+        while True:
+            other, now = seen[0], time.monotonic()
+            silent = now - since >= self.stale_s
+            if other is None or silent or self._is_gone(other):
+                with self._locked():
+                    if self._observe() == seen:
+                        self.predecessor = other if silent else self.predecessor
+                        return self._replace(other)
+            elif other.place == _place() and _process(other.pid)[1] == "T":
+                raise CheckpointError(
+                    f"{self.directory} is in use by {other}, which is stopped; end that process"
+                )
+            elif other.place == _place() or (moved and now - begun >= self._patience_s):
+                raise CheckpointError(
+                    f"{self.directory} is in use by {other}; "
+                    "stop that run, or give this one another directory"
+                )
+            else:
+                if not told:
+                    told = True
+                    warnings.warn(
+                        f"{self.directory} was in use by {other}; waiting {self.stale_s:g} s to see whether "
+                        "its heartbeat stands still",
+                        stacklevel=3,
+                    )
+                time.sleep(min(1.0, self.stale_s / 60))
+            if (found := self._observe()) != seen:
+                seen, since, moved = found, time.monotonic(), True
+
+    @property
+    def _patience_s(self) -> float:
+        return PATIENCE * self.stale_s if self.wait else 0.0
+
+    def _replace(self, other: Holder | None) -> Holder:
+        """With the lock: write lease.json for this process."""
+        for path in self.directory.glob(f"{TEMPORARY}lease.json-*"):  # of a process that died as it wrote it
+            self._disk.unlink(path)
+        mine = Holder(
+            holder=self.holder,
+            host=socket.gethostname(),
+            place=_place(),
+            pid=os.getpid(),
+            process_start=_process(os.getpid())[0],
+            since=datetime.now(UTC).isoformat(timespec="seconds"),
+            generation=1 + (other.generation if other else 0),
+            token=self._token,
+        )
+        self._write(mine)
+        return mine
+
+    def _keep_alive(self) -> None:
         while not self._stop.wait(self.stale_s / BEATS):
             try:
                 now = self._read()
-                if now is None or now.token != mine.token:
-                    return  # `fenced` will say so before anything is published
+                if now is None or now.token != self._token:
+                    self.lost = True  # the next `check` says to whom
+                    return
                 os.utime(self._path)
             except (OSError, CheckpointError):
                 continue  # a beat may be missed: the file system's failure shows in the save itself
 
-    def _alive(self, other: Holder) -> bool:
-        if other.token == self._token:
-            return False  # this object's own attempt, which failed after it had written the file
-        if other.place == _place() and _process_start(other.pid) != other.process_start:
-            return False
-        probe = self.directory / f"{TEMPORARY}clock-{secrets.token_hex(4)}"
-        os.close(self._disk.create(probe))
-        try:
-            age = probe.stat().st_mtime - self._path.stat().st_mtime
-        finally:
-            self._disk.unlink(probe)
-        return age < self.stale_s
+    def _is_gone(self, other: Holder) -> bool:
+        """True for a holder that needs no watching: it gave the lease back, is dead, or was waited out."""
+        if other.released or other.token == self._token:  # or an own attempt that failed after it had written
+            return True
+        if other.place == _place():
+            return _process(other.pid)[0] != other.process_start
+        return self.predecessor is not None and self.predecessor.process == other.process
 
-    def _read(self) -> Holder | None:
-        """Return the holder that lease.json names; None without the file."""
+    def _observe(self) -> tuple[Holder | None, int]:
+        """Return the holder that lease.json names, None without the file, and the time of its last beat."""
         try:
             with self._disk.opened(self._path) as (descriptor, _):
-                return read(Holder, json.loads(os.read(descriptor, 1 << 16)))
+                beat = os.fstat(descriptor).st_mtime_ns
+                return read(Holder, json.loads(os.read(descriptor, 1 << 16))), beat
         except FileNotFoundError:
-            return None
-        except (ValueError, UserError) as error:
+            return None, 0
+        except (ValueError, UserError, RecursionError) as error:
             raise CheckpointError(
                 f"{self._path} cannot be understood ({error}); remove it if no run writes in {self.directory}"
             ) from error
+
+    def _read(self) -> Holder | None:
+        return self._observe()[0]
 
     def _write(self, holder: Holder) -> None:
         self._disk.replace_file(self._path, json.dumps(asdict(holder)) + "\n", secrets.token_hex(4))
@@ -234,13 +323,16 @@ def _place() -> str:
         return f"{socket.gethostname()}/{secrets.token_hex(8)}"  # equal to no other: the heartbeat decides
 
 
-def _process_start(pid: int) -> str:
-    """Return when a process began, in clock ticks since boot, which no later process with its pid has.
-
-    Empty for a process that does not exist or is a zombie.
-    """
+def _process(pid: int) -> tuple[str, str]:
+    """Return when a process began, in clock ticks since boot, which no later process with its pid has, and
+    the letter of its state; ("", "") for a process that does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]
+        return "", ""
+    return ("", "") if fields[0] in "ZX" else (fields[19], fields[0])
+
+
+def _clock() -> float:
+    """Return monotonic seconds that go on while the machine sleeps, where the system has such a clock."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint.digests import Digest, sha256
 from meshwright.checkpoint.disk import MANIFEST, Disk, parse_step_name
-from meshwright.checkpoint.errors import BadCheckpointError, reading
+from meshwright.checkpoint.errors import BadCheckpointError, reading, retried
 from meshwright.checkpoint.manifest import DTYPE_NAMES, Manifest, Part, Piece
 from meshwright.checkpoint.rectangles import check_cover, common
 from meshwright.checkpoint.replicas import Replicas, assign
@@ -44,12 +45,19 @@ MAX_TEXT_BYTES = 1 << 30
 
 
 def read_manifest_text(path: Path, disk: Disk) -> str:
-    """Return the text of the manifest's root in the published directory `path`. Raises BadCheckpointError."""
+    """Return the text of the manifest's root in the published directory `path`.
+
+    Raises BadCheckpointError, and UnreadableError as all functions here that read.
+    """
     file = path / MANIFEST
-    with reading(file):
-        if not stat.S_ISDIR(os.lstat(path).st_mode):
-            raise BadCheckpointError(f"{path} is not a directory, so it is not a checkpoint")
-        return _read_file(file, file.lstat().st_size, disk).decode()
+
+    def text() -> str:
+        with reading(file):
+            if not stat.S_ISDIR(os.lstat(path).st_mode):
+                raise BadCheckpointError(f"{path} is not a directory, so it is not a checkpoint")
+            return _read_file(file, file.lstat().st_size, disk).decode()
+
+    return retried(text)
 
 
 def parse_manifest(path: Path, text: str) -> Manifest:
@@ -61,6 +69,10 @@ def parse_manifest(path: Path, text: str) -> Manifest:
         raise BadCheckpointError(
             f"{path} holds the checkpoint of step {manifest.step}, another than its name says"
         )
+    if (step := manifest.state.get("step", manifest.step)) != manifest.step:
+        raise BadCheckpointError(
+            f"{path / MANIFEST} cannot be trusted: its state is of step {step!r}, and not of {manifest.step}"
+        )
     return manifest
 
 
@@ -70,7 +82,7 @@ def read_part(path: Path, manifest: Manifest, number: int, disk: Disk) -> Part:
         return manifest.inside
     file, size, digest = manifest.parts[number]
     with reading(path / file):
-        content = _read_file(path / file, size, disk)
+        content = retried(lambda: _read_file(path / file, size, disk))
         if hashlib.sha256(content).hexdigest() != digest:
             raise ValueError("its SHA-256 is not that of the manifest")
         part = read(Part, json.loads(content))
@@ -91,10 +103,11 @@ def verify_piece(descriptor: int, name: str, piece: Piece, path: Path, disk: Dis
     """Check a piece's hash in at most READ_BYTES of memory. Raises BadCheckpointError."""
     digest = hashlib.sha256()
     block = memoryview(bytearray(min(READ_BYTES, piece.bytes)))
-    for start in range(0, piece.bytes, READ_BYTES):
-        part = block[: min(READ_BYTES, piece.bytes - start)]
-        _read_into(part, descriptor, piece.start + start, path, disk)
-        digest.update(part)
+    with reading(path):
+        for start in range(0, piece.bytes, READ_BYTES):
+            part = block[: min(READ_BYTES, piece.bytes - start)]
+            _read_into(part, descriptor, piece.start + start, path, disk)
+            digest.update(part)
     _check_digest(digest.hexdigest(), name, piece, path)
 
 
@@ -183,10 +196,12 @@ class Reading:
                 fetches[fetch.piece.file].append(fetch)
         self._check_cover(fetch for listed in fetches.values() for fetch in listed)
         for file, listed in sorted(fetches.items()):
-            path = self.path / file
-            with opened(path, sizes[file], self.disk) as descriptor:
-                for fetch in sorted(listed, key=lambda fetch: fetch.piece.start):
-                    fetch.run(descriptor, path, self.disk, self._digest)
+            retried(partial(self._read_pieces, self.path / file, sizes[file], listed))
+
+    def _read_pieces(self, path: Path, size: int, listed: list[_Fetch]) -> None:
+        with opened(path, size, self.disk) as descriptor:
+            for fetch in sorted(listed, key=lambda fetch: fetch.piece.start):
+                fetch.run(descriptor, path, self.disk, self._digest)
 
     def commit(self, wire: TrafficCounter) -> None:
         """Write the staged rectangles into the live tensors, and send them to this rank's replicas."""

@@ -29,7 +29,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.directory import candidates, history, latest_step, published, superseded
+from meshwright.checkpoint.claim import claim
+from meshwright.checkpoint.directory import (
+    candidates,
+    latest_is_damaged,
+    latest_line,
+    latest_step,
+    published,
+)
 from meshwright.checkpoint.disk import (
     LATEST,
     MANIFEST,
@@ -40,10 +47,11 @@ from meshwright.checkpoint.disk import (
     rank_file,
     step_name,
 )
-from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError
+from meshwright.checkpoint.errors import BadCheckpointError, CheckpointError, SaveError
 from meshwright.checkpoint.lease import Lease
 from meshwright.checkpoint.manifest import Manifest, Part, PartFile, join, report
 from meshwright.checkpoint.reader import Reading, match_tensors, parse_manifest, read_manifest_text
+from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.save_plan import SavePlan, Tensors, describe
 from meshwright.checkpoint.staging import HostImage
 from meshwright.parallel.control import Control
@@ -60,7 +68,8 @@ class CheckpointStore:
     `control` joins the ranks that save and load together, by default this process alone; a store that saves
     asynchronously needs one of its own. Every method is collective over it and is called on all its ranks in
     the same order, except `poll` and `close`. The store holds the directory's lease from the first save
-    (or `claim`) until `close`; a reader needs none.
+    (or `claim`) until `close`; a reader needs none. `lease` is that of this directory (`Lease.beside`), by
+    default an own one. The newest `keep` checkpoints are kept, and those of steps that `keep_every` divides.
 
     `warnings` collects sentences about problems that did not stop the work: a fallback to an older
     checkpoint, an old one that could not be removed. `wire` records the bytes that replicas send each other
@@ -73,21 +82,20 @@ class CheckpointStore:
         keep: int,
         control: Control | None = None,
         *,
-        holder: str = "meshwright",
+        keep_every: int = 0,
+        lease: Lease | None = None,
         disk: Disk | None = None,
         wire: TrafficCounter | None = None,
     ) -> None:
         if keep < 1:
             raise CheckpointError(f"checkpoint.keep is {keep}, it must be at least 1")
         self.directory = Path(directory).absolute()
-        self.keep = keep
         self.warnings: list[str] = []
-        self._damaged: set[str] = set()
-        """Names of checkpoints that a load found damaged; they do not count for `keep`."""
         self._disk = disk or Disk()
+        self._retention = Retention(self.directory, keep, keep_every, self._disk, self.warnings)
         self._wire = wire or TrafficCounter()
         self._ranks = control or Control()
-        self._lease = Lease(self.directory, holder, disk=self._disk)
+        self._lease = lease or Lease(self.directory, "meshwright", disk=self._disk)
         self._image = HostImage()
         self._plan = SavePlan(self._ranks)
         self._claimed = False
@@ -99,13 +107,14 @@ class CheckpointStore:
     # -- writing ---------------------------------------------------------------
 
     def claim(self) -> None:
-        """Become the directory's one writer; remove what dead saves left. Raises when another run is alive.
+        """Become the directory's one writer; remove what dead saves left.
 
-        Call it when a run starts, so that a second run in the directory fails before it has trained anything.
+        Raises when another run is alive, and when a rank sees another directory than rank 0. Call it when a
+        run starts, so that it fails before it has trained anything.
         """
         if not self._claimed:
             self._join()
-            self._ranks.on_first(self._claim)
+            claim(self.directory, self._ranks, self._lease, self._disk)
             self._claimed = True
 
     def save(self, step: int, tensors: Tensors, state: Mapping[str, Any], asynchronous: bool = False) -> None:
@@ -135,11 +144,13 @@ class CheckpointStore:
         self._thread.start()
 
     def poll(self) -> None:
-        """Raise what a background save raised, once. Local and instant: call it every step.
+        """Raise what a background save raised, once, or that the lease is lost. Local: call it every step.
 
         All ranks get the same sentence, but maybe a step apart: a trainer that stops for it agrees with its
         peers first.
         """
+        if self._lease.lost:
+            self._lease.check()
         if not self.busy:
             self._join()
             self._deliver()
@@ -157,7 +168,8 @@ class CheckpointStore:
     def close(self) -> None:
         """Finish the save in flight, give back the lease, and raise a failure that was not raised yet."""
         self._join()
-        self._lease.release()
+        if self._claimed and self._ranks.rank == 0:
+            self._lease.release()
         self._claimed = False
         self._deliver()
 
@@ -174,9 +186,12 @@ class CheckpointStore:
     # -- reading ---------------------------------------------------------------
 
     def latest(self) -> int | None:
-        """Return the step to resume from, None where nothing was published. `load` may find it damaged."""
+        """Return the step to resume from, None where nothing was published. `load` may find it damaged.
+
+        Where LATEST itself is damaged, `warnings` says which step is taken instead.
+        """
         self._join()
-        return self._ranks.on_first(lambda: latest_step(self.directory))
+        return self._ranks.on_first(self._latest)
 
     def go_back(self, step: int) -> None:
         """Make a published step the latest: from there the run goes on, and later steps are abandoned.
@@ -188,7 +203,7 @@ class CheckpointStore:
         def point() -> None:
             (path,) = candidates(self.directory, step)
             with self._explained("go back to", step), self._lease.fenced():
-                self._disk.replace_file(self.directory / LATEST, path.name + "\n", secrets.token_hex(6))
+                self._disk.replace_file(self.directory / LATEST, latest_line(path.name), secrets.token_hex(6))
 
         self._ranks.on_first(point)
 
@@ -205,7 +220,7 @@ class CheckpointStore:
         """
         self._join()
         failures: list[str] = []
-        names = self._ranks.on_first(lambda: [path.name for path in candidates(self.directory, step)])
+        names = self._ranks.on_first(lambda: self._candidates(step))
         for name in names:
             try:
                 state = self._load(self.directory / name, tensors, check)
@@ -213,12 +228,25 @@ class CheckpointStore:
                 if step is not None:
                     raise
                 failures.append(str(error))
-                self._damaged.add(name)
+                self._retention.damaged.add(name)
                 continue
             if failures:
                 self.warnings.append(f"{'; '.join(failures)}; {self.directory / name} is used instead")
             return state
         raise CheckpointError(f"no checkpoint in {self.directory} can be used: {'; '.join(failures)}")
+
+    def _candidates(self, step: int | None) -> list[str]:
+        if step is None:
+            self._latest()
+        return [path.name for path in candidates(self.directory, step)]
+
+    def _latest(self) -> int | None:
+        """On rank 0: `latest_step`, with a warning where LATEST does not name it."""
+        step = latest_step(self.directory)
+        told = f"{self.directory / LATEST} is damaged; the highest step, step {step}, is used instead"
+        if latest_is_damaged(self.directory) and told not in self.warnings:
+            self.warnings.append(told)
+        return step
 
     def _load(
         self, path: Path, tensors: Tensors, check: Callable[[dict[str, Any]], None] | None
@@ -234,19 +262,6 @@ class CheckpointStore:
         return manifest.state
 
     # -- the steps of a save ---------------------------------------------------
-
-    def _claim(self) -> None:
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._lease.acquire()
-            for kind in ("step", "old", LATEST):
-                for path in sorted(self.directory.glob(f"{TEMPORARY}{kind}-*")):
-                    self._disk.remove_tree(path)
-        except OSError as error:
-            raise CheckpointError(
-                f"checkpoint directory {self.directory} cannot be used: {error.strerror or error}; "
-                "set checkpoint.dir to one that this user may write"
-            ) from error
 
     def _prepare(self, tensors: Tensors, state: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """Return the state's text, and a description of the tensors that this rank holds."""
@@ -310,36 +325,23 @@ class CheckpointStore:
             spreads=spreads,
             parts=files,
         )
-        self._lease.check()
         token = temporary.name.rpartition("-")[2]
         with self._explained("publish", step):
+            self._lease.check()
             self._disk.write_file(temporary / MANIFEST, memoryview(manifest.render().encode()))
             self._disk.sync_directory(temporary)  # every rank's files have their names by now
             with self._lease.fenced():
                 target = self._next_name(step)
                 self._disk.rename(temporary, target)
                 self._disk.sync_directory(self.directory)
-                self._disk.replace_file(self.directory / LATEST, target.name + "\n", token)
-        self._prune(token)
+                self._disk.replace_file(self.directory / LATEST, latest_line(target.name), token)
+                self._retention.retire(token)
+        self._retention.sweep()
 
     def _next_name(self, step: int) -> Path:
         existing = published(self.directory).get(step)
         parsed = parse_step_name(existing.name) if existing is not None else None
         return self.directory / step_name(step, parsed[1] + 1 if parsed else 0)
-
-    def _prune(self, token: str) -> None:
-        """Remove what is beyond `keep`, each under a temporary name first: no half of one is ever seen.
-
-        Checkpoints that a load found damaged stay, and do not count for `keep`.
-        """
-        good = [path for path in history(self.directory) if path.name not in self._damaged]
-        try:
-            for path in superseded(self.directory) + good[self.keep :]:
-                self._disk.rename(path, self.directory / f"{TEMPORARY}old-{path.name}-{token}")
-            for renamed in sorted(self.directory.glob(f"{TEMPORARY}old-*")):
-                self._disk.remove_tree(renamed)
-        except OSError as error:
-            self.warnings.append(f"an old checkpoint in {self.directory} could not be removed: {error}")
 
     def _discard(self, temporary: Path) -> None:
         token = temporary.name.rpartition("-")[2]
@@ -352,16 +354,27 @@ class CheckpointStore:
 
     @contextmanager
     def _explained(self, action: str, step: int) -> Iterator[None]:
-        """Turn an OSError into a CheckpointError about an action on the checkpoint of a step."""
+        """Turn an OSError into a SaveError about an action on the checkpoint of a step.
+
+        Where a file or directory has vanished, another run may have taken over and swept it away.
+        """
         try:
             yield
         except OSError as error:
+            if error.errno == errno.ENOENT and self._claimed:
+                self._lease.check()
             reason = f"could not {action} the checkpoint of step {step} in {self.directory}: "
             reason += error.strerror or str(error)
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                free = gigabytes(shutil.disk_usage(self.directory).free)
-                reason = (
-                    f"no space for the checkpoint of step {step} in {self.directory}: it needs "
-                    f"{gigabytes(self._plan.bytes)} and {free} are free"
-                )
-            raise CheckpointError(f"{reason}; earlier checkpoints are kept") from error
+                reason = f"no space for the checkpoint of step {step} in {self.directory}: {self._lack()}"
+            raise SaveError(f"{reason}; earlier checkpoints are kept") from error
+
+    def _lack(self) -> str:
+        """Return what the file system, which has just refused to store more, has none of."""
+        room = os.statvfs(self.directory)
+        free = room.f_bavail * room.f_frsize
+        if free < self._plan.bytes:
+            return f"it needs {gigabytes(self._plan.bytes)} and {gigabytes(free)} are free"
+        if room.f_files and not room.f_favail:
+            return "no inode is left for another file"
+        return f"the disk refuses it although {gigabytes(free)} are free; a quota may be used up"

@@ -11,12 +11,15 @@ import errno
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from meshwright import __version__, atomic
+from meshwright.checkpoint import Lease
 from meshwright.spec import UserError
 
 RUN, METRICS, EVENTS, RESULT = "run.json", "metrics.jsonl", "events.jsonl", "result.json"
@@ -168,11 +171,15 @@ class RunRecord:
     A start at step s removes metrics of later steps, which an earlier part of the run wrote and then lost.
     Events are a history and stay. An earlier `result.json` stays until the run takes another step. Raises
     `UserError` if the folder is not writable; lines written before stay intact.
+
+    `lease` is that of the folder, which the caller holds. Once another run has it nothing is written: files
+    are replaced or removed under its lock, and lines appended while nobody can have waited for it.
     """
 
-    def __init__(self, out: Path) -> None:
-        self.out = out
+    def __init__(self, out: Path, lease: Lease | None = None) -> None:
+        self.out, self.lease = out, lease
         self._lines: dict[str, _Lines] = {}
+        self._continued = False
         self._evaluated: Row | None = None
 
     def on_start(self, info: dict[str, Any]) -> None:
@@ -181,10 +188,12 @@ class RunRecord:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _unwritable(self.out, error) from error
-        lost = _cut(self.out / METRICS, step)
+        with self._fenced(self.out / RUN):
+            lost = _cut(self.out / METRICS, step)
+            _cut(self.out / EVENTS)
+            self._write_run(info, step)
         self._evaluated = next((row for row in reversed(read_metrics(self.out)) if "val_loss" in row), None)
-        _cut(self.out / EVENTS)
-        self._write_run(info, step)
+        self._continued = False
         self._lines = {name: _Lines(self.out / name) for name in (METRICS, EVENTS)}
         if step or lost:
             self.on_event("resumed", {"step": step, "lost_rows": lost})
@@ -202,19 +211,38 @@ class RunRecord:
         write_atomically(self.out / RUN, json.dumps(strict(described), indent=2, allow_nan=False) + "\n")
 
     def on_step(self, row: Row) -> None:
-        (self.out / RESULT).unlink(missing_ok=True)  # the result of a part that now continues
-        self._lines[METRICS].append(row)
+        if not self._continued:
+            with self._fenced(self.out / RESULT):
+                (self.out / RESULT).unlink(missing_ok=True)  # the result of a part that now continues
+            self._continued = True
+        self._append(METRICS, row)
 
     def on_eval(self, row: Row) -> None:
         if strict(row) != self._evaluated:  # a finished run that is started again repeats its evaluation
-            self._lines[METRICS].append(row)
+            self._append(METRICS, row)
 
     def on_event(self, kind: str, fields: dict[str, Any]) -> None:
-        self._lines[EVENTS].append({**fields, "time": now(), "kind": kind})
+        self._append(EVENTS, {**fields, "time": now(), "kind": kind})
 
     def on_end(self, result: dict[str, Any]) -> None:
-        write_atomically(self.out / RESULT, json.dumps(strict(result), indent=2, allow_nan=False) + "\n")
+        with self._fenced(self.out / RESULT):
+            text = json.dumps(strict(result), indent=2, allow_nan=False) + "\n"
+            write_atomically(self.out / RESULT, text)
         self.close()
+
+    def _append(self, name: str, row: Row) -> None:
+        if self.lease is not None:
+            self.lease.recheck()
+        self._lines[name].append(row)
+
+    @contextmanager
+    def _fenced(self, path: Path) -> Iterator[None]:
+        """Hold the lease's lock, if there is a lease, while `path` is replaced or removed."""
+        try:
+            with nullcontext() if self.lease is None else self.lease.fenced():
+                yield
+        except OSError as error:
+            raise _unwritable(path, error) from error
 
     def close(self) -> None:
         """Close the files; may be called twice."""

@@ -138,8 +138,15 @@ class CheckpointSpec(FrozenModel):
     """Frequency and folder of checkpoints."""
 
     dir: str | None = Field(None, min_length=1, description="default: checkpoints/ in the run's folder")
-    every: int = Field(0, ge=0, description="steps between checkpoints; 0 saves at the end only")
+    every: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        0,
+        description="steps between checkpoints; 0 saves at the end only, auto at the interval that wastes "
+        "least time, from the measured cost of a save and recovery.mtbf_hours",
+    )
     keep: PositiveInt = Field(3, description="newest checkpoints that are kept")
+    keep_every: int = Field(
+        0, ge=0, description="each n-th step is saved, too, and kept for ever; 0 keeps the newest only"
+    )
     asynchronous: bool = Field(True, description="training waits for the copy only, not for the disk")
 
     def folder(self, out: Path) -> Path:
@@ -148,7 +155,7 @@ class CheckpointSpec(FrozenModel):
 
 
 class RecoverySpec(FrozenModel):
-    """Reaction of a run to a bad step."""
+    """Reaction of a run to a bad step, and to a save that fails."""
 
     max_skipped: int = Field(
         10, ge=0, description="steps in a row with a gradient that is not finite before the run stops"
@@ -162,6 +169,12 @@ class RecoverySpec(FrozenModel):
         3,
         ge=0,
         description="restarts of failed ranks in a row that get no further than the one before; 0 is none",
+    )
+    mtbf_hours: PositiveFloat | None = Field(
+        None, description="mean hours between failures of the run, for checkpoint.every = 'auto'"
+    )
+    on_save_error: Literal["continue", "stop"] = Field(
+        "continue", description="a disk that fails a save: go on and try again at the next, or stop at once"
     )
 
 

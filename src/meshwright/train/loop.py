@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint.errors import BadCheckpointError
+from meshwright.checkpoint.lease import Lease
 from meshwright.checkpoint.snapshots import Snapshots
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.corpus import Corpus, open_corpus, xz_bits_per_byte
@@ -33,6 +34,7 @@ from meshwright.train import state
 from meshwright.train.callbacks import Observers
 from meshwright.train.digest import SampleRecord, parameters_sha256
 from meshwright.train.matmul_peak import matmul_flops_per_second
+from meshwright.train.saves import Saves
 from meshwright.train.signals import stop_signals
 from meshwright.train.step import Step, Trainer
 
@@ -47,7 +49,8 @@ class TrainingRun:
     """One run of one spec on one rank; `execute` does all of it and returns the result.
 
     `check` is what opening the corpus checks: "lazy" where another process of this host has just opened it.
-    `slots` are the supervisor's memory for snapshots, two descriptors for each rank.
+    `lease` is that of the folder `out`, which rank 0 of the caller holds; `slots` are the supervisor's memory
+    for snapshots, two descriptors for each rank of this host.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class TrainingRun:
         out: Path,
         observers: Observers,
         check: Check = "files",
+        lease: Lease | None = None,
         slots: Sequence[Sequence[int]] = (),
     ) -> None:
         self.spec, self.mesh, self.out, self.observers = spec, mesh, out, observers
@@ -69,9 +73,16 @@ class TrainingRun:
         self.loader = Loader(self.corpus, spec, mesh.data_rank, spec.layout.data_ranks)
         self.trainer = Trainer(spec, mesh)
         self.samples = SampleRecord(mesh)
+        folder = spec.checkpoint.folder(out)
         self.store = CheckpointStore(
-            spec.checkpoint.folder(out), spec.checkpoint.keep, mesh.background, wire=mesh.wire
+            folder,
+            spec.checkpoint.keep,
+            mesh.background,
+            keep_every=spec.checkpoint.keep_every,
+            lease=lease and lease.beside(folder),
+            wire=mesh.wire,
         )
+        self.saves = Saves(spec, mesh.control, self.store, observers)
         self.store.claim()
         every = spec.recovery.snapshot_every
         self.snapshots = (
@@ -79,8 +90,6 @@ class TrainingRun:
         )
         self.done = 0
         self.from_memory = False
-        self.saved: int | None = None
-        self.writing: int | None = None
         self.skipped = self.skipped_in_a_row = 0
         self.speeds: deque[float] = deque(maxlen=20)
         self.loss = math.nan
@@ -178,7 +187,7 @@ class TrainingRun:
         self._restore(kept)
         if step is not None and latest != step:
             self.store.go_back(step)
-        self.saved = self.done
+        self.saves.start(self.done)
         self.samples = SampleRecord(self.mesh, kept["samples_sha256"], self.done)
         if self.done > self.spec.train.last_step:
             raise UserError(
@@ -204,8 +213,7 @@ class TrainingRun:
             return False
         self._restore(kept)
         self.from_memory, self.peak_flops = True, kept["matmul_flops_per_second"]
-        if latest == step:
-            self.saved = step
+        self.saves.start(step, saved=latest == step)
         self.samples = SampleRecord(self.mesh, kept["samples_sha256"], kept["samples_steps"])
         for step in range(self.samples.steps, self.done):
             self.samples.note(self.loader.step(step))
@@ -233,7 +241,7 @@ class TrainingRun:
         following: Batch | None = None
         train = self.spec.train
         try:  # a save in the background, or the loader, may have failed
-            self.store.poll()
+            self.saves.poll()
             if self.done + 1 < train.last_step:
                 following = self.loader.step(self.done + 1)
         except Exception as error:  # raised below, on all ranks
@@ -246,7 +254,9 @@ class TrainingRun:
             self.control.together(lambda: _raise(failure))
         self.loss = result.loss
         self._watch(result)
-        self._report(result, time.perf_counter() - begun)
+        seconds = time.perf_counter() - begun
+        self.saves.note_step(seconds)
+        self._report(result, seconds)
         if following is not None:
             self.batch = following
         self._keep_snapshot()
@@ -255,10 +265,10 @@ class TrainingRun:
 
     def _validate_and_save(self) -> None:
         """Do what is due after the last step done."""
-        train, every = self.spec.train, self.spec.checkpoint.every
+        train = self.spec.train
         if train.eval_every and self.done % train.eval_every == 0 and self.done < train.last_step:
             self._validate()
-        if every and self.done % every == 0 and self.saved != self.done:
+        if self.saves.due(self.done) and self.saves.saved != self.done:
             self._save(self.spec.checkpoint.asynchronous)
 
     def _watch(self, result: Step) -> None:
@@ -342,24 +352,16 @@ class TrainingRun:
         self.heartbeat.phase("save", self.done)
         samples = self.samples.digest()
         kept = state.metadata(self.trainer, self.done, self.loss, samples, self.corpus.digest)
-        self.store.wait()
-        self._tell_saved()
-        self.store.save(self.done, state.tensors(self.trainer), kept, asynchronous)
-        self.saved = self.writing = self.done
+        self.saves.save(self.done, state.tensors(self.trainer), kept, asynchronous)
         self._tell_saved()
 
     def _save_last(self) -> None:
         """See that the last step done is on disk."""
-        if self.saved != self.done:
-            self._save(asynchronous=False)
-        self.store.wait()
+        self.saves.save_last(self.done, lambda: self._save(asynchronous=False))
         self._tell_saved()
 
     def _tell_saved(self) -> None:
-        """Report a checkpoint when it is published, which with an asynchronous save is some steps later."""
-        if self.writing is not None and self.store.published == self.writing:
-            self.observers.on_event("checkpoint", {"step": self.writing})
-            self.writing = None
+        self.saves.tell()
         self._tell_warnings()
 
     def _stop(self, number: int) -> None:
