@@ -252,11 +252,11 @@ class TrainingRun:
             return
         max_tokens = self.spec.train.eval_tokens
         total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        for batch in self.loader.validation_batches(max_tokens):
+        for batch in self.control.together(lambda: self.loader.validation_batches(max_tokens)):
             total += self.trainer.nll(batch)
         start_all_reduce(total, self.mesh.world, "scalars").wait()
         nll, tokens = total.tolist()
-        size = self.corpus.validation.bytes_for(max_tokens)
+        size = self.control.together(lambda: self.loader.validation_bytes(max_tokens))
         self.validation = {
             "step": self.done,
             "val_loss": nll / tokens,
