@@ -178,9 +178,7 @@ def test_a_record_with_damaged_hashes_is_no_record(tokens: Path, hashed: list[st
         TokenShards(tokens, check="lazy")
 
 
-def test_a_copy_without_its_record_is_verified_anew(
-    tokens: Path, tmp_path: Path, hashed: list[str]
-) -> None:
+def test_a_copy_without_its_record_is_verified_anew(tokens: Path, tmp_path: Path, hashed: list[str]) -> None:
     TokenShards(tokens)
     hashed.clear()
     shutil.copytree(tokens, tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""Token files that change or break while a run reads them: every rank ends with the sentence that names them."""
+"""Token files that change while a run reads them: every rank ends with the sentence that names them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_run import Notes
 
 import small
 from meshwright.parallel.mesh import Mesh
@@ -14,7 +15,6 @@ from meshwright.spec.errors import DataError
 from meshwright.train.callbacks import Observers
 from meshwright.train.loop import TrainingRun
 from ranks import Ranks
-from test_run import Notes
 
 STEPS = 6
 

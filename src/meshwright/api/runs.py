@@ -50,6 +50,7 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
     from meshwright.checkpoint import Lease
     from meshwright.data.corpus import open_corpus
     from meshwright.infer.sample import held_out_sample
+    from meshwright.launch.waiting import while_others_wait
     from meshwright.launch.world import mesh_of, once_per_host
     from meshwright.report.progress import Progress
     from meshwright.report.record import RunRecord
@@ -83,6 +84,7 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
         ranks.together(keep_tokenizer)
         result = run.execute(resume)
         result["sample"] = held_out_sample(run.trainer, run.corpus)
+        while_others_wait(ranks, first, lambda: result.update(run.corpus.compressed(spec.train.eval_tokens)))
         ranks.together(lambda: observers.on_end(result))
         if first:
             write_report(out)

@@ -51,9 +51,10 @@ class _Blocks:
 class BlockReader:
     """Ranges of the files of `folder`, for several threads at once; `remedy` ends messages.
 
-    Bytes that are returned belong to blocks whose hash is that of the record. After each read the file's size,
-    time of change and inode are compared with those before: where they differ its blocks are compared anew.
-    Raises `DataError` that names the file, and the block's bytes, and `StorageError` where it cannot be read.
+    Bytes that are returned belong to blocks whose hash is that of the record. Around each read the file's
+    size, time of change and inode are compared with those of the last one; where they differ, all of its
+    blocks are compared anew. Raises `DataError` that names the file and the block's bytes, and `StorageError`
+    where the file cannot be read.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, record: Record, remedy: str) -> None:
@@ -81,8 +82,8 @@ class BlockReader:
                 wanted = self._manifest.files[name].bytes
                 raise self._error(name, f"has {state.size} bytes, its manifest says {wanted}: it was changed")
             if name not in self._blocks:
-                blocks = -(-state.size // BLOCK_BYTES)
-                self._blocks[name] = _Blocks(self._hashes(name), np.zeros(blocks, dtype=bool), state)
+                compared = np.zeros(-(-state.size // BLOCK_BYTES), dtype=bool)
+                self._blocks[name] = _Blocks(self._hashes(name), compared, state)
             blocks = self._blocks[name]
             if state != blocks.state:
                 blocks.compared[:], blocks.state = False, state
@@ -103,7 +104,9 @@ class BlockReader:
             digest = hashlib.sha256(data[place : place + BLOCK_BYTES]).digest()
             if digest != blocks.hashes[len(digest) * block : len(digest) * (block + 1)]:
                 until = min((block + 1) * BLOCK_BYTES, blocks.state.size)
-                fault = f"bytes {block * BLOCK_BYTES} to {until} (block {block}) are not those that were verified"
+                fault = (
+                    f"bytes {block * BLOCK_BYTES} to {until} (block {block}) are not those that were verified"
+                )
                 raise self._error(name, f"{fault}: it was changed or damaged")
             blocks.compared[block] = True
         return data[start - begin : stop - begin]

@@ -95,7 +95,9 @@ class DocumentIndex:
         if self.file is not None:
             with suppress(FileNotFoundError):  # what is mapped outlives its name
                 if self.file.stat().st_size < self.sums.nbytes:
-                    raise DataError(f"{self.file}: was cut while it was in use; remove its folder and start again")
+                    raise DataError(
+                        f"{self.file}: was cut while it was in use; remove its folder and start again"
+                    )
         return Side(*self.sums[int(held)])
 
 

@@ -75,15 +75,15 @@ class Loader:
         """Return the held-out tokens, each once over all ranks: the first `max_tokens`, by default all.
 
         Every rank yields the same number of batches, each of as many sequences as its share of a step, but
-        for the last, which has as few as whole microbatches allow. Samples beyond the last have no targets,
-        and so have all that cannot be read: other ranks wait for this one in collectives, so the error is kept
-        for `validation_bytes`.
+        for the last, which has as few as whole microbatches allow. Samples beyond the last have no targets.
+        Nor have those of a batch that cannot be read: other ranks wait for this one in collectives, so the
+        error is kept for `validation_bytes`.
         """
         self._failure = None
         return self._batches(self._corpus.validation.head(max_tokens))
 
     def validation_bytes(self, max_tokens: int | None = None) -> int:
-        """Return the UTF-8 bytes that those tokens spell. Raises the error of the last validation's batches."""
+        """Return the UTF-8 bytes that those tokens spell. Raises the error of a batch that was not read."""
         if self._failure is not None:
             raise self._failure
         return self._corpus.validation.bytes_for(max_tokens)

@@ -27,9 +27,9 @@ class TokenShards:
     A folder without a record of its blocks' hashes, as a copy may be, is verified in whole: the SHA-256 of
     every file, that every token id lies within the vocabulary, and that the documents fill the token files.
     Of many processes that open at once, one does it and the others wait. With a record, which `tokenize`
-    writes, too, nothing is hashed on opening beyond what `check` says; blocks are compared when they are first
-    read. Documents and tokens stay on disk. Raises `UserError` that names the file on opening, and `DataError`
-    later; `remedy` ends that sentence.
+    writes too, that is left out, and blocks are compared when they are first read. Documents and tokens stay
+    on disk. Raises `UserError` that names the file, `DataError` for files that are not as recorded; `remedy`
+    ends that sentence.
     """
 
     def __init__(
@@ -68,7 +68,8 @@ class TokenShards:
             of_shard = list(here)
             firsts = [kind.itemsize * int(flat[a] - self._bounds[number]) for a, _ in of_shard]
             spans = [
-                (first, first + kind.itemsize * (b - a)) for first, (a, b) in zip(firsts, of_shard, strict=True)
+                (first, first + kind.itemsize * (b - a))
+                for first, (a, b) in zip(firsts, of_shard, strict=True)
             ]
             data = b"".join(self._reader.read(tokens_file(number), spans))
             ids[of_shard[0][0] : of_shard[-1][1]] = np.frombuffer(data, kind)

@@ -23,8 +23,8 @@ from meshwright.data.verified import RECORD, BlockHashes, Record, open_record, w
 from meshwright.spec.errors import UserError
 
 Check = Literal["lazy", "files", "content"]
-"""How much to verify on opening: 'lazy' takes files on trust, 'files' compares the size of each and the record
-itself, 'content' every byte with its SHA-256. A folder without a record is verified as by 'content'."""
+"""How much to verify on opening: 'lazy' nothing, 'files' the size of each file and the record itself,
+'content' every byte by its SHA-256. A folder without a record is verified as by 'content'."""
 
 _Scan = Callable[[Iterable[bytes]], str | None]
 """Takes the chunks of a file and returns what is wrong with its content, or None."""

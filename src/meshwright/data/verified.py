@@ -36,7 +36,7 @@ _HASH = 32  # bytes of a SHA-256
 
 
 class BlockHashes:
-    """SHA-256 of what is written or read in sequence: of all of it, and of each block. `size` counts bytes."""
+    """SHA-256 of all bytes that pass in sequence, and of each block of them; `size` counts them."""
 
     def __init__(self) -> None:
         self._whole, self._block = hashlib.sha256(), hashlib.sha256()

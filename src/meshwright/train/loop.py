@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.data.corpus import Corpus, open_corpus, xz_bits_per_byte
+from meshwright.data.corpus import Corpus, open_corpus
 from meshwright.data.loader import Batch, Loader
 from meshwright.data.verification import Check
 from meshwright.parallel.collectives import start_all_reduce
@@ -304,7 +304,7 @@ class TrainingRun:
         speed = statistics.median_high(self.speeds) if self.speeds else None
         per_token = self.spec.model.flops_per_token(self.spec.data.seq_len)
         memory, peak = self._memory()
-        result: dict[str, Any] = {
+        return {
             "final_loss": self.loss,
             "val_loss": self.validation.get("val_loss"),
             "val_bits_per_byte": self.validation.get("val_bits_per_byte"),
@@ -321,11 +321,6 @@ class TrainingRun:
             "seconds": seconds,
             "layout": self.spec.layout.describe(),
         }
-        if self.mesh.rank == 0:
-            text = self.corpus.validation_text(self.spec.train.eval_tokens)
-            if text:
-                result["xz_bits_per_byte"], result["xz_bytes"] = xz_bits_per_byte(text), len(text)
-        return result
 
     def _memory(self) -> tuple[dict[str, int], int]:
         """(bytes by component of the rank that holds most, the most that a rank has held); on every rank."""
