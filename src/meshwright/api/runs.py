@@ -50,6 +50,7 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
     from meshwright.checkpoint import Lease
     from meshwright.data.corpus import open_corpus
     from meshwright.infer.sample import held_out_sample
+    from meshwright.launch.out_of_memory import memory_errors_told
     from meshwright.launch.waiting import while_others_wait
     from meshwright.launch.world import mesh_of, once_per_host
     from meshwright.report.progress import Progress
@@ -59,7 +60,7 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
     from meshwright.train.callbacks import Observers
     from meshwright.train.loop import TrainingRun
 
-    with mesh_of(spec) as mesh, ExitStack() as stack:
+    with memory_errors_told(spec), mesh_of(spec) as mesh, ExitStack() as stack:
         first, ranks = mesh.control.rank == 0, mesh.control
 
         def start() -> Observers:
