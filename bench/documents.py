@@ -32,9 +32,10 @@ from meshwright.data.manifest import (
     tokens_file,
 )
 from meshwright.data.permutation import hash64
+from meshwright.data.publish import hashed_chunks
 from meshwright.data.shard_writer import TOKENS_PER_SHARD
 from meshwright.data.tokenizer import TOKENIZER_FILES, byte_tokenizer
-from meshwright.data.verified import BESIDE, FileState, write_record
+from meshwright.data.verified import BESIDE, BlockHashes, write_record
 from meshwright.spec import RunSpec
 from meshwright.spec.load import from_tree
 
@@ -59,8 +60,10 @@ def make(folder: Path, documents: int) -> None:
                 file.truncate(2 * TOKENS_PER_SHARD)
         else:
             os.link(folder / tokens_file(0), tokens)
-    names = [*TOKENIZER_FILES, *map(tokens_file, range(shards)), *map(documents_file, range(shards))]
-    states = {name: FileState.of((folder / name).stat()) for name in names}
+    different = [*TOKENIZER_FILES, tokens_file(0), *map(documents_file, range(min(TABLES, shards)))]
+    hashes = {name: _hashed(folder / name) for name in different}
+    hashes |= {tokens_file(number): hashes[tokens_file(0)] for number in range(shards)}
+    hashes |= {documents_file(number): hashes[documents_file(number % TABLES)] for number in range(shards)}
     manifest = Manifest(
         version=VERSION,
         dtype="uint16",
@@ -69,10 +72,17 @@ def make(folder: Path, documents: int) -> None:
         tokenizer=tokenizer.digest,
         utf8_bytes=0,
         shards=(ShardEntry(tokens=TOKENS_PER_SHARD, documents=PER_SHARD),) * shards,
-        files={name: FileEntry(bytes=state.size, sha256="0" * 64) for name, state in states.items()},
+        files={name: FileEntry(bytes=found.size, sha256="0" * 64) for name, found in hashes.items()},
     )
     (folder / MANIFEST).write_bytes(manifest.render())
-    write_record(folder / BESIDE, manifest, states)
+    write_record(folder / BESIDE, manifest, {name: found.blocks() for name, found in hashes.items()})
+
+
+def _hashed(path: Path) -> BlockHashes:
+    hashes = BlockHashes()
+    for _ in hashed_chunks(path, hashes):
+        pass
+    return hashes
 
 
 def _write_table(path: Path, seed: int) -> None:

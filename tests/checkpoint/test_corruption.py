@@ -191,11 +191,11 @@ def watched(directory: Path) -> Iterator[list[str]]:
         for kind in vars(manifest).values()
         for hint in getattr(kind, "__annotations__", {}).values()
     }
-    watching, compiled = True, ""
+    watching, compiled, own_thread = True, "", threading.get_ident()
 
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal compiled
-        if not watching:
+        if not watching or threading.get_ident() != own_thread:
             return
         if event == "compile":
             compiled = bytes(arguments[0] or b"").decode(errors="replace")

@@ -23,6 +23,7 @@ from meshwright.data.packing import IGNORE
 from meshwright.data.tokenize import tokenize
 from meshwright.data.tokenizer import train_bpe
 from meshwright.spec import RunSpec, UserError
+from meshwright.spec.errors import DataError
 
 MakeSpec = Callable[..., RunSpec]
 
@@ -156,8 +157,8 @@ def test_an_altered_cache_is_refused_and_made_again_when_deleted(make_spec: Make
     raw = bytearray(tokens.read_bytes())
     raw[100] ^= 1
     tokens.write_bytes(raw)
-    with pytest.raises(UserError, match=r"00000\.tokens\.bin: .*altered; delete .* made again") as caught:
-        open_corpus(make_spec())
+    with pytest.raises(DataError, match=r"00000\.tokens\.bin: .*damaged; delete .* made again") as caught:
+        open_corpus(make_spec()).train.gather(np.arange(10))
     shutil.rmtree(str(caught.value).split("delete ")[1].split(" and it")[0])
     assert open_corpus(make_spec()).digest == digest
 

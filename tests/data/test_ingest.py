@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.data import readers
 from meshwright.data.readers import open_source
 from meshwright.spec import UserError
 
@@ -184,6 +185,47 @@ def test_parquet_rows(tmp_path: Path) -> None:
         read(path, "body")
     path.write_bytes(b"PAR1 no")
     with pytest.raises(UserError, match=r"x\.parquet cannot be read by datasets"):
+        read(path)
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.txt", "x.md", "x.parquet"])
+def test_a_document_that_is_too_large_is_refused(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "LARGEST_DOCUMENT", 1000)
+    path = tmp_path / name
+    for size, fits in ((900, True), (1001, False)):
+        text = "x" * size
+        if name == "x.parquet":
+            pytest.importorskip("datasets")
+            import pyarrow
+            from pyarrow import parquet
+
+            parquet.write_table(pyarrow.table({"text": [text]}), path)
+        else:
+            path.write_text(json.dumps({"text": text}) + "\n" if name == "x.jsonl" else text)
+        if fits:
+            assert read(path) == [text]
+            continue
+        with pytest.raises(UserError, match=r"data\.corpus: .*x\.\w+.* more than 1 KB.* divide it"):
+            read(path)
+
+
+def test_a_parquet_file_that_spells_far_more_than_it_has_bytes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("datasets")
+    import pyarrow
+    from pyarrow import parquet
+
+    path = tmp_path / "x.parquet"
+    parquet.write_table(pyarrow.table({"text": ["x" * 10_000] * 1000}), path)
+    assert path.stat().st_size < 5000
+    assert len(read(path)) == 1000  # not so much that it matters
+    monkeypatch.setattr(readers, "UNPACKED_FREELY", 10**6)
+    with pytest.raises(
+        UserError, match=r"x\.parquet has .*B and unpacks to more than 1 MB of text.* as JSONL"
+    ):
         read(path)
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -70,6 +72,24 @@ def test_a_step_depends_on_seed_and_number_alone(make_spec: MakeSpec) -> None:
     loader.close()
     other = make_spec(train={"seed": 6})
     assert not torch.equal(steps(corpus, other, 0, 1, range(1))[0].ids, straight[0].ids)
+
+
+def test_opening_and_closing_leaves_nothing_behind(make_spec: MakeSpec) -> None:
+    spec = make_spec()
+
+    def held() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    open_corpus(spec)
+    before = held()
+    for number in range(500):
+        if number % 20 == 0:
+            corpus = open_corpus(spec)
+        loader = Loader(corpus, spec, 0, 1)
+        loader.step(number)
+        loader.close()
+    del corpus, loader
+    assert held() == before
 
 
 @pytest.mark.parametrize("pack", [True, False])

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from meshwright.launch.env import init_process_group, worker
 from meshwright.launch.world import once_per_host
-from meshwright.parallel.control import Connections
+from meshwright.parallel.control import Connections, Control, MissingRanksError
 from meshwright.spec import UserError
 
 RANKS = 3
 LIMIT_S = 2.0
 
 
-def rank_of(rank: int, port: int, folder: Path) -> None:
+def join(rank: int, port: int) -> Control:
+    """A control of this rank, in a world of two hosts: ranks 0 and 1, and rank 2."""
     environment = {"RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_RANK": rank % 2, "LOCAL_WORLD_SIZE": 2}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in environment.items()})
     init_process_group(worker(), "cpu")
     dist.barrier()
-    control = Connections().control("test", RANKS, "scope", timedelta(seconds=LIMIT_S))
+    return Connections().control("test", RANKS, "scope", timedelta(seconds=LIMIT_S))
+
+
+def rank_of(rank: int, port: int, folder: Path) -> None:
+    control = join(rank, port)
     done = []
 
     def work() -> None:
@@ -46,6 +53,32 @@ def rank_of(rank: int, port: int, folder: Path) -> None:
         (folder / f"error{rank}").write_text(str(error))
     assert {path.name for path in folder.glob("2-*")} == {"2-0", "2-2"}
     dist.destroy_process_group()
+
+
+def rank_beside_a_dead_one(rank: int, port: int, folder: Path) -> None:
+    control = join(rank, port)
+    with pytest.raises(MissingRanksError) as raised:
+        once_per_host(control, lambda: rank == 2 and os.kill(os.getpid(), signal.SIGKILL))
+    (folder / f"error{rank}").write_text(str(raised.value))
+    os._exit(0)
+
+
+def test_a_host_that_dies_at_work_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    context = mp.get_context("spawn")
+    ranks = [
+        context.Process(target=rank_beside_a_dead_one, args=(rank, port, tmp_path)) for rank in range(RANKS)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+        process.kill()
+    assert [process.exitcode for process in ranks] == [0, 0, -signal.SIGKILL]
+    sentences = [path.read_text() for path in tmp_path.glob("error*")]
+    assert len(sentences) == 2 and len(set(sentences)) == 1
+    assert f"rank 2 on {socket.gethostname()} gave no sign of life for 2 s" in sentences[0]
 
 
 def test_ranks_wait_longer_than_a_collective_may(tmp_path: Path) -> None:

@@ -84,7 +84,8 @@ def test_a_layout_validates_as_one_device(ranks: Ranks, corpus: Path, flags: dic
 
 
 def last_validation(mesh: Mesh, spec: RunSpec, out: Path) -> dict[str, Any]:
-    return TrainingRun(spec, mesh, out, Observers([])).execute(None)
+    run = TrainingRun(spec, mesh, out, Observers([]))
+    return run.execute(None) | run.corpus.compressed(spec.train.eval_tokens)
 
 
 def test_the_last_validation_and_xz_are_limited_too(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from meshwright.launch.scratch import scratch_folder
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.rules import ranks_match
 
@@ -64,6 +64,8 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
     from meshwright.data.corpus import open_corpus
     from meshwright.infer.sample import held_out_sample
     from meshwright.launch.env import Supervision
+    from meshwright.launch.out_of_memory import memory_errors_told
+    from meshwright.launch.waiting import while_others_wait
     from meshwright.launch.world import mesh_of, once_per_host
     from meshwright.report.progress import Progress
     from meshwright.report.record import RunRecord
@@ -72,7 +74,7 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
     from meshwright.train.callbacks import Observers
     from meshwright.train.loop import TrainingRun
 
-    with mesh_of(spec) as mesh, ExitStack() as stack:
+    with memory_errors_told(spec), mesh_of(spec) as mesh, ExitStack() as stack:
         first, ranks = mesh.control.rank == 0, mesh.control
         # What restarts a run by itself asks for "auto", and may come before the other host's process is gone.
         lease = Lease(out, "meshwright", wait=resume == "auto")
@@ -103,6 +105,7 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
         if supervision is not None and supervision.generation:  # the time of all starts, not of the last one
             result["seconds"] = time.monotonic() - supervision.began
         result["sample"] = held_out_sample(run.trainer, run.corpus)
+        while_others_wait(ranks, first, lambda: result.update(run.corpus.compressed(spec.train.eval_tokens)))
         ranks.together(lambda: observers.on_end(result))
         if first:
             write_report(out)
@@ -152,8 +155,8 @@ def verify(spec: RunSpec, *, nproc: int | None = None, steps: int = 3, out: Path
         _make_folder(out)
     if ranks == 1:
         return verify_worker(spec, steps=steps, out=out)
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as temporary:
-        folder = Path(temporary) if out is None else out
+    with scratch_folder() as temporary:
+        folder = temporary if out is None else out
         flags = ["--steps", str(steps), "--out", str(folder)]
         return _launch("verify", spec, ranks, flags, folder / "verify.json")
 
@@ -191,7 +194,6 @@ def _launch(
 
     Ranks that fail are started again with `restart_flags`, if given; the run's folder is that of `result`.
     """
-    from meshwright.launch.scratch import scratch_folder
     from meshwright.recover.supervisor import Restarts, run_ranks
 
     with scratch_folder() as folder:

@@ -171,6 +171,14 @@ class Corpus:
         """
         return self.validation.sample_text(max_tokens, max_bytes)
 
+    def compressed(self, max_tokens: int | None = None) -> dict[str, float]:
+        """Return `xz_bits_per_byte` of that text and its length `xz_bytes`; nothing where it is empty.
+
+        It takes seconds on one core, so ranks must not wait for it in a collective.
+        """
+        text = self.validation_text(max_tokens)
+        return {"xz_bits_per_byte": xz_bits_per_byte(text), "xz_bytes": len(text)} if text else {}
+
 
 def open_corpus(spec: RunSpec, check: Check = "files") -> Corpus:
     """Open the corpora of `data.corpus` or `data.mixture`; text is first tokenized into `data.cache`.

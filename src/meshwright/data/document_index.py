@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -19,6 +20,7 @@ import numpy as np
 from meshwright.data.permutation import I64, U64
 from meshwright.data.publish import build_once, sha256_file
 from meshwright.data.split import HeldOut, SplitSurvey
+from meshwright.spec.errors import DataError
 
 BLOCK = 256
 """Documents of one block."""
@@ -78,14 +80,24 @@ class Side(NamedTuple):
 class DocumentIndex:
     """The split of a source's documents and their sums by block: `sums` is (2 sides, 4 columns, blocks + 1).
 
-    On disk it is memory-mapped, so that all processes of a host share one copy.
+    With `file` it is that file memory-mapped, so that all processes of a host share one copy.
     """
 
     held_out: HeldOut
     sums: I64
+    file: Path | None = None
 
     def side(self, held: bool) -> Side:
-        """Return the held-out documents, or the others."""
+        """Return the held-out documents, or the others.
+
+        Raises `DataError` where the file was cut: to touch it beyond its end would end the process by SIGBUS.
+        """
+        if self.file is not None:
+            with suppress(FileNotFoundError):  # what is mapped outlives its name
+                if self.file.stat().st_size < self.sums.nbytes:
+                    raise DataError(
+                        f"{self.file}: was cut while it was in use; remove its folder and start again"
+                    )
         return Side(*self.sums[int(held)])
 
 
@@ -132,7 +144,7 @@ def _read(folder: Path, source: TokenSource, check: bool) -> DocumentIndex | Non
         return None
     if not whole or sums.shape != _shape(source) or sums.dtype != np.int64:
         return None
-    return DocumentIndex(rule, sums)
+    return DocumentIndex(rule, sums, folder / _TABLE)
 
 
 def _shape(source: TokenSource) -> tuple[int, int, int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from meshwright.data.corpus import Corpus
+from meshwright.data.corpus import Corpus, Head
 from meshwright.data.packing import IGNORE, Samples
 from meshwright.data.permutation import I64
 from meshwright.spec import RunSpec
@@ -56,9 +56,10 @@ class Loader:
         self._order = corpus.order(spec.train.seed)
         self._sequences = spec.batch_sequences
         self._rank, self._ranks = rank, ranks
-        self._micro_batch = spec.micro_batch
+        self._micro_batch, self._seq_len = spec.micro_batch, spec.data.seq_len
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
         self._next: tuple[int, Future[Batch]] | None = None
+        self._failure: Exception | None = None
 
     def step(self, step: int) -> Batch:
         """Return this rank's samples of optimiser step `step`, from 0: a function of (seed, step) alone.
@@ -71,13 +72,24 @@ class Loader:
         return batch
 
     def validation_batches(self, max_tokens: int | None = None) -> Iterator[Batch]:
-        """Yield the held-out tokens, each once over all ranks: the first `max_tokens`, by default all.
+        """Return the held-out tokens, each once over all ranks: the first `max_tokens`, by default all.
 
         Every rank yields the same number of batches, each of as many sequences as its share of a step, but
         for the last, which has as few as whole microbatches allow. Samples beyond the last have no targets.
+        Nor have those of a batch that cannot be read: other ranks wait for this one in collectives, so the
+        error is kept for `validation_bytes`.
         """
+        self._failure = None
+        return self._batches(self._corpus.validation.head(max_tokens))
+
+    def validation_bytes(self, max_tokens: int | None = None) -> int:
+        """Return the UTF-8 bytes that those tokens spell. Raises the error of a batch that was not read."""
+        if self._failure is not None:
+            raise self._failure
+        return self._corpus.validation.bytes_for(max_tokens)
+
+    def _batches(self, head: Head) -> Iterator[Batch]:
         split = self._corpus.validation
-        head = split.head(max_tokens)
         micro, first = self._micro_batch, 0
         while first < head.samples:
             needed = -(-(head.samples - first) // (self._ranks * micro)) * micro
@@ -85,8 +97,13 @@ class Loader:
             slot = first + self._rank * rows + np.arange(rows)
             first += self._ranks * rows
             real = slot < head.samples
-            ids, allowed = head.at(np.minimum(slot, head.samples - 1))
-            samples = split.gather(ids)
+            try:
+                ids, allowed = head.at(np.minimum(slot, head.samples - 1))
+                samples = split.gather(ids)
+            except Exception as error:
+                self._failure = self._failure or error
+                ids, allowed = np.zeros_like(slot), np.zeros_like(slot)
+                samples = Samples(*(np.zeros((rows, self._seq_len), dtype=np.int64) for _ in Samples._fields))
             limit = np.where(real, allowed, 0)
             samples.targets[np.arange(samples.targets.shape[1]) >= limit[:, None]] = IGNORE
             yield _batch(samples, np.where(real, ids, NO_SAMPLE), slot)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.data.document_index import BLOCK, DocumentIndex, TokenSource
+from meshwright.data.document_index import BLOCK, DocumentIndex, Side, TokenSource
 from meshwright.data.permutation import I64
 from meshwright.data.tokenizer import Tokenizer
 from meshwright.spec.sections import DataSpec
@@ -59,8 +59,7 @@ class Windows:
         held: bool,
     ) -> None:
         self._source = source
-        self._held_out, self._held = index.held_out, held
-        self._sums = index.side(held)
+        self._index, self._held_out, self._held = index, index.held_out, held
         self._tokenizer = tokenizer
         self._end = tokenizer.end_id
         self._seq_len = data.seq_len
@@ -70,6 +69,11 @@ class Windows:
         self.target_tokens = int(self._sums.targets[-1])
         self.utf8_bytes = int(self._sums.bytes[-1])
         self.count = -(-self.target_tokens // self._seq_len) if self._pack else int(self._sums.windows[-1])
+
+    @property
+    def _sums(self) -> Side:
+        """The sums of this side of the split. Raises `DataError` if their file was cut."""
+        return self._index.side(self._held)
 
     def targets_before(self, index_N: I64) -> I64:
         """Return the targets in all samples before each of these, in [0, count]."""
@@ -185,12 +189,13 @@ class Windows:
         rows = self._source.rows(first * BLOCK, min(last * BLOCK, self._source.documents))
         here = self._held_out.mask(rows.hashes, first * BLOCK) == self._held
         lengths = np.diff(rows.starts)[here]
-        stop = self._sums.targets[first] + np.cumsum(lengths)
+        sums = self._sums
+        stop = sums.targets[first] + np.cumsum(lengths)
         windows = np.zeros_like(lengths) if self._pack else -(-lengths // self._seq_len)
         return _Documents(
             start=stop - lengths,
             stop=stop,
             origin=rows.starts[:-1][here] - (stop - lengths),
             bytes=rows.bytes[here],
-            windows=self._sums.windows[first] + np.cumsum(windows) - windows,
+            windows=sums.windows[first] + np.cumsum(windows) - windows,
         )

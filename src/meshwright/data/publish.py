@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 from meshwright import atomic
 from meshwright.spec.errors import UserError
@@ -58,7 +59,7 @@ def locked(path: Path, key: str) -> Iterator[None]:
         os.close(handle)
 
 
-def write_atomically(path: Path, content: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Make `path`, in the cache, a file of this content, never there in part. Raises `UserError`."""
     with _written(path, "data.cache"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +78,15 @@ def _written(path: Path, key: str, verb: str = "written") -> Iterator[None]:
         ) from error
 
 
-def hashed_chunks(path: Path, digest: hashlib._Hash) -> Iterator[bytes]:
+class Digest(Protocol):
+    """A hash that takes bytes in sequence."""
+
+    def update(self, data: bytes, /) -> None:
+        """Take the next bytes."""
+        ...
+
+
+def hashed_chunks(path: Path, digest: Digest) -> Iterator[bytes]:
     """Yield the content of a file in chunks of CHUNK bytes, the last one shorter, and update `digest`."""
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):

@@ -13,18 +13,25 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from meshwright.data.manifest import MANIFEST, TOKENS_FILE
 from meshwright.data.publish import readable, sha256_file
 from meshwright.spec.errors import UserError, did_you_mean
+from meshwright.units import gigabytes
 
 ROWS = (".jsonl", ".ndjson")
 PARQUET = ".parquet"
 HUB = "hf:"
 SYNTHETIC = "synthetic"
 SEPARATOR = "<|endoftext|>"  # between the documents of one .txt file, as in GPT-2's data sets
+
+LARGEST_DOCUMENT = 2**28
+"""Most characters of one document, or bytes of the line that it is in: tokenizing it takes ten times that."""
+UNPACKED_FREELY, MOST_UNPACKED = 2**26, 1000
+"""A parquet file may spell so many characters, or so many times its size: 479 bytes can spell a gigabyte."""
 
 _TEST_FOLDERS = frozenset({"test", "tests", "idle_test"})
 _NOT_STDLIB = _TEST_FOLDERS | {"site-packages", "dist-packages", "__pycache__"}
@@ -66,6 +73,8 @@ class TextSource(ABC):
                 raise UserError(f"data.text_key: '{key}' in {place} is a {type(text).__name__}, not text")
             elif not _is_utf8(text):
                 self.skipped["not UTF-8"] += 1
+            elif len(text) > LARGEST_DOCUMENT:
+                raise _too_large(place)
             else:
                 yield text
 
@@ -163,15 +172,18 @@ class FileSource(TextSource):
             if path.suffix in ROWS:
                 yield from self._texts(_json_rows(path))
             elif path.suffix == PARQUET:
-                yield from self._texts(_load_dataset(path, "parquet", data_files=str(path)))
+                yield from _unpacked(path, self._texts(_load_dataset(path, "parquet", data_files=str(path))))
             else:
                 yield from self._parts(path)
 
     def _parts(self, path: Path) -> Iterator[str]:
         """Yield the documents of a file of text."""
-        with readable(f"data.corpus: {path}", _READABLE):
-            raw = path.read_bytes()
-        reason = "binary" if b"\0" in raw[:8192] else ""
+        with readable(f"data.corpus: {path}", _READABLE), path.open("rb") as file:
+            raw = file.read(8192)
+            reason = "binary" if b"\0" in raw else ""
+            if not reason and path.suffix != ".txt" and path.stat().st_size > LARGEST_DOCUMENT:
+                raise _too_large(path)
+            raw += b"" if reason else file.read()
         try:
             text = raw.decode("utf-8")
         except UnicodeDecodeError:
@@ -182,6 +194,8 @@ class FileSource(TextSource):
             self.skipped[reason] += 1
             return
         parts = text.split(SEPARATOR) if path.suffix == ".txt" else [text]
+        if any(len(part) > LARGEST_DOCUMENT for part in parts):
+            raise _too_large(path)
         texts = [part for part in parts if part.strip()]
         if not texts:
             self.skipped["empty"] += 1
@@ -213,8 +227,11 @@ class HubSource(TextSource):
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield (place, row) of each line of a JSONL file that is not blank."""
     with readable(f"data.corpus: {path}", _READABLE), path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        lines = iter(partial(file.readline, LARGEST_DOCUMENT + 1), b"")
+        for number, line in enumerate(lines, start=1):
             place = f"{path} line {number}"
+            if len(line) > LARGEST_DOCUMENT:
+                raise _too_large(place)
             if line.strip():
                 try:
                     row = json.loads(line)
@@ -238,6 +255,27 @@ def _load_dataset(source: Path | str, path: str, **options: Any) -> Iterator[tup
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"data.corpus: {source} cannot be read by datasets ({reason})") from error
+
+
+def _unpacked(path: Path, texts: Iterator[str]) -> Iterator[str]:
+    """Yield the texts of a parquet file, unless they are far more than a file of its size has to tell."""
+    size, found = path.stat().st_size, 0
+    most = max(UNPACKED_FREELY, MOST_UNPACKED * size)
+    for text in texts:
+        found += len(text)
+        if found > most:
+            raise UserError(
+                f"data.corpus: {path} has {gigabytes(size)} and unpacks to more than {gigabytes(most)} of "
+                f"text, as if it were made to fill a disk; if that is meant, give the text as JSONL"
+            )
+        yield text
+
+
+def _too_large(place: Path | str) -> UserError:
+    return UserError(
+        f"data.corpus: the document in {place} has more than {gigabytes(LARGEST_DOCUMENT)}, and tokenizing "
+        f"it takes ten times its size in memory; divide it into several documents"
+    )
 
 
 def _is_utf8(text: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +16,8 @@ from meshwright.data.manifest import (
     documents_file,
     tokens_file,
 )
-from meshwright.data.publish import sha256_file
 from meshwright.data.tokenizer import TOKENIZER_FILES, IDs, Tokenizer
-from meshwright.data.verified import BESIDE, FileState, wait_for_tick, write_record
+from meshwright.data.verified import BESIDE, BlockHashes, write_record
 
 TOKENS_PER_SHARD = 2**28
 
@@ -41,6 +39,7 @@ class ShardWriter:
         self._end = np.full(1, tokenizer.end_id, dtype=self._dtype)
         self._shards: list[ShardEntry] = []
         self._files: dict[str, FileEntry] = {}
+        self._hashes: dict[str, bytes] = {}
         self._utf8_bytes = 0
         self._open_shard()
 
@@ -67,15 +66,16 @@ class ShardWriter:
             self._flush()
 
     def finish(self) -> Manifest:
-        """Write the rest, the tokenizer and the manifest, and record the files as verified.
+        """Write the rest, the tokenizer, the manifest, and the record of the blocks' hashes.
 
-        They need not be hashed again, as their content was hashed when it was written.
+        The files need not be hashed again, as their content was hashed when it was written.
         """
         self._close_shard()
         self._tokenizer.save(self._folder)
         for name in TOKENIZER_FILES:
-            path = self._folder / name
-            self._files[name] = FileEntry(bytes=path.stat().st_size, sha256=sha256_file(path))
+            hashes = BlockHashes()
+            hashes.update((self._folder / name).read_bytes())
+            self._note(name, hashes)
         manifest = Manifest(
             version=VERSION,
             dtype="uint16" if self._dtype.itemsize == 2 else "uint32",
@@ -87,9 +87,7 @@ class ShardWriter:
             files=self._files,
         )
         (self._folder / MANIFEST).write_bytes(manifest.render())
-        states = {name: FileState.of((self._folder / name).stat()) for name in manifest.files}
-        wait_for_tick(states)
-        write_record(self._folder / BESIDE, manifest, states)
+        write_record(self._folder / BESIDE, manifest, self._hashes)
         return manifest
 
     def _open_shard(self) -> None:
@@ -108,9 +106,14 @@ class ShardWriter:
     def _close_shard(self) -> None:
         self._flush()
         for file in (self._tokens, self._table):
-            self._files[file.name] = file.close()
+            file.close()
+            self._note(file.name, file.hashes)
         documents = self._files[self._table.name].bytes // DOCUMENT.itemsize
         self._shards.append(ShardEntry(tokens=self._length, documents=documents))
+
+    def _note(self, name: str, hashes: BlockHashes) -> None:
+        self._files[name] = FileEntry(bytes=hashes.size, sha256=hashes.hexdigest())
+        self._hashes[name] = hashes.blocks()
 
 
 class _HashedFile:
@@ -118,15 +121,12 @@ class _HashedFile:
 
     def __init__(self, path: Path) -> None:
         self.name = path.name
+        self.hashes = BlockHashes()
         self._file = path.open("wb")
-        self._digest = hashlib.sha256()
-        self._size = 0
 
     def write(self, data: bytes) -> None:
         self._file.write(data)
-        self._digest.update(data)
-        self._size += len(data)
+        self.hashes.update(data)
 
-    def close(self) -> FileEntry:
+    def close(self) -> None:
         self._file.close()
-        return FileEntry(bytes=self._size, sha256=self._digest.hexdigest())

@@ -1,12 +1,14 @@
-"""The record that the files of a folder were verified, so that not every process hashes them again.
+"""The record of a verification: a SHA-256 of each block of each file in a folder of tokens.
 
-It lists the SHA-256 of each file, and its size, time of last change and inode when it was verified. A file
-with the same three is taken as verified. The device number is left out on purpose: network file systems have
-another on each host, and one record serves all hosts. A record that is damaged, of another version or of
-another manifest does not count.
+A file whose own SHA-256 was that of the manifest has blocks with these hashes, whichever copy of it is read.
+So readers compare a block when they first read it (`block_reader.py`), and no start hashes whole files again.
 
     FOLDER/.meshwright/                 in the folder of tokens, unless that is read-only
     CACHE/verified/<hash of FOLDER>/    in the cache: the record, its lock, and indices
+
+The record is one file: a line of JSON, with the SHA-256 of each file's hashes and of the line itself, and the
+hashes, 32 bytes a block, of the files in sorted order. A record that is damaged, of another version or of
+another manifest does not count.
 """
 
 from __future__ import annotations
@@ -14,34 +16,84 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import stat
-import time
+import weakref
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
 
 from meshwright.data.manifest import Manifest
 from meshwright.data.publish import write_atomically
 
 BESIDE = ".meshwright"
 """The folder of the record in a folder of tokens."""
-RECORD = "verified.json"
+RECORD = "blocks.bin"
+BLOCK_BYTES = 2**18
+"""Bytes that are hashed together, at most. Samples lie anywhere, so each new one costs a block to read: a
+larger one would cost more, a smaller one would make the record long (0.012% of the tokens)."""
 
-_VERSION = 1
-_TICK, _COARSE_TICK = 0.02, 1.02  # seconds between changes that have different times on a file system
+_VERSION = 2
+_HASH = 32  # bytes of a SHA-256
 
 
-class FileState(NamedTuple):
-    """Facts that change when a file changes."""
+class BlockHashes:
+    """SHA-256 of all bytes that pass in sequence, and of each block of them; `size` counts them."""
 
-    size: int
-    mtime_ns: int
-    inode: int
+    def __init__(self) -> None:
+        self._whole, self._block = hashlib.sha256(), hashlib.sha256()
+        self.size = self._filled = 0
+        self._blocks: list[bytes] = []
 
-    @staticmethod
-    def of(status: os.stat_result) -> FileState:
-        """Return the file state from a result of `stat`."""
-        return FileState(status.st_size, status.st_mtime_ns, status.st_ino)
+    def update(self, data: bytes) -> None:
+        """Take the next bytes."""
+        self._whole.update(data)
+        self.size += len(data)
+        rest = memoryview(data)
+        while rest:
+            part, rest = rest[: BLOCK_BYTES - self._filled], rest[BLOCK_BYTES - self._filled :]
+            self._block.update(part)
+            self._filled += len(part)
+            if self._filled == BLOCK_BYTES:
+                self._blocks.append(self._block.digest())
+                self._block, self._filled = hashlib.sha256(), 0
+
+    def hexdigest(self) -> str:
+        """Return the SHA-256 of all bytes, in hexadecimal."""
+        return self._whole.hexdigest()
+
+    def blocks(self) -> bytes:
+        """Return the SHA-256 of each block, one after another; the last block may be shorter."""
+        return b"".join([*self._blocks, *([self._block.digest()] if self._filled else [])])
+
+
+class Record:
+    """An opened record, which can be read on when its file is removed or replaced. Raises `ValueError`."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        files = manifest.files
+        length = len(_header(manifest, dict.fromkeys(files, 64 * "0")))
+        line = os.pread(self._descriptor, length, 0)
+        self._digests: dict[str, str] = json.loads(line)["files"]
+        if line != _header(manifest, self._digests):
+            raise ValueError(f"{path} is not the record of these files")
+        names = sorted(files)
+        self._sizes = {name: _HASH * -(-files[name].bytes // BLOCK_BYTES) for name in names}
+        behind = accumulate(self._sizes.values(), initial=length)
+        self._places = dict(zip(names, behind, strict=False))
+
+    def hashes(self, name: str) -> bytes:
+        """Return the hashes of a file's blocks. Raises `ValueError` where they are damaged."""
+        found = os.pread(self._descriptor, self._sizes[name], self._places[name])
+        if hashlib.sha256(found).hexdigest() != self._digests[name]:
+            raise ValueError(f"the record of {name} is damaged")
+        return found
+
+    def check(self) -> None:
+        """Raise `ValueError` where any file's hashes are damaged."""
+        for name in self._places:
+            self.hashes(name)
 
 
 def cache_folder(cache: str | None) -> Path:
@@ -56,40 +108,27 @@ def record_folders(folder: Path, cache: Path) -> list[Path]:
     return [inside, cached] if os.access(folder, os.W_OK | os.X_OK) else [cached, inside]
 
 
-def state_of(path: Path) -> FileState | None:
-    """Return the state of a plain file; None for a link, a folder, or nothing at all."""
+def write_record(folder: Path, manifest: Manifest, hashes: Mapping[str, bytes]) -> None:
+    """Record in `folder` the hashes of the blocks of a manifest's files. Raises `UserError`."""
+    digests = {name: hashlib.sha256(found).hexdigest() for name, found in hashes.items()}
+    body = b"".join(found for _, found in sorted(hashes.items()))
+    write_atomically(folder / RECORD, _header(manifest, digests) + body)
+
+
+def open_record(folder: Path, manifest: Manifest, *, whole: bool) -> Record | None:
+    """Return the record in `folder`; None without a valid one. With `whole` all of it is checked at once."""
     try:
-        status = os.lstat(path)
-    except OSError:
-        return None
-    return FileState.of(status) if stat.S_ISREG(status.st_mode) else None
-
-
-def wait_for_tick(states: Mapping[str, FileState]) -> None:
-    """Sleep until a change of any of these files would give it another time than it has."""
-    newest = max((state.mtime_ns for state in states.values()), default=0)
-    tick = _TICK if newest % 10**9 else _COARSE_TICK
-    time.sleep(max(0.0, min(tick, newest / 1e9 + tick - time.time())))
-
-
-def write_record(folder: Path, manifest: Manifest, states: Mapping[str, FileState]) -> None:
-    """Record in `folder` that the files of a manifest were verified in these states. Raises `UserError`."""
-    write_atomically(folder / RECORD, _render(manifest, states))
-
-
-def read_record(folder: Path, manifest: Manifest) -> dict[str, FileState] | None:
-    """Return the states in which the files of a manifest were verified; None without a valid record."""
-    try:
-        content = (folder / RECORD).read_text(encoding="utf-8")
-        rows = json.loads(content)["files"]
-        states = {name: FileState(*row[:3]) for name, row in rows.items()}
-        return states if content == _render(manifest, states) else None
+        record = Record(folder / RECORD, manifest)
+        if whole:
+            record.check()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+    return record
 
 
-def _render(manifest: Manifest, states: Mapping[str, FileState]) -> str:
-    files = {name: [*states[name], entry.sha256] for name, entry in sorted(manifest.files.items())}
-    body = {"version": _VERSION, "manifest": manifest.digest, "files": files}
+def _header(manifest: Manifest, digests: Mapping[str, str]) -> bytes:
+    """Return the line of JSON, which ends with a newline."""
+    files = {name: digests[name] for name in manifest.files}
+    body = {"version": _VERSION, "block_bytes": BLOCK_BYTES, "manifest": manifest.digest, "files": files}
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    return json.dumps({**body, "sha256": digest})
+    return json.dumps({**body, "sha256": digest}, sort_keys=True).encode() + b"\n"

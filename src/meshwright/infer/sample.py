@@ -29,10 +29,11 @@ def held_out_sample(trainer: Trainer, corpus: Corpus) -> dict[str, str] | None:
     layout = trainer.mesh.layout
     split = layout.tp * layout.cp * layout.pp * layout.ep * layout.etp > 1
     split |= layout.zero == 3 and layout.dp > 1
+    read = trainer.mesh.control.together  # a rank that cannot read must not leave the others waiting
+    first = read(lambda: corpus.validation.gather(np.zeros(1, dtype=np.int64)))
     decoder = _whole(trainer) if split else trainer.decoder
     if decoder is None:
         return None
-    first = corpus.validation.gather(np.zeros(1, dtype=np.int64))
     prompt = [int(token) for token in first.tokens[0, :PROMPT_TOKENS]]
     end, limit = corpus.tokenizer.end_id, corpus.tokenizer.vocab_size
     text = generate(decoder, prompt, NEW_TOKENS, temperature=0.7, top_k=50, stop_id=end, limit=limit)

@@ -52,9 +52,20 @@ def check_room(spec: RunSpec) -> None:
         ranks = f"{layout.world_size} rank{'s' * (layout.world_size > 1)}"
         raise UserError(
             f"layout: {ranks} of a model of {short(spec.model.parameters)} parameters need "
-            f"{gigabytes(total)} together, but this host has {gigabytes(room)}; a smaller model, shorter "
-            f"sequences or more hosts would work"
+            f"{gigabytes(total)} together, but this host or container has {gigabytes(room)}; "
+            f"{leaner(spec, room / layout.world_size)}"
         )
+
+
+def leaner(spec: RunSpec, most: float) -> str:
+    """Return in words the fastest layout and recomputation that need at most `most` bytes on each of as many
+    ranks, by the plan for this machine; where there is none, what else would help."""
+    request = PlanRequest(spec, present(), gpus=spec.layout.world_size, top=1, max_memory=most)
+    try:
+        best = plan(request).best
+    except UserError:  # it says which devices would do, and not what to change in the run
+        return "a smaller model, shorter sequences or more hosts would work"
+    return f"{describe(best.spec)} would need {gigabytes(best.memory.device)} a rank by the plan"
 
 
 def planned(

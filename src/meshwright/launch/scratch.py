@@ -6,11 +6,14 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PREFIX = "meshwright-"
+PREFIX = "meshwright-scratch-"
+NEW_S = 60.0
+"""A folder that is younger may not have its lock yet."""
 
 
 @contextmanager
@@ -20,8 +23,10 @@ def scratch_folder() -> Iterator[Path]:
     A lock on it lasts as long as this process: folders without one, which killed processes left, are removed.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError), _locked(left):  # it is in use, gone by now, or another user's
-            shutil.rmtree(left, ignore_errors=True)
+        with suppress(OSError):  # it is in use, gone by now, or another user's
+            if time.time() - left.stat().st_mtime > NEW_S:
+                with _locked(left):
+                    shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=PREFIX) as name, _locked(Path(name)):
         yield Path(name)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import mmap
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
@@ -15,6 +14,7 @@ import torch.distributed as dist
 
 import meshwright
 from meshwright.launch.env import Supervision, keep_freed_memory, limit_threads, process_group, worker
+from meshwright.launch.waiting import while_others_wait
 from meshwright.parallel.control import Control, new_scope
 from meshwright.parallel.heartbeat import BYTES, Heartbeat
 from meshwright.parallel.mesh import Mesh, build_mesh
@@ -81,37 +81,6 @@ def code_version() -> str:
 
 def once_per_host(control: Control, work: Callable[[], object]) -> None:
     """Run `work` on the first rank of each machine, and return on all ranks when it has ended on all
-    machines.
-
-    It may take hours: ranks wait in the store, where the time limit of collectives does not apply. When it
-    fails anywhere, every rank raises the same error.
-    """
+    machines; it may take hours (`launch/waiting.py`)."""
     place = worker()
-    failure: Exception | None = None
-    if place is None or place.local_rank == 0:
-        try:
-            work()
-        except Exception as error:
-            failure = error
-    _wait_for_all(control.size)
-
-    def tell() -> None:
-        if failure is not None:
-            raise failure
-
-    control.together(tell)
-
-
-def _wait_for_all(size: int) -> None:
-    """Return when as many ranks have called this; a signal ends the wait."""
-    group = dist.group.WORLD
-    assert group is not None
-    store = dist.PrefixStore("once_per_host", group.get_group_store())  # type: ignore[attr-defined]
-    arrived = store.add("arrived", 1)
-    everybody = f"all of call {(arrived - 1) // size}"
-    if arrived % size == 0:
-        store.set(everybody, "")
-    pause = 0.005
-    while not store.check([everybody]):
-        time.sleep(pause)
-        pause = min(1.0, 1.5 * pause)
+    while_others_wait(control, place is None or place.local_rank == 0, work)

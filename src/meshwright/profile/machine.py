@@ -16,6 +16,7 @@ import torch
 
 from meshwright.hardware.catalogue import cluster_of_gpu
 from meshwright.hardware.cluster import Device, DeviceKind, Measured, Rates
+from meshwright.profile import cgroup
 
 Work = tuple[str, float, float]
 """(format, FLOPs, seconds) of a product."""
@@ -102,14 +103,16 @@ def _attained(work: Sequence[Work], peak: Mapping[str, float], ranks: int, defau
 
 
 def host_memory() -> int:
-    """Bytes of this host's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Bytes of this host's memory, or of the part that a container or a job may use."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(whole, cgroup.memory_limit() or whole)
 
 
 def free_memory() -> int:
     """Bytes of this host's memory that processes may still take, caches of files included."""
     lines = dict(line.split(":", 1) for line in _text("/proc/meminfo").splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in lines else host_memory()
+    whole = host_memory()
+    return min(int(lines["MemAvailable"].split()[0]) * 1024, whole) if "MemAvailable" in lines else whole
 
 
 def _cache() -> int:

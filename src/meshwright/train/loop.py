@@ -20,7 +20,7 @@ from meshwright.checkpoint.errors import BadCheckpointError
 from meshwright.checkpoint.lease import Lease
 from meshwright.checkpoint.snapshots import Snapshots
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.data.corpus import Corpus, open_corpus, xz_bits_per_byte
+from meshwright.data.corpus import Corpus, open_corpus
 from meshwright.data.loader import Batch, Loader
 from meshwright.data.verification import Check
 from meshwright.parallel.collectives import start_all_reduce
@@ -322,11 +322,11 @@ class TrainingRun:
         self.heartbeat.phase("evaluate")
         max_tokens = self.spec.train.eval_tokens
         total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        for batch in self.loader.validation_batches(max_tokens):
+        for batch in self.control.together(lambda: self.loader.validation_batches(max_tokens)):
             total += self.trainer.nll(batch)
         start_all_reduce(total, self.mesh.world, "scalars").wait()
         nll, tokens = total.tolist()
-        size = self.corpus.validation.bytes_for(max_tokens)
+        size = self.control.together(lambda: self.loader.validation_bytes(max_tokens))
         self.validation = {
             "step": self.done,
             "val_loss": nll / tokens,
@@ -382,7 +382,7 @@ class TrainingRun:
         speed = statistics.median_high(self.speeds) if self.speeds else None
         per_token = self.spec.model.flops_per_token(self.spec.data.seq_len)
         memory, peak = self._memory()
-        result: dict[str, Any] = {
+        return {
             "final_loss": self.loss,
             "val_loss": self.validation.get("val_loss"),
             "val_bits_per_byte": self.validation.get("val_bits_per_byte"),
@@ -399,11 +399,6 @@ class TrainingRun:
             "seconds": seconds,
             "layout": self.spec.layout.describe(),
         }
-        if self.mesh.rank == 0:
-            text = self.corpus.validation_text(self.spec.train.eval_tokens)
-            if text:
-                result["xz_bits_per_byte"], result["xz_bytes"] = xz_bits_per_byte(text), len(text)
-        return result
 
     def _memory(self) -> tuple[dict[str, int], int]:
         """(bytes by component of the rank that holds most, the most that a rank has held); on every rank."""
