@@ -65,19 +65,26 @@ import os, numpy as np
 from pathlib import Path
 from meshwright.data.shards import TokenShards
 opened = TokenShards(Path({str(tokens)!r}))
-opened.take(np.arange(10)), opened.rows(0, 300)
+opened.take(np.arange(10)), opened.rows(0, 300), opened.index(0.0, 0)
 for name in ("00000.tokens.bin", "00000.documents.bin"):
     os.truncate(Path({str(tokens)!r}) / name, 4096)
     try:
         opened.take(np.arange(500_000, 500_010)), opened.rows(400, 410)
     except Exception as error:
         print(type(error).__name__, error)
+index = opened.index(0.0, 0)
+os.truncate(index.file, 0)
+try:
+    index.side(held=False)
+except Exception as error:
+    print(type(error).__name__, error)
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    first, second = ended.stdout.splitlines()
+    first, second, third = ended.stdout.splitlines()
     assert ended.returncode == 0, ended.stderr
     assert first.startswith("DataError") and "00000.tokens.bin: has 4096 bytes" in first
     assert second.startswith("DataError") and "00000.tokens.bin: has 4096 bytes" in second
+    assert third.startswith("DataError") and "sums.npy: was cut while it was in use" in third
 
 
 def test_more_shards_than_descriptors(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from ranks import Ranks
 
-LIMIT_S = 1.0
+LIMIT_S = 2.0
 
 
 def trained(mesh: Mesh, spec: RunSpec, out: Path) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def trained(mesh: Mesh, spec: RunSpec, out: Path) -> dict[str, Any]:
     compress = lzma.compress
 
     def slowly(*arguments: Any, **options: Any) -> bytes:
-        time.sleep(2 * LIMIT_S)
+        time.sleep(1.5 * LIMIT_S)
         return compress(*arguments, **options)
 
     @contextmanager

@@ -8,6 +8,7 @@ import socket
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -55,18 +56,28 @@ def rank_of(rank: int, port: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def forkserver() -> Any:
+    """A context whose processes are forks of one that has imported torch."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["meshwright.train.loop", "meshwright.train.verify"])
+    return context
+
+
 def rank_beside_a_dead_one(rank: int, port: int, folder: Path) -> None:
     control = join(rank, port)
     with pytest.raises(MissingRanksError) as raised:
         once_per_host(control, lambda: rank == 2 and os.kill(os.getpid(), signal.SIGKILL))
     (folder / f"error{rank}").write_text(str(raised.value))
+    end = time.monotonic() + 20
+    while len(list(folder.glob("error*"))) < 2 and time.monotonic() < end:  # rank 0 has the store
+        time.sleep(0.05)
     os._exit(0)
 
 
 def test_a_host_that_dies_at_work_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    context = mp.get_context("spawn")
+    context = forkserver()
     ranks = [
         context.Process(target=rank_beside_a_dead_one, args=(rank, port, tmp_path)) for rank in range(RANKS)
     ]
@@ -84,7 +95,8 @@ def test_a_host_that_dies_at_work_is_named(tmp_path: Path) -> None:
 def test_ranks_wait_longer_than_a_collective_may(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    mp.spawn(rank_of, (port, tmp_path), nprocs=RANKS)
+    forkserver()
+    mp.start_processes(rank_of, (port, tmp_path), nprocs=RANKS, start_method="forkserver")
     assert {path.name for path in tmp_path.glob("?-*")} == {
         f"{turn}-{rank}" for turn in "12" for rank in "02"
     }

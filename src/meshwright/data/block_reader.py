@@ -41,9 +41,8 @@ class _State(NamedTuple):
 
 @dataclass
 class _Blocks:
-    """The hashes of a file's blocks, which of them were compared, and the file's state since then."""
+    """Which blocks of a file were compared with their hashes, and the file's state since then."""
 
-    hashes: bytes
     compared: np.ndarray
     state: _State
 
@@ -82,8 +81,8 @@ class BlockReader:
                 wanted = self._manifest.files[name].bytes
                 raise self._error(name, f"has {state.size} bytes, its manifest says {wanted}: it was changed")
             if name not in self._blocks:
-                compared = np.zeros(-(-state.size // BLOCK_BYTES), dtype=bool)
-                self._blocks[name] = _Blocks(self._hashes(name), compared, state)
+                self._check_record(name)
+                self._blocks[name] = _Blocks(np.zeros(-(-state.size // BLOCK_BYTES), dtype=bool), state)
             blocks = self._blocks[name]
             if state != blocks.state:
                 blocks.compared[:], blocks.state = False, state
@@ -101,8 +100,7 @@ class BlockReader:
         data = self._bytes(name, descriptor, begin, end)
         for block in new.tolist():
             place = block * BLOCK_BYTES - begin
-            digest = hashlib.sha256(data[place : place + BLOCK_BYTES]).digest()
-            if digest != blocks.hashes[len(digest) * block : len(digest) * (block + 1)]:
+            if hashlib.sha256(data[place : place + BLOCK_BYTES]).digest() != self._record.hash(name, block):
                 until = min((block + 1) * BLOCK_BYTES, blocks.state.size)
                 fault = (
                     f"bytes {block * BLOCK_BYTES} to {until} (block {block}) are not those that were verified"
@@ -131,9 +129,9 @@ class BlockReader:
         self._open.move_to_end(name)
         return self._open[name]
 
-    def _hashes(self, name: str) -> bytes:
+    def _check_record(self, name: str) -> None:
         try:
-            return self._record.hashes(name)
+            self._record.check([name])
         except ValueError as error:
             raise DataError(f"{self._folder}: {error}; remove {self._record.path} and start again") from error
 

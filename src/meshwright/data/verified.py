@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import accumulate
 from pathlib import Path
 
@@ -83,17 +83,16 @@ class Record:
         behind = accumulate(self._sizes.values(), initial=length)
         self._places = dict(zip(names, behind, strict=False))
 
-    def hashes(self, name: str) -> bytes:
-        """Return the hashes of a file's blocks. Raises `ValueError` where they are damaged."""
-        found = os.pread(self._descriptor, self._sizes[name], self._places[name])
-        if hashlib.sha256(found).hexdigest() != self._digests[name]:
-            raise ValueError(f"the record of {name} is damaged")
-        return found
+    def check(self, names: Iterable[str]) -> None:
+        """Raise `ValueError` where the hashes of any of these files are damaged."""
+        for name in names:
+            found = os.pread(self._descriptor, self._sizes[name], self._places[name])
+            if hashlib.sha256(found).hexdigest() != self._digests[name]:
+                raise ValueError(f"the record of {name} is damaged")
 
-    def check(self) -> None:
-        """Raise `ValueError` where any file's hashes are damaged."""
-        for name in self._places:
-            self.hashes(name)
+    def hash(self, name: str, block: int) -> bytes:
+        """Return the SHA-256 of one block of a file."""
+        return os.pread(self._descriptor, _HASH, self._places[name] + _HASH * block)
 
 
 def cache_folder(cache: str | None) -> Path:
@@ -120,7 +119,7 @@ def open_record(folder: Path, manifest: Manifest, *, whole: bool) -> Record | No
     try:
         record = Record(folder / RECORD, manifest)
         if whole:
-            record.check()
+            record.check(manifest.files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return record

@@ -114,6 +114,8 @@ class _Watch:
             while not self._store.check(["all"]):
                 lost = self._store.get("lost").decode() if self._store.check(["lost"]) else ""
                 if lost := lost or (self._silent() if self._rank else ""):
+                    if self._rank == 0:  # the store may end with this process: let the others read the reason
+                        time.sleep(3 * self._pause)
                     raise MissingRanksError(lost)
                 time.sleep(pause)
                 pause = min(self._pause, 1.5 * pause)
