@@ -34,6 +34,7 @@ from pydantic.dataclasses import dataclass
 from meshwright.checkpoint.disk import TEMPORARY, Disk
 from meshwright.checkpoint.errors import CheckpointError
 from meshwright.spec.errors import UserError
+from meshwright.spec.files import parse_json
 from meshwright.spec.records import Integer, Record, read
 
 STALE_S = 60.0
@@ -187,7 +188,7 @@ class Lease:
         """Return the holder that lease.json names; None without the file."""
         try:
             with self._disk.opened(self._path) as (descriptor, _):
-                return read(Holder, json.loads(os.read(descriptor, 1 << 16)))
+                return read(Holder, parse_json(os.read(descriptor, 1 << 16)))
         except FileNotFoundError:
             return None
         except (ValueError, UserError) as error:

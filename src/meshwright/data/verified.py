@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from meshwright.data.manifest import Manifest
 from meshwright.data.publish import write_atomically
+from meshwright.spec.files import user_path
 
 BESIDE = ".meshwright"
 """The folder of the record in a folder of tokens."""
@@ -46,7 +47,7 @@ class FileState(NamedTuple):
 
 def cache_folder(cache: str | None) -> Path:
     """Return the folder of `data.cache`."""
-    return Path(cache).expanduser() if cache else Path.home() / ".cache" / "meshwright"
+    return user_path(cache or "~/.cache/meshwright", "data.cache")
 
 
 def record_folders(folder: Path, cache: Path) -> list[Path]:
