@@ -14,7 +14,7 @@ from meshwright.model.decoder import Decoder
 from meshwright.spec import ModelSpec, RunSpec, UserError
 from meshwright.spec.load import load
 from meshwright.spec.sections import DataSpec
-from meshwright.spec.special_tokens import copy_side_files
+from meshwright.spec.special_tokens import check_within, copy_side_files, side_files
 from meshwright.train.state import check_same_model, imported_state
 
 
@@ -44,10 +44,12 @@ def import_run(folder: Path, out: Path) -> None:
     """Make the run's folder `out` with a checkpoint of step 0 from an HF folder: its weights, moments of 0.
 
     The tokenizer's files and generation_config.json come along. Raises `UserError`, also when `out` holds a
-    run or cannot be written.
+    run or cannot be written, and for a file that is a link out of the folder.
     """
     if (out / "run.json").exists():
         raise UserError(f"--out: {out} already holds a run; give another --out")
+    check_within(folder / "config.json", folder, "import")
+    beside = side_files(folder, "import")
     model, weights = import_hf(folder)
     tensors: dict[str, torch.Tensor] = {}
     for name, value in weights:
@@ -58,7 +60,7 @@ def import_run(folder: Path, out: Path) -> None:
         tensors[f"optim/exp_avg/{name}"] = tensors[f"optim/exp_avg_sq/{name}"] = torch.zeros_like(value)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        copy_side_files(folder, out)
+        copy_side_files(beside, folder, out)
         spec = _imported_spec(model, out)
         store = CheckpointStore(spec.checkpoint.folder(out), keep=1)
         store.save(0, tensors, imported_state(spec))
