@@ -34,7 +34,7 @@ from meshwright.checkpoint.save_plan import LocalShard, local_chunks, narrow
 from meshwright.parallel.flat_param import UnpaddedDTensor
 from meshwright.parallel.mesh import TrafficCounter
 from meshwright.spec.errors import UserError, did_you_mean
-from meshwright.spec.records import read
+from meshwright.spec.records import read, show
 from meshwright.spec.sharded_tensor import Rectangle
 
 READ_BYTES = 16 << 20
@@ -59,6 +59,10 @@ def parse_manifest(path: Path, text: str) -> Manifest:
     if parsed is None or parsed[0] != manifest.step:
         raise BadCheckpointError(
             f"{path} holds the checkpoint of step {manifest.step}, another than its name says"
+        )
+    if manifest.state.get("step", manifest.step) != manifest.step:
+        raise BadCheckpointError(
+            f"{path / MANIFEST} is of step {manifest.step}, and its state of {show(manifest.state['step'])}"
         )
     return manifest
 

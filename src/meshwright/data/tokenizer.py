@@ -60,9 +60,7 @@ class Tokenizer:
             raise UserError(
                 f"data.tokenizer: there is no file {path}; give 'bpe', 'bpe:N', 'byte' or a tokenizer.json"
             )
-        with library_errors(f"data.tokenizer: {path} is not a tokenizer.json"):
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        tree = read_tree(backend, f"data.tokenizer: {path}")
+        backend, tree = _read_backend(path)
         bos_id = end_id
         if end_id is None:
             config = _read_config(path.with_name(TOKENIZER_FILES[1]))
@@ -79,6 +77,11 @@ class Tokenizer:
     def digest(self) -> str:
         """SHA-256 of the tokenizer and its end-of-document token."""
         return hashlib.sha256(f"{self.end_id}\n{self._json}".encode()).hexdigest()
+
+    @property
+    def content_sha256(self) -> str:
+        """SHA-256 of the tokenizer alone, whatever ends its documents."""
+        return hashlib.sha256(self._json.encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, without any special token."""
@@ -196,6 +199,19 @@ def number_tokenizer(vocab_size: int) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens([END])
     return Tokenizer(backend, end_id=vocab_size - 1, bos_id=vocab_size - 1)
+
+
+def file_sha256(path: Path) -> str:
+    """Return the `content_sha256` of the tokenizer in a `tokenizer.json`. Raises `UserError`."""
+    backend, _ = _read_backend(path)
+    return Tokenizer(backend, end_id=0, bos_id=None).content_sha256
+
+
+def _read_backend(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """Return the library's tokenizer of a `tokenizer.json`, and its tree. Raises `UserError`."""
+    with library_errors(f"data.tokenizer: {path} is not a tokenizer.json"):
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    return backend, read_tree(backend, f"data.tokenizer: {path}")
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -39,8 +39,8 @@ def library_errors(before: str, after: str = "") -> Iterator[None]:
 def read_tree(backend: Any, where: str) -> dict[str, Any]:
     """Return the tree of the tokenizer.json of a `tokenizers.Tokenizer`, checked before its use.
 
-    Raises `UserError`, which starts with `where`, for an identifier that is too large (the library lists those
-    below it that are free), and for a tokenizer that lengthens texts without bound: replacements of a letter
+    Raises `UserError`, which starts with `where`, for an identifier that is too large (the library lists the
+    free ones below it), and for a tokenizer that lengthens texts without bound: replacements of a letter
     by 32, one after another, would take all memory for a short text.
     """
     token, number = max(backend.get_vocab(True).items(), key=lambda entry: entry[1], default=("", 0))

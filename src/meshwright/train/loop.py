@@ -151,6 +151,7 @@ class TrainingRun:
             return
 
         def check(kept: Row) -> None:
+            state.check_fields(kept, self.store.directory)
             where = f"the checkpoint of step {kept['step']} in {self.store.directory}"
             state.check_same_run(self.spec, kept, self.corpus.digest, where)
 
@@ -266,7 +267,8 @@ class TrainingRun:
 
     def _save(self, asynchronous: bool) -> None:
         samples = self.samples.digest()
-        kept = state.metadata(self.trainer, self.done, self.loss, samples, self.corpus.digest)
+        tokenizer = self.corpus.tokenizer.content_sha256 if self.corpus.has_text else None
+        kept = state.metadata(self.trainer, self.done, self.loss, samples, self.corpus.digest, tokenizer)
         self.store.wait()
         self._tell_saved()
         self.store.save(self.done, state.tensors(self.trainer), kept, asynchronous)
