@@ -121,6 +121,16 @@ def test_what_a_foreign_checkpoint_holds_is_shown_escaped(
     assert all(char.isprintable() or char == "\n" for char in shown)
 
 
+def test_what_a_foreign_run_file_holds_is_shown_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"data": {"corpus": "\x1b[2J\x9b2J\x7f\x07", "mixture": {}}}
+    (tmp_path / "run.json").write_text(json.dumps({"spec": given}))
+    for words in (["spec", "show"], ["spec", "check"]):
+        assert main([*words, str(tmp_path)]) == 0
+        assert all(char.isprintable() or char == "\n" for char in capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("verb", ["train", "generate", "export", "import", "checkpoint ls", "data verify"])
 def test_a_name_that_is_too_long_is_one_sentence(verb: str) -> None:
     rest = {"generate": ["--prompt", "a"], "export": ["out"], "import": ["--out", "out"]}

@@ -78,7 +78,7 @@ class Tokenizer:
         """SHA-256 of the tokenizer and its end-of-document token."""
         return hashlib.sha256(f"{self.end_id}\n{self._json}".encode()).hexdigest()
 
-    @property
+    @cached_property
     def content_sha256(self) -> str:
         """SHA-256 of the tokenizer alone, whatever ends its documents."""
         return hashlib.sha256(self._json.encode()).hexdigest()

@@ -75,7 +75,8 @@ def import_run(folder: Path, out: Path) -> None:
     if (out / "run.json").exists():
         raise UserError(f"--out: {out} already holds a run; give another --out")
     check_within(folder / "config.json", folder, "import")
-    beside = side_files(folder, "import")
+    beside, given = side_files(folder, "import"), folder / "tokenizer.json"
+    tokenizer = file_sha256(given) if given.is_file() else None
     model, weights = import_hf(folder)
     tensors: dict[str, torch.Tensor] = {}
     for name, value in weights:
@@ -89,7 +90,6 @@ def import_run(folder: Path, out: Path) -> None:
         copy_side_files(beside, folder, out)
         spec = _imported_spec(model, out)
         store = CheckpointStore(spec.checkpoint.folder(out), keep=1)
-        tokenizer = file_sha256(out / "tokenizer.json") if (out / "tokenizer.json").is_file() else None
         store.save(0, tensors, imported_state(spec, tokenizer))
         store.close()
         record = json.dumps({"spec": spec.to_json(), "imported": str(folder)})
