@@ -114,7 +114,7 @@ def test_every_element_of_a_preset_is_in_one_tensor_of_its_files(preset: str, st
     spec = ModelSpec(preset=preset)
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in Decoder(spec).tensors().items()}
-    every = hf_tensors(spec, stacked)
+    every = list(hf_tensors(spec, stacked))
     assert len({piece.hf for piece in every}) == len(every)
     assert sum(piece.elements(shapes) for piece in every) == sum(shape.numel() for shape in shapes.values())
     assert {name for piece in every for name in piece.parameters} == shapes.keys()

@@ -225,3 +225,19 @@ def test_a_run_outlives_its_terminal_and_saves_when_all_its_processes_are_stoppe
     (step,) = re.findall(r"^meshwright: stopped by SIGTERM after step (\d+), which is saved", err)
     assert err.count("\n") == 1
     assert (tmp_path / "run" / "checkpoints" / f"step-{int(step):08d}").is_dir()
+
+
+def test_an_output_without_unicode_gets_escapes(tmp_path: Path) -> None:
+    program = (
+        "import sys\nfrom meshwright import api\nfrom meshwright.cli.main import run\n"
+        "api.generate = lambda *_, **__: 'na\\u00efve \\u2028\\x1b[31m\\ud800 text\\n\\tend'\n"
+        "sys.argv = ['meshwright', 'generate', 'run', '--prompt', 'a']\nrun()\n"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        timeout=60,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+    )
+    assert (shown.returncode, shown.stderr) == (0, b"")
+    assert shown.stdout == b"na\\xefve \\u2028\\x1b[31m\\ud800 text\n\tend\n"

@@ -1,7 +1,9 @@
-"""The output of verbs for people stays within 100 columns."""
+"""The output of verbs for people stays within 100 columns, and holds no control characters."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from meshwright.hardware.cluster import Collective, Matmul, Measured
 from meshwright.hardware.find import cluster
 from meshwright.hardware.hardware_file import write
 from meshwright.launch import auto_layout as choose
-from meshwright.spec import RunSpec
+from meshwright.spec import RunSpec, UserError
 
 MOE = [
     "--model.preset", "deepseek-v3", "--layout.replicate", "2", "--layout.dp", "16", "--layout.cp", "4",
@@ -100,3 +102,43 @@ def test_why_a_layout_is_on_several_lines(
     monkeypatch.setattr(api, "train", lambda *_, **__: {"steps": 7})
     assert main(["train"]) == 0
     assert " ".join(" ".join(printed(capsys)).split()) == why + "steps 7"
+
+
+def test_what_a_foreign_checkpoint_holds_is_shown_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = tmp_path / "step-00000001"
+    checkpoint.mkdir()
+    body = {"version": 2, "step": 1, "saved_at": "\x1b[31mred\x07", "ranks": 1, "generation": 1}
+    body |= {"state": {"layout": "\x1b]0;title\x07 \x9b2J"}, "tensors": {}, "spreads": [], "parts": []}
+    text = json.dumps(body, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (checkpoint / "manifest.json").write_text(f'{{"sha256":"{digest}","body":{text}}}\n')
+    (tmp_path / "step-00000002\x1b[31m").mkdir()
+    assert main(["checkpoint", "ls", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "red" in shown and "title" in shown
+    assert all(char.isprintable() or char == "\n" for char in shown)
+
+
+def test_what_a_foreign_run_file_holds_is_shown_escaped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"data": {"corpus": "\x1b[2J\x9b2J\x7f\x07", "mixture": {}}}
+    (tmp_path / "run.json").write_text(json.dumps({"spec": given}))
+    for words in (["spec", "show"], ["spec", "check"]):
+        assert main([*words, str(tmp_path)]) == 0
+        assert all(char.isprintable() or char == "\n" for char in capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("verb", ["train", "generate", "export", "import", "checkpoint ls", "data verify"])
+def test_a_name_that_is_too_long_is_one_sentence(verb: str) -> None:
+    rest = {"generate": ["--prompt", "a"], "export": ["out"], "import": ["--out", "out"]}
+    for name in ("x" * 5_000, "/".join(["x" * 200] * 100)):
+        for words in (
+            [*verb.split(), name, *rest.get(verb, [])],
+            ["import", "folder", "--out", name],
+        ):
+            with pytest.raises(UserError) as refusal:
+                main(words)
+            assert len(str(refusal.value)) < 400

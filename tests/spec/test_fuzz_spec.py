@@ -19,6 +19,7 @@ SCALARS = (
     st.none()
     | st.booleans()
     | st.integers(-3, 10**6)
+    | st.sampled_from([2**31, 2**40, 2**63, 10**40, 10**4000])
     | st.floats()
     | st.text(max_size=8)
     | st.sampled_from(["none", "auto", "ring", "full", "bf16", "tiny", "../x", "__import__('os')"])

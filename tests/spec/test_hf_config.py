@@ -251,13 +251,13 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest
         file.write_text(content)
         with pytest.raises(UserError, match=rf"config\.json .*{message}"):
             ModelSpec.model_validate({"hf": str(tmp_path)})
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="cannot be used"):
         ModelSpec.model_validate({"hf": str(tmp_path / ("x" * 300))})
 
     def refuse(*_: object, **__: object) -> str:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(UserError, match=r"config\.json cannot be read \(Permission denied\)"):
         ModelSpec.model_validate({"hf": str(tmp_path)})
 
@@ -277,16 +277,16 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest
         (GPT2 | {"n_embd": 66}, "n_embd 66; n_head 4"),
         (LLAMA | {"hidden_size": 66}, "hidden_size 66; num_attention_heads 4"),
         (LLAMA | {"num_key_value_heads": 3}, "num_key_value_heads 3"),
-        (MIXTRAL | {"num_local_experts": 1}, "num_experts_per_tok None; a layer has 1 experts"),
+        (MIXTRAL | {"num_local_experts": 1}, "num_experts_per_tok null; a layer has 1 experts"),
         (
             MIXTRAL | {"router_aux_loss_coef": -1},
             "router_aux_loss_coef -1; it must be a number of at least 0",
         ),
         (QWEN3_MOE | {"use_sliding_window": True}, "use_sliding_window"),
         (QWEN3_MOE | {"mlp_only_layers": 3}, "mlp_only_layers 3; it must be a list"),
-        (QWEN3_MOE | {"mlp_only_layers": [True]}, r"mlp_only_layers \[True\]; it must be a list"),
+        (QWEN3_MOE | {"mlp_only_layers": [True]}, r"mlp_only_layers \[true\]; it must be a list"),
         (QWEN3_MOE | {"norm_topk_prob": "yes"}, "norm_topk_prob"),
-        (DEEPSEEK | {"scoring_func": "softmax"}, "scoring_func 'softmax'; only 'sigmoid'"),
+        (DEEPSEEK | {"scoring_func": "softmax"}, 'scoring_func "softmax"; only "sigmoid"'),
         (DEEPSEEK | {"topk_method": "greedy"}, "topk_method"),
         (DEEPSEEK | {"moe_layer_freq": 2}, "moe_layer_freq"),
         (DEEPSEEK | {"attention_bias": True}, "attention_bias"),
@@ -310,7 +310,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path, monkeypatch: pytest
         (LLAMA | {"rope_parameters": "default"}, "rope_parameters"),
         (LLAMA | {"rope_scaling": [1]}, "rope_scaling"),
         (LLAMA | {"rope_scaling": {"type": "linear"}}, "rope_scaling of .* lacks the key 'factor'"),
-        (LLAMA | {"rope_scaling": {"type": "linear", "factor": "2"}}, "rope_scaling of .* has factor '2'"),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": "2"}}, 'rope_scaling of .* has factor "2"'),
         (LLAMA | {"rope_scaling": {"type": []}}, r"rope_scaling of .* has type \[\]"),
     ],
 )

@@ -7,11 +7,12 @@ here, have a tensor each in published files.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -23,16 +24,22 @@ from meshwright.model.decoder import Decoder
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.hf_json import read_json_object
 from meshwright.spec.hf_write import write_hf_config
+from meshwright.spec.parameters import parameters
+from meshwright.spec.records import sentence
 from meshwright.spec.special_tokens import copy_side_files
+from meshwright.spec.special_tokens import side_files as find_side_files
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = ("F64", "F32", "F16", "BF16")
+"""Number formats of weights that are read, by their names in safetensors files."""
 
 
 class HfWeights:
     """The tensors of an HF folder under the decoder's names, read one at a time.
 
-    Opening checks, from the files' headers, that no tensor is missing or unknown, and that every shape is the
-    one that `spec` asks for; raises `UserError` with the tensor's name.
+    Opening checks, from the files' headers, that no tensor is missing or unknown, that every shape is the
+    one that `spec` asks for, and every dtype a floating-point one; iterating checks that every value is
+    finite. Both raise `UserError` with the tensor's name.
     """
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
@@ -42,15 +49,21 @@ class HfWeights:
         config = read_json_object(folder / "config.json", "model.hf")
         stacked = any(name.endswith(".experts.gate_up_proj") for name in self._files)
         expected = hf_tensors(spec, stacked, paired=bool(config.get("rope_interleave", True)))
-        self._pieces = [replace(piece, hf=self._stored_name(piece.hf)) for piece in expected]
-        self._check()
+        self._pieces: list[HfTensor] = []
+        self._check(expected)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (parameter, value), each once, in the dtype of the file."""
         stacked: list[Tensor] = []
         for piece in self._pieces:
             with safe_open(self._files[piece.hf][0], framework="pt") as file:
-                parts = piece.split(file.get_tensor(piece.hf), self._shapes)
+                tensor = file.get_tensor(piece.hf)
+            if not torch.isfinite(tensor).all():
+                raise UserError(
+                    f"model.hf: the tensor {piece.hf} in {self._folder} has values that are not finite; give "
+                    "another copy of the model"
+                )
+            parts = piece.split(tensor, self._shapes)
             if piece.expert is None:
                 yield from zip(piece.parameters, parts, strict=True)
                 continue
@@ -67,18 +80,27 @@ class HfWeights:
         bare = name.removeprefix("transformer.")
         return bare if name not in self._files and bare in self._files else name
 
-    def _check(self) -> None:
+    def _check(self, expected: Iterable[HfTensor]) -> None:
+        """Note the pieces one by one: a config.json that asks for more than there is ends at the first."""
+
+        def wanted() -> Iterator[tuple[str, tuple[int, ...]]]:
+            for piece in expected:
+                self._pieces.append(replace(piece, hf=self._stored_name(piece.hf)))
+                yield self._pieces[-1].hf, piece.shape(self._shapes)
+
         if any(name.endswith("_scale_inv") for name in self._files):
             raise UserError(
                 f"model.hf: the weights in {self._folder} are in fp8 with scales; convert them to bf16 first"
             )
-        wanted = {piece.hf: piece.shape(self._shapes) for piece in self._pieces}
-        shapes = {
-            name: shape
-            for name, (_, shape) in self._files.items()
-            if name in wanted or not self._is_redundant(name)
-        }
-        _check_tensors(f"model.hf: {self._folder}", wanted, shapes)
+        shapes = {name: shape for name, (_, shape, _) in self._files.items()}
+        _check_tensors(f"model.hf: {self._folder}", wanted(), shapes, self._is_redundant)
+        for piece in self._pieces:
+            dtype = self._files[piece.hf][2]
+            if dtype not in DTYPES:
+                raise UserError(
+                    f"model.hf: the tensor {piece.hf} in {self._folder} is in {dtype}; convert it to one of "
+                    f"{', '.join(DTYPES)} first"
+                )
 
     def _is_redundant(self, name: str) -> bool:
         """Return True for tensors of files that are not weights of the decoder.
@@ -94,19 +116,24 @@ class HfWeights:
         return self._spec.family == "deepseek_v3" and f"{layer}.eh_proj.weight" in self._files
 
 
-def _shapes(spec: ModelSpec) -> dict[str, torch.Size]:
-    with torch.device("meta"):
-        return {name: tensor.shape for name, tensor in Decoder(spec).tensors().items()}
+def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of `Decoder.tensors()`, without a decoder: a config.json may ask for any size."""
+    shapes = {each.name: each.shape for unit in parameters(spec).values() for each in unit}
+    if spec.moe is not None and spec.moe.bias:
+        biased = filter(spec.has_experts, range(spec.layers))
+        shapes |= {f"blocks.{layer}.mlp.router.bias": (spec.moe.experts,) for layer in biased}
+    return shapes
 
 
-def _headers(folder: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
-    """Return {tensor name: (file, shape)} from the headers of the folder's safetensors files."""
-    headers: dict[str, tuple[Path, tuple[int, ...]]] = {}
+def _headers(folder: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:
+    """Return {tensor name: (file, shape, dtype)} from the headers of the folder's safetensors files."""
+    headers: dict[str, tuple[Path, tuple[int, ...], str]] = {}
     for path in _weight_files(folder):
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - it is no mapping
-                    headers[name] = (path, tuple(file.get_slice(name).get_shape()))
+                    part = file.get_slice(name)
+                    headers[name] = (path, tuple(part.get_shape()), part.get_dtype())
         except (SafetensorError, OSError) as error:
             raise UserError(f"model.hf: {path} is not a readable safetensors file ({error})") from error
     return headers
@@ -138,7 +165,10 @@ def import_hf(folder: Path | str) -> tuple[ModelSpec, HfWeights]:
     Raises `UserError` for a folder that the decoder cannot compute, or whose tensors are not those that its
     config.json asks for.
     """
-    spec = ModelSpec.model_validate({"hf": str(folder)})
+    try:
+        spec = ModelSpec.model_validate({"hf": str(folder)})
+    except ValidationError as error:
+        raise UserError(f"model.hf: {folder}: {sentence(error, ModelSpec)}") from None
     return spec, HfWeights(Path(folder), spec)
 
 
@@ -184,11 +214,11 @@ def export_hf(
         with atomic.folder(folder) as unfinished:
             shapes = _shapes(spec)
             given = {name: tensor.shape for name, tensor in tensors.items()}
-            _check_tensors("export: the decoder", shapes, given)
+            _check_tensors("export: the decoder", shapes.items(), given)
             dtype = dtype or tensors["embed.weight"].dtype
             config = write_hf_config(spec, str(dtype).removeprefix("torch."))
             if side_files is not None:
-                copy_side_files(side_files, unfinished)
+                copy_side_files(find_side_files(side_files, "export"), side_files, unfinished)
             ends: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
             if tokenizer_file is not None:
                 ends = write_tokenizer(unfinished, tokenizer_file, spec.max_seq_len)
@@ -203,9 +233,19 @@ def export_hf(
         raise UserError(f"export: {folder} cannot be written ({reason}); give another folder") from error
 
 
-def _check_tensors(where: str, wanted: Shapes, shapes: Shapes) -> None:
-    """Raise `UserError`, which starts with `where`, unless the shapes are those of the model's tensors."""
-    for name, shape in wanted.items():
+def _check_tensors(
+    where: str,
+    wanted: Iterable[tuple[str, Sequence[int]]],
+    shapes: Shapes,
+    is_redundant: Callable[[str], bool] = lambda _: False,
+) -> None:
+    """Raise `UserError`, which starts with `where`, unless the shapes are those of the model's tensors.
+
+    `wanted` gives the model's names and shapes; it is read no further than to the first that is missing.
+    """
+    known = set()
+    for name, shape in wanted:
+        known.add(name)
         if name not in shapes:
             raise UserError(f"{where} lacks the tensor {name}, which this model has")
         if tuple(shapes[name]) != tuple(shape):
@@ -213,7 +253,7 @@ def _check_tensors(where: str, wanted: Shapes, shapes: Shapes) -> None:
                 f"{where}: the tensor {name} has shape {list(shapes[name])}, but this model has {list(shape)}"
             )
     for name in shapes:
-        if name not in wanted:
+        if name not in known and not is_redundant(name):
             raise UserError(f"{where} has a tensor {name}, which this model does not have")
 
 
@@ -235,7 +275,7 @@ def _write_weights(
 
 
 def _deal(
-    listed: list[HfTensor], shapes: Shapes, dtype: torch.dtype, max_shard_bytes: int
+    listed: Iterable[HfTensor], shapes: Shapes, dtype: torch.dtype, max_shard_bytes: int
 ) -> list[list[HfTensor]]:
     """Return consecutive tensors, as many to a shard as fit; a larger tensor has a shard to itself."""
     shards: list[list[HfTensor]] = [[]]

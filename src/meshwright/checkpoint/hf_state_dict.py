@@ -75,13 +75,13 @@ def _reorder_channels(rows: Tensor, heads: int, channels: int, pairs: bool) -> T
     return torch.cat([plain, rotary], 1).flatten(0, 1)
 
 
-def hf_tensors(spec: ModelSpec, stacked: bool = False, paired: bool = True) -> list[HfTensor]:
-    """Return every tensor of the family's files in the model's order, those of one parameter consecutively.
+def hf_tensors(spec: ModelSpec, stacked: bool = False, paired: bool = True) -> Iterator[HfTensor]:
+    """Yield every tensor of the family's files in the model's order, those of one parameter consecutively.
 
     Published files have a tensor for each expert; with `stacked` they are those of transformers 5, one for
     all. `paired` is True if DeepSeek's rotary channels are in pairs.
     """
-    return list(_gpt2(spec) if spec.family == "gpt2" else _llama(spec, stacked, paired))
+    return _gpt2(spec) if spec.family == "gpt2" else _llama(spec, stacked, paired)
 
 
 def _llama(spec: ModelSpec, stacked: bool, paired: bool) -> Iterator[HfTensor]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import tokenizers
 
-from meshwright.spec import UserError
 from meshwright.spec.hf_json import read_json_object
 from meshwright.spec.special_tokens import find_bos, find_end
+from meshwright.spec.tokenizer_json import library_errors, read_tree
 
 
 def write_tokenizer(folder: Path, tokenizer_file: Path, max_seq_len: int) -> dict[str, int | None]:
@@ -21,14 +21,13 @@ def write_tokenizer(folder: Path, tokenizer_file: Path, max_seq_len: int) -> dic
     config.json: those that the tokenizer's config names; else the end has a known name, and the beginning is
     the token that the tokenizer's post-processor puts first. Raises `UserError`.
     """
-    try:
+    with library_errors(f"export: {tokenizer_file} is not a tokenizer.json"):
         backend = tokenizers.Tokenizer.from_file(str(tokenizer_file))
-    except Exception as error:  # the library raises bare Exception
-        raise UserError(f"export: {tokenizer_file} is not a tokenizer.json ({error})") from error
+    tree = read_tree(backend, f"export: {tokenizer_file}")
     given = tokenizer_file.with_name("tokenizer_config.json")
     config = read_json_object(given, "export") if given.is_file() else {}
     eos = find_end(config, backend.token_to_id, tokenizer_file, "export")
-    bos = find_bos(config, json.loads(backend.to_str())["post_processor"], backend.token_to_id)
+    bos = find_bos(config, tree["post_processor"], backend.token_to_id, tokenizer_file, "export")
     shutil.copyfile(tokenizer_file, folder / "tokenizer.json")
     target = folder / given.name
     if "model_max_length" in config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,9 @@ from meshwright.checkpoint.reader import (
 from meshwright.checkpoint.rectangles import check_cover
 from meshwright.checkpoint.retention import is_permanent
 from meshwright.spec.sharded_tensor import Rectangle
+
+HOLES_FROM = 1 << 30
+"""Size in bytes from which a file is looked at for holes; smaller ones are read in a second."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +131,24 @@ def _verify_part(path: Path, part: Part, disk: Disk, problems: list[str]) -> Non
             by_file[piece.file].append((name, piece))
     for file, named in by_file.items():
         with _collected(problems), opened(path / file, part.files[file], disk) as descriptor:
+            _check_holes(descriptor, path / file)
             for name, piece in sorted(named, key=lambda pair: pair[1].start):
                 with _collected(problems):
                     retried(partial(verify_piece, descriptor, name, piece, path / file, disk))
+
+
+def _check_holes(descriptor: int, path: Path) -> None:
+    """Raise BadCheckpointError for a large file that is hardly on the disk at all.
+
+    No save leaves holes, and no file system compresses weights to a thousandth. Whoever forges a tensor of a
+    TiB would have it hashed for an hour.
+    """
+    status = os.fstat(descriptor)
+    stored = status.st_blocks * 512
+    if status.st_size > HOLES_FROM and stored < status.st_size // 1000:
+        raise BadCheckpointError(
+            f"{path} is full of holes: of its {status.st_size} bytes, {stored} are on the disk"
+        )
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from pydantic.dataclasses import dataclass
 from meshwright.checkpoint.disk import TEMPORARY, Disk
 from meshwright.checkpoint.errors import CheckpointError, LostLeaseError
 from meshwright.spec.errors import UserError
+from meshwright.spec.files import parse_json
 from meshwright.spec.records import Integer, Record, read
 
 STALE_S = 60.0
@@ -273,7 +274,7 @@ class Lease:
         try:
             with self._disk.opened(self._path) as (descriptor, _):
                 beat = os.fstat(descriptor).st_mtime_ns
-                return read(Holder, json.loads(os.read(descriptor, 1 << 16))), beat
+                return read(Holder, parse_json(os.read(descriptor, 1 << 16))), beat
         except FileNotFoundError:
             return None, 0
         except (ValueError, UserError, RecursionError) as error:

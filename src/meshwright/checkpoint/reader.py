@@ -36,12 +36,12 @@ from meshwright.checkpoint.save_plan import LocalShard, Tensors, local_chunks, n
 from meshwright.parallel.flat_param import UnpaddedDTensor
 from meshwright.parallel.mesh import TrafficCounter
 from meshwright.spec.errors import UserError, did_you_mean
-from meshwright.spec.records import read
+from meshwright.spec.records import read, show
 from meshwright.spec.sharded_tensor import Rectangle
 
 READ_BYTES = 16 << 20
-MAX_TEXT_BYTES = 1 << 30
-"""Largest size of a manifest file, in bytes."""
+MAX_ROOT_BYTES = 64 << 20
+"""Largest size of the root of a manifest, in bytes: parsed, it takes up to 30 times as much memory."""
 
 
 def read_manifest_text(path: Path, disk: Disk) -> str:
@@ -55,7 +55,7 @@ def read_manifest_text(path: Path, disk: Disk) -> str:
         with reading(file):
             if not stat.S_ISDIR(os.lstat(path).st_mode):
                 raise BadCheckpointError(f"{path} is not a directory, so it is not a checkpoint")
-            return _read_file(file, file.lstat().st_size, disk).decode()
+            return _read_file(file, file.lstat().st_size, MAX_ROOT_BYTES, disk).decode()
 
     return retried(text)
 
@@ -71,7 +71,7 @@ def parse_manifest(path: Path, text: str) -> Manifest:
         )
     if (step := manifest.state.get("step", manifest.step)) != manifest.step:
         raise BadCheckpointError(
-            f"{path / MANIFEST} cannot be trusted: its state is of step {step!r}, and not of {manifest.step}"
+            f"{path / MANIFEST} cannot be trusted: its state is of step {show(step)}, and not of {manifest.step}"
         )
     return manifest
 
@@ -82,7 +82,8 @@ def read_part(path: Path, manifest: Manifest, number: int, disk: Disk) -> Part:
         return manifest.inside
     file, size, digest = manifest.parts[number]
     with reading(path / file):
-        content = retried(lambda: _read_file(path / file, size, disk))
+        most = MAX_ROOT_BYTES + manifest.bytes // 64  # pieces are of 64 MiB, where they can
+        content = retried(lambda: _read_file(path / file, size, most, disk))
         if hashlib.sha256(content).hexdigest() != digest:
             raise ValueError("its SHA-256 is not that of the manifest")
         part = read(Part, json.loads(content))
@@ -250,10 +251,10 @@ def _readers(tensors: Mapping[str, Tensor | UnpaddedDTensor]) -> dict[str, tuple
     return {name: (replicas, reader) for name, replicas, reader in sorted(assign(held))}
 
 
-def _read_file(path: Path, size: int, disk: Disk) -> bytes:
-    """Return all of a file of the manifest, of so many bytes. Raises BadCheckpointError."""
+def _read_file(path: Path, size: int, most: int, disk: Disk) -> bytes:
+    """Return all of a file of the manifest, of `size` bytes, at most `most`. Raises BadCheckpointError."""
     with opened(path, size, disk) as descriptor:
-        if size > MAX_TEXT_BYTES:
+        if size > most:
             raise BadCheckpointError(f"{path} has {size} bytes, too many for a manifest")
         content = bytearray(size)
         _read_into(memoryview(content), descriptor, 0, path, disk)

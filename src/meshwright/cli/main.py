@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ from meshwright.launch.env import SUPERVISOR
 from meshwright.launch.failure import RanksFailed, exit_code, record
 from meshwright.spec import UserError
 from meshwright.spec.errors import Stopped, did_you_mean
+from meshwright.spec.load import one_line
 
 VERBS: tuple[Verb, ...] = (
     runs.train, runs.verify, runs.tokenize, runs.data_verify,
@@ -36,7 +38,11 @@ def run() -> None:
 
     In a rank that `meshwright` launched, errors go to the launcher's wrapper, which shows each once.
     """
-    warnings.formatwarning = lambda message, *_args, **_kwargs: f"meshwright: warning: {message}\n"
+    warnings.formatwarning = lambda message, *_args, **_kwargs: (
+        f"meshwright: warning: {one_line(str(message))}\n"
+    )
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # of terminals without Unicode
     if SUPERVISOR in os.environ:
         sys.exit(main(sys.argv[1:]))
     signal.signal(signal.SIGTERM, _stop)

@@ -40,7 +40,7 @@ def generate(call: Call) -> None:
     from meshwright import api
 
     text = api.generate(Path(call.words[0]), **call.flags)
-    show.result(call, {"prompt": call.flags["prompt"], "text": text}, lambda _: print(text))
+    show.result(call, {"prompt": call.flags["prompt"], "text": text}, lambda _: show.prose(text))
 
 
 @verb(

@@ -47,6 +47,11 @@ def problems(sentences: Sequence[str]) -> int:
     return int(bool(sentences))
 
 
+def prose(words: str) -> None:
+    """Print a text of a model's as it is, but for control characters other than line ends and tabs."""
+    print("".join(char if char in "\n\t" else one_line(char) for char in words))
+
+
 def line(words: str, indent: int = 2) -> None:
     """Print a sentence, wrapped; lines after the first are indented."""
     print("\n".join(_wrap(words, WIDTH, " " * indent)), flush=True)
@@ -100,7 +105,10 @@ def _wrap(words: str, width: int, indent: str = "") -> list[str]:
 
 
 def text(value: Any) -> str:
-    """Return a value as people read it: 1,234,567; 3.142; yes; -."""
+    """Return a value as people read it: 1,234,567; 3.142; yes; -.
+
+    Control characters are escaped: a terminal would obey those that a foreign file holds.
+    """
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -109,7 +117,7 @@ def text(value: Any) -> str:
         return f"{value:,}"
     if isinstance(value, float):
         return f"{value:,.0f}" if 10_000 <= abs(value) < 1e15 else f"{value:,.4g}"
-    return str(value)
+    return one_line(str(value))
 
 
 def count(number: int, noun: str) -> str:

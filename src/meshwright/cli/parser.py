@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from meshwright import units
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import did_you_mean
+from meshwright.spec.files import user_path
 from meshwright.spec.schema import known_keys
 
 T = TypeVar("T")
@@ -156,7 +157,7 @@ def folder_name(text: str) -> Path:
     """Read the name of a folder; refuse the empty one, which would be the current folder."""
     if not text:
         raise ValueError("the name of a folder is needed")
-    return Path(text)
+    return user_path(text, "--out")
 
 
 def choice(*names: str) -> Callable[[str], str]:
@@ -201,6 +202,8 @@ def parse(verb: Verb, words: Sequence[str]) -> Call:
     for flag in verb.flags:
         if flag.required and flag.name not in given:
             raise UserError(f"--{flag.name}: is missing; give --{flag.name} {flag.value} ({flag.summary})")
+    for argument, place in zip(verb.arguments, places, strict=False):
+        user_path(place, argument.name)
     needed = sum(argument.required for argument in verb.arguments)
     if len(places) < needed:
         missing = verb.arguments[len(places)]

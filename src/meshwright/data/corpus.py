@@ -26,6 +26,7 @@ from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, number_tokenizer
 from meshwright.data.verification import Check
 from meshwright.data.verified import cache_folder
 from meshwright.spec import RunSpec, UserError
+from meshwright.spec.files import user_path
 
 XZ_BYTES = 8 * 10**6
 """Most bytes of held-out text that are compressed: `xz -9e` takes about a second for 1.4 MB."""
@@ -219,7 +220,7 @@ def xz_bits_per_byte(data: bytes) -> float:
 
 
 def _open_shards(spec: RunSpec, names: Sequence[str], check: Check) -> list[TokenShards]:
-    folders = {name: Path(name).expanduser() for name in names}
+    folders = {name: user_path(name, "data.corpus") for name in names}
     cache = cache_folder(spec.data.cache)
     ready = {
         name: TokenShards(path, cache=cache, check=check)
@@ -246,7 +247,7 @@ def _note(spec: RunSpec, texts: Sequence[str], given: Tokenizer | None) -> Path:
     Other ranks of the host read it and so need not hash the text, which that folder's name depends on.
     """
     data = spec.data
-    paths = [str(Path(name).expanduser().absolute()) for name in texts]
+    paths = [str(user_path(name, "data.corpus").absolute()) for name in texts]
     asked = [VERSION, texts, paths, data.text_key, data.tokenizer, data.val_fraction, spec.model.vocab_size]
     key = hashlib.sha256(json.dumps([*asked, given.digest if given else None]).encode()).hexdigest()[:16]
     return cache_folder(data.cache) / f".opened-{key}"

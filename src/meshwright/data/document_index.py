@@ -21,6 +21,7 @@ from meshwright.data.permutation import I64, U64
 from meshwright.data.publish import build_once, sha256_file
 from meshwright.data.split import HeldOut, SplitSurvey
 from meshwright.spec.errors import DataError
+from meshwright.spec.files import parse_json
 
 BLOCK = 256
 """Documents of one block."""
@@ -136,7 +137,7 @@ def index_on_disk(
 def _read(folder: Path, source: TokenSource, check: bool) -> DocumentIndex | None:
     """Return the index in a folder; None where it is damaged."""
     try:
-        facts = json.loads((folder / _FACTS).read_bytes())
+        facts = parse_json((folder / _FACTS).read_bytes())
         rule = HeldOut(int(facts["limit"]), int(facts["exception"]))
         sums = np.lib.format.open_memmap(folder / _TABLE, mode="r").view(np.ndarray)
         whole = not check or sha256_file(folder / _TABLE) == facts["sha256"]

@@ -20,6 +20,7 @@ from typing import Any
 from meshwright.data.manifest import MANIFEST, TOKENS_FILE
 from meshwright.data.publish import readable, sha256_file
 from meshwright.spec.errors import UserError, did_you_mean
+from meshwright.spec.files import user_path
 from meshwright.units import gigabytes
 
 ROWS = (".jsonl", ".ndjson")
@@ -95,7 +96,7 @@ def open_source(corpus: str, text_key: str) -> TextSource:
         raise UserError(
             f"data.corpus: '' names nothing; give 'stdlib', '{SYNTHETIC}', '{HUB}NAME', a file or a folder"
         )
-    path = Path(corpus).expanduser()
+    path = user_path(corpus, "data.corpus")
     if path.is_file():
         return FileSource(corpus, path.parent, [path], text_key, named=True)
     if path.is_dir():

@@ -20,6 +20,7 @@ from meshwright.data.shard_writer import ShardWriter
 from meshwright.data.split import HeldOut, SplitSurvey
 from meshwright.data.tokenizer import SMALLEST_BPE, IDs, Tokenizer, byte_tokenizer, train_bpe
 from meshwright.spec.errors import UserError
+from meshwright.spec.files import user_path
 
 PIECE = 2**20  # characters that are encoded at once at most: the library needs ~100 bytes for each token
 TRAIN_PIECE = 2**11  # characters that a BPE is trained on at once: time grows with the square of a word
@@ -92,7 +93,7 @@ def build_tokenizer(
         return byte_tokenizer()
     size = bpe_size(setting, vocab_size)
     if size is None:
-        return Tokenizer.open(Path(setting).expanduser())
+        return Tokenizer.open(user_path(setting, "data.tokenizer"))
     surveys = [_survey(source, val_fraction) for source in sources]
     total = sum(utf8_bytes for _, utf8_bytes in surveys)
     keep = min(1.0, BPE_BYTES / total) if total else 1.0

@@ -21,6 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from meshwright.spec.errors import UserError
 from meshwright.spec.hf_json import read_json_object
 from meshwright.spec.special_tokens import find_bos, find_end, token_name
+from meshwright.spec.tokenizer_json import library_errors, read_tree
 
 END = "<|endoftext|>"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -44,7 +45,7 @@ class Tokenizer:
         self._json = backend.to_str()
         self.end_id = end_id
         self.bos_id = bos_id
-        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @staticmethod
     def open(path: Path, end_id: int | None = None) -> Tokenizer:
@@ -59,17 +60,14 @@ class Tokenizer:
             raise UserError(
                 f"data.tokenizer: there is no file {path}; give 'bpe', 'bpe:N', 'byte' or a tokenizer.json"
             )
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise UserError(f"data.tokenizer: {path} is not a tokenizer.json ({error})") from error
+        backend, tree = _read_backend(path)
         bos_id = end_id
         if end_id is None:
             config = _read_config(path.with_name(TOKENIZER_FILES[1]))
             end_id = find_end(config, backend.token_to_id, path, "data.tokenizer")
             if config.get("add_bos_token") is not False:
-                processor = json.loads(backend.to_str())["post_processor"]
-                bos_id = find_bos(config, processor, backend.token_to_id)
+                processor = tree["post_processor"]
+                bos_id = find_bos(config, processor, backend.token_to_id, path, "data.tokenizer")
         tokenizer = Tokenizer(backend, end_id, bos_id)
         byte = byte_tokenizer()
         byte.bos_id = bos_id
@@ -79,6 +77,11 @@ class Tokenizer:
     def digest(self) -> str:
         """SHA-256 of the tokenizer and its end-of-document token."""
         return hashlib.sha256(f"{self.end_id}\n{self._json}".encode()).hexdigest()
+
+    @cached_property
+    def content_sha256(self) -> str:
+        """SHA-256 of the tokenizer alone, whatever ends its documents."""
+        return hashlib.sha256(self._json.encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, without any special token."""
@@ -92,26 +95,23 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[IDs]:
         """Return the token ids of each text, computed on all cores. Raises `UserError` for unknown text."""
-        try:
+        remedy = "; give one with an unknown token, or a byte-level one"
+        with library_errors("data.tokenizer: the tokenizer cannot encode this text", remedy):
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:  # the library raises bare Exception
-            raise UserError(
-                f"data.tokenizer: the tokenizer cannot encode this text ({error}); "
-                "give one with an unknown token, or a byte-level one"
-            ) from error
         return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; bytes that are not UTF-8 become U+FFFD, special tokens their names."""
         if self._spelling is not None:
             return self.decode_bytes(ids).decode("utf-8", errors="replace")
-        return self._backend.decode(list(ids), skip_special_tokens=False)
+        with library_errors("data.tokenizer: the tokenizer cannot decode its tokens"):
+            return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """Return the bytes of ids: exact for byte-level tokenizers, whose tokens may split a character."""
         if self._spelling is not None:
-            return b"".join([self._spelling[i] for i in ids])
-        return self._backend.decode(list(ids), skip_special_tokens=False).encode()
+            return b"".join([self._spelling.get(i, b"") for i in ids])
+        return self.decode(ids).encode()
 
     @property
     def is_byte_level(self) -> bool:
@@ -139,13 +139,13 @@ class Tokenizer:
             raise UserError(f"{folder}: the tokenizer cannot be written there ({error.strerror})") from error
 
     @cached_property
-    def _spelling(self) -> list[bytes] | None:
+    def _spelling(self) -> dict[int, bytes] | None:
         """The bytes of each id when the tokenizer is byte-level, else None. Unused ids spell nothing."""
         decoder = json.loads(self._json)["decoder"]
         if decoder is None or decoder["type"] != "ByteLevel":
             return None
         added = self._backend.get_added_tokens_decoder()
-        table = [b""] * self.vocab_size
+        table = {}
         for token, number in self._backend.get_vocab(with_added_tokens=True).items():
             plain = number not in added and all(char in _BYTE_OF for char in token)
             table[number] = bytes(_BYTE_OF[char] for char in token) if plain else token.encode()
@@ -199,6 +199,19 @@ def number_tokenizer(vocab_size: int) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.add_special_tokens([END])
     return Tokenizer(backend, end_id=vocab_size - 1, bos_id=vocab_size - 1)
+
+
+def file_sha256(path: Path) -> str:
+    """Return the `content_sha256` of the tokenizer in a `tokenizer.json`. Raises `UserError`."""
+    backend, _ = _read_backend(path)
+    return Tokenizer(backend, end_id=0, bos_id=None).content_sha256
+
+
+def _read_backend(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """Return the library's tokenizer of a `tokenizer.json`, and its tree. Raises `UserError`."""
+    with library_errors(f"data.tokenizer: {path} is not a tokenizer.json"):
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    return backend, read_tree(backend, f"data.tokenizer: {path}")
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from meshwright.data.manifest import Manifest
 from meshwright.data.publish import write_atomically
+from meshwright.spec.files import user_path
 
 BESIDE = ".meshwright"
 """The folder of the record in a folder of tokens."""
@@ -97,7 +98,7 @@ class Record:
 
 def cache_folder(cache: str | None) -> Path:
     """Return the folder of `data.cache`."""
-    return Path(cache).expanduser() if cache else Path.home() / ".cache" / "meshwright"
+    return user_path(cache or "~/.cache/meshwright", "data.cache")
 
 
 def record_folders(folder: Path, cache: Path) -> list[Path]:

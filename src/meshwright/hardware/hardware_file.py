@@ -12,6 +12,7 @@ from meshwright import atomic
 from meshwright.hardware.cluster import Cluster
 from meshwright.spec import records
 from meshwright.spec.errors import UserError, did_you_mean
+from meshwright.spec.files import MAX_JSON, parse_json, read_text
 
 
 def to_json(cluster: Cluster) -> dict[str, Any]:
@@ -35,14 +36,9 @@ def read(path: Path) -> Cluster:
         near = did_you_mean(path.name, [file.name for file in path.parent.glob("*.json")])
         raise UserError(f"there is no hardware file {path}{near or '; meshwright profile --out writes one'}")
     try:
-        return from_json(json.loads(path.read_text(encoding="utf-8")), str(path))
+        return from_json(parse_json(read_text(path, MAX_JSON)), str(path))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as JSON ({error})") from None
-    except RecursionError:
-        raise UserError(
-            f"{path}: its lists or tables are nested too deep to be read; a hardware file has a few levels, "
-            "as `meshwright profile --out FILE.json` writes them"
-        ) from None
 
 
 def check_writable(path: Path | None, flag: str = "--out") -> None:

@@ -5,49 +5,78 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from meshwright.checkpoint.hf import import_hf
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.data.tokenizer import file_sha256
 from meshwright.model.decoder import Decoder
 from meshwright.spec import ModelSpec, RunSpec, UserError
+from meshwright.spec.errors import NumericalError
 from meshwright.spec.load import load
 from meshwright.spec.sections import DataSpec
-from meshwright.spec.special_tokens import copy_side_files
-from meshwright.train.state import check_same_model, imported_state
+from meshwright.spec.special_tokens import check_within, copy_side_files, side_files
+from meshwright.train.state import check_fields, check_same_model, imported_state
 
 
 def load_run(run: Path, dtype: torch.dtype | None = None) -> Decoder:
     """Return the decoder of the run's newest whole checkpoint, on one device, in eval mode.
 
     `dtype` is that of its parameters, by default as saved. Raises `UserError` if the run's record describes
-    another model than the checkpoint: it has no hash, and a changed constant would compute other text.
+    another model than the checkpoint (it has no hash, and a changed constant would compute other text), if
+    the run's tokenizer is not the one that the checkpoint was trained with, and if a parameter is not finite.
     """
     spec = load(run)
     folder = spec.checkpoint.folder(run)
     if not folder.is_dir():
         raise UserError(f"{run}: has no checkpoint yet ({folder} is not there); train it first")
+
+    def check(state: dict[str, Any]) -> None:
+        check_fields(state, folder)
+        check_same_model(spec, state, str(run))
+
     decoder = Decoder(spec.model)
     if spec.precision.compute == "fp64":
         decoder = decoder.double()
     with torch.no_grad():
         tensors = {f"model/{name}": tensor.data for name, tensor in decoder.tensors().items()}
         store = CheckpointStore(folder, keep=1)
-        store.load(None, tensors, lambda state: check_same_model(spec, state, str(run)))
+        state = store.load(None, tensors, check)
     for warning in store.warnings:
         warnings.warn(warning, stacklevel=2)
+    _check_tokenizer(run, state)
+    for name, tensor in decoder.tensors().items():
+        if not torch.isfinite(tensor).all():
+            raise NumericalError(
+                f"{run}: the parameter {name} has values that are not finite in the checkpoint of step "
+                f"{state['step']}; go on from an earlier one with `meshwright train {run} --resume STEP`"
+            )
     return decoder.to(dtype=dtype).eval() if dtype is not None else decoder.eval()
+
+
+def _check_tokenizer(run: Path, state: dict[str, Any]) -> None:
+    """Raise `UserError` for a tokenizer.json that is not the one of the checkpoint; old ones do not say."""
+    file, trained_with = run / "tokenizer.json", state.get("tokenizer_sha256")
+    if trained_with is not None and file.is_file() and file_sha256(file) != trained_with:
+        raise UserError(
+            f"{file}: is not the tokenizer that the checkpoint of step {state['step']} was trained with; put "
+            "that one back"
+        )
 
 
 def import_run(folder: Path, out: Path) -> None:
     """Make the run's folder `out` with a checkpoint of step 0 from an HF folder: its weights, moments of 0.
 
     The tokenizer's files and generation_config.json come along. Raises `UserError`, also when `out` holds a
-    run or cannot be written.
+    run or cannot be written, and for a file that is a link out of the folder.
     """
     if (out / "run.json").exists():
         raise UserError(f"--out: {out} already holds a run; give another --out")
+    check_within(folder / "config.json", folder, "import")
+    beside, given = side_files(folder, "import"), folder / "tokenizer.json"
+    tokenizer = file_sha256(given) if given.is_file() else None
     model, weights = import_hf(folder)
     tensors: dict[str, torch.Tensor] = {}
     for name, value in weights:
@@ -58,10 +87,10 @@ def import_run(folder: Path, out: Path) -> None:
         tensors[f"optim/exp_avg/{name}"] = tensors[f"optim/exp_avg_sq/{name}"] = torch.zeros_like(value)
     try:
         out.mkdir(parents=True, exist_ok=True)
-        copy_side_files(folder, out)
+        copy_side_files(beside, folder, out)
         spec = _imported_spec(model, out)
         store = CheckpointStore(spec.checkpoint.folder(out), keep=1)
-        store.save(0, tensors, imported_state(spec))
+        store.save(0, tensors, imported_state(spec, tokenizer))
         store.close()
         record = json.dumps({"spec": spec.to_json(), "imported": str(folder)})
         (out / "run.json").write_text(record, encoding="utf-8")

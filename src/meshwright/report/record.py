@@ -21,6 +21,7 @@ from typing import Any
 from meshwright import __version__, atomic
 from meshwright.checkpoint import Lease
 from meshwright.spec import UserError
+from meshwright.spec.files import MAX_JSON, parse_json, read_text
 
 RUN, METRICS, EVENTS, RESULT = "run.json", "metrics.jsonl", "events.jsonl", "result.json"
 
@@ -87,7 +88,7 @@ def _read_lines(path: Path) -> list[Row]:
     rows: list[Row] = []
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:
             row = None
         if not isinstance(row, dict):
@@ -116,7 +117,7 @@ def _read_object(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(read_text(path, MAX_JSON))
     except ValueError as error:
         raise UserError(f"{path}: is not JSON ({error}); the file is damaged, move it away") from error
     if not isinstance(value, dict):

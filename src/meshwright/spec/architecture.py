@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from meshwright.spec.base import FrozenModel
+from meshwright.spec.base import MAX_HEADS, MAX_LAYERS, MAX_LENGTH, MAX_WIDTH, FrozenModel
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.hf import read_hf_config
 from meshwright.spec.moe_mla import MlaSpec, MoeSpec
@@ -65,14 +65,14 @@ class Architecture(FrozenModel):
     family: Literal["llama", "qwen3", "mistral", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3"] = Field(
         "llama", description="names used by HF export"
     )
-    layers: int = Field(ge=1, le=10_000)
-    hidden: int = Field(ge=1)
-    ffn: int = Field(ge=1)
-    heads: int = Field(ge=1)
-    kv_heads: int = Field(ge=1)
-    head_dim: int = Field(ge=1)
-    vocab_size: int = Field(ge=2)
-    max_seq_len: int = Field(2048, ge=1, description="a hard limit for learned positions only")
+    layers: int = Field(ge=1, le=MAX_LAYERS)
+    hidden: int = Field(ge=1, le=MAX_WIDTH)
+    ffn: int = Field(ge=1, le=MAX_WIDTH)
+    heads: int = Field(ge=1, le=MAX_HEADS)
+    kv_heads: int = Field(ge=1, le=MAX_HEADS)
+    head_dim: int = Field(ge=1, le=MAX_HEADS)
+    vocab_size: int = Field(ge=2, le=MAX_LENGTH)
+    max_seq_len: int = Field(2048, ge=1, le=MAX_LENGTH, description="a hard limit for learned positions only")
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = Field(1e-5, gt=0)
     activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"

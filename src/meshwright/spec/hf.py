@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.spec.errors import UserError
+from meshwright.spec.files import user_path
 from meshwright.spec.hf_json import FLAG, NUMBER, SIZE, Config, read_json_object
 from meshwright.spec.hf_keys import MLA_KEYS, MODEL_KEYS, MOE_KEYS, ROPE_KEYS
 
@@ -22,13 +23,9 @@ def read_hf_config(where: str | Path) -> dict[str, Any]:
     """
     if not isinstance(where, (str, Path)) or not str(where):
         raise UserError(f"model.hf: {where!r} is not a path; give a folder that holds a config.json")
-    path = Path(where)
-    try:
-        path = path / "config.json" if path.is_dir() else path
-        is_file = path.is_file()
-    except OSError as error:
-        raise UserError(f"model.hf: {path} cannot be read ({error.strerror})") from error
-    if not is_file:
+    path = user_path(where, "model.hf")
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
         raise UserError(f"model.hf: there is no file {path}; give a folder that holds a config.json")
     return model_fields(Config(str(path), read_json_object(path, "model.hf")))
 

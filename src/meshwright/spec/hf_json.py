@@ -2,40 +2,42 @@
 
 from __future__ import annotations
 
-import json
-import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meshwright.spec.base import MAX_LAYERS
 from meshwright.spec.errors import UserError
+from meshwright.spec.files import MAX_JSON, parse_json, read_text
+from meshwright.spec.records import show
 
 
 def read_json_object(path: Path, key: str) -> dict[str, Any]:
     """The JSON object in the file `path`; raises `UserError`, which starts with `key`, for anything else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_text(path, MAX_JSON))
     except OSError as error:
         raise UserError(f"{key}: {path} cannot be read ({error.strerror or error})") from error
-    except RecursionError as error:
-        raise UserError(f"{key}: {path} is nested too deeply to be read") from error
-    except ValueError as error:  # of the JSON, of UTF-8, or of a number with too many digits
-        raise UserError(f"{key}: {path} is not JSON ({error})") from error
+    except ValueError as error:
+        raise UserError(f"{key}: {path} is not JSON that can be read ({error})") from error
     if not isinstance(content, dict):
         raise UserError(f"{key}: {path} is not a JSON object")
     return content
 
 
 class Check(NamedTuple):
-    """Values that a key may have: of one of `types`, at least `least`, or above it if `above`."""
+    """Values that a key may have: of one of `types`, at least `least`, or above it if `above`, to `most`."""
 
     types: tuple[type, ...]
     least: int
     above: bool
     text: str
+    most: float = sys.float_info.max
 
 
 SIZE = Check((int,), 1, False, "a whole number of at least 1")
+LAYERS = Check((int,), 1, False, f"a whole number from 1 to {MAX_LAYERS}", MAX_LAYERS)
 PAIR = Check((int,), 2, False, "a whole number of at least 2")
 COUNT = Check((int,), 0, False, "a whole number of at least 0")
 NUMBER = Check((int, float), 0, True, "a number above 0")
@@ -86,7 +88,7 @@ class Config:
         if value is None and nullable:
             return None
         valid = isinstance(value, check.types) and isinstance(value, bool) == (check is FLAG)
-        if not valid or not check.least <= value < math.inf or (check.above and value == check.least):
+        if not valid or not check.least <= value <= check.most or (check.above and value == check.least):
             raise self.wrong(name, f"it must be {check.text}")
         return value
 
@@ -99,12 +101,12 @@ class Config:
 
     def wrong(self, name: str, why: str) -> UserError:
         """Return the error to raise for the value of the key `name`."""
-        return UserError(f"{self.key}: {self._place()} has {name} {self.values.get(name)!r}; {why}")
+        return UserError(f"{self.key}: {self._place()} has {name} {show(self.values.get(name))}; {why}")
 
     def check(self, name: str, computed: Any) -> None:
         """Raise `UserError` unless the key is absent or has the value `computed`."""
         if self.values.get(name, computed) != computed:
-            raise self.wrong(name, f"only {computed!r} is computed")
+            raise self.wrong(name, f"only {show(computed)} is computed")
 
     def _place(self) -> str:
         return f"{self.inside} of {self.source}" if self.inside else self.source

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.spec.hf_json import COUNT, FACTOR, FLAG, NUMBER, PAIR, SIZE, JsonKey
+from meshwright.spec.hf_json import COUNT, FACTOR, FLAG, LAYERS, NUMBER, PAIR, SIZE, JsonKey
 
 Keys = dict[str, JsonKey]
 """Field of a part of the spec -> its key. Keys with defaults may be absent: those are of transformers."""
@@ -12,7 +12,7 @@ Keys = dict[str, JsonKey]
 
 def _llama(max_seq_len: int, norm_eps: float = 1e-6) -> Keys:
     return {
-        "layers": JsonKey("num_hidden_layers", SIZE),
+        "layers": JsonKey("num_hidden_layers", LAYERS),
         "hidden": JsonKey("hidden_size", SIZE),
         "ffn": JsonKey("intermediate_size", SIZE),
         "heads": JsonKey("num_attention_heads", SIZE),
@@ -29,7 +29,7 @@ MODEL_KEYS: dict[str, Keys] = {
     "qwen3": _llama(32768),
     "mistral": _llama(131072),
     "gpt2": {
-        "layers": JsonKey("n_layer", SIZE),
+        "layers": JsonKey("n_layer", LAYERS),
         "hidden": JsonKey("n_embd", SIZE),
         "heads": JsonKey("n_head", SIZE),
         "vocab_size": JsonKey("vocab_size", PAIR),

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 from pydantic import Field, NonNegativeInt, field_validator
 
 from meshwright.spec.arithmetic import divisors
-from meshwright.spec.base import FrozenModel
+from meshwright.spec.base import MAX_RANKS, FrozenModel
 from meshwright.spec.errors import UserError
 from meshwright.spec.records import show
 
@@ -65,17 +65,19 @@ def ulysses_ranks(ranks: int, kv_heads: int, mode: ContextMode) -> int:
 class Layout(FrozenModel):
     """Sizes of the mesh's axes. World size = replicate x dp x cp x tp x pp; ep x etp folds into it."""
 
-    dp: int = Field(1, ge=1, description="data-parallel ranks; ZeRO shards over dp x cp")
-    replicate: int = Field(1, ge=1, description="copies of the ZeRO-sharded group (hybrid sharding)")
+    dp: int = Field(1, ge=1, le=MAX_RANKS, description="data-parallel ranks; ZeRO shards over dp x cp")
+    replicate: int = Field(
+        1, ge=1, le=MAX_RANKS, description="copies of the ZeRO-sharded group (hybrid sharding)"
+    )
     zero: Literal[0, 1, 2, 3] = Field(
         0,
         description="ZeRO stage: 0 replicates, 1 shards optimiser states, 2 gradients too, 3 parameters too",
     )
-    tp: int = Field(1, ge=1, description="tensor-parallel ranks")
+    tp: int = Field(1, ge=1, le=MAX_RANKS, description="tensor-parallel ranks")
     sequence_parallel: bool = Field(True, description="shard the residual stream over tp between its regions")
-    cp: int = Field(1, ge=1, description="context-parallel ranks")
+    cp: int = Field(1, ge=1, le=MAX_RANKS, description="context-parallel ranks")
     context_mode: ContextMode = Field("ring", description="how attention crosses the context axis")
-    pp: int = Field(1, ge=1, description="pipeline ranks, each with some of the layers")
+    pp: int = Field(1, ge=1, le=MAX_RANKS, description="pipeline ranks, each with some of the layers")
     virtual: int | None = Field(
         None,
         ge=1,
@@ -88,8 +90,10 @@ class Layout(FrozenModel):
         description="blocks of the stages: as equal as can be, balanced by FLOPs with the head's, or a "
         "number for each of the pp x virtual stages: 3,5",
     )
-    ep: int = Field(1, ge=1, description="expert-parallel ranks, folded out of dp x cp x tp")
-    etp: int = Field(1, ge=1, description="ranks that share each expert's channels, folded likewise")
+    ep: int = Field(1, ge=1, le=MAX_RANKS, description="expert-parallel ranks, folded out of dp x cp x tp")
+    etp: int = Field(
+        1, ge=1, le=MAX_RANKS, description="ranks that share each expert's channels, folded likewise"
+    )
     expert_parts: int = Field(
         1, ge=1, description="parts of a microbatch of which one is sent to the experts as another computes"
     )

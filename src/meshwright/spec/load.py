@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +14,7 @@ from pydantic import ValidationError
 
 from meshwright.spec.base import FrozenModel
 from meshwright.spec.errors import UserError, did_you_mean
+from meshwright.spec.files import MAX_JSON, MAX_TOML, parse_json, parse_toml, read_text, user_path
 from meshwright.spec.layout import Layout
 from meshwright.spec.records import show
 from meshwright.spec.run import RunSpec
@@ -65,9 +64,9 @@ class _LayoutAlone(FrozenModel):
 def _validated(
     kind: type[Model], tree: dict[str, Any], overrides: Overrides, source: str = "", ranks: int | None = None
 ) -> Model:
-    merged = copy.deepcopy(tree)
     where = partial(_where, {key for key, _ in overrides}, tree, source)
     try:
+        merged = copy.deepcopy(tree)
         for key, text in overrides:
             _overlay(merged, key, text)
         _tidy(merged, "", where)
@@ -77,6 +76,8 @@ def _validated(
     except UserError as error:
         key, colon, rest = str(error).partition(": ")
         raise UserError(one_line(f"{where(key)}{colon}{rest}")) from None
+    except RecursionError:
+        raise UserError(f"{source or 'the run'}: its tables and lists are nested too deeply") from None
 
 
 def _where(flags: set[str], tree: dict[str, Any], source: str, key: str) -> str:
@@ -102,6 +103,7 @@ def read_tree(path: Path) -> dict[str, Any]:
     From a folder, `train.stop_at` is omitted: it applied to one start of the run, which has ended. Raises
     `UserError`.
     """
+    path = user_path(path, "the run file")
     if path.is_dir():
         tree = read_tree(path / "run.json")
         if isinstance(tree.get("train"), dict):
@@ -112,19 +114,14 @@ def read_tree(path: Path) -> dict[str, Any]:
         near = did_you_mean(path.name, [file.name for file in path.parent.glob("*.toml")])
         raise UserError(f"there is no run file, and no run's folder, {path}{near}")
     try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".json":
-            tree = json.loads(text)["spec"]
-            if not isinstance(tree, dict):
-                raise TypeError("'spec' is not a table")
-            return tree
-        return tomllib.loads(text)
-    except (OSError, tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        if path.suffix != ".json":
+            return parse_toml(read_text(path, MAX_TOML))
+        record = parse_json(read_text(path, MAX_JSON))
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({error})") from None
-    except (KeyError, TypeError, ValueError):
-        raise UserError(
-            f"{path}: is not a run record, as it has no table 'spec'; give the run.json of a run"
-        ) from None
+    if not isinstance(record, dict) or not isinstance(record.get("spec"), dict):
+        raise UserError(f"{path}: is not a run record, as it has no table 'spec'; give the run.json of a run")
+    return dict(record["spec"])
 
 
 def _find_tokenizer(data: Any, kept: Path) -> None:
@@ -132,7 +129,7 @@ def _find_tokenizer(data: Any, kept: Path) -> None:
     named = data.get("tokenizer") if isinstance(data, dict) else None
     if not isinstance(named, str) or not named.endswith(".json") or not kept.is_file():
         return
-    if not Path(named).expanduser().is_file():
+    if not user_path(named, "data.tokenizer").is_file():
         data["tokenizer"] = str(kept.resolve())
 
 
@@ -183,8 +180,8 @@ def _value(key: Key | None, text: str) -> Any:
     if key is not None and "array" in key.types and not text.lstrip().startswith("["):
         return [item.strip() for item in text.split(",") if item.strip()]
     try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        parsed = parse_toml(f"value = {text}")
+    except ValueError:
         return text
     return parsed["value"] if len(parsed) == 1 else text
 
@@ -201,6 +198,10 @@ def _tidy(node: dict[str, Any], prefix: str, where: Where) -> None:
             _tidy(value, f"{prefix}{name}.", where)
         elif _is_none(value) and may_be_none:
             node[name] = None
+        elif isinstance(value, int) and not -(2**63) < value < 2**63:
+            raise UserError(
+                f"{where(prefix + name)}: {show(value)} is not valid: it should be at most 2^63 - 1"
+            )
         elif key is not None and not _fits(key, value):
             wanted = " or ".join(part.strip() for part in key.text.split("|"))
             wanted = re.sub(r"^(?=integer)", "an ", re.sub(r"^(?=number|list|table)", "a ", wanted))

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from meshwright.spec.base import FrozenModel
+from meshwright.spec.base import MAX_HEADS, MAX_WIDTH, FrozenModel
 
 
 class MoeSpec(FrozenModel):
@@ -17,10 +17,12 @@ class MoeSpec(FrozenModel):
     of a group's two best scores, and by the score plus a bias where there is one.
     """
 
-    experts: int = Field(ge=1, description="routed experts of a layer")
+    experts: int = Field(ge=1, le=MAX_HEADS, description="routed experts of a layer")
     top_k: int = Field(ge=1, description="experts that a token takes")
-    ffn: int = Field(ge=1, description="channels of one routed expert")
-    shared_ffn: int = Field(0, ge=0, description="channels of the shared experts together, which all take")
+    ffn: int = Field(ge=1, le=MAX_WIDTH, description="channels of one routed expert")
+    shared_ffn: int = Field(
+        0, ge=0, le=MAX_WIDTH, description="channels of the shared experts together, which all take"
+    )
     router: Literal["softmax", "sigmoid"] = Field("softmax", description="how logits become scores")
     renormalise: bool = Field(True, description="divide the scores of a token's experts by their sum")
     scale: float = Field(1.0, gt=0, description="factor on the weights of the routed experts")
@@ -59,7 +61,9 @@ class MlaSpec(FrozenModel):
     by all heads.
     """
 
-    kv_rank: int = Field(ge=1, description="channels of the latent of keys and values")
-    q_rank: int | None = Field(None, ge=1, description="channels of the latent of queries; none: no latent")
+    kv_rank: int = Field(ge=1, le=MAX_WIDTH, description="channels of the latent of keys and values")
+    q_rank: int | None = Field(
+        None, ge=1, le=MAX_WIDTH, description="channels of the latent of queries; none: no latent"
+    )
     rope_dim: int = Field(ge=2, description="channels of a head that carry the position")
     v_dim: int = Field(ge=1, description="channels of a head's values")

@@ -31,6 +31,7 @@ _WORDS = {
     "a valid number": "a number",
     "greater than or equal to": "at least",
     "greater than": "above",
+    "less than or equal to": "at most",
 }
 
 T = TypeVar("T")
@@ -108,7 +109,10 @@ def sentence(error: ValidationError, kind: Any) -> str:
 
 def show(value: Any) -> str:
     """A value as a sentence quotes it, at most 60 characters of JSON; numbers as Python writes them."""
-    text = str(value) if isinstance(value, float) else json.dumps(value, default=str)
+    try:
+        text = str(value) if isinstance(value, float) else json.dumps(value, default=str)
+    except ValueError:  # Python's limit on the digits of a number
+        return "a value with a number of too many digits"
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -8,9 +8,11 @@ from math import gcd
 from typing import Any
 
 from meshwright.spec.arithmetic import check_at_most, check_divides, divisors, nearest
+from meshwright.spec.base import MAX_RANKS
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import SPLIT, TWO_STAGES, virtual_problem
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.records import show
 from meshwright.spec.sections import Sections
 from meshwright.spec.stages import even
 
@@ -164,7 +166,7 @@ def stages_hold_every_layer(spec: Sections) -> None:
         return
     instead = f"try {','.join(map(str, even(layers, count)))}" if layout.pp > 1 else "give layout.pp"
     raise UserError(
-        f"layout.stages: {list(cut)} is {sum(cut)} blocks in {len(cut)} stages, but {made} take "
+        f"layout.stages: {show(list(cut))} is {sum(cut)} blocks in {len(cut)} stages, but {made} take "
         f"model.layers = {layers} blocks in {count} stages; {instead}, or 'even'"
     )
 
@@ -303,7 +305,15 @@ def compiled_backwards_are_whole(spec: Sections) -> None:
         )
 
 
+def world_has_an_end(spec: Sections) -> None:
+    """No machine has more than `MAX_RANKS` ranks, and some rules list their divisors."""
+    ranks = spec.layout.world_size
+    if ranks > MAX_RANKS:
+        raise UserError(f"layout: {spec.layout.describe()} is {ranks} ranks; give at most {MAX_RANKS}")
+
+
 RULES: tuple[Callable[[Sections], None], ...] = (
+    world_has_an_end,
     heads_share_keys,
     rope_turns_pairs,
     yarn_has_wavelengths,

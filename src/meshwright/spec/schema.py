@@ -138,8 +138,13 @@ def _describe(leaf: Node) -> str:
 
 
 def _bounds(leaf: Node) -> str:
-    bounds = [f" {sign} {leaf[name]}" for name, sign in _BOUNDS.items() if name in leaf]
-    return ",".join(bounds).replace(str(2**63), "2^63")
+    return ",".join(f" {sign} {_bound(leaf[name])}" for name, sign in _BOUNDS.items() if name in leaf)
+
+
+def _bound(number: float) -> str:
+    """Return a bound as people read it: large powers of two as such."""
+    power = int(number).bit_length() - 1
+    return f"2^{power}" if power >= 16 and number == 2**power else str(number)
 
 
 def schema() -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from meshwright.spec.base import FrozenModel
+from meshwright.spec.base import MAX_BATCH, MAX_LENGTH, FrozenModel
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
@@ -31,7 +31,7 @@ class DataSpec(FrozenModel):
         "bpe", description="'bpe' (trained to the model's vocabulary), 'bpe:N', 'byte', or a tokenizer.json"
     )
     text_key: str = Field("text", description="the key of the text in JSONL and parquet rows")
-    seq_len: int = Field(512, ge=1, description="tokens in one sample")
+    seq_len: int = Field(512, ge=1, le=MAX_LENGTH, description="tokens in one sample")
     pack: bool = Field(True, description="join documents to fill samples; false gives each its own, padded")
     document_mask: bool = Field(True, description="no attention across documents, positions restart")
     val_fraction: float = Field(0.02, ge=0, lt=1, description="share of documents held out for validation")
@@ -48,7 +48,9 @@ class TrainSpec(FrozenModel):
     )
     tokens: PositiveInt | None = Field(None, description="tokens in all, instead of steps")
     stop_at: PositiveInt | None = Field(None, description="stop after this step; the schedule is unchanged")
-    batch_tokens: PositiveInt = Field(8192, description="tokens of one optimiser step over all ranks")
+    batch_tokens: PositiveInt = Field(
+        8192, le=MAX_BATCH, description="tokens of one optimiser step over all ranks"
+    )
     seed: int = Field(0, ge=0, lt=2**63)
     lr: PositiveFloat = 3e-4
     schedule: Literal["cosine", "wsd", "constant"] = Field(

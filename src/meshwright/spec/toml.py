@@ -9,6 +9,7 @@ from typing import Any
 from meshwright.spec.run import RunSpec
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
+_CONTROL = re.compile("[\x7f-\x9f]")  # a terminal obeys those above DEL, too
 
 
 def to_toml(spec: RunSpec) -> str:
@@ -39,5 +40,5 @@ def _value(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_value, value))}]"
     if isinstance(value, str):  # TOML's basic strings are JSON's, but for DEL, which TOML wants escaped
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False))
     return json.dumps(value)

@@ -220,6 +220,7 @@ class TrainingRun:
         return True
 
     def _check_same_run(self, kept: Row) -> None:
+        state.check_fields(kept, self.store.directory)
         where = f"the checkpoint of step {kept['step']} in {self.store.directory}"
         state.check_same_run(self.spec, kept, self.corpus.digest, where)
 
@@ -342,16 +343,20 @@ class TrainingRun:
             self.samples.digest()
 
         def kept() -> Row:
-            row = state.metadata(self.trainer, self.done, self.loss, self.samples.chain, self.corpus.digest)
+            row = self._metadata(self.samples.chain)
             return row | {"samples_steps": self.samples.steps, "matmul_flops_per_second": self.peak_flops}
 
         self.snapshots.save(self.done, state.tensors(self.trainer), kept)
         self._tell_warnings()
 
+    def _metadata(self, samples: str) -> Row:
+        tokenizer = self.corpus.tokenizer.content_sha256 if self.corpus.has_text else None
+        return state.metadata(self.trainer, self.done, self.loss, samples, self.corpus.digest, tokenizer)
+
     def _save(self, asynchronous: bool) -> None:
         self.heartbeat.phase("save", self.done)
         samples = self.samples.digest()
-        kept = state.metadata(self.trainer, self.done, self.loss, samples, self.corpus.digest)
+        kept = self._metadata(samples)
         self.saves.save(self.done, state.tensors(self.trainer), kept, asynchronous)
         self._tell_saved()
 

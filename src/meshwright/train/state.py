@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
+from pydantic import Field, Strict
+from typing_extensions import TypedDict
+
+from meshwright.checkpoint.errors import BadCheckpointError
 from meshwright.parallel.flat_param import Stored
 from meshwright.parallel.precision import LossScale
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.differences import as_in_file, differences
+from meshwright.spec.records import Number, Positive, read
 from meshwright.train.step import Trainer
 
 FREE = {
@@ -32,8 +38,53 @@ def tensors(trainer: Trainer) -> dict[str, Stored]:
     return found
 
 
-def metadata(trainer: Trainer, step: int, loss: float, samples: str, data_digest: str) -> dict[str, Any]:
-    """The rest of the state, as JSON; `loss` is the last step's."""
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
+
+
+class _Parts(TypedDict):
+    """Tables of a spec that another run is told by."""
+
+    model: dict[str, Any]
+    train: dict[str, Any]
+    precision: dict[str, Any]
+
+
+class _Scale(TypedDict):
+    """State of a `LossScale`."""
+
+    value: Positive
+    good_steps: Count
+
+
+class _State(TypedDict):
+    """Fields of `metadata` that a resume reads; there may be more."""
+
+    step: Count
+    loss: Number | None
+    spec: _Parts
+    samples_sha256: Annotated[str, Strict()]
+    data_digest: Annotated[str, Strict()] | None
+    updates: Count
+    loss_scale: _Scale
+
+
+def check_fields(state: dict[str, Any], where: Path) -> None:
+    """Raise BadCheckpointError unless the state of a checkpoint in the folder `where` has its fields.
+
+    A hash says that a state is as it was written, not who wrote it.
+    """
+    try:
+        read(_State, state)
+    except UserError as error:
+        raise BadCheckpointError(
+            f"the state of a checkpoint in {where} cannot be trusted: {error}"
+        ) from error
+
+
+def metadata(
+    trainer: Trainer, step: int, loss: float, samples: str, data_digest: str, tokenizer: str | None
+) -> dict[str, Any]:
+    """The rest of the state, as JSON; `loss` is the last step's, `tokenizer` the SHA-256 of the run's."""
     return {
         "step": step,
         "loss": loss if math.isfinite(loss) else None,
@@ -41,13 +92,17 @@ def metadata(trainer: Trainer, step: int, loss: float, samples: str, data_digest
         "layout": trainer.spec.layout.describe(),
         "samples_sha256": samples,
         "data_digest": data_digest,
+        "tokenizer_sha256": tokenizer,
         "updates": trainer.optimiser.updates,
         "loss_scale": trainer.loss_scale.state(),
     }
 
 
-def imported_state(spec: RunSpec) -> dict[str, Any]:
-    """The state of weights that no run of ours has trained yet: step 0, any data, any optimiser."""
+def imported_state(spec: RunSpec, tokenizer: str | None) -> dict[str, Any]:
+    """The state of weights that no run of ours has trained yet: step 0, any data, any optimiser.
+
+    `tokenizer` is the SHA-256 of the one that came with them.
+    """
     return {
         "step": 0,
         "loss": None,
@@ -55,6 +110,7 @@ def imported_state(spec: RunSpec) -> dict[str, Any]:
         "layout": "imported",
         "samples_sha256": "",
         "data_digest": None,
+        "tokenizer_sha256": tokenizer,
         "updates": 0,
         "loss_scale": LossScale(spec.precision).state(),
     }

@@ -14,6 +14,7 @@ from meshwright.planner import OBJECTIVES
 from meshwright.planner.cost.software import stack_named
 from meshwright.planner.search.problem import SearchProblem, node_size
 from meshwright.spec import RunSpec, UserError
+from meshwright.spec.base import MAX_BATCH
 from meshwright.spec.errors import did_you_mean
 from meshwright.spec.load import fixed_layout, from_tree, read_tree
 from meshwright.spec.presets import PRESETS
@@ -93,7 +94,7 @@ class PlanRequest:
         tree.pop("layout", None)
         train = tree.get("train", {})
         others = [(key, text) for key, text in self.overrides if not key.startswith("layout.")]
-        first = from_tree({**tree, "train": {**train, "batch_tokens": 1 << 62}}, others, source)
+        first = from_tree({**tree, "train": {**train, "batch_tokens": MAX_BATCH}}, others, source)
         seq_len = self.seq_len
         if seq_len is None:
             given = "seq_len" in tree.get("data", {}) or "data.seq_len" in dict(others)
