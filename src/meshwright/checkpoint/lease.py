@@ -93,7 +93,7 @@ class Lease:
         self.predecessor: Holder | None = None
         """The holder that this one replaced since its heartbeat stood still."""
         self.lost = False
-        """True once the heartbeat has found the lease with another run."""
+        """True where the heartbeat found the lease with another run: `check` says with which."""
         self._disk = disk or Disk()
         self._path = self.directory / "lease.json"
         self._token = secrets.token_hex(8)
@@ -253,10 +253,9 @@ class Lease:
         while not self._stop.wait(self.stale_s / BEATS):
             try:
                 now = self._read()
-                if now is None or now.token != self._token:
-                    self.lost = True  # the next `check` says to whom
-                    return
-                os.utime(self._path)
+                self.lost = now is None or now.token != self._token
+                if not self.lost:
+                    os.utime(self._path)
             except (OSError, CheckpointError):
                 continue  # a beat may be missed: the file system's failure shows in the save itself
 

@@ -121,7 +121,7 @@ class Saves:
         if self._spec.recovery.on_save_error == "stop":
             raise error
         if self._failed > MOST_FAILED:
-            raise SaveError(f"{error}; so did the attempts before it") from error
+            raise SaveError(f"{error}; attempts before it failed, too") from error
         self.observers.on_event("save_failed", {"step": step, "message": str(error)})
         if self._control.rank == 0:
             warnings.warn(f"{error}; the run goes on and tries again at its next save", stacklevel=2)
