@@ -39,9 +39,9 @@ from meshwright.spec.records import Integer, Record, read
 STALE_S = 60.0
 """Seconds after which a heartbeat that stands still is of a holder that is gone or stopped."""
 BEATS = 6
-"""Heartbeats within that time."""
+"""Heartbeats within the stale time of a lease."""
 PATIENCE = 2
-"""Stale times for which an automatic restart waits for a holder that lives on another host."""
+"""Multiple of the stale time for which an automatic restart waits for a live holder on another host."""
 LOCK_WAIT_S = 10.0  # the lock is held for milliseconds: longer means that its owner was stopped inside
 _NO_FLOCK = {errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL}
 

@@ -283,8 +283,10 @@ class TrainingRun:
     def _save(self, asynchronous: bool) -> None:
         samples = self.samples.digest()
         kept = state.metadata(self.trainer, self.done, self.loss, samples, self.corpus.digest)
-        self.saves.save(self.done, state.tensors(self.trainer), kept, asynchronous)
-        self._tell_saved()
+        try:
+            self.saves.save(self.done, state.tensors(self.trainer), kept, asynchronous)
+        finally:
+            self._tell_saved()
 
     def _save_last(self) -> None:
         """See that the last step done is on disk."""
