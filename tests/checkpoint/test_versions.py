@@ -51,7 +51,7 @@ def test_checkpoints_of_earlier_programs_load(tmp_path: Path, version: int) -> N
     assert store.load(None, target) == STATE
     assert same(target, example())
     assert store.warnings == [] and not verify_checkpoint(directory).problems
-    store.save(20, target, STATE)  # a run goes on from it
+    store.save(20, target, {**STATE, "step": 20})  # a run goes on from it
     store.close()
     assert [(row.step, row.problem) for row in list_checkpoints(directory)] == [(10, None), (20, None)]
 

@@ -50,6 +50,10 @@ def run_on(mesh: Mesh, spec: RunSpec, out: Path, fails: dict[int, int]) -> tuple
             end: Any = TrainingRun(spec, mesh, out, Observers([notes])).execute(None)["parameters_sha256"]
         except UserError as error:
             end = isinstance(error, StorageError), error.code, str(error)
+    warned = [
+        kind for kind, fields in notes.events if "tries again at its next save" in fields.get("message", "")
+    ]
+    assert warned == ["warning"] * sum(kind == "save_failed" for kind, _ in notes.events)
     told = [(kind, fields["step"]) for kind, fields in notes.events if kind in ("checkpoint", "save_failed")]
     return end, told
 

@@ -68,7 +68,11 @@ def reading(path: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except OSError as error:
-        kind = BadCheckpointError if error.errno in DAMAGE else UnreadableError
-        raise kind(f"{path} cannot be read: {error.strerror or error}") from error
+        reason = f"{path} cannot be read: {error.strerror or error}"
+        if error.errno in DAMAGE:
+            raise BadCheckpointError(reason) from error
+        raise UnreadableError(
+            f"{reason}; it may be good, so no older checkpoint is used: start again when the disk works"
+        ) from error
     except (UserError, ValueError, RecursionError) as error:
         raise BadCheckpointError(f"{path} cannot be trusted: {error}") from error

@@ -40,9 +40,9 @@ from meshwright.spec.records import Integer, Record, read
 STALE_S = 60.0
 """Seconds after which a heartbeat that stands still is of a holder that is gone or stopped."""
 BEATS = 6
-"""Heartbeats within that time."""
+"""Heartbeats within the stale time of a lease."""
 PATIENCE = 2
-"""Stale times for which an automatic restart waits for a holder that lives on another host."""
+"""Multiple of the stale time for which an automatic restart waits for a live holder on another host."""
 LOCK_WAIT_S = 10.0  # the lock is held for milliseconds: longer means that its owner was stopped inside
 _NO_FLOCK = {errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL}
 
@@ -94,7 +94,7 @@ class Lease:
         self.predecessor: Holder | None = None
         """The holder that this one replaced since its heartbeat stood still."""
         self.lost = False
-        """True once the heartbeat has found the lease with another run."""
+        """True where the heartbeat found the lease with another run: `check` says with which."""
         self._disk = disk or Disk()
         self._path = self.directory / "lease.json"
         self._token = secrets.token_hex(8)
@@ -254,10 +254,9 @@ class Lease:
         while not self._stop.wait(self.stale_s / BEATS):
             try:
                 now = self._read()
-                if now is None or now.token != self._token:
-                    self.lost = True  # the next `check` says to whom
-                    return
-                os.utime(self._path)
+                self.lost = now is None or now.token != self._token
+                if not self.lost:
+                    os.utime(self._path)
             except (OSError, CheckpointError):
                 continue  # a beat may be missed: the file system's failure shows in the save itself
 

@@ -71,7 +71,7 @@ def parse_manifest(path: Path, text: str) -> Manifest:
         )
     if (step := manifest.state.get("step", manifest.step)) != manifest.step:
         raise BadCheckpointError(
-            f"{path / MANIFEST} cannot be trusted: its state is of step {show(step)}, and not of {manifest.step}"
+            f"{path / MANIFEST} cannot be trusted: its state is of step {show(step)}, not {manifest.step}"
         )
     return manifest
 

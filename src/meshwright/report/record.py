@@ -16,12 +16,14 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright import __version__, atomic
-from meshwright.checkpoint import Lease
 from meshwright.spec import UserError
 from meshwright.spec.files import MAX_JSON, parse_json, read_text
+
+if TYPE_CHECKING:  # reading a record needs no torch
+    from meshwright.checkpoint import Lease
 
 RUN, METRICS, EVENTS, RESULT = "run.json", "metrics.jsonl", "events.jsonl", "result.json"
 

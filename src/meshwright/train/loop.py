@@ -356,9 +356,11 @@ class TrainingRun:
     def _save(self, asynchronous: bool) -> None:
         self.heartbeat.phase("save", self.done)
         samples = self.samples.digest()
-        kept = self._metadata(samples)
-        self.saves.save(self.done, state.tensors(self.trainer), kept, asynchronous)
-        self._tell_saved()
+        try:
+            tensors = state.tensors(self.trainer)
+            self.saves.save(self.done, tensors, self._metadata(samples), asynchronous)
+        finally:
+            self._tell_saved()
 
     def _save_last(self) -> None:
         """See that the last step done is on disk."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,7 +32,7 @@ class Saves:
         self.store, self.observers = store, observers
         self.saved: int | None = None
         """The step that was saved last, or is being saved."""
-        self._spec, self._control = spec, control
+        self._spec = spec
         self._last = 0
         """The step at which this start of the run began, or tried to save last."""
         self._writing: int | None = None
@@ -123,7 +122,6 @@ class Saves:
         if self._spec.recovery.on_save_error == "stop":
             raise error
         if self._failed > MOST_FAILED:
-            raise SaveError(f"{error}; so did the attempts before it") from error
-        self.observers.on_event("save_failed", {"step": step, "message": str(error)})
-        if self._control.rank == 0:
-            warnings.warn(f"{error}; the run goes on and tries again at its next save", stacklevel=2)
+            raise SaveError(f"{error}; attempts before it failed, too") from error
+        self.observers.on_event("save_failed", {"step": step, "in_a_row": self._failed})
+        self.store.warnings.append(f"{error}; the run tries again at its next save")
