@@ -39,6 +39,13 @@ class NumericalError(UserError):
     code = 78
 
 
+class CorruptionError(NumericalError):
+    """Ranks that must hold the same numbers do not: a fault of memory or arithmetic that raised no error.
+
+    What was saved before is good; to go on from there, preferably on other machines, mends it.
+    """
+
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask a run to save and end: Ctrl-C, a scheduler's, a lost terminal's, Slurm's `--signal`."""
 REQUEUE = 75

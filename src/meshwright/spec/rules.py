@@ -303,6 +303,15 @@ def compiled_backwards_are_whole(spec: Sections) -> None:
         )
 
 
+def rollbacks_have_checkpoints(spec: Sections) -> None:
+    """A run goes back from a loss spike to a checkpoint that it saved on its way."""
+    if spec.recovery.on_spike == "rollback" and not spec.checkpoint.every:
+        raise UserError(
+            "recovery.on_spike: 'rollback' needs checkpoints to go back to, and checkpoint.every is 0; try "
+            "checkpoint.every = 100"
+        )
+
+
 RULES: tuple[Callable[[Sections], None], ...] = (
     heads_share_keys,
     rope_turns_pairs,
@@ -325,6 +334,7 @@ RULES: tuple[Callable[[Sections], None], ...] = (
     compiled_backwards_are_whole,
     steps_are_within,
     one_corpus_or_a_mixture,
+    rollbacks_have_checkpoints,
 )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from meshwright.checkpoint.directory import published
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.corpus import Corpus, open_corpus, xz_bits_per_byte
 from meshwright.data.loader import Batch, Loader
@@ -29,6 +30,7 @@ from meshwright.spec.errors import REQUEUE, Stopped
 from meshwright.train import state
 from meshwright.train.callbacks import Observers
 from meshwright.train.digest import SampleRecord, parameters_sha256
+from meshwright.train.guard import Guard
 from meshwright.train.matmul_peak import matmul_flops_per_second
 from meshwright.train.signals import stop_signals
 from meshwright.train.step import Step, Trainer
@@ -64,7 +66,8 @@ class TrainingRun:
         self.done = 0
         self.saved: int | None = None
         self.writing: int | None = None
-        self.skipped = self.skipped_in_a_row = 0
+        self.skipped = 0
+        self.guard = Guard(self.trainer, self.loader, observers)
         self.speeds: deque[float] = deque(maxlen=20)
         self.loss = math.nan
         self.validation: Row = {}
@@ -156,6 +159,9 @@ class TrainingRun:
 
         kept = self.store.load(step, state.tensors(self.trainer), check)
         state.restore(self.trainer, kept)
+        self.guard.restore(
+            kept.get("guard"), f"the checkpoint of step {kept['step']} in {self.store.directory}"
+        )
         if step is not None and self.store.latest() != step:
             self.store.go_back(step)
         self.done = self.saved = int(kept["step"])
@@ -195,6 +201,11 @@ class TrainingRun:
         self._report(result, time.perf_counter() - begun)
         if following is not None:
             self.batch = following
+        spike = self.guard.spike(self.done, result)
+        if spike is not None:
+            self._roll_back(spike)
+            return result.stops > 0
+        self.guard.vote(self.done)
         if train.eval_every and self.done % train.eval_every == 0 and self.done < train.last_step:
             self._validate()
         every = self.spec.checkpoint.every
@@ -203,24 +214,25 @@ class TrainingRun:
         return result.stops > 0
 
     def _watch(self, result: Step) -> None:
-        """Count steps whose gradients were not finite, and stop after too many in a row."""
-        self.skipped_in_a_row = 0 if result.applied else self.skipped_in_a_row + 1
-        if result.applied:
-            return
-        self.skipped += 1
-        fields = {"step": self.done, "grad_norm": str(result.grad_norm), "in_a_row": self.skipped_in_a_row}
-        self.observers.on_event("skipped_step", fields)
-        most = self.spec.recovery.max_skipped
-        if self.skipped_in_a_row > most:
-            precision = self.spec.precision
-            scale = (
-                f"precision.loss_scale ({precision.loss_scale:g}) or " if precision.compute == "fp16" else ""
-            )
-            raise UserError(
-                f"the gradient was not finite in {self.skipped_in_a_row} steps in a row, up to step "
-                f"{self.done}, more than recovery.max_skipped = {most}; lower {scale}train.lr, or resume "
-                f"from an earlier checkpoint"
-            )
+        """Count skipped steps; after too many in a row save the state, which they left alone, and stop."""
+        self.skipped += not result.applied
+        error = self.guard.after(self.done, result, self.batch)
+        if error is not None:
+            self._save_last()
+            raise error
+
+    def _roll_back(self, first: int) -> None:
+        """Go on from the newest checkpoint before a loss spike that began with step `first`."""
+        spiked, before = self.done, self.guard.state()
+        self.store.wait()
+        self._tell_saved()
+        latest = self.store.latest() or 0  # later ones were abandoned
+        steps = self.control.on_first(lambda: list(published(self.store.directory)))
+        goal = self.guard.goal_of_rollback(first, spiked, [step for step in steps if step <= latest])
+        self._resume(str(goal))
+        self.guard.skip(goal, spiked, before)
+        self.batch = self.control.together(lambda: self.loader.step(self.done))
+        self.trainer.expect(self.batch)
 
     def _report(self, result: Step, seconds: float) -> None:
         tokens = self.spec.train.batch_tokens
@@ -265,8 +277,10 @@ class TrainingRun:
         self.observers.on_eval(self.validation)
 
     def _save(self, asynchronous: bool) -> None:
+        self.guard.before_save(self.done)
         samples = self.samples.digest()
         kept = state.metadata(self.trainer, self.done, self.loss, samples, self.corpus.digest)
+        kept["guard"] = self.guard.state()
         self.store.wait()
         self._tell_saved()
         self.store.save(self.done, state.tensors(self.trainer), kept, asynchronous)
