@@ -67,19 +67,15 @@ def faulty(
     mesh: Mesh, spec: RunSpec, out: Path, rank: int, fault: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], str]:
     """Events about skipped steps, and the error that the run ended with."""
-    notes = Notes()
-    run = TrainingRun(spec, mesh, out, Observers([notes]))
-    if mesh.rank == rank:
-        Fault(run, **fault)
-    error = ""
-    try:
-        if spec.train.compile:
-            with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
-                run.execute(None)
-        else:
+    notes, error = Notes(), ""
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        run = TrainingRun(spec, mesh, out, Observers([notes]))
+        if mesh.rank == rank:
+            Fault(run, **fault)
+        try:
             run.execute(None)
-    except NumericalError as raised:
-        error = str(raised)
+        except NumericalError as raised:
+            error = str(raised)
     return [fields for kind, fields in notes.events if kind == "skipped_step"], error
 
 

@@ -50,8 +50,8 @@ class Guard:
         scale = f"precision.loss_scale ({precision.loss_scale:g}) or " if precision.compute == "fp16" else ""
         return NumericalError(
             f"the gradient was not finite in {self._in_a_row} steps in a row, up to step {step}, more than "
-            f"recovery.max_skipped = {self.recovery.max_skipped}; the first that was not finite is {first}; "
-            f"the state before them is saved: lower {scale}train.lr, or resume from an earlier checkpoint"
+            f"recovery.max_skipped = {self.recovery.max_skipped}; not finite was first {first}; the state, "
+            f"which they left alone, is saved: lower {scale}train.lr, or resume from an earlier checkpoint"
         )
 
     # Loss spikes --------------------------------------------------------------------------------------
@@ -73,7 +73,8 @@ class Guard:
         words = f"a loss spike from step {first} to step {step}"
         if earlier is None:
             raise NumericalError(
-                f"{words}, and no checkpoint before it to go back to; set checkpoint.every to save in time"
+                f"{words}, and no checkpoint before it to go back to; set checkpoint.every to save in time, and "
+                f"checkpoint.keep to keep two or more"
             )
         advice = f"resume with --resume {earlier}, with a lower train.lr or another train.seed"
         if self.recovery.on_spike == "stop":
@@ -119,7 +120,7 @@ class Guard:
         self._observers.on_event("divergence", {**fields, "certain": found.certain})
         raise CorruptionError(
             f"after step {step} {found}: memory or arithmetic of a machine is at fault; this state is not "
-            f"saved, go on with --resume auto, without that machine if it comes again"
+            f"saved: go on from the last checkpoint with --resume auto, and without that machine if it recurs"
         )
 
     def _refuse_bad_state(self, when: str, remedy: str) -> None:
