@@ -4,8 +4,8 @@
 
 Each of two processes of one thread holds the preset whole, with its moments (dp = 2, ZeRO-0). "vote" compares
 the states of both, "finite" looks for a number that is not finite, "stage" copies the state to host memory,
-and "step" trains on `--tokens` tokens. They take turns. One JSON object, with the time of votes every 100 steps
-as a share of theirs, and that of vote and finite as a multiple of the copy's.
+and "step" trains on `--tokens` tokens. They take turns. One JSON object, with the time of votes every 100
+steps as a share of theirs, and that of vote and finite as a multiple of the copy's.
 """
 
 from __future__ import annotations

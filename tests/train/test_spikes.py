@@ -202,10 +202,10 @@ def test_a_second_spike_before_a_save_goes_back_to_the_same_step(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"recovery__on_spike": "stop"}, "recovery.on_spike is 'stop'; resume with --resume 15"),
+        ({"recovery__on_spike": "stop"}, "--resume 15 --recovery.on_spike rollback"),
         (
             {"recovery__max_rollbacks": 0},
-            "after 0 rollbacks (recovery.max_rollbacks); resume with --resume 15",
+            "after 0 rollbacks (recovery.max_rollbacks); train anew",
         ),
         ({"checkpoint__every": 20}, "no checkpoint before it to go back to; set checkpoint.every"),
     ],

@@ -51,7 +51,8 @@ class Guard:
         return NumericalError(
             f"the gradient was not finite in {self._in_a_row} steps in a row, up to step {step}, more than "
             f"recovery.max_skipped = {self.recovery.max_skipped}; not finite was first {first}; the state, "
-            f"which they left alone, is saved: lower {scale}train.lr, or resume from an earlier checkpoint"
+            f"which they left alone, is saved: resume from an earlier checkpoint, or train anew with a lower "
+            f"{scale}train.lr"
         )
 
     # Loss spikes --------------------------------------------------------------------------------------
@@ -67,21 +68,26 @@ class Guard:
         return first
 
     def goal_of_rollback(self, first: int, step: int, saved: list[int]) -> int:
-        """The newest of the `saved` steps before a spike from step `first` to `step`; raises if it may not be
-        used."""
+        """The newest of the `saved` steps before a spike from step `first` to `step`.
+
+        Raises `NumericalError` where there is none, and where the run stops at a spike.
+        """
         earlier = max((number for number in saved if number < first), default=None)
         words = f"a loss spike from step {first} to step {step}"
         if earlier is None:
             raise NumericalError(
-                f"{words}, and no checkpoint before it to go back to; set checkpoint.every to save in time, and "
-                f"checkpoint.keep to keep two or more"
+                f"{words}, and no checkpoint before it to go back to; set checkpoint.every to save in time, "
+                f"and checkpoint.keep to two or more"
             )
-        advice = f"resume with --resume {earlier}, with a lower train.lr or another train.seed"
         if self.recovery.on_spike == "stop":
-            raise NumericalError(f"{words}, and recovery.on_spike is 'stop'; {advice}")
+            raise NumericalError(
+                f"{words}, and recovery.on_spike is 'stop'; to leave its batches out, resume with --resume "
+                f"{earlier} --recovery.on_spike rollback"
+            )
         if self.rollbacks >= self.recovery.max_rollbacks:
             raise NumericalError(
-                f"{words}, after {self.rollbacks} rollbacks (recovery.max_rollbacks); {advice}"
+                f"{words}, after {self.rollbacks} rollbacks (recovery.max_rollbacks); train anew with a "
+                f"lower train.lr, or resume with --resume {earlier} and allow more"
             )
         return earlier
 
