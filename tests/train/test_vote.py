@@ -21,6 +21,7 @@ from meshwright.spec.errors import CorruptionError
 from meshwright.train.callbacks import Observers
 from meshwright.train.loop import TrainingRun
 from meshwright.train.nonfinite import bad_state, buffers, locate
+from meshwright.train.replay import replay, replicas
 from meshwright.train.step import Step, Trainer
 from meshwright.train.vote import Divergence, Vote, checksum
 from ranks import Ranks
@@ -149,7 +150,9 @@ def quiet(mesh: Mesh, spec: RunSpec) -> list[object]:
     for number, batch in enumerate(batches, start=1):
         scale = trainer.step(batch, number).loss_scale
     found: Divergence | None = Vote(trainer)()
-    return [found, bad_state(trainer), locate(trainer, batches[-1], scale)]
+    first = locate(trainer, batches[-1], scale)
+    axis = replicas(mesh)
+    return [found, bad_state(trainer), first, axis and replay(trainer, batches[-1], axis)]
 
 
 def good_runs() -> list[Any]:
@@ -186,4 +189,56 @@ def test_good_runs_raise_no_alarm(ranks: Ranks, base: dict[str, object], flags: 
     flags = {key: str(value).lower() if isinstance(value, bool) else value for key, value in flags.items()}
     spec = small.spec_of({"data.corpus": "synthetic", **base}, **flags)
     for found in ranks.run(spec.layout, quiet, spec, rules="nccl"):
-        assert found == [None, None, None]
+        assert found == [None] * 4
+
+
+def miscomputed(
+    mesh: Mesh, spec: RunSpec, out: Path, rank: int, module: str, steady: bool
+) -> tuple[str, list[dict[str, Any]]]:
+    """The error of a run in which a rank's product is off, and by another error each time unless `steady`.
+
+    The weight's bit that flips is not the cause: the arithmetic stays wrong after it.
+    """
+    notes = Notes()
+    run = TrainingRun(spec, mesh, out, Observers([notes]))
+    step, errors = run.trainer.step, iter(range(1, 10**6))
+
+    def off(_module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + 1e-3 * (1 if steady else next(errors))
+
+    def spoil(*arguments: Any) -> Step:
+        result = step(*arguments)
+        if run.done == 1 and mesh.rank == rank:
+            flip(run.trainer.states.units[1].stored, 0, 20)
+        return result
+
+    if mesh.rank == rank and module:
+        run.trainer.decoder.get_submodule(module).register_forward_hook(off)
+    run.trainer.step = spoil  # type: ignore[method-assign]
+    with pytest.raises(CorruptionError) as raised:
+        run.execute(None)
+    return str(raised.value), [fields for kind, fields in notes.events if kind == "divergence"]
+
+
+@pytest.mark.parametrize(
+    ("module", "steady", "layout", "told"),
+    [
+        ("blocks.1.mlp", False, {"dp": 2}, "rank 1 (%) computed the output of blocks.1.mlp in microbatch 0 "),
+        ("blocks.1.mlp", True, {"dp": 2}, "ranks 0 (%), 1 (%) computed the output of blocks.1.mlp in microb"),
+        ("", True, {"dp": 2}, "both compute the same from the same numbers"),
+        (
+            "blocks.0.attn", False, {"dp": 2, "replicate": 2, "zero": 3},
+            "rank 1 (%) computed the output of blocks.0.attn in microbatch 0 ",
+        ),
+        ("blocks.1.attn", False, {"dp": 2, "tp": 2}, "rank 1 (%) computed the output of blocks.1.attn in "),
+        ("blocks.0.mlp", False, {"dp": 2, "pp": 2}, "rank 1 (%) computed the output of blocks.0.mlp in "),
+    ],
+)  # fmt: skip
+def test_of_two_replicas_the_one_that_computes_wrongly_is_named(
+    ranks: Ranks, corpus: Path, tmp_path: Path, module: str, steady: bool, layout: dict[str, int], told: str
+) -> None:
+    flags = {f"layout__{key}": value for key, value in layout.items()}
+    spec = spec_of(corpus, **flags, train__steps=4, recovery__vote_every=2)
+    for error, (event,) in ranks.run(spec.layout, miscomputed, spec, tmp_path, 1, module, steady):
+        assert told.replace("%", event["hosts"][0]) in error
+        assert event["certain"] is False and f"({event['computation']})" in error

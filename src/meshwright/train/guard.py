@@ -12,6 +12,7 @@ from meshwright.parallel.collectives import sum_scalars
 from meshwright.spec.errors import CorruptionError, NumericalError
 from meshwright.train.callbacks import Observers
 from meshwright.train.nonfinite import bad_state, locate
+from meshwright.train.replay import replay, replicas
 from meshwright.train.spikes import SpikeDetector
 from meshwright.train.step import Step, Trainer
 from meshwright.train.vote import Vote
@@ -31,11 +32,13 @@ class Guard:
         self._spikes = SpikeDetector(self.recovery)
         self._vote = Vote(trainer)
         self._voted = -1
+        self._batch: Batch | None = None
 
     # Steps that are not finite ------------------------------------------------------------------------
 
     def after(self, step: int, result: Step, batch: Batch) -> NumericalError | None:
         """Take note of a step; if it is one skipped step too many in a row, the error to end the run with."""
+        self._batch = batch
         if result.applied:
             self._in_a_row = 0
             return None
@@ -123,10 +126,15 @@ class Guard:
         if found is None:
             return
         fields = {"step": step, "tensor": found.tensor, "ranks": found.ranks, "hosts": found.hosts}
+        axis, cause = replicas(self._trainer.mesh), ""
+        if not found.certain and axis is not None and self._batch is not None:
+            wrong = replay(self._trainer, self._batch, axis)
+            computed = str(wrong) if wrong else "both compute the same from the same numbers"
+            fields["computation"], cause = computed, f" ({computed})"
         self._observers.on_event("divergence", {**fields, "certain": found.certain})
         raise CorruptionError(
-            f"after step {step} {found}: memory or arithmetic of a machine is at fault; this state is not "
-            f"saved: go on from the last checkpoint with --resume auto, and without that machine if it recurs"
+            f"after step {step} {found}{cause}: memory or arithmetic of a machine is at fault; this state is "
+            f"not saved: go on from the last checkpoint with --resume auto, without that machine if it recurs"
         )
 
     def _refuse_bad_state(self, when: str, remedy: str) -> None:

@@ -10,23 +10,17 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.data.loader import Batch
 from meshwright.parallel.fsdp_unit import Unit
-from meshwright.parallel.pipeline_parallel import ActionHook
-from meshwright.schedule import Action, Kind
 from meshwright.train.step import Trainer
+from meshwright.train.trace import BACKWARD, FORWARD, Place, StepTracer
 
-Place = tuple[int, int, int, int]
-"""Phase, microbatch, layer in the order of the phase, check within them: sorts by when a step computes it."""
-_STATE, _FORWARD, _BACKWARD, _SUMS = range(4)
+_STATE, _SUMS = FORWARD - 1, BACKWARD + 1
 
 
 @dataclass(frozen=True)
@@ -95,45 +89,17 @@ def locate(trainer: Trainer, batch: Batch, loss_scale: float) -> Origin | None:
     return None if first is None else Origin(*first[1:])
 
 
-class _Search(ActionHook):
-    """Checks of a step's tensors while it is computed; `first` is the earliest failure of this rank."""
+class _Search(StepTracer):
+    """Checks of a step's tensors; `first` is the earliest failure of this rank."""
 
     def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
         self.first: tuple[Place, str] | None = None
-        self._trainer = trainer
-        self._action: Action | None = None
-        self._checks = 0
-        self._stack = ExitStack()
 
-    def __enter__(self) -> _Search:
-        pipeline, decoder = self._trainer.pipeline, self._trainer.decoder
-        watch, take = pipeline.watch, pipeline.take
-        names = {parameter: name for name, parameter in decoder.named_parameters()}
-
-        def taken(parameter: nn.Parameter, gradient: Tensor) -> None:
-            self._gradient(f"the gradient of {names[parameter]}", gradient)
-            take(parameter, gradient)
-
-        pipeline.watch, pipeline.take = self, taken
-        self._stack.callback(lambda: vars(pipeline).update(watch=watch, take=take))
-        for name, module in decoder.named_modules():
-            # What is inside a compiled block has no hooks.
-            inner = name not in ("embed", "head") and not name.removeprefix("blocks.").isdecimal()
-            if name not in ("", "blocks") and not (inner and self._trainer.spec.train.compile):
-                handle = module.register_forward_hook(partial(self._output, name))
-                self._stack.callback(handle.remove)
-        for parameter, name in names.items():
-            if parameter.device.type != "meta":
-                check = partial(self._gradient, f"the gradient of {name}")
-                self._stack.callback(parameter.register_hook(check).remove)
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._stack.close()
-
-    def before(self, action: Action) -> None:
-        """Note which microbatch the next checks are of."""
-        self._action = action
+    def seen(self, what: str, tensor: Tensor, place: Place) -> None:
+        """Check one tensor of the step."""
+        if not _finite(tensor):
+            self._note(place, what)
 
     def state(self) -> None:
         """Check what the rank stores."""
@@ -146,33 +112,8 @@ class _Search(ActionHook):
         for unit in self._trainer.states.units:
             for slot in unit.slots:
                 if not _finite(unit.gradient_of(slot)):
-                    layer = self._layer(slot.key)
+                    layer = self.layer(slot.key)
                     self._note((_SUMS, 0, -layer, 0), f"the sum over ranks of the gradient of {slot.key}")
-
-    def _output(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        action = self._action
-        if not isinstance(output, Tensor) or action is None or action.kind is not Kind.F:
-            return  # no tensor, or a forward that is recomputed in the backward
-        self._checks += 1
-        if not _finite(output):
-            self._note(
-                (_FORWARD, action.microbatch, self._layer(name), self._checks), f"the output of {name}"
-            )
-        if output.requires_grad:
-            output.register_hook(partial(self._gradient, f"the gradient at the output of {name}"))
-
-    def _gradient(self, what: str, gradient: Tensor | None) -> None:
-        assert self._action is not None
-        self._checks += 1
-        if gradient is not None and not _finite(gradient):  # none of a weight whose gradient is deferred
-            layer = self._layer(what.rpartition(" ")[2])
-            self._note((_BACKWARD, self._action.microbatch, -layer, self._checks), what)
-
-    def _layer(self, name: str) -> int:
-        """0 for the embedding, then the blocks from 1, then the head."""
-        if name.startswith("blocks."):
-            return int(name.split(".")[1]) + 1
-        return 0 if name.startswith("embed") else self._trainer.spec.model.layers + 1
 
     def _note(self, place: Place, what: str) -> None:
         if self.first is None or (place, what) < self.first:
