@@ -36,9 +36,8 @@ class Miscomputation:
 
     def __str__(self) -> str:
         named = ", ".join(f"{rank} ({host})" for rank, host in zip(self.ranks, self.hosts, strict=True))
-        if self.unsteady:
-            return f"rank {named} computed {self.what} in two ways from the same numbers"
-        return f"ranks {named} computed {self.what} in two ways from the same numbers"
+        how = "otherwise each time" if self.unsteady else "in different ways"
+        return f"rank{'s' * (len(self.ranks) > 1)} {named} computed {self.what} {how} from the same numbers"
 
 
 def replicas(mesh: Mesh) -> Axis | None:
