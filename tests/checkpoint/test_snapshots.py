@@ -38,8 +38,10 @@ def slots() -> Iterator[list[int]]:
         os.close(descriptor)
 
 
-def of_one_rank(slots: list[int], every: int | None = 1, free: int = PLENTY) -> Snapshots:
-    return Snapshots([slots], Control(), every, lambda: free)
+def of_one_rank(
+    slots: list[int], every: int | None = 1, free: int = PLENTY, warnings: list[str] | None = None
+) -> Snapshots:
+    return Snapshots([slots], Control(), every, lambda: free, [] if warnings is None else warnings)
 
 
 def tensors_of(step: int) -> dict[str, Tensor]:
@@ -112,12 +114,13 @@ def test_a_state_that_the_run_refuses_changes_nothing(slots: list[int]) -> None:
 
 
 def test_without_room_none_is_kept_and_it_is_said_once(slots: list[int]) -> None:
-    kept = of_one_rank(slots, free=1000)
+    warnings: list[str] = []
+    kept = of_one_rank(slots, free=1000, warnings=warnings)
     for step in (1, 2):
         if kept.due(step):
             kept.save(step, tensors_of(step), dict)
     assert kept.newest() is None
-    (warning,) = kept.warnings
+    (warning,) = warnings
     assert "no snapshots are kept in memory" in warning
 
 
@@ -150,21 +153,21 @@ def layouts_in_and_out(mesh: Mesh, directory: Path) -> None:
     mesh.control.barrier()
     slots = [[os.open(name, os.O_RDWR) for name in pair] for pair in names]
     for step, (shape, placements) in enumerate(LAYOUTS.values(), start=1):
-        kept = Snapshots(slots, mesh.control, 1, lambda: PLENTY)
+        kept = Snapshots(slots, mesh.control, 1, lambda: PLENTY, [])
         kept.save(step, placed(full, meshes[shape], placements), lambda step=step: {"step": step})
         mesh.control.barrier()
         for shape_after, placements_after in LAYOUTS.values():
             expected = placed(full, meshes[shape_after], placements_after)
             target = blank(expected)
-            again = Snapshots(slots, mesh.control, 1, lambda: PLENTY)
+            again = Snapshots(slots, mesh.control, 1, lambda: PLENTY, [])
             assert again.newest() == step
             assert again.load(step, target, accept) == {"step": step}
             check_equal(target, expected)
         mesh.control.barrier()
     if rank == RANKS - 1:  # a rank that is a step ahead of the others, or died in a copy
-        Snapshots(slots, mesh.control, 1, lambda: PLENTY).clear()
+        Snapshots(slots, mesh.control, 1, lambda: PLENTY, []).clear()
     mesh.control.barrier()
-    assert Snapshots(slots, mesh.control, 1, lambda: PLENTY).newest() is None
+    assert Snapshots(slots, mesh.control, 1, lambda: PLENTY, []).newest() is None
     for descriptor in (descriptor for pair in slots for descriptor in pair):
         os.close(descriptor)
 
@@ -182,12 +185,12 @@ def what_a_lost_host_leaves(mesh: Mesh, directory: Path) -> None:
     for step, (layout, survives) in enumerate({"hybrid": True, "rows": False}.items(), start=1):
         shape, placements = LAYOUTS[layout]
         opened = [os.open(name, os.O_RDWR) for name in own]
-        kept = Snapshots([opened[:2], opened[2:]], mesh.control, 1, lambda: PLENTY)
+        kept = Snapshots([opened[:2], opened[2:]], mesh.control, 1, lambda: PLENTY, [])
         tensors = placed(full, init_device_mesh("cpu", shape), placements)
         kept.save(step, tensors, lambda step=step: {"step": step})
         mesh.control.barrier()
         left = [os.open(name, os.O_RDWR) for name in first]
-        again = Snapshots([left[:2], left[2:]], mesh.control, 1, lambda: PLENTY)
+        again = Snapshots([left[:2], left[2:]], mesh.control, 1, lambda: PLENTY, [])
         expected = placed(full, target_mesh, (Shard(0),))
         target = blank(expected)
         if survives:

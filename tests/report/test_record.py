@@ -75,6 +75,19 @@ def test_numbers_that_are_not_finite_stay_json(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None, "list": [None, 1.0]}]
 
 
+def test_a_rollback_drops_the_steps_that_were_given_up(tmp_path: Path) -> None:
+    record = RunRecord(tmp_path)
+    record.on_start({"step": 0})
+    for step in (1, 2, 3):
+        record.on_step({"step": step})
+    record.on_event("rollback", {"step": 1, "from": 3})
+    assert steps_of(tmp_path) == [1]
+    record.on_step({"step": 2})
+    record.close()
+    assert steps_of(tmp_path) == [1, 2]
+    assert [(event["kind"], event["from"]) for event in read_run(tmp_path).events] == [("rollback", 3)]
+
+
 def test_a_resume_drops_the_steps_that_were_lost(tmp_path: Path) -> None:
     record_steps(tmp_path, 0, 9)
     kept = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:5]

@@ -112,6 +112,7 @@ RULES = [
         ["model.rope_theta: 1", "'yarn'", "more than 1"],
     ),
     ({"model": {"position": "learned", "max_seq_len": 64}}, ["data.seq_len", "512", "64"]),
+    ({"recovery": {"on_spike": "rollback"}}, ["recovery.on_spike: 'rollback'", "try checkpoint.every = 100"]),
     ({"layout": {"ep": 2}}, ["layout.ep: 2", "no experts", "set layout.ep = 1, or give model.moe"]),
     ({"layout": {"etp": 2}}, ["layout.etp: 2", "no experts"]),
     ({"layout": {"expert_parts": 2}}, ["layout.expert_parts: 2", "no effect"]),

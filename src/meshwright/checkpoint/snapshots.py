@@ -52,7 +52,7 @@ class Snapshots:
     """Snapshots of a run; `slots` has two descriptors for each rank of this host, equally many on all hosts.
 
     `every` is the interval in steps; None finds one that costs `SHARE` of the time. Where two snapshots would
-    take more than half of what `free_memory` returns (bytes), none is made, and `warnings` says so. `save`
+    take more than half of what `free_memory` returns (bytes), none is made, and `warnings` gets a sentence. `save`
     and `load` are collective over `control`, and called on all its ranks in the same order.
     """
 
@@ -62,8 +62,10 @@ class Snapshots:
         control: Control,
         every: int | None,
         free_memory: Callable[[], int],
+        warnings: list[str],
     ) -> None:
-        self._slots, self._ranks, self._every, self._free_memory = slots, control, every, free_memory
+        self._slots, self._ranks, self._every = slots, control, every
+        self._free_memory, self._warnings = free_memory, warnings
         self._local = control.rank % len(slots)
         self._plan = SavePlan(control, len(slots))
         self._description: dict[str, Any] | None = None
@@ -71,7 +73,6 @@ class Snapshots:
         self._costs: list[float] = []
         self._begun = 0.0
         self._turn = 0
-        self.warnings: list[str] = []
 
     # -- writing ---------------------------------------------------------------
 
@@ -103,7 +104,7 @@ class Snapshots:
         """Ask rank 0 whether the host's memory has room for two snapshots, and warn if not."""
         free, needed = self._ranks.on_first(self._free_memory), 2 * self._plan.bytes
         if 2 * needed > free:
-            self.warnings.append(
+            self._warnings.append(
                 f"no snapshots are kept in memory: they would take {gigabytes(needed)} of {gigabytes(free)} "
                 f"that are free, more than half; a run that fails goes on from its last checkpoint"
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 
@@ -45,8 +45,9 @@ class Batch:
 class Loader:
     """The batches of data rank `rank` of `ranks`.
 
-    Slot j of the global batch of step s holds global sample s * batch_sequences + j, whatever the number of
-    ranks; a rank reads its contiguous share of the slots.
+    Slot j of batch b holds global sample b * batch_sequences + j, whatever the number of ranks; a rank reads
+    its contiguous share of the slots. Step s takes batch s, or where batches were skipped the s-th that was
+    not.
     """
 
     def __init__(self, corpus: Corpus, spec: RunSpec, rank: int, ranks: int) -> None:
@@ -60,9 +61,30 @@ class Loader:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
         self._next: tuple[int, Future[Batch]] | None = None
         self._failure: Exception | None = None
+        self.skipped: list[tuple[int, int]] = []
+        """Batches that no step takes, as ranges [first, end) that are apart from each other, in order."""
+
+    def skip(self, first: int, end: int) -> None:
+        """Leave out the batches from `first` up to `end`, too; for steps that are asked for after this."""
+        apart = [pair for pair in self.skipped if pair[1] < first or end < pair[0]]
+        touched = [(first, end), *(pair for pair in self.skipped if pair not in apart)]
+        self.restore(sorted([*apart, (min(touched)[0], max(end for _, end in touched))]))
+
+    def restore(self, skipped: Iterable[Sequence[int]]) -> None:
+        """Set the skipped batches, as `skipped` lists them."""
+        self._next = None  # made of other batches
+        self.skipped = [(first, end) for first, end in skipped]
+
+    def batch_of(self, step: int) -> int:
+        """Return the number of the batch that a step takes."""
+        number = step
+        for first, end in self.skipped:
+            if number >= first:
+                number += end - first
+        return number
 
     def step(self, step: int) -> Batch:
-        """Return this rank's samples of optimiser step `step`, from 0: a function of (seed, step) alone.
+        """Return this rank's samples of optimiser step `step`, from 0: a function of (seed, step, skipped).
 
         Errors of the background thread are raised here.
         """
@@ -115,7 +137,8 @@ class Loader:
     def _make(self, step: int) -> Batch:
         share = self._sequences // self._ranks
         slot = self._rank * share + np.arange(share)
-        ids = self._corpus.train.ids(*self._order.at(step * self._sequences + slot))
+        sample = self.batch_of(step) * self._sequences + slot
+        ids = self._corpus.train.ids(*self._order.at(sample))
         return _batch(self._corpus.train.gather(ids), ids, slot)
 
 

@@ -45,13 +45,15 @@ class RanksFailed(Exception):  # noqa: N818 - it says what happened
 class Outcome:
     """How the ranks ended: code 0, or the exit code, sentence, and traceback or last lines of the cause.
 
-    `stopped` tells that a signal had asked for the end.
+    `stopped` tells that a signal had asked for the end, `restart` that a new start may mend what the sentence
+    says.
     """
 
     code: int = 0
     sentence: str = ""
     details: str = ""
     stopped: bool = False
+    restart: bool = False
 
     def raise_for_failure(self) -> None:
         """Raise what a single process would have: `UserError`, `Stopped`, or else `RanksFailed`."""
@@ -83,6 +85,7 @@ def record(error: BaseException) -> None:
         "timestamp": str(int(time.time())),
         "time": time.time(),
         "plain_code": exit_code(error) if plain else None,
+        "restart": isinstance(error, UserError) and error.restart,
         "py_callstack": sentence if plain else "".join(traceback.format_exception(error)),
     }
     atomic.write(Path(name), json.dumps({"message": {"message": sentence, "extraInfo": extra}}))
@@ -114,6 +117,7 @@ class _Failure:
     traceback: str = ""
     plain_code: int | None = None
     """The exit code where the sentence says it all: a user's mistake, or a signal."""
+    restart: bool = False
 
 
 def outcome(ends: Mapping[int, RankEnd], ranks: int) -> Outcome:
@@ -125,7 +129,8 @@ def outcome(ends: Mapping[int, RankEnd], ranks: int) -> Outcome:
     failures = [_read(rank, end) for rank, end in ends.items() if end.code != 0]
     cause = min(failures, key=lambda failure: (_order(failure), failure.seconds, failure.rank))
     if cause.plain_code is not None:
-        return Outcome(cause.plain_code, cause.sentence, stopped=cause.plain_code not in KINDS)
+        stopped = cause.plain_code not in KINDS
+        return Outcome(cause.plain_code, cause.sentence, stopped=stopped, restart=cause.restart)
     who, code = f"rank {cause.rank} of {ranks}", cause.end.code
     if cause.sentence:
         sentence = cause.sentence.splitlines()[0]
@@ -159,7 +164,8 @@ def _read(rank: int, end: RankEnd) -> _Failure:
     if message is None:
         return _Failure(rank, end, end.seconds)
     extra = message["extraInfo"]
-    return _Failure(rank, end, extra["time"], message["message"], extra["py_callstack"], extra["plain_code"])
+    words = message["message"], extra["py_callstack"], extra["plain_code"], extra["restart"]
+    return _Failure(rank, end, extra["time"], *words)
 
 
 def _order(failure: _Failure) -> int:

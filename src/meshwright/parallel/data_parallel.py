@@ -77,7 +77,7 @@ class DataParallel:
         observer: UnitObserver | None = None,
     ) -> None:
         self._observer = observer
-        self.mesh, self.formats, self._pieces, self._names, self._apart = mesh, formats, pieces, names, apart
+        self.mesh, self.formats, self._pieces, self._names, self.apart = mesh, formats, pieces, names, apart
         self.zero = mesh.layout.zero if max(mesh.shard.size, mesh.expert_data.size) > 1 else 0
         self.each_microbatch = mesh.pipeline.size == 1
         """True if the ZeRO stage decides what moves in each microbatch; False in a pipeline, where all moves
@@ -228,9 +228,9 @@ class DataParallel:
             self._square_finished()
         self._square_finished()
         self._sum_over_tensor()
-        if self._apart is not None and self.mesh.ends is not None:
+        if self.apart is not None and self.mesh.ends is not None:
             for unit, slot in self._places.values():
-                if slot.key == self._apart:
+                if slot.key == self.apart:
                     start_all_reduce(unit.gradient_of(slot), self.mesh.ends).wait()
         self._square_late()
 
@@ -318,7 +318,7 @@ class DataParallel:
     def _late(self, unit: Unit) -> set[str]:
         """Names of a unit's parameters whose gradients are summed again after the units' reductions."""
         summed = {slot.key for _, slot in unit.slots_summed()}
-        return summed | ({self._apart} if self._apart and self.mesh.ends is not None else set())
+        return summed | ({self.apart} if self.apart and self.mesh.ends is not None else set())
 
     def squares(self, exact: bool = False) -> Tensor:
         """This rank's share of the square of the gradient's norm, a scalar in float64 on the device.

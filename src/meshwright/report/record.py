@@ -171,7 +171,7 @@ def append_event(out: Path, kind: str, fields: dict[str, Any]) -> None:
 class RunRecord:
     """An observer that writes a run's record into the folder `out`, which it makes.
 
-    A start at step s removes metrics of later steps, which an earlier part of the run wrote and then lost.
+    A start at step s, or a rollback to it, removes metrics of later steps, which the run wrote and then lost.
     Events are a history and stay. An earlier `result.json` stays until the run takes another step. Raises
     `UserError` if the folder is not writable; lines written before stay intact.
 
@@ -225,6 +225,11 @@ class RunRecord:
             self._append(METRICS, row)
 
     def on_event(self, kind: str, fields: dict[str, Any]) -> None:
+        if kind == "rollback":  # the run takes the steps after this one again
+            self._lines[METRICS].file.close()
+            with self._fenced(self.out / METRICS):
+                _cut(self.out / METRICS, fields["step"])
+            self._lines[METRICS] = _Lines(self.out / METRICS)
         self._append(EVENTS, {**fields, "time": now(), "kind": kind})
 
     def on_end(self, result: dict[str, Any]) -> None:

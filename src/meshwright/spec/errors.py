@@ -17,6 +17,8 @@ class UserError(Exception):
 
     gravity = 1
     code = 2
+    restart = False
+    """True if a start of the ranks from what was saved may mend it."""
 
 
 class StorageError(UserError):
@@ -37,6 +39,15 @@ class NumericalError(UserError):
     """The numbers of a run went wrong: gradients that are not finite, a loss that does not come back."""
 
     code = 78
+
+
+class CorruptionError(NumericalError):
+    """Ranks that must hold the same numbers do not: a fault of memory or arithmetic that raised no error.
+
+    What was saved before is good; to go on from there, preferably on other machines, mends it.
+    """
+
+    restart = True
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

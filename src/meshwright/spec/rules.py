@@ -312,6 +312,15 @@ def world_has_an_end(spec: Sections) -> None:
         raise UserError(f"layout: {spec.layout.describe()} is {ranks} ranks; give at most {MAX_RANKS}")
 
 
+def rollbacks_have_checkpoints(spec: Sections) -> None:
+    """A run goes back from a loss spike to a checkpoint that it saved on its way."""
+    if spec.recovery.on_spike == "rollback" and not spec.checkpoint.every:
+        raise UserError(
+            "recovery.on_spike: 'rollback' needs checkpoints to go back to, and checkpoint.every is 0; try "
+            "checkpoint.every = 100"
+        )
+
+
 RULES: tuple[Callable[[Sections], None], ...] = (
     world_has_an_end,
     heads_share_keys,
@@ -335,6 +344,7 @@ RULES: tuple[Callable[[Sections], None], ...] = (
     compiled_backwards_are_whole,
     steps_are_within,
     one_corpus_or_a_mixture,
+    rollbacks_have_checkpoints,
 )
 
 

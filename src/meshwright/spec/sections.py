@@ -157,7 +157,7 @@ class CheckpointSpec(FrozenModel):
 
 
 class RecoverySpec(FrozenModel):
-    """Reaction of a run to a bad step, and to a save that fails."""
+    """Reaction of a run to bad steps and to failures, and its search for corrupted numbers."""
 
     max_skipped: int = Field(
         10, ge=0, description="steps in a row with a gradient that is not finite before the run stops"
@@ -178,6 +178,28 @@ class RecoverySpec(FrozenModel):
     on_save_error: Literal["continue", "stop"] = Field(
         "continue", description="a disk that fails a save: go on and try again at the next, or stop at once"
     )
+    vote_every: int = Field(
+        100,
+        ge=0,
+        description="steps between comparisons of what several ranks hold alike, made before each save too; "
+        "0 for none",
+    )
+    on_spike: Literal["ignore", "rollback", "stop"] = Field(
+        "ignore",
+        description="at a loss spike: nothing, go back to a checkpoint and leave out its batches, or stop",
+    )
+    spike_sigmas: PositiveFloat = Field(
+        6.0, description="standard deviations of the loss above its mean that make a spike"
+    )
+    spike_norms: PositiveFloat = Field(
+        10.0, description="gradient norm of a spike, as a multiple of the median"
+    )
+    spike_steps: PositiveInt = Field(3, description="steps in a row that make a spike")
+    spike_window: PositiveInt = Field(200, description="good steps that the mean and the median are over")
+    spike_skip: PositiveInt = Field(
+        200, description="batches that a rollback leaves out at most, up to the last of the spike"
+    )
+    max_rollbacks: int = Field(10, ge=0, description="rollbacks of a run, before it stops at a spike")
 
 
 class Sections(FrozenModel):

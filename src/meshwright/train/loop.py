@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from meshwright.checkpoint.directory import published
 from meshwright.checkpoint.errors import BadCheckpointError
 from meshwright.checkpoint.lease import Lease
 from meshwright.checkpoint.snapshots import Snapshots
@@ -29,10 +30,11 @@ from meshwright.parallel.precision import DTYPES
 from meshwright.parallel.router_balance import LayerBalance
 from meshwright.profile.machine import free_memory
 from meshwright.spec import MoeSpec, RunSpec, UserError
-from meshwright.spec.errors import REQUEUE, Stopped
+from meshwright.spec.errors import REQUEUE, CorruptionError, Stopped
 from meshwright.train import state
 from meshwright.train.callbacks import Observers
 from meshwright.train.digest import SampleRecord, parameters_sha256
+from meshwright.train.guard import Guard
 from meshwright.train.matmul_peak import matmul_flops_per_second
 from meshwright.train.saves import Saves
 from meshwright.train.signals import stop_signals
@@ -86,11 +88,16 @@ class TrainingRun:
         self.store.claim()
         every = spec.recovery.snapshot_every
         self.snapshots = (
-            Snapshots(slots, self.control, None if every == "auto" else every, free_memory) if slots else None
+            Snapshots(
+                slots, mesh.control, None if every == "auto" else every, free_memory, self.store.warnings
+            )
+            if slots
+            else None
         )
         self.done = 0
         self.from_memory = False
-        self.skipped = self.skipped_in_a_row = 0
+        self.skipped = 0
+        self.guard = Guard(self.trainer, self.loader, observers)
         self.speeds: deque[float] = deque(maxlen=20)
         self.loss = math.nan
         self.validation: Row = {}
@@ -120,6 +127,10 @@ class TrainingRun:
                 if self.control.any(bool(noted)):  # in the last save
                     self._stop(noted[0] if noted else signal.SIGTERM)
             return self._end(time.perf_counter() - started)
+        except CorruptionError:
+            if self.snapshots is not None:  # they may be of the corrupted state
+                self.snapshots.clear()
+            raise
         finally:
             self.loader.close()
             self.store.close()
@@ -163,12 +174,11 @@ class TrainingRun:
         self.peak_flops = max(self.peak_flops, measured)
 
     def _tell_warnings(self) -> None:
-        warnings_of_all = self.store.warnings + (self.snapshots.warnings if self.snapshots else [])
-        for warning in warnings_of_all[self.warned :]:
+        for warning in self.store.warnings[self.warned :]:
             self.observers.on_event("warning", {"message": warning})
             if self.mesh.rank == 0:
                 warnings.warn(warning, stacklevel=2)
-        self.warned = len(warnings_of_all)
+        self.warned = len(self.store.warnings)
 
     def _resume(self, resume: str) -> None:
         if resume != "auto" and not resume.isdecimal():
@@ -208,7 +218,7 @@ class TrainingRun:
         try:
             kept = self.snapshots.load(step, state.tensors(self.trainer), self._check_same_run)
         except BadCheckpointError as error:
-            self.snapshots.warnings.append(f"{error}; the last checkpoint is used instead")
+            self.store.warnings.append(f"{error}; the last checkpoint is used instead")
             self.snapshots.clear()
             return False
         self._restore(kept)
@@ -221,11 +231,14 @@ class TrainingRun:
 
     def _check_same_run(self, kept: Row) -> None:
         state.check_fields(kept, self.store.directory)
-        where = f"the checkpoint of step {kept['step']} in {self.store.directory}"
-        state.check_same_run(self.spec, kept, self.corpus.digest, where)
+        state.check_same_run(self.spec, kept, self.corpus.digest, self._name(kept))
+
+    def _name(self, kept: Row) -> str:
+        return f"the checkpoint of step {kept['step']} in {self.store.directory}"
 
     def _restore(self, kept: Row) -> None:
         state.restore(self.trainer, kept)
+        self.guard.restore(kept.get("guard"), self._name(kept))
         self.done = int(kept["step"])
         self.loss = kept["loss"] if kept["loss"] is not None else math.nan
 
@@ -260,6 +273,11 @@ class TrainingRun:
         self._report(result, seconds)
         if following is not None:
             self.batch = following
+        spike = self.guard.spike(self.done, result)
+        if spike is not None:
+            self._roll_back(spike)
+            return result.stops > 0
+        self.guard.vote(self.done)
         self._keep_snapshot()
         self._validate_and_save()
         return result.stops > 0
@@ -273,24 +291,25 @@ class TrainingRun:
             self._save(self.spec.checkpoint.asynchronous)
 
     def _watch(self, result: Step) -> None:
-        """Count steps whose gradients were not finite, and stop after too many in a row."""
-        self.skipped_in_a_row = 0 if result.applied else self.skipped_in_a_row + 1
-        if result.applied:
-            return
-        self.skipped += 1
-        fields = {"step": self.done, "grad_norm": str(result.grad_norm), "in_a_row": self.skipped_in_a_row}
-        self.observers.on_event("skipped_step", fields)
-        most = self.spec.recovery.max_skipped
-        if self.skipped_in_a_row > most:
-            precision = self.spec.precision
-            scale = (
-                f"precision.loss_scale ({precision.loss_scale:g}) or " if precision.compute == "fp16" else ""
-            )
-            raise UserError(
-                f"the gradient was not finite in {self.skipped_in_a_row} steps in a row, up to step "
-                f"{self.done}, more than recovery.max_skipped = {most}; lower {scale}train.lr, or resume "
-                f"from an earlier checkpoint"
-            )
+        """Count skipped steps; after too many in a row save the state, which they left alone, and stop."""
+        self.skipped += not result.applied
+        error = self.guard.after(self.done, result, self.batch)
+        if error is not None:
+            self._save_last()
+            raise error
+
+    def _roll_back(self, first: int) -> None:
+        """Go on from the newest checkpoint before a loss spike that began with step `first`."""
+        spiked, before = self.done, self.guard.state()
+        self.saves.settle()
+        self._tell_saved()
+        latest = self.store.latest() or 0  # later ones were abandoned
+        steps = self.control.on_first(lambda: list(published(self.store.directory)))
+        goal = self.guard.goal_of_rollback(first, spiked, [step for step in steps if step <= latest])
+        self._resume(str(goal))
+        self.guard.skip(goal, spiked, before)
+        self.batch = self.control.together(lambda: self.loader.step(self.done))
+        self.trainer.expect(self.batch)
 
     def _report(self, result: Step, seconds: float) -> None:
         tokens = self.spec.train.batch_tokens
@@ -351,10 +370,12 @@ class TrainingRun:
 
     def _metadata(self, samples: str) -> Row:
         tokenizer = self.corpus.tokenizer.content_sha256 if self.corpus.has_text else None
-        return state.metadata(self.trainer, self.done, self.loss, samples, self.corpus.digest, tokenizer)
+        kept = state.metadata(self.trainer, self.done, self.loss, samples, self.corpus.digest, tokenizer)
+        return kept | {"guard": self.guard.state()}
 
     def _save(self, asynchronous: bool) -> None:
         self.heartbeat.phase("save", self.done)
+        self.guard.before_save(self.done)
         samples = self.samples.digest()
         try:
             tensors = state.tensors(self.trainer)

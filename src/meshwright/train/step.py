@@ -42,6 +42,8 @@ class Step:
     """Number of ranks that reported a failure."""
     stops: int
     """Number of ranks that were asked to stop."""
+    loss_scale: float
+    """The loss scale that the step was computed with."""
 
 
 class Totals(NamedTuple):
@@ -173,9 +175,10 @@ class Trainer:
             self.states.scale_gradients(clip_factor * self.gradient_factor)
             self.optimiser.step(rate)
             self.balance.update()
+        scale = self.loss_scale.value
         self.loss_scale.update(finite)
         self.states.end_step()
-        return Step(totals.loss, norm, rate, finite, int(totals.failures), int(totals.stops))
+        return Step(totals.loss, norm, rate, finite, int(totals.failures), int(totals.stops), scale)
 
     def layers_balance(self) -> dict[int, LayerBalance]:
         """The balance of the last step in each layer with experts, of every stage, in order of layers."""

@@ -1,0 +1,166 @@
+"""The guard over a run's numbers, which the loop asks after each step: skips, spikes, corrupted states.
+
+All ranks decide alike: from numbers that were summed over all of them, or by a message.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshwright.data.loader import Batch, Loader
+from meshwright.parallel.collectives import sum_scalars
+from meshwright.spec.errors import CorruptionError, NumericalError
+from meshwright.train.callbacks import Observers
+from meshwright.train.nonfinite import bad_state, locate
+from meshwright.train.replay import replay, replicas
+from meshwright.train.spikes import SpikeDetector
+from meshwright.train.step import Step, Trainer
+from meshwright.train.vote import Vote
+
+
+class Guard:
+    """Checks of one rank on the numbers of a run; every method is called on all ranks together.
+
+    The skipped batches, the number of rollbacks and the statistics of the loss are a part of checkpoints.
+    """
+
+    def __init__(self, trainer: Trainer, loader: Loader, observers: Observers) -> None:
+        self.recovery = trainer.spec.recovery
+        self._trainer, self._loader, self._observers = trainer, loader, observers
+        self._in_a_row = 0
+        self.rollbacks = 0
+        self._spikes = SpikeDetector(self.recovery)
+        self._vote = Vote(trainer)
+        self._voted = -1
+        self._batch: Batch | None = None
+
+    # Steps that are not finite ------------------------------------------------------------------------
+
+    def after(self, step: int, result: Step, batch: Batch) -> NumericalError | None:
+        """Take note of a step; if it is one skipped step too many in a row, the error to end the run with."""
+        self._batch = batch
+        if result.applied:
+            self._in_a_row = 0
+            return None
+        self._in_a_row += 1
+        origin = locate(self._trainer, batch, result.loss_scale)
+        first = str(origin) if origin else "nothing when the step was computed again"
+        fields = {"step": step, "grad_norm": str(result.grad_norm), "in_a_row": self._in_a_row}
+        self._observers.on_event("skipped_step", {**fields, "first": first})
+        if self._in_a_row <= self.recovery.max_skipped:
+            return None
+        precision = self._trainer.spec.precision
+        scale = f"precision.loss_scale ({precision.loss_scale:g}) or " if precision.compute == "fp16" else ""
+        return NumericalError(
+            f"the gradient was not finite in {self._in_a_row} steps in a row, up to step {step}, more than "
+            f"recovery.max_skipped = {self.recovery.max_skipped}; not finite was first {first}; the state, "
+            f"which they left alone, is saved: resume from an earlier checkpoint, or train anew with a lower "
+            f"{scale}train.lr"
+        )
+
+    # Loss spikes --------------------------------------------------------------------------------------
+
+    def spike(self, step: int, result: Step) -> int | None:
+        """The first step of a loss spike that this one completes, else None."""
+        if self.recovery.on_spike == "ignore" or not result.applied:
+            return None
+        first = self._spikes.first_step(step, result.loss, result.grad_norm)
+        if first is not None:
+            fields = {"step": step, "first_step": first, "loss": result.loss, "grad_norm": result.grad_norm}
+            self._observers.on_event("spike", fields)
+        return first
+
+    def goal_of_rollback(self, first: int, step: int, saved: list[int]) -> int:
+        """The newest of the `saved` steps before a spike from step `first` to `step`.
+
+        Raises `NumericalError` where there is none, and where the run stops at a spike.
+        """
+        earlier = max((number for number in saved if number < first), default=None)
+        words = f"a loss spike from step {first} to step {step}"
+        if earlier is None:
+            raise NumericalError(
+                f"{words}, and no checkpoint before it to go back to; set checkpoint.every to save in time, "
+                f"and checkpoint.keep to two or more"
+            )
+        if self.recovery.on_spike == "stop":
+            raise NumericalError(
+                f"{words}, and recovery.on_spike is 'stop'; to leave its batches out, resume with --resume "
+                f"{earlier} --recovery.on_spike rollback"
+            )
+        if self.rollbacks >= self.recovery.max_rollbacks:
+            raise NumericalError(
+                f"{words}, after {self.rollbacks} rollbacks (recovery.max_rollbacks); train anew with a "
+                f"lower train.lr, or resume with --resume {earlier} and allow more"
+            )
+        return earlier
+
+    def skip(self, goal: int, step: int, before: dict[str, Any]) -> None:
+        """After a rollback to step `goal`, leave out the batches up to that of `step`, at most `spike_skip`.
+
+        `before` is `state()` before the rollback: what was skipped then stays so.
+        """
+        self._loader.restore(before["skipped_batches"])
+        end = self._loader.batch_of(step - 1) + 1
+        begin = max(self._loader.batch_of(goal), end - self.recovery.spike_skip)
+        self._loader.skip(begin, end)
+        self.rollbacks = before["rollbacks"] + 1
+        self._observers.on_event("rollback", {"step": goal, "from": step, "skipped_batches": [begin, end]})
+
+    # Corrupted states ---------------------------------------------------------------------------------
+
+    def vote(self, step: int) -> None:
+        """Compare copies if this step is one of `recovery.vote_every`; raises `CorruptionError`."""
+        every = self.recovery.vote_every
+        if every and step % every == 0:
+            self._compare(step)
+
+    def before_save(self, step: int) -> None:
+        """Raise `NumericalError` if the state of this step must not be saved."""
+        if self.recovery.vote_every and self._voted != step:
+            self._compare(step)
+        self._refuse_bad_state(f"after step {step}", "it is not saved; resume from the last checkpoint")
+
+    def _compare(self, step: int) -> None:
+        found = self._vote()
+        self._voted = step
+        if found is None:
+            return
+        fields = {"step": step, "tensor": found.tensor, "ranks": found.ranks, "hosts": found.hosts}
+        axis, cause = replicas(self._trainer.mesh), ""
+        if not found.certain and axis is not None and self._batch is not None:
+            wrong = replay(self._trainer, self._batch, axis)
+            computed = str(wrong) if wrong else "both compute the same from the same numbers"
+            fields["computation"], cause = computed, f" ({computed})"
+        self._observers.on_event("divergence", {**fields, "certain": found.certain})
+        raise CorruptionError(
+            f"after step {step} {found}{cause}: memory or arithmetic of a machine is at fault; this state is "
+            f"not saved: go on from the last checkpoint with --resume auto, without that machine if it recurs"
+        )
+
+    def _refuse_bad_state(self, when: str, remedy: str) -> None:
+        mesh, own = self._trainer.mesh, bad_state(self._trainer)
+        if not sum_scalars([own is not None], mesh.world)[0]:
+            return
+        named = mesh.control.gather(own and [mesh.rank, own])
+        rank, name = mesh.control.broadcast(next((pair for pair in named if pair), None))
+        raise NumericalError(f"{when} {name} is not finite on rank {rank}; {remedy}")
+
+    # Checkpoints --------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """State for a checkpoint, as JSON."""
+        return {
+            "skipped_batches": self._loader.skipped,
+            "rollbacks": self.rollbacks,
+            "spikes": self._spikes.state(),
+        }
+
+    def restore(self, kept: dict[str, Any] | None, where: str) -> None:
+        """Continue from `state()`, None of a checkpoint without one; refuse loaded tensors that are not
+        finite."""
+        self._refuse_bad_state(f"in {where}", "resume from an earlier one with --resume and its step")
+        kept = kept or {"skipped_batches": [], "rollbacks": 0, "spikes": SpikeDetector(self.recovery).state()}
+        self._loader.restore(kept["skipped_batches"])
+        self.rollbacks = kept["rollbacks"]
+        self._spikes.restore(kept["spikes"])
+        self._voted = -1

@@ -1,0 +1,200 @@
+"""Steps that are not finite: the first module is named, the good state is saved, and no NaN is published."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from test_run import EXPERTS, Notes, spec_of, start
+
+from meshwright.checkpoint.directory import latest_step
+from meshwright.data.loader import Batch
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec import RunSpec
+from meshwright.spec.errors import NumericalError
+from meshwright.train.callbacks import Observers
+from meshwright.train.guard import Guard
+from meshwright.train.loop import TrainingRun
+from meshwright.train.nonfinite import bad_state
+from meshwright.train.step import Step, Trainer
+from ranks import Ranks
+
+BAD_STEP = 2
+
+
+class Fault:
+    """Makes one element of a module's output, or of the gradient there, NaN: on one rank, from a step on.
+
+    Steps that are computed again have it, too, unless it is `passing`.
+    """
+
+    def __init__(
+        self, run: TrainingRun, module: str, backward: bool = False, steps: int = 1, passing: bool = False
+    ) -> None:
+        self.backward, self.passing, self.steps = backward, passing, steps
+        self.step, self.again = 0, False
+        self.batch: Batch | None = None
+        self.compute = run.trainer.gradients
+        run.trainer.gradients = self.gradients  # type: ignore[method-assign]
+        run.trainer.decoder.get_submodule(module).register_forward_hook(self.spoil)
+
+    def gradients(self, batch: Batch) -> torch.Tensor:
+        self.again, self.batch = batch is self.batch, batch
+        self.step += not self.again
+        return self.compute(batch)
+
+    @property
+    def now(self) -> bool:
+        return BAD_STEP <= self.step < BAD_STEP + self.steps and not (self.again and self.passing)
+
+    def spoil(self, _module: torch.nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        bad = torch.zeros_like(output)
+        bad.view(-1)[-1:] = math.nan
+        if not self.backward:
+            return output + bad if self.now else output
+        if output.requires_grad:
+            output = output.clone()
+            output.register_hook(lambda gradient: gradient + bad if self.now else gradient)
+        return output
+
+
+def faulty(
+    mesh: Mesh, spec: RunSpec, out: Path, rank: int, fault: dict[str, Any]
+) -> tuple[list[dict[str, Any]], str]:
+    """Events about skipped steps, and the error that the run ended with."""
+    notes, error = Notes(), ""
+    with patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        run = TrainingRun(spec, mesh, out, Observers([notes]))
+        if mesh.rank == rank:
+            Fault(run, **fault)
+        try:
+            run.execute(None)
+        except NumericalError as raised:
+            error = str(raised)
+    return [fields for kind, fields in notes.events if kind == "skipped_step"], error
+
+
+FORWARD, BACKWARD = "the output of ", "the gradient at the output of "
+NAMED: dict[str, tuple[int, str, bool, str, dict[str, object]]] = {
+    # rank, module, backward, what is named, flags
+    "zero3": (1, "blocks.1.mlp", False, FORWARD, {"layout__dp": 2, "layout__zero": 3}),
+    "zero2-fp16": (
+        0, "blocks.0.attn", True, BACKWARD,
+        {"layout__dp": 2, "layout__zero": 2, "precision__compute": "fp16", "precision__loss_scale": 64},
+    ),
+    "tp": (3, "blocks.0.attn", False, FORWARD, {"layout__tp": 2, "layout__dp": 2}),
+    "tp-plain": (1, "blocks.1.attn", True, BACKWARD, {"layout__tp": 2, "layout__sequence_parallel": "false"}),
+    "cp-full": (1, "blocks.1.attn", False, FORWARD, {"layout__cp": 2, "recompute__policy": "full"}),
+    "pp": (2, "blocks.1.mlp_norm", False, FORWARD, {"layout__pp": 2, "layout__dp": 2}),
+    "pp-zb": (
+        0, "blocks.0.mlp", True, BACKWARD, {"layout__pp": 2, "layout__schedule": "zb-h1"},
+    ),
+    "ends": (0, "embed", False, FORWARD, {"layout__pp": 2, "model__tied": "true"}),
+    "experts": (
+        1, "blocks.1.mlp", False, FORWARD,
+        EXPERTS | {"layout__dp": 2, "layout__ep": 2, "recompute__policy": "selective"},
+    ),
+    "compiled": (1, "blocks.1", False, FORWARD, {"layout__dp": 2, "train__compile": "true"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.full if case == "compiled" else ()) for case in NAMED]
+)
+def test_the_first_module_that_is_not_finite_is_named(
+    ranks: Ranks, corpus: Path, tmp_path: Path, case: str
+) -> None:
+    rank, module, backward, what, flags = NAMED[case]
+    spec = spec_of(corpus, train__steps=3, layout__micro_batch=2, **flags)
+    fault = {"module": module, "backward": backward}
+    for events, error in ranks.run(spec.layout, faulty, spec, tmp_path, rank, fault):
+        (event,) = events
+        assert event["step"] == BAD_STEP
+        assert event["first"].startswith(f"{what}{module} on rank {rank} (")
+        assert not error
+
+
+def test_a_fault_that_passed_is_told_from_one_that_stays(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
+    spec = spec_of(corpus, train__steps=3, layout__dp=2)
+    fault = {"module": "blocks.1.mlp", "passing": True}
+    for events, _ in ranks.run(spec.layout, faulty, spec, tmp_path, 1, fault):
+        assert [event["first"] for event in events] == ["nothing when the step was computed again"]
+
+
+def test_a_run_that_stops_for_skipped_steps_has_saved_its_state(
+    ranks: Ranks, corpus: Path, tmp_path: Path
+) -> None:
+    spec = spec_of(corpus, train__steps=9, layout__dp=2, layout__zero=3, recovery__max_skipped=2)
+    fault = {"module": "blocks.0.mlp", "steps": 9}
+    for events, error in ranks.run(spec.layout, faulty, spec, tmp_path, 1, fault):
+        assert len(events) == 3
+        assert "recovery.max_skipped = 2" in error and "the output of blocks.0.mlp on rank 1 (" in error
+    assert latest_step(tmp_path / "checkpoints") == BAD_STEP + 2
+    result, _ = start(ranks, spec, tmp_path, "auto")
+    assert result["steps"] == 9 and math.isfinite(result["final_loss"])
+
+
+def with_bad_state(mesh: Mesh, spec: RunSpec, out: Path, moment: bool, resume: str | None) -> str:
+    """The error of a run whose last rank has a NaN among its weights, or its moments, from step 3 on."""
+    run = TrainingRun(spec, mesh, out, Observers([]))
+    step = run.trainer.step
+
+    def spoil(*arguments: Any) -> Step:
+        result = step(*arguments)
+        if run.done + 1 == 3 and mesh.rank == mesh.world.size - 1:
+            flats = (
+                run.trainer.optimiser.moments["exp_avg_sq"]
+                if moment
+                else [run.trainer.states.units[1].stored]
+            )
+            flats[-1][0] = math.nan
+        return result
+
+    run.trainer.step = spoil  # type: ignore[method-assign]
+    try:
+        run.execute(resume)
+    except NumericalError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("moment", [False, True])
+def test_a_state_with_a_nan_is_not_published(
+    ranks: Ranks, corpus: Path, tmp_path: Path, moment: bool
+) -> None:
+    spec = spec_of(corpus, train__steps=3, layout__dp=2, layout__zero=3, checkpoint__every=2)
+    name = "exp_avg_sq of head." if moment else "blocks.0."
+    for error in ranks.run(spec.layout, with_bad_state, spec, tmp_path, moment, None):
+        assert (
+            error.startswith(f"after step 3 {name}") and "is not finite on rank 1; it is not saved" in error
+        )
+    assert latest_step(tmp_path / "checkpoints") == 2
+
+
+def saved_bad(mesh: Mesh, spec: RunSpec, out: Path) -> None:
+    """Save a state with a NaN, as an earlier version of the package could."""
+    with patch.object(Guard, "before_save", lambda _guard, _step: None):
+        with_bad_state(mesh, spec, out, False, None)
+
+
+def test_a_checkpoint_with_a_nan_is_refused(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
+    spec = spec_of(corpus, train__steps=3, layout__dp=2, layout__zero=1)
+    ranks.run(spec.layout, saved_bad, spec, tmp_path)
+    assert latest_step(tmp_path / "checkpoints") == 3
+    for error in ranks.run(spec.layout, with_bad_state, spec, tmp_path, False, "auto"):
+        assert error.startswith("in the checkpoint of step 3 in ") and "blocks.0." in error
+
+
+def huge(mesh: Mesh, spec: RunSpec) -> str | None:
+    trainer = Trainer(spec, mesh)
+    trainer.states.units[0].stored.fill_(3e38)
+    return bad_state(trainer)
+
+
+def test_a_huge_finite_weight_is_no_nan(ranks: Ranks, corpus: Path) -> None:
+    assert ranks.run(spec_of(corpus).layout, huge, spec_of(corpus)) == [None]
