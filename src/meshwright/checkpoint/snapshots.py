@@ -52,8 +52,8 @@ class Snapshots:
     """Snapshots of a run; `slots` has two descriptors for each rank of this host, equally many on all hosts.
 
     `every` is the interval in steps; None finds one that costs `SHARE` of the time. Where two snapshots would
-    take more than half of what `free_memory` returns (bytes), none is made, and `warnings` gets a sentence. `save`
-    and `load` are collective over `control`, and called on all its ranks in the same order.
+    take more than half of what `free_memory` returns (bytes), none is made, and `warnings` gets a sentence.
+    `save` and `load` are collective over `control`, and called on all its ranks in the same order.
     """
 
     def __init__(
