@@ -86,15 +86,30 @@ def test_a_stopped_rank_is_named_within_two_steps_and_a_second(host: Host, numbe
     assert f"rank {number} has been stopped for 2.0 s in phase forward, after 5 steps" in found.sentence
 
 
-@pytest.mark.parametrize("phase", ["start", "save", "evaluate", "end"])
-def test_a_rank_that_is_stopped_outside_of_steps_is_named(host: Host, phase: str) -> None:
+@pytest.mark.parametrize("phase", ["save", "evaluate", "end"])
+def test_a_rank_that_is_stopped_outside_of_steps_is_named_as_soon(host: Host, phase: str) -> None:
     host.train(5)
     for rank in host.ranks:
         rank.phase(phase)
     host.letters[0] = "T"
+    found = host.look_for(2 * STEP + 1 + 2 * TICK)
+    assert found is not None and found.ranks == (0,) and f"in phase {phase}" in found.sentence
+
+
+def test_before_a_step_time_is_known_a_stopped_rank_has_ten_seconds(host: Host) -> None:
+    host.letters[0] = "T"
     assert host.look_for(9.9) is None
     found = host.look_for(0.3)
-    assert found is not None and found.ranks == (0,) and f"in phase {phase}" in found.sentence
+    assert found is not None and found.ranks == (0,) and "in phase start" in found.sentence
+
+
+def test_the_step_time_of_an_earlier_start_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Host(monkeypatch, step_seconds=STEP)
+    host.letters[0] = "T"
+    assert host.look_for(2 * STEP + 1 + 2 * TICK) is not None
+    host = Host(monkeypatch, step_seconds=100.0)
+    host.train(5)
+    assert host.watch.step_seconds == pytest.approx(STEP, abs=TICK)
 
 
 def test_a_rank_that_is_stopped_for_a_moment_is_no_hang(host: Host) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +179,7 @@ def profile(*, nproc: int | None = None, seconds: float = 120.0, out: Path | Non
     `UserError`.
     """
     from meshwright.launch.env import count_devices
+    from meshwright.launch.scratch import scratch_folder
     from meshwright.recover.supervisor import run_ranks
 
     check_writable(out)
@@ -188,8 +188,8 @@ def profile(*, nproc: int | None = None, seconds: float = 120.0, out: Path | Non
         measured = profile_worker(seconds=seconds, out=out)
         assert measured is not None  # this process is the first rank
         return measured
-    with tempfile.TemporaryDirectory(prefix="meshwright-") as folder:
-        file = Path(folder) / "hardware.json"
+    with scratch_folder() as folder:
+        file = folder / "hardware.json"
         argv = ["profile", "--seconds", str(seconds), "--out", str(file)]
         run_ranks(argv, ranks).raise_for_failure()
         measured = hardware_of(str(file))

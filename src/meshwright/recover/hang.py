@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from meshwright.parallel.heartbeat import Beat
 from meshwright.recover.processes import ProcessState, process_state
 
-STEP_PHASES = frozenset({"data", "forward", "backward", "reduce", "optimiser"})
 LEARNT = 3
 """Steps after which their time counts as known."""
 MOST_TICK_S = 1.0
 """Longest time between two looks that counts: a supervisor that slept cannot say that ranks did not move."""
 UNLEARNT_STOPPED_S = 10.0
-"""Limit for a stopped process before a step time is known, or outside of steps."""
+"""Limit for a stopped process before a step time is known."""
 UNLEARNT_STUCK_S = 300.0
 """Limit for ranks that do not compute, before a step time is known: the first steps may compile."""
 IDLE_S, WAITING_S, COMPUTING_S = 10.0, 60.0, 300.0
@@ -77,7 +76,8 @@ class HangWatch:
     """Looks at the heartbeats of one host's ranks, of which `pids` has the processes by local rank.
 
     `first` is the global rank of the host's first; `stuck_seconds`, if not 0, replaces the limits that are
-    learnt for steps, except that for stopped processes.
+    learnt for steps, except that for stopped processes. `step_seconds` is the time of a step as long as
+    nothing newer is known.
     """
 
     def __init__(
@@ -87,17 +87,19 @@ class HangWatch:
         now: float,
         first: int = 0,
         stuck_seconds: float = 0.0,
+        step_seconds: float | None = None,
     ) -> None:
         self._heartbeats, self._last, self._clock, self._first = heartbeats, now, 0.0, first
-        self._stuck_seconds = stuck_seconds
+        self._stuck_seconds, self._known_seconds = stuck_seconds, step_seconds
         self._ranks = {number: _Rank(pid, Beat.of(heartbeats, number)) for number, pid in pids.items()}
         self._step, self._step_at = -1, 0.0
         self._step_seconds: deque[float] = deque(maxlen=50)
 
     @property
     def step_seconds(self) -> float | None:
-        """Median time of a step; None as long as fewer than `LEARNT` have been seen."""
-        return statistics.median(self._step_seconds) if len(self._step_seconds) >= LEARNT else None
+        """Median time of a step, once `LEARNT` have been seen."""
+        enough = len(self._step_seconds) >= LEARNT
+        return statistics.median(self._step_seconds) if enough else self._known_seconds
 
     def ended(self, number: int) -> None:
         """Leave out a rank that has ended."""
@@ -114,7 +116,9 @@ class HangWatch:
                 rank.beat, rank.cpu_seconds = beat, None
                 rank.moved_at = rank.busy_at = self._clock
         self._learn()
-        quiet = [number for number in self._ranks if self._quiet(number) > self._stopped_limit(number)]
+        seconds = self.step_seconds
+        limit = UNLEARNT_STOPPED_S if seconds is None else 2 * seconds + 1.0
+        quiet = [number for number in self._ranks if self._quiet(number) > limit]
         states = {number: process_state(self._ranks[number].pid) for number in quiet}
         letters = {number: state.letter for number, state in states.items() if state is not None}
         if "t" in letters.values():  # under a debugger: until it goes on, no time passes
@@ -141,12 +145,6 @@ class HangWatch:
         """Seconds for which a rank has not moved."""
         return self._clock - self._ranks[number].moved_at
 
-    def _stopped_limit(self, number: int) -> float:
-        seconds = self.step_seconds
-        if seconds is None or self._ranks[number].beat.phase not in STEP_PHASES:
-            return UNLEARNT_STOPPED_S
-        return 2 * seconds + 1.0
-
     def _stuck(self) -> bool:
         """True if ranks of which none moves, and none is stopped, count as hung."""
         at_work = [rank for rank in self._ranks.values() if not rank.waits]
@@ -167,7 +165,7 @@ class HangWatch:
         return idle >= max(IDLE_S, 5 * seconds) or quiet >= max(COMPUTING_S, 10 * seconds)
 
     def _least_far(self) -> Hang:
-        """Return the hang of the ranks that do not wait for others, or else have started fewest collectives."""
+        """Return the hang of the ranks that do not wait, or else have started the fewest collectives."""
 
         def place(number: int) -> tuple[bool, int]:
             return self._ranks[number].waits, self._ranks[number].beat.started

@@ -148,7 +148,7 @@ class CheckpointSpec(FrozenModel):
 
 
 class RecoverySpec(FrozenModel):
-    """Reaction of a run to a bad step."""
+    """Reaction of a run to bad steps, and to failures of its ranks."""
 
     max_skipped: int = Field(
         10, ge=0, description="steps in a row with a gradient that is not finite before the run stops"
@@ -157,6 +157,14 @@ class RecoverySpec(FrozenModel):
         3,
         ge=0,
         description="restarts of failed ranks in a row that get no further than the one before; 0 is none",
+    )
+    grace_seconds: PositiveFloat = Field(
+        30.0, description="time that ranks have to save and end after a signal; then they are killed"
+    )
+    hang_seconds: float = Field(
+        0.0,
+        ge=0,
+        description="time without progress in a step from which ranks count as hung; 0 learns it",
     )
 
 
