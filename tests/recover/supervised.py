@@ -53,13 +53,17 @@ def environment(**plan: Any) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Fault:
-    """A signal to a rank, so many seconds after it has got to a phase of a step."""
+    """A signal to a rank, so many seconds after it has got to a phase of a step.
+
+    With `zygote`, the process that it was forked from gets the signal in its place.
+    """
 
     rank: int
     phase: str = "forward"
     step: int = 0
     delay: float = 0.0
     number: int = signal.SIGKILL
+    zygote: bool = False
 
 
 class Faults(threading.Thread):
@@ -86,7 +90,7 @@ class Faults(threading.Thread):
             rank = self.generation._ranks[fault.rank]  # type: ignore[union-attr]
             if rank.end is None and rank.pid is not None:
                 self.sent.append(time.time())
-                os.kill(rank.pid, fault.number)
+                os.kill(parent(rank.pid) if fault.zygote else rank.pid, fault.number)
 
     def _there(self, number: int, fault: Fault) -> bool:
         made = self.generation
@@ -147,6 +151,11 @@ def check_as_if_unfaulted(out: Path, result: dict[str, Any], whole: dict[str, An
     rows = read_run(out).metrics
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, whole["steps"] + 1))
     assert [row["step"] for row in rows if "val_loss" in row] == [16, 32, 40]
+
+
+def parent(pid: int) -> int:
+    """Return the pid of a process's parent."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def alive(pid: int) -> bool:

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-from supervised import STEPS, Fault, alive, check_as_if_unfaulted, events, spec_of, train
+from supervised import (
+    STEPS,
+    Fault,
+    alive,
+    check_as_if_unfaulted,
+    environment,
+    events,
+    parent,
+    spec_of,
+    train,
+)
 
 from meshwright.launch.failure import RanksFailed
 from meshwright.parallel.heartbeat import PHASES
@@ -38,18 +54,17 @@ def test_ranks_that_are_killed_or_stopped_are_named_and_the_run_ends_as_if_nothi
     corpus: Path, whole: dict[str, Any], tmp_path: Path
 ) -> None:
     faults = [
-        Fault(1, "start"),
         Fault(0, "forward", 13, number=signal.SIGSTOP),
-        Fault(0, "save", 27),
+        Fault(1, "save", 27),
     ]
     result, thread = train(spec_of(corpus), tmp_path, faults)
     assert len(thread.sent) == len(faults)
     check_as_if_unfaulted(tmp_path, result, whole)
     assert not any(map(alive, thread.pids))
-    stopped, killed = events(tmp_path)  # before the first step there is no record to write to
-    check_stopped(stopped, faults[1], tmp_path, thread.sent[1])
-    assert killed["kind"] == "failure" and killed["generation"] == 2
-    assert "rank 0 of 2 was ended by SIGKILL" in killed["message"]
+    stopped, killed = events(tmp_path)
+    check_stopped(stopped, faults[0], tmp_path, thread.sent[0])
+    assert killed["kind"] == "failure" and killed["generation"] == 1
+    assert "rank 1 of 2 was ended by SIGKILL" in killed["message"]
 
 
 @pytest.mark.full
@@ -83,17 +98,65 @@ def test_a_rank_that_is_stuck_is_named_with_its_stack(
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(10))
 def test_kills_at_any_moment(corpus: Path, whole: dict[str, Any], tmp_path: Path, seed: int) -> None:
-    """Five in each run, of any rank, from the start to the end."""
+    """Five in each run, of any rank or the zygote, from the start to the end."""
     draw = random.Random(seed)
     places = sorted((draw.randrange(STEPS + 1), draw.choice(PHASES)) for _ in range(5))
     places[0] = (0, draw.choice(["start", "data"]))
     if seed % 2:
         places[-1] = (STEPS, draw.choice(["save", "evaluate", "end"]))
-    faults = [Fault(draw.randrange(2), phase, step, draw.random() / 20) for step, phase in places]
+    faults = [
+        Fault(draw.randrange(2), phase, step, draw.random() / 20, zygote=draw.random() < 0.2)
+        for step, phase in places
+    ]
     result, thread = train(spec_of(corpus), tmp_path, faults)
     check_as_if_unfaulted(tmp_path, result, whole)
     assert not any(map(alive, thread.pids))
     assert len(thread.sent) >= 3
+
+
+LAUNCHER = """
+from pathlib import Path
+from supervised import spec_of, train
+train(spec_of(Path({corpus!r})), Path({out!r}), resume="auto")
+"""
+
+
+def processes(mark: str) -> list[int]:
+    """Pids of living processes that were started with an environment which holds the mark."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if mark.encode() in (folder / "environ").read_bytes() and alive(int(folder.name)):
+                found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.full)])
+def test_a_run_whose_launcher_is_killed_leaves_nothing_and_resumes(
+    corpus: Path, whole: dict[str, Any], tmp_path: Path, kills: int
+) -> None:
+    """At any moment; every third time after one of its ranks."""
+    draw, out, temporary = random.Random(3), tmp_path / "run", tmp_path / "temporary"
+    temporary.mkdir()
+    program = LAUNCHER.format(corpus=str(corpus), out=str(out))
+    given = {**os.environ, **environment(), "TMPDIR": str(temporary)}
+    for number in range(kills):
+        launcher = subprocess.Popen([sys.executable, "-c", program], env=given)
+        moment = time.monotonic() + 8 * draw.random()
+        while time.monotonic() < moment and launcher.poll() is None:
+            time.sleep(0.01)
+        ranks = [pid for pid in processes(str(temporary)) if parent(pid) != launcher.pid]
+        if number % 3 == 2 and len(ranks) > 1:
+            os.kill(ranks[-1], signal.SIGKILL)
+        launcher.kill()
+        assert launcher.wait(30) in (0, -signal.SIGKILL)
+        gone = time.monotonic() + 20
+        while left := processes(str(temporary)):
+            assert time.monotonic() < gone, left
+            time.sleep(0.05)
+    subprocess.run([sys.executable, "-c", program], env=given, check=True, timeout=120)
+    assert not processes(str(temporary)) and not list(temporary.iterdir())
+    check_as_if_unfaulted(out, json.loads((out / "result.json").read_text()), whole)
 
 
 @pytest.mark.full
@@ -109,6 +172,7 @@ def test_an_error_that_comes_again_is_a_crash_loop(corpus: Path, tmp_path: Path)
     assert [event["step"] for event in events(tmp_path)] == [8, 8]
 
 
+@pytest.mark.full
 def test_an_error_before_the_first_step_ends_the_run_at_once(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match=r"planted at step 0$") as caught:
         train(spec_of(corpus), tmp_path, deed="raise", rank=0, step=0, generations=list(range(100)))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from supervised import alive
+from supervised import alive, parent
 
 from meshwright.launch.failure import Outcome
 from meshwright.recover import generation, supervisor
@@ -152,8 +152,7 @@ def test_a_zygote_that_tells_no_more_is_given_up(tmp_path: Path, monkeypatch: py
 
     def stop_the_zygote_and_ask_for_the_end(told: Told) -> None:
         wait_until(lambda: len(told.starts) == 2)
-        stat = Path(f"/proc/{told.starts[0][2]}/stat").read_text()
-        os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGSTOP)
+        os.kill(parent(told.starts[0][2]), signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGTERM)
 
     told = Told(tmp_path, {"0/0/3": "sleep"}, stop_the_zygote_and_ask_for_the_end, grace_seconds=0.2)

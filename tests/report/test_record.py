@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.report.record import RunRecord, read_metrics, read_run, write_atomically
+from meshwright.report.record import RunRecord, append_event, read_metrics, read_run, write_atomically
 from meshwright.spec import UserError, load
 
 
@@ -219,3 +219,13 @@ def test_a_row_whose_step_is_no_number_is_named(tmp_path: Path) -> None:
         file.write('{"step": "foo"}\n')
     with pytest.raises(UserError, match=r"metrics.jsonl: a row has the step 'foo'"):
         record_steps(tmp_path, 1, 2)
+
+
+def test_an_event_from_outside_follows_a_torn_line_that_a_killed_rank_left(tmp_path: Path) -> None:
+    record_steps(tmp_path, 0, 2)
+    with open(tmp_path / "events.jsonl", "a") as file:
+        file.write('{"step": 2, "kind": "checkp')
+    append_event(tmp_path, "failure", {"step": 2}, alone=True)
+    append_event(tmp_path, "slow", {"step": 3}, alone=False)
+    record_steps(tmp_path, 2, 4)
+    assert [event["kind"] for event in read_run(tmp_path).events] == ["failure", "slow", "resumed"]
