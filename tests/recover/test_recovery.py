@@ -197,10 +197,10 @@ def test_without_restarts_a_failure_ends_the_run_and_is_recorded(corpus: Path, t
 @pytest.mark.full
 @pytest.mark.parametrize("deed", ["slow", "nothing"])
 def test_a_slow_rank_is_named_and_no_other(corpus: Path, tmp_path: Path, deed: str) -> None:
-    """It sleeps for a third of each step from the tenth on; windows are shortened."""
-    spec = spec_of(corpus, train__steps=400, train__batch_tokens=64 * 128, data__seq_len=128)
+    """It sleeps for a third of each step from the tenth on; windows are of 20 steps."""
+    spec = spec_of(corpus, train__steps=180, train__batch_tokens=16 * 128, data__seq_len=128)
     plan = {"deed": deed, "rank": 1, "step": 10} if deed == "slow" else {}
-    with patch.object(slow, "WINDOW_S", 0.5):
+    with patch.object(slow, "WINDOW_S", 0.1):
         train(spec, tmp_path, **plan)
     found = events(tmp_path)
     assert [(event["kind"], event["rank"]) for event in found] == ([("slow", 1)] if deed == "slow" else [])

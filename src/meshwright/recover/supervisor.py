@@ -145,10 +145,8 @@ class Supervisor:
         if self._fruitless <= most and not (repeated and self._fruitless > 1):
             return None
         times = "once" if self.generation == 1 else f"{self.generation} times"
-        sentence = (
-            f"{found.sentence}; the ranks were started again {times} and do not get beyond step {end.steps}"
-        )
-        return Outcome(CRASH_LOOP, sentence, found.details)
+        end_of_it = f"the ranks were started again {times} and do not get beyond step {self._furthest}"
+        return Outcome(CRASH_LOOP, f"{found.sentence}; {end_of_it}", found.details)
 
 
 def _sleep(seconds: float, asked: Sequence[int]) -> None:
