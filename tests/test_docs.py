@@ -15,7 +15,10 @@ from meshwright import api
 from meshwright.cli.main import VERBS, main
 from meshwright.cli.parser import Call, Verb, parse
 from meshwright.launch.env import resolve
+from meshwright.launch.failure import KINDS
+from meshwright.recover.supervisor import CRASH_LOOP
 from meshwright.spec import load
+from meshwright.spec.errors import REQUEUE
 from meshwright.spec.load import from_tree, read_tree
 from meshwright.spec.schema import Key, known_keys
 
@@ -241,3 +244,12 @@ def test_the_explanation_shown_is_printed(
     monkeypatch.chdir(tmp_path)
     assert main(commands(document)[0]) == 0
     assert capsys.readouterr().out == blocks(document, "text")[0]
+
+
+def test_exit_codes_are_those_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:
+    codes = {0, 1, REQUEUE, CRASH_LOOP, *KINDS}
+    table = re.findall(r"^\| (\d+) \|", prose(ROOT / "docs" / "recovery.md"), re.MULTILINE)
+    assert [int(code) for code in table] == sorted(codes)
+    assert main(["--help"]) == 0
+    for text in (capsys.readouterr().out, *(prose(readme) for readme in READMES)):
+        assert codes <= {int(number) for number in re.findall(r"\b\d+\b", text)}

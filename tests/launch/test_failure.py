@@ -123,3 +123,9 @@ def test_a_mistake_has_no_traceback_in_the_record(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     record(UserError("layout.dp: 3"))
     assert "Traceback" not in file.read_text()
+
+
+def test_a_rank_that_was_killed_before_it_made_its_log_is_told(tmp_path: Path) -> None:
+    end = RankEnd(-signal.SIGKILL, time.time(), tmp_path / "error.json", tmp_path / "stderr.log")
+    found = outcome({1: end}, 2)
+    assert found.code == 137 and found.sentence.startswith("rank 1 of 2 was ended by SIGKILL")

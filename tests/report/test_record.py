@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from meshwright.checkpoint import CheckpointError, Lease
-from meshwright.report.record import RunRecord, read_metrics, read_run, write_atomically
+from meshwright.report.record import RunRecord, append_event, read_metrics, read_run, write_atomically
 from meshwright.spec import UserError, load
 
 
@@ -285,3 +285,13 @@ def test_a_process_that_was_stopped_leaves_the_record_of_its_heir_alone(
         assert os.waitstatus_to_exitcode(os.waitpid(zombie, 0)[1]) == 5
         assert "lost the lease" in (said := capfd.readouterr().out) and "heir" in said
         assert files_of(tmp_path) == finished
+
+
+def test_an_event_from_outside_follows_a_torn_line_that_a_killed_rank_left(tmp_path: Path) -> None:
+    record_steps(tmp_path, 0, 2)
+    with open(tmp_path / "events.jsonl", "a") as file:
+        file.write('{"step": 2, "kind": "checkp')
+    append_event(tmp_path, "failure", {"step": 2}, alone=True)
+    append_event(tmp_path, "slow", {"step": 3}, alone=False)
+    record_steps(tmp_path, 2, 4)
+    assert [event["kind"] for event in read_run(tmp_path).events] == ["failure", "slow", "resumed"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import datetime
@@ -147,6 +148,8 @@ def verify(spec: RunSpec, *, nproc: int | None = None, steps: int = 3, out: Path
     Returns `equal`, `worst_relative`, `worst_name`, `compared`, `tolerance`, `narrowed` (a sentence, or None)
     and `rows`, one for each kind of value, and writes them to `out`/verify.json, too. Raises `UserError`.
     """
+    from meshwright.launch.scratch import scratch_folder
+
     ranks = spec.layout.world_size if nproc is None else nproc
     ranks_match(spec, ranks)
     if steps < 1:
@@ -200,20 +203,31 @@ def _launch(
         file = folder / "run.json"
         file.write_text(json.dumps({"spec": spec.to_json()}), encoding="utf-8")
         restarts = None
-        if restart_flags is not None and spec.recovery.max_restarts:
-            tell = partial(_record_failure, result.parent)
-            restarts = Restarts(spec.recovery.max_restarts, [verb, str(file), *restart_flags], tell)
-        preload = WORKERS[verb] + (COMPILER if spec.train.compile else ())
-        run_ranks([verb, str(file), *flags], ranks, preload=preload, restarts=restarts).raise_for_failure()
+        if restart_flags is not None:
+            restarts = Restarts([verb, str(file), *restart_flags], partial(_record, result.parent))
+        run_ranks(
+            [verb, str(file), *flags],
+            ranks,
+            preload=WORKERS[verb] + (COMPILER if spec.train.compile else ()),
+            restarts=restarts,
+            recovery=spec.recovery,
+            stages=spec.layout.pp,
+        ).raise_for_failure()
     return dict(json.loads(result.read_text(encoding="utf-8")))
 
 
-def _record_failure(out: Path, kind: str, fields: dict[str, Any]) -> None:
-    """Add a failure to the record of the run in `out`; stacks of a hang get a file of their own."""
+def _record(out: Path, kind: str, fields: dict[str, Any]) -> None:
+    """Add a supervisor's event to the record of the run in `out`; stacks of a hang get a file of their own.
+
+    A record that cannot be written is a warning: the run matters more.
+    """
     from meshwright.report.record import append_event
 
-    if stacks := fields.pop("stacks", ""):
-        file = out / f"stacks-{fields['generation']}.txt"
-        file.write_text(stacks, encoding="utf-8")
-        fields["stacks"] = file.name
-    append_event(out, kind, fields)
+    try:
+        if stacks := fields.pop("stacks", ""):
+            file = out / f"stacks-{fields['generation']}.txt"
+            file.write_text(stacks, encoding="utf-8")
+            fields["stacks"] = file.name
+        append_event(out, kind, fields, alone=kind != "slow")
+    except (OSError, UserError) as error:
+        warnings.warn(f"{out}: the event '{kind}' was not recorded: {error}", stacklevel=2)

@@ -30,6 +30,8 @@ def program(verbs: Iterable[Verb], version: str) -> str:
             "",
             "exit codes: 0 success; 1 failed, or unequal (verify); 2 a mistake in the command or the file;",
             "75 stopped by SIGTERM, SIGHUP or SIGUSR1 and saved: start it again with --resume auto;",
+            "76 storage failed; 77 training data changed or is damaged; 78 the numbers went wrong;",
+            "79 a crash loop: ranks that were started again fail again without getting further;",
             "128 + n ended by signal n: 130 Ctrl-C (saved or not, as it says), 143 SIGTERM before it saved",
         ]
     )

@@ -180,6 +180,6 @@ def _order(failure: _Failure) -> int:
 
 
 def _last_lines(path: Path | None, lines: int = 20) -> str:
-    if path is None:
+    if path is None or not path.exists():  # a rank that was killed at once has not made it
         return ""
     return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])

@@ -6,14 +6,11 @@ import fcntl
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 PREFIX = "meshwright-scratch-"
-NEW_S = 60.0
-"""A folder that is younger may not have its lock yet."""
 
 
 @contextmanager
@@ -23,12 +20,24 @@ def scratch_folder() -> Iterator[Path]:
     A lock on it lasts as long as this process: folders without one, which killed processes left, are removed.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError):  # it is in use, gone by now, or another user's
-            if time.time() - left.stat().st_mtime > NEW_S:
-                with _locked(left):
-                    shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as name, _locked(Path(name)):
-        yield Path(name)
+        with suppress(OSError), _locked(left):  # it is in use, gone by now, or another user's
+            shutil.rmtree(left, ignore_errors=True)
+    with ExitStack() as stack:
+        made = _made(stack)
+        while made is None:
+            made = _made(stack)
+        yield made
+
+
+def _made(stack: ExitStack) -> Path | None:
+    """Make a folder and lock it until the stack ends; None if another launcher took it for one left."""
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    try:
+        stack.enter_context(_locked(folder))
+    except (BlockingIOError, FileNotFoundError):
+        return None
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    return folder if folder.is_dir() else None
 
 
 @contextmanager

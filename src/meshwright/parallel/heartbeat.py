@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 PHASES = ("start", "data", "forward", "backward", "reduce", "optimiser", "save", "evaluate", "end")
 """Phases of a run; from `data` to `optimiser` they are those of a step."""
-_FIELDS = struct.Struct("<qqqqqq32s")
+_FIELDS = struct.Struct("@qqqqqq32s")
+"""In the machine's own form, since each number is then read and written whole."""
 BYTES = 128
 """Room for one rank's heartbeat: a multiple of a cache line, so that ranks do not slow each other."""
 

@@ -8,10 +8,10 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshwright.launch.env import LOOPBACK, SUPERVISOR, Supervision
 from meshwright.launch.failure import Outcome, RankEnd, last_words, outcome
@@ -19,7 +19,9 @@ from meshwright.parallel.heartbeat import Beat
 from meshwright.recover.hang import Hang, HangWatch
 from meshwright.recover.processes import kill_session, send_signal
 from meshwright.recover.shared_memory import SharedMemory
-from meshwright.recover.zygote import Ended, RankProcess, Started, Zygote
+from meshwright.recover.slow import SlowWatch
+from meshwright.recover.zygote import Ended, RankProcess, Started, Zygote, ZygoteLostError
+from meshwright.spec.sections import RecoverySpec
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -27,10 +29,13 @@ if TYPE_CHECKING:
 POLL_S = 0.05
 ECHO_S = 0.5
 """Ranks get so long to record their errors after the first has ended with one."""
-GRACE_S = 30.0
-"""Ranks get so long to save and end after a signal."""
 STACKS_S = 1.0
 """Ranks of a run that hangs get so long to write their stacks."""
+KILLED_S = 30.0
+"""Ranks that have been killed must be reported to have ended by then, or the zygote is lost."""
+
+Tell = Callable[[str, dict[str, Any]], None]
+"""Called with the kind and the fields of an event."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,9 @@ class Job:
     module: str = "meshwright"
     preload: Sequence[str] = ()
     """Modules that the ranks need, imported once for all of them."""
+    recovery: RecoverySpec = field(default_factory=RecoverySpec)
+    stages: int = 1
+    """Ranks are so many equal parts, each of which does its own work, as the stages of a pipeline."""
 
 
 @dataclass(frozen=True)
@@ -87,15 +95,28 @@ def stopped_by(number: int) -> Outcome:
 
 
 class Generation:
-    """Ranks that start, run and end together; `number` counts their starts from 0."""
+    """Ranks that start, run and end together; `number` counts their starts from 0.
+
+    `step_seconds` is the time of a step, if an earlier generation has learnt it.
+    """
 
     def __init__(
-        self, number: int, job: Job, place: Place, memory: SharedMemory, began: float, folder: Path
+        self,
+        number: int,
+        job: Job,
+        place: Place,
+        memory: SharedMemory,
+        began: float,
+        folder: Path,
+        tell: Tell | None = None,
+        step_seconds: float | None = None,
     ) -> None:
-        self.number, self.job, self.place, self._memory = number, job, place, memory
+        self.number, self.job, self.place, self._memory, self._tell = number, job, place, memory, tell
         self._supervision = Supervision(number, began, memory.heartbeats, memory.snapshots)
         self._ranks = [_Rank(folder / f"rank-{rank}") for rank in range(job.nproc)]
         self._watch: HangWatch | None = None
+        self._slow: SlowWatch | None = None
+        self._step_seconds = step_seconds
         self._noticed: float | None = None
         self._kill_at = float("inf")
         self._hang: Hang | None = None
@@ -105,9 +126,9 @@ class Generation:
     ) -> End:
         """Start the ranks, and return when all have ended. Raises `ZygoteLostError`.
 
-        Signals that are appended to `asked` meanwhile are handed to the ranks, which then have `GRACE_S`; one
-        that comes before all ranks run returns at once, and the ranks end with the zygote. The ranks are
-        killed when `interrupted`, which is called many times a second, returns True.
+        Signals that are appended to `asked` meanwhile are handed to the ranks, which then have
+        `recovery.grace_seconds`; one that comes before all ranks run returns at once, and the ranks end with
+        the zygote. The ranks are killed when `interrupted`, called many times a second, returns True.
         """
         self._memory.beats[:] = bytes(len(self._memory.beats))
         for number, rank in enumerate(self._ranks):
@@ -126,10 +147,22 @@ class Generation:
             if interrupted():
                 self._kill_at = now
             if self._kill_at == float("inf"):
-                self._look_for_hang(now)
+                self._look(now)
             if now >= self._kill_at:
                 self._kill()
+            if now >= self._kill_at + KILLED_S:
+                raise ZygoteLostError("the process that forks ranks does not tell their ends")
         return self._ended(asked)
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Time of a step, if this generation or an earlier one has learnt it."""
+        return self._step_seconds if self._watch is None else self._watch.step_seconds
+
+    @property
+    def steps(self) -> int:
+        """Steps that the rank which is furthest has completed."""
+        return max(Beat.of(self._memory.beats, number).step for number in range(len(self._ranks)))
 
     def _process(self, number: int) -> RankProcess:
         folder, place = self._ranks[number].folder, self.place
@@ -159,6 +192,8 @@ class Generation:
             return
         log = None if report.number == 0 else rank.folder / "stderr.log"
         rank.end = RankEnd(report.code, time.time(), rank.folder / "error.json", log, rank.killed)
+        if self._watch is not None:
+            self._watch.ended(report.number)
         if report.code != 0 and not rank.killed:
             now = time.monotonic()
             self._noticed = self._noticed or now
@@ -170,13 +205,21 @@ class Generation:
         for rank in self._ranks:
             if rank.end is None and rank.pid is not None:
                 send_signal(rank.pid, number)
-        self._kill_at = min(self._kill_at, now + GRACE_S)
+        self._kill_at = min(self._kill_at, now + self.job.recovery.grace_seconds)
 
-    def _look_for_hang(self, now: float) -> None:
+    def _look(self, now: float) -> None:
+        """Look for ranks that hang or are slow, once all have started."""
         living = {n: rank.pid for n, rank in enumerate(self._ranks) if rank.pid is not None and not rank.end}
-        if len(living) < len(self._ranks):
-            return
-        self._watch = self._watch or HangWatch(living, self._memory.beats, now, self.place.first_rank)
+        if self._watch is None or self._slow is None:
+            if len(living) < len(self._ranks):
+                return
+            beats, stuck = self._memory.beats, self.job.recovery.hang_seconds
+            known, first = self._step_seconds, self.place.first_rank
+            self._watch = HangWatch(living, beats, now, first, stuck_seconds=stuck, step_seconds=known)
+            self._slow = SlowWatch(beats, len(living), now, self.job.stages)
+        for slow in self._slow.look(now):
+            if self._tell is not None:
+                self._tell("slow", {"generation": self.number, **asdict(slow), "message": slow.sentence})
         self._hang = self._watch.look(now)
         if self._hang is None:
             return
@@ -195,7 +238,7 @@ class Generation:
     def _ended(self, asked: Sequence[int]) -> End:
         """Return the end, now that every rank has ended or a signal came before all had started."""
         ends = {number: rank.end for number, rank in enumerate(self._ranks) if rank.end is not None}
-        steps = max(Beat.of(self._memory.beats, number).step for number in range(len(self._ranks)))
+        steps = self.steps
         noticed = self._noticed or time.monotonic()
         if self._hang is not None:
             found = Outcome(1, self._hang.sentence)
@@ -211,9 +254,12 @@ class Generation:
 
     def _stacks(self) -> str:
         """Return the stacks that the ranks have written, each under its rank."""
-        files = [rank.folder / "stacks.txt" for rank in self._ranks]
-        written = [file.read_text(encoding="utf-8", errors="replace") for file in files]
-        return "\n".join(f"rank {number}:\n{text}" for number, text in enumerate(written))
+        found = []
+        for number, rank in enumerate(self._ranks):
+            file = rank.folder / "stacks.txt"  # made by the rank when it starts
+            text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+            found.append(f"rank {number}:\n{text or 'it has written none'}\n")
+        return "\n".join(found)
 
 
 def listen(address: str) -> TCPStore:

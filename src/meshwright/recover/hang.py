@@ -16,22 +16,27 @@ from dataclasses import dataclass
 from meshwright.parallel.heartbeat import Beat
 from meshwright.recover.processes import ProcessState, process_state
 
-STEP_PHASES = frozenset({"data", "forward", "backward", "reduce", "optimiser"})
 LEARNT = 3
 """Steps after which their time counts as known."""
 MOST_TICK_S = 1.0
 """Longest time between two looks that counts: a supervisor that slept cannot say that ranks did not move."""
-UNLEARNT_S = 10.0
-"""Limit for a stopped process before a step time is known, or outside of steps."""
+UNLEARNT_STOPPED_S = 10.0
+"""Limit for a stopped process before a step time is known."""
+UNLEARNT_STUCK_S = 300.0
+"""Limit for ranks that do not compute, before a step time is known: the first steps may compile."""
+IDLE_S, WAITING_S, COMPUTING_S = 10.0, 60.0, 300.0
+"""Least limits of ranks of which one is idle, all wait for others, or one computes without getting on."""
 OTHER_PHASES_S: Mapping[str, float] = {"evaluate": 600.0, "save": 1800.0, "end": 1800.0}
 """Limits of phases whose time is not learnt; tokenizing a corpus at the start may take hours."""
 IDLE_SHARE = 0.05
 """Share of a processor below which a process counts as idle: threads that poll use some."""
+SAMPLE_S = 1.0
+"""Time over which the use of a processor is taken."""
 
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that hang, what they do, and for how long (in seconds) nothing has moved."""
+    """Ranks that hang, a sentence about them, and for how long (in seconds) they have not moved."""
 
     ranks: tuple[int, ...]
     sentence: str
@@ -42,103 +47,141 @@ class Hang:
 class _Rank:
     pid: int
     beat: Beat
-    moved_at: float
-    cpu_seconds: float
+    moved_at: float = 0.0
+    busy_at: float = 0.0
+    """When it last moved, computed or read a disk, as far as was seen."""
+    sampled_at: float = 0.0
+    cpu_seconds: float | None = None
+    """Time of processors used up to `sampled_at`; None if it has moved since."""
 
-    def state(self) -> ProcessState:
-        return process_state(self.pid) or ProcessState("?", self.cpu_seconds)
+    @property
+    def waits(self) -> bool:
+        """True if it waits for others; on CUDA the host waits for the device in `reduce`."""
+        return self.beat.waiting > 0 or self.beat.phase == "reduce"
+
+    def sample(self, state: ProcessState | None, clock: float) -> None:
+        """Note if a rank that does not move is busy; without a /proc it always counts as such."""
+        if state is None or state.letter == "D":
+            self.busy_at = clock
+        elif self.cpu_seconds is None:
+            self.busy_at = self.sampled_at = clock
+            self.cpu_seconds = state.cpu_seconds
+        elif clock - self.sampled_at >= SAMPLE_S:
+            if state.cpu_seconds - self.cpu_seconds >= IDLE_SHARE * (clock - self.sampled_at):
+                self.busy_at = clock
+            self.sampled_at, self.cpu_seconds = clock, state.cpu_seconds
 
 
 class HangWatch:
     """Looks at the heartbeats of one host's ranks, of which `pids` has the processes by local rank.
 
-    `first` is the global rank of the host's first.
+    `first` is the global rank of the host's first; `stuck_seconds`, if not 0, replaces the limits that are
+    learnt for steps, except that for stopped processes. `step_seconds` is the time of a step as long as
+    nothing newer is known.
     """
 
-    def __init__(self, pids: Mapping[int, int], heartbeats: memoryview, now: float, first: int = 0) -> None:
+    def __init__(
+        self,
+        pids: Mapping[int, int],
+        heartbeats: memoryview,
+        now: float,
+        first: int = 0,
+        stuck_seconds: float = 0.0,
+        step_seconds: float | None = None,
+    ) -> None:
         self._heartbeats, self._last, self._clock, self._first = heartbeats, now, 0.0, first
-        self._ranks = {
-            number: _Rank(pid, Beat.of(heartbeats, number), 0.0, 0.0) for number, pid in pids.items()
-        }
+        self._stuck_seconds, self._known_seconds = stuck_seconds, step_seconds
+        self._ranks = {number: _Rank(pid, Beat.of(heartbeats, number)) for number, pid in pids.items()}
         self._step, self._step_at = -1, 0.0
         self._step_seconds: deque[float] = deque(maxlen=50)
 
     @property
     def step_seconds(self) -> float | None:
-        """Median time of a step; None as long as fewer than `LEARNT` have been seen."""
-        return statistics.median(self._step_seconds) if len(self._step_seconds) >= LEARNT else None
+        """Median time of a step, once `LEARNT` have been seen."""
+        enough = len(self._step_seconds) >= LEARNT
+        return statistics.median(self._step_seconds) if enough else self._known_seconds
+
+    def ended(self, number: int) -> None:
+        """Leave out a rank that has ended."""
+        self._ranks.pop(number, None)
 
     def look(self, now: float) -> Hang | None:
         """Return a hang, if there is one; called several times a second with `time.monotonic`."""
+        before = self._clock
         self._clock += min(now - self._last, MOST_TICK_S)
         self._last = now
         for number, rank in self._ranks.items():
             beat = Beat.of(self._heartbeats, number)
             if beat.changes != rank.beat.changes:
-                rank.beat, rank.moved_at, rank.cpu_seconds = beat, self._clock, rank.state().cpu_seconds
-        self._learn(max(rank.beat.step for rank in self._ranks.values()))
-        quiet = [number for number in self._ranks if self._quiet(number) > self._stopped_limit(number)]
-        if not quiet:
+                rank.beat, rank.cpu_seconds = beat, None
+                rank.moved_at = rank.busy_at = self._clock
+        self._learn()
+        seconds = self.step_seconds
+        limit = UNLEARNT_STOPPED_S if seconds is None else 2 * seconds + 1.0
+        quiet = [number for number in self._ranks if self._quiet(number) > limit]
+        states = {number: process_state(self._ranks[number].pid) for number in quiet}
+        letters = {number: state.letter for number, state in states.items() if state is not None}
+        if "t" in letters.values():  # under a debugger: until it goes on, no time passes
+            self._clock = before
             return None
-        stopped = [number for number in quiet if self._ranks[number].state().letter == "T"]
-        if stopped:
-            return self._hang(stopped, "is stopped")
-        if len(quiet) < len(self._ranks) or self._quiet(quiet[0]) < self._stuck_limit(quiet):
+        if stopped := [number for number in quiet if letters.get(number) == "T"]:
+            return self._hang(stopped, "been stopped")
+        for number, state in states.items():
+            self._ranks[number].sample(state, self._clock)
+        if not quiet or len(quiet) < len(self._ranks) or not self._stuck():
             return None
-        least = min(quiet, key=lambda number: (self._waits(number), self._ranks[number].beat.started))
-        beat = self._ranks[least].beat
-        same = [
-            number
-            for number in quiet
-            if (self._waits(number), self._ranks[number].beat.started) == (self._waits(least), beat.started)
-        ]
-        return self._hang(same, f"waits for {beat.label}" if self._waits(least) else "does not go on")
+        return self._least_far()
 
-    def _learn(self, step: int) -> None:
-        if step > self._step:
-            if self._step >= 0:
-                self._step_seconds.append((self._clock - self._step_at) / (step - self._step))
-            self._step, self._step_at = step, self._clock
+    def _learn(self) -> None:
+        """Learn from steps that were done since the last look."""
+        furthest = max((rank.beat for rank in self._ranks.values()), key=lambda beat: beat.step, default=None)
+        if furthest is None or furthest.phase == "start" or furthest.step <= self._step:
+            return
+        if self._step >= 0:
+            self._step_seconds.append((self._clock - self._step_at) / (furthest.step - self._step))
+        self._step, self._step_at = furthest.step, self._clock
 
     def _quiet(self, number: int) -> float:
         """Seconds for which a rank has not moved."""
         return self._clock - self._ranks[number].moved_at
 
-    def _waits(self, number: int) -> bool:
-        """True if a rank waits for others; on CUDA the host waits for the device in `reduce`."""
-        beat = self._ranks[number].beat
-        return beat.waiting > 0 or beat.phase == "reduce"
-
-    def _stopped_limit(self, number: int) -> float:
-        seconds = self.step_seconds
-        if seconds is None or self._ranks[number].beat.phase not in STEP_PHASES:
-            return UNLEARNT_S
-        return 2 * seconds + 1.0
-
-    def _stuck_limit(self, numbers: list[int]) -> float:
-        """Seconds after which ranks of which none moves, and none is stopped, count as hung."""
-        at_work = [number for number in numbers if not self._waits(number)]
-        phases = {self._ranks[number].beat.phase for number in at_work or numbers}
+    def _stuck(self) -> bool:
+        """True if ranks of which none moves, and none is stopped, count as hung."""
+        at_work = [rank for rank in self._ranks.values() if not rank.waits]
+        phases = {rank.beat.phase for rank in at_work or self._ranks.values()}
+        quiet = min(map(self._quiet, self._ranks))
         if "start" in phases:
-            return float("inf")
+            return False
         if others := phases & OTHER_PHASES_S.keys():
-            return max(OTHER_PHASES_S[phase] for phase in others)
-        seconds = self.step_seconds or UNLEARNT_S
-        if at_work and all(self._idle(number) for number in at_work):
-            return max(10.0, 5 * seconds)
-        return max(60.0, 10 * seconds)
+            return quiet >= max(OTHER_PHASES_S[phase] for phase in others)
+        if self._stuck_seconds:
+            return quiet >= self._stuck_seconds
+        seconds = self.step_seconds
+        if not at_work:
+            return quiet >= (UNLEARNT_STUCK_S if seconds is None else max(WAITING_S, 10 * seconds))
+        idle = self._clock - max(rank.busy_at for rank in at_work)
+        if seconds is None:
+            return idle >= UNLEARNT_STUCK_S
+        return idle >= max(IDLE_S, 5 * seconds) or quiet >= max(COMPUTING_S, 10 * seconds)
 
-    def _idle(self, number: int) -> bool:
-        rank = self._ranks[number]
-        return rank.state().cpu_seconds - rank.cpu_seconds < IDLE_SHARE * self._quiet(number)
+    def _least_far(self) -> Hang:
+        """Return the hang of the ranks that do not wait, or else have started the fewest collectives."""
+
+        def place(number: int) -> tuple[bool, int]:
+            return self._ranks[number].waits, self._ranks[number].beat.started
+
+        least = min(map(place, self._ranks))
+        found = [number for number in self._ranks if place(number) == least]
+        label = self._ranks[found[0]].beat.label
+        return self._hang(found, f"waited for {label or 'the device'}" if least[0] else "not moved")
 
     def _hang(self, numbers: list[int], deed: str) -> Hang:
         """Return the hang of these local ranks, with where they are."""
-        beat = self._ranks[numbers[0]].beat
-        seconds = self._quiet(numbers[0])
-        who = " and ".join(f"rank {self._first + number}" for number in numbers)
+        beat, seconds = self._ranks[numbers[0]].beat, self._quiet(numbers[0])
+        ranks = tuple(self._first + number for number in numbers)
+        who = " and ".join(f"rank {rank}" for rank in ranks)
         sentence = (
-            f"{who} {deed} since {seconds:.1f} s, in phase {beat.phase} of step {beat.step + 1}, after "
-            f"{beat.started} collectives"
+            f"{who} {'has' if len(ranks) == 1 else 'have'} {deed} for {seconds:.1f} s in phase {beat.phase}, "
+            f"after {beat.step} steps and {beat.started} collectives"
         )
-        return Hang(tuple(self._first + number for number in numbers), sentence, seconds)
+        return Hang(ranks, sentence, seconds)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,11 +22,12 @@ from typing import Any
 
 from meshwright.launch.failure import KINDS, Outcome
 from meshwright.launch.scratch import scratch_folder
-from meshwright.recover.generation import End, Generation, Job, Place, listen, stopped_by
+from meshwright.recover.generation import End, Generation, Job, Place, Tell, listen, stopped_by
 from meshwright.recover.shared_memory import SharedMemory
 from meshwright.recover.zygote import Zygote, ZygoteLostError
 from meshwright.spec import UserError
 from meshwright.spec.errors import STOP_SIGNALS
+from meshwright.spec.sections import RecoverySpec
 
 CRASH_LOOP = 79
 """Exit code of a run that fails again and again without getting further."""
@@ -37,15 +38,14 @@ BACK_OFF_S = (0.0, 1.0, 5.0, 30.0)
 
 @dataclass(frozen=True)
 class Restarts:
-    """When and how failed ranks are started again.
+    """How failed ranks are started again, and who is told.
 
-    `most` restarts may follow each other without a step that was not done before; `argv` is what restarted
-    ranks run. `tell` is called with (kind, fields) of each failure, hang and restart, while no rank runs.
+    `argv` is what restarted ranks run; `recovery.max_restarts` says how often. `tell` is called with each
+    `failure` and `hang`, while no rank runs, and with `slow` ranks, while they run.
     """
 
-    most: int
     argv: Sequence[str]
-    tell: Callable[[str, dict[str, Any]], None]
+    tell: Tell
 
 
 def run_ranks(
@@ -55,6 +55,8 @@ def run_ranks(
     module: str = "meshwright",
     preload: Sequence[str] = (),
     restarts: Restarts | None = None,
+    recovery: RecoverySpec | None = None,
+    stages: int = 1,
 ) -> Outcome:
     """Run `python -m module argv...` as `nproc` ranks, and return how they ended.
 
@@ -64,7 +66,7 @@ def run_ranks(
     """
     if nproc < 1:
         raise UserError(f"--nproc: {nproc} is not a number of processes; give 1 or more")
-    return Supervisor(Job(argv, nproc, module, preload), restarts).run()
+    return Supervisor(Job(argv, nproc, module, preload, recovery or RecoverySpec(), stages), restarts).run()
 
 
 class Supervisor:
@@ -74,6 +76,7 @@ class Supervisor:
         self.job, self.restarts = job, restarts
         self.generation = 0
         self._zygote: Zygote | None = None
+        self._step_seconds: float | None = None
         self._furthest = -1
         self._fruitless = 0
         """Failures since the run last got further than before, that one included."""
@@ -95,48 +98,63 @@ class Supervisor:
                 if final is not None:
                     return final
                 _sleep(BACK_OFF_S[min(self._fruitless, len(BACK_OFF_S)) - 1], asked)
+                if asked:
+                    return stopped_by(asked[-1])
                 self.generation += 1
                 assert self.restarts is not None
                 self.job = replace(self.job, argv=self.restarts.argv)
 
     def _run_once(self, memory: SharedMemory, began: float, folder: Path, asked: Sequence[int]) -> End:
         """Run one generation, with a new zygote where there is none."""
+        tell = self.restarts.tell if self.restarts is not None else None
         store = listen(HOST)
-        generation = Generation(self.generation, self.job, Place(HOST, store.port), memory, began, folder)
+        place, known = Place(HOST, store.port), self._step_seconds
+        generation = Generation(self.generation, self.job, place, memory, began, folder, tell, known)
         try:
             self._zygote = self._zygote or Zygote(self.job.preload, memory.descriptors)
             return generation.run(self._zygote, asked)
         except ZygoteLostError as error:
-            self._zygote = None
+            self._close_zygote()
             found = stopped_by(asked[-1]) if asked else Outcome(1, str(error))
-            return End(found, 0, time.monotonic())
+            return End(found, generation.steps, time.monotonic())
+        finally:
+            self._step_seconds = generation.step_seconds
 
     def _close_zygote(self) -> None:
         if self._zygote is not None:
             self._zygote.close()
+            self._zygote = None
 
     def _final(self, end: End, asked: Sequence[int]) -> Outcome | None:
         """Return the outcome of the whole run, or None if the ranks shall be started again."""
         found, restarts = end.outcome, self.restarts
-        if restarts is None or found.code == 0 or found.stopped or found.code in KINDS:
+        if (
+            restarts is None
+            or found.code == 0
+            or found.stopped
+            or (found.code in KINDS and not found.restart)
+        ):
             return found
         fields: dict[str, Any] = {"generation": self.generation, "step": end.steps, "message": found.sentence}
         if end.hang is None:
             restarts.tell("failure", fields)
         else:
-            restarts.tell("hang", {**fields, "ranks": end.hang.ranks, "stacks": end.stacks})
-        repeated = bool(found.details) and found.sentence == self._last.sentence
+            hang = {"ranks": end.hang.ranks, "seconds": end.hang.seconds, "stacks": end.stacks}
+            restarts.tell("hang", fields | hang)
+        # Not by a signal, nor because of a hang or a lost zygote: likely an error of the program itself.
+        by_itself = found.code < 128 and end.hang is None and self._zygote is not None
+        repeated = by_itself and found.sentence == self._last.sentence
+        began = self._furthest > 0 or end.steps > 0
         self._fruitless = 1 if end.steps > self._furthest else self._fruitless + 1
         self._furthest, self._last = max(self._furthest, end.steps), found
-        if asked or (end.steps == 0 and found.details):  # an error of the program itself
+        most = self.job.recovery.max_restarts
+        if asked or not most or (by_itself and not began):
             return found
-        if self._fruitless <= restarts.most and not (repeated and self._fruitless > 1):
+        if self._fruitless <= most and not (repeated and self._fruitless > 1):
             return None
         times = "once" if self.generation == 1 else f"{self.generation} times"
-        sentence = (
-            f"{found.sentence}; the ranks were started again {times} and do not get beyond step {end.steps}"
-        )
-        return Outcome(CRASH_LOOP, sentence, found.details)
+        end_of_it = f"the ranks were started again {times} and do not get beyond step {self._furthest}"
+        return Outcome(CRASH_LOOP, f"{found.sentence}; {end_of_it}", found.details)
 
 
 def _sleep(seconds: float, asked: Sequence[int]) -> None:

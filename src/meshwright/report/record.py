@@ -160,9 +160,14 @@ def read_run(out: Path) -> RecordedRun:
     return RecordedRun(out, info, read_metrics(out), _read_lines(out / EVENTS), _read_object(out / RESULT))
 
 
-def append_event(out: Path, kind: str, fields: dict[str, Any]) -> None:
-    """Add an event to the record of the run in folder `out`, while no rank of it runs."""
+def append_event(out: Path, kind: str, fields: dict[str, Any], *, alone: bool) -> None:
+    """Add an event to the record of the run in folder `out`, from outside of its ranks.
+
+    `alone` tells that none of them runs; then a torn last line, which a killed one left, is removed first.
+    """
     if (out / EVENTS).is_file():
+        if alone:
+            _cut(out / EVENTS)
         lines = _Lines(out / EVENTS)
         lines.append({**fields, "time": now(), "kind": kind})
         lines.file.close()

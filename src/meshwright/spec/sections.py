@@ -200,6 +200,14 @@ class RecoverySpec(FrozenModel):
         200, description="batches that a rollback leaves out at most, up to the last of the spike"
     )
     max_rollbacks: int = Field(10, ge=0, description="rollbacks of a run, before it stops at a spike")
+    grace_seconds: PositiveFloat = Field(
+        30.0, description="time that ranks have to save and end after a signal; then they are killed"
+    )
+    hang_seconds: float = Field(
+        0.0,
+        ge=0,
+        description="time without progress in a step from which ranks count as hung; 0 learns it",
+    )
 
 
 class Sections(FrozenModel):
