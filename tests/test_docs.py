@@ -16,7 +16,7 @@ from meshwright.cli.main import VERBS, main
 from meshwright.cli.parser import Call, Verb, parse
 from meshwright.launch.env import resolve
 from meshwright.launch.failure import KINDS
-from meshwright.recover.supervisor import CRASH_LOOP
+from meshwright.recover.restarts import CRASH_LOOP
 from meshwright.spec import load
 from meshwright.spec.errors import REQUEUE
 from meshwright.spec.load import from_tree, read_tree

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import small
 from meshwright import api
 from meshwright.parallel.heartbeat import PHASES, Beat
-from meshwright.recover import supervisor
+from meshwright.recover import restarts, supervisor
 from meshwright.recover.generation import Generation
 from meshwright.report.record import read_run
 from meshwright.spec import RunSpec
@@ -128,7 +128,7 @@ def train(
         patch.dict(os.environ, environment(**plan)),
         patch.object(supervisor, "run_ranks", ranks),
         patch.object(supervisor, "Generation", Watched),
-        patch.object(supervisor, "BACK_OFF_S", (0.0,)),
+        patch.object(restarts, "BACK_OFF_S", (0.0,)),
     ):
         thread.start()
         try:

@@ -31,7 +31,7 @@ from supervised import (
 from meshwright.launch.failure import RanksFailed
 from meshwright.parallel.heartbeat import PHASES
 from meshwright.recover import generation, hang, slow
-from meshwright.recover.supervisor import CRASH_LOOP
+from meshwright.recover.restarts import CRASH_LOOP
 from meshwright.report.record import read_run
 from meshwright.spec import UserError
 

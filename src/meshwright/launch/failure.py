@@ -55,6 +55,11 @@ class Outcome:
     stopped: bool = False
     restart: bool = False
 
+    @property
+    def final(self) -> bool:
+        """True for a success, a stop, and a failure that no new start can mend."""
+        return self.code == 0 or self.stopped or (self.code in KINDS and not self.restart)
+
     def raise_for_failure(self) -> None:
         """Raise what a single process would have: `UserError`, `Stopped`, or else `RanksFailed`."""
         if self.stopped:

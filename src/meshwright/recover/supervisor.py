@@ -20,20 +20,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.launch.failure import KINDS, Outcome
+from meshwright.launch.failure import Outcome
 from meshwright.launch.scratch import scratch_folder
 from meshwright.recover.generation import End, Generation, Job, Place, Tell, listen, stopped_by
+from meshwright.recover.restarts import RestartPolicy
 from meshwright.recover.shared_memory import SharedMemory
 from meshwright.recover.zygote import Zygote, ZygoteLostError
 from meshwright.spec import UserError
 from meshwright.spec.errors import STOP_SIGNALS
 from meshwright.spec.sections import RecoverySpec
 
-CRASH_LOOP = 79
-"""Exit code of a run that fails again and again without getting further."""
 HOST = "127.0.0.1"
-BACK_OFF_S = (0.0, 1.0, 5.0, 30.0)
-"""Pauses before restarts that follow each other without progress; the last holds for all further ones."""
 
 
 @dataclass(frozen=True)
@@ -77,16 +74,13 @@ class Supervisor:
         self.generation = 0
         self._zygote: Zygote | None = None
         self._step_seconds: float | None = None
-        self._furthest = -1
-        self._fruitless = 0
-        """Failures since the run last got further than before, that one included."""
-        self._last = Outcome()
+        self._policy = RestartPolicy(job.recovery.max_restarts)
 
     def run(self) -> Outcome:
         """Run generations until one succeeds or shall be the last, and return its outcome."""
         began = time.monotonic()
         with (
-            _signals() as asked,
+            stop_requests() as asked,
             scratch_folder() as folder,
             SharedMemory(self.job.nproc) as memory,
             ExitStack() as stack,
@@ -97,7 +91,7 @@ class Supervisor:
                 final = self._final(end, asked)
                 if final is not None:
                     return final
-                _sleep(BACK_OFF_S[min(self._fruitless, len(BACK_OFF_S)) - 1], asked)
+                _sleep(self._policy.pause, asked)
                 if asked:
                     return stopped_by(asked[-1])
                 self.generation += 1
@@ -128,12 +122,7 @@ class Supervisor:
     def _final(self, end: End, asked: Sequence[int]) -> Outcome | None:
         """Return the outcome of the whole run, or None if the ranks shall be started again."""
         found, restarts = end.outcome, self.restarts
-        if (
-            restarts is None
-            or found.code == 0
-            or found.stopped
-            or (found.code in KINDS and not found.restart)
-        ):
+        if restarts is None or found.final:
             return found
         fields: dict[str, Any] = {"generation": self.generation, "step": end.steps, "message": found.sentence}
         if end.hang is None:
@@ -143,18 +132,7 @@ class Supervisor:
             restarts.tell("hang", fields | hang)
         # Not by a signal, nor because of a hang or a lost zygote: likely an error of the program itself.
         by_itself = found.code < 128 and end.hang is None and self._zygote is not None
-        repeated = by_itself and found.sentence == self._last.sentence
-        began = self._furthest > 0 or end.steps > 0
-        self._fruitless = 1 if end.steps > self._furthest else self._fruitless + 1
-        self._furthest, self._last = max(self._furthest, end.steps), found
-        most = self.job.recovery.max_restarts
-        if asked or not most or (by_itself and not began):
-            return found
-        if self._fruitless <= most and not (repeated and self._fruitless > 1):
-            return None
-        times = "once" if self.generation == 1 else f"{self.generation} times"
-        end_of_it = f"the ranks were started again {times} and do not get beyond step {self._furthest}"
-        return Outcome(CRASH_LOOP, f"{found.sentence}; {end_of_it}", found.details)
+        return self._policy.judge(found, end.steps, by_itself) if not asked else found
 
 
 def _sleep(seconds: float, asked: Sequence[int]) -> None:
@@ -165,7 +143,7 @@ def _sleep(seconds: float, asked: Sequence[int]) -> None:
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
+def stop_requests() -> Iterator[list[int]]:
     """Note the signals that ask for an end in the list that it yields, as long as the context lasts.
 
     Signals that this process ignores stay ignored. Python delivers signals to the main thread alone, so in
