@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import warnings
 from collections.abc import Sequence
@@ -34,11 +35,17 @@ def train(
     resume: str | int | None = None,
     quiet: bool = False,
     supervise: bool = False,
+    nodes: tuple[int, int] | None = None,
+    address: str | None = None,
 ) -> Result:
     """Train on `nproc` local ranks (default: the layout's world size) and return the run's result.
 
     Several ranks, or one with `supervise`, are processes of their own, which are watched and, when one fails
     or hangs, started again (`recovery.max_restarts`); else one rank trains in this process.
+
+    With `nodes` (least, most) this host is one of so many that run the same on a common `out`, with `nproc`
+    ranks each (default: one for each GPU, or core): hosts may be lost and join while the run goes on, and the
+    data axes of the layout have the size that the hosts at hand make. Others reach this host at `address`.
 
     The run's folder is `out` (default `runs/<time>`). `resume` is None, "auto" (from the newest checkpoint of
     that folder, if there is one) or a step. The result has `final_loss`,
@@ -47,11 +54,15 @@ def train(
     """
     from meshwright.launch.auto_layout import check_room
 
+    resume = str(resume) if resume is not None else None
+    if nodes is not None:
+        if out is None:
+            raise UserError("--out: several hosts need a common folder; give one that all of them have")
+        return _train_with_others(spec, nodes, nproc, Path(out), resume, quiet, address)
     ranks = spec.layout.world_size if nproc is None else nproc
     ranks_match(spec, ranks)
     check_room(spec)
     out = Path(out) if out else default_out()
-    resume = str(resume) if resume is not None else None
     if ranks == 1 and not supervise:
         return train_worker(spec, out=out, resume=resume, quiet=quiet)
     flags = ["--out", str(out), *(["--quiet"] if quiet else [])]
@@ -59,9 +70,51 @@ def train(
     return _launch("train", spec, ranks, first, out / "result.json", [*flags, "--resume", "auto"])
 
 
+def _train_with_others(
+    spec: RunSpec,
+    nodes: tuple[int, int],
+    nproc: int | None,
+    out: Path,
+    resume: str | None,
+    quiet: bool,
+    address: str | None,
+) -> Result:
+    """Train as one of several hosts; see `train`."""
+    from meshwright.launch.env import count_devices, resized
+    from meshwright.launch.network import own_address
+    from meshwright.recover.elastic import ElasticJob, HostSupervisor
+    from meshwright.recover.generation import Job
+    from meshwright.recover.membership import Host
+
+    ranks = count_devices() if nproc is None else nproc
+    least, most = nodes
+    specs = {size: fitting for size in range(least, most + 1) if (fitting := resized(spec, size * ranks))}
+    if not specs:
+        raise UserError(
+            f"--nodes: {spec.layout.describe()} cannot be run by {least} to {most} hosts of {ranks} ranks; "
+            f"tp x cp x pp must divide the ranks, and the data ranks the {spec.batch_sequences} sequences of "
+            f"a batch"
+        )
+    own, interface = own_address(address)
+    flags = ["--out", str(out), *(["--quiet"] if quiet else [])]
+    with scratch_folder() as folder:
+
+        def job_of(first: bool, size: int) -> Job:
+            file = folder / f"run-{size}.json"
+            file.write_text(json.dumps({"spec": specs[size].to_json()}), encoding="utf-8")
+            again = resume if first else "auto"
+            argv = ["train", str(file), *flags, *([] if again is None else ["--resume", again])]
+            preload = WORKERS["train"] + (COMPILER if spec.train.compile else ())
+            return Job(argv, ranks, "meshwright", preload, spec.recovery, spec.layout.pp)
+
+        job = ElasticJob(out / "hosts", sorted(specs), job_of, partial(_record, out))
+        HostSupervisor(job, Host(f"{own}-{os.getpid()}", own, interface, ranks)).run().raise_for_failure()
+    return dict(json.loads((out / "result.json").read_text(encoding="utf-8")))
+
+
 def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: bool = False) -> Result:
     """Train as one rank of the world of torchrun, or alone; every rank returns the result."""
-    from meshwright.checkpoint import Lease
+    from meshwright.checkpoint.lease import STALE_S, Lease
     from meshwright.data.corpus import open_corpus
     from meshwright.infer.sample import held_out_sample
     from meshwright.launch.env import Supervision
@@ -78,7 +131,9 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
     with memory_errors_told(spec), mesh_of(spec) as mesh, ExitStack() as stack:
         first, ranks = mesh.control.rank == 0, mesh.control
         # What restarts a run by itself asks for "auto", and may come before the other host's process is gone.
-        lease = Lease(out, "meshwright", wait=resume == "auto")
+        supervision = Supervision.given()
+        stale_s = STALE_S if supervision is None else supervision.lease_seconds
+        lease = Lease(out, "meshwright", stale_s, wait=resume == "auto")
 
         def start() -> Observers:
             if not first:
@@ -97,7 +152,6 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
 
         observers = stack.enter_context(ranks.together(start))
         once_per_host(ranks, lambda: open_corpus(spec))
-        supervision = Supervision.given()
         slots = supervision.snapshots if supervision is not None else ()
         run = TrainingRun(spec, mesh, out, observers, check="lazy", lease=lease, slots=slots)
         ranks.together(keep_tokenizer)

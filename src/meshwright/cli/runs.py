@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, folder_name, verb, whole
-from meshwright.launch.env import resolve, worker
+from meshwright.launch.env import nproc_of, resolve, worker
 from meshwright.spec import RunSpec, UserError
-from meshwright.spec.load import Overrides, read_tree
+from meshwright.spec.load import Overrides, from_tree, read_tree
 
 RUN = Argument("RUN", "a run file (TOML), or the folder of an earlier run", required=False, keys=True)
 NPROC = Flag(
@@ -46,6 +47,14 @@ def _asked(call: Call, ranks: int | None = None) -> tuple[dict[str, Any], Overri
     Flag("out", "folder of the run; default a new one under runs/", "DIR", folder_name),
     Flag("resume", "continue from the newest checkpoint, or from a step", "auto|STEP", str),
     Flag("quiet", "no progress lines"),
+    Flag(
+        "nodes",
+        "run on so many hosts, which may leave and join; start the same command on each, with an --out that "
+        "all of them have",
+        "MIN[:MAX]",
+        str,
+    ),
+    Flag("address", "address of this host that the others reach it at", "IP", str),
     JSON,
 )
 def train(call: Call) -> None:
@@ -53,6 +62,11 @@ def train(call: Call) -> None:
     from meshwright import api
 
     place, path = worker(), call.path()
+    if call.flags["nodes"] is not None:
+        _train_with_others(call)
+        return
+    if call.flags["address"] is not None:
+        raise UserError("--address: only says where other hosts reach this one; add --nodes, or remove it")
     resume, quiet = call.flags["resume"], call.flags["quiet"]
     run = path if path is not None and path.is_dir() else None
     out: Path | None = call.flags["out"] or run
@@ -74,6 +88,33 @@ def train(call: Call) -> None:
         result = api.train_worker(spec, out=out or shared, resume=resume, quiet=quiet)
     if place is None or (place.rank == 0 and not place.launched):
         show.result(call, result)
+
+
+def _train_with_others(call: Call) -> None:
+    """Train as one of several hosts, with --nproc ranks."""
+    from meshwright import api
+
+    given = call.flags["nodes"]
+    match = re.fullmatch(r"([1-9]\d{0,5})(?::([1-9]\d{0,5}))?", given)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 0 < least <= most:
+        raise UserError(f"--nodes: {given!r} is no number of hosts; give one, as 2, or a range, as 1:4")
+    if worker() is not None or call.flags["cluster"] is not None:
+        raise UserError(
+            "--nodes: starts the ranks itself, on the layout of the run file; remove --cluster, and start it "
+            "without torchrun"
+        )
+    tree, overrides, nproc, source = _asked(call)
+    result = api.train(
+        from_tree(tree, overrides, source),
+        nproc=None if nproc is None else nproc_of(nproc),
+        out=call.flags["out"],
+        resume=call.flags["resume"],
+        quiet=call.flags["quiet"],
+        nodes=(least, most),
+        address=call.flags["address"],
+    )
+    show.result(call, result)
 
 
 def _planned(call: Call) -> RunSpec:

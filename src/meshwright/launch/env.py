@@ -42,6 +42,8 @@ class Supervision:
     began: float
     heartbeats: int
     snapshots: Sequence[Sequence[int]] = ()
+    lease_seconds: float = 60.0
+    """Time after which a host that holds the run's lease and gives no sign of life has lost it."""
 
     @classmethod
     def given(cls) -> Supervision | None:
@@ -148,6 +150,25 @@ def resolve(
         if rest == 0 and share % (alone.layout.micro_batch or 1) == 0:
             return from_tree(tree, fit_layout(tree, overrides, ranks), source)
     return alone
+
+
+def resized(spec: RunSpec, ranks: int) -> RunSpec | None:
+    """Return the run on another number of ranks, its data axes resized; None if its layout does not allow it.
+
+    Replicas go first: `layout.dp` stays if it can, since its shards must fit into a device's memory.
+    """
+    layout = spec.layout
+    data, rest = divmod(ranks, layout.world_size // (layout.dp * layout.replicate))
+    if rest or not data:
+        return None
+    replicate, rest = divmod(data, layout.dp)
+    sizes = {"replicate": replicate} if not rest and replicate else {"dp": data, "replicate": 1}
+    tree = spec.to_json()
+    tree["layout"] |= sizes
+    try:
+        return from_tree(tree)
+    except UserError:  # such as a batch that so many data ranks cannot share
+        return None
 
 
 def nproc_of(given: str | int) -> int:

@@ -64,6 +64,8 @@ class Place:
     first_rank: int = 0
     world_size: int | None = None
     interface: str = LOOPBACK
+    lease_seconds: float = 60.0
+    """Time after which a holder of the run's lease without a sign of life has lost it."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,9 @@ class Generation:
         step_seconds: float | None = None,
     ) -> None:
         self.number, self.job, self.place, self._memory, self._tell = number, job, place, memory, tell
-        self._supervision = Supervision(number, began, memory.heartbeats, memory.snapshots)
+        self._supervision = Supervision(
+            number, began, memory.heartbeats, memory.snapshots, place.lease_seconds
+        )
         self._ranks = [_Rank(folder / f"rank-{rank}") for rank in range(job.nproc)]
         self._watch: HangWatch | None = None
         self._slow: SlowWatch | None = None

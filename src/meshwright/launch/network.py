@@ -1,0 +1,43 @@
+"""IPv4 addresses of this host, and the one that other hosts reach it at (Linux)."""
+
+from __future__ import annotations
+
+import fcntl
+import socket
+import struct
+from contextlib import suppress
+
+from meshwright.spec import UserError
+
+_SIOCGIFADDR = 0x8915  # <linux/sockios.h>
+
+
+def own_address(given: str | None = None) -> tuple[str, str]:
+    """Return (address, interface) of this host: those of `given`, or else the only ones beside loopback.
+
+    Raises `UserError` for an address that is not this host's, and where there is a choice.
+    """
+    found = _addresses()
+    listed = ", ".join(f"{address} ({interface})" for address, interface in found.items()) or "none"
+    if given is not None:
+        if given not in found:
+            raise UserError(f"--address: {given} is no address of this host; it has {listed}")
+        return given, found[given]
+    outside = {address: name for address, name in found.items() if not address.startswith("127.")}
+    if len(outside) != 1:
+        raise UserError(
+            f"--address: this host has {listed}; give the address that the other hosts reach it at, on the "
+            f"fastest network that they share"
+        )
+    return next(iter(outside.items()))
+
+
+def _addresses() -> dict[str, str]:
+    """Return the interface of each address of this host."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it is down, or has no address
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found[socket.inet_ntoa(answer[20:24])] = name
+    return found
