@@ -28,6 +28,7 @@ from supervised import (
     train,
 )
 
+from meshwright.api import runs
 from meshwright.launch.failure import RanksFailed
 from meshwright.parallel.heartbeat import PHASES
 from meshwright.recover import generation, hang, slow
@@ -155,7 +156,7 @@ def test_a_run_whose_launcher_is_killed_leaves_nothing_and_resumes(
             assert time.monotonic() < gone, left
             time.sleep(0.05)
     subprocess.run([sys.executable, "-c", program], env=given, check=True, timeout=120)
-    assert not processes(str(temporary)) and not list(temporary.iterdir())
+    assert not processes(str(temporary)) and not list(temporary.glob("meshwright-*"))
     check_as_if_unfaulted(out, json.loads((out / "result.json").read_text()), whole)
 
 
@@ -204,3 +205,9 @@ def test_a_slow_rank_is_named_and_no_other(corpus: Path, tmp_path: Path, deed: s
         train(spec, tmp_path, **plan)
     found = events(tmp_path)
     assert [(event["kind"], event["rank"]) for event in found] == ([("slow", 1)] if deed == "slow" else [])
+
+
+def test_an_event_that_cannot_be_recorded_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text("damaged\n")
+    with pytest.warns(UserWarning, match="'failure' was not recorded: .*line 1 is not a JSON object"):
+        runs._record(tmp_path, "failure", {"generation": 0, "step": 3})
