@@ -98,7 +98,7 @@ def _train_with_others(call: Call) -> None:
     match = re.fullmatch(r"([1-9]\d{0,5})(?::([1-9]\d{0,5}))?", given)
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 0 < least <= most:
-        raise UserError(f"--nodes: {given!r} is no number of hosts; give one, as 2, or a range, as 1:4")
+        raise UserError(f"--nodes: {given!r} is not a number of hosts; give one, as 2, or a range, as 1:4")
     if worker() is not None or call.flags["cluster"] is not None:
         raise UserError(
             "--nodes: starts the ranks itself, on the layout of the run file; remove --cluster, and start it "

@@ -21,7 +21,7 @@ def own_address(given: str | None = None) -> tuple[str, str]:
     listed = ", ".join(f"{address} ({interface})" for address, interface in found.items()) or "none"
     if given is not None:
         if given not in found:
-            raise UserError(f"--address: {given} is no address of this host; it has {listed}")
+            raise UserError(f"--address: {given} is not an address of this host; it has {listed}")
         return given, found[given]
     outside = {address: name for address, name in found.items() if not address.startswith("127.")}
     if len(outside) != 1:
