@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.multiprocessing as mp
 
-from meshwright.checkpoint.save_plan import own_share
+from meshwright.checkpoint.save_plan import SavePlan, describe
 from meshwright.checkpoint.staging import HostImage
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Loader
@@ -51,13 +51,14 @@ def measure(rank: int, store: str, preset: str, tokens: int, rounds: int) -> Non
     batch, vote, image = loader.step(0), Vote(trainer), HostImage()
     loader.close()
     tensors = state.tensors(trainer)
-    names = list(tensors)
+    plan = SavePlan(mesh.control)
+    plan.agree(describe(tensors, rank))
     numbers = iter(range(1, rounds + 2))
     work = {
         "step": lambda: trainer.step(batch, next(numbers)),
         "vote": vote,
         "finite": lambda: bad_state(trainer),
-        "stage": lambda: image.stage(own_share(tensors, names)),
+        "stage": lambda: image.stage(plan.own_share(tensors)),
     }
     taken: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(rounds + 1):

@@ -23,7 +23,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_folder_that_is_in_use_stays_and_one_that_was_left_goes(temporary: Path) -> None:
-    (temporary / "meshwright-left").mkdir()
+    (temporary / "meshwright-scratch-left").mkdir()
     (temporary / "another").mkdir()
     with scratch_folder() as first, scratch_folder() as second:
         assert {path.name for path in temporary.iterdir()} == {"another", first.name, second.name}

@@ -77,7 +77,7 @@ def traced() -> Iterator[Trace]:
         trace.computed += func.namespace == "meshwright" or name.startswith(COMPUTE)
 
     with (
-        patch.object(meshes, "TrafficCounter", lambda: trace),
+        patch.object(meshes, "TrafficCounter", lambda _heartbeat: trace),
         patch.object(FakeMemory, "_count_operator", count),
     ):
         yield trace
