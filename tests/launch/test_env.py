@@ -14,7 +14,7 @@ import pytest
 from meshwright.launch import env
 from meshwright.launch.env import Worker, fit_layout, process_group, resolve, worker
 from meshwright.parallel import process_groups
-from meshwright.spec import UserError
+from meshwright.spec import UserError, load
 from meshwright.spec.load import from_tree
 
 
@@ -181,3 +181,24 @@ def test_freed_memory_is_used_again() -> None:
         return int(ran.stdout)
 
     assert pages("keep") < 200 < pages("leave")
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "expected"),
+    [
+        ({"layout.dp": 2}, 1, "dp=1, zero=0"),
+        ({"layout.dp": 2}, 4, "dp=4, zero=0"),
+        ({"layout.dp": 2, "layout.tp": 2}, 8, "dp=4 x tp=2, zero=0"),
+        ({"layout.dp": 2, "layout.tp": 2}, 3, None),
+        ({"layout.dp": 2, "layout.replicate": 2, "layout.zero": 3}, 2, "dp=2, zero=3"),
+        ({"layout.dp": 2, "layout.replicate": 2, "layout.zero": 3}, 8, "replicate=4 x dp=2, zero=3"),
+        ({"layout.dp": 2, "layout.replicate": 2, "layout.zero": 3}, 1, "dp=1, zero=3"),
+        ({"layout.dp": 2}, 3, None),  # 8 sequences
+    ],
+)
+def test_a_layout_gets_data_axes_of_the_ranks_at_hand(
+    given: dict[str, int], ranks: int, expected: str | None
+) -> None:
+    spec = load(None, [*((k, str(v)) for k, v in given.items()), ("train.batch_tokens", str(8 * 512))])
+    found = env.resized(spec, ranks)
+    assert (found and found.layout.describe()) == expected

@@ -106,7 +106,7 @@ def test_a_host_that_gives_no_sign_of_life_is_lost_and_another_leads(tmp_path: P
     one.write(replace(A, beat=1))  # it was only stopped
     two.look(LOST_S + 1)
     assert sorted(two.hosts) == ["a", "b"]
-    one.leave()
+    one.remove("a")
     two.look(LOST_S + 1)
     assert list(two.hosts) == ["b"]
 

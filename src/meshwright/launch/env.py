@@ -155,14 +155,16 @@ def resolve(
 def resized(spec: RunSpec, ranks: int) -> RunSpec | None:
     """Return the run on another number of ranks, its data axes resized; None if its layout does not allow it.
 
-    Replicas go first: `layout.dp` stays if it can, since its shards must fit into a device's memory.
+    With `layout.replicate`, replicas come and go and `layout.dp` stays if it can, since its shards must fit
+    into a device's memory; else `layout.dp` changes.
     """
     layout = spec.layout
     data, rest = divmod(ranks, layout.world_size // (layout.dp * layout.replicate))
     if rest or not data:
         return None
     replicate, rest = divmod(data, layout.dp)
-    sizes = {"replicate": replicate} if not rest and replicate else {"dp": data, "replicate": 1}
+    keeps_dp = layout.replicate > 1 and replicate and not rest
+    sizes = {"replicate": replicate} if keeps_dp else {"dp": data, "replicate": 1}
     tree = spec.to_json()
     tree["layout"] |= sizes
     try:

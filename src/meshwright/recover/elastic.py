@@ -25,7 +25,7 @@ from meshwright.recover.zygote import Zygote, ZygoteLostError
 
 LOOK_S, BEAT_S = 0.25, 1.0
 """Time between looks at the other hosts, and between signs of life."""
-GATHER_S = 3.0
+GATHER_S = 10.0
 """A first start waits so long for more hosts than it needs."""
 LEASE_S = 10.0
 """A lost host's lease of the run's folder passes to another after so long."""
@@ -78,7 +78,7 @@ class HostSupervisor:
         ):
             zygote = Zygote(self.job.of(True, self.job.sizes[-1]).preload, memory.descriptors)
             stack.callback(zygote.close)
-            stack.callback(self.members.leave)
+            stack.callback(self.members.remove, self.host.name)
             self.members.look(began)
             self._first = self.members.world.number + 1 if self.members.world is not None else 0
             while True:
@@ -210,6 +210,7 @@ class HostSupervisor:
         )
         for name in sorted(set(world.hosts) - set(decision.hosts)):
             self.job.tell("host_lost", {"generation": world.number, "host": name})
+            self.members.remove(name)
         for name in sorted(set(decision.hosts) - set(world.hosts)) if not first else ():
             self.job.tell("host_joined", {"generation": number, "host": name})
 

@@ -87,9 +87,9 @@ class Membership:
         """Replace what is said of this host."""
         atomic.write(self.folder / f"host-{self.name}.json", json.dumps(asdict(host)))
 
-    def leave(self) -> None:
-        """Remove this host."""
-        (self.folder / f"host-{self.name}.json").unlink(missing_ok=True)
+    def remove(self, name: str) -> None:
+        """Remove what is said of a host that leaves, or is lost."""
+        (self.folder / f"host-{name}.json").unlink(missing_ok=True)
 
     def propose(self, world: World) -> None:
         """Make `world` the newest generation, unless another host has proposed that number before."""
