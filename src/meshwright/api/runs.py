@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from meshwright.launch.env import Supervision, worker
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.rules import ranks_match
 
+if TYPE_CHECKING:
+    from meshwright.recover.faults import Plan
+    from meshwright.recover.inject import Injection
+
 Result = dict[str, Any]
+Tell = Callable[[str, dict[str, Any]], None]
+"""Called with the kind and the fields of an event."""
 WORKERS = {
     "train": ("meshwright.train.loop", "meshwright.infer.sample", "meshwright.report.run_page"),
     "verify": ("meshwright.train.verify",),
@@ -54,7 +61,7 @@ def train(
         return train_worker(spec, out=out, resume=resume, quiet=quiet)
     flags = ["--out", str(out), *(["--quiet"] if quiet else [])]
     first = flags if resume is None else [*flags, "--resume", resume]
-    return _launch("train", spec, ranks, first, out / "result.json", [*flags, "--resume", "auto"])
+    return launch("train", spec, ranks, first, out / "result.json", [*flags, "--resume", "auto"])
 
 
 def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: bool = False) -> Result:
@@ -91,7 +98,11 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
 
         observers = stack.enter_context(ranks.together(start))
         once_per_host(ranks, lambda: open_corpus(spec))
-        run = TrainingRun(spec, mesh, out, observers, check="lazy")
+        injection = _injection()
+        disk = injection.disk if injection else None
+        run = TrainingRun(spec, mesh, out, observers, check="lazy", disk=disk)
+        if injection is not None:
+            injection.attach(run)
         ranks.together(keep_tokenizer)
         result = run.execute(resume)
         result["sample"] = held_out_sample(run.trainer, run.corpus)
@@ -99,6 +110,16 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
         if first:
             write_report(out)
     return result
+
+
+def _injection() -> Injection | None:
+    """Return what injects faults into this rank, if its supervisor has a plan of them."""
+    place, supervision = worker(), Supervision.given()
+    if place is None or supervision is None or not supervision.faults:
+        return None
+    from meshwright.recover.inject import Injection
+
+    return Injection(supervision, place)
 
 
 def _check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
@@ -147,7 +168,7 @@ def verify(spec: RunSpec, *, nproc: int | None = None, steps: int = 3, out: Path
     with tempfile.TemporaryDirectory(prefix="meshwright-") as temporary:
         folder = Path(temporary) if out is None else out
         flags = ["--steps", str(steps), "--out", str(folder)]
-        return _launch("verify", spec, ranks, flags, folder / "verify.json")
+        return launch("verify", spec, ranks, flags, folder / "verify.json")
 
 
 def verify_worker(spec: RunSpec, *, steps: int = 3, out: Path | None = None) -> Result:
@@ -171,17 +192,20 @@ def default_out() -> Path:
     return next(path for path in (base, *(Path(f"{base}-{i}") for i in range(2, 10**6))) if not path.exists())
 
 
-def _launch(
+def launch(
     verb: str,
     spec: RunSpec,
     ranks: int,
     flags: Sequence[str],
     result: Path,
     restart_flags: Sequence[str] | None = None,
+    faults: Plan | None = None,
+    tell: Tell | None = None,
 ) -> Result:
     """Run a verb of the command line as `ranks` processes, and return the JSON that it writes to `result`.
 
-    Ranks that fail are started again with `restart_flags`, if given; the run's folder is that of `result`.
+    Ranks that fail are started again with `restart_flags`, if given; the run's folder is that of `result`,
+    and its record gets each failure, of which `tell` is told first. `faults` are injected into the ranks.
     """
     from meshwright.launch.scratch import scratch_folder
     from meshwright.recover.supervisor import Restarts, run_ranks
@@ -191,17 +215,21 @@ def _launch(
         file.write_text(json.dumps({"spec": spec.to_json()}), encoding="utf-8")
         restarts = None
         if restart_flags is not None and spec.recovery.max_restarts:
-            tell = partial(_record_failure, result.parent)
-            restarts = Restarts(spec.recovery.max_restarts, [verb, str(file), *restart_flags], tell)
+            told = partial(_record_failure, result.parent, tell)
+            restarts = Restarts(spec.recovery.max_restarts, [verb, str(file), *restart_flags], told)
         preload = WORKERS[verb] + (COMPILER if spec.train.compile else ())
-        run_ranks([verb, str(file), *flags], ranks, preload=preload, restarts=restarts).raise_for_failure()
+        argv = [verb, str(file), *flags]
+        run_ranks(argv, ranks, preload=preload, restarts=restarts, faults=faults).raise_for_failure()
     return dict(json.loads(result.read_text(encoding="utf-8")))
 
 
-def _record_failure(out: Path, kind: str, fields: dict[str, Any]) -> None:
+def _record_failure(out: Path, tell: Tell | None, kind: str, fields: dict[str, Any]) -> None:
     """Add a failure to the record of the run in `out`; stacks of a hang get a file of their own."""
     from meshwright.report.record import append_event
 
+    if tell is not None:
+        tell(kind, fields)
+    del fields["noticed"]  # by a clock that only this process can read
     if stacks := fields.pop("stacks", ""):
         file = out / f"stacks-{fields['generation']}.txt"
         file.write_text(stacks, encoding="utf-8")

@@ -42,6 +42,10 @@ class Supervision:
     began: float
     heartbeats: int
     snapshots: Sequence[int] = ()
+    faults: Sequence[Mapping[str, Any]] = ()
+    """Faults to inject (`recover/faults.py`)."""
+    hits: int | None = None
+    """The descriptor of the memory that says which of them have hit; None without faults."""
 
     @classmethod
     def given(cls) -> Supervision | None:

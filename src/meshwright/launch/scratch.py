@@ -22,7 +22,7 @@ def scratch_folder() -> Iterator[Path]:
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError), _locked(left):  # it is in use, gone by now, or another user's
             shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as name, _locked(Path(name)):
+    with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-") as name, _locked(Path(name)):
         yield Path(name)
 
 

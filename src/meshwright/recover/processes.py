@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+_PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -38,3 +41,17 @@ def kill_session(pid: int) -> None:
     with suppress(ProcessLookupError):  # it has ended, or is not yet a leader
         os.killpg(pid, signal.SIGKILL)
     send_signal(pid, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends, so that `children` shows it (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def children() -> set[int]:
+    """Return the processes whose parent is this one and that have not ended."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").glob("*/children"):
+        found |= {int(pid) for pid in task.read_text().split()}
+    return {pid for pid in found if (state := process_state(pid)) is not None and state.letter != "Z"}

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from contextlib import ExitStack
 
-from meshwright.parallel.heartbeat import BYTES
+from meshwright.parallel.heartbeat import BYTES, Beat
 
 
 class SharedMemory(ExitStack):
@@ -30,15 +30,24 @@ class SharedMemory(ExitStack):
         self.snapshots = [self._made(f"snapshots of rank {rank}") for rank in range(ranks)]
 
     @property
+    def steps(self) -> int:
+        """Steps that the furthest rank has completed since the heartbeats were cleared."""
+        return max(Beat.of(self.beats, number).step for number in range(len(self.beats) // BYTES))
+
+    @property
     def descriptors(self) -> list[int]:
         """All descriptors, for processes that inherit them."""
         return [self.heartbeats, *self.snapshots]
 
     def _made(self, purpose: str) -> int:
-        if sys.platform == "linux":
-            descriptor = os.memfd_create(f"meshwright {purpose}")
-        else:
-            with tempfile.TemporaryFile() as file:
-                descriptor = os.dup(file.fileno())
+        descriptor = new_memory(purpose)
         self.callback(os.close, descriptor)
         return descriptor
+
+
+def new_memory(purpose: str) -> int:
+    """Return the descriptor of new memory, of no bytes yet, which `purpose` names to a debugger."""
+    if sys.platform == "linux":
+        return os.memfd_create(f"meshwright {purpose}")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

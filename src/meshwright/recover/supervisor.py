@@ -20,8 +20,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from meshwright.launch.env import Supervision
 from meshwright.launch.failure import KINDS, Outcome
 from meshwright.launch.scratch import scratch_folder
+from meshwright.recover.faults import Plan
 from meshwright.recover.generation import End, Generation, Job, stopped_by
 from meshwright.recover.shared_memory import SharedMemory
 from meshwright.recover.zygote import Zygote, ZygoteLostError
@@ -39,7 +41,8 @@ class Restarts:
     """When and how failed ranks are started again.
 
     `most` restarts may follow each other without a step that was not done before; `argv` is what restarted
-    ranks run. `tell` is called with (kind, fields) of each failure, hang and restart, while no rank runs.
+    ranks run. `tell` is called with (kind, fields) of each failure and hang, while no rank runs; their field
+    `noticed` is when that was (`time.monotonic`).
     """
 
     most: int
@@ -54,23 +57,25 @@ def run_ranks(
     module: str = "meshwright",
     preload: Sequence[str] = (),
     restarts: Restarts | None = None,
+    faults: Plan | None = None,
 ) -> Outcome:
     """Run `python -m module argv...` as `nproc` ranks, and return how they ended.
 
     Rank 0 has the terminal; the output of the others goes to files in a temporary folder. The outcome is that
     of the first failure (128 + the signal for a rank that a signal ended), or with `restarts` of the last
-    one. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGQUIT are handed to the ranks.
+    one. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGQUIT are handed to the ranks. `faults` hit the ranks.
     """
     if nproc < 1:
         raise UserError(f"--nproc: {nproc} is not a number of processes; give 1 or more")
-    return Supervisor(Job(argv, nproc, module, preload), restarts).run()
+    return Supervisor(Job(argv, nproc, module, preload), restarts, faults).run()
 
 
 class Supervisor:
     """Runs a job's ranks until they have succeeded, or shall not be started again."""
 
-    def __init__(self, job: Job, restarts: Restarts | None = None) -> None:
+    def __init__(self, job: Job, restarts: Restarts | None = None, faults: Plan | None = None) -> None:
         self.job, self.restarts = job, restarts
+        self._faults: dict[str, Any] = {} if faults is None else faults.given
         self.generation = 0
         self._zygote: Zygote | None = None
         self._furthest = -1
@@ -100,14 +105,16 @@ class Supervisor:
 
     def _run_once(self, memory: SharedMemory, began: float, folder: Path, asked: Sequence[int]) -> End:
         """Run one generation, with a new zygote where there is none."""
-        generation = Generation(self.generation, self.job, memory, began, folder)
+        shared = (memory.heartbeats, memory.snapshots)
+        supervision = Supervision(self.generation, began, *shared, **self._faults)
+        descriptors = memory.descriptors + ([] if supervision.hits is None else [supervision.hits])
         try:
-            self._zygote = self._zygote or Zygote(self.job.preload, memory.descriptors)
-            return generation.run(self._zygote, asked)
+            self._zygote = self._zygote or Zygote(self.job.preload, descriptors)
+            return Generation(supervision, self.job, memory, folder).run(self._zygote, asked)
         except ZygoteLostError as error:
             self._zygote = None
             found = stopped_by(asked[-1]) if asked else Outcome(1, str(error))
-            return End(found, 0, time.monotonic())
+            return End(found, memory.steps, time.monotonic())
 
     def _close_zygote(self) -> None:
         if self._zygote is not None:
@@ -119,6 +126,7 @@ class Supervisor:
         if restarts is None or found.code == 0 or found.stopped or found.code in KINDS:
             return found
         fields: dict[str, Any] = {"generation": self.generation, "step": end.steps, "message": found.sentence}
+        fields["noticed"] = end.noticed
         if end.hang is None:
             restarts.tell("failure", fields)
         else:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from meshwright.checkpoint.disk import Disk
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.corpus import Corpus, open_corpus, xz_bits_per_byte
 from meshwright.data.loader import Batch, Loader
@@ -42,10 +43,17 @@ class TrainingRun:
     """One run of one spec on one rank; `execute` does all of it and returns the result.
 
     `check` is what opening the corpus checks: "lazy" where another process of this host has just opened it.
+    Checkpoints are saved on `disk`.
     """
 
     def __init__(
-        self, spec: RunSpec, mesh: Mesh, out: Path, observers: Observers, check: Check = "files"
+        self,
+        spec: RunSpec,
+        mesh: Mesh,
+        out: Path,
+        observers: Observers,
+        check: Check = "files",
+        disk: Disk | None = None,
     ) -> None:
         self.spec, self.mesh, self.out, self.observers = spec, mesh, out, observers
         self.control, self.heartbeat = mesh.control, mesh.heartbeat
@@ -58,7 +66,7 @@ class TrainingRun:
         self.trainer = Trainer(spec, mesh)
         self.samples = SampleRecord(mesh)
         self.store = CheckpointStore(
-            spec.checkpoint.folder(out), spec.checkpoint.keep, mesh.background, wire=mesh.wire
+            spec.checkpoint.folder(out), spec.checkpoint.keep, mesh.background, disk=disk, wire=mesh.wire
         )
         self.store.claim()
         self.done = 0
