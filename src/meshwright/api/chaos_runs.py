@@ -48,7 +48,7 @@ def chaos(
     """
     from meshwright.recover.chaos import Chaos
     from meshwright.recover.faults import Plan
-    from meshwright.recover.processes import adopt_orphans, children
+    from meshwright.recover.processes import adopted_orphans, children
     from meshwright.recover.verdict import ORACLES, report
     from meshwright.report.chaos_page import write_chaos_page
 
@@ -63,10 +63,9 @@ def chaos(
             raise UserError(f"--out: {run} is not a run under faults; give another --out")
         shutil.rmtree(run)
     twin = _twin(spec, ranks, out)
-    adopt_orphans()
     before, begun = children(), time.monotonic()
     checkpoints, result, end = spec.checkpoint.folder(run), None, ""
-    with Plan(planned) as plan, Chaos(plan, due, out / LOG, checkpoints) as injected:
+    with adopted_orphans(), Plan(planned) as plan, Chaos(plan, due, out / LOG, checkpoints) as injected:
         flags = ["--out", str(run), "--quiet"]
         goal, again = run / "result.json", [*flags, "--resume", "auto"]
         try:
@@ -102,17 +101,17 @@ def _faults(
     replay: Path | None,
 ) -> tuple[list[Fault], list[float] | None]:
     """Return the faults, and the seconds at which each is due; None where each has a step and phase."""
-    from meshwright.recover.faults import DEFAULT_KINDS, KINDS, check, read_log, schedule
+    from meshwright.recover.faults import DEFAULT_KINDS, KINDS, check, read_log, saves_enough, schedule
 
-    saves = spec.checkpoint.every > 0
+    every, last = spec.checkpoint.every, spec.train.last_step
     if replay is not None:
-        found = read_log(replay)
-        check({fault.kind for fault in found}, max(fault.rank for fault in found), ranks, saves)
+        found = read_log(replay, ranks)
+        check({fault.kind for fault in found}, every, last)
         return found, None
     if kinds is None:
-        kinds = [name for name in DEFAULT_KINDS if saves or not KINDS[name].saves]
-    check(set(kinds), 0, ranks, saves)
-    timed = schedule(seed, count, mtbf, kinds, ranks)
+        kinds = [name for name in DEFAULT_KINDS if saves_enough(every, last) or not KINDS[name].saves]
+    check(kinds, every, last)
+    timed = schedule(seed, count, mtbf, kinds, ranks, every)
     return [fault for _, fault in timed], [due for due, _ in timed]
 
 

@@ -229,7 +229,7 @@ def _record_failure(out: Path, tell: Tell | None, kind: str, fields: dict[str, A
 
     if tell is not None:
         tell(kind, fields)
-    del fields["noticed"]  # by a clock that only this process can read
+    fields.pop("noticed")  # by a clock that only this process can read
     if stacks := fields.pop("stacks", ""):
         file = out / f"stacks-{fields['generation']}.txt"
         file.write_text(stacks, encoding="utf-8")

@@ -19,6 +19,8 @@ from meshwright.recover.faults import KINDS, Fault, Hit, Plan
 from meshwright.report.record import now as utc_now
 
 POLL_S = 0.02
+ENDS = ("failure", "hang")
+"""Kinds of a supervisor's events after which all ranks have ended."""
 
 
 @dataclass
@@ -28,6 +30,8 @@ class Course:
     fault: Fault
     hit: Hit
     noticed: float | None = None
+    told: str = ""
+    """Kind of the event that the supervisor told, "" if it told none."""
     message: str = ""
     target: str | None = None
     """Name of the checkpoint that was damaged, or LATEST."""
@@ -59,7 +63,7 @@ class Chaos:
         self._ended = threading.Event()
         self._writing = threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="chaos", daemon=True)
-        self._told: dict[int, tuple[float, str]] = {}
+        self._told: dict[int, tuple[float | None, str, str]] = {}
         self._targets: dict[int, str] = {}
         self._logged: set[tuple[int, str]] = set()
 
@@ -82,26 +86,33 @@ class Chaos:
         found = []
         for number, fault in enumerate(hits.faults):
             if hits[number].acted:
-                noticed, message = self._told.get(number, (None, ""))
-                found.append(Course(fault, hits[number], noticed, message, self._targets.get(number)))
+                told = self._told.get(number, (None, "", ""))
+                found.append(Course(fault, hits[number], *told, self._targets.get(number)))
         return found
 
     def tell(self, kind: str, fields: dict[str, Any]) -> None:
-        """Take down a failure or a hang that the supervisor has noticed; no rank runs meanwhile."""
-        hits, number, message = self.plan.hits, self.plan.hits.last(), str(fields["message"])
-        cause = None
-        if number is not None and hits[number].acted and not hits[number].back and number not in self._told:
-            cause = number
-            self._told[number] = fields["noticed"], message
-        else:
+        """Take down what the supervisor has noticed; after a failure or a hang no rank runs meanwhile."""
+        noticed, message = fields.get("noticed", time.monotonic()), str(fields["message"])
+        number = self._cause()
+        if number is not None and (kind in ENDS or self.plan.hits.faults[number].kind == kind):
+            self._told[number] = noticed, kind, message
+        elif kind in ENDS:
             self.unexplained.append(message)
         shown = {name: value for name, value in fields.items() if name not in ("noticed", "stacks")}
-        self._write(kind, fields["noticed"], {"fault": cause, **shown})
-        if cause is not None and KINDS[hits.faults[cause].kind].damages:
-            target = damage(hits.faults[cause], self.checkpoints, set(self._targets.values()))
+        self._write(kind, noticed, {"fault": number, **shown})
+        if number is not None and kind in ENDS and KINDS[self.plan.hits.faults[number].kind].damages:
+            target = damage(self.plan.hits.faults[number], self.checkpoints, set(self._targets.values()))
             if target is not None:
-                self._targets[cause] = target
-            self._write("damage", time.monotonic(), {"fault": cause, "target": target})
+                self._targets[number] = target
+            self._write("damage", time.monotonic(), {"fault": number, "target": target})
+
+    def _cause(self) -> int | None:
+        """Return the fault that has hit last, unless it has been told or the run has got over it."""
+        number = self.plan.hits.last()
+        if number is None or number in self._told:
+            return None
+        hit = self.plan.hits[number]
+        return number if hit.acted and not hit.back else None
 
     def _watch(self) -> None:
         hits = self.plan.hits

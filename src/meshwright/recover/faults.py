@@ -25,13 +25,13 @@ from meshwright.spec.errors import did_you_mean
 class Kind:
     """A kind of fault, and what a run must make of it.
 
-    `failure` are words of the sentence with which the ranks must be started again, and which names the rank
-    if `ranked`; "" is for faults that must not end any rank. `event` is the kind of an event that the run
-    must record, with words of it.
+    `failure` is the kind of the supervisor's event with which the ranks must be started again, with words of
+    its sentence, which names the rank if `ranked`; None is for faults that must not end any rank. `event` is
+    the kind of an event that the run must record, with words of it.
     """
 
     summary: str
-    failure: str = ""
+    failure: tuple[str, str] | None = None
     ranked: bool = True
     event: tuple[str, str] | None = None
     damages: bool = False
@@ -42,28 +42,29 @@ class Kind:
     """Changes numbers, so that the run cannot end as one without faults does."""
 
 
+_KILLED, _LOST = ("failure", "SIGKILL"), ("failure", "process that forks ranks")
 _DAMAGED = ("warning", "{target}")
 KINDS: Mapping[str, Kind] = {
-    "kill": Kind("the rank is killed as it enters a phase", "SIGKILL"),
-    "kill-anytime": Kind("the rank is killed up to a second later, wherever it is", "SIGKILL"),
-    "kill-zygote": Kind("the process that forks ranks is killed", "process that forks ranks", ranked=False),
-    "stop": Kind("the rank is stopped (SIGSTOP)", "is stopped"),
-    "stuck": Kind("the rank waits for ever, and takes no part in the next collective", "does not go on"),
+    "kill": Kind("the rank is killed as it enters a phase", _KILLED),
+    "kill-anytime": Kind("the rank is killed up to a second later, wherever it is", _KILLED),
+    "kill-zygote": Kind("the process that forks ranks is killed", _LOST, ranked=False),
+    "stop": Kind("the rank is stopped (SIGSTOP)", ("hang", "stopped")),
+    "stuck": Kind("the rank waits for ever, and takes no part in the next collective", ("hang", "")),
     "slow": Kind("the rank sleeps in each phase of some steps"),
-    "out-of-memory": Kind("an allocation of the rank fails", "MemoryError"),
+    "out-of-memory": Kind("an allocation of the rank fails", ("failure", "MemoryError")),
     "clock-jump": Kind("the rank's clock is set an hour on or back"),
     "io-error": Kind("a write of a save fails", event=("save_failed", "Input/output error"), saves=True),
     "disk-full": Kind("a write of a save finds no space", event=("save_failed", "no space"), saves=True),
     "flip-checkpoint": Kind(
         "the rank is killed, and a bit of the newest checkpoint is flipped",
-        "SIGKILL", event=_DAMAGED, damages=True, saves=True,
+        _KILLED, event=_DAMAGED, damages=True, saves=True,
     ),
     "cut-checkpoint": Kind(
         "the rank is killed, and a file of the newest checkpoint is cut to half",
-        "SIGKILL", event=_DAMAGED, damages=True, saves=True,
+        _KILLED, event=_DAMAGED, damages=True, saves=True,
     ),
     "cut-latest": Kind(
-        "the rank is killed, and LATEST is emptied", "SIGKILL", event=_DAMAGED, damages=True, saves=True
+        "the rank is killed, and LATEST is emptied", _KILLED, event=_DAMAGED, damages=True, saves=True
     ),
     "nan": Kind(
         "an activation of the rank is not a number in one step", event=("skipped_step", ""), alters=True
@@ -72,6 +73,8 @@ KINDS: Mapping[str, Kind] = {
 }  # fmt: skip
 DEFAULT_KINDS = tuple(name for name, kind in KINDS.items() if not kind.alters)
 """Kinds after which a run must end as if there had been none."""
+FIRST_SAVES = 3
+"""Saves after which checkpoints may be damaged: two are on the disk, the newer of which is not needed."""
 _PHASES = tuple(phase for phase in PHASES if phase in STEP_PHASES)
 
 
@@ -119,17 +122,20 @@ class Fault:
 
 
 def schedule(
-    seed: int, count: int, mtbf: float, kinds: Sequence[str], ranks: int, phases: Sequence[str] = _PHASES
+    seed: int, count: int, mtbf: float, kinds: Sequence[str], ranks: int, every: int = 0
 ) -> list[tuple[float, Fault]]:
     """Return `count` faults, each with the seconds from the start of a run at which it is due.
 
     Gaps are exponential with mean `mtbf` seconds. Fault i is a function of (seed, i) and the other arguments.
+    None hits the first step, where an error is taken for one of the program, and ends the run; those that
+    damage checkpoints, of which a run saves one `every` so many steps, wait until it has some.
     """
     due, found = 0.0, []
     for number in range(count):
         draw = random.Random(f"{seed} {number}")
         due += draw.expovariate(1 / mtbf)
-        kind, rank, phase = draw.choice(list(kinds)), draw.randrange(ranks), draw.choice(list(phases))
+        kind, rank, phase = draw.choice(list(kinds)), draw.randrange(ranks), draw.choice(_PHASES)
+        step = FIRST_SAVES * every if KINDS[kind].damages else 1
         seconds, steps = 0.0, 1
         if kind == "slow":
             seconds, steps = draw.uniform(0.02, 0.2), 3
@@ -137,13 +143,16 @@ def schedule(
             seconds = draw.random()
         elif kind == "clock-jump":
             seconds = draw.choice((-3600.0, 3600.0))
-        fault = Fault(kind, rank, phase, seconds=seconds, steps=steps, number=draw.getrandbits(31))
+        fault = Fault(kind, rank, phase, step, 0, seconds, steps, draw.getrandbits(31))
         found.append((due, fault))
     return found
 
 
-def read_log(path: Path) -> list[Fault]:
-    """Return the faults of a log, each with the place where it hit, in their order. Raises `UserError`."""
+def read_log(path: Path, ranks: int) -> list[Fault]:
+    """Return the faults of a log, each with the place where it hit, in their order.
+
+    Raises `UserError`, also for a fault that is not of one of `ranks` ranks.
+    """
     try:
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, ValueError) as error:
@@ -151,23 +160,29 @@ def read_log(path: Path) -> list[Fault]:
     found = [Fault.from_json(row) for row in rows if isinstance(row, dict) and row.get("event") == "fault"]
     if not found:
         raise UserError(f"--replay: {path} holds no faults; give the chaos.jsonl of a run")
+    if (highest := max(fault.rank for fault in found)) >= ranks:
+        raise UserError(f"--replay: {path} has a fault of rank {highest}, and the run has {ranks} ranks")
     return found
 
 
-def check(kinds: Collection[str], highest: int, ranks: int, saves: bool) -> None:
-    """Refuse kinds that are unknown, or need checkpoints where none are saved, and a rank that is not there."""
+def saves_enough(every: int, last_step: int) -> bool:
+    """True if a run saves so many checkpoints on its way that all kinds of faults can hit them."""
+    return 0 < FIRST_SAVES * every < last_step
+
+
+def check(kinds: Collection[str], every: int, last_step: int) -> None:
+    """Refuse kinds that are unknown, or need checkpoints of a run that saves too few of them."""
     for name in kinds:
         if name not in KINDS:
             raise UserError(
                 f"--kinds: {name!r} is not a kind of fault{did_you_mean(name, KINDS)}; the kinds are "
                 f"{', '.join(KINDS)}"
             )
-        if KINDS[name].saves and not saves:
+        if KINDS[name].saves and not saves_enough(every, last_step):
             raise UserError(
-                f"--kinds: {name} needs checkpoints, and checkpoint.every is 0; give it, or other kinds"
+                f"--kinds: {name} needs a run that saves more than {FIRST_SAVES} checkpoints; give a smaller "
+                f"checkpoint.every than {every} of {last_step} steps, or other kinds"
             )
-    if highest >= ranks:
-        raise UserError(f"--replay: a fault is for rank {highest}, and the run has {ranks} ranks")
 
 
 class Hit(NamedTuple):
@@ -181,15 +196,17 @@ class Hit(NamedTuple):
     """Completed steps of the rank that was hit."""
     acted: int
     """Time at which it did what it does, which may be later."""
+    acted_step: int
+    """Steps that the rank had completed by then."""
     resumed_step: int
     """Completed steps from which the ranks that were started again went on."""
     resumed: int
     """Time at which they began their first step."""
     back: int
-    """Time at which a step was completed that was not before the fault, and none is under its influence."""
+    """Time at which a step was completed that was not before the fault, and that it did not touch."""
 
 
-_ROW = struct.Struct("<7q")
+_ROW = struct.Struct("<8q")
 _COUNTS = struct.Struct("<2q")
 _HEAD = 64
 _FIELD = struct.Struct("<q")
@@ -239,4 +256,4 @@ class Plan(ExitStack):
         self.callback(os.close, descriptor)
         os.ftruncate(descriptor, _HEAD + max(1, len(faults)) * _ROW.size)
         self.hits = HitTable(descriptor, faults)
-        self.given = {"faults": [fault.to_json() for fault in faults], "hits": descriptor}
+        self.given: dict[str, Any] = {"faults": [fault.to_json() for fault in faults], "hits": descriptor}

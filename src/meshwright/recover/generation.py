@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from meshwright.launch.env import SUPERVISOR, Supervision
 from meshwright.launch.failure import Outcome, RankEnd, last_words, outcome
+from meshwright.parallel.heartbeat import Beat
+from meshwright.recover.faults import Plan
 from meshwright.recover.hang import Hang, HangWatch
 from meshwright.recover.processes import kill_session, send_signal
 from meshwright.recover.shared_memory import SharedMemory
@@ -42,6 +44,8 @@ class Job:
     module: str = "meshwright"
     preload: Sequence[str] = ()
     """Modules that the ranks need, imported once for all of them."""
+    faults: Plan | None = None
+    """Faults that shall hit the ranks."""
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,12 @@ def stopped_by(number: int) -> Outcome:
 
 
 class Generation:
-    """Ranks that start, run and end together."""
+    """Ranks that start, run and end together; `number` counts their starts from 0."""
 
-    def __init__(self, supervision: Supervision, job: Job, memory: SharedMemory, folder: Path) -> None:
-        self._supervision, self.job, self._memory = supervision, job, memory
+    def __init__(self, number: int, job: Job, memory: SharedMemory, began: float, folder: Path) -> None:
+        self.number, self.job, self._memory = number, job, memory
+        faults = job.faults.given if job.faults is not None else {}
+        self._supervision = Supervision(number, began, memory.heartbeats, memory.snapshots, **faults)
         self._ranks = [_Rank(folder / f"rank-{rank}") for rank in range(job.nproc)]
         self._watch: HangWatch | None = None
         self._noticed: float | None = None
@@ -121,7 +127,7 @@ class Generation:
             "MASTER_ADDR": HOST,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the supervisor holds the store, and rank 0 joins it
-            "TORCHELASTIC_RESTART_COUNT": str(self._supervision.generation),
+            "TORCHELASTIC_RESTART_COUNT": str(self.number),
             "TORCHELASTIC_ERROR_FILE": str(folder / "error.json"),
             SUPERVISOR: json.dumps(asdict(self._supervision)),
         }
@@ -172,7 +178,7 @@ class Generation:
     def _ended(self, asked: Sequence[int]) -> End:
         """Return the end, now that every rank has ended or a signal came before all had started."""
         ends = {number: rank.end for number, rank in enumerate(self._ranks) if rank.end is not None}
-        steps = self._memory.steps
+        steps = max(Beat.of(self._memory.beats, number).step for number in range(len(self._ranks)))
         noticed = self._noticed or time.monotonic()
         if self._hang is not None:
             found = Outcome(1, self._hang.sentence)

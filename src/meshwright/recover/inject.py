@@ -52,13 +52,10 @@ class Injection:
         self._hits, self._generation, self._rank = hits, supervision.generation, place.rank
         self.disk = FailingDisk()
         self._next = 0
-        self._last: int | None = hits.last()
-        self._seen: int | None = None
-        """Completed steps when rank 0 first saw that the last fault had acted."""
         self._slow = (0, 0.0)
         """Completed steps up to which each phase takes longer, and by how many seconds."""
         self._save_begun: int | None = None
-        last = self._last
+        last = hits.last()
         before = last is not None and hits[last].starts == self._generation  # in the generation before this
         if last is not None and before and KINDS[hits.faults[last].kind].damages:
             for descriptor in _flat(supervision.snapshots[place.local_rank]):
@@ -88,7 +85,7 @@ class Injection:
 
     def acted(self, number: int) -> None:
         """Note that a fault does now what it does."""
-        self._hits.write(number, acted=time.monotonic_ns())
+        self._hits.write(number, acted_step=self._run.done, acted=time.monotonic_ns())
 
     # Notes of rank 0 ----------------------------------------------------------------------------------
 
@@ -101,18 +98,14 @@ class Injection:
 
     def _note_progress(self, phase: str, done: int) -> None:
         last = self._hits.last()
-        if last != self._last:
-            self._last, self._seen = last, None
         if last is None or self._hits[last].back or not self._hits[last].acted:
             return
         hit, fault, now = self._hits[last], self._hits.faults[last], time.monotonic_ns()
         again = self._generation >= hit.starts
         if again and phase != "start" and not hit.resumed:
             self._hits.write(last, resumed_step=done, resumed=now)
-        if self._seen is None:
-            self._seen = hit.step if again else done
-        new = done >= max(hit.step, self._seen) + fault.steps
-        if new and (again or not KINDS[fault.kind].failure):
+        new = done >= hit.acted_step + fault.steps
+        if new and (again or KINDS[fault.kind].failure is None):
             self._hits.write(last, back=now)
 
     # Acts ---------------------------------------------------------------------------------------------

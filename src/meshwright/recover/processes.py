@@ -6,7 +6,9 @@ import ctypes
 import os
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -43,10 +45,20 @@ def kill_session(pid: int) -> None:
     send_signal(pid, signal.SIGKILL)
 
 
-def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends, so that `children` shows it (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+@contextmanager
+def adopted_orphans() -> Iterator[None]:
+    """While the context lasts, be the parent of every descendant whose own parent has ended (Linux).
+
+    Then `children` shows it.
+    """
+    adopt = partial(ctypes.CDLL(None).prctl, _PR_SET_CHILD_SUBREAPER) if sys.platform == "linux" else None
+    if adopt is not None:
+        adopt(1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        if adopt is not None:
+            adopt(0, 0, 0, 0)
 
 
 def children() -> set[int]:

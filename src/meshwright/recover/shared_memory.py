@@ -11,7 +11,7 @@ import sys
 import tempfile
 from contextlib import ExitStack
 
-from meshwright.parallel.heartbeat import BYTES, Beat
+from meshwright.parallel.heartbeat import BYTES
 
 
 class SharedMemory(ExitStack):
@@ -28,11 +28,6 @@ class SharedMemory(ExitStack):
         mapped = self.enter_context(mmap.mmap(self.heartbeats, ranks * BYTES))
         self.beats = self.enter_context(memoryview(mapped))
         self.snapshots = [self._made(f"snapshots of rank {rank}") for rank in range(ranks)]
-
-    @property
-    def steps(self) -> int:
-        """Steps that the furthest rank has completed since the heartbeats were cleared."""
-        return max(Beat.of(self.beats, number).step for number in range(len(self.beats) // BYTES))
 
     @property
     def descriptors(self) -> list[int]:

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.launch.env import Supervision
 from meshwright.launch.failure import KINDS, Outcome
 from meshwright.launch.scratch import scratch_folder
 from meshwright.recover.faults import Plan
@@ -67,15 +66,14 @@ def run_ranks(
     """
     if nproc < 1:
         raise UserError(f"--nproc: {nproc} is not a number of processes; give 1 or more")
-    return Supervisor(Job(argv, nproc, module, preload), restarts, faults).run()
+    return Supervisor(Job(argv, nproc, module, preload, faults), restarts).run()
 
 
 class Supervisor:
     """Runs a job's ranks until they have succeeded, or shall not be started again."""
 
-    def __init__(self, job: Job, restarts: Restarts | None = None, faults: Plan | None = None) -> None:
+    def __init__(self, job: Job, restarts: Restarts | None = None) -> None:
         self.job, self.restarts = job, restarts
-        self._faults: dict[str, Any] = {} if faults is None else faults.given
         self.generation = 0
         self._zygote: Zygote | None = None
         self._furthest = -1
@@ -105,16 +103,15 @@ class Supervisor:
 
     def _run_once(self, memory: SharedMemory, began: float, folder: Path, asked: Sequence[int]) -> End:
         """Run one generation, with a new zygote where there is none."""
-        shared = (memory.heartbeats, memory.snapshots)
-        supervision = Supervision(self.generation, began, *shared, **self._faults)
-        descriptors = memory.descriptors + ([] if supervision.hits is None else [supervision.hits])
+        generation = Generation(self.generation, self.job, memory, began, folder)
         try:
-            self._zygote = self._zygote or Zygote(self.job.preload, descriptors)
-            return Generation(supervision, self.job, memory, folder).run(self._zygote, asked)
+            faults = [self.job.faults.hits.descriptor] if self.job.faults is not None else []
+            self._zygote = self._zygote or Zygote(self.job.preload, memory.descriptors + faults)
+            return generation.run(self._zygote, asked)
         except ZygoteLostError as error:
             self._zygote = None
             found = stopped_by(asked[-1]) if asked else Outcome(1, str(error))
-            return End(found, memory.steps, time.monotonic())
+            return End(found, 0, time.monotonic())
 
     def _close_zygote(self) -> None:
         if self._zygote is not None:

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from meshwright.recover.chaos import Chaos, Course
+from meshwright.recover.chaos import ENDS, Chaos, Course
 from meshwright.recover.faults import KINDS
 from meshwright.report.record import Row, read_run
 from meshwright.spec import RunSpec
@@ -54,32 +54,30 @@ def _row(chaos: Chaos, course: Course, events: Iterable[tuple[Row, float]]) -> R
     fault, hit, kind = course.placed, course.hit, KINDS[course.fault.kind]
     acted = hit.acted / 1e9
     noticed, message = course.noticed, course.message
-    told = None
+    told, unnoticed = None, kind.failure is not None and noticed is None
     if kind.event is not None and not (kind.damages and course.target is None):
         name, words = kind.event
         words = words.format(target=course.target)
         told = next(((e, t) for e, t in events if e["kind"] == name and words in str(e)), None)
-    if kind.failure:
+        unnoticed = unnoticed or told is None
+    if kind.failure is not None:
         who = f"rank {fault.rank} " if kind.ranked else ""
-        named = kind.failure in message and who in message
-        if kind.damages and course.target is not None:
-            named = named and told is not None
+        named = course.told == kind.failure[0] and kind.failure[1] in message and who in message
     else:
-        named = not message
+        named = course.told not in ENDS
         if told is not None:
             noticed, message = told[1], str(told[0].get("message", told[0]["kind"]))
-    must = bool(kind.failure or kind.event)
     return {
         **fault.to_json(),
         "at": acted - chaos.began,
         "noticed": None if noticed is None else max(0.0, noticed - acted),
         "resumed": hit.resumed / 1e9 - acted if hit.resumed else None,
         "back": hit.back / 1e9 - acted if hit.back else None,
-        "lost": max(0, hit.step - hit.resumed_step) if hit.resumed else 0,
+        "lost": max(0, hit.acted_step - hit.resumed_step) if hit.resumed else 0,
         "target": course.target,
         "message": message,
-        "unnoticed": must and noticed is None,
-        "misnamed": (noticed is not None and not named) or (not kind.failure and bool(course.message)),
+        "unnoticed": unnoticed,
+        "misnamed": noticed is not None and not named,
     }
 
 
