@@ -219,7 +219,10 @@ def test_digests_are_not_asked_of_a_run_whose_numbers_a_fault_changed(tmp_path: 
     ("words", "sentence"),
     [
         (["--kinds", "kill,stpo"], "--kinds: 'stpo' is not a kind of fault; did you mean 'stop'?"),
-        (["--kinds", "io-error", "--checkpoint.every", "0"], "--kinds: io-error needs a run that saves"),
+        (
+            ["--kinds", "io-error", "--checkpoint.every", "0"],
+            "--kinds: io-error needs more than 3 checkpoints on the way",
+        ),
         (["--mtbf", "soon"], "--mtbf: 'soon' is not valid: a time above 0 is needed"),
         (["--mtbf", "0s"], "--mtbf: '0s' is not valid"),
         (["--faults", "0"], "--faults: '0' is not valid"),

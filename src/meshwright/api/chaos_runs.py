@@ -103,7 +103,9 @@ def _faults(
     """Return the faults, and the seconds at which each is due; None where each has a step and phase."""
     from meshwright.recover.faults import DEFAULT_KINDS, KINDS, check, read_log, saves_enough, schedule
 
-    every, last = spec.checkpoint.every, spec.train.last_step
+    last, every = spec.train.last_step, spec.checkpoint.every
+    if not isinstance(every, int):  # an interval that the run chooses
+        every = 0
     if replay is not None:
         found = read_log(replay, ranks)
         check({fault.kind for fault in found}, every, last)

@@ -24,7 +24,12 @@ def _kinds(text: str) -> list[str]:
     Flag("mtbf", "mean time between faults, such as 30s or 5m", "TIME", duration, default=30.0),
     Flag("faults", "number of faults", "N", whole(1), default=50),
     Flag("seed", "seed of the faults", "N", whole(0), default=0),
-    Flag("kinds", "kinds of faults, such as kill,stop; default all that change no numbers", "LIST", _kinds),
+    Flag(
+        "kinds",
+        "kinds of faults, such as kill,stop; default all that leave no trace",
+        "LIST",
+        _kinds,
+    ),
     Flag("replay", "inject the faults of a chaos.jsonl again, at the same steps and phases", "FILE", Path),
     Flag("out", "folder of the report and of both runs; default a new one under runs/", "DIR", folder_name),
     JSON,

@@ -40,6 +40,8 @@ class Kind:
     """Needs checkpoints that are saved on the way."""
     alters: bool = False
     """Changes numbers, so that the run cannot end as one without faults does."""
+    drawn: bool = True
+    """Among the kinds of a schedule that names none."""
 
 
 _KILLED, _LOST = ("failure", "SIGKILL"), ("failure", "process that forks ranks")
@@ -51,7 +53,8 @@ KINDS: Mapping[str, Kind] = {
     "stop": Kind("the rank is stopped (SIGSTOP)", ("hang", "stopped")),
     "stuck": Kind("the rank waits for ever, and takes no part in the next collective", ("hang", "")),
     "slow": Kind("the rank sleeps in each phase of some steps"),
-    "out-of-memory": Kind("an allocation of the rank fails", ("failure", "MemoryError")),
+    "error": Kind("the rank raises an error that nobody expects", ("failure", "RuntimeError")),
+    "out-of-memory": Kind("an allocation of the rank fails", ("failure", "MemoryError"), drawn=False),
     "clock-jump": Kind("the rank's clock is set an hour on or back"),
     "io-error": Kind("a write of a save fails", event=("save_failed", "Input/output error"), saves=True),
     "disk-full": Kind("a write of a save finds no space", event=("save_failed", "no space"), saves=True),
@@ -67,11 +70,12 @@ KINDS: Mapping[str, Kind] = {
         "the rank is killed, and LATEST is emptied", _KILLED, event=_DAMAGED, damages=True, saves=True
     ),
     "nan": Kind(
-        "an activation of the rank is not a number in one step", event=("skipped_step", ""), alters=True
+        "an activation of the rank is not a number in one step",
+        event=("skipped_step", ""), alters=True, drawn=False,
     ),
-    "flip": Kind("a bit of a parameter of the rank flips", alters=True),
+    "flip": Kind("a bit of a parameter of the rank flips", alters=True, drawn=False),
 }  # fmt: skip
-DEFAULT_KINDS = tuple(name for name, kind in KINDS.items() if not kind.alters)
+DEFAULT_KINDS = tuple(name for name, kind in KINDS.items() if kind.drawn)
 """Kinds after which a run must end as if there had been none."""
 FIRST_SAVES = 3
 """Saves after which checkpoints may be damaged: two are on the disk, the newer of which is not needed."""
@@ -180,8 +184,8 @@ def check(kinds: Collection[str], every: int, last_step: int) -> None:
             )
         if KINDS[name].saves and not saves_enough(every, last_step):
             raise UserError(
-                f"--kinds: {name} needs a run that saves more than {FIRST_SAVES} checkpoints; give a smaller "
-                f"checkpoint.every than {every} of {last_step} steps, or other kinds"
+                f"--kinds: {name} needs more than {FIRST_SAVES} checkpoints on the way; set checkpoint.every "
+                f"to at most {(last_step - 1) // FIRST_SAVES} steps, or other kinds"
             )
 
 

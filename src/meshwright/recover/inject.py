@@ -136,6 +136,10 @@ class Injection:
         self.acted(number)
         self._slow = (done + fault.steps, fault.seconds)
 
+    def _raise(self, number: int, fault: Fault, done: int) -> None:
+        self.acted(number)
+        raise RuntimeError(f"fault {number} of a plan")
+
     def _run_out_of_memory(self, number: int, fault: Fault, done: int) -> None:
         self.acted(number)
         bytearray(1 << 62)
@@ -185,6 +189,7 @@ _ACTS: dict[str, _Act] = {
     "stop": Injection._stop,
     "stuck": Injection._wait_for_ever,
     "slow": Injection._slow_down,
+    "error": Injection._raise,
     "out-of-memory": Injection._run_out_of_memory,
     "clock-jump": Injection._jump,
     "io-error": Injection._fail_a_write,
