@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.api.runs import Result, default_out, launch, train
-from meshwright.checkpoint.disk import TEMPORARY
 from meshwright.launch.failure import RanksFailed
 from meshwright.launch.scratch import PREFIX
 from meshwright.report.record import read_metrics, write_atomically
@@ -149,5 +148,7 @@ def _processes_left(before: set[int], children: Callable[[], set[int]]) -> list[
 
 def _files_left(checkpoints: Path) -> list[str]:
     """Return the temporary folders of this process, and the checkpoints that were never published."""
+    from meshwright.checkpoint.disk import TEMPORARY
+
     folders = Path(tempfile.gettempdir()).glob(f"{PREFIX}{os.getpid()}-*")
     return [str(path) for path in (*sorted(folders), *sorted(checkpoints.glob(f"{TEMPORARY}*")))]
