@@ -137,7 +137,7 @@ def verdict_on(
     twin = {"wall_seconds": 1.0, "step_seconds": 0.1, "parameters_sha256": "p", "samples_sha256": "s"}
     digests = {"parameters_sha256": "p", "samples_sha256": "s"}
     with Plan(faults) as plan:
-        chaos = Chaos(plan, [], tmp_path / "chaos.jsonl", tmp_path / "checkpoints")
+        chaos = Chaos(plan, [], tmp_path / "chaos.jsonl", run, run / "checkpoints")
         for number in range(len(faults)):
             at = int((chaos.began + 1 + number) * 1e9)
             plan.hits.write(number, step=1, starts=1, acted=at, acted_step=1)
@@ -148,7 +148,7 @@ def verdict_on(
             "".join(json.dumps(event | {"time": chaos.began_at.isoformat()}) + "\n" for event in events)
         )
         spec = spec_of({}, train__steps=3)
-        return report(spec, chaos, run, twin, result or digests, 2.0, left)
+        return report(spec, chaos, twin, result or digests, 2.0, left)
 
 
 def told(kind: str, message: str, after: float = 1.5) -> Callable[[Chaos], None]:

@@ -64,7 +64,7 @@ def chaos(
     twin = _twin(spec, ranks, out)
     before, begun = children(), time.monotonic()
     checkpoints, result, end = spec.checkpoint.folder(run), None, ""
-    with adopted_orphans(), Plan(planned) as plan, Chaos(plan, due, out / LOG, checkpoints) as injected:
+    with adopted_orphans(), Plan(planned) as plan, Chaos(plan, due, out / LOG, run, checkpoints) as injected:
         flags = ["--out", str(run), "--quiet"]
         goal, again = run / "result.json", [*flags, "--resume", "auto"]
         try:
@@ -74,7 +74,7 @@ def chaos(
         seconds = time.monotonic() - begun
         left = [*_processes_left(before, children), *_files_left(checkpoints)]
         found = {"nproc": ranks, "seed": None if replay else seed, "mtbf_seconds": None if replay else mtbf}
-        found |= report(spec, injected, run, twin, result, seconds, left) | {"end": end}
+        found |= report(spec, injected, twin, result, seconds, left) | {"end": end}
     write_atomically(out / "chaos.json", json.dumps(found, indent=1) + "\n")
     write_chaos_page(out / "chaos.html", found, ORACLES)
     return found

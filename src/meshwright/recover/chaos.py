@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 import time
@@ -16,9 +17,12 @@ from typing import Any
 from meshwright.checkpoint.directory import history
 from meshwright.checkpoint.disk import LATEST
 from meshwright.recover.faults import KINDS, Fault, Hit, Plan
+from meshwright.report.record import Row, read_run
 from meshwright.report.record import now as utc_now
 
 POLL_S = 0.02
+TOLD_S = 10.0
+"""The run gets so long to record an event that tells of a fault, before the next one is armed."""
 ENDS = ("failure", "hang")
 """Kinds of a supervisor's events after which all ranks have ended."""
 
@@ -47,13 +51,14 @@ class Chaos:
     """Arms the faults of a plan one after another while the context lasts, and logs what becomes of them.
 
     Fault i is armed `due[i]` seconds after the start, and not before the run has got over the one before;
-    without `due` all are armed at the start, each for its own place. `log` is a file of JSON lines,
-    `checkpoints` the directory of the run's.
+    without `due` all are armed at the start, each for its own place. `log` is a file of JSON lines, `run` the
+    run's folder, and `checkpoints` the directory of its checkpoints.
     """
 
     plan: Plan
     due: Sequence[float] | None
     log: Path
+    run: Path
     checkpoints: Path
     unexplained: list[str] = field(default_factory=list)
     """Sentences of failures that no fault explains."""
@@ -80,14 +85,14 @@ class Chaos:
         for number in range(len(self.plan.hits.faults)):
             self._note(number)
 
-    def courses(self) -> list[Course]:
-        """Return the courses of the faults that have hit, in their order."""
+    def courses(self) -> dict[int, Course]:
+        """Return the courses of the faults that have hit, by their numbers."""
         hits = self.plan.hits
-        found = []
+        found = {}
         for number, fault in enumerate(hits.faults):
             if hits[number].acted:
                 told = self._told.get(number, (None, "", ""))
-                found.append(Course(fault, hits[number], *told, self._targets.get(number)))
+                found[number] = Course(fault, hits[number], *told, self._targets.get(number))
         return found
 
     def tell(self, kind: str, fields: dict[str, Any]) -> None:
@@ -114,6 +119,22 @@ class Chaos:
         hit = self.plan.hits[number]
         return number if hit.acted and not hit.back else None
 
+    def event(self, number: int, target: str | None, until: float = math.inf) -> tuple[Row, float] | None:
+        """Return the first event of the run's record that tells of a fault before a time, and its own time.
+
+        `target` is the name of what was damaged; times are `time.monotonic`.
+        """
+        expected = KINDS[self.plan.hits.faults[number].kind].event
+        if expected is None or not (self.run / "run.json").exists():
+            return None
+        kind, words = expected[0], expected[1].format(target=target)
+        acted = self.plan.hits[number].acted / 1e9 - 0.002  # the record's times are in milliseconds
+        for event in read_run(self.run).events:
+            when = self.began + (datetime.fromisoformat(event["time"]) - self.began_at).total_seconds()
+            if event["kind"] == kind and words in str(event) and acted <= when < until:
+                return event, when
+        return None
+
     def _watch(self) -> None:
         hits = self.plan.hits
         if self.due is None:
@@ -124,11 +145,18 @@ class Chaos:
                 if self._ended.wait(max(0.0, self.began + self.due[number] - time.monotonic())):
                     return
                 hits.write(number, armed=1)
-            while not hits[number].back:
+            while not self._over(number):
                 if self._ended.wait(POLL_S):
                     return
                 self._note(number)
             self._note(number)
+
+    def _over(self, number: int) -> bool:
+        """True if the run has got over a fault, and has recorded the event that tells of it or had the time."""
+        back, kind = self.plan.hits[number].back, KINDS[self.plan.hits.faults[number].kind]
+        if not back or kind.event is None or kind.damages:
+            return back > 0
+        return time.monotonic() > back / 1e9 + TOLD_S or self.event(number, None) is not None
 
     def _note(self, number: int) -> None:
         """Log that a fault has hit, and that the run has got over it, each once."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,38 +27,23 @@ ORACLES = {
 """Oracles of a run under faults; those of digests are not asked (None) after kinds that change numbers."""
 
 
-def figures(chaos: Chaos, out: Path) -> list[Row]:
-    """Return a row for each fault that has hit: seconds until noticed, resumed and back, steps lost, verdict.
-
-    `out` is the run's folder, in whose record some kinds must show.
-    """
-    courses, events = chaos.courses(), read_run(out).events if (out / "run.json").exists() else []
-    wall = [_seconds_of(chaos, event) for event in events]
-    rows = []
-    for place, course in enumerate(courses):
-        acted = course.hit.acted / 1e9
-        until = courses[place + 1].hit.acted / 1e9 if place + 1 < len(courses) else float("inf")
-        between = [
-            (event, when) for event, when in zip(events, wall, strict=True) if acted - 0.002 <= when < until
-        ]
-        rows.append(_row(chaos, course, between))
-    return rows
+def figures(chaos: Chaos) -> list[Row]:
+    """Return a row for each fault that has hit: seconds until noticed, resumed and back, and the verdict."""
+    courses = chaos.courses()
+    ends = [*(course.hit.acted / 1e9 for course in courses.values()), math.inf][1:]
+    return [
+        _row(chaos, number, course, until)
+        for (number, course), until in zip(courses.items(), ends, strict=True)
+    ]
 
 
-def _seconds_of(chaos: Chaos, event: Row) -> float:
-    """Return the time of an event of the record by this process's monotonic clock."""
-    return chaos.began + (datetime.fromisoformat(event["time"]) - chaos.began_at).total_seconds()
-
-
-def _row(chaos: Chaos, course: Course, events: Iterable[tuple[Row, float]]) -> Row:
+def _row(chaos: Chaos, number: int, course: Course, until: float) -> Row:
     fault, hit, kind = course.placed, course.hit, KINDS[course.fault.kind]
     acted = hit.acted / 1e9
     noticed, message = course.noticed, course.message
     told, unnoticed = None, kind.failure is not None and noticed is None
     if kind.event is not None and not (kind.damages and course.target is None):
-        name, words = kind.event
-        words = words.format(target=course.target)
-        told = next(((e, t) for e, t in events if e["kind"] == name and words in str(e)), None)
+        told = chaos.event(number, course.target, until)
         unnoticed = unnoticed or told is None
     if kind.failure is not None:
         who = f"rank {fault.rank} " if kind.ranked else ""
@@ -123,19 +108,18 @@ def incomplete_rows(spec: RunSpec, out: Path) -> list[int]:
 def report(
     spec: RunSpec,
     chaos: Chaos,
-    out: Path,
     twin: Mapping[str, Any],
     result: Mapping[str, Any] | None,
     seconds: float,
     left: Sequence[str],
 ) -> Row:
-    """Return the figures of a run under faults in folder `out`, and the oracles.
+    """Return the figures of a run under faults, and the oracles.
 
     It took `seconds`, ended with `result` (None where it failed), and left behind what `left` names; `twin`
     has the digests and times of the run without faults.
     """
-    rows = figures(chaos, out)
-    missing = incomplete_rows(spec, out) if result is not None else []
+    rows = figures(chaos)
+    missing = incomplete_rows(spec, chaos.run) if result is not None else []
     altered = any(KINDS[row["kind"]].alters for row in rows)
     oracles: dict[str, bool | None] = {
         "ended": result is not None,
