@@ -152,7 +152,7 @@ class Chaos:
             self._note(number)
 
     def _over(self, number: int) -> bool:
-        """True if the run has got over a fault, and has recorded the event that tells of it or had the time."""
+        """True if the run has got over a fault, and has recorded what tells of it, or had the time to."""
         back, kind = self.plan.hits[number].back, KINDS[self.plan.hits.faults[number].kind]
         if not back or kind.event is None or kind.damages:
             return back > 0
