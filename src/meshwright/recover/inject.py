@@ -69,7 +69,7 @@ class Injection:
     def _on_phase(self, phase: str, done: int) -> None:
         if self._rank == 0:
             self._note_save(phase)
-            self._note_progress(phase, done)
+            self._note_progress(phase)
         until, seconds = self._slow
         if done < until:
             time.sleep(seconds)
@@ -96,15 +96,15 @@ class Injection:
             self._hits.note_save(now - self._save_begun)
         self._save_begun = now if phase == "save" else None
 
-    def _note_progress(self, phase: str, done: int) -> None:
+    def _note_progress(self, phase: str) -> None:
         last = self._hits.last()
         if last is None or self._hits[last].back or not self._hits[last].acted:
             return
         hit, fault, now = self._hits[last], self._hits.faults[last], time.monotonic_ns()
         again = self._generation >= hit.starts
         if again and phase != "start" and not hit.resumed:
-            self._hits.write(last, resumed_step=done, resumed=now)
-        new = done >= hit.acted_step + fault.steps
+            self._hits.write(last, resumed_step=self._run.done, resumed=now)
+        new = self._run.done >= hit.acted_step + fault.steps
         if new and (again or KINDS[fault.kind].failure is None):
             self._hits.write(last, back=now)
 
