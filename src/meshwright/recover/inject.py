@@ -98,11 +98,11 @@ class Injection:
 
     def _note_progress(self, phase: str) -> None:
         last = self._hits.last()
-        if last is None or self._hits[last].back or not self._hits[last].acted:
+        if last is None or self._hits[last].back or not self._hits[last].acted or phase == "start":
             return
         hit, fault, now = self._hits[last], self._hits.faults[last], time.monotonic_ns()
         again = self._generation >= hit.starts
-        if again and phase != "start" and not hit.resumed:
+        if again and not hit.resumed:
             self._hits.write(last, resumed_step=self._run.done, resumed=now)
         new = self._run.done >= hit.acted_step + fault.steps
         if new and (again or KINDS[fault.kind].failure is None):
