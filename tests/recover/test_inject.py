@@ -143,9 +143,8 @@ def test_without_faults_a_rank_is_given_no_injection(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    assert _injection() is None
-    monkeypatch.setenv("MESHWRIGHT_SUPERVISOR", json.dumps({"generation": 0, "began": 0, "heartbeats": 3}))
-    assert _injection() is None
+    assert _injection(None) is None
+    assert _injection(Supervision(0, 0.0, 3)) is None
 
 
 def test_progress_after_a_fault_is_noted(plan_of: Callable[..., Plan]) -> None:

@@ -98,7 +98,7 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
 
         observers = stack.enter_context(ranks.together(start))
         once_per_host(ranks, lambda: open_corpus(spec))
-        injection = _injection()
+        injection = _injection(Supervision.given())
         disk = injection.disk if injection else None
         run = TrainingRun(spec, mesh, out, observers, check="lazy", disk=disk)
         if injection is not None:
@@ -112,9 +112,9 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
     return result
 
 
-def _injection() -> Injection | None:
+def _injection(supervision: Supervision | None) -> Injection | None:
     """Return what injects faults into this rank, if its supervisor has a plan of them."""
-    place, supervision = worker(), Supervision.given()
+    place = worker()
     if place is None or supervision is None or not supervision.faults:
         return None
     from meshwright.recover.inject import Injection

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshwright.parallel.heartbeat import PHASES
-from meshwright.recover.hang import STEP_PHASES
 from meshwright.recover.shared_memory import new_memory
 from meshwright.spec import UserError
 from meshwright.spec.errors import did_you_mean
@@ -79,7 +78,8 @@ DEFAULT_KINDS = tuple(name for name, kind in KINDS.items() if kind.drawn)
 """Kinds after which a run must end as if there had been none."""
 FIRST_SAVES = 3
 """Saves after which checkpoints may be damaged: two are on the disk, the newer of which is not needed."""
-_PHASES = tuple(phase for phase in PHASES if phase in STEP_PHASES)
+_PHASES = PHASES[PHASES.index("data") : PHASES.index("optimiser") + 1]
+"""Phases that each step has on each rank."""
 
 
 @dataclass(frozen=True)
