@@ -55,8 +55,8 @@ KINDS: Mapping[str, Kind] = {
     "error": Kind("the rank raises an error that nobody expects", ("failure", "RuntimeError")),
     "out-of-memory": Kind("an allocation of the rank fails", ("failure", "MemoryError"), drawn=False),
     "clock-jump": Kind("the rank's clock is set an hour on or back"),
-    "io-error": Kind("a write of a save fails", event=("save_failed", "Input/output error"), saves=True),
-    "disk-full": Kind("a write of a save finds no space", event=("save_failed", "no space"), saves=True),
+    "io-error": Kind("a write of a save fails", event=("warning", "Input/output error"), saves=True),
+    "disk-full": Kind("a write of a save finds no space", event=("warning", "no space"), saves=True),
     "flip-checkpoint": Kind(
         "the rank is killed, and a bit of the newest checkpoint is flipped",
         _KILLED, event=_DAMAGED, damages=True, saves=True,
