@@ -101,6 +101,8 @@ class Chaos:
         number = self._cause()
         if number is not None and (kind in ENDS or self.plan.hits.faults[number].kind == kind):
             self._told[number] = noticed, kind, message
+            furthest = max(self.plan.hits[number].acted_step, int(fields.get("step", 0)))
+            self.plan.hits.write(number, acted_step=furthest)
         elif kind in ENDS:
             self.unexplained.append(message)
         shown = {name: value for name, value in fields.items() if name not in ("noticed", "stacks")}

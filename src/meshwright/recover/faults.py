@@ -201,7 +201,7 @@ class Hit(NamedTuple):
     acted: int
     """Time at which it did what it does, which may be later."""
     acted_step: int
-    """Steps that the rank had completed by then."""
+    """Steps that the rank had completed by then, or that any had when all had ended for it."""
     resumed_step: int
     """Completed steps from which the ranks that were started again went on."""
     resumed: int
