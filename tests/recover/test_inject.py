@@ -173,6 +173,16 @@ def test_ranks_that_start_again_after_the_last_step_are_back(plan_of: Callable[.
     assert plan.hits[0].resumed_step == 5 and plan.hits[0].back
 
 
+def test_ranks_are_back_at_the_end_though_no_step_is_left(plan_of: Callable[..., Plan]) -> None:
+    plan = plan_of(Fault("kill", 0, "data", step=1))
+    arm(plan)
+    with patch.dict(inject._ACTS, kill=raising), pytest.raises(ActedError):
+        Rank(plan).steps(2)
+    plan.hits.write(0, acted_step=5)  # another rank was further
+    Rank(plan, generation=1, done=5).heartbeat.phase("end", 5)
+    assert plan.hits[0].back
+
+
 def test_a_slow_rank_is_over_when_its_steps_are(plan_of: Callable[..., Plan]) -> None:
     plan = plan_of(Fault("slow", 0, "data", step=1, seconds=0.01, steps=2))
     arm(plan)

@@ -207,7 +207,7 @@ class Hit(NamedTuple):
     resumed: int
     """Time at which they began their first step."""
     back: int
-    """Time at which a step was completed that was not before the fault, and that it did not touch."""
+    """Time at which a step was completed that was not before, and that it did not touch, or of the end."""
 
 
 _ROW = struct.Struct("<8q")

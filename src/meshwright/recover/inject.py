@@ -104,7 +104,7 @@ class Injection:
         again = self._generation >= hit.starts
         if again and not hit.resumed:
             self._hits.write(last, resumed_step=self._run.done, resumed=now)
-        new = self._run.done >= hit.acted_step + fault.steps
+        new = self._run.done >= hit.acted_step + fault.steps or phase == "end"  # there are no more steps
         if new and (again or KINDS[fault.kind].failure is None):
             self._hits.write(last, back=now)
 
