@@ -3,10 +3,11 @@ PYTHON ?= python3
 PY := .venv/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 OUT ?= runs/first-$(shell date +%Y%m%d-%H%M%S)
+CHAOS ?= runs/chaos-$(shell date +%Y%m%d-%H%M%S)
 RESULTS ?= bench/results
 TODAY := $(shell date +%Y%m%d)
 
-.PHONY: train test test-all lint format bench gpu gpu-test gpu-bench docs clean
+.PHONY: train test test-all lint format bench chaos gpu gpu-test gpu-bench docs clean
 
 .venv/run.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -58,6 +59,10 @@ bench: .venv/dev.done
 	$(PY) bench/pipeline.py
 	$(PY) bench/experts.py
 	$(PY) bench/schedules.py
+
+## chaos: 100 faults in a run of two processes, beside its twin without any, in some minutes
+chaos: .venv/run.done
+	.venv/bin/meshwright chaos examples/chaos.toml --faults 100 --mtbf 2s --seed 1 --out $(CHAOS)
 
 ## gpu: the GPU tests and benchmarks, from the source tree, with the system's Python (which has a CUDA torch);
 ## `make -k gpu` goes on to the benchmarks after a test that failed

@@ -14,6 +14,7 @@ FORMAT_BYTES: dict[str, float] = {**DTYPE_BYTES, "tf32": 4, "fp8": 1, "fp4": 0.5
 FORMATS = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
 """Number formats that a device may have a peak for, widest first."""
 
+_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "b": 3, "t": 4}
 
 
@@ -23,6 +24,18 @@ def seconds(value: float) -> str:
         if abs(value) >= scale:
             return f"{value / scale:.4g} {unit}"
     return "0 s" if abs(value) < 1e-9 else f"{value / 1e-9:.3g} ns"
+
+
+def duration(text: str) -> float:
+    """The seconds, above 0, that a text such as 30s, 1.5m, 500ms or 3h states; a plain number is seconds.
+
+    Raises `ValueError`.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(ms|s|m|h|d|)", text.strip().lower())
+    value = float(match[1]) * _SECONDS[match[2]] if match else 0.0
+    if not 0 < value < inf:
+        raise ValueError("a time above 0 is needed, such as 500ms, 30s, 5m or 3h")
+    return value
 
 
 def gigabytes(size: float) -> str:

@@ -105,7 +105,14 @@ MISTAKES = [
     (["simulate", "--layout.pp", "2", "--layout.schedule", "zb"], ["--layout.schedule", '"zb"', "'zb-v'"]),
     (["goodput", "--step-seconds", "0"], ["--step-seconds", "'0'", "from 1e-06"]),
     (["goodput", "--save-seconds=-1"], ["--save-seconds", "'-1'", "from 0"]),
-    (["goodput", "--step-seconds", "5"], ["--save-seconds", "is missing", "give --save-seconds S"]),
+    (
+        ["goodput", "--step-seconds", "5", "--mtbf-hours", "3"],
+        ["--save-seconds", "is missing", "give --save-seconds S, or the --chaos report"],
+    ),
+    (
+        ["goodput", "--step-seconds", "5", "--mtbf-hours", "3", "--chaos", "gone.json"],
+        ["--chaos", "gone.json", "cannot be read"],
+    ),
     ([*GOODPUT, "nan"], ["--mtbf-hours", "'nan'", "from 1e-06"]),
     (GOODPUT[:-1], ["--mtbf-hours: is missing", "--device-mtbf-hours and --devices"]),
     ([*GOODPUT, "3", "--device-mtbf-hours", "5"], ["--device-mtbf-hours: 5", "together with --mtbf-hours"]),

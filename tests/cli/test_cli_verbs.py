@@ -234,6 +234,28 @@ def test_goodput_prints_what_is_left_as_json(capsys: pytest.CaptureFixture[str])
     assert played["low"] < played["effective"] < played["high"]
 
 
+def test_goodput_takes_what_a_run_under_faults_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "chaos.json"
+    report.write_text(json.dumps({"save_seconds": 0.25, "restart_seconds": 40.0}))
+    asked = ["goodput", "--step-seconds", "5", "--mtbf-hours", "3", "--json"]
+    found = [
+        json.loads(capsys.readouterr().out)
+        for words in (
+            ["--save-seconds", "0.25", "--restart-seconds", "40"],
+            ["--chaos", str(report)],
+            ["--chaos", str(report), "--restart-seconds", "600"],
+        )
+        if main([*asked, *words]) == 0
+    ]
+    assert found[0] == found[1]
+    assert found[2]["effective"] < found[1]["effective"]
+    report.write_text(json.dumps({"save_seconds": None, "restart_seconds": 40.0}))
+    with pytest.raises(UserError, match=r"--save-seconds: the run of .* did not measure it"):
+        main([*asked, "--chaos", str(report)])
+
+
 def test_goodput_takes_tokens_as_people_write_them(capsys: pytest.CaptureFixture[str]) -> None:
     found = []
     for batch, tokens in (("1000000", "1.5T"), ("1M", "1.5e12"), ("1000k", "1,500B")):

@@ -9,6 +9,7 @@ print(api.generate(Path("runs/first"), "def "))
 
 from __future__ import annotations
 
+from meshwright.api.chaos_runs import chaos as chaos
 from meshwright.api.models import checkpoint_list as checkpoint_list
 from meshwright.api.models import checkpoint_verify as checkpoint_verify
 from meshwright.api.models import checkpoints_of as checkpoints_of

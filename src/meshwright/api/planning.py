@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,9 @@ def explain(
 def goodput(
     *,
     step_seconds: float,
-    save_seconds: float,
-    restart_seconds: float,
+    save_seconds: float | None = None,
+    restart_seconds: float | None = None,
+    chaos: Path | None = None,
     mtbf_hours: float | None = None,
     device_mtbf_hours: float | None = None,
     devices: int | None = None,
@@ -129,15 +131,19 @@ def goodput(
 
     The system fails every `mtbf_hours` on average, or each of its `devices` every `device_mtbf_hours`; a save
     stops training for `save_seconds` and is complete `background_seconds` later; a restart takes
-    `restart_seconds`. Returns `interval_steps`, the shares of the time `effective`, `saving`, `lost_work` and
-    `restarting`, `tokens_per_day`, `days`, `cost` (of `tokens`, at `price` a device-hour) and more. `every`
-    fixes the number of steps between saves instead; `runs` also simulates that many runs. Raises `UserError`.
+    `restart_seconds`. Where one of these two is not given, it is what a run under faults measured, whose
+    report (`chaos.json`) is `chaos`. Returns `interval_steps`, the shares of the time `effective`, `saving`,
+    `lost_work` and `restarting`, `tokens_per_day`, `days`, `cost` (of `tokens`, at `price` a device-hour) and
+    more. `every` fixes the number of steps between saves instead; `runs` also simulates that many runs.
+    Raises `UserError`.
     """
     from meshwright.reliability import goodput as model
     from meshwright.reliability.monte_carlo import simulate as simulate_failures
 
     mtbf = model.system_mtbf(mtbf_hours, device_mtbf_hours, devices)
-    faults = model.Faults(mtbf, save_seconds, restart_seconds, background_seconds)
+    save = _measured(chaos, "save_seconds") if save_seconds is None else save_seconds
+    restart = _measured(chaos, "restart_seconds") if restart_seconds is None else restart_seconds
+    faults = model.Faults(mtbf, save, restart, background_seconds)
     best = model.goodput(
         step_seconds,
         faults,
@@ -151,6 +157,21 @@ def goodput(
         return {**best.to_json(), "simulated": None}
     simulated = simulate_failures(faults, best.interval_seconds, best.saves or 1000, runs, seed)
     return {**best.to_json(), "simulated": simulated.to_json()}
+
+
+def _measured(chaos: Path | None, name: str) -> float:
+    """Return a figure that a run under faults measured. Raises `UserError` where there is none."""
+    if chaos is None:
+        raise UserError(f"{name}: is missing; give {name} S, or the chaos report of a run that measured it")
+    try:
+        value = json.loads(chaos.read_text(encoding="utf-8"))[name]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"chaos: {chaos} cannot be read ({error}); give the chaos.json of a run under faults"
+        ) from None
+    if not isinstance(value, int | float):
+        raise UserError(f"{name}: the run of {chaos} did not measure it; give {name} S")
+    return float(value)
 
 
 def validate(table: Path | None = None, *, rows: bool = False, by: str = "source") -> Result:

@@ -6,18 +6,25 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from meshwright.launch.env import Supervision, worker
 from meshwright.launch.scratch import scratch_folder
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.rules import ranks_match
 
+if TYPE_CHECKING:
+    from meshwright.recover.faults import Plan
+    from meshwright.recover.inject import Injection
+
 Result = dict[str, Any]
+Tell = Callable[[str, dict[str, Any]], None]
+"""Called with the kind and the fields of an event."""
 WORKERS = {
     "train": ("meshwright.train.loop", "meshwright.infer.sample", "meshwright.report.run_page"),
     "verify": ("meshwright.train.verify",),
@@ -67,7 +74,7 @@ def train(
         return train_worker(spec, out=out, resume=resume, quiet=quiet)
     flags = ["--out", str(out), *(["--quiet"] if quiet else [])]
     first = flags if resume is None else [*flags, "--resume", resume]
-    return _launch("train", spec, ranks, first, out / "result.json", [*flags, "--resume", "auto"])
+    return launch("train", spec, ranks, first, out / "result.json", [*flags, "--resume", "auto"])
 
 
 def _train_with_others(
@@ -107,7 +114,7 @@ def _train_with_others(
             preload = WORKERS["train"] + (COMPILER if spec.train.compile else ())
             return Job(argv, ranks, "meshwright", preload, spec.recovery, spec.layout.pp)
 
-        job = ElasticJob(out / "hosts", sorted(specs), job_of, partial(_record, out))
+        job = ElasticJob(out / "hosts", sorted(specs), job_of, partial(_record, out, None))
         HostSupervisor(job, Host(f"{own}-{os.getpid()}", own, interface, ranks)).run().raise_for_failure()
     return dict(json.loads((out / "result.json").read_text(encoding="utf-8")))
 
@@ -117,7 +124,6 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
     from meshwright.checkpoint.lease import STALE_S, Lease
     from meshwright.data.corpus import open_corpus
     from meshwright.infer.sample import held_out_sample
-    from meshwright.launch.env import Supervision
     from meshwright.launch.out_of_memory import memory_errors_told
     from meshwright.launch.waiting import while_others_wait
     from meshwright.launch.world import mesh_of, once_per_host
@@ -153,7 +159,11 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
         observers = stack.enter_context(ranks.together(start))
         once_per_host(ranks, lambda: open_corpus(spec))
         slots = supervision.snapshots if supervision is not None else ()
-        run = TrainingRun(spec, mesh, out, observers, check="lazy", lease=lease, slots=slots)
+        injection = _injection(supervision)
+        disk = injection.disk if injection else None
+        run = TrainingRun(spec, mesh, out, observers, check="lazy", lease=lease, slots=slots, disk=disk)
+        if injection is not None:
+            injection.attach(run)
         ranks.together(keep_tokenizer)
         result = run.execute(resume)
         result["restarts"] = supervision.generation if supervision is not None else 0
@@ -165,6 +175,16 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
         if first:
             write_report(out)
     return result
+
+
+def _injection(supervision: Supervision | None) -> Injection | None:
+    """Return what injects faults into this rank, if its supervisor has a plan of them."""
+    place = worker()
+    if place is None or supervision is None or not supervision.faults:
+        return None
+    from meshwright.recover.inject import Injection
+
+    return Injection(supervision, place)
 
 
 def _check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
@@ -215,7 +235,7 @@ def verify(spec: RunSpec, *, nproc: int | None = None, steps: int = 3, out: Path
     with scratch_folder() as temporary:
         folder = temporary if out is None else out
         flags = ["--steps", str(steps), "--out", str(folder)]
-        return _launch("verify", spec, ranks, flags, folder / "verify.json")
+        return launch("verify", spec, ranks, flags, folder / "verify.json")
 
 
 def verify_worker(spec: RunSpec, *, steps: int = 3, out: Path | None = None) -> Result:
@@ -239,17 +259,20 @@ def default_out() -> Path:
     return next(path for path in (base, *(Path(f"{base}-{i}") for i in range(2, 10**6))) if not path.exists())
 
 
-def _launch(
+def launch(
     verb: str,
     spec: RunSpec,
     ranks: int,
     flags: Sequence[str],
     result: Path,
     restart_flags: Sequence[str] | None = None,
+    faults: Plan | None = None,
+    tell: Tell | None = None,
 ) -> Result:
     """Run a verb of the command line as `ranks` processes, and return the JSON that it writes to `result`.
 
-    Ranks that fail are started again with `restart_flags`, if given; the run's folder is that of `result`.
+    Ranks that fail are started again with `restart_flags`, if given; the run's folder is that of `result`,
+    and its record gets each failure, of which `tell` is told first. `faults` are injected into the ranks.
     """
     from meshwright.recover.supervisor import Restarts, run_ranks
 
@@ -258,7 +281,7 @@ def _launch(
         file.write_text(json.dumps({"spec": spec.to_json()}), encoding="utf-8")
         restarts = None
         if restart_flags is not None:
-            restarts = Restarts([verb, str(file), *restart_flags], partial(_record, result.parent))
+            restarts = Restarts([verb, str(file), *restart_flags], partial(_record, result.parent, tell))
         run_ranks(
             [verb, str(file), *flags],
             ranks,
@@ -266,17 +289,21 @@ def _launch(
             restarts=restarts,
             recovery=spec.recovery,
             stages=spec.layout.pp,
+            faults=faults,
         ).raise_for_failure()
     return dict(json.loads(result.read_text(encoding="utf-8")))
 
 
-def _record(out: Path, kind: str, fields: dict[str, Any]) -> None:
+def _record(out: Path, tell: Tell | None, kind: str, fields: dict[str, Any]) -> None:
     """Add a supervisor's event to the record of the run in `out`; stacks of a hang get a file of their own.
 
     A record that cannot be written is a warning: the run matters more.
     """
     from meshwright.report.record import append_event
 
+    if tell is not None:
+        tell(kind, fields)
+    fields.pop("noticed", None)  # by a clock that only this process can read
     try:
         if stacks := fields.pop("stacks", ""):
             file = out / f"stacks-{fields['generation']}.txt"

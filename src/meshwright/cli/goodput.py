@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from meshwright.cli import output as show
@@ -18,8 +19,9 @@ _seconds, _hours = number(0, 1e12), number(1e-6, 1e8)
     "goodput",
     "the best checkpoint interval under failures, and the effective time, tokens a day and cost",
     Flag("step-seconds", "seconds of a training step", "S", number(1e-6, 1e12), required=True),
-    Flag("save-seconds", "seconds that a save stops training", "S", _seconds, required=True),
-    Flag("restart-seconds", "seconds from a failure to training", "S", _seconds, required=True),
+    Flag("save-seconds", "seconds that a save stops training", "S", _seconds),
+    Flag("restart-seconds", "seconds from a failure to training", "S", _seconds),
+    Flag("chaos", "chaos.json of a run under faults, which measured these two", "FILE", Path),
     Flag("background-seconds", "seconds of writing that training overlaps", "S", _seconds, default=0.0),
     Flag("mtbf-hours", "mean hours between failures of the whole system", "H", _hours),
     Flag("device-mtbf-hours", "mean hours of one device, with --devices", "H", _hours),
@@ -40,7 +42,9 @@ def goodput(call: Call) -> None:
         result = api.goodput(**call.flags)
     except UserError as error:  # it names the parameters of the API
         names = "|".join(call.flags)
-        sentence = re.sub(rf"\b({names})\b", lambda match: "--" + match[0].replace("_", "-"), str(error))
+        sentence = re.sub(
+            rf"(?<![\w./])({names})(?![\w./])", lambda match: "--" + match[0].replace("_", "-"), str(error)
+        )
         raise UserError(sentence) from None
     show.result(call, result, _show)
 

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import NoReturn
 
 from meshwright import __version__
-from meshwright.cli import dryrun, goodput, hardware, models, output, plan, runs, simulate, validate
+from meshwright.cli import chaos, dryrun, goodput, hardware, models, output, plan, runs, simulate, validate
 from meshwright.cli import help as helps
 from meshwright.cli import spec as specs
 from meshwright.cli.parser import Verb, parse
@@ -26,6 +26,7 @@ from meshwright.spec.load import one_line
 VERBS: tuple[Verb, ...] = (
     runs.train, runs.verify, runs.tokenize, runs.data_verify,
     plan.plan, simulate.simulate, plan.explain, dryrun.dryrun, goodput.goodput, validate.validate,
+    chaos.chaos,
     hardware.profile, hardware.clusters,
     models.generate, models.export, models.import_hf, models.checkpoint_ls, models.checkpoint_verify,
     specs.show_spec, specs.show_schema, specs.check, specs.presets,

@@ -44,6 +44,10 @@ class Supervision:
     snapshots: Sequence[Sequence[int]] = ()
     lease_seconds: float = 60.0
     """Time after which a host that holds the run's lease and gives no sign of life has lost it."""
+    faults: Sequence[Mapping[str, Any]] = ()
+    """Faults to inject (`recover/faults.py`)."""
+    hits: int | None = None
+    """The descriptor of the memory that says which of them have hit; None without faults."""
 
     @classmethod
     def given(cls) -> Supervision | None:

@@ -31,7 +31,7 @@ def scratch_folder() -> Iterator[Path]:
 
 def _made(stack: ExitStack) -> Path | None:
     """Make a folder and lock it until the stack ends; None if another launcher took it for one left."""
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
     try:
         stack.enter_context(_locked(folder))
     except (BlockingIOError, FileNotFoundError):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.launch.env import LOOPBACK, SUPERVISOR, Supervision
 from meshwright.launch.failure import Outcome, RankEnd, last_words, outcome
 from meshwright.parallel.heartbeat import Beat
+from meshwright.recover.faults import Plan
 from meshwright.recover.hang import Hang, HangWatch
 from meshwright.recover.processes import kill_session, send_signal
 from meshwright.recover.shared_memory import SharedMemory
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 POLL_S = 0.05
 ECHO_S = 0.5
 """Ranks get so long to record their errors after the first has ended with one."""
-STACKS_S = 1.0
-"""Ranks of a run that hangs get so long to write their stacks."""
+STACKS_S, DUMP_S = 1.0, 0.1
+"""Ranks of a run that hangs get so long to write their stacks, and so long once all have begun."""
 KILLED_S = 30.0
 """Ranks that have been killed must be reported to have ended by then, or the zygote is lost."""
 
@@ -50,6 +51,8 @@ class Job:
     recovery: RecoverySpec = field(default_factory=RecoverySpec)
     stages: int = 1
     """Ranks are so many equal parts, each of which does its own work, as the stages of a pipeline."""
+    faults: Plan | None = None
+    """Faults that shall hit the ranks."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +117,9 @@ class Generation:
         step_seconds: float | None = None,
     ) -> None:
         self.number, self.job, self.place, self._memory, self._tell = number, job, place, memory, tell
-        self._supervision = Supervision(
-            number, began, memory.heartbeats, memory.snapshots, place.lease_seconds
-        )
+        faults = job.faults.given if job.faults is not None else {}
+        shared = memory.heartbeats, memory.snapshots
+        self._supervision = Supervision(number, began, *shared, place.lease_seconds, **faults)
         self._ranks = [_Rank(folder / f"rank-{rank}") for rank in range(job.nproc)]
         self._watch: HangWatch | None = None
         self._slow: SlowWatch | None = None
@@ -152,6 +155,8 @@ class Generation:
                 self._kill_at = now
             if self._kill_at == float("inf"):
                 self._look(now)
+            elif self._hang is not None and self._stacks_begun():  # stopped ranks go on until they are killed
+                self._kill_at = min(self._kill_at, now + DUMP_S)
             if now >= self._kill_at:
                 self._kill()
             if now >= self._kill_at + KILLED_S:
@@ -255,6 +260,10 @@ class Generation:
                 stopped_by(asked[-1]) if words is None else Outcome(*words, stopped=True), steps, noticed
             )
         return End(outcome(ends, len(ends)), steps, noticed)
+
+    def _stacks_begun(self) -> bool:
+        files = [rank.folder / "stacks.txt" for rank in self._ranks if rank.end is None]
+        return all(file.exists() and file.stat().st_size for file in files)
 
     def _stacks(self) -> str:
         """Return the stacks that the ranks have written, each under its rank."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
-from contextlib import suppress
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+_PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -38,3 +43,27 @@ def kill_session(pid: int) -> None:
     with suppress(ProcessLookupError):  # it has ended, or is not yet a leader
         os.killpg(pid, signal.SIGKILL)
     send_signal(pid, signal.SIGKILL)
+
+
+@contextmanager
+def adopted_orphans() -> Iterator[None]:
+    """While the context lasts, be the parent of every descendant whose own parent has ended (Linux).
+
+    Then `children` shows it.
+    """
+    adopt = partial(ctypes.CDLL(None).prctl, _PR_SET_CHILD_SUBREAPER) if sys.platform == "linux" else None
+    if adopt is not None:
+        adopt(1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        if adopt is not None:
+            adopt(0, 0, 0, 0)
+
+
+def children() -> set[int]:
+    """Return the processes whose parent is this one and that have not ended."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").glob("*/children"):
+        found |= {int(pid) for pid in task.read_text().split()}
+    return {pid for pid in found if (state := process_state(pid)) is not None and state.letter != "Z"}

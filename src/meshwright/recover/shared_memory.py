@@ -38,10 +38,14 @@ class SharedMemory(ExitStack):
         return [self.heartbeats, *chain.from_iterable(self.snapshots)]
 
     def _made(self, purpose: str) -> int:
-        if sys.platform == "linux":
-            descriptor = os.memfd_create(f"meshwright {purpose}")
-        else:
-            with tempfile.TemporaryFile() as file:
-                descriptor = os.dup(file.fileno())
+        descriptor = new_memory(purpose)
         self.callback(os.close, descriptor)
         return descriptor
+
+
+def new_memory(purpose: str) -> int:
+    """Return the descriptor of new memory, of no bytes yet, which `purpose` names to a debugger."""
+    if sys.platform == "linux":
+        return os.memfd_create(f"meshwright {purpose}")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

@@ -22,6 +22,7 @@ from typing import Any
 
 from meshwright.launch.failure import Outcome
 from meshwright.launch.scratch import scratch_folder
+from meshwright.recover.faults import Plan
 from meshwright.recover.generation import End, Generation, Job, Place, Tell, listen, stopped_by
 from meshwright.recover.restarts import RestartPolicy
 from meshwright.recover.shared_memory import SharedMemory
@@ -38,7 +39,8 @@ class Restarts:
     """How failed ranks are started again, and who is told.
 
     `argv` is what restarted ranks run; `recovery.max_restarts` says how often. `tell` is called with each
-    `failure` and `hang`, while no rank runs, and with `slow` ranks, while they run.
+    `failure` and `hang`, while no rank runs, and with `slow` ranks, while they run. The field
+    `noticed` of the first two is when that was (`time.monotonic`).
     """
 
     argv: Sequence[str]
@@ -54,16 +56,18 @@ def run_ranks(
     restarts: Restarts | None = None,
     recovery: RecoverySpec | None = None,
     stages: int = 1,
+    faults: Plan | None = None,
 ) -> Outcome:
     """Run `python -m module argv...` as `nproc` ranks, and return how they ended.
 
     Rank 0 has the terminal; the output of the others goes to files in a temporary folder. The outcome is that
     of the first failure (128 + the signal for a rank that a signal ended), or with `restarts` of the last
-    one. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGQUIT are handed to the ranks.
+    one. SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGQUIT are handed to the ranks. `faults` hit the ranks.
     """
     if nproc < 1:
         raise UserError(f"--nproc: {nproc} is not a number of processes; give 1 or more")
-    return Supervisor(Job(argv, nproc, module, preload, recovery or RecoverySpec(), stages), restarts).run()
+    job = Job(argv, nproc, module, preload, recovery or RecoverySpec(), stages, faults)
+    return Supervisor(job, restarts).run()
 
 
 class Supervisor:
@@ -105,7 +109,8 @@ class Supervisor:
         place, known = Place(HOST, store.port), self._step_seconds
         generation = Generation(self.generation, self.job, place, memory, began, folder, tell, known)
         try:
-            self._zygote = self._zygote or Zygote(self.job.preload, memory.descriptors)
+            faults = [self.job.faults.hits.descriptor] if self.job.faults is not None else []
+            self._zygote = self._zygote or Zygote(self.job.preload, memory.descriptors + faults)
             return generation.run(self._zygote, asked)
         except ZygoteLostError as error:
             self._close_zygote()
@@ -125,6 +130,7 @@ class Supervisor:
         if restarts is None or found.final:
             return found
         fields: dict[str, Any] = {"generation": self.generation, "step": end.steps, "message": found.sentence}
+        fields["noticed"] = end.noticed
         if end.hang is None:
             restarts.tell("failure", fields)
         else:

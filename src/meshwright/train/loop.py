@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from meshwright.checkpoint.directory import published
+from meshwright.checkpoint.disk import Disk
 from meshwright.checkpoint.errors import BadCheckpointError
 from meshwright.checkpoint.lease import Lease
 from meshwright.checkpoint.snapshots import Snapshots
@@ -52,7 +53,7 @@ class TrainingRun:
 
     `check` is what opening the corpus checks: "lazy" where another process of this host has just opened it.
     `lease` is that of the folder `out`, which rank 0 of the caller holds; `slots` are the supervisor's memory
-    for snapshots, two descriptors for each rank of this host.
+    for snapshots, two descriptors for each rank of this host. Checkpoints are saved on `disk`.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class TrainingRun:
         check: Check = "files",
         lease: Lease | None = None,
         slots: Sequence[Sequence[int]] = (),
+        disk: Disk | None = None,
     ) -> None:
         self.spec, self.mesh, self.out, self.observers = spec, mesh, out, observers
         self.control, self.heartbeat = mesh.control, mesh.heartbeat
@@ -82,6 +84,7 @@ class TrainingRun:
             mesh.background,
             keep_every=spec.checkpoint.keep_every,
             lease=lease and lease.beside(folder),
+            disk=disk,
             wire=mesh.wire,
         )
         self.saves = Saves(spec, mesh.control, self.store, observers)

@@ -1,0 +1,154 @@
+"""A run under faults, compared with its twin without any."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from meshwright.api.runs import Result, default_out, launch, train
+from meshwright.launch.failure import RanksFailed
+from meshwright.launch.scratch import PREFIX
+from meshwright.report.record import read_metrics, write_atomically
+from meshwright.spec import RunSpec, UserError
+from meshwright.spec.rules import ranks_match
+
+if TYPE_CHECKING:
+    from meshwright.recover.faults import Fault
+
+LOG = "chaos.jsonl"
+GONE_S = 5.0
+"""Processes get so long to end after the run has."""
+
+
+def chaos(
+    spec: RunSpec,
+    *,
+    nproc: int | None = None,
+    mtbf: float = 30.0,
+    faults: int = 50,
+    seed: int = 0,
+    kinds: Sequence[str] | None = None,
+    replay: Path | None = None,
+    out: Path | None = None,
+) -> Result:
+    """Train under `faults` faults, on average `mtbf` seconds apart, and compare with a run without any.
+
+    `kinds` are some of `meshwright.recover.faults.KINDS`, by default all that change no numbers. `replay` is
+    the `chaos.jsonl` of an earlier run, whose faults hit again at their steps and phases. `out` gets
+    `chaos.json`, `chaos.jsonl`, `chaos.html` and the folders `twin` and `run`. Returns the content of
+    `chaos.json`: `oracles`, `faults`, `kinds`, `effective`, `restart_seconds` and more. Raises `UserError`.
+    """
+    from meshwright.recover.chaos import Chaos
+    from meshwright.recover.faults import Plan
+    from meshwright.recover.processes import adopted_orphans, children
+    from meshwright.recover.verdict import ORACLES, report
+    from meshwright.report.chaos_page import write_chaos_page
+
+    ranks = spec.layout.world_size if nproc is None else nproc
+    ranks_match(spec, ranks)
+    _check(spec)
+    planned, due = _faults(spec, ranks, mtbf, faults, seed, kinds, replay)
+    out = Path(out) if out else default_out()
+    run = out / "run"
+    if run.exists():
+        if not (out / LOG).exists():
+            raise UserError(f"--out: {run} is not a run under faults; give another --out")
+        shutil.rmtree(run)
+    twin = _twin(spec, ranks, out)
+    before, begun = children(), time.monotonic()
+    checkpoints, result, end = spec.checkpoint.folder(run), None, ""
+    with adopted_orphans(), Plan(planned) as plan, Chaos(plan, due, out / LOG, run, checkpoints) as injected:
+        flags = ["--out", str(run), "--quiet"]
+        goal, again = run / "result.json", [*flags, "--resume", "auto"]
+        try:
+            result = launch("train", spec, ranks, flags, goal, again, plan, injected.tell)
+        except (UserError, RanksFailed) as error:
+            end = str(error)
+        seconds = time.monotonic() - begun
+        left = [*_processes_left(before, children), *_files_left(checkpoints)]
+        found = {"nproc": ranks, "seed": None if replay else seed, "mtbf_seconds": None if replay else mtbf}
+        found |= report(spec, injected, twin, result, seconds, left) | {"end": end}
+    write_atomically(out / "chaos.json", json.dumps(found, indent=1) + "\n")
+    write_chaos_page(out / "chaos.html", found, ORACLES)
+    return found
+
+
+def _check(spec: RunSpec) -> None:
+    """Refuse a run that cannot be run twice, or that the first fault would end."""
+    if spec.recovery.max_restarts == 0:
+        raise UserError("recovery.max_restarts: with 0 the first fault ends the run; give 1 or more")
+    if spec.checkpoint.dir is not None:
+        raise UserError(
+            f"checkpoint.dir: the run and its twin without faults would share {spec.checkpoint.dir}; unset it"
+        )
+
+
+def _faults(
+    spec: RunSpec,
+    ranks: int,
+    mtbf: float,
+    count: int,
+    seed: int,
+    kinds: Sequence[str] | None,
+    replay: Path | None,
+) -> tuple[list[Fault], list[float] | None]:
+    """Return the faults, and the seconds at which each is due; None where each has a step and phase."""
+    from meshwright.recover.faults import DEFAULT_KINDS, KINDS, check, read_log, saves_enough, schedule
+
+    last, every = spec.train.last_step, spec.checkpoint.every
+    if not isinstance(every, int):  # an interval that the run chooses
+        every = 0
+    if replay is not None:
+        found = read_log(replay, ranks)
+        check({fault.kind for fault in found}, every, last)
+        return found, None
+    if kinds is None:
+        kinds = [name for name in DEFAULT_KINDS if saves_enough(every, last) or not KINDS[name].saves]
+    check(kinds, every, last)
+    timed = schedule(seed, count, mtbf, kinds, ranks, every)
+    return [fault for _, fault in timed], [due for due, _ in timed]
+
+
+def _twin(spec: RunSpec, ranks: int, out: Path) -> Result:
+    """Return figures of the run without faults, which is made anew unless `out` has them already."""
+    file = out / "twin.json"
+    if file.exists():
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        if kept["spec"] == spec.to_json():
+            return dict(kept)
+        shutil.rmtree(out / "twin", ignore_errors=True)
+    begun = time.monotonic()
+    result = train(spec, nproc=ranks, out=out / "twin", quiet=True, supervise=True)
+    seconds = time.monotonic() - begun
+    steps = [row["seconds"] for row in read_metrics(out / "twin") if "loss" in row]
+    kept = {
+        "spec": spec.to_json(),
+        "wall_seconds": seconds,
+        "step_seconds": statistics.median(steps),
+        **{key: result[key] for key in ("parameters_sha256", "samples_sha256", "final_loss")},
+    }
+    write_atomically(file, json.dumps(kept) + "\n")
+    return kept
+
+
+def _processes_left(before: set[int], children: Callable[[], set[int]]) -> list[str]:
+    """Return the processes that the run has left, after some time in which they may end."""
+    until = time.monotonic() + GONE_S
+    while (left := children() - before) and time.monotonic() < until:
+        time.sleep(0.05)
+    return [f"process {pid}" for pid in sorted(left)]
+
+
+def _files_left(checkpoints: Path) -> list[str]:
+    """Return the temporary folders of this process, and the checkpoints that were never published."""
+    from meshwright.checkpoint.disk import TEMPORARY
+
+    folders = Path(tempfile.gettempdir()).glob(f"{PREFIX}{os.getpid()}-*")
+    return [str(path) for path in (*sorted(folders), *sorted(checkpoints.glob(f"{TEMPORARY}*")))]

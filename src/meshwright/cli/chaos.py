@@ -1,0 +1,71 @@
+"""The verb chaos: a run under faults, beside its twin without any."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli import output as show
+from meshwright.cli.parser import JSON, Call, Flag, folder_name, verb, whole
+from meshwright.cli.runs import NPROC, RUN, spec_of
+from meshwright.units import duration, percent, seconds
+
+
+def _kinds(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+@verb(
+    "chaos",
+    "inject faults into a run, and compare it with its twin without any",
+    RUN,
+    NPROC,
+    Flag("mtbf", "mean time between faults, such as 30s or 5m", "TIME", duration, default=30.0),
+    Flag("faults", "number of faults", "N", whole(1), default=50),
+    Flag("seed", "seed of the faults", "N", whole(0), default=0),
+    Flag(
+        "kinds",
+        "kinds of faults, such as kill,stop; default all that leave no trace",
+        "LIST",
+        _kinds,
+    ),
+    Flag("replay", "inject the faults of a chaos.jsonl again, at the same steps and phases", "FILE", Path),
+    Flag("out", "folder of the report and of both runs; default a new one under runs/", "DIR", folder_name),
+    JSON,
+)
+def chaos(call: Call) -> int:
+    """Run under faults; the exit code is 1 if something does not hold that must."""
+    from meshwright import api
+
+    spec = spec_of(call)
+    flags = {name: value for name, value in call.flags.items() if name != "nproc"}
+    if flags["out"] is None:
+        flags["out"] = api.default_out()
+    result = api.chaos(spec, **flags)
+    show.result(call, result, _show, [flags["out"] / f"chaos.{kind}" for kind in ("json", "jsonl", "html")])
+    return 0 if result["holds"] else 1
+
+
+def _show(result: Mapping[str, Any]) -> None:
+    from meshwright.recover.verdict import ORACLES
+
+    show.table(result["kinds"])
+    early = ", before all were injected" if result["injected"] < result["planned"] else ""
+    steps = show.count(result["steps"], "step")
+    show.line(
+        f"{result['injected']} of {show.count(result['planned'], 'fault')} in {steps} and "
+        f"{seconds(result['seconds'])}: the run ended{early}"
+    )
+    figures: dict[str, str] = {}
+    if (effective := result["effective"]) is not None:
+        figures["effective"] = f"{percent(effective)} of the time"
+    for name, key in (("noticed", "detection_seconds"), ("training again", "restart_seconds")):
+        if (value := result[key]) is not None:
+            figures[name] = f"after {seconds(value)} on average"
+    show.pairs(figures)
+    broken = [ORACLES[name] for name, value in result["oracles"].items() if value is False]
+    show.line("all holds that must" if not broken else f"DOES NOT HOLD: {'; '.join(broken)}")
+    for sentence in (result["end"], *result["unexplained"], *result["left_behind"]):
+        if sentence:
+            show.line(f"  {sentence}")
