@@ -13,8 +13,8 @@ from meshwright.data.permutation import I64
 from meshwright.data.synthetic import SyntheticTokens
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec, load
-from meshwright.train import loop
 from meshwright.train import matmul_peak as peak
+from meshwright.train import metrics
 
 MODEL = {"layers": 2, "hidden": 32, "ffn": 40, "heads": 4, "kv_heads": 2}
 
@@ -40,7 +40,7 @@ def measure_peak_quickly() -> None:
     A run measures for 0.4 s, twice: on eight ranks of two cores, that takes longer than a test trains. Runs
     in processes of their own (`test_api.py`) still do.
     """
-    loop.matmul_flops_per_second = _rate_of_a_small_product
+    metrics.matmul_flops_per_second = _rate_of_a_small_product
 
 
 def count_synthetic_bytes_once() -> None:

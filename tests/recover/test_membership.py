@@ -1,4 +1,4 @@
-"""What hosts say of each other, and what their leader does about it."""
+"""Hosts on each other, and their leader's next act."""
 
 from __future__ import annotations
 

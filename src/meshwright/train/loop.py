@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-import resource
 import signal
-import statistics
-import sys
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,23 +23,19 @@ from meshwright.data.loader import Batch, Loader
 from meshwright.data.verification import Check
 from meshwright.parallel.collectives import start_all_reduce
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.precision import DTYPES
-from meshwright.parallel.router_balance import LayerBalance
 from meshwright.profile.machine import free_memory
-from meshwright.spec import MoeSpec, RunSpec, UserError
+from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import REQUEUE, CorruptionError, Stopped
 from meshwright.train import state
 from meshwright.train.callbacks import Observers
 from meshwright.train.digest import SampleRecord, parameters_sha256
 from meshwright.train.guard import Guard
-from meshwright.train.matmul_peak import matmul_flops_per_second
+from meshwright.train.metrics import Metrics
 from meshwright.train.saves import Saves
 from meshwright.train.signals import stop_signals
 from meshwright.train.step import Step, Trainer
 
 Row = dict[str, Any]
-MOST_LOADS = 4096
-"""Loads of single experts that one row of metrics holds at most."""
 MOST_NOTES = 100
 """Steps whose samples may be noted only; a restart from memory reads them again."""
 
@@ -101,10 +93,9 @@ class TrainingRun:
         self.from_memory = False
         self.skipped = 0
         self.guard = Guard(self.trainer, self.loader, observers)
-        self.speeds: deque[float] = deque(maxlen=20)
+        self.metrics = Metrics(self.trainer)
         self.loss = math.nan
         self.validation: Row = {}
-        self.peak_flops = 0.0
         self.warned = 0
 
     def execute(self, resume: str | None) -> Row:
@@ -150,8 +141,8 @@ class TrainingRun:
             self.trainer.initialise()
         else:
             self._resume(resume)
-        if not self.peak_flops:  # a snapshot has it, and a restart has no time to lose
-            self._measure_peak()
+        if not self.metrics.peak_flops:  # a snapshot has it, and a restart has no time to lose
+            self.metrics.measure_peak()
         self.observers.on_start(
             {
                 "spec": self.spec.to_json(),
@@ -161,7 +152,7 @@ class TrainingRun:
                 "parameters": self.spec.model.parameters,
                 "layout": self.spec.layout.describe(),
                 "world_size": self.spec.layout.world_size,
-                "matmul_flops_per_second": self.peak_flops,
+                "matmul_flops_per_second": self.metrics.peak_flops,
                 "device": self.mesh.device.type,
                 "torch": torch.__version__,
             }
@@ -169,12 +160,6 @@ class TrainingRun:
         self._tell_warnings()
         if self.from_memory:  # the ranks may have died in what was due after that step
             self._validate_and_save()
-
-    def _measure_peak(self) -> None:
-        """Measure what a matrix product reaches; of several measurements the best counts."""
-        rate = matmul_flops_per_second(DTYPES[self.spec.precision.compute], self.mesh.device)
-        (measured,) = self.control.sum([rate])
-        self.peak_flops = max(self.peak_flops, measured)
 
     def _tell_warnings(self) -> None:
         for warning in self.store.warnings[self.warned :]:
@@ -225,7 +210,7 @@ class TrainingRun:
             self.snapshots.clear()
             return False
         self._restore(kept)
-        self.from_memory, self.peak_flops = True, kept["matmul_flops_per_second"]
+        self.from_memory, self.metrics.peak_flops = True, kept["matmul_flops_per_second"]
         self.saves.start(step, saved=latest == step)
         self.samples = SampleRecord(self.mesh, kept["samples_sha256"], kept["samples_steps"])
         for step in range(self.samples.steps, self.done):
@@ -273,7 +258,9 @@ class TrainingRun:
         self._watch(result)
         seconds = time.perf_counter() - begun
         self.saves.note_step(seconds)
-        self._report(result, seconds)
+        row = self.metrics.row(self.done, result, seconds)
+        if row is not None:
+            self.observers.on_step(row)
         if following is not None:
             self.batch = following
         spike = self.guard.spike(self.done, result)
@@ -314,30 +301,6 @@ class TrainingRun:
         self.batch = self.control.together(lambda: self.loader.step(self.done))
         self.trainer.expect(self.batch)
 
-    def _report(self, result: Step, seconds: float) -> None:
-        tokens = self.spec.train.batch_tokens
-        self.speeds.append(tokens / seconds)
-        if self.done % self.spec.train.log_every and self.done != self.spec.train.last_step:
-            return
-        flops = self.spec.model.flops_per_token(self.spec.data.seq_len) * tokens / seconds
-        moe = self.spec.model.moe if self.mesh.rank == 0 else None
-        balance = balance_row(moe, self.trainer.layers_balance()) if moe else {}
-        self.observers.on_step(
-            {
-                "step": self.done,
-                "loss": result.loss,
-                "grad_norm": result.grad_norm,
-                "lr": result.rate,
-                "tokens": self.done * tokens,
-                "tokens_per_second": tokens / seconds,
-                "mfu": flops / self.peak_flops,
-                "memory_bytes": peak_memory_bytes(self.mesh.device),
-                "seconds": seconds,
-                **balance,
-                **({} if result.applied else {"skipped": True}),
-            }
-        )
-
     def _validate(self) -> None:
         """Evaluate on the first `train.eval_tokens` held-out tokens; no held-out text, no validation."""
         if self.corpus.validation.target_tokens == 0:
@@ -366,7 +329,10 @@ class TrainingRun:
 
         def kept() -> Row:
             row = self._metadata(self.samples.chain)
-            return row | {"samples_steps": self.samples.steps, "matmul_flops_per_second": self.peak_flops}
+            return row | {
+                "samples_steps": self.samples.steps,
+                "matmul_flops_per_second": self.metrics.peak_flops,
+            }
 
         self.snapshots.save(self.done, state.tensors(self.trainer), kept)
         self._tell_warnings()
@@ -409,19 +375,12 @@ class TrainingRun:
     def _end(self, seconds: float) -> Row:
         self._validate()
         self.heartbeat.phase("end", self.done)
-        self._measure_peak()
-        speed = statistics.median_high(self.speeds) if self.speeds else None
-        per_token = self.spec.model.flops_per_token(self.spec.data.seq_len)
-        memory, peak = self._memory()
+        self.metrics.measure_peak()
         return {
             "final_loss": self.loss,
             "val_loss": self.validation.get("val_loss"),
             "val_bits_per_byte": self.validation.get("val_bits_per_byte"),
-            "tokens_per_second": speed,
-            "mfu": speed * per_token / self.peak_flops if speed else None,
-            "matmul_flops_per_second": self.peak_flops,
-            "peak_memory_bytes": peak,
-            "memory": memory,
+            **self.metrics.summary(),
             "parameters": self.spec.model.parameters,
             "parameters_sha256": parameters_sha256(self.trainer),
             "samples_sha256": self.samples.digest(),
@@ -431,49 +390,7 @@ class TrainingRun:
             "layout": self.spec.layout.describe(),
         }
 
-    def _memory(self) -> tuple[dict[str, int], int]:
-        """(bytes by component of the rank that holds most, the most that a rank has held); on every rank."""
-        own = {**self.trainer.states.memory(), "optimiser": self.trainer.optimiser.memory()}
-        every = self.control.gather([own, peak_memory_bytes(self.mesh.device)])
-        fullest = max((held for held, _ in every), key=lambda held: sum(held.values()), default=own)
-        memory, peak = self.control.broadcast([fullest, max((peak for _, peak in every), default=0)])
-        return memory, peak
-
 
 def _raise(failure: Exception | None) -> None:
     if failure is not None:
         raise failure
-
-
-def balance_row(moe: MoeSpec, layers: dict[int, LayerBalance]) -> Row:
-    """Fields of a metrics row about experts; loads are in even shares, of all layers or of each.
-
-    Losses are there where they have a factor, every expert's load unless that would be more than 4,096
-    numbers a row.
-    """
-    found = layers.values()
-    if not found:
-        return {}  # told by the first rank
-    row: Row = {
-        "load_max": max(max(layer.load) for layer in found),
-        "load_min": min(min(layer.load) for layer in found),
-        "dropped": statistics.mean(layer.dropped for layer in found),
-        "router_entropy": statistics.mean(layer.entropy for layer in found),
-    }
-    if moe.aux_loss:
-        row["aux_loss"] = statistics.mean(layer.aux_loss for layer in found)
-    if moe.z_loss:
-        row["z_loss"] = statistics.mean(layer.z_loss for layer in found)
-    if sum(len(layer.load) for layer in found) <= MOST_LOADS:
-        row["expert_load"] = {
-            str(number): [round(load, 4) for load in layer.load] for number, layer in layers.items()
-        }
-    return row
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Most memory that this rank has held: allocated on CUDA, resident on the CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
