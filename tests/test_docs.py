@@ -14,7 +14,7 @@ import pytest
 from meshwright import api
 from meshwright.cli.main import VERBS, main
 from meshwright.cli.parser import Call, Verb, parse
-from meshwright.launch.env import resolve
+from meshwright.launch.env import resized, resolve
 from meshwright.launch.failure import KINDS
 from meshwright.recover.restarts import CRASH_LOOP
 from meshwright.spec import load
@@ -87,7 +87,9 @@ def test_every_command_parses_and_asks_for_a_run_that_can_be(document: Path) -> 
         if "--help" in words:
             continue
         verb, call = parsed(words)
-        if verb.keys:
+        if call.flags.get("nodes"):  # processes of each host
+            assert resized(from_tree(tree_of(call), call.overrides), int(call.flags["nproc"]))
+        elif verb.keys:
             resolve(tree_of(call), call.overrides, call.flags.get("nproc"))
 
 

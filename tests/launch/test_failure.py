@@ -65,6 +65,19 @@ def test_cause(ends: dict, code: int, part: str, tmp_path: Path, monkeypatch: py
     assert part in found.sentence
 
 
+@pytest.mark.parametrize(
+    ("known", "words"), [(True, "for want of memory"), (False, ""), (None, "may have run")]
+)
+def test_a_kill_is_told_from_one_for_want_of_memory(
+    known: bool | None, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = failed(tmp_path, 1, -signal.SIGKILL, None, monkeypatch)
+    sentence = outcome({1: end}, 2, known).sentence
+    assert sentence.startswith("rank 1 of 2 was ended by SIGKILL")
+    assert words in sentence
+    assert ("memory" in sentence) == (known is not False)
+
+
 def test_an_unrecorded_end_shows_the_last_lines_of_stderr(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,13 @@ INTERRUPTED = 130
 KINDS = {kind.code: kind for kind in (UserError, StorageError, DataError, NumericalError)}
 """Errors whose sentence says it all, by exit code."""
 
+_MEMORY = {
+    True: "; the system has killed a process of this container or job for want of memory",
+    False: "",
+    None: "; the system may have run out of memory",
+}
+"""Hint about a rank that was ended by SIGKILL, by whether the system did so for want of memory."""
+
 ECHOES = ("onnection reset by peer", "onnection closed by peer", "roken pipe", "remote process exited")
 """Messages of gloo and NCCL on a rank whose peer is gone."""
 
@@ -125,8 +132,10 @@ class _Failure:
     restart: bool = False
 
 
-def outcome(ends: Mapping[int, RankEnd], ranks: int) -> Outcome:
+def outcome(ends: Mapping[int, RankEnd], ranks: int, out_of_memory: bool | None = None) -> Outcome:
     """The cause among the ranks that failed, as one sentence.
+
+    `out_of_memory` tells whether the system killed a process for want of memory meanwhile, if it is known.
 
     A user's mistake on any rank comes first; then a rank that a signal killed, the earliest recorded error,
     and an unrecorded exit. Errors of other ranks, whose collectives broke off, are its echoes.
@@ -142,7 +151,7 @@ def outcome(ends: Mapping[int, RankEnd], ranks: int) -> Outcome:
         return Outcome(max(code, 1), f"{who} failed with {sentence}", cause.traceback)
     if code < 0:
         name = signal.Signals(-code).name
-        hint = "; the system may have run out of memory" if name == "SIGKILL" else ""
+        hint = _MEMORY[out_of_memory] if name == "SIGKILL" else ""
         return Outcome(128 - code, f"{who} was ended by {name}{hint}", _last_lines(cause.end.log))
     return Outcome(code, f"{who} ended with exit code {code}", _last_lines(cause.end.log))
 

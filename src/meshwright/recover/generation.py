@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.launch.env import LOOPBACK, SUPERVISOR, Supervision
 from meshwright.launch.failure import Outcome, RankEnd, last_words, outcome
 from meshwright.parallel.heartbeat import Beat
+from meshwright.profile.cgroup import oom_kills
 from meshwright.recover.faults import Plan
 from meshwright.recover.hang import Hang, HangWatch
 from meshwright.recover.processes import kill_session, send_signal
@@ -127,6 +128,7 @@ class Generation:
         self._noticed: float | None = None
         self._kill_at = float("inf")
         self._hang: Hang | None = None
+        self._oom_kills = oom_kills()
 
     def run(
         self, zygote: Zygote, asked: Sequence[int], interrupted: Callable[[], bool] = lambda: False
@@ -259,7 +261,9 @@ class Generation:
             return End(
                 stopped_by(asked[-1]) if words is None else Outcome(*words, stopped=True), steps, noticed
             )
-        return End(outcome(ends, len(ends)), steps, noticed)
+        before, now = self._oom_kills, oom_kills()
+        out_of_memory = None if before is None or now is None else now > before
+        return End(outcome(ends, len(ends), out_of_memory), steps, noticed)
 
     def _stacks_begun(self) -> bool:
         files = [rank.folder / "stacks.txt" for rank in self._ranks if rank.end is None]
