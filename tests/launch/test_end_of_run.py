@@ -43,6 +43,7 @@ def trained(mesh: Mesh, spec: RunSpec, out: Path) -> dict[str, Any]:
         return train_worker(spec, out=out, quiet=True)
 
 
+@pytest.mark.full
 def test_slow_compression_of_the_held_out_text_fails_no_run(ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("<|endoftext|>".join(f"document {n} of many" for n in range(60)))
     base = {

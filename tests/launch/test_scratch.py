@@ -46,5 +46,5 @@ def test_another_launcher_leaves_the_folder_of_verify(monkeypatch: pytest.Monkey
         with scratch_folder():
             return {"there": result.parent.is_dir()}
 
-    monkeypatch.setattr(runs, "_launch", launched)
+    monkeypatch.setattr(runs, "launch", launched)
     assert api.verify(load(None, [("layout.dp", "2")])) == {"there": True}

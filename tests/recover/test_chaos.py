@@ -217,7 +217,9 @@ def test_a_slow_rank_may_be_told_and_a_loaded_machine_is_no_failure(tmp_path: Pa
 
 def test_digests_are_not_asked_of_a_run_whose_numbers_a_fault_changed(tmp_path: Path) -> None:
     other = {"parameters_sha256": "x", "samples_sha256": "x"}
-    found = verdict_on(tmp_path, (Fault("flip", 0),), result=other)
+    found = verdict_on(
+        tmp_path, (Fault("flip", 0),), result=other, tell=told("failure", "w differs between its copies")
+    )
     assert found["oracles"]["parameters"] is None and found["holds"]
 
 

@@ -136,6 +136,7 @@ def kinds(out: Path) -> list[str]:
     return [event["kind"] for event in read_run(out).events]
 
 
+@pytest.mark.full
 def test_a_launcher_that_is_killed_is_done_without_and_another_joins(
     tmp_path: Path, launchers: list[Launcher]
 ) -> None:

@@ -132,7 +132,8 @@ def processes(mark: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("kills", [1, 20])
 def test_a_run_whose_launcher_is_killed_leaves_nothing_and_resumes(
     corpus: Path, whole: dict[str, Any], tmp_path: Path, kills: int
 ) -> None:
@@ -210,4 +211,4 @@ def test_a_slow_rank_is_named_and_no_other(corpus: Path, tmp_path: Path, deed: s
 def test_an_event_that_cannot_be_recorded_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text("damaged\n")
     with pytest.warns(UserWarning, match="'failure' was not recorded: .*line 1 is not a JSON object"):
-        runs._record(tmp_path, "failure", {"generation": 0, "step": 3})
+        runs._record(tmp_path, None, "failure", {"generation": 0, "step": 3})

@@ -18,9 +18,11 @@ import pytest
 from supervised import alive, parent
 
 from meshwright.launch.failure import Outcome
-from meshwright.recover import generation, supervisor
+from meshwright.recover import generation
+from meshwright.recover import restarts as policy
 from meshwright.recover.generation import Job
-from meshwright.recover.supervisor import CRASH_LOOP, Restarts, Supervisor
+from meshwright.recover.restarts import CRASH_LOOP
+from meshwright.recover.supervisor import Restarts, Supervisor
 from meshwright.spec.sections import RecoverySpec
 
 HERE = Path(__file__).parent
@@ -30,7 +32,7 @@ HERE = Path(__file__).parent
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks find their program; no long pauses."""
     monkeypatch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setattr(supervisor, "BACK_OFF_S", (0.0, 0.2, 0.4))
+    monkeypatch.setattr(policy, "BACK_OFF_S", (0.0, 0.2, 0.4))
     monkeypatch.setattr(generation, "ECHO_S", 0.1)
 
 
@@ -180,7 +182,7 @@ def test_ranks_that_do_not_end_after_a_signal_are_killed_after_the_grace_time(tm
 def test_a_signal_in_a_pause_ends_the_run_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:
-    monkeypatch.setattr(supervisor, "BACK_OFF_S", (60.0,))
+    monkeypatch.setattr(policy, "BACK_OFF_S", (60.0,))
 
     def ask_for_the_end(told: Told) -> None:
         wait_until(lambda: told.events)
@@ -255,7 +257,7 @@ def test_restarts_leave_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int
 ) -> None:
     """The supervisor and the zygote hold as much after the last restart as after a tenth of them."""
-    monkeypatch.setattr(supervisor, "BACK_OFF_S", (0.0,))
+    monkeypatch.setattr(policy, "BACK_OFF_S", (0.0,))
     monkeypatch.setattr(generation, "ECHO_S", 0.0)
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()

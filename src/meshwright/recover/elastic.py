@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -65,6 +66,9 @@ class HostSupervisor:
         self._judged = -1
         """The newest generation whose failure was judged."""
         self._pending: Decision | None = None
+        self._zygote: Zygote | None = None
+        self._unseen = False
+        """True while the common folder cannot be used."""
 
     def run(self) -> Outcome:
         """Take part until the run has ended, or a signal takes this host out of it; returns the outcome."""
@@ -76,8 +80,7 @@ class HostSupervisor:
             SharedMemory(self.host.ranks) as memory,
             ExitStack() as stack,
         ):
-            zygote = Zygote(self.job.of(True, self.job.sizes[-1]).preload, memory.descriptors)
-            stack.callback(zygote.close)
+            stack.callback(self._close_zygote)
             stack.callback(self.members.remove, self.host.name)
             self.members.look(began)
             self._first = self.members.world.number + 1 if self.members.world is not None else 0
@@ -85,7 +88,7 @@ class HostSupervisor:
                 world = self._next_world(asked)
                 if isinstance(world, Outcome):
                     return world
-                end = self._run_once(world, zygote, memory, began, folder, asked)
+                end = self._run_once(world, memory, began, folder, asked)
                 self._report(end, bool(asked))
                 if asked:  # the others see that this host leaves, before its word on itself is gone
                     time.sleep(3 * LOOK_S)
@@ -114,13 +117,13 @@ class HostSupervisor:
     def _run_once(
         self,
         world: World,
-        zygote: Zygote,
         memory: SharedMemory,
         began: float,
         folder: Path,
         asked: Sequence[int],
     ) -> End:
         """Run this host's ranks of a generation, as long as it is the newest one."""
+        number = world.number - world.origin
         index, kept = world.hosts.index(self.host.name), self._store
         if index == 0:  # the generation's store is this host's, which opens another for the next one
             self._store = listen(self.host.address)
@@ -128,9 +131,9 @@ class HostSupervisor:
         ranks, address = self.host.ranks, world.address
         size = len(world.hosts) * ranks
         place = Place(address, world.port, index * ranks, size, self.host.interface, LEASE_S)
-        job = self.job.of(world.first, len(world.hosts))
+        job = self.job.of(number == 0, len(world.hosts))
         generation = Generation(
-            world.number, job, place, memory, began, folder / f"generation-{world.number}", self.job.tell
+            number, job, place, memory, began, folder / f"generation-{number}", self.job.tell
         )
         handed: list[int] = []
         done = 0
@@ -146,11 +149,18 @@ class HostSupervisor:
             return self.members.world.number > world.number
 
         try:
-            return generation.run(zygote, handed, interrupted)
+            self._zygote = self._zygote or Zygote(job.preload, memory.descriptors)
+            return generation.run(self._zygote, handed, interrupted)
         except ZygoteLostError as error:
+            self._close_zygote()
             return End(Outcome(1, str(error)), generation.steps, time.monotonic())
         finally:
             del kept
+
+    def _close_zygote(self) -> None:
+        if self._zygote is not None:
+            self._zygote.close()
+            self._zygote = None
 
     def _report(self, end: End, asked: bool) -> None:
         """Say how this host's ranks have ended."""
@@ -177,9 +187,17 @@ class HostSupervisor:
         if now < self._looked_at + LOOK_S:
             return
         self._looked_at = now
-        if now >= self._said_at + BEAT_S:
-            self._say(self.host.state, port=self._store.port, **({} if steps is None else {"steps": steps}))
-        self.members.look(now)
+        try:
+            if now >= self._said_at + BEAT_S:
+                told = {} if steps is None else {"steps": steps}
+                self._say(self.host.state, port=self._store.port, **told)
+            self.members.look(now)
+        except OSError as error:  # it may pass; if it does not, the others take this host for lost
+            if not self._unseen:
+                warnings.warn(f"{self.members.folder} cannot be used for now: {error}", stacklevel=2)
+            self._unseen = True
+            return
+        self._unseen = False
         newest = self.members.world
         number = newest.number + 1 if newest is not None else 0
         world = NOBODY if newest is None or newest.number < self._first else newest  # older is another run's
@@ -204,15 +222,13 @@ class HostSupervisor:
         if decision.end is not None:
             self.members.propose(World(number, end=decision.end))
             return
-        store = hosts[decision.hosts[0]]
-        self.members.propose(
-            World(number, decision.hosts, store.ranks, store.address, store.port, first=first)
-        )
+        store, origin = hosts[decision.hosts[0]], number if first else world.origin
+        self.members.propose(World(number, decision.hosts, store.ranks, store.address, store.port, origin))
         for name in sorted(set(world.hosts) - set(decision.hosts)):
-            self.job.tell("host_lost", {"generation": world.number, "host": name})
+            self.job.tell("host_lost", {"generation": world.number - origin, "host": name})
             self.members.remove(name)
         for name in sorted(set(decision.hosts) - set(world.hosts)) if not first else ():
-            self.job.tell("host_joined", {"generation": number, "host": name})
+            self.job.tell("host_joined", {"generation": number - origin, "host": name})
 
     def _judge(self, host: Host) -> Outcome | None:
         """Return the outcome of the run, where the failure of a host is its end; each is judged once."""
@@ -221,7 +237,9 @@ class HostSupervisor:
             return None
         self._judged = host.generation
         if not found.final:
-            fields = {"generation": host.generation, "step": host.steps, "message": found.sentence}
+            assert self.members.world is not None
+            generation = host.generation - self.members.world.origin
+            fields = {"generation": generation, "step": host.steps, "message": found.sentence}
             self.job.tell("failure", {**fields, "host": host.name})
         end = self._policy.judge(found, host.steps, by_itself=found.code < 128)
         self._not_before = time.monotonic() + (self._policy.pause if end is None else 0.0)

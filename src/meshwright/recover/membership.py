@@ -57,8 +57,8 @@ class Host(Record):
 class World(Record):
     """Generation `number`: `hosts` in order of ranks, with `ranks` each and a store on the first.
 
-    An `end` is that of the run, and there are no hosts. `first` tells the run's first generation from those
-    that go on.
+    An `end` is that of the run, and there are no hosts. `origin` is the number of the run's first generation,
+    as the folder may have those of earlier runs.
     """
 
     number: Integer
@@ -66,7 +66,7 @@ class World(Record):
     ranks: Integer = 0
     address: str = ""
     port: Integer = 0
-    first: bool = False
+    origin: Integer = 0
     end: Outcome | None = None
 
 
