@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
