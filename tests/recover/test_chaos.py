@@ -75,6 +75,7 @@ def broken(report: dict[str, Any]) -> list[str]:
     return [name for name, holds in report["oracles"].items() if not holds]
 
 
+@pytest.mark.full
 def test_a_run_under_faults_ends_as_the_one_without_and_each_fault_hits_where_the_log_says(
     run_file: Path, tmp_path: Path
 ) -> None:
