@@ -25,7 +25,7 @@ from meshwright.report.record import read_run
 WORDS = [
     *("--model.preset", "tiny", "--model.layers", "1", "--model.hidden", "64", "--model.ffn", "64"),
     *("--model.vocab_size", "300", "--data.tokenizer", "byte", "--data.corpus", "synthetic"),
-    *("--data.seq_len", "64", "--train.batch_tokens", "512", "--train.eval_tokens", "512"),
+    *("--data.seq_len", "64", "--train.eval_tokens", "512"),
     *("--train.log_every", "1", "--recovery.snapshot_every", "1"),
 ]
 SOON_S = 20.0
@@ -140,7 +140,7 @@ def kinds(out: Path) -> list[str]:
 def test_a_launcher_that_is_killed_is_done_without_and_another_joins(
     tmp_path: Path, launchers: list[Launcher]
 ) -> None:
-    out, last = tmp_path / "run", ("--train.steps", "200")
+    out, last = tmp_path / "run", ("--train.steps", "200", "--train.batch_tokens", "512")
     launchers += [Launcher(out, "127.0.0.1", None, *last) for _ in range(2)]
     wait(lambda: len(steps(out)) >= 5, PATIENCE_S, launchers)
     wait(lambda: read_run(out).info["world_size"] == 2, PATIENCE_S, launchers)
@@ -188,7 +188,7 @@ def test_a_host_that_is_lost_costs_seconds_and_may_join_again(
 def test_a_link_that_is_cut_for_10_seconds_costs_no_step(
     tmp_path: Path, namespaces: list[tuple[str, str]], launchers: list[Launcher]
 ) -> None:
-    last = ("--train.steps", "600")
+    last = ("--train.steps", "600", "--train.batch_tokens", "512")
     results = []
     for cut in (False, True):
         out = tmp_path / f"cut-{cut}"
