@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +47,21 @@ def tree(pid: int) -> list[int]:
 class Launcher:
     """A host's `meshwright train --nodes 1:2`, in a network namespace if one is named."""
 
+    started = 0
+
     def __init__(self, out: Path, address: str, namespace: str | None, *words: str) -> None:
         enter = ["ip", "netns", "exec", namespace] if namespace else []
         command = [*enter, sys.executable, "-m", "meshwright", "train", "--out", str(out), *WORDS, *words]
         self.log = out.with_name(f"{address}-{time.monotonic_ns()}.log")
+        cores = sorted(os.sched_getaffinity(0))
+        core = cores[Launcher.started % len(cores)]  # as if the host had no other: ranks take all that it has
+        Launcher.started += 1
         with self.log.open("w") as file:
             self.process = subprocess.Popen(
                 [*command, "--nodes", "1:2", "--nproc", "1", "--address", address, "--json"],
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                preexec_fn=partial(os.sched_setaffinity, 0, {core}),
             )
 
     def kill(self) -> None:

@@ -20,7 +20,7 @@ class Host:
         self.ranks = [Heartbeat(memory[number * BYTES :]) for number in range(len(compute))]
         self.compute, self.noise = compute, noise
         self.now, self.step, self.looked = 1000.0, 0, 1000.0
-        self.watch = SlowWatch(memory, len(compute), self.now, stages)
+        self.watch = SlowWatch(memory, len(compute), self.now, len(compute) // stages)
         self.draw = random.Random(7)
 
     def train(self, seconds: float, overlap: float = 0.0) -> list[Slow]:
@@ -125,3 +125,14 @@ def test_a_supervisor_that_slept_starts_a_window_anew() -> None:
         host.now += 60  # the ranks computed, and nobody looked
         host.looked = host.now
         host.ranks[0]._waited += int(50e9)
+
+
+def test_ranks_of_a_second_host_are_compared_within_their_stage_and_named_by_their_number() -> None:
+    """Of eight ranks in two stages the second host has 4 to 7: one stage, whose rank 6 is slow."""
+    host = Host([0.1, 0.1, 0.2, 0.1])
+    host.watch = SlowWatch(host.watch._heartbeats, 4, host.now, peers=4, first=4)
+    (found,) = host.train(60.0)
+    assert found.rank == 6
+    host = Host([0.1, 0.1, 0.2, 0.1])
+    host.watch = SlowWatch(host.watch._heartbeats, 4, host.now, peers=1, first=4)
+    assert host.train(60.0) == []  # each does work of its own

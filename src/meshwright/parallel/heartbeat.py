@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-PHASES = ("start", "data", "forward", "backward", "reduce", "optimiser", "save", "evaluate", "end")
-"""Phases of a run; from `data` to `optimiser` they are those of a step."""
+STEP_PHASES = ("data", "forward", "backward", "reduce", "optimiser")
+"""Phases that each step has on each rank."""
+PHASES = ("start", *STEP_PHASES, "save", "evaluate", "end")
+"""Phases of a run."""
 _FIELDS = struct.Struct("@qqqqqq32s")
 """In the machine's own form, since each number is then read and written whole."""
 BYTES = 128

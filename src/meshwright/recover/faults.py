@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshwright.parallel.heartbeat import PHASES
+from meshwright.parallel.heartbeat import PHASES, STEP_PHASES
 from meshwright.recover.shared_memory import new_memory
 from meshwright.spec import UserError
 from meshwright.spec.errors import did_you_mean
@@ -81,8 +81,6 @@ DEFAULT_KINDS = tuple(name for name, kind in KINDS.items() if kind.drawn)
 """Kinds after which a run must end as if there had been none."""
 FIRST_SAVES = 3
 """Saves after which checkpoints may be damaged: two are on the disk, the newer of which is not needed."""
-_PHASES = PHASES[PHASES.index("data") : PHASES.index("optimiser") + 1]
-"""Phases that each step has on each rank."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,7 @@ def schedule(
     for number in range(count):
         draw = random.Random(f"{seed} {number}")
         due += draw.expovariate(1 / mtbf)
-        kind, rank, phase = draw.choice(list(kinds)), draw.randrange(ranks), draw.choice(_PHASES)
+        kind, rank, phase = draw.choice(list(kinds)), draw.randrange(ranks), draw.choice(STEP_PHASES)
         step = FIRST_SAVES * every if KINDS[kind].damages else 1
         seconds, steps = 0.0, 1
         if kind == "slow":

@@ -227,7 +227,8 @@ class Generation:
             beats, stuck = self._memory.beats, self.job.recovery.hang_seconds
             known, first = self._step_seconds, self.place.first_rank
             self._watch = HangWatch(living, beats, now, first, stuck_seconds=stuck, step_seconds=known)
-            self._slow = SlowWatch(beats, len(living), now, self.job.stages)
+            peers = (self.place.world_size or len(living)) // self.job.stages
+            self._slow = SlowWatch(beats, len(living), now, peers, first)
         for slow in self._slow.look(now):
             if self._tell is not None:
                 self._tell("slow", {"generation": self.number, **asdict(slow), "message": slow.sentence})
@@ -263,7 +264,9 @@ class Generation:
             )
         before, now = self._oom_kills, oom_kills()
         out_of_memory = None if before is None or now is None else now > before
-        return End(outcome(ends, len(ends), out_of_memory), steps, noticed)
+        named = {self.place.first_rank + number: end for number, end in ends.items()}
+        size = self.place.world_size or len(self._ranks)
+        return End(outcome(named, size, out_of_memory), steps, noticed)
 
     def _stacks_begun(self) -> bool:
         files = [rank.folder / "stacks.txt" for rank in self._ranks if rank.end is None]

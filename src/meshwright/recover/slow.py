@@ -12,11 +12,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from meshwright.parallel.heartbeat import Beat
+from meshwright.parallel.heartbeat import STEP_PHASES, Beat
 from meshwright.recover.hang import MOST_TICK_S
 
-STEP_PHASES = frozenset({"data", "forward", "backward", "reduce", "optimiser"})
-"""Phases of a step."""
 WINDOW_STEPS, WINDOW_S = 20, 5.0
 """Least steps and seconds of a window over which the time of a step is taken."""
 WINDOWS, SLOW_WINDOWS = 5, 4
@@ -55,16 +53,16 @@ class _Rank:
 
 
 class SlowWatch:
-    """Looks at the heartbeats of `ranks` ranks of one host; of `stages` equal parts, each does its own work.
+    """Looks at the heartbeats of `ranks` ranks of one host; the first has number `first` in the world.
 
-    `first` is the global rank of the host's first.
+    Runs of `peers` ranks of the world do the same work, by default all.
     """
 
     def __init__(
-        self, heartbeats: memoryview, ranks: int, now: float, stages: int = 1, first: int = 0
+        self, heartbeats: memoryview, ranks: int, now: float, peers: int | None = None, first: int = 0
     ) -> None:
         self._heartbeats, self._last, self._began, self._first = heartbeats, now, now, first
-        self._peers = max(1, ranks // stages)
+        self._peers = peers or first + ranks
         beats = [Beat.of(heartbeats, number) for number in range(ranks)]
         self._ranks = [_Rank(beat, beat.step) for beat in beats]
 
@@ -73,7 +71,7 @@ class SlowWatch:
         elapsed, self._last = now - self._last, now
         for number, rank in enumerate(self._ranks):
             beat = Beat.of(self._heartbeats, number)
-            if {beat.phase, rank.beat.phase} <= STEP_PHASES:
+            if {beat.phase, rank.beat.phase} <= set(STEP_PHASES):
                 rank.computed += elapsed - (beat.waited_ns - rank.beat.waited_ns) / 1e9
             rank.beat = beat
         steps = min(rank.beat.step - rank.first_step for rank in self._ranks)
@@ -92,8 +90,8 @@ class SlowWatch:
 
     def _judge(self, number: int, seconds: Sequence[float]) -> Slow | None:
         """Return a rank that has become slow, given the seconds that each computes in a step."""
-        rank, stage = self._ranks[number], number // self._peers
-        others = [seconds[n] for n in range(len(seconds)) if n // self._peers == stage and n != number]
+        rank, stages = self._ranks[number], [(self._first + n) // self._peers for n in range(len(seconds))]
+        others = [seconds[n] for n, own in enumerate(stages) if own == stages[number] and n != number]
         if not others:
             return None
         median = statistics.median(others)
