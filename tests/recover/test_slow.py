@@ -128,7 +128,7 @@ def test_a_supervisor_that_slept_starts_a_window_anew() -> None:
 
 
 def test_ranks_of_a_second_host_are_compared_within_their_stage_and_named_by_their_number() -> None:
-    """Of eight ranks in two stages the second host has 4 to 7: one stage, whose rank 6 is slow."""
+    """A second host has ranks 4 to 7 of eight in two stages: one whole stage, whose rank 6 is slow."""
     host = Host([0.1, 0.1, 0.2, 0.1])
     host.watch = SlowWatch(host.watch._heartbeats, 4, host.now, peers=4, first=4)
     (found,) = host.train(60.0)
