@@ -140,7 +140,7 @@ class StagedTensor:
 
 
 @dataclass(frozen=True)
-class _Fetch:
+class Fetch:
     """A piece that this rank reads, and its overlap with each staged rectangle that needs it."""
 
     name: str
@@ -178,6 +178,11 @@ class Reading:
 
         Files are opened one by one, and the pieces of each are read once and in order.
         """
+        for file, (size, listed) in sorted(self.plan().items()):
+            retried(partial(self._read_pieces, self.path / file, size, listed))
+
+    def plan(self) -> dict[str, tuple[int, list[Fetch]]]:
+        """Return bytes and pieces of each file that this rank reads from. Raises BadCheckpointError."""
         for name, (replicas, reader) in self._readers.items():
             if reader == replicas.index:
                 tensor = self.tensors[name]
@@ -188,7 +193,7 @@ class Reading:
         numbers = set[int]()
         for name, staged in self._staged.items():
             numbers |= self.manifest.parts_of(name, [each.chunk.rectangle for each in staged])
-        fetches: dict[str, list[_Fetch]] = defaultdict(list)
+        fetches: dict[str, list[Fetch]] = defaultdict(list)
         sizes: dict[str, int] = {}
         for number in sorted(numbers):
             part = read_part(self.path, self.manifest, number, self.disk)
@@ -196,10 +201,9 @@ class Reading:
             for fetch in self._fetches(part):
                 fetches[fetch.piece.file].append(fetch)
         self._check_cover(fetch for listed in fetches.values() for fetch in listed)
-        for file, listed in sorted(fetches.items()):
-            retried(partial(self._read_pieces, self.path / file, sizes[file], listed))
+        return {file: (sizes[file], listed) for file, listed in fetches.items()}
 
-    def _read_pieces(self, path: Path, size: int, listed: list[_Fetch]) -> None:
+    def _read_pieces(self, path: Path, size: int, listed: list[Fetch]) -> None:
         with opened(path, size, self.disk) as descriptor:
             for fetch in sorted(listed, key=lambda fetch: fetch.piece.start):
                 fetch.run(descriptor, path, self.disk, self._digest)
@@ -216,7 +220,7 @@ class Reading:
                     assert isinstance(local, DTensor)
                     replicas.broadcast(local.to_local(), reader, wire)
 
-    def _fetches(self, part: Part) -> Iterator[_Fetch]:
+    def _fetches(self, part: Part) -> Iterator[Fetch]:
         """Yield the pieces of a part that overlap with staged rectangles."""
         for name in part.tensors.keys() & self._staged.keys():
             for piece in part.tensors[name]:
@@ -226,9 +230,9 @@ class Reading:
                     if (shared := common(piece.rectangle, staged.chunk.rectangle)) is not None
                 ]
                 if overlaps:
-                    yield _Fetch(name, piece, overlaps)
+                    yield Fetch(name, piece, overlaps)
 
-    def _check_cover(self, fetches: Iterable[_Fetch]) -> None:
+    def _check_cover(self, fetches: Iterable[Fetch]) -> None:
         """Raise BadCheckpointError unless pieces fill each staged rectangle once."""
         covered: dict[StagedTensor, list[Rectangle]] = defaultdict(list)
         for fetch in fetches:

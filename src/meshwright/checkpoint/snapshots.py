@@ -5,55 +5,62 @@ host, with what a manifest says of it; a restart reads it as it would a checkpoi
 one pass at memory speed without a message between ranks, and two slots take turns, so that a rank which dies
 in a copy leaves the one before (in-memory checkpoints: Wang et al. 2023, SOSP, "Gemini").
 
-    slot   [step + 1, or 0 while it is written; bytes of image and text; the text's sum] [image] [text]
-    image  pieces one after another, as in a checkpoint's piece file
-    text   {"state", "forms", "rows"}: what the root and a part of a manifest say, with sums for SHA-256
-
-The ranks of a host keep together all that any of them holds, so a host needs no other to go on from it, and
-parts that ranks on several hosts hold alike survive the loss of a host.
+The ranks of a host keep together all that any of them holds, so a host needs no other to go on from it. Where
+the loss of a host would take a part of the state along, a peer on the next host keeps it, too
+(`peer_snapshots.py`): then a run goes on without a host, or with another in its place.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-import mmap
-import os
-import struct
+import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from meshwright.checkpoint.digests import sum64
-from meshwright.checkpoint.disk import Disk, rank_file
+from meshwright.checkpoint.disk import rank_file
 from meshwright.checkpoint.errors import BadCheckpointError
 from meshwright.checkpoint.manifest import Hull, Manifest, Part, TensorEntry
+from meshwright.checkpoint.peer_snapshots import Landing, Wanted, copy_to_peer
+from meshwright.checkpoint.peer_snapshots import fetch as fetch_pieces
 from meshwright.checkpoint.reader import Reading, match_tensors
 from meshwright.checkpoint.save_plan import SavePlan, Tensors, describe
-from meshwright.checkpoint.staging import HostImage
+from meshwright.checkpoint.slots import Head, Image, Images, Slot, SlotImage
 from meshwright.parallel.control import Control
-from meshwright.parallel.mesh import TrafficCounter
+from meshwright.parallel.mesh import Axis, TrafficCounter
 from meshwright.units import gigabytes
 
 SHARE = 0.02
 """Share of the time of training that snapshots may take, where their interval follows from their cost."""
 TRIAL_STEPS = 5
 """Steps that each get a snapshot, whose cost then decides on the interval."""
-_HEAD = struct.Struct("<qqq16s")
-_HEAD_BYTES = 4096
 _WHERE = Path("memory")
+
+
+class _Facts(NamedTuple):
+    """Agreed on by the ranks: numbers of this start of the ranks and of this rank's part, and more."""
+
+    part: int
+    run: int
+    parts: int
+    copied: bool
+    """True if parts are held by one host only, so that each rank gives a peer what it keeps."""
+    needed: int
+    """Most bytes that a host needs for all its slots."""
 
 
 class Snapshots:
     """Snapshots of a run; `slots` has two descriptors for each rank of this host, equally many on all hosts.
 
-    `every` is the interval in steps; None finds one that costs `SHARE` of the time. Where two snapshots would
+    Two more, on hosts that may be lost, are for what a rank of another host sends over the axis `world`.
+    `every` is the interval in steps; None finds one that costs `SHARE` of the time. Where the slots would
     take more than half of what `free_memory` returns (bytes), none is made, and `warnings` gets a sentence.
-    `save` and `load` are collective over `control`, and called on all its ranks in the same order.
+    `save`, `newest` and `load` are collective over `control`, and called on all its ranks in the same order.
     """
 
     def __init__(
@@ -63,16 +70,21 @@ class Snapshots:
         every: int | None,
         free_memory: Callable[[], int],
         warnings: list[str],
+        world: Axis | None = None,
     ) -> None:
-        self._slots, self._ranks, self._every = slots, control, every
+        self._slots = [[Slot(descriptor) for descriptor in of_rank] for of_rank in slots]
+        self._ranks, self._every, self._world = control, every, world
         self._free_memory, self._warnings = free_memory, warnings
         self._local = control.rank % len(slots)
+        self._own, self._peers = self._slots[self._local][:2], self._slots[self._local][2:]
+        self._images = [SlotImage(slot) for slot in self._own]
         self._plan = SavePlan(control, len(slots))
-        self._description: dict[str, Any] | None = None
-        self._images = [_SlotImage(descriptor) for descriptor in slots[self._local]]
+        self._facts: _Facts | None = None
+        self._has_room: bool | None = None
+        self._last: tuple[int, int] | None = None
+        """(step, run) of what was kept or loaded last, which no save overwrites."""
         self._costs: list[float] = []
         self._begun = 0.0
-        self._turn = 0
 
     # -- writing ---------------------------------------------------------------
 
@@ -81,34 +93,72 @@ class Snapshots:
         return self._every is None or (self._every > 0 and step % self._every == 0)
 
     def save(self, step: int, tensors: Tensors, state: Callable[[], Mapping[str, Any]]) -> None:
-        """Keep `tensors` (this rank's) of `step`, and the JSON `state`, called on each host's first rank."""
+        """Keep `tensors` (this rank's) of `step`, and the JSON `state`, equal on all ranks."""
         begun = time.perf_counter()
-        if self._description is None:
-            self._description = describe(tensors, self._ranks.rank, self._plan.among)
-            self._plan.agree(self._description)
-            if not self._has_room():
-                self._every = 0
-                return
-        image = self._images[self._turn]
-        self._turn = 1 - self._turn
-        image.open()
+        facts = self._agree(tensors)
+        if self._has_room is None:
+            self._has_room = self._look_for_room(facts.needed)
+        if not self._has_room:
+            self._every = 0
+            return
+        turn = self._spare(self._own)
+        slot, image = self._own[turn], self._images[turn]
+        slot.open()
         image.stage(self._plan.own_share(tensors))
-        text: dict[str, Any] = {"rows": image.rows(sum64), "forms": self._description}
-        if self._local == 0:
-            text["state"] = dict(state())
-        image.close(step, json.dumps(text))
+        rows = image.rows(sum64)
+        text = json.dumps({"rows": rows, "forms": self._description, "state": dict(state())}).encode()
+        head = Head(step, image.bytes, len(text), facts.run, facts.part, facts.parts, sum64(text))
+        slot.close(head, text)
+        if facts.copied:
+            assert self._world is not None
+            kept = self._peers[self._spare(self._peers)]
+            copy_to_peer(slot, text, kept, self._world, len(self._slots))
+        self._last = head.key
         if self._every is None:
             self._choose(begun, time.perf_counter())
 
-    def _has_room(self) -> bool:
-        """Ask rank 0 whether the host's memory has room for two snapshots, and warn if not."""
-        free, needed = self._ranks.on_first(self._free_memory), 2 * self._plan.bytes
+    def _agree(self, tensors: Tensors) -> _Facts:
+        """Learn, once, which parts of the state there are, and whether the loss of a host would take one."""
+        if self._facts is None:
+            self._description = describe(tensors, self._ranks.rank, self._plan.among)
+            self._plan.agree(self._description)
+            share = self._plan.own_share(tensors)
+            pieces = sorted((piece.key, piece.rectangle) for piece in share)
+            digest = hashlib.sha256(json.dumps(pieces).encode()).digest()
+            part = int.from_bytes(digest[:8], "little") >> 1 if pieces else 0
+            listed = self._ranks.gather([part, sum(piece.local.nbytes for piece in share)])
+            run, parts, copied, needed = self._ranks.on_first(lambda: self._survey(listed))
+            self._facts = _Facts(part, run, parts, bool(copied), needed)
+        return self._facts
+
+    def _survey(self, listed: list[list[int]]) -> list[int]:
+        """On rank 0: the facts, from the part of each rank and its bytes."""
+        count = len(self._slots)
+        hosts = [listed[first : first + count] for first in range(0, len(listed), count)]
+        holders: dict[int, set[int]] = defaultdict(set)
+        for number, host in enumerate(hosts):
+            for part, size in host:
+                if size:
+                    holders[part].add(number)
+        alone = any(len(numbers) == 1 for numbers in holders.values())
+        copied = len(hosts) > 1 and bool(self._peers) and alone
+        sizes = [sum(size for _, size in host) for host in hosts]
+        needed = max(own + copied * before for own, before in zip(sizes, sizes[-1:] + sizes, strict=False))
+        return [secrets.randbits(62), len(holders), copied, 2 * needed]
+
+    def _look_for_room(self, needed: int) -> bool:
+        """Ask rank 0 whether the host's memory has room for the slots, and warn if not."""
+        free = self._ranks.on_first(self._free_memory)
         if 2 * needed > free:
             self._warnings.append(
                 f"no snapshots are kept in memory: they would take {gigabytes(needed)} of {gigabytes(free)} "
                 f"that are free, more than half; a run that fails goes on from its last checkpoint"
             )
-        return 2 * needed <= free
+        return bool(2 * needed <= free)
+
+    def _spare(self, pair: Sequence[Slot]) -> int:
+        """Return the slot of a pair that does not hold what was kept or loaded last."""
+        return int(pair[0].head().key == self._last)
 
     def _choose(self, begun: float, ended: float) -> None:
         """After the trial choose an interval by rank 0's times."""
@@ -126,130 +176,116 @@ class Snapshots:
 
     def clear(self) -> None:
         """Drop what this rank has kept."""
-        for image in self._images:
-            image.open()
+        for slot in (*self._own, *self._peers):
+            slot.open()
 
     def newest(self) -> int | None:
-        """Return the last step of which all ranks have kept their shares, or None; collective."""
-        every = self._ranks.gather(sorted(self._complete()))
-        common = set.intersection(*map(set, every)) if every else set()
-        step: int | None = self._ranks.broadcast(max(common, default=None))
-        return step
+        """Return the last step of which the ranks together have kept all parts, or None; collective."""
+        found = self._find()
+        return None if found is None else found[0]
 
     def load(self, step: int, tensors: Tensors, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         """Fill `tensors` in place from the snapshot of `step`, and return its state; `check` sees that first.
 
-        Raises `BadCheckpointError` on all ranks, before a tensor changes, where the memory of a host does not
-        hold what was written, or not what its ranks now need.
+        Where each rank would keep what it has kept, each host reads its own memory; else ranks fetch what
+        their host lacks. Raises `BadCheckpointError` on all ranks, before a tensor changes, where memory does
+        not hold what was written, or not all of it.
         """
-        places = self._complete()
-        manifest = self._ranks.together(lambda: self._manifest(step, places[step]))
+        found = self._find(step)
+        if found is None:
+            raise BadCheckpointError(f"the memory of these hosts does not hold all parts of step {step}")
+        mine = [slot.head().part for slot in self._own if slot.head().key == found]
+        if self._ranks.any(mine != [self._agree(tensors).part]):
+            texts, images = self._from_all_hosts(found)
+        else:
+            own = [slot for pair in self._slots for slot in pair[:2] if slot.head().key == found]
+            texts, images = self._ranks.together(lambda: [slot.text() for slot in own]), [*own]
+        manifest = _manifest(step, texts)
         self._ranks.together(lambda: check(manifest.state))
         self._ranks.together(lambda: match_tensors(manifest, tensors, _WHERE))
-        disk = _Slots({rank_file(r): self._slots[r][slot] for r, slot in enumerate(places[step])})
+        disk = Images({rank_file(number): image for number, image in enumerate(images)})
         reading = Reading(_WHERE, manifest, tensors, disk, sum64)
+        self._fetch(reading, found, texts, images)
         self._ranks.together(reading.read)
         reading.commit(TrafficCounter())
-        self._turn = 1 - places[step][self._local]
+        self._last = found
         return manifest.state
 
-    def _manifest(self, step: int, slots: Sequence[int]) -> Manifest:
-        """Return a manifest of what the ranks of this host have kept, with one part inside."""
-        texts = [
-            _read_text(self._slots[rank][slot], f"snapshot of step {step} of local rank {rank}")
-            for rank, slot in enumerate(slots)
+    def _find(self, step: int | None = None) -> tuple[int, int] | None:
+        """Return (step, run) of the newest snapshot, or that of `step`, of which all parts are there."""
+        heads = [slot.head() for slot in (*self._own, *self._peers)]
+        listed = self._ranks.gather([[*head.key, head.part, head.parts] for head in heads if head.step >= 0])
+        parts: dict[tuple[int, int, int], set[int]] = defaultdict(set)
+        for kept, run, part, count in (row for rows in listed for row in rows):
+            if part and step in (None, kept):
+                parts[kept, run, count].add(part)
+        complete = [(kept, run) for (kept, run, count), there in parts.items() if len(there) == count]
+        found = self._ranks.broadcast(max(complete, default=None))
+        return None if found is None else (int(found[0]), int(found[1]))
+
+    def _from_all_hosts(self, found: tuple[int, int]) -> tuple[list[dict[str, Any]], list[Image]]:
+        """Return the text of each part, with the rank that can be asked for it, and where its image is read:
+        in the memory of this host, or in a landing that is still empty."""
+        near: dict[int, Slot] = {}
+        for slot in (slot for half in (0, 2) for of_rank in self._slots for slot in of_rank[half : half + 2]):
+            head = slot.head()
+            if head.key == found and head.part:
+                near.setdefault(head.part, slot)
+        own = self._images_of(found)
+        listed = self._ranks.gather([*own])
+        holders: dict[int, int] = {}
+        for place in range(2):  # its own image, then that of a peer
+            for rank, parts in enumerate(listed):
+                for part in parts[place : place + 1]:
+                    holders.setdefault(part, rank)
+        chosen = self._ranks.broadcast(sorted(holders.items()))
+        asked = [part for part, rank in chosen if rank == self._ranks.rank]
+        texts = self._ranks.together(lambda: [own[part].text() | {"part": part} for part in asked])
+        gathered = [
+            text | {"holder": rank}
+            for rank, of_rank in enumerate(self._ranks.gather(texts))
+            for text in of_rank
         ]
-        forms: dict[str, Any] = {}
-        for text in texts:
-            forms |= text["forms"]
-        tensors = {
-            name: TensorEntry(dtype, tuple(shape), number)
-            for number, (name, (dtype, shape, _)) in enumerate(forms.items())
-        }
-        spreads = [[Hull(0, (0,) * len(entry.shape), entry.shape)] for entry in tensors.values()]
-        inside = Part.of([text["rows"] for text in texts], 0)
-        return Manifest(step, "", len(texts), 0, texts[0]["state"], tensors, spreads, [], inside)
+        every = self._ranks.broadcast(gathered)
+        every.sort(key=lambda text: text["part"] not in near)  # of equal pieces those of this host are read
+        sizes = (sum(row[4] for row in text["rows"]) for text in every)
+        return every, [
+            near.get(text["part"]) or Landing(size) for text, size in zip(every, sizes, strict=True)
+        ]
 
-    def _complete(self) -> dict[int, list[int]]:
-        """Return the slot of each rank of this host, for the steps that all of them have kept."""
-        kept = [{_read_head(fd).step: slot for slot, fd in enumerate(pair)} for pair in self._slots]
-        steps = set.intersection(*(set(slots) for slots in kept)) - {-1}
-        return {step: [slots[step] for slots in kept] for step in steps}
+    def _images_of(self, found: tuple[int, int]) -> dict[int, Slot]:
+        """Return this rank's slots of a step and run, and that of its peer, by part."""
+        slots = {slot.head().part: slot for slot in (*self._own, *self._peers) if slot.head().key == found}
+        return {part: slot for part, slot in slots.items() if part}
 
-
-class _SlotImage(HostImage):
-    """An image that lies in a slot, mapped into memory: a block each GiB, one after another."""
-
-    def __init__(self, descriptor: int) -> None:
-        super().__init__()
-        self._descriptor = descriptor
-        self._mapped: mmap.mmap | None = None
-
-    def open(self) -> None:
-        """Begin to write: what the slot held is no snapshot from here on."""
-        self._write_head(0, 0, b"")
-
-    def close(self, step: int, text: str) -> None:
-        """End with the text: the slot now holds the snapshot of `step`."""
-        content = text.encode()
-        os.pwrite(self._descriptor, content, self._end)
-        self._write_head(step + 1, len(content), sum64(content).encode())
-
-    @property
-    def _end(self) -> int:
-        return _HEAD_BYTES + self.bytes
-
-    def _write_head(self, mark: int, text: int, digest: bytes) -> None:
-        os.pwrite(self._descriptor, _HEAD.pack(mark, self.bytes, text, digest), 0)
-
-    def _make_room(self, pinned: bool) -> None:
-        if self._mapped is None or len(self._mapped) < self._end:
-            os.ftruncate(self._descriptor, max(self._end, os.fstat(self._descriptor).st_size))
-            self._mapped = mmap.mmap(self._descriptor, self._end)
-            if pinned:  # else a copy from a device passes through a buffer of the driver's
-                whole = torch.frombuffer(self._mapped, dtype=torch.uint8)
-                torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)
-        self._blocks, start = [], _HEAD_BYTES
-        for length in self._lengths:
-            self._blocks.append(torch.frombuffer(self._mapped, dtype=torch.uint8, count=length, offset=start))
-            start += length
+    def _fetch(
+        self, reading: Reading, found: tuple[int, int], texts: list[dict[str, Any]], images: Sequence[Image]
+    ) -> None:
+        """Fetch from other hosts what `reading` needs of images that land here."""
+        wanted: dict[int, list[Wanted]] = defaultdict(list)
+        plan = self._ranks.together(reading.plan)
+        for number, (text, image) in enumerate(zip(texts, images, strict=True)):
+            if isinstance(image, Landing):
+                _, fetches = plan.get(rank_file(number), (0, []))
+                wanted[text["holder"]] += [
+                    Wanted(text["part"], image, fetch.piece.start, fetch.piece.bytes) for fetch in fetches
+                ]
+        if self._ranks.any(any(wanted.values())):
+            assert self._world is not None
+            fetch_pieces(wanted, self._images_of(found), self._world, self._ranks)
 
 
-class _Slots(Disk):
-    """Reads piece files out of slots."""
-
-    def __init__(self, descriptors: Mapping[str, int]) -> None:
-        self._descriptors = descriptors
-
-    @contextmanager
-    def opened(self, path: Path) -> Iterator[tuple[int, int]]:
-        descriptor = self._descriptors[path.name]
-        yield descriptor, _read_head(descriptor).image
-
-    def read(self, descriptor: int, target: memoryview, start: int) -> int:
-        return super().read(descriptor, target, _HEAD_BYTES + start)
-
-
-class _Head(NamedTuple):
-    """The head of a slot: a step, -1 if it holds no snapshot, and the bytes and sums of what follows."""
-
-    step: int
-    image: int
-    text: int
-    digest: str
-
-
-def _read_head(descriptor: int) -> _Head:
-    content = os.pread(descriptor, _HEAD.size, 0)
-    if len(content) < _HEAD.size:
-        return _Head(-1, 0, 0, "")
-    mark, image, text, digest = _HEAD.unpack(content)
-    return _Head(mark - 1, image, text, digest.decode("ascii", "replace"))
-
-
-def _read_text(descriptor: int, name: str) -> dict[str, Any]:
-    head = _read_head(descriptor)
-    content = os.pread(descriptor, head.text, _HEAD_BYTES + head.image)
-    if sum64(content) != head.digest:
-        raise BadCheckpointError(f"the {name} in memory is damaged: its description is not what was written")
-    return dict(json.loads(content))
+def _manifest(step: int, texts: Sequence[Mapping[str, Any]]) -> Manifest:
+    """Return a manifest of these parts of the state, with one part inside, each piece once."""
+    forms: dict[str, Any] = {}
+    for text in texts:
+        forms |= text["forms"]
+    tensors = {
+        name: TensorEntry(dtype, tuple(shape), number)
+        for number, (name, (dtype, shape, _)) in enumerate(forms.items())
+    }
+    spreads = [[Hull(0, (0,) * len(entry.shape), entry.shape)] for entry in tensors.values()]
+    inside = Part.of([text["rows"] for text in texts], 0)
+    for pieces in inside.tensors.values():
+        pieces[:] = {piece.rectangle: piece for piece in reversed(pieces)}.values()
+    return Manifest(step, "", len(texts), 0, dict(texts[0]["state"]), tensors, spreads, [], inside)

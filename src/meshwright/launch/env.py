@@ -35,7 +35,8 @@ class Supervision:
 
     `generation` counts the starts of the run's ranks from 0, `began` is when the supervisor began
     (`time.monotonic`). `heartbeats` is the descriptor of the memory in which the rank's heartbeat lies, at
-    its local rank, and `snapshots` are those of two slots for snapshots of each rank of the host.
+    its local rank, and `snapshots` are those of two slots for snapshots of each rank of the host, and on one
+    of several hosts of two more for those of a rank of another.
     """
 
     generation: int

@@ -98,17 +98,22 @@ def start_all_to_all(
     return axis.wire.start(axis.name, "all_to_all", crossing, work)
 
 
-def start_shift(received: Tensor, sent: Tensor, axis: Axis) -> Pending:
-    """Send `sent` to the next rank of the ring, and receive from the one before."""
+def start_shift(received: Tensor, sent: Tensor, axis: Axis, distance: int = 1) -> Pending:
+    """Send `sent` to the rank `distance` after this one on the ring, and receive from the one before.
+
+    A tensor of no elements is neither sent nor waited for.
+    """
     if axis.size == 1:
         received.copy_(sent)
         return DONE
-    after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
-    operations = [
-        dist.P2POp(dist.isend, sent, group=axis.group, group_peer=after),
-        dist.P2POp(dist.irecv, received, group=axis.group, group_peer=before),
-    ]
-    return axis.wire.start(axis.name, "shift", float(sent.nbytes), _All(dist.batch_isend_irecv(operations)))
+    after, before = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
+    operations = []
+    if sent.numel():
+        operations.append(dist.P2POp(dist.isend, sent, group=axis.group, group_peer=after))
+    if received.numel():
+        operations.append(dist.P2POp(dist.irecv, received, group=axis.group, group_peer=before))
+    works = dist.batch_isend_irecv(operations) if operations else []
+    return axis.wire.start(axis.name, "shift", float(sent.nbytes), _All(works))
 
 
 def start_send(sent: Tensor, target: int, axis: Axis, tag: int = 0) -> Pending:

@@ -77,7 +77,7 @@ class HostSupervisor:
         with (
             stop_requests() as asked,
             scratch_folder() as folder,
-            SharedMemory(self.host.ranks) as memory,
+            SharedMemory(self.host.ranks, peers=True) as memory,
             ExitStack() as stack,
         ):
             stack.callback(self._close_zygote)
@@ -124,6 +124,8 @@ class HostSupervisor:
     ) -> End:
         """Run this host's ranks of a generation, as long as it is the newest one."""
         number = world.number - world.origin
+        if self.members.missed > self.host.generation:  # the others may have gone on another way
+            memory.drop_snapshots()
         index, kept = world.hosts.index(self.host.name), self._store
         if index == 0:  # the generation's store is this host's, which opens another for the next one
             self._store = listen(self.host.address)

@@ -81,6 +81,8 @@ class Membership:
         self.folder, self.name = folder, name
         self.hosts: dict[str, Host] = {}
         self.world: World | None = None
+        self.missed = -1
+        """The newest generation that this host was not part of."""
         self._moved: dict[str, tuple[int, float]] = {}
 
     def write(self, host: Host) -> None:
@@ -104,6 +106,8 @@ class Membership:
         number = self.world.number + 1 if self.world is not None else self._oldest()
         while (file := self.folder / f"generation-{number}.json").exists():
             self.world = read(World, json.loads(file.read_text(encoding="utf-8")), str(file))
+            if self.name not in self.world.hosts:
+                self.missed = number
             number += 1
         hosts = {}
         for file in sorted(self.folder.glob("host-*.json")):

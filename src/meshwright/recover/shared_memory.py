@@ -18,17 +18,18 @@ from meshwright.parallel.heartbeat import BYTES
 class SharedMemory(ExitStack):
     """Descriptors of the heartbeats of `ranks` local ranks, and of memory for a snapshot of each.
 
-    `heartbeats` holds `BYTES` for each rank; `snapshots` are two slots for each rank, which fills them.
+    `heartbeats` holds `BYTES` for each rank; `snapshots` are two slots for each rank, which fills them,
+    and where there are `peers`, that is other hosts, two more for what a rank of one of them keeps.
     """
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, peers: bool = False) -> None:
         super().__init__()
         self.heartbeats = self._made("heartbeats")
         os.ftruncate(self.heartbeats, ranks * BYTES)
         mapped = self.enter_context(mmap.mmap(self.heartbeats, ranks * BYTES))
         self.beats = self.enter_context(memoryview(mapped))
         self.snapshots = [
-            (self._made(f"snapshot of rank {rank}"), self._made(f"snapshot of rank {rank}"))
+            [self._made(f"snapshot of rank {rank}") for _ in range(4 if peers else 2)]
             for rank in range(ranks)
         ]
 
@@ -36,6 +37,11 @@ class SharedMemory(ExitStack):
     def descriptors(self) -> list[int]:
         """All descriptors, for processes that inherit them."""
         return [self.heartbeats, *chain.from_iterable(self.snapshots)]
+
+    def drop_snapshots(self) -> None:
+        """Empty all slots."""
+        for descriptor in chain.from_iterable(self.snapshots):
+            os.ftruncate(descriptor, 0)
 
     def _made(self, purpose: str) -> int:
         descriptor = new_memory(purpose)

@@ -45,7 +45,7 @@ class TrainingRun:
 
     `check` is what opening the corpus checks: "lazy" where another process of this host has just opened it.
     `lease` is that of the folder `out`, which rank 0 of the caller holds; `slots` are the supervisor's memory
-    for snapshots, two descriptors for each rank of this host. Checkpoints are saved on `disk`.
+    for snapshots, two or four descriptors for each rank of this host. Checkpoints are saved on `disk`.
     """
 
     def __init__(
@@ -84,7 +84,12 @@ class TrainingRun:
         every = spec.recovery.snapshot_every
         self.snapshots = (
             Snapshots(
-                slots, mesh.control, None if every == "auto" else every, free_memory, self.store.warnings
+                slots,
+                mesh.control,
+                None if every == "auto" else every,
+                free_memory,
+                self.store.warnings,
+                mesh.world,
             )
             if slots
             else None
