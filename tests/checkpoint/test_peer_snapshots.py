@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from test_reshard import blank, check_equal, full_tensors, placed
@@ -12,8 +15,8 @@ from test_snapshots import PLENTY, accept
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from meshwright.checkpoint import BadCheckpointError
-from meshwright.checkpoint.slots import HEAD_BYTES, Slot
+from meshwright.checkpoint import BadCheckpointError, peer_snapshots
+from meshwright.checkpoint.slots import HEAD_BYTES
 from meshwright.checkpoint.snapshots import Snapshots
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import Layout
@@ -99,14 +102,30 @@ def test_replicas_on_another_host_are_enough(ranks: Ranks, tmp_path: Path) -> No
     ranks.run(Layout(dp=2), go_on, tmp_path, "b", ROWS, 1)
 
 
-def test_a_rank_that_dies_in_a_copy_leaves_the_snapshot_before(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(Layout(dp=4), keep, tmp_path, "ab", ROWS, (1, 2))
-    descriptor = os.open(tmp_path / "b-0-2", os.O_RDWR)  # it would have held step 3
-    Slot(descriptor).open()
-    second = os.open(tmp_path / "b-0-3", os.O_RDWR)
-    Slot(second).open()
-    ranks.run(Layout(dp=2), go_on, tmp_path, "b", ROWS, None)
-    ranks.run(Layout(dp=4), go_on, tmp_path, "ab", ROWS, 2)
+def keep_and_die(mesh: Mesh, folder: Path, hosts: str, step: int) -> None:
+    """Keep the snapshots of two steps, and begin to copy that of `step`, up to its image."""
+    shift = peer_snapshots._shift
+    calls = 0
+
+    def dies(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3 * 2 + 3:
+            raise KeyboardInterrupt
+        shift(*arguments)
+
+    with patch.object(peer_snapshots, "_shift", dies), pytest.raises(KeyboardInterrupt):
+        keep(mesh, folder, hosts, ROWS, (step - 2, step - 1, step))
+
+
+def test_ranks_that_die_in_a_copy_leave_the_snapshot_before(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(Layout(dp=4), keep_and_die, tmp_path, "ab", 3)
+    for hosts, dp in (("a", 2), ("b", 2), ("ab", 4)):
+        left = tmp_path / hosts
+        left.mkdir()
+        for file in tmp_path.glob(f"[{hosts}]-*"):
+            shutil.copy(file, left)
+        ranks.run(Layout(dp=dp), go_on, left, hosts, ROWS, 2 if len(hosts) == 1 else 3)
 
 
 @pytest.mark.parametrize("place", [HEAD_BYTES + 5, -20])

@@ -191,6 +191,32 @@ def test_a_host_that_is_lost_costs_seconds_and_may_join_again(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("lost", [0, 1], ids=["first", "second"])
+def test_a_host_that_alone_held_a_part_of_the_state_takes_no_step_along(
+    tmp_path: Path, namespaces: list[tuple[str, str]], launchers: list[Launcher], lost: int
+) -> None:
+    """Without any checkpoint on disk; the optimiser's moments are cut over the hosts."""
+    last = ("--train.steps", "60", "--train.batch_tokens", "4096", "--layout.zero", "1")
+    out = tmp_path / "run"
+    launchers += [Launcher(out, address, name, *last) for name, address in namespaces]
+    wait(lambda: len(steps(out)) >= 20, PATIENCE_S, launchers)
+    launchers[lost].kill()
+    done = len(steps(out))
+    result = result_of(launchers[1 - lost])
+    (resumed,) = (event for event in read_run(out).events if event["kind"] == "resumed")
+    assert resumed["step"] >= done - 1  # the last one may have been in its copy
+    assert steps(out) == list(range(1, 61))
+    alone = tmp_path / "alone"
+    subprocess.run(
+        [sys.executable, "-m", "meshwright", "train", "--out", str(alone), *WORDS, *last, "--quiet"],
+        check=True,
+    )
+    expected = json.loads((alone / "result.json").read_text())
+    assert result["samples_sha256"] == expected["samples_sha256"]
+    assert result["final_loss"] == pytest.approx(expected["final_loss"], rel=1e-3)
+
+
+@pytest.mark.full
 def test_a_link_that_is_cut_for_10_seconds_costs_no_step(
     tmp_path: Path, namespaces: list[tuple[str, str]], launchers: list[Launcher]
 ) -> None:

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.checkpoint.digests import sum64
+from meshwright.checkpoint.slots import Head, Slot
 from meshwright.launch.failure import Outcome
 from meshwright.recover.membership import LOST_S, NOBODY, Decision, Host, Membership, World, decide
+from meshwright.recover.shared_memory import SharedMemory
 
 A, B, C = (Host(name, f"10.0.0.{number}", "eth0", 2) for number, name in enumerate("abc", start=1))
 WORLD = World(4, ("a", "b"), 2, "10.0.0.1", 99)
@@ -85,6 +88,8 @@ def test_of_two_proposals_one_is_taken_by_all(tmp_path: Path) -> None:
     two.propose(World(1, ("b",), 2))
     one.look(0.0)
     assert one.world == World(1, ("b",), 2)
+    assert one.missed == 1
+    assert two.missed == 0
     late = Membership(tmp_path, "c")
     late.look(0.0)
     assert late.world == one.world
@@ -121,3 +126,15 @@ def test_the_members_of_the_newest_generation_lead_before_those_that_wait(tmp_pa
         member.look(0.0)
         leads[name] = member.leads
     assert leads == {"a": False, "b": False, "c": True}
+
+
+def test_a_host_drops_its_snapshots_and_those_of_its_peer() -> None:
+    with SharedMemory(2, peers=True) as memory:
+        slots = [Slot(descriptor) for of_rank in memory.snapshots for descriptor in of_rank]
+        assert len(slots) == 2 * 4
+        for slot in slots:
+            text = b"{}"
+            slot.close(Head(3, 0, len(text), 1, 1, 1, sum64(text)), text)
+            assert slot.head().step == 3
+        memory.drop_snapshots()
+        assert all(slot.head().step < 0 for slot in slots)

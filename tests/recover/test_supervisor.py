@@ -1,4 +1,4 @@
-"""Real ranks under the elastic agent: exit codes, each sentence once, and nobody left behind."""
+"""Real ranks under the supervisor: exit codes, each sentence once, and nobody left behind."""
 
 from __future__ import annotations
 
