@@ -160,6 +160,29 @@ def test_ranks_that_wait_for_different_collectives_are_told_and_the_one_behind_i
     assert "rank 1 has waited for dp all_reduce for 60" in found.sentence
 
 
+def test_a_rank_that_is_stuck_before_it_reduces_is_named(host: Host) -> None:
+    host.train(5)
+    for rank in host.ranks:
+        rank.phase("reduce")
+    host.wait(0, "world scalars")
+    found = host.look_for(15)
+    assert found is not None and found.ranks == (1,)
+    assert "rank 1 has not moved for 1" in found.sentence
+
+
+def test_collectives_are_counted_within_a_step(host: Host) -> None:
+    """Loading, and the lease of the run, take more of them on some ranks than on others."""
+    for _ in range(40):
+        host.ranks[1].start()
+    host.train(5)
+    host.ranks[0].start()
+    host.wait(0, "world scalars")
+    host.wait(1)
+    found = host.look_for(61)
+    assert found is not None and found.ranks == (1,)
+    assert "after 5 steps and 1 collective of the next" in found.sentence
+
+
 def test_ranks_that_wait_for_the_same_collective_are_all_named(host: Host) -> None:
     host.train(5)
     for number in (0, 1):

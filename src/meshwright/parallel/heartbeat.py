@@ -32,7 +32,7 @@ class Beat(NamedTuple):
     """Steps that the rank has completed."""
     phase: str
     started: int
-    """Collectives that the rank has started."""
+    """Collectives that the rank has started in its present step."""
     waiting: int
     """Number of the collective that it waits for, from 1; 0 if it waits for none."""
     waited_ns: int
@@ -65,13 +65,13 @@ class Heartbeat:
         """Enter a phase; `step` is the number of completed steps, where that has changed."""
         self._phase = PHASES.index(name)
         if step is not None:
-            self._step = step
+            self._step, self._started = step, 0
         self._write()
         if self.on_phase is not None:
             self.on_phase(name, self._step)
 
     def start(self) -> int:
-        """Count a collective that has been started, and return its number."""
+        """Count a collective that has been started, and return its number within the step."""
         self._started += 1
         self._write()
         return self._started

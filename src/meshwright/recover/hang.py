@@ -56,8 +56,8 @@ class _Rank:
 
     @property
     def waits(self) -> bool:
-        """True if it waits for others; on CUDA the host waits for the device in `reduce`."""
-        return self.beat.waiting > 0 or self.beat.phase == "reduce"
+        """True if it waits for others."""
+        return self.beat.waiting > 0
 
     def sample(self, state: ProcessState | None, clock: float) -> None:
         """Note if a rank that does not move is busy; without a /proc it always counts as such."""
@@ -165,15 +165,17 @@ class HangWatch:
         return idle >= max(IDLE_S, 5 * seconds) or quiet >= max(COMPUTING_S, 10 * seconds)
 
     def _least_far(self) -> Hang:
-        """Return the hang of the ranks that do not wait, or else have started the fewest collectives."""
+        """Return the hang of the ranks that do not wait, or else are the least far: by steps, then by
+        collectives."""
 
-        def place(number: int) -> tuple[bool, int]:
-            return self._ranks[number].waits, self._ranks[number].beat.started
+        def place(number: int) -> tuple[bool, int, int]:
+            rank = self._ranks[number]
+            return rank.waits, rank.beat.step, rank.beat.started
 
         least = min(map(place, self._ranks))
         found = [number for number in self._ranks if place(number) == least]
         label = self._ranks[found[0]].beat.label
-        return self._hang(found, f"waited for {label or 'the device'}" if least[0] else "not moved")
+        return self._hang(found, f"waited for {label}" if least[0] else "not moved")
 
     def _hang(self, numbers: list[int], deed: str) -> Hang:
         """Return the hang of these local ranks, with where they are."""
@@ -182,6 +184,6 @@ class HangWatch:
         who = " and ".join(f"rank {rank}" for rank in ranks)
         sentence = (
             f"{who} {'has' if len(ranks) == 1 else 'have'} {deed} for {seconds:.1f} s in phase {beat.phase}, "
-            f"after {beat.step} steps and {beat.started} collectives"
+            f"after {beat.step} steps and {beat.started} collective{'s' * (beat.started != 1)} of the next"
         )
         return Hang(ranks, sentence, seconds)

@@ -139,7 +139,8 @@ class Trainer:
         start_all_reduce(joined, self.mesh.world, "scalars").wait()
         if counts is not None:
             counts.copy_(joined[len(numbers) :].view_as(counts))
-        found = Totals(*joined[: len(numbers)].tolist())
+        with self.mesh.heartbeat.waits("the device"):
+            found = Totals(*joined[: len(numbers)].tolist())
         if not math.isfinite(found.squares):  # a row's norm may be beyond fp32 where no element is
             (squares,) = sum_scalars([float(self.states.squares(exact=True))], self.mesh.world)
             found = found._replace(squares=squares)
