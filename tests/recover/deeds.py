@@ -28,17 +28,22 @@ def main() -> None:
     heartbeat = Heartbeat(memory[rank * BYTES :])
 
     def meet() -> None:
-        own = heartbeat.start()
-        while any(Beat.of(memory, number).started < own for number in range(ranks)):
+        heartbeat.start()
+        own = place(rank)
+        while any(place(number) < own for number in range(ranks)):
             time.sleep(0.001)
+
+    def place(number: int) -> tuple[bool, int, int]:
+        beat = Beat.of(memory, number)
+        return beat.phase != "start", beat.step, beat.started
 
     with open(folder / "starts", "a") as file:
         file.write(f"{supervision.generation} {rank} {os.getpid()} {time.monotonic()}\n")
     for step in range(steps + 1):
         if step:
             heartbeat.phase("data", step - 1)
-        for place, deed in plan.items():
-            wanted = zip(place.split("/"), (supervision.generation, rank, step), strict=True)
+        for where, deed in plan.items():
+            wanted = zip(where.split("/"), (supervision.generation, rank, step), strict=True)
             if all(each in ("*", str(found)) for each, found in wanted):
                 do(deed, step)
         meet()

@@ -237,6 +237,7 @@ def test_digests_are_not_asked_of_a_run_whose_numbers_a_fault_changed(tmp_path: 
         ),
         (["--mtbf", "soon"], "--mtbf: 'soon' is not valid: a time above 0 is needed"),
         (["--mtbf", "0s"], "--mtbf: '0s' is not valid"),
+        (["--kinds", ","], "--kinds: names none; give some of kill, "),
         (["--faults", "0"], "--faults: '0' is not valid"),
         (["--recovery.max_restarts", "0"], "recovery.max_restarts: with 0 the first fault ends the run"),
         (["--checkpoint.dir", "here"], "checkpoint.dir: the run and its twin without faults would share"),

@@ -14,6 +14,7 @@ import pytest
 
 from meshwright.launch.failure import Outcome
 from meshwright.recover.supervisor import run_ranks
+from meshwright.train.signals import ECHO_SECONDS
 
 PROGRAM = """
 import os, sys, time
@@ -160,6 +161,27 @@ def test_signal_handlers_are_put_back(module: str, tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     run_ranks(["print", str(tmp_path)], 1, module=module)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_second_ctrl_c_ends_ranks_that_do_not_heed_signals(module: str, tmp_path: Path) -> None:
+    """Within two seconds, not after the 30 s of grace."""
+    program = launcher_of(["wait", str(tmp_path)], module)
+    launcher = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while len(pids(tmp_path)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    ranks = pids(tmp_path)
+    assert len(ranks) == 2
+    for rank in ranks:
+        os.kill(rank, signal.SIGSTOP)
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(ECHO_SECONDS[signal.SIGINT] + 0.3)
+    assert launcher.poll() is None
+    launcher.send_signal(signal.SIGINT)
+    begun = time.monotonic()
+    assert launcher.wait(60) == 130
+    assert time.monotonic() - begun < 10
+    assert not any(map(alive, ranks))
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,8 @@ def test_unknown_key_on_the_command_line_names_the_nearest(flag: str, near: str)
 
 
 WRONG = [
+    ({"checkpoint": {"every": "fast"}}, ['checkpoint.every: "fast"', "an integer >= 0, or 'auto'"]),
+    ({"recovery": {"snapshot_every": -3}}, ["recovery.snapshot_every: -3", "an integer >= 0, or 'auto'"]),
     ({"model": 5}, ["model", "table", "5"]),
     ({"recompute": 3}, ["recompute", "table", "3"]),
     ({"recompute": {"policy": "ful"}}, ["recompute.policy", '"ful"', "did you mean 'full'"]),

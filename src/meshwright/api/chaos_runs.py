@@ -111,6 +111,8 @@ def _faults(
         return found, None
     if kinds is None:
         kinds = [name for name in DEFAULT_KINDS if saves_enough(every, last) or not KINDS[name].saves]
+    if not kinds:
+        raise UserError(f"--kinds: names none; give some of {', '.join(KINDS)}")
     check(kinds, every, last)
     timed = schedule(seed, count, mtbf, kinds, ranks, every)
     return [fault for _, fault in timed], [due for due, _ in timed]

@@ -165,10 +165,12 @@ def _measured(chaos: Path | None, name: str) -> float:
         raise UserError(f"{name}: is missing; give {name} S, or the chaos report of a run that measured it")
     try:
         value = json.loads(chaos.read_text(encoding="utf-8"))[name]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(
             f"chaos: {chaos} cannot be read ({error}); give the chaos.json of a run under faults"
         ) from None
+    except (KeyError, TypeError):
+        raise UserError(f"chaos: {chaos} has no {name}; give the chaos.json of a run under faults") from None
     if not isinstance(value, int | float):
         raise UserError(f"{name}: the run of {chaos} did not measure it; give {name} S")
     return float(value)

@@ -18,6 +18,8 @@ def own_address(given: str | None = None) -> tuple[str, str]:
     Raises `UserError` for an address that is not this host's, and where there is a choice.
     """
     found = _addresses()
+    if given is not None and given.startswith("127.") and "127.0.0.1" in found:
+        found[given] = found["127.0.0.1"]  # all of 127.0.0.0/8 is this host
     listed = ", ".join(f"{address} ({interface})" for address, interface in found.items()) or "none"
     if given is not None:
         if given not in found:

@@ -244,5 +244,7 @@ class HostSupervisor:
             fields = {"generation": generation, "step": host.steps, "message": found.sentence}
             self.job.tell("failure", {**fields, "host": host.name})
         end = self._policy.judge(found, host.steps, by_itself=found.code < 128)
+        if end is None:
+            warnings.warn(f"{found.sentence}; the ranks are started again", stacklevel=2)
         self._not_before = time.monotonic() + (self._policy.pause if end is None else 0.0)
         return end

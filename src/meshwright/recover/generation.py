@@ -24,6 +24,7 @@ from meshwright.recover.shared_memory import SharedMemory
 from meshwright.recover.slow import SlowWatch
 from meshwright.recover.zygote import Ended, RankProcess, Started, Zygote, ZygoteLostError
 from meshwright.spec.sections import RecoverySpec
+from meshwright.train.signals import ECHO_SECONDS, OTHER_ECHO_SECONDS
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -33,6 +34,8 @@ ECHO_S = 0.5
 """Ranks get so long to record their errors after the first has ended with one."""
 STACKS_S, DUMP_S = 1.0, 0.1
 """Ranks of a run that hangs get so long to write their stacks, and so long once all have begun."""
+AT_ONCE_S = 1.0
+"""Ranks that a later signal ends at once have so long; one that is stopped or stuck does not heed it."""
 KILLED_S = 30.0
 """Ranks that have been killed must be reported to have ended by then, or the zygote is lost."""
 
@@ -97,7 +100,8 @@ class _Rank:
 
 def stopped_by(number: int) -> Outcome:
     """Return the outcome of a run that a signal has ended, and that has saved nothing for it."""
-    return Outcome(128 + number, f"stopped by {signal.Signals(number).name}", stopped=True)
+    sentence = f"stopped by {signal.Signals(number).name}, and nothing was saved for it"
+    return Outcome(128 + number, sentence, stopped=True)
 
 
 class Generation:
@@ -127,6 +131,8 @@ class Generation:
         self._step_seconds = step_seconds
         self._noticed: float | None = None
         self._kill_at = float("inf")
+        self._asked_at: float | None = None
+        """When the first signal was handed on."""
         self._hang: Hang | None = None
         self._oom_kills = oom_kills()
 
@@ -136,8 +142,9 @@ class Generation:
         """Start the ranks, and return when all have ended. Raises `ZygoteLostError`.
 
         Signals that are appended to `asked` meanwhile are handed to the ranks, which then have
-        `recovery.grace_seconds`; one that comes before all ranks run returns at once, and the ranks end with
-        the zygote. The ranks are killed when `interrupted`, called many times a second, returns True.
+        `recovery.grace_seconds`, or after a later one that is no echo `AT_ONCE_S`; one that comes before all
+        ranks run returns at once, and the ranks end with the zygote. The ranks are killed when `interrupted`,
+        called many times a second, returns True.
         """
         self._memory.beats[:] = bytes(len(self._memory.beats))
         for number, rank in enumerate(self._ranks):
@@ -216,7 +223,10 @@ class Generation:
         for rank in self._ranks:
             if rank.end is None and rank.pid is not None:
                 send_signal(rank.pid, number)
-        self._kill_at = min(self._kill_at, now + self.job.recovery.grace_seconds)
+        if self._asked_at is None:
+            self._asked_at = now
+        meant = now >= self._asked_at + ECHO_SECONDS.get(signal.Signals(number), OTHER_ECHO_SECONDS)
+        self._kill_at = min(self._kill_at, now + (AT_ONCE_S if meant else self.job.recovery.grace_seconds))
 
     def _look(self, now: float) -> None:
         """Look for ranks that hang or are slow, once all have started."""

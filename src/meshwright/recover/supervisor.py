@@ -14,6 +14,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -138,7 +139,10 @@ class Supervisor:
             restarts.tell("hang", fields | hang)
         # Not by a signal, nor because of a hang or a lost zygote: likely an error of the program itself.
         by_itself = found.code < 128 and end.hang is None and self._zygote is not None
-        return self._policy.judge(found, end.steps, by_itself) if not asked else found
+        final = self._policy.judge(found, end.steps, by_itself) if not asked else found
+        if final is None:
+            warnings.warn(f"{found.sentence}; the ranks are started again", stacklevel=2)
+        return final
 
 
 def _sleep(seconds: float, asked: Sequence[int]) -> None:

@@ -247,6 +247,11 @@ def _explain(error: ValidationError, where: Where) -> str:
         return f"{where(key)}: {show(value)} is not valid: it should be {expected}{hint}"
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return f"{place}: is a table of keys, not {show(value)}"
+    key, _, union = key.partition(".constrained-")
+    if union:  # of an integer and a word
+        choice = " or ".join(map(repr, known[key].choices))
+        least = first["ctx"].get("ge", 0) if "ctx" in first else 0
+        return f"{where(key)}: {show(value)} is not valid: it should be an integer >= {least}, or {choice}"
     message = first["msg"].replace("Input should", "it should").replace("tuple", "list")
     return f"{place}: {show(value)} is not valid: {message[0].lower()}{message[1:]}"
 

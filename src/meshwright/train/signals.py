@@ -12,8 +12,8 @@ from typing import Any
 
 from meshwright.spec.errors import STOP_SIGNALS
 
-ECHO_SECONDS = {signal.SIGINT: 0.5}
-"""Signal -> seconds after the first in which another one is its echo, by default 3.
+ECHO_SECONDS, OTHER_ECHO_SECONDS = {signal.SIGINT: 0.5}, 3.0
+"""Signal -> seconds after the first in which another one is its echo, and those of other signals.
 
 A scheduler signals all processes of a job at once, and the launcher hands its own signal on: each rank gets
 two. Whoever presses Ctrl-C again means it.
@@ -41,7 +41,7 @@ def stop_signals() -> Iterator[list[int]]:
         if not noted:
             noted.append(number)
             first = time.monotonic()
-        elif time.monotonic() - first >= ECHO_SECONDS.get(signal.Signals(number), 3.0):
+        elif time.monotonic() - first >= ECHO_SECONDS.get(signal.Signals(number), OTHER_ECHO_SECONDS):
             restore()
             signal.raise_signal(number)
 
