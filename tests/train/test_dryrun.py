@@ -103,7 +103,7 @@ def test_the_last_blocks_of_attention_take_most(
 # Formulas -----------------------------------------------------------------------------------------------
 
 
-QUICK = sorted(range(64), key=lambda seed: sha256(f"dry run {seed}".encode()).digest())[:16]
+QUICK = sorted(range(64), key=lambda seed: sha256(f"dry run {seed}".encode()).digest())[:10]
 
 
 @pytest.mark.parametrize(
