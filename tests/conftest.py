@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import os
 from collections.abc import Iterator
 from functools import cache
@@ -42,6 +43,11 @@ def tests_on_ranks(file: Path) -> frozenset[str]:
     """Names of the tests of a file that take the session's ranks, or start others."""
     functions = [each for each in ast.parse(file.read_text()).body if isinstance(each, ast.FunctionDef)]
     return frozenset(each.name for each in functions if "Ranks" in ast.unparse(each))
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and the collected tests, which live to the end, out of garbage collections."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

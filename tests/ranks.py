@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import gc
 import os
 import queue
 import signal
@@ -39,6 +40,8 @@ RANKS = 8
 WAIT = timedelta(seconds=90)
 """For another rank, in a collective."""
 PATIENCE_SECONDS = 240.0
+IMPORTED = ["meshwright.train.loop", "meshwright.train.verify", "torch._inductor.compile_fx", "pytest"]
+"""Modules that the ranks would import one by one, some of them at the first step or compilation."""
 
 
 def _serve(rank: int, size: int, port: int, stacks: Path, inbox: Any, outbox: Any) -> None:
@@ -46,6 +49,7 @@ def _serve(rank: int, size: int, port: int, stacks: Path, inbox: Any, outbox: An
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     tie_to_parent(os.getppid())
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported lives as long as the rank: collections need not look through it
     _share_one_device()
     measure_peak_quickly()
     count_synthetic_bytes_once()
@@ -130,7 +134,7 @@ class Ranks:
 
     def _start(self) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["meshwright.train.loop", "meshwright.train.verify"])
+        context.set_forkserver_preload(IMPORTED)
         self._folder = tempfile.TemporaryDirectory()
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self._outbox = context.Queue()

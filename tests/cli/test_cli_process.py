@@ -203,7 +203,7 @@ def descendants(pid: int) -> list[int]:
 def test_a_run_outlives_its_terminal_and_saves_when_all_its_processes_are_stopped(tmp_path: Path) -> None:
     """Under nohup SIGHUP changes nothing; of SIGTERM each rank gets a scheduler's two and the launcher's."""
     words = ["--model.preset", "tiny", "--model.layers", "1", "--data.corpus", "synthetic", "--data.seq_len"]
-    words += ["512", "--train.batch_tokens", "8192", "--train.steps", "1000000", "--nproc", "2"]
+    words += ["128", "--train.batch_tokens", "2048", "--train.steps", "1000000", "--nproc", "2"]
     process = subprocess.Popen(
         [sys.executable, "-m", "meshwright", "train", *words, "--out", str(tmp_path / "run")],
         stdout=subprocess.PIPE,

@@ -41,4 +41,5 @@ def sum_over_groups(rank: int, store: str) -> None:
 
 def test_meshes_may_follow_each_other(tmp_path: Path) -> None:
     """A second mesh hung where the first left a rank without a group, since torch names groups by count."""
-    mp.spawn(sum_over_groups, args=(str(tmp_path / "store"),), nprocs=RANKS)
+    store = str(tmp_path / "store")
+    mp.start_processes(sum_over_groups, args=(store,), nprocs=RANKS, start_method="forkserver")

@@ -102,7 +102,11 @@ def test_what_runs_again(recompute: RecomputeSpec, matmuls: int, attentions: int
 
 @pytest.mark.parametrize(
     ("recompute", "attentions"),
-    [(NoRecompute(), 1), (FullRecompute(), 2), (SelectiveRecompute(), 1)],
+    [
+        pytest.param(NoRecompute(), 1, marks=pytest.mark.full),
+        (FullRecompute(), 2),
+        (SelectiveRecompute(), 1),
+    ],
     ids=["none", "full", "selective"],
 )
 def test_compiled_blocks_take_packed_documents(recompute: RecomputeSpec, attentions: int) -> None:

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
-from covering import covered
+from covering import covered, marked
 from meshwright.parallel.expert_parallel import AllToAllDispatcher
 from meshwright.parallel.mesh import Mesh
 from meshwright.planner.traffic.messages import Copies, messages, traffic
@@ -184,28 +184,38 @@ def test_bytes_of_all_axes_together(ranks: Ranks, mode: str, save: str) -> None:
     equal_bytes(ranks, BASE, **flags)
 
 
-@pytest.mark.parametrize(
-    ("pp", "zero", "tied"), [(2, 0, "true"), (2, 3, "false"), (4, 1, "false"), (4, 2, "true")]
-)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
-def test_bytes_of_the_pipeline_axis(ranks: Ranks, schedule: str, pp: int, zero: int, tied: str) -> None:
-    flags = {
-        "layout__pp": pp, "layout__dp": 2, "layout__zero": zero,
-        "layout__schedule": schedule, "model__layers": 6, "model__tied": tied,
-    }  # fmt: skip
-    equal_bytes(ranks, BASE, **flags)
+PIPELINES: list[dict[str, object]] = [
+    {"layout__schedule": schedule, "layout__pp": pp, "layout__zero": zero, "model__tied": tied}
+    for schedule, (pp, zero, tied) in product(
+        ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"],
+        [(2, 0, "true"), (2, 3, "false"), (4, 1, "false"), (4, 2, "true")],
+    )
+]
+QUICK = [
+    case for number, case in enumerate(PIPELINES) if number % 4 in (number // 4 % 2, 3 - number // 4 % 2)
+]
+"""Each schedule with both numbers of stages, tied and not."""
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-@pytest.mark.parametrize(
-    "axes", [{"layout__tp": 4}, {"layout__tp": 2, "layout__cp": 2}, {"layout__tp": 2, **LATENTS}], ids=str
-)
-def test_bytes_of_the_pipeline_and_others(ranks: Ranks, axes: dict[str, object], schedule: str) -> None:
+@pytest.mark.parametrize("case", marked(PIPELINES, QUICK))
+def test_bytes_of_the_pipeline_axis(ranks: Ranks, case: dict[str, object]) -> None:
+    equal_bytes(ranks, BASE, **case, layout__dp=2, model__layers=6)
+
+
+WITH_OTHERS: list[dict[str, object]] = [
+    {**axes, "layout__schedule": schedule}
+    for axes in ({"layout__tp": 4}, {"layout__tp": 2, "layout__cp": 2}, {"layout__tp": 2, **LATENTS})
+    for schedule in ("1f1b", "zb-v")
+]
+
+
+@pytest.mark.parametrize("case", marked(WITH_OTHERS, [WITH_OTHERS[place] for place in (0, 3, 5)]))
+def test_bytes_of_the_pipeline_and_others(ranks: Ranks, case: dict[str, object]) -> None:
     flags = {
-        "layout__pp": 2, "layout__schedule": schedule, "model__tied": "true",
-        "recompute__policy": "selective", "precision__compute": "bf16", "model__layers": 5,
+        "layout__pp": 2, "model__tied": "true", "recompute__policy": "selective",
+        "precision__compute": "bf16", "model__layers": 5,
     }  # fmt: skip
-    equal_bytes(ranks, BASE, **flags, **axes)
+    equal_bytes(ranks, BASE, **flags, **case)
 
 
 MOE = BASE | {
@@ -243,8 +253,15 @@ def test_bytes_of_experts(ranks: Ranks, axes: dict[str, object], recompute: str)
     equal_bytes(ranks, MOE, **flags, recompute__policy=recompute, precision__compute="bf16")
 
 
-@pytest.mark.parametrize("compute", ["fp64", "fp32"])
-@pytest.mark.parametrize("save", ["matmul", "attention"])
+@pytest.mark.parametrize(
+    ("save", "compute"),
+    [
+        ("matmul", "fp64"),
+        ("attention", "fp32"),
+        pytest.param("matmul", "fp32", marks=pytest.mark.full),
+        pytest.param("attention", "fp64", marks=pytest.mark.full),
+    ],
+)
 def test_bytes_of_experts_by_format_and_saved_operator(ranks: Ranks, save: str, compute: str) -> None:
     flags = {
         "layout__dp": 2, "layout__tp": 2, "layout__ep": 4, "layout__zero": 3, "recompute__save": save,

@@ -390,7 +390,7 @@ def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("tied", ["true", "false"])
+@pytest.mark.parametrize("tied", ["false", pytest.param("true", marks=pytest.mark.full)])
 def test_a_checkpoint_of_tensor_and_context_ranks_loads_anywhere(
     ranks: Ranks, corpus: Path, tmp_path: Path, tied: str
 ) -> None:
@@ -405,7 +405,7 @@ def test_a_checkpoint_of_tensor_and_context_ranks_loads_anywhere(
             assert found == digests(wanted)
 
 
-@pytest.mark.parametrize("tied", ["true", "false"])
+@pytest.mark.parametrize("tied", ["true", pytest.param("false", marks=pytest.mark.full)])
 def test_a_checkpoint_of_a_pipeline_loads_anywhere(
     ranks: Ranks, corpus: Path, tmp_path: Path, tied: str
 ) -> None:

@@ -13,7 +13,7 @@ from meshwright.spec import RunSpec
 from ranks import Ranks
 
 
-@pytest.mark.parametrize("zero", [0, pytest.param(1, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("zero", [*(pytest.param(zero, marks=pytest.mark.full) for zero in (0, 1)), 3])
 def test_a_checkpoint_of_expert_ranks_loads_anywhere(
     ranks: Ranks, corpus: Path, tmp_path: Path, zero: int
 ) -> None:

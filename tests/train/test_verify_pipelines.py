@@ -87,8 +87,8 @@ PAIRS = [
 @pytest.mark.parametrize("case", covered(PAIRS))
 def test_pipelines_go_with_every_other_axis(ranks: Ranks, case: dict[str, object]) -> None:
     data_ranks = int(str(case["layout__dp"])) * int(str(case["layout__replicate"]))
-    microbatches = 4 if case["layout__pp"] == 2 else 6
-    check(ranks, microbatches * data_ranks, **case)
+    microbatches, layers = (4, 5) if case["layout__pp"] == 2 else (6, 7)
+    check(ranks, microbatches * data_ranks, **case, model__layers=layers)
 
 
 @pytest.mark.parametrize("recompute", ["full", "selective"])
@@ -99,7 +99,7 @@ def test_recomputation_over_context_ranks_in_a_pipeline(
     """Microbatches are under way together, and stages have several blocks."""
     flags = {"layout__pp": 2, "layout__cp": 4, "layout__virtual": 2, "layout__schedule": "interleaved"}
     rest = {"layout__context_mode": mode, "recompute__policy": recompute, "data__seq_len": 32}
-    check(ranks, 8, **flags, **rest, model__heads=8, model__kv_heads=heads, model__layers=8)
+    check(ranks, 4, **flags, **rest, model__heads=8, model__kv_heads=heads, model__layers=8)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h2"])

@@ -26,11 +26,16 @@ Result = dict[str, Any]
 Tell = Callable[[str, dict[str, Any]], None]
 """Called with the kind and the fields of an event."""
 WORKERS = {
-    "train": ("meshwright.train.loop", "meshwright.infer.sample", "meshwright.report.run_page"),
-    "verify": ("meshwright.train.verify",),
+    "train": (
+        "meshwright.train.loop",
+        "meshwright.infer.sample",
+        "meshwright.report.run_page",
+        "torch._dynamo",
+    ),
+    "verify": ("meshwright.train.verify", "torch._dynamo"),
 }
-"""Modules that the ranks of a verb need."""
-COMPILER = ("torch._dynamo", "torch._inductor.compile_fx")
+"""Modules that the ranks of a verb need; making an optimiser imports Dynamo, which takes a second."""
+COMPILER = ("torch._inductor.compile_fx",)
 """Modules that torch.compile imports when it is first used, which takes seconds."""
 
 

@@ -10,6 +10,7 @@ Both sides exchange JSON lines: the supervisor asks for ranks, the zygote report
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -131,6 +132,7 @@ def main(arguments: Sequence[str]) -> None:
     }
     for module in preload:
         importlib.import_module(module)
+    gc.freeze()  # modules live as long as a rank: its collections need not look through them
     wake, wakened = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(wakened)
     signal.signal(signal.SIGCHLD, lambda _number, _frame: None)

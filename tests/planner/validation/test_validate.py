@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.cli.main import main
+from meshwright.planner.validation import metrics
 from meshwright.planner.validation import page as validation_page
 from meshwright.planner.validation.calibration import is_used
 from meshwright.planner.validation.cases import case_of
@@ -66,6 +68,16 @@ def test_what_did_not_fit_is_not_predicted_to(whole: Validation) -> None:
             assert not each.fits
         if each.case.ran:
             assert each.memory.device <= 1.1 * each.case.cluster.device.memory
+
+
+def test_the_command_prints_the_published_rows_within_100_columns(
+    whole: Validation, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Path] = []
+    monkeypatch.setattr(metrics, "validate", lambda table: asked.append(table) or whole)
+    assert main(["validate", "--rows"]) == 0
+    assert asked == [PUBLISHED]
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
 
 
 def test_intervals_of_90_percent_hold_about_as_many(found: dict) -> None:
