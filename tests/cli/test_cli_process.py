@@ -113,6 +113,18 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
     assert shown.returncode in (0, 141)
 
 
+def test_a_warning_that_comes_again_is_shown_again() -> None:
+    program = (
+        "import sys\nfrom meshwright import api\nfrom meshwright.cli.main import run\n"
+        "code = 'import warnings\\nfor _ in range(2): warnings.warn(message)'\n"
+        "def train(*_, **__):\n"
+        "    exec(code, {'__name__': 'meshwright.recover', 'message': 'a rank failed'})\n"
+        "    sys.exit(0)\n"
+        "api.train = train\nsys.argv = ['meshwright', 'train', '--layout.dp', '1']\nrun()\n"
+    )
+    assert python("-c", program).stderr == "meshwright: warning: a rank failed\n" * 2
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_is_an_exit_code_and_a_sentence(name: str) -> None:
     program = (

@@ -16,7 +16,7 @@ from pathlib import Path
 from meshwright.launch.env import Supervision
 from meshwright.parallel.heartbeat import BYTES, Beat, Heartbeat
 from meshwright.spec import UserError
-from meshwright.spec.errors import DataError, NumericalError, StorageError
+from meshwright.spec.errors import STOP_SIGNALS, DataError, NumericalError, StorageError
 
 
 def main() -> None:
@@ -65,6 +65,14 @@ def do(deed: str, step: int) -> None:
     if deed == "ignore SIGTERM":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return
+    if deed == "hold signals":
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        return
+    if deed == "save slowly":
+        signal.sigwait(STOP_SIGNALS)
+        time.sleep(2)
+        Path(sys.argv[1], "saved").touch()
+        os._exit(0)
     time.sleep(60)
 
 

@@ -142,6 +142,15 @@ def kinds(out: Path) -> list[str]:
     return [event["kind"] for event in read_run(out).events]
 
 
+def assert_as_alone(result: dict[str, Any], out: Path, *words: str) -> None:
+    """The run has seen the samples, and come to the loss, of one host that nothing happens to."""
+    command = [sys.executable, "-m", "meshwright", "train", "--out", str(out), *WORDS, *words, "--quiet"]
+    subprocess.run(command, check=True)
+    expected = json.loads((out / "result.json").read_text())
+    assert result["samples_sha256"] == expected["samples_sha256"]
+    assert result["final_loss"] == pytest.approx(expected["final_loss"], rel=1e-3)
+
+
 @pytest.mark.full
 def test_a_launcher_that_is_killed_is_done_without_and_another_joins(
     tmp_path: Path, launchers: list[Launcher]
@@ -158,14 +167,7 @@ def test_a_launcher_that_is_killed_is_done_without_and_another_joins(
     result = result_of(launchers[0])
     assert result_of(launchers[2]) == result
     assert steps(out) == list(range(1, 201))
-    alone = tmp_path / "alone"
-    subprocess.run(
-        [sys.executable, "-m", "meshwright", "train", "--out", str(alone), *WORDS, *last, "--quiet"],
-        check=True,
-    )
-    expected = json.loads((alone / "result.json").read_text())
-    assert result["samples_sha256"] == expected["samples_sha256"]
-    assert result["final_loss"] == pytest.approx(expected["final_loss"], rel=1e-3)
+    assert_as_alone(result, tmp_path / "alone", *last)
     assert list((out / "hosts").glob("host-*")) == []
 
 
@@ -206,14 +208,7 @@ def test_a_host_that_alone_held_a_part_of_the_state_takes_no_step_along(
     (resumed,) = (event for event in read_run(out).events if event["kind"] == "resumed")
     assert resumed["step"] >= done - 1  # the last one may have been in its copy
     assert steps(out) == list(range(1, 61))
-    alone = tmp_path / "alone"
-    subprocess.run(
-        [sys.executable, "-m", "meshwright", "train", "--out", str(alone), *WORDS, *last, "--quiet"],
-        check=True,
-    )
-    expected = json.loads((alone / "result.json").read_text())
-    assert result["samples_sha256"] == expected["samples_sha256"]
-    assert result["final_loss"] == pytest.approx(expected["final_loss"], rel=1e-3)
+    assert_as_alone(result, tmp_path / "alone", *last)
 
 
 @pytest.mark.full

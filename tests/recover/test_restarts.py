@@ -81,7 +81,9 @@ def test_a_run_without_failures_is_started_once(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_killed_is_started_again_also_at_the_start_and_after_a_warning(tmp_path: Path) -> None:
-    told = Told(tmp_path, {"0/1/0": "kill", "1/0/3": "kill", "2/1/5": "exit"})
+    with pytest.warns(UserWarning, match="; the ranks are started again$") as warned:
+        told = Told(tmp_path, {"0/1/0": "kill", "1/0/3": "kill", "2/1/5": "exit"})
+    assert len(warned) == 3
     assert (told.outcome, told.generations) == (Outcome(), 4)
     assert [(kind, fields["generation"], fields["step"]) for kind, fields in told.events] == [
         ("failure", 0, 0), ("failure", 1, 2), ("failure", 2, 4),

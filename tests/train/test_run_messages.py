@@ -8,6 +8,7 @@ from typing import Any
 
 from test_run import Notes
 
+from meshwright.parallel.heartbeat import Beat
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.train.callbacks import Observers
@@ -27,10 +28,11 @@ class Rounds(Notes):
         super().on_step(row)
         mesh = self.mesh
         rounds = mesh.control.rounds + mesh.background.rounds
-        self.seen.append((rounds, mesh.wire.calls["world", "scalars"]))
+        waited_for = Beat.of(mesh.heartbeat._memory, 0).label
+        self.seen.append((rounds, mesh.wire.calls["world", "scalars"], waited_for))
 
 
-def rounds_of(mesh: Mesh, spec: RunSpec, out: Path) -> list[tuple[int, int]]:
+def rounds_of(mesh: Mesh, spec: RunSpec, out: Path) -> list[tuple[int, int, str]]:
     notes = Rounds(mesh)
     TrainingRun(spec, mesh, out, Observers([notes])).execute(None)
     return notes.seen
@@ -44,6 +46,7 @@ def test_a_step_has_one_sum_over_all_ranks_and_no_message_between_hosts(ranks: R
     }  # fmt: skip
     spec = spec_of(base)
     for seen in ranks.run(spec.layout, rounds_of, spec, tmp_path):
-        host, sums = zip(*seen, strict=True)
+        host, sums, waited_for = zip(*seen, strict=True)
         assert len(seen) == 5 and len(set(host)) == 1
         assert [after - before for before, after in itertools.pairwise(sums)] == [1] * 4
+        assert set(waited_for) == {"the device"}  # so that a rank whose device is behind is not called stuck

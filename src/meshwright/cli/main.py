@@ -42,6 +42,8 @@ def run() -> None:
     warnings.formatwarning = lambda message, *_args, **_kwargs: (
         f"meshwright: warning: {one_line(str(message))}\n"
     )
+    if not sys.warnoptions:  # Python's own choice shows a warning once, and a failure may come twice
+        warnings.filterwarnings("always", category=UserWarning, module="meshwright")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # of terminals without Unicode
     if SUPERVISOR in os.environ:

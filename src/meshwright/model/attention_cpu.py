@@ -115,7 +115,8 @@ def _empty_output(q: Tensor, v: Tensor) -> Tensor:
 def _blocks(q: Tensor, k: Tensor) -> Iterator[tuple[int, int, int]]:
     """(first query, one past the last, number of keys that the last one sees) of each block.
 
-    Of fake tensors, which have sizes and no values, only the last blocks: the others take less memory.
+    For fake tensors, which have sizes and no values, these are the last blocks only: the others take less
+    memory.
     """
     batch, length, heads, _ = q.shape
     before = k.shape[1] - length

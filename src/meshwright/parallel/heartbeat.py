@@ -78,7 +78,10 @@ class Heartbeat:
 
     @contextmanager
     def waits(self, label: str, number: int | None = None) -> Iterator[None]:
-        """Wait for a collective inside the context: one that has been started, or else a new one."""
+        """Wait inside the context: for a collective that has been started, or else for a new one.
+
+        All ranks must wait alike. That may also be for the device, which ends what its rank has started.
+        """
         self._waiting = self.start() if number is None else number
         self._label = label.encode()
         self._write()

@@ -143,10 +143,11 @@ class HostSupervisor:
         def interrupted() -> bool:
             nonlocal done
             handed.extend(asked[done:])
-            done = len(asked)
+            done = max(done, len(asked))
             self._look(generation.steps)
             if self._pending is not None and self._pending.stop and not handed:
                 handed.append(signal.SIGUSR1)  # the ranks save, and hosts that wait can join
+                done = 1  # they save for the user's first signal, too; a second one would end them at once
             assert self.members.world is not None
             return self.members.world.number > world.number
 

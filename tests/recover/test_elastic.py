@@ -1,0 +1,79 @@
+"""Supervision of one of several hosts, whose ranks train nothing; the other host is a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshwright.launch.env import LOOPBACK
+from meshwright.recover import elastic, generation
+from meshwright.recover.elastic import ElasticJob, HostSupervisor
+from meshwright.recover.generation import Job
+from meshwright.recover.membership import Host, Membership
+from meshwright.spec.sections import RecoverySpec
+
+HERE = Path(__file__).parent
+
+
+class OtherHost(threading.Thread):
+    """A host that says "ready" until it is stopped, and that has no ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.members, self.host = Membership(folder, "z"), Host("z", "127.0.0.1", LOOPBACK, 1)
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        while not self.over.wait(0.2):
+            self.host = replace(self.host, beat=self.host.beat + 1)
+            self.members.write(self.host)
+
+
+def test_the_users_signal_does_not_end_ranks_that_save_for_a_host_that_joins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(elastic, "GATHER_S", 0.0)
+    monkeypatch.setattr(generation, "OTHER_ECHO_SECONDS", 0.1)
+    monkeypatch.setattr(generation, "AT_ONCE_S", 0.1)
+    plan = json.dumps({"0/0/0": "hold signals", "0/0/2": "save slowly"})
+    job = Job([str(tmp_path), "5", plan], 1, "deeds", recovery=RecoverySpec(grace_seconds=20))
+    events: list[tuple[str, dict[str, Any]]] = []
+    folder = tmp_path / "hosts"
+    own = Host("a", "127.0.0.1", LOOPBACK, 1)
+    supervisor = HostSupervisor(
+        ElasticJob(
+            folder, [1, 2], lambda _first, _hosts: job, lambda kind, fields: events.append((kind, fields))
+        ),
+        own,
+    )
+    other = OtherHost(folder)
+
+    def join_and_ask_for_the_end() -> None:
+        while not (tmp_path / "starts").exists():
+            time.sleep(0.01)
+        other.start()
+        while supervisor._pending is None or not supervisor._pending.stop:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    user = threading.Thread(target=join_and_ask_for_the_end)
+    user.start()
+    try:
+        outcome = supervisor.run()
+    finally:
+        user.join()
+        other.over.set()
+        other.join()
+    assert (tmp_path / "saved").exists()
+    assert outcome.stopped and outcome.code == 128 + signal.SIGTERM
+    assert not [kind for kind, _ in events if kind == "failure"]
