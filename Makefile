@@ -26,8 +26,9 @@ TODAY := $(shell date +%Y%m%d)
 train: .venv/run.done
 	.venv/bin/meshwright train examples/first.toml --nproc 2 --out $(OUT)
 
-# Two processes: one has the tests on the ranks' pool, the other one those that take one core.
-PYTEST := $(PY) -m pytest -n 2 --dist loadscope
+# Two processes: one has the tests on the ranks' pool, the other one those that take one core. Threads that
+# wait leave their core to the other one.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest -n 2 --dist loadscope
 
 ## test: every test, with a part of the full products that covers all pairs of choices
 test: .venv/dev.done

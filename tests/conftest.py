@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 from ranks import Ranks
@@ -56,6 +57,12 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Tests compute on one core, also after a run in this process, which takes all."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
