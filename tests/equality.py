@@ -16,8 +16,8 @@ from meshwright.data.loader import Batch
 from meshwright.parallel.mesh import Mesh
 from meshwright.planner.traffic.messages import traffic
 from meshwright.spec import RunSpec
-from meshwright.train import verify as subject
 from meshwright.train.step import Step, Totals, Trainer
+from meshwright.verify import verify as subject
 from ranks import Ranks
 
 STEPS = 2  # the second takes up the first's moments

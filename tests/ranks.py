@@ -40,7 +40,7 @@ RANKS = 8
 WAIT = timedelta(seconds=90)
 """For another rank, in a collective."""
 PATIENCE_SECONDS = 240.0
-IMPORTED = ["meshwright.train.loop", "meshwright.train.verify", "torch._inductor.compile_fx", "pytest"]
+IMPORTED = ["meshwright.train.loop", "meshwright.verify.verify", "torch._inductor.compile_fx", "pytest"]
 """Modules that the ranks would import one by one, some of them at the first step or compilation."""
 
 

@@ -28,7 +28,7 @@ from meshwright.launch.env import init_process_group, worker
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.process_groups import Groups
 from meshwright.recover.supervisor import run_ranks
-from meshwright.train.verify import verify
+from meshwright.verify.verify import verify
 from small import spec_of
 
 WAYS = ("multi-rank", "hosts")

@@ -14,7 +14,7 @@ from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.spec import RunSpec, load
 from meshwright.train.callbacks import Observers
 from meshwright.train.loop import TrainingRun
-from meshwright.train.verify import verify
+from meshwright.verify.verify import verify
 
 pytestmark = [
     pytest.mark.gpu,

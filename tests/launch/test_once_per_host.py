@@ -59,7 +59,7 @@ def rank_of(rank: int, port: int, folder: Path) -> None:
 def forkserver() -> Any:
     """A context whose processes are forks of one that has imported torch."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["meshwright.train.loop", "meshwright.train.verify"])
+    context.set_forkserver_preload(["meshwright.train.loop", "meshwright.verify.verify"])
     return context
 
 

@@ -76,7 +76,7 @@ def train_within(spec: RunSpec, more: int, folder: Path) -> None:
 
 def test_a_run_under_a_limit_names_a_plan_that_needs_less(tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["meshwright.train.loop", "meshwright.train.verify"])
+    context.set_forkserver_preload(["meshwright.train.loop", "meshwright.verify.verify"])
     process = context.Process(target=train_within, args=(SPEC, 700 * 2**20, tmp_path))
     process.start()
     process.join()

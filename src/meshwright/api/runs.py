@@ -32,7 +32,7 @@ WORKERS = {
         "meshwright.report.run_page",
         "torch._dynamo",
     ),
-    "verify": ("meshwright.train.verify", "torch._dynamo"),
+    "verify": ("meshwright.verify.verify", "torch._dynamo"),
 }
 """Modules that the ranks of a verb need; making an optimiser imports Dynamo, which takes a second."""
 COMPILER = ("torch._inductor.compile_fx",)
@@ -247,7 +247,7 @@ def verify_worker(spec: RunSpec, *, steps: int = 3, out: Path | None = None) -> 
     """Run `verify` as one rank: the first returns the result and writes `out`/verify.json; others give {}."""
     from meshwright.launch.world import mesh_of
     from meshwright.report.record import write_atomically
-    from meshwright.train.verify import verify as verify_rank
+    from meshwright.verify.verify import verify as verify_rank
 
     with mesh_of(spec) as mesh:
         if out is not None:

@@ -13,7 +13,7 @@ import pytest
 
 from covering import covered, marked, name
 from equality import equal_to_one_device
-from meshwright.train.shrink import shrink
+from meshwright.verify.narrow import narrow
 from ranks import RANKS, Ranks
 from small import spec_of
 
@@ -128,7 +128,7 @@ def test_a_narrowed_copy_still_goes_with_its_layout() -> None:
         layout__cp=8,
         layout__context_mode="ulysses",
     )
-    small, note = shrink(spec)
+    small, note = narrow(spec)
     assert note is not None and small.layout.describe() == spec.layout.describe()
     assert small.model.parameters < spec.model.parameters / 10
 

@@ -14,8 +14,8 @@ from equality import equal_to_one_device
 from meshwright.data.loader import Batch
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec, load
-from meshwright.train import verify as subject
-from meshwright.train.shrink import MOST_WORK, shrink
+from meshwright.verify import verify as subject
+from meshwright.verify.narrow import MOST_WORK, narrow
 from ranks import Ranks
 from small import spec_of
 
@@ -121,7 +121,7 @@ def test_the_worst_offender_is_named(ranks: Ranks) -> None:
 @pytest.mark.parametrize("preset", ["tiny", "gpt3-175b", "llama3-405b", "qwen3-32b"])
 def test_narrowed_keeps_the_structure(preset: str) -> None:
     spec = load(None, [("model.preset", preset), ("layout.dp", "2"), ("train.batch_tokens", "65536")])
-    small, note = shrink(spec)
+    small, note = narrow(spec)
     assert note is not None and f"{spec.model.parameters:,}" in note
     assert small.model.parameters * small.train.batch_tokens <= MOST_WORK
     assert small.layout.model_dump(exclude={"micro_batch"}) == spec.layout.model_dump(exclude={"micro_batch"})

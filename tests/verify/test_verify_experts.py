@@ -16,7 +16,7 @@ from equality import Counted, Run, equal_to_one_device, verify_and_count
 from meshwright.model.router import Router
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
-from meshwright.train.shrink import shrink
+from meshwright.verify.narrow import narrow
 from ranks import Ranks
 from small import spec_of
 
@@ -175,7 +175,7 @@ def test_a_narrowed_copy_chooses_experts_the_same_way() -> None:
         model__head_dim=192,
         data__seq_len=512, train__batch_tokens=512 * 64,
     )  # fmt: skip
-    small, note = shrink(spec)
+    small, note = narrow(spec)
     assert note is not None and small.model.moe is not None and spec.model.moe is not None
     kept = {"top_k", "groups", "top_groups", "router", "bias", "scale", "renormalise", "aux_loss"}
     assert small.model.moe.model_dump(include=kept) == spec.model.moe.model_dump(include=kept)

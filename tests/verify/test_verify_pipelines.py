@@ -9,7 +9,7 @@ import pytest
 from covering import covered
 from equality import equal_to_one_device
 from meshwright.schedule import NAMES
-from meshwright.train.shrink import shrink
+from meshwright.verify.narrow import narrow
 from ranks import Ranks
 from small import spec_of
 
@@ -124,5 +124,5 @@ def test_a_narrowed_copy_keeps_a_layer_for_each_stage() -> None:
         {"model.preset": "llama3-8b", "layout.pp": 8, "layout.schedule": "zb-v", "data.seq_len": 4096},
         train__batch_tokens=4096 * 64, layout__micro_batch=1, model__layers=32,
     )  # fmt: skip
-    small, note = shrink(spec)
+    small, note = narrow(spec)
     assert note is not None and small.model.layers == 16 and small.microbatches == 16

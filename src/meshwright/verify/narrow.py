@@ -10,7 +10,7 @@ MOST_WORK = 3e10
 """Parameters x tokens of a step that are checked as they are; about ten seconds a step in float64."""
 
 
-def shrink(spec: RunSpec) -> tuple[RunSpec, str | None]:
+def narrow(spec: RunSpec) -> tuple[RunSpec, str | None]:
     """Return `spec`, or its narrowed copy with a sentence that says so.
 
     Kept: every switch of the model, the layout, the number of microbatches up to 4 (or twice the pipeline's

@@ -6,7 +6,7 @@ import pytest
 
 from covering import marked
 from equality import equal_to_one_device
-from meshwright.train.shrink import shrink
+from meshwright.verify.narrow import narrow
 from ranks import Ranks
 from small import spec_of
 
@@ -67,7 +67,7 @@ def test_a_narrowed_copy_keeps_the_latents() -> None:
         model__mla__v_dim=128, model__mla__rope_dim=64, model__mla__kv_rank=512, data__seq_len=4096,
         train__batch_tokens=4096 * 8, layout__tp=4,
     )  # fmt: skip
-    small, note = shrink(spec)
+    small, note = narrow(spec)
     assert note is not None and small.model.parameters < spec.model.parameters / 100
     found = small.model.mla
     assert found is not None and found.q_rank is not None and found.v_dim < small.model.head_dim

@@ -27,9 +27,9 @@ from meshwright.spec import RunSpec
 from meshwright.spec.sections import TrainSpec
 from meshwright.train.gather_full import gather_full
 from meshwright.train.lr_schedule import learning_rate
-from meshwright.train.shrink import shrink
 from meshwright.train.step import Trainer
-from meshwright.train.verify_router import RouterReference
+from meshwright.verify.narrow import narrow
+from meshwright.verify.reference_router import RouterReference
 
 TOLERANCE = 1e-10
 FLOOR = 1e-4
@@ -82,7 +82,7 @@ def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
     The samples are synthetic documents of the run's own length and packing. The precision is float64 whatever
     the spec says: what is checked is the layout, not rounding.
     """
-    spec, note = shrink(_exact(spec, steps))
+    spec, note = narrow(_exact(spec, steps))
     corpus = open_corpus(spec)
     trainer = Trainer(spec, mesh)
     trainer.initialise()
