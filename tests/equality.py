@@ -18,6 +18,7 @@ from meshwright.planner.traffic.messages import traffic
 from meshwright.spec import RunSpec
 from meshwright.train.step import Step, Totals, Trainer
 from meshwright.verify import verify as subject
+from meshwright.verify.compare import TOLERANCE
 from ranks import Ranks
 
 STEPS = 2  # the second takes up the first's moments
@@ -39,7 +40,7 @@ def equal_to_one_device(
     results = ranks.run(spec.layout, run or verify_and_count, spec, rules=rules)
     found, _, _ = results[0]
     assert found["narrowed"] is None
-    assert found["equal"] == (found["worst_relative"] <= subject.TOLERANCE)
+    assert found["equal"] == (found["worst_relative"] <= TOLERANCE)
     assert found["worst_relative"] <= tolerance, found["worst_name"]
     kinds = {row["kind"]: row["compared"] for row in found["rows"]}
     tensors = len(parameter_names(spec))

@@ -165,6 +165,8 @@ def _show_verify(result: Mapping[str, Any]) -> None:
         f"{verdict}: {result['compared']} tensors and numbers compared with one device in float64; "
         f"the largest relative difference is {result['worst_relative']:.1e}, of {result['worst_name']}"
     )
+    if first := result["first"]:
+        show.line(first["sentence"])
 
 
 @verb(

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from operator import itemgetter
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.data.corpus import Corpus, open_corpus
-from meshwright.data.loader import Loader
+from meshwright.data.loader import Batch, Loader
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
 from meshwright.parallel.mesh import Mesh
@@ -28,52 +27,11 @@ from meshwright.spec.sections import TrainSpec
 from meshwright.train.gather_full import gather_full
 from meshwright.train.lr_schedule import learning_rate
 from meshwright.train.step import Trainer
+from meshwright.train.vote import Vote
+from meshwright.verify.compare import Comparison, Difference, axes_of
+from meshwright.verify.module_sums import PHASES, ModuleSums, ReferenceSums, Row, differences
 from meshwright.verify.narrow import narrow
 from meshwright.verify.reference_router import RouterReference
-
-TOLERANCE = 1e-10
-FLOOR = 1e-4
-"""A tensor whose largest reference value is below this share of its kind's largest is measured against that
-share: some gradients are zero in mathematics and rounding noise in practice (a key bias, for one)."""
-
-
-@dataclass
-class Comparison:
-    """Relative differences: max |a - b| / max |b| for each tensor, by kind and name."""
-
-    relative: dict[tuple[str, str], float] = field(default_factory=dict)
-
-    def add(self, kind: str, ours: dict[str, Tensor], reference: dict[str, Tensor]) -> None:
-        """Compare equally named tensors; a name on one side only counts as infinitely different."""
-        largest = max(float(tensor.abs().max()) for tensor in reference.values())
-        for name in sorted(ours.keys() | reference.keys()):
-            key = (kind, name)
-            if name not in ours or name not in reference or ours[name].shape != reference[name].shape:
-                self.relative[key] = math.inf
-                continue
-            wanted = reference[name]
-            scale = max(float(wanted.abs().max()), FLOOR * largest) or 1.0
-            difference = float((ours[name] - wanted).abs().max()) / scale
-            self.relative[key] = math.inf if math.isnan(difference) else difference
-
-    def result(self) -> dict[str, object]:
-        """The JSON object of `meshwright verify`, with one row for each kind."""
-        by_kind: dict[str, list[tuple[float, str]]] = {}
-        for (kind, name), value in self.relative.items():
-            by_kind.setdefault(kind, []).append((value, name))
-        rows: list[dict[str, Any]] = []
-        for kind, values in by_kind.items():
-            worst, name = max(values, key=itemgetter(0))
-            rows.append({"kind": kind, "compared": len(values), "worst": worst, "name": name})
-        overall = max(rows, key=itemgetter("worst"))
-        return {
-            "equal": overall["worst"] <= TOLERANCE,
-            "worst_relative": overall["worst"],
-            "worst_name": f"{overall['kind']}: {overall['name']}",
-            "compared": len(self.relative),
-            "tolerance": TOLERANCE,
-            "rows": rows,
-        }
 
 
 def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
@@ -86,36 +44,62 @@ def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
     corpus = open_corpus(spec)
     trainer = Trainer(spec, mesh)
     trainer.initialise()
-    first = mesh.control.rank == 0
-    comparison = Comparison()
-    reference = _reference(spec, corpus, mesh.device) if first else None
+    reference = _reference(spec, corpus, mesh.device) if mesh.control.rank == 0 else None
     loader = Loader(corpus, spec, mesh.data_rank, spec.layout.data_ranks)
+    vote, comparison = Vote(trainer), Comparison()
     for number in range(1, steps + 1):
-        totals = trainer.totals(trainer.gradients(loader.step(number - 1)))
-        gradients = gather_full(trainer.states.gradients(), mesh)
-        for gradient in gradients.values():
-            gradient.mul_(trainer.gradient_factor)
-        done = trainer.apply(totals, number)
-        parameters = gather_full(trainer.states.parameters(), mesh)
-        balance = trainer.layers_balance()
-        biases = gather_full(trainer.balance.biases().items(), mesh)
-        if reference is not None:
-            ours = {
-                "loss": {"loss": torch.tensor(done.loss, dtype=torch.float64)},
-                "gradient": gradients,
-                "grad norm": {"grad norm": torch.tensor(done.grad_norm, dtype=torch.float64)},
-                "parameter": parameters,
-                "balance": _tensors(balance),
-                "router bias": biases,
-            }
-            theirs = next(reference)
-            for kind, tensors in ours.items():
-                if tensors:
-                    comparison.add(f"step {number} {kind}", tensors, theirs[kind])
+        found, sums = _layout_step(trainer, loader.step(number - 1), number)
+        divergence = vote()
+        if reference is None:
+            continue
+        wanted = next(reference)
+        for kind in KINDS:
+            if kind in PHASES:
+                comparison.note(number, kind, differences(number, kind, sums, wanted, spec))
+            elif found[kind]:
+                comparison.add(number, kind, found[kind], wanted[kind])
+        drift = math.inf if divergence is not None else 0.0
+        comparison.note(number, "replicas", [Difference(number, "replicas", str(divergence), drift)])
     loader.close()
-    if not first:
+    if reference is None:
         return None
-    return {**comparison.result(), "narrowed": note, "layout": spec.layout.describe(), "steps": steps}
+    verdict = comparison.result(axes_of(spec.layout, spec.microbatches))
+    return {**verdict, "narrowed": note, "layout": spec.layout.describe(), "steps": steps}
+
+
+KINDS = (
+    "forward", "loss", "backward", "balance", "gradient", "grad norm",
+    "router bias", "parameter", "exp_avg", "exp_avg_sq",
+)  # fmt: skip
+"""The kinds of values that are compared in each step, in the order in which a step computes them."""
+
+
+def _layout_step(
+    trainer: Trainer, batch: Batch, number: int
+) -> tuple[ReferenceStep, list[tuple[list[int], list[Row]]]]:
+    """Take a step; the first rank gets its whole tensors and numbers by kind, and all ranks' sums."""
+    mesh, states = trainer.mesh, trainer.states
+    with ModuleSums(trainer, batch) as sums:
+        loss = trainer.gradients(batch)
+    totals = trainer.totals(loss)
+    gradients = gather_full(states.gradients(), mesh)
+    for gradient in gradients.values():
+        gradient.mul_(trainer.gradient_factor)
+    rows = sums.gathered()
+    done = trainer.apply(totals, number)
+    moments = gather_full(trainer.optimiser.tensors(), mesh)
+    found = {
+        "loss": {"loss": torch.tensor(done.loss, dtype=torch.float64)},
+        "balance": _tensors(trainer.layers_balance()),
+        "gradient": gradients,
+        "grad norm": {"grad norm": torch.tensor(done.grad_norm, dtype=torch.float64)},
+        "router bias": gather_full(trainer.balance.biases().items(), mesh),
+        "parameter": gather_full(states.parameters(), mesh),
+    }
+    for key, moment in moments.items():
+        kind, _, name = key.partition("/")
+        found.setdefault(kind, {})[name] = moment
+    return found, rows
 
 
 def _tensors(balance: dict[int, LayerBalance]) -> dict[str, Tensor]:
@@ -151,7 +135,14 @@ def _reference(spec: RunSpec, corpus: Corpus, device: torch.device) -> Iterator[
         decoder.zero_grad()
         batch = loader.step(number - 1).to(device)
         routers = [RouterReference(layer, mixture) for layer, mixture in decoder.each_mixture()]
+        sums = ReferenceSums()
+        handles = [
+            module.register_forward_hook(partial(_tap, sums, name))
+            for name, module in decoder.named_modules()
+        ]
         logits = decoder(batch.tokens, batch.positions, batch.documents)
+        for handle in handles:
+            handle.remove()
         loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100)
         (loss + sum(router.loss(len(batch.tokens)) for router in routers)).backward()
         gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
@@ -166,9 +157,17 @@ def _reference(spec: RunSpec, corpus: Corpus, device: torch.device) -> Iterator[
             "gradient": gradients,
             "grad norm": {"grad norm": norm.cpu()},
             "parameter": {name: parameter.detach().clone() for name, parameter in parameters.items()},
+            **sums.tables,
+            "exp_avg": {name: first.clone() for name, (first, _) in moments.items()},
+            "exp_avg_sq": {name: second.clone() for name, (_, second) in moments.items()},
             "balance": {name: value for router in routers for name, value in router.found.items()},
             "router bias": {name: bias.clone() for name, bias in decoder.balance_biases().items()},
         }
+
+
+def _tap(sums: ReferenceSums, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+    if isinstance(output, Tensor):
+        sums.tap(name, output)
 
 
 @torch.no_grad()

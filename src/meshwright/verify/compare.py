@@ -1,0 +1,189 @@
+"""Differences between a layout and its reference, in the order in which a step makes them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any
+
+from torch import Tensor
+
+from meshwright.spec import Layout
+
+TOLERANCE = 1e-10
+FLOOR = 1e-4
+"""A tensor whose largest reference value is below this share of its kind's largest is measured against that
+share: some gradients are zero in mathematics and rounding noise in practice (a key bias, for one)."""
+BACKWARD_ORDER = ("backward", "gradient")
+"""Kinds whose tensors a step makes from the head to the embedding."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one tensor of a step is from its reference.
+
+    `relative` is max |a - b| / max |b|, and `factor` the f of a = f b, where that holds and f is not 1.
+    `detail` says more, such as on which rank.
+    """
+
+    step: int
+    kind: str
+    name: str
+    relative: float
+    factor: float | None = None
+    detail: str = ""
+
+
+class Comparison:
+    """All that was compared; kinds are added in the order in which a step computes them."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[tuple[int, str], list[Difference]] = {}
+
+    def add(self, step: int, kind: str, ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> None:
+        """Compare equally named tensors; a name on one side only counts as infinitely different."""
+        largest = max(float(tensor.abs().max()) for tensor in reference.values())
+        names = [*reference, *sorted(ours.keys() - reference.keys())]  # in order of the forward
+        self.note(step, kind, (_difference(step, kind, name, ours, reference, largest) for name in names))
+
+    def note(self, step: int, kind: str, differences: Iterable[Difference]) -> None:
+        """Add differences that were found elsewhere, in order of the forward."""
+        if found := list(differences):
+            self.kinds.setdefault((step, kind), []).extend(found)
+
+    @property
+    def first(self) -> Difference | None:
+        """The first difference beyond the tolerance that a step makes; None if there is none."""
+        for (_, kind), differences in self.kinds.items():
+            failing = [each for each in differences if each.relative > TOLERANCE]
+            if failing:
+                return failing[-1 if kind in BACKWARD_ORDER else 0]
+        return None
+
+    def failing(self, step: int, kind: str) -> list[Difference]:
+        """Return the differences of a step and kind that are beyond the tolerance."""
+        return [each for each in self.kinds.get((step, kind), []) if each.relative > TOLERANCE]
+
+    def result(self, axes: Mapping[str, int]) -> dict[str, Any]:
+        """Return the JSON object of `meshwright verify`, with one row for each step and kind.
+
+        `axes` are the sizes that a factor may be, by name.
+        """
+        rows: list[dict[str, Any]] = []
+        for (step, kind), differences in self.kinds.items():
+            worst = max(differences, key=lambda each: each.relative)
+            rows.append(
+                {
+                    "kind": f"step {step} {kind}",
+                    "compared": len(differences),
+                    "worst": worst.relative,
+                    "name": worst.name,
+                }
+            )
+        overall = max(rows, key=lambda row: row["worst"])
+        first = self.first
+        return {
+            "equal": first is None,
+            "worst_relative": overall["worst"],
+            "worst_name": f"{overall['kind']}: {overall['name']}",
+            "first": None if first is None else {**asdict(first), "sentence": self.sentence(first, axes)},
+            "compared": sum(row["compared"] for row in rows),
+            "tolerance": TOLERANCE,
+            "rows": rows,
+        }
+
+    def sentence(self, first: Difference, axes: Mapping[str, int]) -> str:
+        """Say what differs first, how much of its kind does, and by which factor."""
+        if first.kind == "replicas":
+            return f"step {first.step}: {first.name}"
+        follow = first.kind in ("forward", "backward")  # what comes after a wrong module is wrong, too
+        failing = [first] if follow else self.failing(first.step, first.kind)
+        of = 1 if follow else len(self.kinds[first.step, first.kind])
+        words = f"step {first.step}: the first difference is in {_PHRASES[first.kind].format(first.name)}"
+        words += f" ({first.relative:.1e}"
+        words += f", of {of} compared {len(failing)} differ)" if of > 1 else ")"
+        if first.detail:
+            words += f", {first.detail}"
+        factors = [each.factor for each in failing]
+        if None not in factors and len({round(factor, 9) for factor in factors if factor is not None}) == 1:
+            words += f"; {'each' if len(failing) > 1 else 'it'} is {_factor(factors[0] or 0.0, axes)}"
+        return words
+
+
+_PHRASES = {
+    "forward": "the output of {}",
+    "loss": "the loss, though each module's output is right: in the head's loss, or in its sum over ranks",
+    "backward": "the backward of {}",
+    "balance": "the router's statistics {}",
+    "gradient": "the gradient of {}, though the gradients at modules' outputs are right: in the weight's own "
+    "gradient, or in its sum over ranks",
+    "grad norm": "the gradient norm, though every gradient is right",
+    "router bias": "{}",
+    "parameter": "the update of {}, though its gradient is right",
+    "exp_avg": "the first moment of {}",
+    "exp_avg_sq": "the second moment of {}",
+}
+
+
+def _difference(
+    step: int,
+    kind: str,
+    name: str,
+    ours: Mapping[str, Tensor],
+    reference: Mapping[str, Tensor],
+    largest: float,
+) -> Difference:
+    if name not in ours or name not in reference or ours[name].shape != reference[name].shape:
+        return Difference(step, kind, name, math.inf, detail="which one side does not have")
+    found, wanted = ours[name], reference[name]
+    scale = max(float(wanted.abs().max()), FLOOR * largest) or 1.0
+    relative = float((found - wanted).abs().max()) / scale
+    if math.isnan(relative):
+        return Difference(step, kind, name, math.inf, detail="which is not a number")
+    return Difference(step, kind, name, relative, factor_of(found, wanted) if relative > TOLERANCE else None)
+
+
+def factor_of(found: Tensor, wanted: Tensor) -> float | None:
+    """Return f if `found` is f times `wanted`, by least squares and to 8 digits; else None."""
+    squares = float((wanted * wanted).sum())
+    if squares == 0.0:
+        return None
+    factor = float((found * wanted).sum()) / squares
+    rest = float((found - factor * wanted).abs().max())
+    return factor if rest <= 1e-8 * float(wanted.abs().max()) else None
+
+
+def _factor(factor: float, axes: Mapping[str, int]) -> str:
+    """Spell a factor, with the axes that it may come from: "1/2 of what it should be (1/dp)"."""
+    if factor == 0.0:
+        return "zero"
+    near = Fraction(factor).limit_denominator(4096)
+    exact = math.isclose(near, factor, rel_tol=1e-8) and near.numerator <= 4096
+    text = str(near) if exact else f"{factor:.6g}"
+    causes = [
+        spelt
+        for name, size in axes.items()
+        if size > 1
+        for spelt, value in ((name, size), (f"1/{name}", 1 / size), (f"the root of {name}", math.sqrt(size)))
+        if math.isclose(factor, value, rel_tol=1e-8)
+    ]
+    return f"{text} times what it should be" + (f" ({' or '.join(causes)})" if causes else "")
+
+
+def axes_of(layout: Layout, microbatches: int) -> dict[str, int]:
+    """Return sizes by name that a wrong factor may be: those of the axes, and the number of microbatches."""
+    return {
+        "tp": layout.tp,
+        "cp": layout.cp,
+        "pp": layout.pp,
+        "ep": layout.ep,
+        "etp": layout.etp,
+        "dp": layout.dp,
+        "replicate": layout.replicate,
+        "the data ranks": layout.data_ranks,
+        "the microbatches": microbatches,
+        "tp x cp": layout.tp * layout.cp,
+        "the world": layout.world_size,
+    }
