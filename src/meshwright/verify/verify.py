@@ -1,8 +1,8 @@
 """Is a layout equal to one device? Loss, gradients, gradient norm, parameters after k steps, in float64.
 
 The reference is written apart from what it checks: the whole batch at once, plain tensors, all logits,
-PyTorch's cross entropy, and AdamW as its paper states it. It shares with the layout the decoder's modules,
-the initial weights and the samples.
+PyTorch's cross entropy, AdamW as its paper states it, and plain code for initial weights and samples. It
+shares with the layout the decoder's modules.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.data.corpus import Corpus, open_corpus
+from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Loader
 from meshwright.model.decoder import Decoder
-from meshwright.model.init import init_whole_
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.router_balance import LayerBalance
 from meshwright.spec import RunSpec
@@ -29,7 +28,10 @@ from meshwright.train.gather_full import gather_full
 from meshwright.train.lr_schedule import learning_rate
 from meshwright.train.step import Trainer
 from meshwright.verify.narrow import narrow
+from meshwright.verify.reference_data import batches
 from meshwright.verify.reference_router import RouterReference
+from meshwright.verify.reference_weights import initial_weights
+from meshwright.verify.uneven import thin
 
 TOLERANCE = 1e-10
 FLOOR = 1e-4
@@ -88,10 +90,11 @@ def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
     trainer.initialise()
     first = mesh.control.rank == 0
     comparison = Comparison()
-    reference = _reference(spec, corpus, mesh.device) if first else None
+    reference = _reference(spec, mesh.device) if first else None
     loader = Loader(corpus, spec, mesh.data_rank, spec.layout.data_ranks)
     for number in range(1, steps + 1):
-        totals = trainer.totals(trainer.gradients(loader.step(number - 1)))
+        batch = thin(loader.step(number - 1), number, spec)
+        totals = trainer.totals(trainer.gradients(batch))
         gradients = gather_full(trainer.states.gradients(), mesh)
         for gradient in gradients.values():
             gradient.mul_(trainer.gradient_factor)
@@ -141,15 +144,15 @@ ReferenceStep = dict[str, dict[str, Tensor]]
 """Results of one device: scalars and whole tensors in float64, by kind and name."""
 
 
-def _reference(spec: RunSpec, corpus: Corpus, device: torch.device) -> Iterator[ReferenceStep]:
+def _reference(spec: RunSpec, device: torch.device) -> Iterator[ReferenceStep]:
     decoder = Decoder(spec.model).to(device=device, dtype=torch.float64)
-    init_whole_(decoder, spec.train.seed)
     parameters = dict(decoder.named_parameters())
+    for name, weight in initial_weights(spec.model, spec.train.seed).items():
+        parameters[name].data.copy_(weight)
     moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in parameters.items()}
-    loader = Loader(corpus, spec, 0, 1)
-    for number in range(1, spec.train.total_steps + 1):
+    for number, whole in enumerate(batches(spec), start=1):
         decoder.zero_grad()
-        batch = loader.step(number - 1).to(device)
+        batch = thin(whole, number, spec).to(device)
         routers = [RouterReference(layer, mixture) for layer, mixture in decoder.each_mixture()]
         logits = decoder(batch.tokens, batch.positions, batch.documents)
         loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100)

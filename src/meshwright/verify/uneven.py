@@ -1,0 +1,69 @@
+"""Uneven numbers of targets in the batches of `meshwright verify`.
+
+Packed samples have a target at each token, so a mean over ranks or microbatches of their own means is right
+by luck. With other numbers of targets in each sample, and none in some ranks and microbatches, it is wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from meshwright.data.loader import Batch
+from meshwright.data.permutation import hash64
+from meshwright.spec import RunSpec
+
+MOST_DROPPED = 0.9
+"""Share of a sample's targets that is dropped at most, unless all of them are."""
+
+EMPTY_STEP = 2
+
+_SHARE, _TARGET, _EMPTY = 1, 2, 3  # streams of hashes
+_NOT_PREDICTED = -100
+
+
+def thin(batch: Batch, step: int, spec: RunSpec) -> Batch:
+    """Return the batch of step `step` (from 1), whole or a rank's part, without some of its targets.
+
+    The first step keeps all. In others a slot loses between none and `MOST_DROPPED` of its targets, and never
+    its first; in step `EMPTY_STEP` the `empty_slots` lose all. Which ones depends on the step, the slots and
+    the tokens' places only, so a part of a batch loses the targets that it loses in the whole.
+    """
+    if step == 1:
+        return batch
+    slots = batch.slots.numpy()
+    places = np.arange(batch.targets.shape[1])
+    share = MOST_DROPPED * _uniform(hash64(step, _SHARE, slots))
+    drawn = _uniform(hash64(step, _TARGET, slots[:, None], places))
+    dropped = (drawn < share[:, None]) & (places > 0)
+    if step == EMPTY_STEP:
+        dropped |= np.isin(slots, empty_slots(spec))[:, None]
+    return replace(batch, targets=batch.targets.masked_fill(torch.from_numpy(dropped), _NOT_PREDICTED))
+
+
+def empty_slots(spec: RunSpec) -> list[int]:
+    """Return the slots that have no target at all in step `EMPTY_STEP`, a part of them only.
+
+    They are those of a whole data rank, where there are several, and those of a microbatch of another rank
+    (or of the only one), where a rank has several microbatches. The layout's sizes choose these.
+    """
+    ranks, sequences, micros = spec.layout.data_ranks, spec.rank_sequences, spec.microbatches
+    rank, other, micro = (
+        int(hash64(_EMPTY, number, ranks, micros)[0] >> np.uint64(11)) for number in range(3)
+    )
+    empty: list[int] = []
+    rank %= ranks
+    if ranks > 1:
+        empty += range(rank * sequences, (rank + 1) * sequences)
+        rank = (rank + 1 + other % (ranks - 1)) % ranks
+    if micros > 1:
+        first = rank * sequences + micro % micros * spec.micro_batch
+        empty += range(first, first + spec.micro_batch)
+    return empty
+
+
+def _uniform(word: np.ndarray) -> np.ndarray:
+    """Return numbers in [0, 1) from the top 53 bits of hashes."""
+    return (word >> np.uint64(11)).astype(np.float64) * 2.0**-53
