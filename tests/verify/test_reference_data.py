@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
 from dataclasses import fields
+from itertools import islice
 from unittest.mock import patch
 
 import numpy as np
@@ -33,15 +35,16 @@ PACKINGS = [
 ]
 
 
-def of_the_loader(spec: RunSpec, steps: int) -> list[Batch]:
-    with closing(Loader(open_corpus(spec), spec, 0, 1)) as loader:
-        return [loader.step(step) for step in range(steps)]
-
-
-def differing(one: Batch, other: Batch) -> list[str]:
-    """Names of the fields in which two batches differ, in a value, the dtype or the shape."""
-    pairs = [(field.name, getattr(one, field.name), getattr(other, field.name)) for field in fields(Batch)]
-    return [name for name, a, b in pairs if a.dtype != b.dtype or not torch.equal(a, b)]
+def check(spec: RunSpec, epochs: float = 0.0, steps: int = 1) -> None:
+    """Compare the batches of so many epochs, and of so many steps, in values, dtypes and shapes."""
+    corpus = open_corpus(spec)
+    steps += math.ceil(epochs * corpus.train.samples / spec.batch_sequences)
+    with closing(Loader(corpus, spec, 0, 1)) as loader:
+        for step, plain in enumerate(islice(batches(spec), steps)):
+            loaded = loader.step(step)
+            for name in (field.name for field in fields(Batch)):
+                ours, theirs = getattr(plain, name), getattr(loaded, name)
+                assert ours.dtype == theirs.dtype and torch.equal(ours, theirs), (step, name)
 
 
 def drawn(draw: random.Random, shortest: int, longest: int, **flags: object) -> RunSpec:
@@ -63,16 +66,14 @@ def drawn(draw: random.Random, shortest: int, longest: int, **flags: object) -> 
 @pytest.mark.parametrize("number", range(2))
 @pytest.mark.parametrize("flags", PACKINGS, ids=str)
 def test_batches_of_the_whole_corpus_are_equal(flags: dict[str, object], number: int) -> None:
-    spec = drawn(random.Random(f"{flags} {number}"), 16, 300, **flags)
-    for plain, loaded in zip(batches(spec), of_the_loader(spec, 3), strict=False):
-        assert not differing(plain, loaded)
+    check(drawn(random.Random(f"{flags} {number}"), 16, 300, **flags), steps=3)
 
 
 @pytest.mark.parametrize("flags", PACKINGS, ids=str)
 def test_batches_of_small_corpora_are_equal_over_several_epochs(
     monkeypatch: pytest.MonkeyPatch, flags: dict[str, object]
 ) -> None:
-    """Down to one sample, with a validation split that would hold out all documents, or none."""
+    """With validation splits that hold out one document, and that leave one."""
     monkeypatch.setattr(SyntheticTokens, "_count_bytes", lambda tokens: np.ones(tokens.documents, np.int64))
     for number in range(6):
         draw = random.Random(f"{flags} {number}")
@@ -80,11 +81,14 @@ def test_batches_of_small_corpora_are_equal_over_several_epochs(
         monkeypatch.setattr(synthetic, "DOCUMENTS", documents)
         monkeypatch.setattr(reference_data, "_DOCUMENTS", documents)
         longest = 17 if "data__pack" not in flags else 130  # the shortest document has 17 targets
-        spec = drawn(draw, 4, longest, **flags)
-        samples = open_corpus(spec).train.samples
-        steps = -(-5 * samples // (2 * spec.batch_sequences))
-        for plain, loaded in zip(batches(spec), of_the_loader(spec, steps), strict=False):
-            assert not differing(plain, loaded)
+        check(drawn(draw, 4, longest, **flags), epochs=2.5)
+
+
+def test_orders_of_any_number_of_samples_are_equal() -> None:
+    for size in range(1, 70):
+        key = permutation.hash64(size)
+        order = permutation.permute(np.arange(size), size, key).tolist()
+        assert order == [reference_data._permuted(place, size, int(key[0])) for place in range(size)]
 
 
 def fewer_rounds() -> AbstractContextManager[object]:

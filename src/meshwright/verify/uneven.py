@@ -6,6 +6,7 @@ by luck. With other numbers of targets in each sample, and none in some ranks an
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -19,8 +20,9 @@ MOST_DROPPED = 0.9
 """Share of a sample's targets that is dropped at most, unless all of them are."""
 
 EMPTY_STEP = 2
+"""The step in which some slots lose all targets."""
 
-_SHARE, _TARGET, _EMPTY = 1, 2, 3  # streams of hashes
+_SHARE, _TARGET = 1, 2  # streams of hashes
 _NOT_PREDICTED = -100
 
 
@@ -35,8 +37,8 @@ def thin(batch: Batch, step: int, spec: RunSpec) -> Batch:
         return batch
     slots = batch.slots.numpy()
     places = np.arange(batch.targets.shape[1])
-    share = MOST_DROPPED * _uniform(hash64(step, _SHARE, slots))
-    drawn = _uniform(hash64(step, _TARGET, slots[:, None], places))
+    share = MOST_DROPPED * (hash64(step, _SHARE, slots) / 2.0**64)
+    drawn = hash64(step, _TARGET, slots[:, None], places) / 2.0**64
     dropped = (drawn < share[:, None]) & (places > 0)
     if step == EMPTY_STEP:
         dropped |= np.isin(slots, empty_slots(spec))[:, None]
@@ -47,23 +49,14 @@ def empty_slots(spec: RunSpec) -> list[int]:
     """Return the slots that have no target at all in step `EMPTY_STEP`, a part of them only.
 
     They are those of a whole data rank, where there are several, and those of a microbatch of another rank
-    (or of the only one), where a rank has several microbatches. The layout's sizes choose these.
+    (or of the only one), where a rank has several microbatches. The numbers of ranks and microbatches choose
+    these. Layouts with equal empty slots have equal batches.
     """
     ranks, sequences, micros = spec.layout.data_ranks, spec.rank_sequences, spec.microbatches
-    rank, other, micro = (
-        int(hash64(_EMPTY, number, ranks, micros)[0] >> np.uint64(11)) for number in range(3)
-    )
-    empty: list[int] = []
-    rank %= ranks
-    if ranks > 1:
-        empty += range(rank * sequences, (rank + 1) * sequences)
-        rank = (rank + 1 + other % (ranks - 1)) % ranks
+    draw = random.Random(f"{ranks} ranks of {micros} microbatches")
+    order = draw.sample(range(ranks), ranks)
+    empty = list(range(order[0] * sequences, (order[0] + 1) * sequences)) if ranks > 1 else []
     if micros > 1:
-        first = rank * sequences + micro % micros * spec.micro_batch
+        first = order[-1] * sequences + draw.randrange(micros) * spec.micro_batch
         empty += range(first, first + spec.micro_batch)
     return empty
-
-
-def _uniform(word: np.ndarray) -> np.ndarray:
-    """Return numbers in [0, 1) from the top 53 bits of hashes."""
-    return (word >> np.uint64(11)).astype(np.float64) * 2.0**-53
