@@ -97,14 +97,14 @@ def _spans(spec: RunSpec, starts: list[int]) -> Iterator[tuple[int, int]]:
 def _sample(spec: RunSpec, text: _TrainingText, first: int, last: int) -> Sample:
     """Return the sample of the places [first, last), padded to its length by ENDs without a target.
 
-    Without a mask of documents, or unpacked, all of it is one document; padding belongs to the last one.
+    Without a mask of documents all of it is one document; padding belongs to the last one.
     """
     length = spec.data.seq_len
     read = [text.token(place) for place in range(first, last + 1)]
     padding = length - (last - first)
     tokens = read[:-1] + [text.end] * padding
     targets = read[1:] + [_NOT_PREDICTED] * padding
-    if not (spec.data.pack and spec.data.document_mask):
+    if not spec.data.document_mask:
         return tokens, targets, list(range(length)), [0] * length
     documents = [text.document(min(place, last - 1)) for place in range(first, first + length)]
     positions = [
