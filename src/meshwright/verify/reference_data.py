@@ -1,0 +1,157 @@
+"""Batches of the synthetic corpus, token by token in Python integers, written apart from `meshwright.data`.
+
+What is shared with the loader is its result's type, `Batch`, and the rules: which tokens a document has,
+which documents are held out, how documents become samples, and in which order these are read.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import accumulate, count, pairwise
+
+import torch
+
+from meshwright.data.loader import Batch
+from meshwright.spec import RunSpec
+
+_WORD = 2**64 - 1
+_DOCUMENTS, _SHORTEST, _LONGEST = 4096, 16, 1024
+_LENGTH, _CONTENT, _TOKEN = 1, 2, 3  # streams of the corpus
+_SOURCE = 1, 0  # of a run's seed, the stream that orders the samples of its first corpus
+_ROUNDS = 8
+_NOT_PREDICTED = -100
+
+Sample = tuple[list[int], list[int], list[int], list[int]]
+"""Tokens, targets, positions and documents of one sample, each of `data.seq_len`."""
+
+
+def batches(spec: RunSpec) -> Iterator[Batch]:
+    """Yield the global batch of each optimiser step, from the first and without end."""
+    text = _TrainingText(spec)
+    samples = list(_spans(spec, text.starts))
+    seed = _hash(spec.train.seed, *_SOURCE)
+    slots = range(spec.batch_sequences)
+    for step in count():
+        places = [divmod(step * len(slots) + slot, len(samples)) for slot in slots]
+        ids = [_permuted(place, len(samples), _hash(seed, epoch)) for epoch, place in places]
+        columns = zip(*(_sample(spec, text, *samples[number]) for number in ids), strict=True)
+        yield Batch(*(torch.tensor(column) for column in (*columns, ids, slots)))
+
+
+class _TrainingText:
+    """The training documents one after the other, each END and then its tokens, with END behind the last.
+
+    `starts` are the places of all ENDs, END the last id of the vocabulary.
+    """
+
+    def __init__(self, spec: RunSpec) -> None:
+        seed, self.end = spec.train.seed, spec.model.vocab_size - 1
+        numbers = _training_documents(seed, spec.data.val_fraction)
+        self._streams = [_hash(seed, _TOKEN, number) for number in numbers]
+        self.starts = list(accumulate((1 + _length(seed, number) for number in numbers), initial=0))
+
+    def document(self, place: int) -> int:
+        """Return which of the training documents, counted from 0, has the token at a place."""
+        return bisect_right(self.starts, place) - 1
+
+    def token(self, place: int) -> int:
+        """Return the token at a place: floor(v * u^3) for u uniform in [0, 1) and v other ids than END."""
+        document = self.document(place)
+        position = place - self.starts[document]
+        if position == 0:
+            return self.end
+        return int(self.end * _uniform(_mix(self._streams[document] ^ position)) ** 3)
+
+
+def _length(seed: int, document: int) -> int:
+    """Return how many tokens a document has: log-uniform from `_SHORTEST` to `_LONGEST`."""
+    ratio = math.log(_LONGEST / _SHORTEST)
+    return int(_SHORTEST * math.exp(ratio * _uniform(_hash(seed, _LENGTH, document))))
+
+
+def _training_documents(seed: int, val_fraction: float) -> list[int]:
+    """Return the documents whose hash is not below val_fraction * 2^64.
+
+    With a fraction above 0, at least one document is held out, and at least one is left.
+    """
+    hashes = [_hash(seed, _CONTENT, document) for document in range(_DOCUMENTS)]
+    left = [document for document, value in enumerate(hashes) if value >= val_fraction * 2**64]
+    if val_fraction > 0 and len(left) == _DOCUMENTS:
+        left.remove(hashes.index(min(hashes)))
+    return left or [hashes.index(max(hashes))]
+
+
+def _spans(spec: RunSpec, starts: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first place of each sample and the place behind its last.
+
+    Packed samples cut the whole text into equal parts, others cut each document; the last part is shorter.
+    """
+    length = spec.data.seq_len
+    texts = [(0, starts[-1])] if spec.data.pack else pairwise(starts)
+    for first, last in texts:
+        yield from ((place, min(place + length, last)) for place in range(first, last, length))
+
+
+def _sample(spec: RunSpec, text: _TrainingText, first: int, last: int) -> Sample:
+    """Return the sample of the places [first, last), padded to its length by ENDs without a target.
+
+    Without a mask of documents all of it is one document; padding belongs to the last one.
+    """
+    length = spec.data.seq_len
+    read = [text.token(place) for place in range(first, last + 1)]
+    padding = length - (last - first)
+    tokens = read[:-1] + [text.end] * padding
+    targets = read[1:] + [_NOT_PREDICTED] * padding
+    if not spec.data.document_mask:
+        return tokens, targets, list(range(length)), [0] * length
+    documents = [text.document(min(place, last - 1)) for place in range(first, first + length)]
+    positions = [
+        place - max(text.starts[document], first)
+        for place, document in zip(range(first, first + length), documents, strict=True)
+    ]
+    return tokens, targets, positions, [document - documents[0] for document in documents]
+
+
+def _permuted(place: int, size: int, key: int) -> int:
+    """Return the sample at a place of the epoch that has this key.
+
+    A Feistel network over the next power of two, repeated until the result is below `size` (Black and Rogaway
+    2002).
+    """
+    bits = (size - 1).bit_length()
+    low_bits, high_bits = bits - bits // 2, bits // 2
+    value = place
+    while True:
+        high, low = value >> low_bits, value % 2**low_bits
+        for number in range(_ROUNDS):
+            round_key = _mix((key + number) & _WORD)
+            if number % 2 == 0:
+                high ^= _mix(low ^ round_key) % 2**high_bits
+            else:
+                low ^= _mix(high ^ round_key) % 2**low_bits
+        value = (high << low_bits) + low
+        if value < size:
+            return value
+
+
+def _hash(*parts: int) -> int:
+    """Hash integers to 64 bits."""
+    state = 0
+    for part in parts:
+        state = _mix(state ^ (part & _WORD))
+    return state
+
+
+def _mix(word: int) -> int:
+    """Return the output of splitmix64 (Steele et al. 2014) that follows the state `word`."""
+    word = (word + 0x9E3779B97F4A7C15) & _WORD
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
+    return word ^ (word >> 31)
+
+
+def _uniform(word: int) -> float:
+    """Return a number in [0, 1) from the top 53 bits of a hash."""
+    return (word >> 11) / 2**53
