@@ -18,6 +18,7 @@ from meshwright.planner.traffic.messages import traffic
 from meshwright.spec import RunSpec
 from meshwright.train.step import Step, Totals, Trainer
 from meshwright.verify import verify as subject
+from meshwright.verify.reference import ReferenceStep
 from ranks import Ranks
 
 STEPS = 2  # the second takes up the first's moments
@@ -26,7 +27,7 @@ Counted = tuple[dict[str, Any] | None, int, list[Sent]]
 """The result of `verify`, the rank's stage, the bytes that it sent in each step."""
 Run = Callable[[Mesh, RunSpec], Counted]
 _reference = subject._reference
-_references: dict[str, list[subject.ReferenceStep]] = {}
+_references: dict[str, list[ReferenceStep]] = {}
 
 
 def equal_to_one_device(
@@ -84,7 +85,7 @@ def verify_and_count(mesh: Mesh, spec: RunSpec, known: bool = True) -> Counted:
     return result, mesh.pipeline.rank, sent
 
 
-def known_reference(spec: RunSpec, corpus: Corpus, device: torch.device) -> Iterator[subject.ReferenceStep]:
+def known_reference(spec: RunSpec, corpus: Corpus, device: torch.device) -> Iterator[ReferenceStep]:
     """One device's steps, computed once by this process: they do not depend on the layout."""
     tree = spec.to_json()
     key = json.dumps([tree[part] for part in ("model", "data", "train")], sort_keys=True)
