@@ -18,6 +18,7 @@ from meshwright.spec import RunSpec
 from meshwright.train.step import Step, Totals, Trainer
 from meshwright.verify import verify as subject
 from meshwright.verify.compare import TOLERANCE
+from meshwright.verify.reference import ReferenceStep
 from meshwright.verify.uneven import empty_slots
 from ranks import Ranks
 
@@ -27,7 +28,7 @@ Counted = tuple[dict[str, Any] | None, int, list[Sent]]
 """The result of `verify`, the rank's stage, the bytes that it sent in each step."""
 Run = Callable[[Mesh, RunSpec], Counted]
 _reference = subject._reference
-_references: dict[str, list[subject.ReferenceStep]] = {}
+_references: dict[str, list[ReferenceStep]] = {}
 
 
 def equal_to_one_device(
@@ -85,7 +86,7 @@ def verify_and_count(mesh: Mesh, spec: RunSpec, known: bool = True) -> Counted:
     return result, mesh.pipeline.rank, sent
 
 
-def known_reference(spec: RunSpec, device: torch.device) -> Iterator[subject.ReferenceStep]:
+def known_reference(spec: RunSpec, device: torch.device) -> Iterator[ReferenceStep]:
     """One device's steps, computed once by this process: of the layout only the empty slots count."""
     tree = spec.to_json()
     key = json.dumps(

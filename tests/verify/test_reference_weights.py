@@ -71,5 +71,5 @@ def test_verify_finds_a_wrong_initialiser(ranks: Ranks) -> None:
     spec = spec_of({"data.seq_len": 16, "train.batch_tokens": 64, "layout.dp": 2})
     found = ranks.run(spec.layout, verify_with_another_initialiser, spec)[0]
     assert not found["equal"]
-    assert found["rows"][0]["kind"] == "step 1 loss"
+    assert found["first"]["kind"] == "initial weight"
     assert found["rows"][0]["worst"] > 1e-6

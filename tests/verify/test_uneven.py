@@ -17,6 +17,7 @@ from meshwright.parallel.stage import DecoderStage
 from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer
 from meshwright.verify import verify as subject
+from meshwright.verify.compare import TOLERANCE
 from meshwright.verify.uneven import EMPTY_STEP, empty_slots, thin
 from ranks import Ranks
 from small import spec_of
@@ -136,7 +137,7 @@ def test_a_mean_of_means_is_found(ranks: Ranks, trainer: type[Trainer], dp: int)
     spec = spec_of(BASE, layout__dp=dp, layout__micro_batch=4)
     found = ranks.run(spec.layout, verify_with, spec, trainer, 3)[0]
     worst = {row["kind"]: row["worst"] for row in found["rows"]}
-    assert worst["step 1 gradient"] <= subject.TOLERANCE
+    assert worst["step 1 gradient"] <= TOLERANCE
     assert worst["step 2 gradient"] > 1e-3
     assert worst["step 3 gradient"] > 1e-3
 

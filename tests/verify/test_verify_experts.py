@@ -15,7 +15,8 @@ from covering import marked, name
 from equality import Counted, Run, equal_to_one_device, verify_and_count
 from meshwright.model.router import Router
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec import RunSpec
+from meshwright.spec import MoeSpec, RunSpec
+from meshwright.verify import reference_decoder
 from meshwright.verify.narrow import narrow
 from ranks import Ranks
 from small import spec_of
@@ -80,8 +81,15 @@ def to_one(_router: Router, scores: Tensor) -> Tensor:
     return torch.full((len(scores), 1), 5)
 
 
+def all_to_one(_moe: MoeSpec, scores: Tensor, _bias: Tensor | None) -> Tensor:
+    return torch.full((*scores.shape[:2], 1), 5)
+
+
 def with_one_expert(mesh: Mesh, spec: RunSpec) -> Counted:
-    with patch.object(Router, "_choose", to_one):
+    with (
+        patch.object(Router, "_choose", to_one),
+        patch.object(reference_decoder, "choose_experts", all_to_one),
+    ):
         return verify_and_count(mesh, spec, known=False)
 
 

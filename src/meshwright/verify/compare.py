@@ -101,7 +101,8 @@ class Comparison:
         follow = first.kind in ("forward", "backward")  # what comes after a wrong module is wrong, too
         failing = [first] if follow else self.failing(first.step, first.kind)
         of = 1 if follow else len(self.kinds[first.step, first.kind])
-        words = f"step {first.step}: the first difference is in {_PHRASES[first.kind].format(first.name)}"
+        words = f"step {first.step}: " if first.step else ""
+        words += f"the first difference is in {_PHRASES[first.kind].format(first.name)}"
         words += f" ({first.relative:.1e}"
         words += f", of {of} compared {len(failing)} differ)" if of > 1 else ")"
         if first.detail:
@@ -113,6 +114,8 @@ class Comparison:
 
 
 _PHRASES = {
+    "initial weight": "the initial value of {}",
+    "samples": "the {} of the samples",
     "forward": "the output of {}",
     "loss": "the loss, though each module's output is right: in the head's loss, or in its sum over ranks",
     "backward": "the backward of {}",

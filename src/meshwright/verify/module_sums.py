@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -22,23 +21,10 @@ from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer
 from meshwright.train.trace import FORWARD, Place, StepTracer
 from meshwright.verify.compare import FLOOR, TOLERANCE, Difference
+from meshwright.verify.reference_sums import PHASES, POSITION, SEQUENCE, Tables, sums_of_tokens, weights
 
-PHASES = ("forward", "backward")
-Tables = dict[str, dict[str, Tensor]]
-"""Phase and module -> (2, n, T): the two sums of each token's output, or of its gradient."""
 Row = tuple[str, str, int, int, float, float]
 """Phase, module, microbatch, the rank's tokens of a sequence, and the two sums."""
-
-
-@cache
-def weights(count: int, seed: int) -> Tensor:
-    """Return `count` fixed weights between 0.5 and 1.5, in float64."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(count, generator=generator, dtype=torch.float64) + 0.5
-
-
-SEQUENCE, POSITION, CHANNEL = 1, 2, 3
-"""Seeds of the weights."""
 
 
 class ModuleSums(StepTracer):
@@ -59,7 +45,7 @@ class ModuleSums(StepTracer):
         first = microbatch * spec.micro_batch
         whole = _weights_of_tokens(self._slots[first : first + len(tensor)], spec)
         token = own_tokens(whole, spec, mesh.context.rank, mesh.tensor.rank, length)
-        dots, squares = _of_tokens(tensor)
+        dots, squares = sums_of_tokens(tensor)
         found = torch.stack([(dots.flatten() * token.to(dots.device)).sum(), squares.sum()])
         self._rows.append((phase, module, microbatch, length, found))
 
@@ -88,30 +74,6 @@ def own_tokens(values: Tensor, spec: RunSpec, context_rank: int, tensor_rank: in
 def _weights_of_tokens(slots: Tensor, spec: RunSpec) -> Tensor:
     by_sequence, by_position = weights(spec.batch_sequences, SEQUENCE), weights(spec.data.seq_len, POSITION)
     return by_sequence[slots, None] * by_position
-
-
-class ReferenceSums:
-    """The sums of one device: `tap` is called with each module's output, in order of the forward."""
-
-    def __init__(self) -> None:
-        self.tables: Tables = {phase: {} for phase in PHASES}
-
-    def tap(self, module: str, output: Tensor) -> Tensor:
-        """Take down an output (n, T, channels), and later its gradient; returns the output."""
-        if output.ndim == 3:
-            self.tables["forward"][module] = _of_tokens(output.detach())
-            if output.requires_grad:
-                output.register_hook(lambda gradient: self._add(module, gradient))
-        return output
-
-    def _add(self, module: str, gradient: Tensor) -> None:
-        self.tables["backward"][module] = _of_tokens(gradient)
-
-
-def _of_tokens(x: Tensor) -> Tensor:
-    """Sums over the channels of (n, T, D), with weights and of squares: (2, n, T) in float64."""
-    x = x.double()
-    return torch.stack([x @ weights(x.shape[2], CHANNEL).to(x.device), x.square().sum(2)])
 
 
 def differences(

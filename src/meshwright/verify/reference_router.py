@@ -1,65 +1,57 @@
-"""Reference of a router's losses, statistics and bias, computed per sequence and expert."""
+"""Losses, statistics and bias of a router, from what the reference decoder returned, sequence by sequence.
+
+Shapes: n sequences of T tokens, E experts, k experts of a token.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.model.moe import Moe
-from meshwright.model.router import Routing
 from meshwright.spec import MoeSpec
+from meshwright.verify.reference_decoder import Routing
 
 
-class RouterReference:
-    """One layer's routing of a whole batch on one device, written apart from `parallel/router_balance.py`."""
+def router_losses(moe: MoeSpec, routing: Routing) -> tuple[Tensor, Tensor]:
+    """Balance loss (DeepSeek-AI 2024, DeepSeek-V3, equations 17 to 20) and z-loss (Zoph et al. 2022), each
+    a mean over sequences without its factor."""
+    balance, z = [], []
+    for logits, scores, experts in zip(routing.logits, routing.scores, routing.experts, strict=True):
+        share_of_copies = F.one_hot(experts, moe.experts).sum((0, 1)) / experts.numel()
+        mean_score = (scores / scores.sum(-1, keepdim=True)).mean(0)
+        balance.append(moe.experts * (share_of_copies * mean_score).sum())
+        z.append(logits.exp().sum(-1).log().square().mean())
+    return torch.stack(balance).mean(), torch.stack(z).mean()
 
-    def __init__(self, layer: int, mixture: Moe) -> None:
-        self.layer, self.mixture, self.moe = layer, mixture, mixture.moe
-        self._admit = mixture.hooks.admit
-        mixture.hooks = replace(mixture.hooks, admit=self._observe)
-        self._counts = torch.zeros(0)
-        self.found: dict[str, Tensor] = {}
 
-    def _observe(
-        self, moe: MoeSpec, layer: int, routing: Routing, batch: int
-    ) -> tuple[Tensor, Tensor | None]:
-        self._routing = routing
-        weights, self._admitted = self._admit(moe, layer, routing, batch)
-        return weights, self._admitted
+@torch.no_grad()
+def router_statistics(moe: MoeSpec, routing: Routing) -> dict[str, Tensor]:
+    """Statistics by the names of `LayerBalance`'s fields, as float64 vectors; losses without a factor are
+    0."""
+    balance, z = router_losses(moe, routing)
+    shares = routing.scores / routing.scores.sum(-1, keepdim=True)
+    copies = expert_copies(moe, routing)
+    found = {
+        "load": copies / copies.mean(),
+        "dropped": (~routing.admitted).double().mean(),
+        "entropy": -torch.xlogy(shares, shares).sum(-1).mean(),
+        "aux_loss": balance if moe.aux_loss else torch.zeros_like(balance),
+        "z_loss": z if moe.z_loss else torch.zeros_like(z),
+    }
+    return {name: value.reshape(-1).cpu() for name, value in found.items()}
 
-    def loss(self, sequences: int) -> Tensor:
-        """This layer's auxiliary losses per sequence, a scalar to add to the mean loss; fills `found`."""
-        moe, routing = self.moe, self._routing
-        shares = routing.scores / routing.scores.sum(1, keepdim=True)
-        chosen = torch.zeros_like(shares)
-        for choice in range(moe.top_k):
-            chosen[torch.arange(len(chosen)), routing.experts[:, choice]] = 1.0
-        aux = z = shares.new_zeros(())
-        for own, share, logits in zip(
-            chosen.chunk(sequences), shares.chunk(sequences), routing.logits.chunk(sequences), strict=True
-        ):
-            aux = aux + moe.experts / moe.top_k * (own.mean(0) * share.mean(0)).sum() / sequences
-            z = z + logits.exp().sum(1).log().square().mean() / sequences
-        self._counts = chosen.sum(0)
-        admitted = self._admitted
-        dropped = 0.0 if admitted is None else float((~admitted).double().mean())
-        found = {
-            "load": self._counts / self._counts.mean(),
-            "dropped": torch.tensor([dropped], dtype=torch.float64),
-            "entropy": -(shares * shares.log()).sum(1).mean().reshape(1),
-            "aux_loss": (aux if moe.aux_loss else torch.zeros_like(aux)).reshape(1),
-            "z_loss": (z if moe.z_loss else torch.zeros_like(z)).reshape(1),
-        }
-        self.found = {f"blocks.{self.layer} {name}": value.detach().cpu() for name, value in found.items()}
-        return moe.aux_loss * aux + moe.z_loss * z
 
-    def move_bias(self) -> None:
-        """A step up where the load is below the mean, and down where it is above."""
-        bias, mean = self.mixture.router.bias, float(self._counts.mean())
-        if bias is None:
-            return
-        for expert, count in enumerate(self._counts.tolist()):
-            if count != mean:
-                bias[expert] += self.moe.bias_rate if count < mean else -self.moe.bias_rate
+def expert_copies(moe: MoeSpec, routing: Routing) -> Tensor:
+    """Number of copies routed to each expert (E,) in float64, dropped ones included."""
+    return torch.stack([(routing.experts == expert).sum() for expert in range(moe.experts)]).double()
+
+
+def move_bias(moe: MoeSpec, routing: Routing, bias: Tensor) -> None:
+    """Move `bias` (E,) one step up where the load is below the mean, and down where it is above (Wang et al.
+    2024)."""
+    counts = expert_copies(moe, routing)
+    mean = float(counts.mean())
+    for expert, count in enumerate(counts.tolist()):
+        if count != mean:
+            bias[expert] += moe.bias_rate if count < mean else -moe.bias_rate

@@ -1,37 +1,33 @@
 """Is a layout equal to one device? Loss, gradients, gradient norm, parameters after k steps, in float64.
 
-The reference is written apart from what it checks: the whole batch at once, plain tensors, all logits,
-PyTorch's cross entropy, and AdamW as its paper states it. It shares with the layout the decoder's modules,
-the initial weights and the samples.
+The reference (`reference.py`) is written apart from what it checks, its initial weights and samples included.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from meshwright.data.corpus import Corpus, open_corpus
+from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Batch, Loader
-from meshwright.model.decoder import Decoder
-from meshwright.model.init import init_whole_
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.router_balance import LayerBalance
 from meshwright.spec import RunSpec
-from meshwright.spec.sections import TrainSpec
 from meshwright.train.gather_full import gather_full
-from meshwright.train.lr_schedule import learning_rate
 from meshwright.train.step import Trainer
 from meshwright.train.vote import Vote
 from meshwright.verify.compare import Comparison, Difference, axes_of
-from meshwright.verify.module_sums import PHASES, ModuleSums, ReferenceSums, Row, differences
+from meshwright.verify.module_sums import ModuleSums, Row, differences
 from meshwright.verify.narrow import narrow
-from meshwright.verify.reference_router import RouterReference
+from meshwright.verify.reference import ReferenceStep, reference_steps
+from meshwright.verify.reference_data import batches
+from meshwright.verify.reference_sums import PHASES
+from meshwright.verify.reference_weights import initial_weights
+from meshwright.verify.samples import compare_samples, gather_samples
+from meshwright.verify.uneven import thin
 
 
 def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
@@ -44,15 +40,22 @@ def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
     corpus = open_corpus(spec)
     trainer = Trainer(spec, mesh)
     trainer.initialise()
-    reference = _reference(spec, corpus, mesh.device) if mesh.control.rank == 0 else None
-    loader = Loader(corpus, spec, mesh.data_rank, spec.layout.data_ranks)
+    initial = gather_full(trainer.states.parameters(), mesh)
     vote, comparison = Vote(trainer), Comparison()
+    reference = None
+    if mesh.control.rank == 0:
+        reference = _reference(spec, mesh.device)
+        comparison.add(0, "initial weight", initial, initial_weights(spec.model, spec.train.seed))
+    loader = Loader(corpus, spec, mesh.data_rank, spec.layout.data_ranks)
     for number in range(1, steps + 1):
-        found, sums = _layout_step(trainer, loader.step(number - 1), number)
+        batch = thin(loader.step(number - 1), number, spec)
+        samples = gather_samples(batch, mesh)
+        found, sums = _layout_step(trainer, batch, number)
         divergence = vote()
         if reference is None:
             continue
         wanted = next(reference)
+        comparison.note(number, "samples", compare_samples(number, samples, wanted["samples"], spec))
         for kind in KINDS:
             if kind in PHASES:
                 comparison.note(number, kind, differences(number, kind, sums, wanted, spec))
@@ -103,7 +106,7 @@ def _layout_step(
 
 
 def _tensors(balance: dict[int, LayerBalance]) -> dict[str, Tensor]:
-    """Router statistics by name, as in `RouterReference.found`, as float64 vectors."""
+    """Router statistics by name, as in `ReferenceStep`, as float64 vectors."""
     return {
         f"blocks.{layer} {name}": torch.tensor(value, dtype=torch.float64).reshape(-1)
         for layer, found in balance.items()
@@ -121,65 +124,9 @@ def _exact(spec: RunSpec, steps: int) -> RunSpec:
     return RunSpec.model_validate(tree)
 
 
-ReferenceStep = dict[str, dict[str, Tensor]]
-"""Results of one device: scalars and whole tensors in float64, by kind and name."""
-
-
-def _reference(spec: RunSpec, corpus: Corpus, device: torch.device) -> Iterator[ReferenceStep]:
-    decoder = Decoder(spec.model).to(device=device, dtype=torch.float64)
-    init_whole_(decoder, spec.train.seed)
-    parameters = dict(decoder.named_parameters())
-    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in parameters.items()}
-    loader = Loader(corpus, spec, 0, 1)
-    for number in range(1, spec.train.total_steps + 1):
-        decoder.zero_grad()
-        batch = loader.step(number - 1).to(device)
-        routers = [RouterReference(layer, mixture) for layer, mixture in decoder.each_mixture()]
-        sums = ReferenceSums()
-        handles = [
-            module.register_forward_hook(partial(_tap, sums, name))
-            for name, module in decoder.named_modules()
-        ]
-        logits = decoder(batch.tokens, batch.positions, batch.documents)
-        for handle in handles:
-            handle.remove()
-        loss = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100)
-        (loss + sum(router.loss(len(batch.tokens)) for router in routers)).backward()
-        gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
-        norm = torch.sqrt(torch.stack([grad.square().sum() for grad in gradients.values()]).sum())
-        clip_factor = 1.0 if spec.train.clip is None else min(1.0, spec.train.clip / (float(norm) + 1e-6))
-        for name, parameter in parameters.items():
-            _adamw(parameter, gradients[name] * clip_factor, moments[name], spec.train, number)
-        for router in routers:
-            router.move_bias()
-        yield {
-            "loss": {"loss": loss.detach().cpu()},
-            "gradient": gradients,
-            "grad norm": {"grad norm": norm.cpu()},
-            "parameter": {name: parameter.detach().clone() for name, parameter in parameters.items()},
-            **sums.tables,
-            "exp_avg": {name: first.clone() for name, (first, _) in moments.items()},
-            "exp_avg_sq": {name: second.clone() for name, (_, second) in moments.items()},
-            "balance": {name: value for router in routers for name, value in router.found.items()},
-            "router bias": {name: bias.clone() for name, bias in decoder.balance_biases().items()},
-        }
-
-
-def _tap(sums: ReferenceSums, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
-    if isinstance(output, Tensor):
-        sums.tap(name, output)
-
-
-@torch.no_grad()
-def _adamw(
-    parameter: Tensor, grad: Tensor, moments: tuple[Tensor, Tensor], train: TrainSpec, number: int
-) -> None:
-    """Algorithm 2 of Loshchilov & Hutter (2019), in place; vectors are not decayed."""
-    first, second = moments
-    rate = learning_rate(train, number)
-    first.mul_(train.beta1).add_(grad, alpha=1 - train.beta1)
-    second.mul_(train.beta2).addcmul_(grad, grad, value=1 - train.beta2)
-    corrected = first / (1 - train.beta1**number)
-    root = (second / (1 - train.beta2**number)).sqrt()
-    decay = train.weight_decay if parameter.ndim >= 2 else 0.0
-    parameter.sub_(rate * (corrected / (root + train.eps) + decay * parameter))
+def _reference(spec: RunSpec, device: torch.device) -> Iterator[ReferenceStep]:
+    weights = {
+        name: tensor.to(device) for name, tensor in initial_weights(spec.model, spec.train.seed).items()
+    }
+    thinned = (thin(batch, number, spec) for number, batch in enumerate(batches(spec), 1))
+    return reference_steps(spec, weights, thinned)

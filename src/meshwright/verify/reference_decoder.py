@@ -1,0 +1,321 @@
+"""A plain decoder on one device, written from the papers: the reference of `meshwright verify`.
+
+It imports nothing that it checks: of this package only the spec. Masks are dense, every head attends by
+itself, and every expert computes by itself.
+
+Shapes: n sequences of T tokens, V vocabulary, D hidden, H heads, K key-value heads, d channels of a head (r
+of them rotary), v those of its values, E experts, k experts of a token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.spec import ModelSpec, MoeSpec
+from meshwright.spec.architecture import Llama3Rope, YarnRope
+
+LATENT_EPS = 1e-6
+"""Epsilon of the norms of latents in DeepSeek's models, whatever `ModelSpec.norm_eps` is."""
+
+Tap = Callable[[str, Tensor], Tensor]
+"""(path of a submodule of `Decoder`, its output) -> the output that is used from there on."""
+
+
+class Routing(NamedTuple):
+    """One layer's routing of a batch: router logits and scores (n, T, E), chosen experts (n, T, k), and
+    which of these copies (n, T, k) are within the experts' capacity."""
+
+    logits: Tensor
+    scores: Tensor
+    experts: Tensor
+    admitted: Tensor
+
+
+class ReferenceDecoder:
+    """A decoder as a function of its weights, which have the names of `Decoder.tensors`.
+
+    `tap` is called with every submodule's path and output; the outputs of a mixture's router are its logits,
+    those of its experts (n, T, D) the sum over each token's experts, and those of the head the logits.
+    """
+
+    def __init__(self, spec: ModelSpec, weights: Mapping[str, Tensor], tap: Tap | None = None) -> None:
+        self.spec, self.weights = spec, weights
+        self.tap: Tap = tap or (lambda _path, x: x)
+
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, documents: Tensor
+    ) -> tuple[Tensor, dict[int, Routing]]:
+        """Logits (n, T, V), and the routing of each layer with experts, of tokens, positions and document
+        ids (n, T)."""
+        spec = self.spec
+        x = F.embedding(tokens, self.weights["embed.weight"])
+        if spec.position == "learned":
+            x = x + F.embedding(positions, self.weights["embed.positions"])
+        x = self.tap("embed", x)
+        visible = visible_keys(documents.to(x.device), spec.sliding_window)
+        turns = rotations(spec, positions, x.dtype) if spec.position == "rope" else None
+        routings = {}
+        for layer in range(spec.layers):
+            path = f"blocks.{layer}"
+            x = x + self._attention(f"{path}.attn", self._norm(f"{path}.attn_norm", x), turns, visible)
+            normed = self._norm(f"{path}.mlp_norm", x)
+            if spec.has_experts(layer):
+                y, routings[layer] = self._mixture(f"{path}.mlp", normed)
+            else:
+                y = self._mlp(f"{path}.mlp", normed)
+            x = self.tap(path, x + y)
+        weight = self.weights["embed.weight" if spec.tied else "head.weight"]
+        return self.tap("head", self._norm("head.norm", x) @ weight.T), routings
+
+    # Layers -----------------------------------------------------------------------------------------
+
+    def _linear(self, path: str, x: Tensor) -> Tensor:
+        y = x @ self.weights[f"{path}.weight"].T
+        bias = self.weights.get(f"{path}.bias")
+        return self.tap(path, y if bias is None else y + bias)
+
+    def _rms_norm(self, path: str, x: Tensor, eps: float) -> Tensor:
+        """x over its root mean square (Zhang and Sennrich 2019)."""
+        scale = (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+        return self.tap(path, x / scale * self.weights[f"{path}.weight"])
+
+    def _norm(self, path: str, x: Tensor) -> Tensor:
+        """The norm of the residual stream: RMSNorm or LayerNorm (Ba et al. 2016)."""
+        eps = self.spec.norm_eps
+        if self.spec.norm == "rmsnorm":
+            return self._rms_norm(path, x, eps)
+        centred = x - x.mean(-1, keepdim=True)
+        unit = centred / (centred.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+        return self.tap(path, unit * self.weights[f"{path}.weight"] + self.weights[f"{path}.bias"])
+
+    def _attention(self, path: str, x: Tensor, turns: Tensor | None, visible: Tensor) -> Tensor:
+        """softmax(q k^T / sqrt(d)) v of each head by itself (Vaswani et al. 2017), x (n, T, D) -> (n, T,
+        D)."""
+        spec = self.spec
+        if spec.mla is None:
+            q, k, v = self._grouped_heads(path, x, turns)
+        else:
+            assert turns is not None
+            q, k, v = self._latent_heads(path, x, turns)
+        scale = score_factor(spec) / math.sqrt(spec.head_dim)
+        group = spec.heads // k.shape[2]
+        # Computed again in the backward: the scores of all heads and layers would not fit in memory.
+        mixed = [
+            checkpoint(
+                attend, q[:, :, head], k[:, :, head // group], v[:, :, head // group], visible, scale,
+                use_reentrant=False, preserve_rng_state=False,
+            )
+            for head in range(spec.heads)
+        ]  # fmt: skip
+        return self.tap(path, self._linear(f"{path}.o", torch.cat(mixed, -1)))
+
+    def _grouped_heads(self, path: str, x: Tensor, turns: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (n, T, H, d), keys and values (n, T, K, d) (Ainslie et al. 2023)."""
+        spec = self.spec
+        q, k, v = (
+            self._linear(f"{path}.{which}", x).unflatten(-1, (-1, spec.head_dim)) for which in ("q", "k", "v")
+        )
+        if spec.qk_norm:
+            q = self._rms_norm(f"{path}.q_norm", q, spec.norm_eps)
+            k = self._rms_norm(f"{path}.k_norm", k, spec.norm_eps)
+        if turns is not None:
+            q, k = rotate(q, turns), rotate(k, turns)
+        return q, k, v
+
+    def _latent_heads(self, path: str, x: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys (n, T, H, d) and values (n, T, H, v) (DeepSeek-AI 2024, DeepSeek-V2, equations 9
+        to 19 and 37 to 47): the rotary channels of a head are its last, those of all keys are one vector."""
+        spec, mla = self.spec, self.spec.mla
+        assert mla is not None
+        plain = spec.head_dim - mla.rope_dim
+        latent_q = x
+        if mla.q_rank is not None:
+            latent_q = self._rms_norm(f"{path}.q_a_norm", self._linear(f"{path}.q_a", x), LATENT_EPS)
+        q = self._linear(f"{path}.q", latent_q).unflatten(-1, (spec.heads, spec.head_dim))
+        kv_a = self._linear(f"{path}.kv_a", x)
+        latent = self._rms_norm(f"{path}.kv_a_norm", kv_a[..., : mla.kv_rank], LATENT_EPS)
+        kv = self._linear(f"{path}.kv", latent).unflatten(-1, (spec.heads, plain + mla.v_dim))
+        rotary = rotate(kv_a[..., mla.kv_rank :].unsqueeze(2), turns)
+        q = torch.cat([q[..., :plain], rotate(q[..., plain:], turns)], -1)
+        k = torch.cat([kv[..., :plain], rotary.expand(-1, -1, spec.heads, -1)], -1)
+        return q, k, kv[..., plain:]
+
+    def _mlp(self, path: str, x: Tensor) -> Tensor:
+        """The feed-forward layer: SwiGLU (Shazeer 2020), GELU or its tanh form (Hendrycks and Gimpel
+        2016)."""
+        if self.spec.activation == "swiglu":
+            gate = self._linear(f"{path}.gate", x)
+            inner = gate * torch.sigmoid(gate) * self._linear(f"{path}.up", x)
+        else:
+            up = self._linear(f"{path}.up", x)
+            if self.spec.activation == "gelu":
+                inner = up * (1 + torch.erf(up / math.sqrt(2))) / 2
+            else:
+                inner = up * (1 + torch.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3))) / 2
+        return self.tap(path, self._linear(f"{path}.down", inner))
+
+    def _mixture(self, path: str, x: Tensor) -> tuple[Tensor, Routing]:
+        """Each token's experts, weighted, plus the shared experts (Shazeer et al. 2017; Dai et al. 2024)."""
+        moe = self.spec.moe
+        assert moe is not None
+        logits = self.tap(f"{path}.router", x @ self.weights[f"{path}.router.weight"].T)
+        scores = torch.sigmoid(logits) if moe.router == "sigmoid" else torch.softmax(logits, -1)
+        experts = choose_experts(moe, scores.detach(), self.weights.get(f"{path}.router.bias"))
+        routing = Routing(logits, scores, experts, within_capacity(moe, experts))
+        weights = scores.gather(-1, experts)
+        if moe.renormalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        weights = moe.scale * weights * routing.admitted
+        gate, up, down = (self.weights[f"{path}.experts.{which}"] for which in ("gate", "up", "down"))
+        tokens = x.flatten(0, 1)
+        y = torch.zeros_like(tokens)
+        for expert in range(moe.experts):
+            sent = (experts == expert) & routing.admitted
+            rows = sent.any(-1).flatten().nonzero().squeeze(1)
+            gated = tokens[rows] @ gate[expert].T
+            output = (gated * torch.sigmoid(gated) * (tokens[rows] @ up[expert].T)) @ down[expert].T
+            weight = (weights * sent).sum(-1).flatten()[rows]
+            y = y.index_add(0, rows, weight.unsqueeze(1) * output)
+        y = self.tap(f"{path}.experts", y.view_as(x))
+        if moe.shared_ffn:
+            y = y + self._mlp(f"{path}.shared", x)
+        return self.tap(path, y), routing
+
+
+# Attention -----------------------------------------------------------------------------------------------
+
+
+def visible_keys(documents: Tensor, window: int | None) -> Tensor:
+    """Mask (n, T, T) of the keys that each query attends to, given document ids (n, T).
+
+    A token sees itself and earlier tokens of its document, at most `window` of them, itself included.
+    """
+    place = torch.arange(documents.shape[1], device=documents.device)
+    distance = place.unsqueeze(1) - place
+    near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    return near & (documents.unsqueeze(2) == documents.unsqueeze(1))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+    """Attention (n, T, v) of one head: q and k (n, T, d), v (n, T, v), `visible` (n, T, T)."""
+    scores = (q @ k.transpose(1, 2) * scale).masked_fill(~visible, -math.inf)
+    return torch.softmax(scores, -1) @ v
+
+
+# Rotary positions ----------------------------------------------------------------------------------------
+
+
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """Turn x (n, T, heads, r) by `turns` (n, T, r/2): channels i and i + r/2 are a complex number."""
+    turned = torch.complex(*x.chunk(2, -1)) * turns.unsqueeze(2)
+    return torch.cat([turned.real, turned.imag], -1)
+
+
+def rotations(spec: ModelSpec, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Complex factors (n, T, r/2) of rotary positions (Su et al. 2021) for `positions` (n, T)."""
+    angles = positions.unsqueeze(-1) * radians(spec).to(positions.device, dtype)
+    return torch.polar(torch.full_like(angles, turn_length(spec)), angles)
+
+
+def radians(spec: ModelSpec) -> Tensor:
+    """Angle per position of each channel pair (r/2,) in float64, scaled for long contexts.
+
+    Linear scaling divides all angles (Chen et al. 2023), Llama 3.1's those of pairs that turn less than
+    `low_freq_factor` times in the original context, with a ramp up to `high_freq_factor` turns.
+    """
+    pair = torch.arange(spec.rope_dim // 2, dtype=torch.float64)
+    angle = spec.rope_theta ** (-2 * pair / spec.rope_dim)
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return angle
+    stretched = angle / scaling.factor
+    if isinstance(scaling, Llama3Rope):
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        turns = scaling.original_max_seq_len * angle / (2 * math.pi)
+        kept = (turns - low) / (high - low)
+        between = kept * angle + (1 - kept) * stretched
+        return torch.where(turns > high, angle, torch.where(turns < low, stretched, between))
+    if isinstance(scaling, YarnRope):
+        first, last = yarn_ramp(spec, scaling)
+        share = torch.clamp((pair - first) / (last - first), 0, 1)
+        return share * stretched + (1 - share) * angle
+    return stretched
+
+
+def yarn_ramp(spec: ModelSpec, scaling: YarnRope) -> tuple[float, float]:
+    """The pairs between which YaRN goes from kept to stretched angles (Peng et al. 2023, §3.2).
+
+    A pair i turns L theta^(-2i/r) / 2 pi times in a context of L tokens, solved for i at `beta_fast` and at
+    `beta_slow` turns. The bounds of the ramp, and its least width, are those of DeepSeek's and HF's code.
+    """
+    ends = []
+    for turns in (scaling.beta_fast, scaling.beta_slow):
+        ratio = scaling.original_max_seq_len / (2 * math.pi * turns)
+        ends.append(spec.rope_dim / 2 * math.log(ratio) / math.log(spec.rope_theta))
+    first, last = ends
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, spec.rope_dim - 1)
+    return first, last if last != first else first + 0.001
+
+
+def yarn_magnitude(scaling: YarnRope, weight: float) -> float:
+    """0.1 weight ln(factor) + 1 where contexts grow (Peng et al. 2023, §3.4), and 1 where they do not."""
+    return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1
+
+
+def turn_length(spec: ModelSpec) -> float:
+    """Factor of the rotated channels: the length of a rotation as a complex number; 1 without YaRN."""
+    scaling = spec.rope_scaling
+    if not isinstance(scaling, YarnRope):
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale > 0 and scaling.mscale_all_dim > 0:
+        every = yarn_magnitude(scaling, scaling.mscale_all_dim)
+        return yarn_magnitude(scaling, scaling.mscale) / every
+    return yarn_magnitude(scaling, 1.0)
+
+
+def score_factor(spec: ModelSpec) -> float:
+    """Factor of latent attention's scores beside 1 / sqrt(d), with YaRN's `mscale_all_dim`; else 1."""
+    scaling = spec.rope_scaling
+    if spec.mla is None or not isinstance(scaling, YarnRope) or scaling.mscale_all_dim == 0:
+        return 1.0
+    return yarn_magnitude(scaling, scaling.mscale_all_dim) ** 2
+
+
+# Experts -------------------------------------------------------------------------------------------------
+
+
+def choose_experts(moe: MoeSpec, scores: Tensor, bias: Tensor | None) -> Tensor:
+    """The experts (n, T, k) with the largest scores (n, T, E) plus `bias` (E,), within the best groups.
+
+    A group counts by the sum of its two best (DeepSeek-AI 2024, DeepSeek-V3, §2.1.2). Among equal values
+    `torch.topk` chooses by their places in the row alone, so here as in every layout.
+    """
+    values = scores if bias is None else scores + bias
+    if moe.top_groups < moe.groups:
+        grouped = values.unflatten(-1, (moe.groups, -1))
+        of_group = grouped.sort(-1, descending=True).values[..., :2].sum(-1)
+        best = F.one_hot(of_group.topk(moe.top_groups).indices, moe.groups).sum(-2).bool()
+        values = grouped.masked_fill(~best.unsqueeze(-1), -math.inf).flatten(-2)
+    return values.topk(moe.top_k).indices
+
+
+def within_capacity(moe: MoeSpec, experts: Tensor) -> Tensor:
+    """Mask (n, T, k) of the copies that come in time: of each sequence, in order of its tokens, an expert
+    takes the first ones up to its capacity (Lepikhin et al. 2021). All, without a capacity."""
+    capacity = moe.capacity(experts.shape[1])
+    if capacity is None:
+        return torch.ones_like(experts, dtype=torch.bool)
+    copies = experts.flatten(1)
+    sent_so_far = F.one_hot(copies, moe.experts).cumsum(1)
+    return (sent_so_far.gather(2, copies.unsqueeze(2)) <= capacity).view_as(experts)
