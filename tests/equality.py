@@ -49,7 +49,7 @@ def equal_to_one_device(
         assert kinds[f"step {step} gradient"] == kinds[f"step {step} parameter"] == tensors
         assert {f"step {step} loss", f"step {step} grad norm"} <= kinds.keys()
     if spec.model.moe is None:
-        exact = subject._exact(spec, STEPS)
+        exact = subject.exact(spec, STEPS)
         for _, stage, steps in results:
             assert len(steps) == STEPS
             for sent in steps:

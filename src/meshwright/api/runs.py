@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.api.models import export, import_hf
 from meshwright.launch.env import Supervision, worker
 from meshwright.launch.scratch import scratch_folder
 from meshwright.spec import RunSpec, UserError
@@ -221,41 +222,112 @@ def _make_folder(out: Path) -> None:
         raise UserError(f"--out: {out} cannot be made ({error.strerror}); give another --out") from error
 
 
-def verify(spec: RunSpec, *, nproc: int | None = None, steps: int = 3, out: Path | None = None) -> Result:
+def verify(
+    spec: RunSpec,
+    *,
+    nproc: int | None = None,
+    steps: int = 3,
+    out: Path | None = None,
+    through: str | None = None,
+    onto: RunSpec | None = None,
+) -> Result:
     """Compare the layout with one device in float64 over `steps` optimiser steps.
 
-    Returns `equal`, `worst_relative`, `worst_name`, `compared`, `tolerance`, `narrowed` (a sentence, or None)
-    and `rows`, one for each kind of value, and writes them to `out`/verify.json, too. Raises `UserError`.
+    With `through` "checkpoint" or "export" the run is saved after so many steps, loaded, in the second case
+    from the HF folder that it was exported to, and takes as many steps again, on the layout of `onto` if that
+    is given. Returns `equal`, `worst_relative`, `worst_name`, `first`, `compared`, `tolerance`, `narrowed` (a
+    sentence, or None) and `rows`, one for each kind of value, and writes them to `out`/verify.json, too.
+    Raises `UserError`.
     """
-    from meshwright.launch.scratch import scratch_folder
+
+    from meshwright.report.record import write_atomically
 
     ranks = spec.layout.world_size if nproc is None else nproc
     ranks_match(spec, ranks)
     if steps < 1:
         raise UserError(f"steps: {steps} steps compare nothing; give 1 or more")
+    if onto is not None and through is None:
+        raise UserError("--onto: is the layout to load on; add --through checkpoint, or --through export")
     if out is not None:
         _make_folder(out)
-    if ranks == 1:
+    if ranks == 1 and through is None:
         return verify_worker(spec, steps=steps, out=out)
     with scratch_folder() as temporary:
-        folder = temporary if out is None else out
-        flags = ["--steps", str(steps), "--out", str(folder)]
-        return launch("verify", spec, ranks, flags, folder / "verify.json")
+        if through is None:
+            result = _verify_part(spec, temporary, ["--steps", str(steps)])
+        else:
+            saved = temporary / "run"
+            first = _verify_part(spec, temporary, ["--steps", str(steps), "--save", str(saved)])
+            if through == "export":
+                export(saved, temporary / "exported")
+                import_hf(temporary / "exported", saved / IMPORTED)
+            flags = ["--load", str(saved), "--through", through]
+            second = _verify_part(onto or spec, temporary, flags)
+            result = _joined(first, second)
+    if out is not None:
+        write_atomically(out / "verify.json", json.dumps(result))
+    return result
 
 
-def verify_worker(spec: RunSpec, *, steps: int = 3, out: Path | None = None) -> Result:
-    """Run `verify` as one rank: the first returns the result and writes `out`/verify.json; others give {}."""
+IMPORTED = "imported"
+"""Folder, in that of a saved run, of what was exported from it and imported again."""
+
+
+def _verify_part(spec: RunSpec, folder: Path, flags: Sequence[str]) -> Result:
+    result = folder / "verify.json"
+    return launch("verify", spec, spec.layout.world_size, [*flags, "--out", str(folder)], result)
+
+
+def _joined(first: Result, second: Result) -> Result:
+    """Return the result of two parts of one comparison."""
+    worst = max(first, second, key=lambda part: part["worst_relative"])
+    return {
+        **first,
+        "equal": first["equal"] and second["equal"],
+        "worst_relative": worst["worst_relative"],
+        "worst_name": worst["worst_name"],
+        "first": first["first"] or second["first"],
+        "compared": first["compared"] + second["compared"],
+        "rows": first["rows"] + second["rows"],
+        "layout": f"{first['layout']}, then {second['layout']}",
+        "steps": first["steps"] + second["steps"],
+    }
+
+
+def verify_worker(
+    spec: RunSpec,
+    *,
+    steps: int = 3,
+    out: Path | None = None,
+    save: Path | None = None,
+    load: Path | None = None,
+    through: str | None = None,
+) -> Result:
+    """Run `verify` as one rank: the first returns the result and writes `out`/verify.json; others give {}.
+
+    With `save` the run is saved in that folder; with `load` it goes on from the one in that folder, or with
+    `through` "export" from what was imported there.
+    """
     from meshwright.launch.world import mesh_of
     from meshwright.report.record import write_atomically
+    from meshwright.verify.resume import load_part, save_part
     from meshwright.verify.verify import verify as verify_rank
 
+    if load is not None and not (load / "run.json").is_file():
+        raise UserError(f"--load: {load} holds no run.json; give the folder of a `meshwright verify --save`")
     with mesh_of(spec) as mesh:
-        if out is not None:
-            mesh.control.on_first(lambda: _make_folder(out))
-        verdict = verify_rank(spec, mesh, steps) or {}
+        for folder in (out, save):
+            if folder is not None:
+                mesh.control.on_first(partial(_make_folder, folder))
+        if save is not None:
+            verdict = save_part(spec, mesh, steps, save)
+        elif load is not None:
+            verdict = load_part(spec, mesh, load, load / IMPORTED if through == "export" else load)
+        else:
+            verdict = verify_rank(spec, mesh, steps)
         if out is not None:
             mesh.control.on_first(lambda: write_atomically(out / "verify.json", json.dumps(verdict)))
-    return verdict
+    return verdict or {}
 
 
 def default_out() -> Path:

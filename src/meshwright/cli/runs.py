@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli import output as show
-from meshwright.cli.parser import JSON, Argument, Call, Flag, folder_name, verb, whole
+from meshwright.cli.parser import JSON, Argument, Call, Flag, choice, folder_name, verb, whole
 from meshwright.launch.env import nproc_of, resolve, worker
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import Overrides, from_tree, read_tree
@@ -130,12 +130,28 @@ def _planned(call: Call) -> RunSpec:
     return spec
 
 
+def _axes(text: str) -> Overrides:
+    pairs = [each.partition("=") for each in text.split(",")]
+    if not all(key.strip() and value.strip() for key, _, value in pairs):
+        raise ValueError("axes with their sizes are needed, such as dp=2,tp=2")
+    return [(f"layout.{key.strip()}", value.strip()) for key, _, value in pairs]
+
+
 @verb(
     "verify",
     "compare the layout with one device in float64: loss, gradients, norm, parameters",
     RUN,
     NPROC,
     Flag("steps", "optimiser steps to compare", "K", whole(1), default=3),
+    Flag(
+        "through",
+        "save after K steps, load, and compare K more: 'checkpoint', or 'export' to an HF folder and import",
+        "WAY",
+        choice("checkpoint", "export"),
+    ),
+    Flag("onto", "with --through: layout to load on, such as dp=2,tp=2; default the same", "AXES", _axes),
+    Flag("save", "the first part of --through alone: save in DIR", "DIR", folder_name),
+    Flag("load", "its second part alone: go on from what --save has left in DIR", "DIR", folder_name),
     Flag("out", "also write the result to DIR/verify.json", "DIR", folder_name),
     JSON,
 )
@@ -143,15 +159,20 @@ def verify(call: Call) -> int:
     """Compare the layout with one device; the exit code is 1 if they differ."""
     from meshwright import api
 
-    place = worker()
+    place, flags = worker(), dict(call.flags)
     spec = spec_of(call, place.world_size if place else None)
-    steps, out = call.flags["steps"], call.flags["out"]
-    if place is not None:
-        result = api.verify_worker(spec, steps=steps, out=out)
-        if place.launched or place.rank > 0:
+    del flags["nproc"]  # the layout says it
+    save, load, onto = flags.pop("save"), flags.pop("load"), flags.pop("onto")
+    if place is not None or save is not None or load is not None:
+        if onto is not None:
+            raise UserError("--onto: starts ranks of another layout; give --load that layout instead")
+        result = api.verify_worker(spec, save=save, load=load, **flags)
+        if place is not None and (place.launched or place.rank > 0):
             return 0
     else:
-        result = api.verify(spec, steps=steps, out=out)
+        if onto is not None:
+            onto = from_tree({**spec.to_json(), "layout": {}}, onto)
+        result = api.verify(spec, onto=onto, **flags)
     show.result(call, result, _show_verify)
     return 0 if result["equal"] else 1
 

@@ -36,7 +36,7 @@ def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
     The samples are synthetic documents of the run's own length and packing. The precision is float64 whatever
     the spec says: what is checked is the layout, not rounding.
     """
-    spec, note = narrow(_exact(spec, steps))
+    spec, note = narrow(exact(spec, steps))
     corpus = open_corpus(spec)
     trainer = Trainer(spec, mesh)
     trainer.initialise()
@@ -114,7 +114,8 @@ def _tensors(balance: dict[int, LayerBalance]) -> dict[str, Tensor]:
     }
 
 
-def _exact(spec: RunSpec, steps: int) -> RunSpec:
+def exact(spec: RunSpec, steps: int) -> RunSpec:
+    """Return the run in float64 and uncompiled, on synthetic documents, with at least `steps` steps."""
     tree = spec.to_json()
     tree["precision"] = {"compute": "fp64"}
     kept = {key: tree["data"][key] for key in ("seq_len", "pack", "document_mask")}

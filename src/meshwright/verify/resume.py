@@ -1,0 +1,150 @@
+"""Is a run that is saved and loaded again equal to one device that never stops?
+
+`save_part` trains some steps and saves, with the training loop of `meshwright train`. `load_part` goes on
+from there, in ranks that know nothing of the first: on the same layout or another one, or from the HF folder
+that the checkpoint was exported to. Each is compared with the reference after each step, the second also as
+soon as it has loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec import RunSpec
+from meshwright.train import state
+from meshwright.train.callbacks import Observers
+from meshwright.train.gather_full import gather_full
+from meshwright.train.loop import TrainingRun
+from meshwright.verify.compare import Comparison, Difference, axes_of
+from meshwright.verify.narrow import narrow
+from meshwright.verify.reference import ReferenceStep, reference_steps
+from meshwright.verify.reference_data import batches
+from meshwright.verify.reference_weights import initial_weights
+from meshwright.verify.verify import exact
+
+RUN = "run.json"
+ROUNDED = 2.0**-23
+"""Largest relative difference of a weight that was exported in fp32."""
+
+
+def save_part(spec: RunSpec, mesh: Mesh, steps: int, folder: Path) -> dict[str, Any] | None:
+    """Train the first half of 2 `steps` steps, and save in `folder`; the first rank gets the result."""
+    whole, note = narrow(exact(spec, 2 * steps))
+    tree = whole.to_json()
+    tree["train"] |= {"stop_at": steps, "log_every": 1, "eval_every": 0, "eval_tokens": whole.data.seq_len}
+    tree["train"]["trackers"] = []
+    tree["checkpoint"] |= {"dir": None, "every": 0}
+    part = RunSpec.model_validate(tree)
+    record = json.dumps({"spec": part.to_json(), "narrowed": note})
+    mesh.control.on_first(lambda: (folder / RUN).write_text(record, encoding="utf-8"))
+    return _run(part, mesh, folder, _Watch(part, mesh, 0), note)
+
+
+def load_part(spec: RunSpec, mesh: Mesh, saved: Path, folder: Path) -> dict[str, Any] | None:
+    """Take as many steps again as `save_part` has taken in `saved`, on the layout of `spec`.
+
+    `folder` holds the run to go on from: `saved`, or what was exported from it and imported again, where
+    weights are rounded to fp32, and moments and steps begin anew. The first rank gets the result.
+    """
+    record = json.loads((saved / RUN).read_text(encoding="utf-8"))
+    before = RunSpec.model_validate(record["spec"])
+    steps = before.train.last_step
+    imported = folder != saved
+    tree = before.to_json()
+    tree["layout"] = spec.to_json()["layout"]
+    tree["train"]["stop_at"] = steps if imported else 2 * steps
+    after = RunSpec.model_validate(tree)
+    return _run(after, mesh, folder, _Watch(after, mesh, steps, imported), record["narrowed"], "auto")
+
+
+def _run(
+    spec: RunSpec, mesh: Mesh, folder: Path, watch: _Watch, note: str | None, resume: str | None = None
+) -> dict[str, Any] | None:
+    watch.run = TrainingRun(spec, mesh, folder, watch)
+    watch.run.execute(resume)
+    if mesh.rank:
+        return None
+    verdict = watch.comparison.result(axes_of(spec.layout, spec.microbatches))
+    steps = len({step for step, kind in watch.comparison.kinds if kind == "loss"})
+    return {**verdict, "narrowed": note, "layout": spec.layout.describe(), "steps": steps}
+
+
+class _Watch(Observers):
+    """Compares a run with the reference as it trains; every rank has one, and errors are not swallowed.
+
+    `saved` is the number of steps after which the run was saved, 0 for one that begins.
+    """
+
+    def __init__(self, spec: RunSpec, mesh: Mesh, saved: int, imported: bool = False) -> None:
+        super().__init__([])
+        self.spec, self.mesh, self.saved, self.imported = spec, mesh, saved, imported
+        self.comparison = Comparison()
+        self.run: TrainingRun | None = None
+        self._reference: Iterator[ReferenceStep] = iter(())
+        if mesh.rank == 0:
+            initial = initial_weights(spec.model, spec.train.seed)
+            weights = {name: weight.to(mesh.device) for name, weight in initial.items()}
+            self._reference = reference_steps(spec, weights, batches(spec))
+
+    def on_start(self, info: dict[str, Any]) -> None:
+        """Compare what was loaded."""
+        if not self.saved:
+            return
+        found = self._gathered()
+        if self.mesh.rank:
+            return
+        for _ in range(self.saved):
+            wanted = next(self._reference)
+        missed = math.inf if info["step"] != (0 if self.imported else self.saved) else 0.0
+        reached = Difference(self.saved, "loaded step", str(info["step"]), missed)
+        self.comparison.note(self.saved, "loaded step", [reached])
+        if self.imported:
+            self._restart(found, wanted)
+            return
+        for kind, tensors in found.items():
+            if tensors:
+                self.comparison.add(self.saved, f"loaded {kind}", tensors, wanted[kind])
+
+    def on_step(self, row: dict[str, Any]) -> None:
+        """Compare a step."""
+        found = self._gathered()
+        if self.mesh.rank:
+            return
+        wanted, step = next(self._reference), int(row["step"])
+        for kind, name in (("loss", "loss"), ("grad norm", "grad_norm")):
+            number = torch.tensor(row[name], dtype=torch.float64)
+            self.comparison.add(step, kind, {kind: number}, wanted[kind])
+        for kind, tensors in found.items():
+            if tensors:
+                self.comparison.add(step, kind, tensors, wanted[kind])
+
+    def _gathered(self) -> dict[str, dict[str, Tensor]]:
+        """Return parameters, routers' biases and moments by kind and name, whole, on the first rank."""
+        assert self.run is not None
+        found: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in gather_full(state.tensors(self.run.trainer).items(), self.mesh).items():
+            kind, _, name = key.removeprefix("optim/").partition("/")
+            if kind == "model":
+                kind = "router bias" if name.endswith(".router.bias") else "parameter"
+            found.setdefault(kind, {})[name] = tensor
+        return found
+
+    def _restart(self, found: dict[str, dict[str, Tensor]], wanted: ReferenceStep) -> None:
+        """Compare imported weights, which are rounded, and let the reference begin anew with them."""
+        weights = found["parameter"] | found.get("router bias", {})
+        exported = wanted["parameter"] | wanted["router bias"]
+        for name, weight in exported.items():
+            rounded = name in weights and bool(
+                ((weights[name] - weight).abs() <= ROUNDED * weight.abs()).all()
+            )
+            note = Difference(self.saved, "imported parameter", name, 0.0 if rounded else math.inf)
+            self.comparison.note(self.saved, "imported parameter", [note])
+        self._reference = reference_steps(self.spec, weights, batches(self.spec))
