@@ -24,6 +24,7 @@ VERIFIED = {
     "equal": True,
     "worst_relative": 3e-16,
     "worst_name": "gradient: head.weight",
+    "first": None,
     "compared": 9,
     "rows": [{"kind": "gradient", "compared": 9, "worst": 3e-16, "name": "head.weight"}],
 }
@@ -126,15 +127,29 @@ def test_verify_exits_with_1_when_unequal(
     shown = capsys.readouterr().out
     assert "equal: 9 tensors" in shown
     assert "head.weight" in shown
-    stand_in(monkeypatch, "verify", {**VERIFIED, "equal": False})
+    stand_in(monkeypatch, "verify", {**VERIFIED, "equal": False, "first": {"sentence": "step 1: the norm"}})
+    assert main(["verify"]) == 1
+    assert "UNEQUAL" in (shown := capsys.readouterr().out) and shown.endswith("step 1: the norm\n")
     assert main(["verify", "--json"]) == 1
     assert last_json(capsys)["equal"] is False
 
 
 def test_verify_passes_its_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     verify = stand_in(monkeypatch, "verify", VERIFIED)
-    main(["verify", "--steps", "5", "--out", str(tmp_path / "v")])
-    assert verify.only[1] == {"steps": 5, "out": tmp_path / "v"}
+    main(["verify", "--steps", "5", "--out", str(tmp_path / "v"), "--layout.dp", "2"])
+    assert verify.only[1] == {"steps": 5, "out": tmp_path / "v", "through": None, "onto": None}
+
+
+def test_verify_goes_through_a_checkpoint_onto_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    verify = stand_in(monkeypatch, "verify", VERIFIED)
+    main(["verify", "--layout.dp", "2", "--through", "export", "--onto", "tp=4, zero=1"])
+    layout = verify.only[1]["onto"].layout
+    assert (layout.dp, layout.tp, layout.zero) == (1, 4, 1)
+    for wrong in ("tp", "tp=", "tp=2,"):
+        with pytest.raises(UserError, match=r"--onto: .* such as dp=2,tp=2"):
+            main(["verify", "--through", "checkpoint", "--onto", wrong])
+    with pytest.raises(UserError, match="--onto: starts ranks of another layout"):
+        main(["verify", "--load", "folder", "--onto", "tp=2"])
 
 
 def test_generate_passes_its_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:

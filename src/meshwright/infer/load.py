@@ -69,8 +69,9 @@ def _check_tokenizer(run: Path, state: dict[str, Any]) -> None:
 def import_run(folder: Path, out: Path) -> None:
     """Make the run's folder `out` with a checkpoint of step 0 from an HF folder: its weights, moments of 0.
 
-    The tokenizer's files and generation_config.json come along. Raises `UserError`, also when `out` holds a
-    run or cannot be written, and for a file that is a link out of the folder.
+    Weights in float64 stay so, and are those of a run in that precision; others become float32. The
+    tokenizer's files and generation_config.json come along. Raises `UserError`, also when `out` holds a run
+    or cannot be written, and for a file that is a link out of the folder.
     """
     if (out / "run.json").exists():
         raise UserError(f"--out: {out} already holds a run; give another --out")
@@ -80,7 +81,7 @@ def import_run(folder: Path, out: Path) -> None:
     model, weights = import_hf(folder)
     tensors: dict[str, torch.Tensor] = {}
     for name, value in weights:
-        value = value.float()
+        value = value if value.dtype is torch.float64 else value.float()
         tensors[f"model/{name}"] = value
         if name.endswith(".router.bias"):  # no gradient moves it
             continue
@@ -88,7 +89,7 @@ def import_run(folder: Path, out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
         copy_side_files(beside, folder, out)
-        spec = _imported_spec(model, out)
+        spec = _imported_spec(model, out, {value.dtype for value in tensors.values()})
         store = CheckpointStore(spec.checkpoint.folder(out), keep=1)
         store.save(0, tensors, imported_state(spec, tokenizer))
         store.close()
@@ -98,13 +99,18 @@ def import_run(folder: Path, out: Path) -> None:
         raise UserError(f"--out: {out} cannot be written ({error.strerror}); give another --out") from error
 
 
-def _imported_spec(model: ModelSpec, out: Path) -> RunSpec:
-    """Return a run of `model` with default settings, the tokenizer in `out`, and a length that it takes."""
+def _imported_spec(model: ModelSpec, out: Path, dtypes: set[torch.dtype]) -> RunSpec:
+    """Return a run of `model` with default settings, the tokenizer in `out`, and a length that it takes.
+
+    It computes in float64 where the weights have that type.
+    """
     length = DataSpec().seq_len
     if model.position == "learned":
         length = min(length, model.max_seq_len)
     data: dict[str, object] = {"seq_len": length}
     if (out / "tokenizer.json").is_file():
         data["tokenizer"] = str((out / "tokenizer.json").resolve())
-    tree = {"model": {**model.model_dump(mode="json"), "hf": None}, "data": data}
+    tree: dict[str, object] = {"model": {**model.model_dump(mode="json"), "hf": None}, "data": data}
+    if dtypes == {torch.float64}:
+        tree["precision"] = {"compute": "fp64"}
     return RunSpec.model_validate({**tree, "train": {"batch_tokens": 16 * length}})

@@ -129,7 +129,6 @@ _PHRASES = {
     "loaded router bias": "{} as loaded",
     "loaded exp_avg": "the first moment of {} as loaded",
     "loaded exp_avg_sq": "the second moment of {} as loaded",
-    "imported parameter": "{} as exported and imported",
     "parameter": "the update of {}, though its gradient is right",
     "exp_avg": "the first moment of {}",
     "exp_avg_sq": "the second moment of {}",

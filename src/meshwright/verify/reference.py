@@ -43,7 +43,7 @@ def reference_steps(
     held = {name: weight.detach().clone() for name, weight in weights.items()}
     if moe is not None and moe.bias:
         for layer in filter(moe.has_experts, range(spec.model.layers)):
-            bias = held["embed.weight"].new_zeros(moe.experts)
+            bias = torch.zeros(moe.experts, device=held["embed.weight"].device)  # kept in fp32 by all
             held.setdefault(f"blocks.{layer}.mlp.router.bias", bias)
     biases = {name: weight for name, weight in held.items() if name.endswith(".router.bias")}
     parameters = {name: weight.requires_grad_() for name, weight in held.items() if name not in biases}

@@ -1,0 +1,152 @@
+"""Verify through a checkpoint, and through an export: what is lost or changed on the way is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch import Tensor
+
+from meshwright import api
+from meshwright.api.runs import IMPORTED
+from meshwright.checkpoint.store import CheckpointStore
+from meshwright.data.loader import Batch, Loader
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec import RunSpec, UserError
+from meshwright.train import state
+from meshwright.train.step import Trainer
+from meshwright.verify.resume import load_part, save_part
+from ranks import Ranks
+from small import spec_of
+
+BASE = {
+    "model.vocab_size": 61, "data.seq_len": 16, "train.batch_tokens": 8 * 16, "train.steps": 3,
+    "layout.micro_batch": 2,
+}  # fmt: skip
+EXPERTS = {"model__moe__experts": 4, "model__moe__top_k": 2, "model__moe__ffn": 16}
+Result = dict[str, Any]
+Plant = Callable[[], AbstractContextManager[object]]
+
+
+def part(mesh: Mesh, spec: RunSpec, saved: Path, save: bool, imported: bool, plant: Plant) -> Result | None:
+    saved.mkdir(exist_ok=True)
+    with plant():
+        if save:
+            return save_part(spec, mesh, 2, saved)
+        return load_part(spec, mesh, saved, saved / IMPORTED if imported else saved)
+
+
+def through(
+    ranks: Ranks,
+    folder: Path,
+    first: dict[str, object],
+    second: dict[str, object],
+    plant: Plant = nullcontext,
+    imported: bool = False,
+) -> tuple[Result, Result]:
+    """Results of both parts, of which `plant` changes the second; exported and imported in between."""
+    spec, then = spec_of(BASE, **first), spec_of(BASE, **second)
+    saved = ranks.run(spec.layout, part, spec, folder, True, False, nullcontext)[0]
+    if imported:
+        api.export(folder, folder / "exported")
+        api.import_hf(folder / "exported", folder / IMPORTED)
+    return saved, ranks.run(then.layout, part, then, folder, False, imported, plant)[0]
+
+
+LAYOUTS: list[tuple[dict[str, object], dict[str, object]]] = [
+    ({"layout__dp": 4, "layout__zero": 3, "layout__micro_batch": 1}, {"layout__tp": 2, "layout__dp": 2}),
+    ({"layout__pp": 2, "model__tied": "true"}, {"layout__dp": 2, "layout__zero": 1}),
+    (EXPERTS | {"layout__dp": 2, "layout__ep": 2}, EXPERTS | {"layout__dp": 4, "layout__micro_batch": 1}),
+]
+
+
+@pytest.mark.parametrize("imported", [False, True], ids=["checkpoint", "export"])
+@pytest.mark.parametrize("layouts", LAYOUTS, ids=["zero3-tp", "pp-zero1", "ep-dp"])
+def test_a_run_that_is_loaded_on_another_layout_is_equal(
+    ranks: Ranks, tmp_path: Path, layouts: tuple[dict[str, object], dict[str, object]], imported: bool
+) -> None:
+    # A family of HF's that has experts has no bias to balance them, or latent attention.
+    both = {"model__family": "mixtral", "model__ffn": 16} if imported else {"model__moe__bias": "true"}
+    first, second = (layout | both if "model__moe__ffn" in layout else layout for layout in layouts)
+    saved, loaded = through(ranks, tmp_path, first, second, imported=imported)
+    assert saved["equal"] and loaded["equal"], (saved["first"], loaded["first"])
+    kinds = {row["kind"] for row in loaded["rows"]}
+    last = 2 if imported else 4
+    assert {"step 2 loaded parameter", "step 2 loaded exp_avg", f"step {last} exp_avg_sq"} <= kinds
+    assert loaded["steps"] == saved["steps"] == 2
+
+
+def lose(name: str) -> AbstractContextManager[object]:
+    """Load all but the tensors whose names have `name` in them."""
+    whole = CheckpointStore.load
+
+    def load(self: CheckpointStore, step: int | None, tensors: dict[str, Any], check: Any) -> Any:
+        return whole(self, step, {key: tensor for key, tensor in tensors.items() if name not in key}, check)
+
+    return patch.object(CheckpointStore, "load", load)
+
+
+def begin_the_samples_again() -> AbstractContextManager[object]:
+    step = Loader.step
+
+    def anew(self: Loader, number: int) -> Batch:
+        return step(self, number - 2)
+
+    return patch.object(Loader, "step", anew)
+
+
+def forget_the_updates() -> AbstractContextManager[object]:
+    restore = state.restore
+
+    def forget(trainer: Trainer, kept: dict[str, Any]) -> None:
+        restore(trainer, kept)
+        trainer.optimiser.updates = 0
+
+    return patch.object(state, "restore", forget)
+
+
+PLANTED: dict[str, tuple[Plant, str, str]] = {
+    "nothing loaded": (partial(lose, "/"), "loaded parameter", "embed.weight"),
+    "no second moments": (partial(lose, "exp_avg_sq"), "loaded exp_avg_sq", "embed.weight"),
+    "samples from the first": (begin_the_samples_again, "loss", "loss"),
+    "updates from 0": (forget_the_updates, "parameter", ""),
+}
+
+
+@pytest.mark.parametrize("case", PLANTED)
+def test_what_is_lost_on_the_way_is_named(ranks: Ranks, tmp_path: Path, case: str) -> None:
+    plant, kind, name = PLANTED[case]
+    layout: dict[str, object] = {"layout__dp": 2, "layout__zero": 2}
+    saved, loaded = through(ranks, tmp_path, layout, layout, plant)
+    assert saved["equal"]
+    assert loaded["first"]["kind"] == kind, loaded["first"]
+    assert loaded["first"]["name"] == name or not name
+
+
+def test_an_export_that_changes_a_weight_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    from meshwright.checkpoint import hf
+
+    read = hf.HfWeights.__iter__
+
+    def changed(self: hf.HfWeights) -> Iterable[tuple[str, Tensor]]:
+        for name, value in read(self):
+            yield name, value.flip(0) if name == "blocks.1.attn.k.weight" else value
+
+    with patch.object(hf.HfWeights, "__iter__", changed):
+        _, loaded = through(ranks, tmp_path, {}, {}, imported=True)
+    assert (loaded["first"]["kind"], loaded["first"]["name"]) == (
+        "loaded parameter",
+        "blocks.1.attn.k.weight",
+    )
+
+
+def test_a_folder_that_holds_no_saved_run_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^--load: .* holds no run\.json; give the folder of"):
+        api.verify_worker(spec_of(BASE), load=tmp_path)
+    with pytest.raises(UserError, match=r"^--onto: is the layout to load on; add --through"):
+        api.verify(spec_of(BASE), onto=spec_of(BASE))
