@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -11,17 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.model import attention, rope
+from meshwright.model import router as model_router
 from meshwright.model.attention_cpu import blocked_attention
 from meshwright.model.decoder import Decoder
 from meshwright.model.mlp import Mlp
 from meshwright.model.norm import RmsNorm
-from meshwright.model.router import Router, Routing
+from meshwright.model.router import Router
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec import ModelSpec, RunSpec
+from meshwright.spec import ModelSpec, MoeSpec, RunSpec
 from meshwright.spec.sections import TrainSpec
 from meshwright.train import lr_schedule
 from meshwright.verify.reference import adamw, mean_loss, rate_of_step
-from meshwright.verify.reference_decoder import ReferenceDecoder
+from meshwright.verify.reference_decoder import ReferenceDecoder, Routing
+from meshwright.verify.reference_router import router_losses
 from meshwright.verify.verify import verify
 from ranks import Ranks
 from small import spec_of
@@ -117,7 +120,7 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("feature", FEATURES)
 def test_logits_and_gradients_are_those_of_the_decoder(feature: str) -> None:
     decoder = decoder_of(**FEATURES[feature])
-    decided: dict[int, Routing] = {}
+    decided: dict[int, model_router.Routing] = {}
     for layer, mixture in decoder.each_mixture():
         mixture.router.register_forward_hook(lambda _m, _x, out, layer=layer: decided.update({layer: out}))
     weights = {name: tensor.detach().clone() for name, tensor in decoder.tensors().items()}
@@ -224,6 +227,25 @@ def test_a_batch_without_targets_has_no_loss() -> None:
     one[1, 2] = 4
     expected = -logits[1, 2].log_softmax(-1)[4].item()
     assert mean_loss(logits, one).item() == pytest.approx(expected, rel=1e-14)
+
+
+def test_router_losses_are_those_of_python_floats() -> None:
+    """7 tokens of 3 copies each: shares of copies that fp32 would round."""
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 7, 5, generator=draw, dtype=torch.float64)
+    scores = logits.sigmoid()
+    experts = scores.topk(3).indices
+    moe = MoeSpec.model_validate({"experts": 5, "top_k": 3, "ffn": 1, "router": "sigmoid"})
+    balance = z = 0.0
+    for sequence in range(2):
+        for expert in range(5):
+            copies = sum(row.count(expert) for row in experts[sequence].tolist())
+            shares = [row[expert] / sum(row) for row in scores[sequence].tolist()]
+            balance += 5 * copies / (3 * 7) * sum(shares) / 7 / 2
+        for row in logits[sequence].tolist():
+            z += math.log(sum(map(math.exp, row))) ** 2 / 7 / 2
+    found = router_losses(moe, Routing(logits, scores, experts, experts >= 0))
+    assert [value.item() for value in found] == pytest.approx([balance, z], rel=1e-14)
 
 
 # Planted mistakes ----------------------------------------------------------------------------------------

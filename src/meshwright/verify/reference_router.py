@@ -18,7 +18,7 @@ def router_losses(moe: MoeSpec, routing: Routing) -> tuple[Tensor, Tensor]:
     a mean over sequences without its factor."""
     balance, z = [], []
     for logits, scores, experts in zip(routing.logits, routing.scores, routing.experts, strict=True):
-        share_of_copies = F.one_hot(experts, moe.experts).sum((0, 1)) / experts.numel()
+        share_of_copies = F.one_hot(experts, moe.experts).to(scores.dtype).sum((0, 1)) / experts.numel()
         mean_score = (scores / scores.sum(-1, keepdim=True)).mean(0)
         balance.append(moe.experts * (share_of_copies * mean_score).sum())
         z.append(logits.exp().sum(-1).log().square().mean())
