@@ -30,7 +30,7 @@ from meshwright.spec.tiling import Tiling, loss_rows, query_rows, tiled, tiling
 from meshwright.verify import verify as subject
 from meshwright.verify.narrow import MOST_WORK, narrow
 from meshwright.verify.tiles import small_tiles
-from ranks import Ranks
+from ranks import RANKS, Ranks
 
 
 def large(**flags: object) -> RunSpec:
@@ -154,10 +154,19 @@ def test_large_runs_equal_one_device(ranks: Ranks, name: str) -> None:
     assert found["equal"], found["worst_name"]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(40))
+def test_any_large_run_equals_one_device(ranks: Ranks, seed: int) -> None:
+    spec = draw(seed, RANKS)
+    found = ranks.run(spec.layout, verify_with, spec, None)[0]
+    assert found["narrowed"] is not None
+    assert found["equal"], found["worst_name"]
+
+
 # What the copy keeps -------------------------------------------------------------------------------------
 
 
-def draw(seed: int) -> RunSpec:
+def draw(seed: int, most_ranks: int | None = None) -> RunSpec:
     """A large run of any kind on a layout of any kind, that the rules accept."""
     chance = random.Random(seed)
     while True:
@@ -165,7 +174,7 @@ def draw(seed: int) -> RunSpec:
             spec = load(None, [(key, str(value)) for key, value in _flags(chance.choice).items()])
         except UserError:  # most draws are no layout: they are drawn again
             continue
-        if narrow(spec)[1] is not None:
+        if narrow(spec)[1] is not None and (most_ranks is None or spec.layout.world_size <= most_ranks):
             return spec
 
 
@@ -267,9 +276,10 @@ def test_a_step_has_several_tiles_of_each_kind(seed: int, narrowed: bool) -> Non
             assert len({tile.columns.start for tile in tiles if tile.rows.stop == len(places)}) >= 2
             assert len({tile.groups.start for tile in tiles}) >= min(2, spec.micro_batch * heads)
         sizes = tiling()
-        matrices = [each for unit in parameters(model).values() for each in unit if len(each.shape) > 1]
-        assert 2 * sizes.init_elements <= min(each.size for each in matrices)
-        assert 2 * sizes.norm_row <= sum(each.size for each in matrices) // layout.tp // layout.shard_ranks
+        ranks_of_rows, every = layout.tp * layout.shard_ranks, parameters(model)
+        largest = max(each.size for unit in every.values() for each in unit)
+        assert 2 * sizes.init_elements <= largest // ranks_of_rows
+        assert 2 * sizes.norm_row <= sum(each.size for each in every["blocks.0"]) // ranks_of_rows
     assert all(getattr(sizes, field) <= getattr(usual, field) for field in vars(usual))
     assert tiling() == usual
 

@@ -22,7 +22,7 @@ def small_tiles(spec: RunSpec) -> Tiling:
     logits = chunk * -(-model.vocab_size // layout.tp)
     together = length // layout.cp * exchanging
     side = _several(together if exchanging == layout.cp else together // 2)  # of consecutive tokens
-    matrices = (each.size for unit in parameters(model).values() for each in unit if len(each.shape) > 1)
+    largest = max(each.size for unit in parameters(model).values() for each in unit)
     small = Tiling(
         logits=logits,
         logits_cpu=logits,
@@ -35,7 +35,7 @@ def small_tiles(spec: RunSpec) -> Tiling:
         part_keys=side,
         part_rows_summed=_several(group * side),
         norm_row=32,
-        init_elements=_several(min(matrices) // (layout.tp * layout.shard_ranks)),
+        init_elements=_several(largest // (layout.tp * layout.shard_ranks)),
     )
     return Tiling(**{name: min(size, asdict(small)[name]) for name, size in asdict(Tiling()).items()})
 
