@@ -250,6 +250,9 @@ def test_a_narrowed_copy_keeps_what_breaks(seed: int) -> None:
     else:
         assert new.sliding_window is not None and new.sliding_window < small.data.seq_len
     if old.moe is not None and new.moe is not None:
+        if (of_rows := layout.expert_data_ranks) <= 64:
+            assert old.hidden % of_rows == new.hidden % of_rows
+            assert old.moe.ffn % (layout.etp * of_rows) == new.moe.ffn % (layout.etp * of_rows)
         assert min(2, old.moe.experts // layout.ep) == min(2, new.moe.experts // layout.ep)
         if old.moe.capacity_factor is not None:  # no expert has room for all, and most have none to spare
             assert new.moe.capacity_factor is not None and new.moe.capacity_factor <= 1.0

@@ -12,7 +12,7 @@ MOST_WORK = 3e10
 """Parameters x tokens of a step that are checked as they are; about ten seconds a step in float64."""
 
 _MOST_RANKS = 64
-"""Rows keep their remainder by the ranks of ZeRO up to so many: with more, the copy would grow with them."""
+"""Widths keep their remainder by up to so many ranks of ZeRO: with more, the copy would grow with them."""
 
 
 def narrow(spec: RunSpec) -> tuple[RunSpec, str | None]:
@@ -73,8 +73,8 @@ def _narrow_model(model: ModelSpec, layout: Layout, layers: int) -> dict[str, ob
     kv_heads = _narrow_kv_heads(model, layout)
     heads = model.heads // model.kv_heads * kv_heads
     head_dim = min(model.head_dim, 8)
-    ranks = _rows_over(layout.shard_ranks)
-    hidden = _reduced(model.hidden, min(64, max(16, heads * head_dim)), ranks)
+    ranks, experts = _kept_by(layout.shard_ranks), _kept_by(layout.expert_data_ranks) if model.moe else 1
+    hidden = _reduced(model.hidden, min(64, max(16, heads * head_dim)), lcm(ranks, experts))
     ffn = max(8 * layout.tp, hidden * model.ffn // model.hidden)
     return {
         **model.model_dump(mode="json"),
@@ -93,7 +93,8 @@ def _narrow_model(model: ModelSpec, layout: Layout, layers: int) -> dict[str, ob
     }
 
 
-def _rows_over(ranks: int) -> int:
+def _kept_by(ranks: int) -> int:
+    """The number by which widths keep their remainder, where ZeRO shards their rows over `ranks`."""
     return ranks if ranks <= _MOST_RANKS else 1
 
 
@@ -121,15 +122,14 @@ def _narrow_experts(model: ModelSpec, moe: MoeSpec, layout: Layout, layers: int)
     unit = lcm(moe.groups, layout.ep)
     needed = max(2 * moe.top_k, moe.groups * -(-moe.top_k // moe.top_groups), 2 * moe.groups, 2 * layout.ep)
     fewest = -(-needed // unit) * unit
-    ranks = _rows_over(layout.expert_data_ranks)
     places: dict[str, object] = {}
     if layers < model.layers:
         places = {"dense_first": min(moe.dense_first, 1), "every": max(1, min(moe.every, layers // 2))}
     return {
         **moe.model_dump(mode="json"),
         "experts": fewest if fewest <= moe.experts else moe.experts,
-        "ffn": _reduced(moe.ffn, 8 * layout.etp, layout.etp * ranks),
-        "shared_ffn": _reduced(moe.shared_ffn, 8 * layout.tp, layout.tp * _rows_over(layout.shard_ranks)),
+        "ffn": _reduced(moe.ffn, 8 * layout.etp, layout.etp * _kept_by(layout.expert_data_ranks)),
+        "shared_ffn": _reduced(moe.shared_ffn, 8 * layout.tp, layout.tp * _kept_by(layout.shard_ranks)),
         "capacity_factor": None if moe.capacity_factor is None else min(1.0, moe.capacity_factor),
         **places,
     }
