@@ -21,7 +21,8 @@ def small_tiles(spec: RunSpec) -> Tiling:
     chunk, block = _several(spec.micro_batch * length // layout.cp), _several(length)
     logits = chunk * -(-model.vocab_size // layout.tp)
     together = length // layout.cp * exchanging
-    side = _several(together if exchanging == layout.cp else together // 2)  # of consecutive tokens
+    run = together if exchanging == layout.cp else together // 2  # consecutive ones of these tokens
+    queries, keys = _several(run), _several(together)
     largest = max(each.size for unit in parameters(model).values() for each in unit)
     small = Tiling(
         logits=logits,
@@ -29,11 +30,11 @@ def small_tiles(spec: RunSpec) -> Tiling:
         least_loss_rows=chunk,
         least_query_rows=block,
         most_query_rows=block,
-        part_scores=group * side**2 * _several(spec.micro_batch * kv_heads // exchanging),
-        least_part_queries=_several(side),
-        part_queries=side,
-        part_keys=side,
-        part_rows_summed=_several(group * side),
+        part_scores=group * queries * keys * _several(spec.micro_batch * kv_heads // exchanging),
+        least_part_queries=_several(queries),
+        part_queries=queries,
+        part_keys=keys,
+        part_rows_summed=_several(group * queries),
         norm_row=32,
         init_elements=_several(largest // (layout.tp * layout.shard_ranks)),
     )
