@@ -11,6 +11,7 @@ from torch import Tensor
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import fill_, init_value, init_whole_
 from meshwright.spec import ModelSpec
+from meshwright.spec.tiling import Tiling, tiled
 
 
 def whole(shape: tuple[int, ...], seed: int = 3, name: str = "a.weight", dtype=torch.float32) -> Tensor:
@@ -45,11 +46,11 @@ def test_any_part_equals_the_part_of_the_whole(indices: list, dtype: torch.dtype
     assert torch.equal(part, expected)
 
 
-def test_chunks_leave_no_seams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_leave_no_seams() -> None:
     full = whole((64, 9))
     for elements in (1, 9, 100):
-        monkeypatch.setattr("meshwright.model.init._CHUNK_ELEMENTS", elements)
-        assert torch.equal(whole((64, 9)), full)
+        with tiled(Tiling(init_elements=elements)):
+            assert torch.equal(whole((64, 9)), full)
     assert torch.equal(whole((576,)), full.flatten()), "the element's flat index decides, not the shape"
 
 

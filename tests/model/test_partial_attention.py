@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from meshwright.model import partial_attention as attention_parts
 from meshwright.model.attention import attention_mask
 from meshwright.model.attention_cpu import blocked_attention
 from meshwright.model.attention_intervals import AttentionIntervals, attention_intervals
@@ -25,6 +25,7 @@ from meshwright.model.partial_attention import (
     part_backward,
     part_forward,
 )
+from meshwright.spec.tiling import Tiling, tiled
 
 HEADS, KV_HEADS, DIM = 4, 2, 4
 GROUP = HEADS // KV_HEADS
@@ -42,15 +43,11 @@ problems = st.fixed_dictionaries(
 
 
 @pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_tiles() -> Iterator[None]:
     """Tiles so small that a small problem has many, of every kind."""
-    for name, value in (
-        ("PART_QUERIES", 8),
-        ("LEAST_PART_QUERIES", 2),
-        ("PART_KEYS", 16),
-        ("PART_SCORES", 3 * GROUP * 8 * 16),
-    ):
-        monkeypatch.setattr(attention_parts, name, value)
+    sizes = Tiling(part_queries=8, least_part_queries=2, part_keys=16, part_scores=3 * GROUP * 8 * 16)
+    with tiled(sizes):
+        yield
 
 
 def documents_of(length: int, batch: int, chance: float | None, seed: int) -> Tensor | None:
@@ -213,7 +210,7 @@ def test_what_nothing_sees_is_skipped() -> None:
     apart = (torch.arange(length) // (length // 2)).unsqueeze(0)
     assert part_of(attention_intervals(apart, length, None, late, 1, "cpu"), 0, length // 2).work == 0
     window = part_of(attention_intervals(None, length, 128, torch.arange(length), 1, "cpu"), 0, length)
-    assert window.work <= HEADS * length * (128 + attention_parts.PART_QUERIES)
+    assert window.work <= HEADS * length * (128 + Tiling().part_queries)
     # Rows of the batch whose documents differ are computed apart, each at its own cost.
     other = (torch.arange(length) // 256).unsqueeze(0)
     single = [

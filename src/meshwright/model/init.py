@@ -19,9 +19,7 @@ from torch import Tensor
 from meshwright.model.decoder import Decoder
 from meshwright.model.splitmix64 import mix64_, shift, stream
 from meshwright.spec import ModelSpec
-
-_CHUNK_ELEMENTS = 2**18
-"""Elements of a parameter taken at a time: drawn, with about 10 MiB of temporaries."""
+from meshwright.spec.tiling import tiling
 
 
 class InitValue(NamedTuple):
@@ -82,7 +80,7 @@ def flat_indices(
     within = torch.zeros((), dtype=torch.int64, device=device)
     for offsets in rest:
         within = within.unsqueeze(-1) + offsets
-    count = max(1, _CHUNK_ELEMENTS // max(1, within.numel()))
+    count = max(1, tiling().init_elements // max(1, within.numel()))
     for start in range(0, len(first), count):
         rows = slice(start, start + count)
         yield rows, first[rows].view(-1, *[1] * within.dim()) + within

@@ -26,9 +26,7 @@ import torch
 from torch import Tensor
 
 from meshwright.model.attention_intervals import AttentionIntervals
-from meshwright.spec.tiling import LEAST_PART_QUERIES, PART_KEYS, PART_QUERIES, PART_SCORES, SEEN_PER_QUERY
-
-_ROWS_SUMMED = 64
+from meshwright.spec.tiling import SEEN_PER_QUERY, tiling
 
 
 @dataclass(frozen=True)
@@ -84,8 +82,9 @@ def make_part(intervals: AttentionIntervals, keys_at: Tensor, kv_heads: int, gro
 
 def _block_of_queries(row: int, end: int, lows: list[list[int]], highs: list[list[int]]) -> slice:
     """The queries from `row` on that are taken together: many where they see many keys."""
-    count = PART_QUERIES
-    while count > LEAST_PART_QUERIES:
+    sizes = tiling()
+    count = sizes.part_queries
+    while count > sizes.least_part_queries:
         last = min(row + count, end) - 1
         most_seen = max(high[last] - low[row] for low, high in zip(lows, highs, strict=True))
         if most_seen >= SEEN_PER_QUERY * count:
@@ -114,15 +113,16 @@ def _row_of_tiles(
             max(low[rows.stop - 1] for low in lows[members]),  # from here on seen by all, as to documents
             min(high[rows.start] for high in highs[members]),  # up to here seen by all, as to order
         )
-        for column in range(left, right, PART_KEYS):
-            columns = slice(column, min(column + PART_KEYS, right))
+        width = tiling().part_keys
+        for column in range(left, right, width):
+            columns = slice(column, min(column + width, right))
             for groups, some in _groups(members, kv_heads, (rows.stop - rows.start) * group, columns):
                 yield Tile(groups, some, rows, columns, _borders(columns, *inner))
 
 
 def _groups(members: slice, kv_heads: int, rows: int, columns: slice) -> Iterator[tuple[slice, slice]]:
     """Cut the N of these rows of the batch so that a tile's scores stay small: whole rows, or within one."""
-    fit = max(1, PART_SCORES // (rows * (columns.stop - columns.start)))
+    fit = max(1, tiling().part_scores // (rows * (columns.stop - columns.start)))
     if fit >= kv_heads:
         step = fit // kv_heads
         for b in range(members.start, members.stop, step):
@@ -205,7 +205,7 @@ def part_backward(
 
 def _row_sums(weights: Tensor, dtype: torch.dtype) -> Tensor:
     """Sums in `dtype` over the last dim; some rows at a time, because torch first converts what it sums."""
-    rows = weights.shape[1] if weights.dtype == dtype else _ROWS_SUMMED
+    rows = weights.shape[1] if weights.dtype == dtype else tiling().part_rows_summed
     return torch.cat([some.sum(-1, dtype=dtype) for some in weights.split(rows, 1)], 1)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_ROW = 1024
+from meshwright.spec.tiling import tiling
 
 
 def sum_of_squares(flats: Sequence[Tensor], device: torch.device, exact: bool = False) -> Tensor:
@@ -33,8 +33,9 @@ def sum_of_squares(flats: Sequence[Tensor], device: torch.device, exact: bool = 
 
 def _norms(flat: Tensor) -> list[Tensor]:
     """The norms of the rows of a flat tensor, and of what is left beyond whole rows."""
-    rows, rest = flat.split([len(flat) // _ROW * _ROW, len(flat) % _ROW])
-    found = [torch.linalg.vector_norm(rows.view(-1, _ROW), dim=1)] if len(rows) else []
+    row = tiling().norm_row
+    rows, rest = flat.split([len(flat) // row * row, len(flat) % row])
+    found = [torch.linalg.vector_norm(rows.view(-1, row), dim=1)] if len(rows) else []
     if len(rest):
         found.append(torch.linalg.vector_norm(rest, dtype=torch.float64).view(1))
     return found

@@ -1,19 +1,67 @@
-"""Sizes of the pieces that large results are computed in: the model takes them, the planner counts them."""
+"""Sizes of the pieces that large results are computed in: the model takes them, the planner counts them.
+
+They decide how much memory a result takes and how fast it is made, and not its value. So `verify` makes them
+small, in order that a small model has several of each (`verify/tiles.py`).
+"""
 
 from __future__ import annotations
 
-LOGITS, LOGITS_CPU = 2**26, 2**21
-"""Logits of one chunk of the loss: on a CPU what its cache holds (4 MiB in bf16), elsewhere what fills it."""
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
-_SCORE_BYTES = 4 * 2**20
-"""Bytes of one block's attention scores on a CPU, so that they stay in the cache between its matmuls."""
-_LEAST_ROWS, _MOST_ROWS = 32, 256
 
-PART_SCORES = 2**20
-"""Scores of one tile of a part of the keys, so that they stay in the cache between its matmuls."""
-PART_QUERIES, PART_KEYS = 256, 2048
-"""At most so many queries and keys in such a tile."""
-LEAST_PART_QUERIES, SEEN_PER_QUERY = 32, 2
+@dataclass(frozen=True)
+class Tiling:
+    """Sizes of the pieces of each computation that has pieces; the defaults are what computes fastest."""
+
+    logits: int = 2**26
+    """Logits of one chunk of the loss: what fills a device."""
+    logits_cpu: int = 2**21
+    """Logits of one chunk on a CPU: what its cache holds (4 MiB in bf16)."""
+    least_loss_rows: int = 64
+    """Tokens of such a chunk at least."""
+    score_bytes: int = 4 * 2**20
+    """Bytes of one block's attention scores on a CPU, so that they stay in the cache between its matmuls."""
+    least_query_rows: int = 32
+    most_query_rows: int = 256
+    """Queries of such a block at least, and at most."""
+    part_scores: int = 2**20
+    """Scores of one tile of a part of the keys, so that they stay in the cache between its matmuls."""
+    least_part_queries: int = 32
+    part_queries: int = 256
+    """Queries of such a tile at least, where there are so many, and at most."""
+    part_keys: int = 2048
+    """Keys of such a tile at most."""
+    part_rows_summed: int = 64
+    """Rows of such a tile that are converted at a time to be summed."""
+    norm_row: int = 1024
+    """Elements of a gradient whose norm is taken in their own format."""
+    init_elements: int = 2**18
+    """Elements of a parameter taken at a time: drawn, with about 10 MiB of temporaries."""
+
+
+_entered = [Tiling()]
+"""The sizes of each `tiled` that has not ended. The process has one list: backwards on a device run in a
+thread of its own, which would not see a context variable."""
+
+
+def tiling() -> Tiling:
+    """Return the sizes to compute with: those of the innermost `tiled`, or the defaults."""
+    return _entered[-1]
+
+
+@contextmanager
+def tiled(sizes: Tiling) -> Iterator[None]:
+    """Let this process compute with other sizes until the context ends."""
+    _entered.append(sizes)
+    try:
+        yield
+    finally:
+        _entered.pop()
+
+
+SEEN_PER_QUERY = 2
 """A block of queries computes about half its square in vain: it is small beside the keys that it sees."""
 
 ALIGN = 16
@@ -22,13 +70,16 @@ ALIGN = 16
 
 def loss_rows(vocabulary: int, cpu: bool) -> int:
     """Tokens whose logits over `vocabulary` columns are there at one time."""
-    return max(64, (LOGITS_CPU if cpu else LOGITS) // vocabulary)
+    sizes = tiling()
+    return max(sizes.least_loss_rows, (sizes.logits_cpu if cpu else sizes.logits) // vocabulary)
 
 
 def query_rows(batch: int, heads: int, keys: int, element_bytes: int) -> int:
-    """Queries of a sequence whose scores on `keys` keys are there at one time on a CPU: a power of two."""
-    row = batch * heads * keys * element_bytes
-    return max(_LEAST_ROWS, min(_MOST_ROWS, 2 ** max(0, (_SCORE_BYTES // row).bit_length() - 1)))
+    """Queries of a sequence whose scores on `keys` keys are there at one time on a CPU: a power of two within
+    bounds."""
+    sizes = tiling()
+    power = 2 ** max(0, (sizes.score_bytes // (batch * heads * keys * element_bytes)).bit_length() - 1)
+    return max(sizes.least_query_rows, min(sizes.most_query_rows, power))
 
 
 def part_tile(keys: int, run: int, groups: int, group: int) -> tuple[int, int]:
@@ -36,9 +87,10 @@ def part_tile(keys: int, run: int, groups: int, group: int) -> tuple[int, int]:
 
     There are `groups` key heads, over all sequences, each of `group` query heads.
     """
-    rows = PART_QUERIES
-    while rows > LEAST_PART_QUERIES and SEEN_PER_QUERY * rows > keys:
+    sizes = tiling()
+    rows = sizes.part_queries
+    while rows > sizes.least_part_queries and SEEN_PER_QUERY * rows > keys:
         rows //= 2
     rows = min(rows, run)
-    one = group * rows * min(PART_KEYS, keys)
-    return rows, one * min(groups, max(1, PART_SCORES // one))
+    one = group * rows * min(sizes.part_keys, keys)
+    return rows, one * min(groups, max(1, sizes.part_scores // one))

@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import lcm
 
 from meshwright.spec import Layout, MlaSpec, ModelSpec, MoeSpec, RunSpec
+from meshwright.spec.stages import stages
 
 MOST_WORK = 3e10
 """Parameters x tokens of a step that are checked as they are; about ten seconds a step in float64."""
+
+_MOST_RANKS = 64
+"""Widths keep their remainder by up to so many ranks of ZeRO: with more, the copy would grow with them."""
 
 
 def narrow(spec: RunSpec) -> tuple[RunSpec, str | None]:
     """Return `spec`, or its narrowed copy with a sentence that says so.
 
-    Kept: every switch of the model, the layout, the number of microbatches up to 4 (or twice the pipeline's
-    ranks), a layer for each stage, how tokens choose their experts, the ratio of query to key-value heads,
-    the vocabulary's remainder by 64 (so one that an axis does not divide stays so). Made smaller: layers,
-    widths, the number of experts, the vocabulary, the sequence, the microbatch.
+    Kept: every switch of the model and the layout; whether stages, ranks of ZeRO, the tensor and the context
+    axis divide what they share, by the remainder; a stage's place in the order of stages by their blocks;
+    dense layers and routed ones; several of whatever the run has several of (layers, microbatches and their
+    rows, key-value heads of a rank and their queries, experts of a rank); a window that cuts. Made smaller:
+    layers, widths, the number of experts, the vocabulary, the sequence, the microbatch, and the experts'
+    capacity to an even share, so that some overflow.
     """
     if spec.model.parameters * spec.train.batch_tokens <= MOST_WORK:
         return spec, None
     layout = spec.layout
-    model = _narrow_model(spec.model, layout)
-    unit = 2 * layout.cp * layout.tp
-    seq_len = min(spec.data.seq_len, -(-64 // unit) * unit)
-    micro, count = min(spec.micro_batch, 2), min(spec.microbatches, max(4, 2 * layout.pp))
+    cut = _narrow_cut([len(stage.blocks) for stage in stages(spec.model, layout, spec.data.seq_len)])
+    seq_len = _reduced(spec.data.seq_len, max(128, 16 * layout.cp), 2 * layout.cp * layout.tp)
+    micro = min(spec.micro_batch, 3)
+    count = _reduced(spec.microbatches, max(4, 2 * layout.pp), layout.pp)
     tree = spec.to_json()
-    tree["model"] = model
+    tree["model"] = _narrow_model(spec.model, layout, sum(cut))
+    if (window := spec.model.sliding_window) is not None and window < spec.data.seq_len:
+        tree["model"]["sliding_window"] = min(window, max(1, seq_len // 4))
     tree["data"]["seq_len"] = seq_len
     tree["layout"]["micro_batch"] = micro
-    tree["train"]["batch_tokens"] = seq_len * micro * count * spec.layout.data_ranks
+    if layout.pp > 1 and layout.stages != "even":
+        tree["layout"]["stages"] = cut  # the run's, since a balanced one of the copy would be another
+    tree["train"]["batch_tokens"] = seq_len * micro * count * layout.data_ranks
     small = RunSpec.model_validate(tree)
     note = (
         f"checked on a narrowed copy: {small.model.parameters:,} of {spec.model.parameters:,} parameters "
@@ -39,50 +50,88 @@ def narrow(spec: RunSpec) -> tuple[RunSpec, str | None]:
     return small, note
 
 
-def _narrow_model(model: ModelSpec, layout: Layout) -> dict[str, object]:
-    group = model.heads // model.kv_heads
-    kv_heads = min(model.kv_heads, 8)
-    while kv_heads > 1 and kv_heads * group > 16:
-        kv_heads = max(1, kv_heads // 2)
-    heads = kv_heads * group
-    tp, dealt = layout.tp, layout.cp if layout.context_mode == "ulysses" else 1
-    if heads % tp or (kv_heads % tp and tp % kv_heads) or layout.local_kv_heads(kv_heads) % dealt:
-        heads, kv_heads = model.heads, model.kv_heads
+def _reduced(size: int, least: int, unit: int) -> int:
+    """The smallest number from `least` on that leaves the remainder of `size` by `unit`; at most `size`."""
+    return min(size, least + (size - least) % unit)
+
+
+def _narrow_cut(blocks: Sequence[int]) -> list[int]:
+    """Fewer blocks for each stage: equal numbers stay equal, larger ones larger, and none stays none.
+
+    The smallest other number is 2, or 1 with more than 4 stages; there are 4 in all where there were so many.
+    """
+    kinds = sorted({*blocks} - {0})
+    for least in range(min(kinds[0], 2 if len(blocks) <= 4 else 1), kinds[0] + 1):
+        numbers = {0: 0} | {kind: least + place for place, kind in enumerate(kinds)}
+        cut = [numbers[each] for each in blocks]
+        if sum(cut) >= 4:
+            break
+    return cut
+
+
+def _narrow_model(model: ModelSpec, layout: Layout, layers: int) -> dict[str, object]:
+    kv_heads = _narrow_kv_heads(model, layout)
+    heads = model.heads // model.kv_heads * kv_heads
     head_dim = min(model.head_dim, 8)
-    hidden = max(16, min(model.hidden, heads * head_dim))
-    share = 8 * tp
-    ffn = max(share, round(hidden * model.ffn / model.hidden / share) * share)
-    layers = min(model.layers, max(4, layout.pp * layout.chunks))
-    if not isinstance(layout.stages, str):
-        layers = model.layers  # a cut by hand counts them
+    ranks, experts = _kept_by(layout.shard_ranks), _kept_by(layout.expert_data_ranks) if model.moe else 1
+    hidden = _reduced(model.hidden, min(64, max(16, heads * head_dim)), lcm(ranks, experts))
+    ffn = max(8 * layout.tp, hidden * model.ffn // model.hidden)
     return {
         **model.model_dump(mode="json"),
         "layers": layers,
         "hidden": hidden,
-        "ffn": ffn,
+        "ffn": _reduced(model.ffn, ffn, layout.tp * ranks),
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
         "mla": None if model.mla is None else _narrow_latents(model.mla, model.head_dim),
-        "moe": None if model.moe is None else _narrow_experts(model.moe, layout, layers),
-        "vocab_size": min(model.vocab_size, 256 + model.vocab_size % 64),
+        "moe": None if model.moe is None else _narrow_experts(model, model.moe, layout, layers),
+        # Each of tp ranks has rows, however few are left for the last one, from tp^2 on.
+        "vocab_size": _reduced(model.vocab_size, max(256, layout.tp**2), lcm(64, layout.tp)),
         "preset": None,
         "hf": None,
     }
 
 
-def _narrow_experts(moe: MoeSpec, layout: Layout, layers: int) -> dict[str, object]:
+def _kept_by(ranks: int) -> int:
+    """The number by which widths keep their remainder, where ZeRO shards their rows over `ranks`."""
+    return ranks if ranks <= _MOST_RANKS else 1
+
+
+def _narrow_kv_heads(model: ModelSpec, layout: Layout) -> int:
+    """The fewest key-value heads that are dealt out to ranks as the model's are.
+
+    Each head is on as many tensor ranks, as many context ranks exchange heads, and a rank has several heads,
+    before and after the exchange, where it had several.
+    """
+    if model.kv_heads <= layout.tp:
+        return model.kv_heads
+    every, exchanging = layout.local_kv_heads(model.kv_heads), layout.ulysses(model.kv_heads)
+    group = model.heads // model.kv_heads
+    return layout.tp * next(
+        local
+        for local in range(min(2, every // exchanging) * exchanging, every + 1)
+        if local % exchanging == 0
+        and layout.ulysses(local * layout.tp) == exchanging
+        and local * layout.tp * group >= min(8, model.heads)
+    )
+
+
+def _narrow_experts(model: ModelSpec, moe: MoeSpec, layout: Layout, layers: int) -> dict[str, object]:
     """As few experts as their groups, the expert ranks and each token's choice leave, with few channels."""
     unit = lcm(moe.groups, layout.ep)
-    needed = max(2 * moe.top_k, moe.groups * -(-moe.top_k // moe.top_groups))
+    needed = max(2 * moe.top_k, moe.groups * -(-moe.top_k // moe.top_groups), 2 * moe.groups, 2 * layout.ep)
     fewest = -(-needed // unit) * unit
+    places: dict[str, object] = {}
+    if layers < model.layers:
+        places = {"dense_first": min(moe.dense_first, 1), "every": max(1, min(moe.every, layers // 2))}
     return {
         **moe.model_dump(mode="json"),
         "experts": fewest if fewest <= moe.experts else moe.experts,
-        "ffn": 8 * layout.etp,
-        "shared_ffn": 8 * layout.tp if moe.shared_ffn else 0,
-        "dense_first": min(moe.dense_first, layers // 2),
-        "every": min(moe.every, layers // 2),
+        "ffn": _reduced(moe.ffn, 8 * layout.etp, layout.etp * _kept_by(layout.expert_data_ranks)),
+        "shared_ffn": _reduced(moe.shared_ffn, 8 * layout.tp, layout.tp * _kept_by(layout.shard_ranks)),
+        "capacity_factor": None if moe.capacity_factor is None else min(1.0, moe.capacity_factor),
+        **places,
     }
 
 

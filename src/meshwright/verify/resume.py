@@ -19,6 +19,7 @@ from torch import Tensor
 
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
+from meshwright.spec.tiling import tiled
 from meshwright.train import state
 from meshwright.train.callbacks import Observers
 from meshwright.train.gather_full import gather_full
@@ -28,6 +29,7 @@ from meshwright.verify.narrow import narrow
 from meshwright.verify.reference import ReferenceStep, reference_steps
 from meshwright.verify.reference_data import batches
 from meshwright.verify.reference_weights import initial_weights
+from meshwright.verify.tiles import small_tiles
 from meshwright.verify.verify import exact
 
 RUN = "run.json"
@@ -66,8 +68,9 @@ def load_part(spec: RunSpec, mesh: Mesh, saved: Path, folder: Path) -> dict[str,
 def _run(
     spec: RunSpec, mesh: Mesh, folder: Path, watch: _Watch, note: str | None, resume: str | None = None
 ) -> dict[str, Any] | None:
-    watch.run = TrainingRun(spec, mesh, folder, watch)
-    watch.run.execute(resume)
+    with tiled(small_tiles(spec)):
+        watch.run = TrainingRun(spec, mesh, folder, watch)
+        watch.run.execute(resume)
     if mesh.rank:
         return None
     verdict = watch.comparison.result(axes_of(spec.layout, spec.microbatches))

@@ -16,6 +16,7 @@ from meshwright.data.loader import Batch, Loader
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.router_balance import LayerBalance
 from meshwright.spec import RunSpec
+from meshwright.spec.tiling import tiled
 from meshwright.train.gather_full import gather_full
 from meshwright.train.step import Trainer
 from meshwright.train.vote import Vote
@@ -27,6 +28,7 @@ from meshwright.verify.reference_data import batches
 from meshwright.verify.reference_sums import PHASES
 from meshwright.verify.reference_weights import initial_weights
 from meshwright.verify.samples import compare_samples, gather_samples
+from meshwright.verify.tiles import small_tiles
 from meshwright.verify.uneven import thin
 
 
@@ -34,9 +36,14 @@ def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
     """Run `steps` steps of the layout and of one device side by side; the first rank gets the result.
 
     The samples are synthetic documents of the run's own length and packing. The precision is float64 whatever
-    the spec says: what is checked is the layout, not rounding.
+    the spec says: what is checked is the layout, not rounding. Tiles are so small that there are several.
     """
     spec, note = narrow(exact(spec, steps))
+    with tiled(small_tiles(spec)):
+        return _side_by_side(spec, mesh, steps, note)
+
+
+def _side_by_side(spec: RunSpec, mesh: Mesh, steps: int, note: str | None) -> dict[str, object] | None:
     corpus = open_corpus(spec)
     trainer = Trainer(spec, mesh)
     trainer.initialise()

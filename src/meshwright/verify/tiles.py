@@ -1,0 +1,46 @@
+"""Tiles so small that a step has several wherever the product computes in tiles (`spec/tiling.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from meshwright.spec import RunSpec
+from meshwright.spec.parameters import parameters
+from meshwright.spec.tiling import Tiling
+
+
+def small_tiles(spec: RunSpec) -> Tiling:
+    """Return sizes by which what a rank computes in a microbatch takes several tiles, the last one smaller.
+
+    A bug in the second chunk of a loss, or in what is left for the last, is not to be found in a run that
+    takes one. No size is above the usual one.
+    """
+    model, layout, length = spec.model, spec.layout, spec.data.seq_len
+    kv_heads, exchanging = layout.local_kv_heads(model.kv_heads), layout.ulysses(model.kv_heads)
+    group = model.heads // layout.tp // kv_heads
+    chunk, block = _several(spec.micro_batch * length // layout.cp), _several(length)
+    logits = chunk * -(-model.vocab_size // layout.tp)
+    together = length // layout.cp * exchanging
+    run = together if exchanging == layout.cp else together // 2  # consecutive ones of these tokens
+    queries, keys = _several(run), _several(together)
+    largest = max(each.size for unit in parameters(model).values() for each in unit)
+    small = Tiling(
+        logits=logits,
+        logits_cpu=logits,
+        least_loss_rows=chunk,
+        least_query_rows=block,
+        most_query_rows=block,
+        part_scores=group * queries * keys * _several(spec.micro_batch * kv_heads // exchanging),
+        least_part_queries=_several(queries),
+        part_queries=queries,
+        part_keys=keys,
+        part_rows_summed=_several(group * queries),
+        norm_row=32,
+        init_elements=_several(largest // (layout.tp * layout.shard_ranks)),
+    )
+    return Tiling(**{name: min(size, asdict(small)[name]) for name, size in asdict(Tiling()).items()})
+
+
+def _several(size: int) -> int:
+    """The size of pieces of `size`: two or three, the last of which is smaller where that can be."""
+    return size // 3 + 1
