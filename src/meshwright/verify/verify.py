@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import itemgetter
 from typing import Any
 
@@ -23,6 +24,7 @@ from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.router_balance import LayerBalance
+from meshwright.parallel.waiting import while_others_wait
 from meshwright.spec import RunSpec
 from meshwright.spec.sections import TrainSpec
 from meshwright.train.gather_full import gather_full
@@ -90,7 +92,9 @@ def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
     comparison = Comparison()
     reference = _reference(spec, corpus, mesh.device) if first else None
     loader = Loader(corpus, spec, mesh.data_rank, spec.layout.data_ranks)
+    computed: list[ReferenceStep] = []
     for number in range(1, steps + 1):
+        mesh.heartbeat.phase("data", number - 1)
         totals = trainer.totals(trainer.gradients(loader.step(number - 1)))
         gradients = gather_full(trainer.states.gradients(), mesh)
         for gradient in gradients.values():
@@ -99,7 +103,9 @@ def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
         parameters = gather_full(trainer.states.parameters(), mesh)
         balance = trainer.layers_balance()
         biases = gather_full(trainer.balance.biases().items(), mesh)
-        if reference is not None:
+        mesh.heartbeat.phase("start")  # of which no supervisor expects an end by a time
+        while_others_wait(mesh.control, first, lambda: computed.extend(islice(reference or (), 1)))
+        if first:
             ours = {
                 "loss": {"loss": torch.tensor(done.loss, dtype=torch.float64)},
                 "gradient": gradients,
@@ -108,7 +114,7 @@ def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
                 "balance": _tensors(balance),
                 "router bias": biases,
             }
-            theirs = next(reference)
+            theirs = computed.pop()
             for kind, tensors in ours.items():
                 if tensors:
                     comparison.add(f"step {number} {kind}", tensors, theirs[kind])
