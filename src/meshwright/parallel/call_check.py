@@ -28,7 +28,7 @@ from meshwright.parallel.control import MissingRanksError
 from meshwright.parallel.mesh import Axis, Mesh
 from meshwright.spec.errors import CollectiveError
 
-TIMED_OUT = ("Timed out waiting", "timed out", "timeout")
+TIMED_OUT = ("Timed out waiting", "Application timeout", "collective operation timeout")
 """Words of gloo's and NCCL's errors about a rank that did not come."""
 MOST_NAMED = 4
 """Ranks that the error about a late collective names."""

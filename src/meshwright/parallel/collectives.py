@@ -129,8 +129,8 @@ def start_shift(received: Tensor, sent: Tensor, axis: Axis, distance: int = 1) -
         received.copy_(sent)
         return DONE
     after, before = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
-    _announce(axis, "send", sent, (axis.rank, after, 0))
-    _announce(axis, "receive", received, (before, axis.rank, 0))
+    _announce(axis, "shift", sent, (axis.rank, after, 0))
+    _announce(axis, "shift", received, (before, axis.rank, 0))
     operations = []
     if sent.numel():
         operations.append(dist.P2POp(dist.isend, sent, group=axis.group, group_peer=after))

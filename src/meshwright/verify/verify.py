@@ -103,7 +103,7 @@ def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
         parameters = gather_full(trainer.states.parameters(), mesh)
         balance = trainer.layers_balance()
         biases = gather_full(trainer.balance.biases().items(), mesh)
-        mesh.heartbeat.phase("start")  # of which no supervisor expects an end by a time
+        mesh.heartbeat.phase("start")  # the hang watch sets no limit to this phase
         while_others_wait(mesh.control, first, lambda: computed.extend(islice(reference or (), 1)))
         if first:
             ours = {
