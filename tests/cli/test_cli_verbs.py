@@ -17,7 +17,9 @@ from meshwright.cli.main import main
 from meshwright.data.shards import TokenShards
 from meshwright.hardware.find import catalogue
 from meshwright.launch.env import SUPERVISOR
+from meshwright.launch.failure import RanksFailed, exit_code
 from meshwright.spec import RunSpec, UserError, load
+from meshwright.spec.errors import CollectiveError
 from meshwright.spec.load import from_tree
 
 VERIFIED = {
@@ -132,6 +134,41 @@ def test_verify_exits_with_1_when_unequal(
     assert "UNEQUAL" in (shown := capsys.readouterr().out) and shown.endswith("step 1: the norm\n")
     assert main(["verify", "--json"]) == 1
     assert last_json(capsys)["equal"] is False
+
+
+@pytest.mark.parametrize("start", ["here", "by torchrun"])
+@pytest.mark.parametrize(
+    ("error", "kind", "code"),
+    [
+        (ValueError("a bug"), RanksFailed, 70),
+        (RanksFailed("rank 1 of 2 failed with ValueError: a bug", 1), RanksFailed, 70),
+        (RanksFailed("rank 1 of 2 was ended by SIGKILL", 137), RanksFailed, 137),
+        (CollectiveError("rank 1 calls all_reduce: a bug"), CollectiveError, 70),
+    ],
+)
+def test_verify_that_fails_has_another_exit_code_than_unequal(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, kind: type[Exception], code: int, start: str
+) -> None:
+    def failing(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(api, "verify", failing)
+    monkeypatch.setattr(api, "verify_worker", failing)
+    if start == "by torchrun":
+        be_rank(monkeypatch, 1)
+    with pytest.raises(kind) as raised:
+        main(["verify", "--layout.dp", "2"])
+    assert exit_code(raised.value) == code
+    assert str(error) in str(raised.value)
+    assert str(raised.value).endswith("; the layout was not compared with one device")
+
+
+def test_a_mistake_stays_one_under_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    mistake = UserError("steps: 0 steps compare nothing")
+    monkeypatch.setattr(api, "verify", lambda *_, **__: (_ for _ in ()).throw(mistake))
+    with pytest.raises(UserError) as raised:
+        main(["verify", "--layout.dp", "2"])
+    assert raised.value is mistake
 
 
 def test_verify_passes_its_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,8 @@ WORKERS = {
     "verify": ("meshwright.verify.verify", "torch._dynamo"),
 }
 """Modules that the ranks of a verb need; making an optimiser imports Dynamo, which takes a second."""
+VERIFY_LIMIT_S = 30.0
+"""Longest wait of `verify` in a collective, where `recovery.hang_seconds` sets none."""
 COMPILER = ("torch._inductor.compile_fx",)
 """Modules that torch.compile imports when it is first used, which takes seconds."""
 
@@ -131,8 +133,8 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
     from meshwright.data.corpus import open_corpus
     from meshwright.infer.sample import held_out_sample
     from meshwright.launch.out_of_memory import memory_errors_told
-    from meshwright.launch.waiting import while_others_wait
     from meshwright.launch.world import mesh_of, once_per_host
+    from meshwright.parallel.waiting import while_others_wait
     from meshwright.report.progress import Progress
     from meshwright.report.record import RunRecord
     from meshwright.report.run_page import write_report
@@ -315,7 +317,8 @@ def verify_worker(
 
     if load is not None and not (load / "run.json").is_file():
         raise UserError(f"--load: {load} holds no run.json; give the folder of a `meshwright verify --save`")
-    with mesh_of(spec) as mesh:
+    limit = timedelta(seconds=spec.recovery.hang_seconds or VERIFY_LIMIT_S)
+    with mesh_of(spec, limit) as mesh:
         for folder in (out, save):
             if folder is not None:
                 mesh.control.on_first(partial(_make_folder, folder))

@@ -29,6 +29,7 @@ def program(verbs: Iterable[Verb], version: str) -> str:
             "  meshwright train --model.preset tiny --train.steps 200 --nproc 2 --out runs/first",
             "",
             "exit codes: 0 success; 1 failed, or unequal (verify); 2 a mistake in the command or the file;",
+            "70 verify compared nothing: ranks disagree, or one failed or hung;",
             "75 stopped by SIGTERM, SIGHUP or SIGUSR1 and saved: start it again with --resume auto;",
             "76 storage failed; 77 training data changed or is damaged; 78 the numbers went wrong;",
             "79 a crash loop: ranks that were started again fail again without getting further;",

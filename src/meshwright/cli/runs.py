@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, choice, folder_name, verb, whole
 from meshwright.launch.env import nproc_of, resolve, worker
+from meshwright.launch.failure import RanksFailed
 from meshwright.spec import RunSpec, UserError
+from meshwright.spec.errors import CollectiveError
 from meshwright.spec.load import Overrides, from_tree, read_tree
 
 RUN = Argument("RUN", "a run file (TOML), or the folder of an earlier run", required=False, keys=True)
+NO_VERDICT = "the layout was not compared with one device"
 NPROC = Flag(
     "nproc",
     "processes on this machine: a number, or 'auto' for its GPUs or cores; default the layout's world "
@@ -163,18 +168,40 @@ def verify(call: Call) -> int:
     spec = spec_of(call, place.world_size if place else None)
     del flags["nproc"]  # the layout says it
     save, load, onto = flags.pop("save"), flags.pop("load"), flags.pop("onto")
-    if place is not None or save is not None or load is not None:
-        if onto is not None:
+    parts = {"save": save, "load": load}
+    if place is not None and place.launched:  # its launcher tells of a failure
+        api.verify_worker(spec, **parts, **flags)
+        return 0
+    if onto is not None:
+        if place is not None or load is not None:
             raise UserError("--onto: starts ranks of another layout; give --load that layout instead")
-        result = api.verify_worker(spec, save=save, load=load, **flags)
-        if place is not None and (place.launched or place.rank > 0):
-            return 0
-    else:
-        if onto is not None:
-            onto = from_tree({**spec.to_json(), "layout": {}}, onto)
-        result = api.verify(spec, onto=onto, **flags)
+        onto = from_tree({**spec.to_json(), "layout": {}}, onto)
+    with _nothing_compared():
+        if place is not None or save is not None or load is not None:
+            result = api.verify_worker(spec, **parts, **flags)
+        else:
+            result = api.verify(spec, onto=onto, **flags)
+    if place is not None and place.rank > 0:
+        return 0
     show.result(call, result, _show_verify)
     return 0 if result["equal"] else 1
+
+
+@contextmanager
+def _nothing_compared() -> Iterator[None]:
+    """Let errors in the context say that there is no verdict, and have another exit code than "unequal"."""
+    try:
+        yield
+    except CollectiveError as error:
+        raise CollectiveError(f"{error}; {NO_VERDICT}") from error
+    except UserError:
+        raise
+    except RanksFailed as error:
+        code = CollectiveError.code if error.code == 1 else error.code
+        raise RanksFailed(f"{error}; {NO_VERDICT}", code, error.details) from error
+    except Exception as error:
+        sentence = f"{type(error).__name__}: {error}; {NO_VERDICT}"
+        raise RanksFailed(sentence, CollectiveError.code, traceback.format_exc()) from error
 
 
 def _show_verify(result: Mapping[str, Any]) -> None:

@@ -21,12 +21,12 @@ from typing import Any
 
 from meshwright import atomic
 from meshwright.spec import UserError
-from meshwright.spec.errors import DataError, NumericalError, Stopped, StorageError
+from meshwright.spec.errors import CollectiveError, DataError, NumericalError, Stopped, StorageError
 
 INTERRUPTED = 130
 """Exit code of an interruption (128 + SIGINT)."""
 
-KINDS = {kind.code: kind for kind in (UserError, StorageError, DataError, NumericalError)}
+KINDS = {kind.code: kind for kind in (UserError, CollectiveError, StorageError, DataError, NumericalError)}
 """Errors whose sentence says it all, by exit code."""
 
 _MEMORY = {

@@ -6,6 +6,7 @@ import logging
 import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
 
@@ -14,12 +15,13 @@ import torch.distributed as dist
 
 import meshwright
 from meshwright.launch.env import Supervision, keep_freed_memory, limit_threads, process_group, worker
-from meshwright.launch.waiting import while_others_wait
+from meshwright.parallel.call_check import same_calls
 from meshwright.parallel.control import Control, new_scope
 from meshwright.parallel.heartbeat import BYTES, Heartbeat
 from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.parallel.precision import use_fast_fp32_matmul
 from meshwright.parallel.process_groups import Groups
+from meshwright.parallel.waiting import while_others_wait
 from meshwright.spec import RunSpec
 from meshwright.spec.rules import ranks_match
 
@@ -38,8 +40,10 @@ def device_of() -> Iterator[torch.device]:
 
 
 @contextmanager
-def mesh_of(spec: RunSpec) -> Iterator[Mesh]:
+def mesh_of(spec: RunSpec, limit: timedelta | None = None) -> Iterator[Mesh]:
     """The mesh of the layout over the world that torchrun describes, or over this process alone.
+
+    With a `limit`, ranks wait no longer than it for each other, and their calls are compared (`same_calls`).
 
     Raises `UserError` on all ranks if one has another spec, code, torch or kind of device than rank 0: its
     replicas would train another model, and write it into the same checkpoints.
@@ -59,7 +63,12 @@ def mesh_of(spec: RunSpec) -> Iterator[Mesh]:
             spec.layout, device, spec.model.kv_heads, groups, experts=spec.model.moe is not None
         )
         assert mesh is not None  # the layout has as many ranks as the world
-        yield mesh
+        if limit is None:
+            yield mesh
+            return
+        with same_calls(mesh, limit):
+            groups.limit(limit)
+            yield mesh
 
 
 def own_heartbeat() -> Heartbeat:
@@ -81,6 +90,6 @@ def code_version() -> str:
 
 def once_per_host(control: Control, work: Callable[[], object]) -> None:
     """Run `work` on the first rank of each machine, and return on all ranks when it has ended on all
-    machines; it may take hours (`launch/waiting.py`)."""
+    machines; it may take hours (`parallel/waiting.py`)."""
     place = worker()
     while_others_wait(control, place is None or place.local_rank == 0, work)

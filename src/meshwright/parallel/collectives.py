@@ -37,12 +37,30 @@ class _All:
 DONE: Pending = _All([])
 
 
+def _announce(
+    axis: Axis,
+    operation: str,
+    tensor: Tensor,
+    pair: tuple[int, int, int] | None = None,
+    uneven: bool = False,
+) -> None:
+    """Show a call to the mesh's check, if it has one; see `CallCheck.starts`.
+
+    If `uneven`, each rank brings another number of rows of the tensor.
+    """
+    if axis.wire.check is not None:
+        number, dtype = tensor.shape[uneven:].numel(), str(tensor.dtype).removeprefix("torch.")
+        what = f"{'rows of ' * uneven}{number:,} {dtype} element{'s' * (number != 1)}"
+        axis.wire.check.starts(axis, operation, what, pair)
+
+
 def start_all_gather(whole: Tensor, part: Tensor, axis: Axis) -> Pending:
     """Fill `whole` (n * numel of part,) with the `part` of each rank, in the order of ranks."""
     if axis.size == 1:
         whole.view(-1).copy_(part.view(-1))
         return DONE
     sent = whole.nbytes * (axis.size - 1) / axis.size
+    _announce(axis, "all_gather", whole)
     work = _all_gather(whole, part, group=axis.group, async_op=True)
     return axis.wire.start(axis.name, "all_gather", sent, work)
 
@@ -53,6 +71,7 @@ def start_reduce_scatter(part: Tensor, whole: Tensor, axis: Axis) -> Pending:
         part.view(-1).copy_(whole.view(-1))
         return DONE
     sent = whole.nbytes * (axis.size - 1) / axis.size
+    _announce(axis, "reduce_scatter", whole)
     work = _reduce_scatter(part, whole, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
     return axis.wire.start(axis.name, "reduce_scatter", sent, work)
 
@@ -62,6 +81,7 @@ def start_all_reduce(tensor: Tensor, axis: Axis, operation: str = "all_reduce") 
     if axis.size == 1:
         return DONE
     sent = 2 * tensor.nbytes * (axis.size - 1) / axis.size
+    _announce(axis, operation, tensor)
     work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
     return axis.wire.start(axis.name, operation, sent, work)
 
@@ -73,6 +93,7 @@ def start_broadcast(tensor: Tensor, source: int, axis: Axis) -> Pending:
     """
     if axis.size == 1:
         return DONE
+    _announce(axis, "broadcast", tensor)
     work = dist.broadcast(tensor, group=axis.group, group_src=source, async_op=True)
     return axis.wire.start(axis.name, "broadcast", tensor.nbytes * (axis.size - 1) / axis.size, work)
 
@@ -94,6 +115,7 @@ def start_all_to_all(
     crossing = sent.nbytes * (axis.size - 1) / axis.size
     if sent_rows is not None:
         crossing = float((sum(sent_rows) - sent_rows[axis.rank]) * sent[:1].nbytes)
+    _announce(axis, "all_to_all", sent, uneven=sent_rows is not None)
     work = dist.all_to_all_single(received, sent, received_rows, sent_rows, group=axis.group, async_op=True)
     return axis.wire.start(axis.name, "all_to_all", crossing, work)
 
@@ -107,6 +129,8 @@ def start_shift(received: Tensor, sent: Tensor, axis: Axis, distance: int = 1) -
         received.copy_(sent)
         return DONE
     after, before = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
+    _announce(axis, "shift", sent, (axis.rank, after, 0))
+    _announce(axis, "shift", received, (before, axis.rank, 0))
     operations = []
     if sent.numel():
         operations.append(dist.P2POp(dist.isend, sent, group=axis.group, group_peer=after))
@@ -118,15 +142,16 @@ def start_shift(received: Tensor, sent: Tensor, axis: Axis, distance: int = 1) -
 
 def start_send(sent: Tensor, target: int, axis: Axis, tag: int = 0) -> Pending:
     """Send `sent` to rank `target` of the axis; the tensor must live until the send has ended."""
+    _announce(axis, "send", sent, (axis.rank, target, tag))
     work = dist.isend(sent, group=axis.group, group_dst=target, tag=tag)
     return axis.wire.start(axis.name, "send", float(sent.nbytes), work)
 
 
 def start_receive(received: Tensor, source: int, axis: Axis, tag: int = 0) -> Pending:
     """Receive what rank `source` of the axis sends with this tag, in the order in which it sends."""
-    work: Pending | None = dist.irecv(received, group=axis.group, group_src=source, tag=tag)
-    assert work is not None
-    return work
+    _announce(axis, "receive", received, (source, axis.rank, tag))
+    work = dist.irecv(received, group=axis.group, group_src=source, tag=tag)
+    return axis.wire.watched(axis.name, "receive", work)
 
 
 # Products fused with their collective -------------------------------------------------------------------
@@ -171,6 +196,7 @@ def gather_matmul(
     """All-gather rows (N, D) and multiply: (the rows (n N, D) if `keep`, products (n N, F) with each map)."""
     assert axis.group is not None
     axis.wire.record(axis.name, "all_gather", part_ND.nbytes * float(axis.size - 1))
+    _announce(axis, "all_gather", part_ND)
     return torch.ops.symm_mem.fused_all_gather_matmul(
         part_ND.contiguous(), maps_DF, 0, axis.group.group_name, return_A=keep
     )
@@ -181,6 +207,7 @@ def matmul_scatter(x_NF: Tensor, map_FD: Tensor, axis: Axis) -> Tensor:
     assert axis.group is not None
     sent = x_NF.shape[0] * map_FD.shape[1] * x_NF.element_size()
     axis.wire.record(axis.name, "reduce_scatter", sent * (axis.size - 1) / axis.size)
+    _announce(axis, "reduce_scatter", x_NF)
     return torch.ops.symm_mem.fused_matmul_reduce_scatter(
         x_NF.contiguous(), map_FD, "sum", 0, axis.group.group_name
     )

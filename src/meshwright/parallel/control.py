@@ -211,10 +211,15 @@ class Control:
         self._arrive(flag, announce=True)
         return self._wait("all") == b"1"
 
-    def _begin(self, operation: str) -> None:
+    def store(self) -> Any:
+        """The store under this control's prefix; keys beside those of the rounds are the caller's."""
         if self._store is None:
             assert self._connect is not None  # only one rank alone has none
             self._store = self._connect()
+        return self._store
+
+    def _begin(self, operation: str) -> None:
+        self.store()
         self.rounds += 1
         self._operation = operation
 

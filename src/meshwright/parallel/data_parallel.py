@@ -96,6 +96,8 @@ class DataParallel:
         self._squares: list[Tensor] = []
         self._unsquared: list[Unit] = []
         self._microbatches, self._last_microbatch = 1, True
+        self.unreached: list[str] = []
+        """Names of parameters that had no gradient in the last step, of which zeros took the place."""
         self._gradient_bytes = 0
         turns = [(index, modules[0]) for index, modules in enumerate(units)]
         turns += [(index, module) for index, modules in enumerate(units) for module in modules[1:]]
@@ -216,8 +218,10 @@ class DataParallel:
 
         Squares for the norm are taken while the last reductions run.
         """
+        self.unreached = []
         for unit in self.units:
             if unit.waiting:  # a parameter that the loss does not depend on
+                self.unreached += [name for name in unit.waiting if name not in unit.arrived]
                 unit.waiting = {}
                 self._unit_done(unit)
         self._square_finished()

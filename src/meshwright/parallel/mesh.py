@@ -34,6 +34,15 @@ class Pending(Protocol):
         ...
 
 
+class CallCheck(Protocol):
+    """A check of the calls that a rank is about to start (`call_check.py`)."""
+
+    def starts(self, axis: Axis, operation: str, what: str, pair: tuple[int, int, int] | None = None) -> None:
+        """Raise an error if the call is not that of the other ranks; `what` says its size and format, and
+        `pair` a message's sender, receiver and tag."""
+        ...
+
+
 @dataclass(frozen=True)
 class _Watched:
     """A collective under way, whose wait shows in the rank's heartbeat."""
@@ -66,6 +75,8 @@ class TrafficCounter:
     calls: dict[tuple[str, str], int] = field(default_factory=dict)
     log: list[tuple[str, str, float]] | None = None
     """(axis, operation, bytes) of each call in order, if this is a list; None records the sums only."""
+    check: CallCheck | None = None
+    """Sees each call before it starts."""
 
     def record(self, axis: str, operation: str, sent: float) -> None:
         """Add one call that sends `sent` bytes."""
@@ -77,8 +88,12 @@ class TrafficCounter:
 
     def start(self, axis: str, operation: str, sent: float, work: Pending | None) -> Pending:
         """Add one call that has just been started; returns the handle to wait on."""
-        assert work is not None, "a rank starts collectives only on groups that it is in"
         self.record(axis, operation, sent)
+        return self.watched(axis, operation, work)
+
+    def watched(self, axis: str, operation: str, work: Pending | None) -> Pending:
+        """The handle to wait on of a call that has just been started, which sends nothing itself."""
+        assert work is not None, "a rank starts collectives only on groups that it is in"
         return _Watched(work, self.heartbeat, f"{axis} {operation}", self.heartbeat.start())
 
     def clear(self) -> None:

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.control import Connections
@@ -86,6 +87,11 @@ class Groups:
         return DeviceMesh.from_group(
             list(groups.values()), self.device_type, mesh=own, mesh_dim_names=tuple(groups)
         )
+
+    def limit(self, timeout: timedelta) -> None:
+        """Let collectives of the groups made so far, and of the default group, wait no longer than this."""
+        for group in {dist.group.WORLD, *self._made.values()} - {None}:
+            distributed_c10d._set_pg_timeout(timeout, group)
 
     def _group(self, rows: list[Row], own: Row | None, purpose: str) -> dist.ProcessGroup | None:
         """This rank's group of disjoint `rows`, made at the first call; None for a rank in none of them."""

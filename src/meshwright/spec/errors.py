@@ -50,6 +50,12 @@ class CorruptionError(NumericalError):
     restart = True
 
 
+class CollectiveError(UserError):
+    """Ranks that must make the same collective calls do not, or one of them does not come: a bug."""
+
+    code = 70
+
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask a run to save and end: Ctrl-C, a scheduler's, a lost terminal's, Slurm's `--signal`."""
 REQUEUE = 75

@@ -5,6 +5,7 @@ All ranks decide alike: from numbers that were summed over all of them, or by a 
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from meshwright.data.loader import Batch, Loader
@@ -17,6 +18,9 @@ from meshwright.train.spikes import SpikeDetector
 from meshwright.train.step import Step, Trainer
 from meshwright.train.vote import Vote
 
+MOST_NAMED = 5
+"""Parameters without gradients that a warning lists."""
+
 
 class Guard:
     """Checks of one rank on the numbers of a run; every method is called on all ranks together.
@@ -28,17 +32,52 @@ class Guard:
         self.recovery = trainer.spec.recovery
         self._trainer, self._loader, self._observers = trainer, loader, observers
         self._in_a_row = 0
+        self._looked = self._told_zero = False
         self.rollbacks = 0
         self._spikes = SpikeDetector(self.recovery)
         self._vote = Vote(trainer)
         self._voted = -1
         self._batch: Batch | None = None
 
+    # Gradients that are missing ------------------------------------------------------------------------
+
+    def _look_at_gradients(self, step: int, result: Step) -> None:
+        """Warn, once in a start of the ranks, of parameters that nothing trains.
+
+        A parameter that the loss does not depend on is looked for in the first step; later ones only look at
+        the norm, which is known anyway.
+        """
+        if not self._looked:
+            self._looked = True
+            control, unreached = self._trainer.mesh.control, self._trainer.states.unreached
+            if control.any(bool(unreached)) and (found := control.gather(unreached)):
+                names = sorted({name for each in found for name in each})
+                listed = ", ".join(names[:MOST_NAMED])
+                more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+                self._warn(
+                    step,
+                    f"no gradient reached {listed}{more} in step {step}: the loss does not depend on "
+                    f"{len(names)} of the model's parameters, and nothing trains them",
+                )
+        if result.grad_norm == 0.0 and not self._told_zero:
+            self._told_zero = True
+            self._warn(
+                step,
+                f"the norm of the gradient is exactly 0 in step {step}: nothing trains the model; were its "
+                f"weights loaded or drawn, and has its data any targets?",
+            )
+
+    def _warn(self, step: int, message: str) -> None:
+        if self._trainer.mesh.rank == 0:
+            self._observers.on_event("warning", {"step": step, "message": message})
+            warnings.warn(message, stacklevel=3)
+
     # Steps that are not finite ------------------------------------------------------------------------
 
     def after(self, step: int, result: Step, batch: Batch) -> NumericalError | None:
         """Take note of a step; if it is one skipped step too many in a row, the error to end the run with."""
         self._batch = batch
+        self._look_at_gradients(step, result)
         if result.applied:
             self._in_a_row = 0
             return None

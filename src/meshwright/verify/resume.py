@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.waiting import while_others_wait
 from meshwright.spec import RunSpec
 from meshwright.spec.tiling import tiled
 from meshwright.train import state
@@ -100,10 +102,9 @@ class _Watch(Observers):
         if not self.saved:
             return
         found = self._gathered()
-        if self.mesh.rank:
+        wanted = self._reference_after(self.saved)
+        if wanted is None:
             return
-        for _ in range(self.saved):
-            wanted = next(self._reference)
         missed = math.inf if info["step"] != (0 if self.imported else self.saved) else 0.0
         reached = Difference(self.saved, "loaded step", str(info["step"]), missed)
         self.comparison.note(self.saved, "loaded step", [reached])
@@ -118,16 +119,24 @@ class _Watch(Observers):
 
     def on_step(self, row: dict[str, Any]) -> None:
         """Compare a step."""
-        found = self._gathered()
-        if self.mesh.rank:
+        found, step = self._gathered(), int(row["step"])
+        wanted = self._reference_after(1)
+        if wanted is None:
             return
-        wanted, step = next(self._reference), int(row["step"])
         for kind, name in (("loss", "loss"), ("grad norm", "grad_norm")):
             number = torch.tensor(row[name], dtype=torch.float64)
             self.comparison.add(step, kind, {kind: number}, wanted[kind])
         for kind, tensors in found.items():
             if tensors:
                 self.comparison.add(step, kind, tensors, wanted[kind])
+
+    def _reference_after(self, steps: int) -> ReferenceStep | None:
+        """Return the reference's state after so many more steps on the first rank, for which others wait."""
+        computed: list[ReferenceStep] = []
+        self.mesh.heartbeat.phase("start")  # the hang watch sets no limit to this phase
+        first = self.mesh.rank == 0
+        while_others_wait(self.mesh.control, first, lambda: computed.extend(islice(self._reference, steps)))
+        return computed[-1] if first else None
 
     def _gathered(self) -> dict[str, dict[str, Tensor]]:
         """Return parameters, routers' biases and moments by kind and name, whole, on the first rank."""

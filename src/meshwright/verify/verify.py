@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Batch, Loader
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.router_balance import LayerBalance
+from meshwright.parallel.waiting import while_others_wait
 from meshwright.spec import RunSpec
 from meshwright.spec.tiling import tiled
 from meshwright.train.gather_full import gather_full
@@ -54,14 +56,20 @@ def _side_by_side(spec: RunSpec, mesh: Mesh, steps: int, note: str | None) -> di
         reference = _reference(spec, mesh.device)
         comparison.add(0, "initial weight", initial, initial_weights(spec.model, spec.train.seed))
     loader = Loader(corpus, spec, mesh.data_rank, spec.layout.data_ranks)
+    computed: list[ReferenceStep] = []
     for number in range(1, steps + 1):
+        mesh.heartbeat.phase("data", number - 1)
         batch = thin(loader.step(number - 1), number, spec)
         samples = gather_samples(batch, mesh)
         found, sums = _layout_step(trainer, batch, number)
         divergence = vote()
+        mesh.heartbeat.phase("start")  # the hang watch sets no limit to this phase
+        while_others_wait(
+            mesh.control, reference is not None, lambda: computed.extend(islice(reference or (), 1))
+        )
         if reference is None:
             continue
-        wanted = next(reference)
+        wanted = computed.pop()
         comparison.note(number, "samples", compare_samples(number, samples, wanted["samples"], spec))
         for kind in KINDS:
             if kind in PHASES:
