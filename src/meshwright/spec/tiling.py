@@ -42,8 +42,8 @@ class Tiling:
 
 
 _entered = [Tiling()]
-"""The sizes of each `tiled` that has not ended. The process has one list: backwards on a device run in a
-thread of its own, which would not see a context variable."""
+"""The sizes of each `tiled` that has not ended. The process has one list: the backward on a device runs in
+a thread of its own, which would not see a context variable."""
 
 
 def tiling() -> Tiling:
