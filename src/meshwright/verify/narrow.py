@@ -8,8 +8,8 @@ from math import lcm
 from meshwright.spec import Layout, MlaSpec, ModelSpec, MoeSpec, RunSpec
 from meshwright.spec.stages import stages
 
-MOST_WORK = 3e10
-"""Parameters x tokens of a step that are checked as they are; about ten seconds a step in float64."""
+MOST_WORK = 2e9
+"""Parameters x tokens of a step that are checked as they are; about a second a step in float64."""
 
 _MOST_RANKS = 64
 """Widths keep their remainder by up to so many ranks of ZeRO: with more, the copy would grow with them."""
