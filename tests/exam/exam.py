@@ -16,8 +16,6 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,12 +25,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import warm
+
 FOLDER = Path(__file__).resolve().parent
 SOURCE = FOLDER.parents[1] / "src" / "meshwright"
-LIMIT_S = 90.0
+LIMIT_S = 60.0
 """A command that takes longer has no end: one takes seconds, and a lost collective is told after 30 s."""
-REFUSED = 2
-"""Exit code of a refused command; of one that should pass, since it has a flag that does not exist yet."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +95,11 @@ class Ended:
         return self.code == 1 and self.result is not None and self.result.get("equal") is False
 
     @property
+    def refused(self) -> bool:
+        """True for a command with a flag that does not exist yet."""
+        return self.code == 2 and "unknown flag" in self.error
+
+    @property
     def told(self) -> str:
         """The first difference in the order of a step, or else the largest; or the sentence of the error."""
         if self.result is None or not self.unequal:
@@ -139,41 +142,25 @@ def judged(mutation: Mutation, ended: Ended) -> Mark:
 
 
 def _run(command: Iterable[str], mutation: Mutation | None) -> Ended:
-    with tempfile.TemporaryDirectory(prefix="exam-") as folder:
-        package = Path(folder) / "meshwright"
-        shutil.copytree(SOURCE, package)
+    """Run a command with a copy of the package, mutated if there is a mutation."""
+    # Not a TemporaryDirectory: a fork that ends would delete it.
+    folder = Path(tempfile.mkdtemp(prefix="exam-"))
+    try:
+        shutil.copytree(SOURCE, folder / "meshwright")
         if mutation is not None:
             changed = source_of(mutation).replace(mutation.old, mutation.new)
-            (package / mutation.file).write_text(changed, encoding="utf-8")
-        return _ended([sys.executable, "-m", "meshwright", *command, "--json"], Path(folder))
-
-
-def _ended(command: list[str], folder: Path) -> Ended:
-    """Run a command with the package that lies in `folder`."""
-    # Ranks that wait leave their core to those that compute.
-    environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", **os.environ}
-    environment["PYTHONPATH"] = str(folder)
-    began = time.monotonic()
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, error = process.communicate(timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return Ended(None, time.monotonic() - began, None, f"no end in {LIMIT_S:g} s")
-    seconds, last = time.monotonic() - began, out.splitlines()[-1] if out.strip() else ""
+            (folder / "meshwright" / mutation.file).write_text(changed, encoding="utf-8")
+        began = time.monotonic()
+        code, out, error = warm.run([*command, "--json"], folder, LIMIT_S)
+        seconds = time.monotonic() - began
+    finally:
+        shutil.rmtree(folder)
+    last = out.splitlines()[-1] if out.strip() else ""
     result = json.loads(last) if last.startswith("{") else None
     # Lines of a traceback hold names by chance, and explain nothing to a user.
     sentences = [line for line in error.splitlines() if line.startswith("meshwright: error: ")]
-    return Ended(process.returncode, seconds, result, sentences[-1] if sentences else "")
+    told = sentences[-1] if sentences else "" if code is not None else f"no end in {LIMIT_S:g} s"
+    return Ended(code, seconds, result, told)
 
 
 def examine(
@@ -185,11 +172,11 @@ def examine(
         command = exam.runs[mutation.run]
         if mutation.run not in unmutated:
             unmutated[mutation.run] = found = clean(command)
-            if found.code not in (0, REFUSED):
+            if found.code != 0 and not found.refused:
                 alarms += 1
                 print(f"FALSE ALARM: meshwright {' '.join(command)}: {found.told}", flush=True)
         before = unmutated[mutation.run]
-        if before.code == REFUSED:
+        if before.refused:
             mark = Mark(mutation.id, False, False, before.seconds, before.told, pending=True)
         else:
             mark = sit(mutation, command)
@@ -229,6 +216,10 @@ def main() -> int:
     if unknown := only - {mutation.id for mutation in exam.mutations}:
         parser.error(f"--only: no mutation is called {', '.join(sorted(unknown))}")
     began = time.monotonic()
+    # Ranks that wait leave their core to those that compute. Read when torch is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    warm.preload()
     print(f"{'id':16s} {'caught':7s} {'named':5s} {'s':>5s}  bug, and what was told", flush=True)
     chosen = [mutation for mutation in exam.mutations if not only or mutation.id in only]
     marks, alarms = examine(exam, chosen, _tell)
