@@ -7,7 +7,7 @@ CHAOS ?= runs/chaos-$(shell date +%Y%m%d-%H%M%S)
 RESULTS ?= bench/results
 TODAY := $(shell date +%Y%m%d)
 
-.PHONY: train test test-all lint format bench chaos gpu gpu-test gpu-bench docs clean
+.PHONY: train test test-all exam lint format bench chaos gpu gpu-test gpu-bench docs clean
 
 .venv/run.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -37,6 +37,10 @@ test: .venv/dev.done
 ## test-all: every test, with the full products of layouts, schedules and policies
 test-all: .venv/dev.done
 	$(PYTEST) $(ARGS)
+
+## exam: known mistakes planted in copies of the source, and what verify says of each, in some minutes
+exam: .venv/run.done
+	$(PY) tests/exam/exam.py $(ARGS)
 
 ## lint: ruff, mypy, the contract that imports go down the floors only, and the prose of docstrings and errors
 lint: .venv/dev.done

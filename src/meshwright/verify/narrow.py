@@ -28,10 +28,15 @@ def narrow(spec: RunSpec) -> tuple[RunSpec, str | None]:
     if spec.model.parameters * spec.train.batch_tokens <= MOST_WORK:
         return spec, None
     layout = spec.layout
-    cut = _narrow_cut([len(stage.blocks) for stage in stages(spec.model, layout, spec.data.seq_len)])
+    count = layout.pp * layout.chunks
+    if count == 1 or layout.stages == "even":  # by the number of layers, since a wrong cut must stay wrong
+        base, rest = divmod(spec.model.layers, count)
+        cut = _narrow_cut([base + (stage < rest) for stage in range(count)])
+    else:
+        cut = _narrow_cut([len(stage.blocks) for stage in stages(spec.model, layout, spec.data.seq_len)])
     seq_len = _reduced(spec.data.seq_len, max(128, 16 * layout.cp), 2 * layout.cp * layout.tp)
     micro = min(spec.micro_batch, 3)
-    count = _reduced(spec.microbatches, max(4, 2 * layout.pp), layout.pp)
+    microbatches = _reduced(spec.microbatches, max(4, 2 * layout.pp), layout.pp)
     tree = spec.to_json()
     tree["model"] = _narrow_model(spec.model, layout, sum(cut))
     if (window := spec.model.sliding_window) is not None and window < spec.data.seq_len:
@@ -40,7 +45,7 @@ def narrow(spec: RunSpec) -> tuple[RunSpec, str | None]:
     tree["layout"]["micro_batch"] = micro
     if layout.pp > 1 and layout.stages != "even":
         tree["layout"]["stages"] = cut  # the run's, since a balanced one of the copy would be another
-    tree["train"]["batch_tokens"] = seq_len * micro * count * layout.data_ranks
+    tree["train"]["batch_tokens"] = seq_len * micro * microbatches * layout.data_ranks
     small = RunSpec.model_validate(tree)
     note = (
         f"checked on a narrowed copy: {small.model.parameters:,} of {spec.model.parameters:,} parameters "
