@@ -78,6 +78,18 @@ def receive_half(rank: int) -> None:
         pipeline_parallel.start_receive = lambda room, *place: start(room[:1], *place)
 
 
+def send_once_only(rank: int) -> None:
+    """Rank 0 sends the first of its microbatches alone."""
+    start, sent = pipeline_parallel.start_send, []
+
+    def sending(*message: object) -> collectives.Pending:
+        sent.append(message)
+        return start(*message) if len(sent) == 1 else collectives.DONE  # type: ignore[arg-type]
+
+    if rank == 0:
+        pipeline_parallel.start_send = sending
+
+
 def stay_away(rank: int) -> None:
     """Rank 1 computes for ever in the second step."""
     if rank == 1:
@@ -171,6 +183,14 @@ def test_a_rank_that_does_not_come_is_named_at_the_limit(tmp_path: Path) -> None
     waits = f"rank 0 has waited for {LIMIT_S:g} s for {call}"
     last = "rank 1 last called scalars of 1 float64 element over the axis world in step 1"
     assert found == {f"{CollectiveError.__name__}-0": f"{waits}; {last}"}
+
+
+def test_a_message_that_is_not_sent_is_told_at_the_limit(tmp_path: Path) -> None:
+    found = sentences(send_once_only, tmp_path, LIMIT_S, pp=2, micro_batch=1)
+    (told, *_) = (sentence for name, sentence in found.items() if name.startswith(CollectiveError.__name__))
+    assert (
+        f"has waited for {LIMIT_S:g} s for receive of" in told and "over the axis pipeline in step 1" in told
+    )
 
 
 def test_no_limit_while_one_rank_computes_the_reference(tmp_path: Path) -> None:

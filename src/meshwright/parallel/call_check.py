@@ -28,7 +28,12 @@ from meshwright.parallel.control import MissingRanksError
 from meshwright.parallel.mesh import Axis, Mesh
 from meshwright.spec.errors import CollectiveError
 
-TIMED_OUT = ("Timed out waiting", "Application timeout", "collective operation timeout")
+TIMED_OUT = (
+    "Timed out waiting",
+    "Operation timed out",
+    "Application timeout",
+    "collective operation timeout",
+)
 """Words of gloo's and NCCL's errors about a rank that did not come."""
 MOST_NAMED = 4
 """Ranks that the error about a late collective names."""
@@ -46,7 +51,7 @@ def same_calls(mesh: Mesh, limit: timedelta) -> Iterator[None]:
         return
     mesh.control.barrier()  # makes the keys of this check its own; imports are over on all ranks
     check, before = SameCalls(mesh), mesh.control.timeout
-    mesh.wire.check, mesh.control.timeout = check, limit
+    mesh.wire.check, mesh.wire.limit, mesh.control.timeout = check, limit, limit
     try:
         yield
     except MissingRanksError as error:
@@ -56,7 +61,7 @@ def same_calls(mesh: Mesh, limit: timedelta) -> Iterator[None]:
             raise
         raise CollectiveError(check.late(limit)) from error
     finally:
-        mesh.wire.check, mesh.control.timeout = None, before
+        mesh.wire.check, mesh.wire.limit, mesh.control.timeout = None, None, before
 
 
 class SameCalls:

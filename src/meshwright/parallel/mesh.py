@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -51,10 +52,15 @@ class _Watched:
     heartbeat: Heartbeat
     label: str
     number: int
+    limit: timedelta | None
 
     def wait(self) -> None:
         with self.heartbeat.waits(self.label, self.number):
-            self.work.wait()
+            # A message of gloo's waits as long as its group did when that was made, unless it is told here.
+            if self.limit is not None and isinstance(self.work, dist.Work):
+                self.work.wait(self.limit)
+            else:
+                self.work.wait()
 
     def is_completed(self) -> bool:
         return self.work.is_completed()
@@ -77,6 +83,8 @@ class TrafficCounter:
     """(axis, operation, bytes) of each call in order, if this is a list; None records the sums only."""
     check: CallCheck | None = None
     """Sees each call before it starts."""
+    limit: timedelta | None = None
+    """The longest wait for a call, by default that of its group."""
 
     def record(self, axis: str, operation: str, sent: float) -> None:
         """Add one call that sends `sent` bytes."""
@@ -94,7 +102,7 @@ class TrafficCounter:
     def watched(self, axis: str, operation: str, work: Pending | None) -> Pending:
         """The handle to wait on of a call that has just been started, which sends nothing itself."""
         assert work is not None, "a rank starts collectives only on groups that it is in"
-        return _Watched(work, self.heartbeat, f"{axis} {operation}", self.heartbeat.start())
+        return _Watched(work, self.heartbeat, f"{axis} {operation}", self.heartbeat.start(), self.limit)
 
     def clear(self) -> None:
         """Drop all sums, and stop logging calls."""
