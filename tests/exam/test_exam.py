@@ -38,7 +38,7 @@ def test_there_is_a_mutation_for_each_public_bug_and_each_has_a_command() -> Non
 
 
 def sit_exam(folder: Path, *flags: str, seconds: float) -> dict[str, Any]:
-    """What `exam.py` wrote, which runs in a process that has not imported the package."""
+    """Result that `exam.py` wrote, which runs in a process that has not imported the package."""
     file = folder / "marks.json"
     program = Path(__file__).with_name("exam.py")
     command = [sys.executable, str(program), "--json", str(file), *flags]

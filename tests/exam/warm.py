@@ -87,7 +87,7 @@ class _Fork:
 def _become_command(argv: Sequence[str], folder: Path, texts: Sequence[Path]) -> NoReturn:
     os.setsid()
     for text, descriptor in zip(texts, (1, 2), strict=True):
-        os.dup2(os.open(text, os.O_WRONLY | os.O_CREAT), descriptor)
+        os.dup2(os.open(text, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     zygote = importlib.import_module("meshwright.recover.zygote")
