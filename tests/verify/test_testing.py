@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import Layout
 from meshwright.testing import Verdict, compare, gather_shards
-from ranks import Ranks, RanksFailedError
+from ranks import Ranks
 
 ADAM = partial(torch.optim.AdamW, lr=0.01)
 
