@@ -144,11 +144,11 @@ def test_train_verifies_its_layout_first(
 ) -> None:
     train, verify = stand_in(monkeypatch, "train", {"steps": 7}), stand_in(monkeypatch, "verify", VERIFIED)
     assert main(["train", "--layout.dp", "2", "--verify", "--resume", "auto", "--json"]) == 0
-    assert verify.only == train.only[0:1] + ({},)
+    assert verify.only == (*train.only[:1], {})
     first, last = capsys.readouterr().out.split("\n{")
     assert first.replace("\n ", "") == (
-        "verified: dp 2 equals one device in float64 over 3 steps (9 tensors and numbers, the largest relative "
-        "difference 3.0e-16)"
+        "verified: dp 2 equals one device in float64 over 3 steps (9 tensors and numbers, the largest "
+        "relative difference 3.0e-16)"
     )
     assert json.loads("{" + last) == {"steps": 7}
     stand_in(monkeypatch, "verify", {**VERIFIED, "equal": False, "first": {"sentence": "step 1: the norm"}})

@@ -66,14 +66,14 @@ def _asked(call: Call, ranks: int | None = None) -> tuple[dict[str, Any], Overri
     JSON,
 )
 def train(call: Call) -> int:
-    """Launch the ranks and train, or train as one of them; the exit code is 1 if --verify finds a difference."""
+    """Launch the ranks and train, or train as one of them; exit code 1 if --verify finds a difference."""
     from meshwright import api
 
     place, path = worker(), call.path()
     if call.flags["verify"] and (place is not None or call.flags["nodes"] is not None):
         raise UserError(
-            "--verify: needs all ranks of the layout on this machine, started by this command; remove it, and "
-            "run `meshwright verify` first, which torchrun may start on several hosts"
+            "--verify: needs all ranks of the layout on this machine, started by this command; remove it, "
+            "and run `meshwright verify` first, which torchrun may start on several hosts"
         )
     if call.flags["nodes"] is not None:
         _train_with_others(call)
