@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.multiprocessing import ProcessRaisedException
 
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec import Layout
-from meshwright.testing import Verdict, compare, gather_shards
+from meshwright.spec import Layout, UserError
+from meshwright.testing import Verdict, compare, gather_shards, run_on_ranks
 from ranks import Ranks
 
 ADAM = partial(torch.optim.AdamW, lr=0.01)
@@ -141,7 +145,6 @@ def test_a_wrong_gradient_is_named(ranks: Ranks, bug: str, words: str) -> None:
     verdicts = ranks.run(Layout(tp=2), torch_layers, bug)
     for verdict in verdicts:
         assert not verdict.equal
-        print(verdict.sentence)
         assert all(part in verdict.sentence for part in words.split("{}")), verdict.sentence
     assert verdicts[0] == verdicts[1]
     with pytest.raises(AssertionError, match="step 1: the first difference is in"):
@@ -152,7 +155,46 @@ def test_a_wrong_gradient_is_named(ranks: Ranks, bug: str, words: str) -> None:
 def test_a_wrong_sum_in_the_forward_is_named_with_its_module(ranks: Ranks, bug: str) -> None:
     assert all(verdict.equal for verdict in ranks.run(Layout(tp=2), layers_by_hand, "none"))
     for verdict in ranks.run(Layout(tp=2), layers_by_hand, bug):
-        print(verdict.sentence)
         assert not verdict.equal
         assert verdict.first is not None and verdict.first.kind == "output"
         assert verdict.sentence.endswith("the first module with another output of the same shape is down")
+
+
+def test_ranks_with_other_plain_modules_are_refused(ranks: Ranks) -> None:
+    sentences = ranks.run(Layout(tp=2), unlike_plain_modules)
+    assert all("plain: weight differs between ranks" in sentence for sentence in sentences)
+
+
+def unlike_plain_modules(mesh: Mesh) -> str:
+    """Compare with plain modules of a seed for each rank; return the error."""
+    torch.manual_seed(mesh.tensor.rank)
+    module = nn.Linear(4, 4)
+    with pytest.raises(UserError) as error:
+        compare(module, module, [torch.zeros(1, 4)], group=mesh.tensor.group)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("number", "name"), [(0, "test_mlp"), (1, "test_megatron")])
+def test_the_examples_of_the_documentation_run(
+    number: int, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name == "test_megatron":
+        pytest.importorskip("megatron.core", reason="megatron-core is no dependency; install it to run this")
+    page = Path(__file__).parents[2] / "docs" / "testing.md"
+    block = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)[number]
+    module = f"example_{name}"
+    (tmp_path / f"{module}.py").write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)  # ranks import it, too
+    getattr(importlib.import_module(module), name)()
+
+
+def test_a_rank_that_fails_is_shown_with_its_traceback() -> None:
+    with pytest.raises(ProcessRaisedException, match="ZeroDivisionError"):
+        run_on_ranks(1, divide, 1, 0)
+    assert run_on_ranks(1, divide, 6, 2) == [3.0]
+
+
+def divide(a: int, b: int) -> float:
+    """Quotient of two numbers, on a rank."""
+    assert dist.get_world_size() == 1
+    return a / b
