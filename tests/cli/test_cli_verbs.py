@@ -29,6 +29,9 @@ VERIFIED = {
     "first": None,
     "compared": 9,
     "rows": [{"kind": "gradient", "compared": 9, "worst": 3e-16, "name": "head.weight"}],
+    "narrowed": None,
+    "layout": "dp 2",
+    "steps": 3,
 }
 
 
@@ -134,6 +137,48 @@ def test_verify_exits_with_1_when_unequal(
     assert "UNEQUAL" in (shown := capsys.readouterr().out) and shown.endswith("step 1: the norm\n")
     assert main(["verify", "--json"]) == 1
     assert last_json(capsys)["equal"] is False
+
+
+def test_train_verifies_its_layout_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train, verify = stand_in(monkeypatch, "train", {"steps": 7}), stand_in(monkeypatch, "verify", VERIFIED)
+    assert main(["train", "--layout.dp", "2", "--verify", "--resume", "auto", "--json"]) == 0
+    assert verify.only == (*train.only[:1], {})
+    first, last = capsys.readouterr().out.split("\n{")
+    assert first.replace("\n ", "") == (
+        "verified: dp 2 equals one device in float64 over 3 steps (9 tensors and numbers, the largest "
+        "relative difference 3.0e-16)"
+    )
+    assert json.loads("{" + last) == {"steps": 7}
+    stand_in(monkeypatch, "verify", {**VERIFIED, "equal": False, "first": {"sentence": "step 1: the norm"}})
+    assert main(["train", "--layout.dp", "2", "--verify"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "step 1: the norm"
+    assert len(train.calls) == 1
+
+
+def test_train_verifies_only_where_it_starts_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="--verify: needs all ranks of the layout on this machine"):
+        main(["train", "--verify", "--nodes", "2", "--out", "o"])
+    be_rank(monkeypatch, 0)
+    with pytest.raises(UserError, match="run `meshwright verify` first"):
+        main(["train", "--verify", "--layout.dp", "2"])
+
+
+def test_an_unequal_layout_is_not_trained_and_leaves_no_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from meshwright.train.step import Trainer
+
+    applied = Trainer.apply
+    monkeypatch.setattr(Trainer, "apply", lambda self, totals, number: applied(self, totals, number + 1))
+    out = tmp_path / "run"
+    assert main(["train", "--model.preset", "tiny", *SMALL, "--out", str(out), "--verify"]) == 1
+    assert "step 1: the first difference is in the update of" in capsys.readouterr().out.replace("\n ", "")
+    assert not out.exists()
+
+
+SMALL = ("--model.layers", "1", "--data.seq_len", "32", "--train.batch_tokens", "64", "--nproc", "1")
 
 
 @pytest.mark.parametrize("start", ["here", "by torchrun"])

@@ -60,16 +60,24 @@ def _asked(call: Call, ranks: int | None = None) -> tuple[dict[str, Any], Overri
         str,
     ),
     Flag("address", "address of this host that the others reach it at", "IP", str),
+    Flag(
+        "verify", "first compare the layout with one device, as `verify` does, and only train if it is equal"
+    ),
     JSON,
 )
-def train(call: Call) -> None:
-    """Launch the ranks and train, or train as one of them."""
+def train(call: Call) -> int:
+    """Launch the ranks and train, or train as one of them; exit code 1 if --verify finds a difference."""
     from meshwright import api
 
     place, path = worker(), call.path()
+    if call.flags["verify"] and (place is not None or call.flags["nodes"] is not None):
+        raise UserError(
+            "--verify: needs all ranks of the layout on this machine, started by this command; remove it, "
+            "and run `meshwright verify` first, which torchrun may start on several hosts"
+        )
     if call.flags["nodes"] is not None:
         _train_with_others(call)
-        return
+        return 0
     if call.flags["address"] is not None:
         raise UserError("--address: only says where other hosts reach this one; add --nodes, or remove it")
     resume, quiet = call.flags["resume"], call.flags["quiet"]
@@ -85,6 +93,8 @@ def train(call: Call) -> None:
         spec = spec_of(call, place.world_size if place else None)
     if resume is not None and run and out and run.resolve() != out.resolve():
         raise UserError(f"--out: {out} differs from the resumed run {run}; remove --out")
+    if call.flags["verify"] and not _is_equal(call, spec):
+        return 1
     if place is None:
         result = api.train(spec, out=out, resume=resume, quiet=quiet, supervise=True)
     else:
@@ -93,6 +103,25 @@ def train(call: Call) -> None:
         result = api.train_worker(spec, out=out or shared, resume=resume, quiet=quiet)
     if place is None or (place.rank == 0 and not place.launched):
         show.result(call, result)
+    return 0
+
+
+def _is_equal(call: Call, spec: RunSpec) -> bool:
+    """Compare the layout with one device; print in one line that it is equal, or else the whole result."""
+    from meshwright import api
+
+    with _nothing_compared():
+        found = api.verify(spec)
+    if not found["equal"]:
+        show.result(call, found, _show_verify)
+    elif not call.flags["quiet"]:
+        narrowed = f"; {found['narrowed']}" if found["narrowed"] else ""
+        show.line(
+            f"verified: {found['layout']} equals one device in float64 over {found['steps']} steps "
+            f"({found['compared']} tensors and numbers, the largest relative difference "
+            f"{found['worst_relative']:.1e}){narrowed}"
+        )
+    return bool(found["equal"])
 
 
 def _train_with_others(call: Call) -> None:

@@ -16,7 +16,7 @@ TOLERANCE = 1e-10
 FLOOR = 1e-4
 """A tensor whose largest reference value is below this share of its kind's largest is measured against that
 share: some gradients are zero in mathematics and rounding noise in practice (a key bias, for one)."""
-BACKWARD_ORDER = ("backward", "gradient")
+BACKWARD_ORDER = ("backward", "gradient", "parameter gradient")
 """Kinds whose tensors a step makes from the head to the embedding."""
 
 
@@ -39,12 +39,13 @@ class Difference:
 class Comparison:
     """All that was compared; kinds are added in the order in which a step computes them."""
 
-    def __init__(self) -> None:
+    def __init__(self, tolerance: float = TOLERANCE) -> None:
+        self.tolerance = tolerance
         self.kinds: dict[tuple[int, str], list[Difference]] = {}
 
     def add(self, step: int, kind: str, ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> None:
         """Compare equally named tensors; a name on one side only counts as infinitely different."""
-        largest = max(float(tensor.abs().max()) for tensor in reference.values())
+        largest = max((float(tensor.abs().max()) for tensor in reference.values()), default=0.0)
         names = [*reference, *sorted(ours.keys() - reference.keys())]  # in order of the forward
         self.note(step, kind, (_difference(step, kind, name, ours, reference, largest) for name in names))
 
@@ -57,14 +58,14 @@ class Comparison:
     def first(self) -> Difference | None:
         """The first difference beyond the tolerance that a step makes; None if there is none."""
         for (_, kind), differences in self.kinds.items():
-            failing = [each for each in differences if each.relative > TOLERANCE]
+            failing = [each for each in differences if each.relative > self.tolerance]
             if failing:
                 return failing[-1 if kind in BACKWARD_ORDER else 0]
         return None
 
     def failing(self, step: int, kind: str) -> list[Difference]:
         """Return the differences of a step and kind that are beyond the tolerance."""
-        return [each for each in self.kinds.get((step, kind), []) if each.relative > TOLERANCE]
+        return [each for each in self.kinds.get((step, kind), []) if each.relative > self.tolerance]
 
     def result(self, axes: Mapping[str, int]) -> dict[str, Any]:
         """Return the JSON object of `meshwright verify`, with one row for each step and kind.
@@ -90,7 +91,7 @@ class Comparison:
             "worst_name": f"{overall['kind']}: {overall['name']}",
             "first": None if first is None else {**asdict(first), "sentence": self.sentence(first, axes)},
             "compared": sum(row["compared"] for row in rows),
-            "tolerance": TOLERANCE,
+            "tolerance": self.tolerance,
             "rows": rows,
         }
 
@@ -129,6 +130,9 @@ _PHRASES = {
     "loaded router bias": "{} as loaded",
     "loaded exp_avg": "the first moment of {} as loaded",
     "loaded exp_avg_sq": "the second moment of {} as loaded",
+    "output": "the module's {}",  # this and the next two are of `meshwright.testing`
+    "parameter gradient": "the gradient of {}",
+    "input gradient": "the gradient of {}",
     "parameter": "the update of {}, though its gradient is right",
     "exp_avg": "the first moment of {}",
     "exp_avg_sq": "the second moment of {}",
