@@ -12,20 +12,24 @@ rank is found as well as a part that is missing on all.
 from __future__ import annotations
 
 import math
-import pickle
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from hashlib import sha256
+from multiprocessing import get_context
+from multiprocessing.queues import SimpleQueue
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 
+from meshwright.launch.env import LOOPBACK
 from meshwright.spec import UserError
 from meshwright.verify.compare import TOLERANCE, Comparison, Difference
 
@@ -232,27 +236,35 @@ def run_on_ranks(
     default group. A rank's error is raised with its traceback (`ProcessRaisedException` of
     `torch.multiprocessing`), and ends the others.
     """
-    store = TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-    )
-    spawn(_rank, (ranks, store.port, timeout_s, function, arguments), nprocs=ranks)
-    return [pickle.loads(bytes.fromhex(store.get(f"result {rank}").decode())) for rank in range(ranks)]
+    queue = get_context("spawn").SimpleQueue()
+    found: dict[int, Any] = {}
+    with TemporaryDirectory() as folder:
+        place = (ranks, f"{folder}/store", timeout_s, queue)
+        processes = spawn(_rank, (*place, function, arguments), nprocs=ranks, join=False)
+        ended = False
+        while not ended:
+            ended = processes.join(0.05)
+            while not queue.empty():
+                rank, result = queue.get()
+                found[rank] = result
+    return [found[rank] for rank in range(ranks)]
 
 
 def _rank(
     rank: int,
     ranks: int,
-    port: int,
+    store: str,
     timeout_s: float,
+    queue: SimpleQueue[tuple[int, Any]],
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK  # nothing that another machine could reach
     limit = timedelta(seconds=timeout_s)
-    store = TCPStore("127.0.0.1", port, timeout=limit)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+    dist.init_process_group("gloo", store=FileStore(store, ranks), rank=rank, world_size=ranks, timeout=limit)
     try:
-        store.set(f"result {rank}", pickle.dumps(function(*arguments)).hex())
+        queue.put((rank, function(*arguments)))
         dist.barrier()  # whose memory is gone is not there for a slower rank's last message
     finally:
         dist.destroy_process_group()
