@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing import ProcessRaisedException
 
@@ -158,6 +159,49 @@ def test_a_wrong_sum_in_the_forward_is_named_with_its_module(ranks: Ranks, bug: 
         assert not verdict.equal
         assert verdict.first is not None and verdict.first.kind == "output"
         assert verdict.sentence.endswith("the first module with another output of the same shape is down")
+
+
+class DataParallel(nn.Module):
+    """A module whose ranks each take a part of the batch, and sum their gradients afterwards."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.module, self._mesh = module, mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        part = x.chunk(self._mesh.size())[self._mesh.get_local_rank()]
+        return DTensor.from_local(self.module(part), self._mesh, [Shard(0)])
+
+
+def parts_of_a_batch(mesh: Mesh, mean: bool) -> Verdict:
+    """Compare data parallelism, of which gradients may be a mean where they should be a sum."""
+    group = mesh.shard.group
+    assert group is not None
+    torch.manual_seed(0)
+    plain = MLP().double()
+    parallel = DataParallel(deepcopy(plain), DeviceMesh.from_group(group, "cpu"))
+
+    def after_backward(module: nn.Module) -> None:
+        for each in module.parameters():
+            dist.all_reduce(each.grad, group=group)
+            each.grad /= group.size() if mean else 1
+
+    return compare(
+        parallel,
+        plain,
+        [torch.randn(4, 8).double()],
+        after_backward=after_backward,
+        names=lambda name: name.removeprefix("module."),
+        group=group,
+    )
+
+
+def test_data_parallel_modules_are_compared_whole(ranks: Ranks) -> None:
+    assert all(verdict.equal for verdict in ranks.run(Layout(dp=2), parts_of_a_batch, False))
+    for verdict in ranks.run(Layout(dp=2), parts_of_a_batch, True):
+        assert (
+            "of 4 compared 4 differ); each is 1/2 times what it should be (1/the ranks)" in verdict.sentence
+        )
 
 
 def test_ranks_with_other_plain_modules_are_refused(ranks: Ranks) -> None:
