@@ -36,10 +36,11 @@ def sweep(
     run: Sequence[str] = (),
     tell: TellRow | None = None,
 ) -> Result:
-    """Compare the layouts of `ranks` ranks that the run allows with one device, as `verify` does.
+    """Compare layouts of `ranks` ranks that the run allows with one device, as `verify` does.
 
-    They are all sizes of the axes and, in a covering array, all pairs of other choices. None is begun after
-    `budget` seconds. `run` is what `meshwright verify` takes for the run, as words, for the command that
+    Without a `budget` they are a covering array: any two choices that some layout makes together, such as a
+    size of an axis and a schedule, are made by one of them. With a budget, none is begun after so many
+    seconds, and layouts of all other sizes of the axes follow those, while there is time. `run` is what `meshwright verify` takes for the run, as words, for the command that
     repeats the first failure; `tell` gets each row as it is found. Returns `equal` (None where none is
     unequal but some could not be compared), `layouts` (rows), `checked`, `of`, `pairs_covered`, `pairs`,
     `seconds`, `narrowed` and `first_failure`, and writes them to `out`/verify.json, too. Raises `UserError`.
@@ -49,7 +50,7 @@ def sweep(
 
     began = time.time()
     layouts = SweepLayouts(spec, ranks)
-    runs = [layouts.run(place) for place in range(len(layouts.order))]
+    runs = [layouts.run(place) for place in range(layouts.needed if math.isinf(budget) else len(layouts.order))]
     rows: list[Result] = []
     failures = 0
     with scratch_folder() as folder:

@@ -152,11 +152,11 @@ def _axes(text: str) -> Overrides:
     Flag("steps", "optimiser steps to compare; default 3, with --sweep 2", "K", whole(1)),
     Flag(
         "sweep",
-        "compare the layouts of N ranks that the run allows: all sizes of the axes, all pairs of other choices",
+        "compare layouts of N ranks that the run allows: every pair of choices of axes, schedules, modes, ...",
         "N",
         whole(1),
     ),
-    Flag("budget", "with --sweep: begin no layout after this time, such as 60s", "TIME", duration),
+    Flag("budget", "with --sweep: begin no layout after this time; if it is long, other sizes follow", "TIME", duration),
     Flag(
         "through",
         "save after K steps, load, and compare K more: 'checkpoint', or 'export' to an HF folder and import",

@@ -1,4 +1,4 @@
-"""Layouts of a sweep: every size of the axes that a run allows on some ranks, every pair of other choices."""
+"""Layouts of a sweep: a covering array of the choices that a run allows on some ranks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from meshwright.verify.covering import Case, Pairs
 from meshwright.verify.narrow import narrow_for_all
 
 SIZES = ("replicate", "dp", "tp", "cp", "pp", "ep", "etp")
-"""The axes whose sizes are combined in all ways."""
+"""Axes of a layout."""
 
 
 class SweepLayouts:
     """The layouts of `ranks` ranks that a run allows, and the order in which a sweep checks some of them.
 
-    First come those of a greedy covering array of pairs of choices, then one for each combination of sizes
-    that is not among them. Layouts are those of the narrowed copy `small`. Raises `UserError` if there are
-    none.
+    The first `needed` of the order are a greedy covering array: every two choices that some layout makes
+    together are made by one of these. Each combination of sizes that is not among them has a layout after
+    them. Layouts are those of the narrowed copy `small`. Raises `UserError` if there are none.
     """
 
     def __init__(self, spec: RunSpec, ranks: int) -> None:
@@ -31,10 +31,11 @@ class SweepLayouts:
         if not self.cases:
             raise UserError(
                 f"--sweep: no layout of {ranks} ranks fits the run; give another number, such as "
-                f"{_nearest(self.small, ranks)}"
+                f"{next(fewer for fewer in range(ranks - 1, 0, -1) if any(_cases(self.small, fewer)))}"
             )
         self.pairs = Pairs(self.cases)
         self.order = self.pairs.covering()
+        self.needed = len(self.order)
         seen = {_sizes(self.cases[number]) for number in self.order}
         others: dict[tuple[object, ...], list[int]] = {}
         for number, case in enumerate(self.cases):
@@ -71,10 +72,6 @@ def _sizes(case: Case) -> tuple[object, ...]:
 def _without_batch(case: Case) -> tuple[object, ...]:
     """Return the choices but for the microbatch, which depends on the batch, which is narrowed."""
     return tuple(value for name, value in case.items() if name != "micro_batch")
-
-
-def _nearest(small: RunSpec, ranks: int) -> int:
-    return next(fewer for fewer in range(ranks - 1, 0, -1) if any(True for _ in _cases(small, fewer)))
 
 
 def _cases(spec: RunSpec, ranks: int) -> Iterator[Case]:
