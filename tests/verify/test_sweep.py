@@ -1,4 +1,4 @@
-"""Sweeps of `meshwright verify`: which layouts they check, what they find, and how they go on after failures."""
+"""Sweeps of `meshwright verify`: the layouts that they check, bugs that they find, ranks that end."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from typing import Any, get_args
 from unittest.mock import patch
 
 import pytest
+from test_verify import verify_broken
 
 from meshwright import api
+from meshwright.api import sweeps as subject
 from meshwright.cli.parser import parse
 from meshwright.cli.runs import verify as verify_verb
 from meshwright.launch.failure import RanksFailed
@@ -30,9 +32,7 @@ from meshwright.verify.sweep import check_layouts, row_of
 from meshwright.verify.sweep_layouts import SIZES, SweepLayouts, _cases, describe
 from ranks import Ranks
 from small import spec_of
-from test_verify import verify_broken
 
-subject = sys.modules["meshwright.api.sweep"]
 BASE = {
     "model.vocab_size": 61,
     "data.seq_len": 16,
@@ -54,7 +54,7 @@ def legal(spec: RunSpec, case: dict[str, Any]) -> bool:
 
 
 def canonical(spec: RunSpec, case: dict[str, Any]) -> bool:
-    """False for the second name of a layout: a switch of an axis of one rank, a looped schedule of one stage."""
+    """False for the second name of a layout, such as a mode of an axis of one rank."""
     heads = max(1, spec.model.kv_heads // case["tp"])
     mixed = case["context_mode"] == "ring+ulysses"
     return (
@@ -74,7 +74,7 @@ def test_the_layouts_are_all_that_the_rules_accept(model: dict[str, object], ran
     spec = spec_of(BASE | model, model__layers=2)
     found = {tuple(case.items()) for case in _cases(spec, ranks) if case["policy"] == "none"}
     sizes = [size for size in (1, 2, 4) if size <= ranks]
-    values: dict[str, list[Any]] = {name: sizes for name in SIZES} | {
+    values: dict[str, list[Any]] = dict.fromkeys(SIZES, sizes) | {
         "zero": [0, 1, 2, 3],
         "sequence_parallel": [True, False],
         "context_mode": list(get_args(ContextMode)),
@@ -105,7 +105,9 @@ def test_the_first_layouts_cover_all_pairs_and_all_of_them_all_sizes(model: dict
     cases, order = layouts.cases, layouts.order
 
     def pairs(numbers: list[int]) -> set[object]:
-        return {pair for number in numbers for pair in combinations(sorted(cases[number].items(), key=str), 2)}
+        return {
+            pair for number in numbers for pair in combinations(sorted(cases[number].items(), key=str), 2)
+        }
 
     def sizes(numbers: list[int]) -> set[object]:
         return {tuple(cases[number][name] for name in SIZES) for number in numbers}
@@ -165,7 +167,7 @@ def verify_with_bug(mesh: Mesh, run: RunSpec) -> dict[str, Any] | None:
 
 
 def on_pool(ranks: Ranks, verify: Callable[..., Any], before: Callable[[int], None] = lambda _: None) -> Any:
-    """A launcher that takes the pool's ranks instead of new ones; `before` is called with a layout's place."""
+    """A launcher that takes the pool's ranks, and no new ones; `before` is called with a layout's place."""
 
     def launch(verb: str, spec: RunSpec, count: int, flags: list[str], result: Path) -> dict[str, Any]:
         plan = json.loads((result.parent / subject.PLAN).read_text())
@@ -184,9 +186,9 @@ def test_a_bug_of_two_axes_is_found_and_its_command_finds_it_again(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subject, "launch", on_pool(ranks, verify_with_bug))
-    spec, shown = spec_of(FEW), []
-    words = [word for key, text in FEW.items() for word in (f"--{key}", str(text))]
-    found = api.sweep(spec, 4, steps=1, run=words, tell=lambda *row: shown.append(row))
+    flags = {key: str(value) for key, value in FEW.items()}
+    flags |= {"train.batch_tokens": "32", "train.compile": "true"}
+    found = api.sweep(spec_of(flags), 4, steps=1, given=((), list(flags.items())))
     assert found["equal"] is False
     wrong = {row["layout"] for row in found["layouts"] if row["verdict"] == "UNEQUAL"}
     assert wrong == {row["layout"] for row in found["layouts"] if "cp=2 x tp=2" in row["layout"]} != set()
@@ -212,7 +214,7 @@ def test_a_command_of_a_narrowed_copy_has_all_that_is_narrowed() -> None:
     layouts = SweepLayouts(spec, 8)
     for place in range(0, len(layouts.order), 7):
         small = layouts.run(place)
-        command = subject._command(spec, small, ["--model.preset", "moe-tiny"], 2)
+        command = subject.command_of(spec, small, ((), [("model.preset", "moe-tiny")]), 2)
         again = load(None, parse(verify_verb, shlex.split(command)[2:]).overrides).to_json()
         wanted = small.to_json()
         for tree in (again, wanted):
@@ -266,8 +268,9 @@ def test_a_budget_ends_a_sweep() -> None:
 
 
 def test_the_command_checks_the_layouts_of_two_ranks(tmp_path: Path) -> None:
-    flags = FEW | {"data.seq_len": 18, "train.batch_tokens": 4 * 18}
-    words = [word for key, value in (flags | {"train.compile": "true"}).items() for word in (f"--{key}", str(value))]
+    """One head and 18 tokens leave data and pipeline ranks; compiled blocks two schedules of one stage."""
+    flags = FEW | {"model.heads": 1, "model.kv_heads": 1, "data.seq_len": 18, "train.batch_tokens": 2 * 18}
+    words = words_of(flags | {"train.compile": "true"})
     command = [sys.executable, "-m", "meshwright", "verify", *words, "--sweep", "2", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -278,3 +281,31 @@ def test_the_command_checks_the_layouts_of_two_ranks(tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     assert sum(" equal " in line for line in lines) == found["checked"]
     assert any(line.startswith(f"equal: {found['of']} of {found['of']} layouts") for line in lines)
+
+
+def words_of(flags: dict[str, Any]) -> list[str]:
+    """Flags as words of a command."""
+    return [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--budget", "60s"], "--budget: is the time of a sweep"),
+        (["--sweep", "2", "--through", "checkpoint"], "--through: does not go with --sweep"),
+        (["--sweep", "2", "--nproc", "2"], "--nproc: does not go with --sweep"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_told(words: list[str], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        verify_verb.function(parse(verify_verb, words))
+
+
+@pytest.mark.parametrize(("equal", "code"), [(True, 0), (False, 1), (None, 70)])
+def test_exit_codes(equal: bool | None, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unequal layout is 1, one that could not be compared 70."""
+    row = {"layout": "dp=2", "verdict": "failed", "worst": None, "seconds": None, "sentence": "rank 1 calls"}
+    counts = {"checked": 1, "of": 2, "pairs_covered": 3, "pairs": 4, "seconds": 1.0, "narrowed": None}
+    result = {"equal": equal, "layouts": [row], "first_failure": row | {"command": "meshwright"}} | counts
+    monkeypatch.setattr(api, "sweep", lambda *_, **__: result)
+    assert verify_verb.function(parse(verify_verb, ["--sweep", "2"])) == code

@@ -152,11 +152,16 @@ def _axes(text: str) -> Overrides:
     Flag("steps", "optimiser steps to compare; default 3, with --sweep 2", "K", whole(1)),
     Flag(
         "sweep",
-        "compare layouts of N ranks that the run allows: every pair of choices of axes, schedules, modes, ...",
+        "compare layouts of N ranks: any two choices of axes, schedules, modes, ... that the run allows",
         "N",
         whole(1),
     ),
-    Flag("budget", "with --sweep: begin no layout after this time; if it is long, other sizes follow", "TIME", duration),
+    Flag(
+        "budget",
+        "with --sweep: begin no layout after this time; if it is long, other sizes follow",
+        "TIME",
+        duration,
+    ),
     Flag(
         "through",
         "save after K steps, load, and compare K more: 'checkpoint', or 'export' to an HF folder and import",
@@ -210,11 +215,11 @@ def _sweep(call: Call) -> int:
     for name in ("nproc", "through", "onto", "save", "load"):
         if flags[name] is not None:
             raise UserError(f"--{name}: does not go with --sweep, which chooses the layouts; remove it")
-    tell = None if call.json else _show_row
+    show_row = None if call.json else _show_row
     if place is not None:
         if not place.launched:
             raise UserError("--sweep: starts the ranks itself; start it without torchrun")
-        api.sweep_worker(spec_of(call), flags["out"], tell or (lambda *_: None))
+        api.sweep_worker(spec_of(call), flags["out"], show_row)
         return 0
     with _nothing_compared():
         result = api.sweep(
@@ -223,8 +228,8 @@ def _sweep(call: Call) -> int:
             steps=flags["steps"] or 2,
             budget=flags["budget"] or math.inf,
             out=flags["out"],
-            run=[*call.words, *(word for key, text in call.overrides for word in (f"--{key}", text))],
-            tell=tell,
+            given=(call.words, call.overrides),
+            show=show_row,
         )
     show.result(call, result, _show_sweep)
     return {True: 0, False: 1, None: CollectiveError.code}[result["equal"]]

@@ -75,7 +75,7 @@ def _without_batch(case: Case) -> tuple[object, ...]:
 
 
 def _cases(spec: RunSpec, ranks: int) -> Iterator[Case]:
-    """Yield what each legal layout chooses for each key; the order of axes and how blocks are cut are kept."""
+    """Yield the choices of each legal layout; the order of axes and how blocks are cut stay as they are."""
     cut = spec.layout.stages if isinstance(spec.layout.stages, str) else "even"
     fixed = {"order": spec.layout.order, "stages": cut, "expert_parts": spec.layout.expert_parts}
     space = LayoutSpace(spec, ranks, fixed)

@@ -33,7 +33,6 @@ from meshwright.verify.samples import compare_samples, gather_samples
 from meshwright.verify.tiles import small_tiles
 from meshwright.verify.uneven import thin
 
-
 Reference = Callable[[RunSpec, torch.device], Iterator[ReferenceStep]]
 """Computes the steps of a run on one device."""
 
