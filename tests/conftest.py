@@ -15,7 +15,7 @@ import torch
 from hypothesis import settings
 
 from ranks import Ranks
-from small import count_synthetic_bytes_once, measure_peak_quickly
+from small import measure_peak_quickly
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -67,9 +67,8 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_runs() -> None:
-    """Runs in this process do not dwell on the matmul rate, nor on synthetic corpora that they have made."""
+    """Runs in this process do not dwell on the matmul rate."""
     measure_peak_quickly()
-    count_synthetic_bytes_once()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,29 +1,18 @@
-"""Few cases that cover every pair of choices of a full product: pairwise testing (Cohen et al. 1997)."""
+"""Cases as parameters of tests: a few that cover every pair of choices, and all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import combinations
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-Case = Mapping[str, object]
+from meshwright.verify.covering import Case, Pairs
 
 
 def pairwise(cases: Sequence[Case], always: Sequence[Case] = ()) -> list[Case]:
-    """A subset of `cases` in which every two choices that are made together in some case are so in one.
-
-    A case is {factor: choice}. `always` belong to the subset. The choice is greedy and depends on the cases
-    and their order alone.
-    """
-    pairs = [set(combinations(sorted((key, str(value)) for key, value in case.items()), 2)) for case in cases]
-    chosen = [number for number, case in enumerate(cases) if case in always]
-    left = set[Any]().union(*pairs).difference(*(pairs[number] for number in chosen))
-    while left:
-        best = max(range(len(cases)), key=lambda number: len(pairs[number] & left))
-        chosen.append(best)
-        left -= pairs[best]
+    """A subset of `cases`, in their order, with `always` and every pair of choices that some case makes."""
+    chosen = Pairs(cases).covering([number for number, case in enumerate(cases) if case in always])
     return [cases[number] for number in sorted(chosen)]
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Iterator
-from itertools import islice
+from collections.abc import Callable, Collection
 from typing import Any
 from unittest.mock import patch
 
@@ -18,8 +16,7 @@ from meshwright.spec import RunSpec
 from meshwright.train.step import Step, Totals, Trainer
 from meshwright.verify import verify as subject
 from meshwright.verify.compare import TOLERANCE
-from meshwright.verify.reference import ReferenceStep
-from meshwright.verify.uneven import empty_slots
+from meshwright.verify.sweep import KnownReferences
 from ranks import Ranks
 
 STEPS = 2  # the second takes up the first's moments
@@ -27,8 +24,7 @@ Sent = dict[tuple[str, str], float]
 Counted = tuple[dict[str, Any] | None, int, list[Sent]]
 """The result of `verify`, the rank's stage, the bytes that it sent in each step."""
 Run = Callable[[Mesh, RunSpec], Counted]
-_reference = subject._reference
-_references: dict[str, list[ReferenceStep]] = {}
+known_reference = KnownReferences(STEPS)
 
 
 def equal_to_one_device(
@@ -80,18 +76,6 @@ def verify_and_count(mesh: Mesh, spec: RunSpec, known: bool = True) -> Counted:
             sent.append(dict(self.mesh.wire.bytes))
             return done
 
-    reference = known_reference if known else _reference
-    with patch.object(subject, "Trainer", Counting), patch.object(subject, "_reference", reference):
-        result = subject.verify(spec, mesh, STEPS)
+    with patch.object(subject, "Trainer", Counting):
+        result = subject.verify(spec, mesh, STEPS, known_reference if known else None)
     return result, mesh.pipeline.rank, sent
-
-
-def known_reference(spec: RunSpec, device: torch.device) -> Iterator[ReferenceStep]:
-    """One device's steps, computed once by this process: of the layout only the empty slots count."""
-    tree = spec.to_json()
-    key = json.dumps(
-        [*(tree[part] for part in ("model", "data", "train")), empty_slots(spec)], sort_keys=True
-    )
-    if key not in _references:
-        _references[key] = list(islice(_reference(spec, device), STEPS))
-    return iter(_references[key])

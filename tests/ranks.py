@@ -34,7 +34,7 @@ from meshwright.profile import links
 from meshwright.schedule import schedule_of
 from meshwright.spec import Layout
 from nccl_rules import InOrderGroups, PoolGroups, install
-from small import count_synthetic_bytes_once, measure_peak_quickly
+from small import measure_peak_quickly
 
 RANKS = 8
 WAIT = timedelta(seconds=90)
@@ -52,7 +52,6 @@ def _serve(rank: int, size: int, port: int, stacks: Path, inbox: Any, outbox: An
     gc.freeze()  # what was imported lives as long as the rank: collections need not look through it
     _share_one_device()
     measure_peak_quickly()
-    count_synthetic_bytes_once()
     at = stacks.open("w")
     faulthandler.register(signal.SIGUSR1, file=at, all_threads=True)
     store = dist.TCPStore("localhost", port, timeout=WAIT)

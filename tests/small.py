@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from unittest.mock import patch
 
 import torch
 
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Batch, Loader
-from meshwright.data.permutation import I64
-from meshwright.data.synthetic import SyntheticTokens
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec, load
 from meshwright.train import matmul_peak as peak
@@ -41,28 +39,6 @@ def measure_peak_quickly() -> None:
     in processes of their own (`test_api.py`) still do.
     """
     metrics.matmul_flops_per_second = _rate_of_a_small_product
-
-
-def count_synthetic_bytes_once() -> None:
-    """From here on this process counts the bytes of a synthetic corpus once for each seed and vocabulary.
-
-    To count them takes a sixth of a small run's time.
-    """
-    if not hasattr(SyntheticTokens._count_bytes, "cached"):
-        SyntheticTokens._count_bytes = _counted_once(SyntheticTokens._count_bytes)
-
-
-def _counted_once(count: Callable[[SyntheticTokens], I64]) -> Callable[[SyntheticTokens], I64]:
-    cached: dict[tuple[int, int], I64] = {}
-
-    def counted(tokens: SyntheticTokens) -> I64:
-        key = tokens._seed, tokens._vocab_size
-        if key not in cached:
-            cached[key] = count(tokens)
-        return cached[key]
-
-    counted.cached = cached  # type: ignore[attr-defined]
-    return counted
 
 
 def _rate_of_a_small_product(dtype: torch.dtype, device: torch.device) -> float:

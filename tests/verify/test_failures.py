@@ -106,13 +106,13 @@ def stay_away(rank: int) -> None:
 
 def compute_the_reference_for_long(rank: int) -> None:
     """Rank 0 computes a step of the reference for longer than a collective may take."""
-    reference = subject._reference
+    reference = subject.one_device
 
     def slow(*arguments: object) -> object:
         time.sleep(LIMIT_S + 0.5)
         yield from reference(*arguments)  # type: ignore[arg-type]
 
-    subject._reference = slow  # type: ignore[assignment]
+    subject.one_device = slow  # type: ignore[assignment]
 
 
 def verify_as(rank: int, port: int, spec: RunSpec, plant: Plant, folder: Path) -> None:

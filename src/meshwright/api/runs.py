@@ -153,7 +153,7 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
             if not first:
                 return Observers([])
             _check_folder(spec, out, resume)
-            _make_folder(out)
+            make_folder(out)
             stack.enter_context(lease)
             shown = [] if quiet else [Progress()]
             trackers = make_trackers(spec.train.trackers, out, out.name, spec.to_json())
@@ -161,7 +161,7 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
 
         def keep_tokenizer() -> None:  # where `generate` and `export` look for it
             if first and run.corpus.has_text and not (out / "tokenizer.json").exists():
-                _make_folder(out)
+                make_folder(out)
                 run.corpus.tokenizer.save(out, spec.model.max_seq_len)
 
         observers = stack.enter_context(ranks.together(start))
@@ -217,7 +217,8 @@ def _check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
         )
 
 
-def _make_folder(out: Path) -> None:
+def make_folder(out: Path) -> None:
+    """Make the folder of `--out`, with those above it. Raises `UserError`."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -251,7 +252,7 @@ def verify(
     if onto is not None and through is None:
         raise UserError("--onto: is the layout to load on; add --through checkpoint, or --through export")
     if out is not None:
-        _make_folder(out)
+        make_folder(out)
     if ranks == 1 and through is None:
         return verify_worker(spec, steps=steps, out=out)
     with scratch_folder() as temporary:
@@ -321,7 +322,7 @@ def verify_worker(
     with mesh_of(spec, limit) as mesh:
         for folder in (out, save):
             if folder is not None:
-                mesh.control.on_first(partial(_make_folder, folder))
+                mesh.control.on_first(partial(make_folder, folder))
         if save is not None:
             verdict = save_part(spec, mesh, steps, save)
         elif load is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import traceback
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from meshwright.launch.failure import RanksFailed
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import CollectiveError
 from meshwright.spec.load import Overrides, from_tree, read_tree
+from meshwright.units import duration
 
 RUN = Argument("RUN", "a run file (TOML), or the folder of an earlier run", required=False, keys=True)
 NO_VERDICT = "the layout was not compared with one device"
@@ -176,7 +178,19 @@ def _axes(text: str) -> Overrides:
     "compare the layout with one device in float64: loss, gradients, norm, parameters",
     RUN,
     NPROC,
-    Flag("steps", "optimiser steps to compare", "K", whole(1), default=3),
+    Flag("steps", "optimiser steps to compare; default 3, with --sweep 2", "K", whole(1)),
+    Flag(
+        "sweep",
+        "compare layouts of N ranks: any two choices of axes, schedules, modes, ... that the run allows",
+        "N",
+        whole(1),
+    ),
+    Flag(
+        "budget",
+        "with --sweep: begin no layout after this time; if it is long, other sizes follow",
+        "TIME",
+        duration,
+    ),
     Flag(
         "through",
         "save after K steps, load, and compare K more: 'checkpoint', or 'export' to an HF folder and import",
@@ -194,6 +208,12 @@ def verify(call: Call) -> int:
     from meshwright import api
 
     place, flags = worker(), dict(call.flags)
+    ranks, budget = flags.pop("sweep"), flags.pop("budget")
+    if ranks is not None:
+        return _sweep(call)
+    if budget is not None:
+        raise UserError("--budget: is the time of a sweep; add --sweep N, or remove it")
+    flags["steps"] = flags["steps"] or 3
     spec = spec_of(call, place.world_size if place else None)
     del flags["nproc"]  # the layout says it
     save, load, onto = flags.pop("save"), flags.pop("load"), flags.pop("onto")
@@ -214,6 +234,58 @@ def verify(call: Call) -> int:
         return 0
     show.result(call, result, _show_verify)
     return 0 if result["equal"] else 1
+
+
+def _sweep(call: Call) -> int:
+    """Compare many layouts; the exit code is 1 if one is unequal, or else 70 if one could not be compared."""
+    from meshwright import api
+
+    place, flags = worker(), call.flags
+    for name in ("nproc", "through", "onto", "save", "load"):
+        if flags[name] is not None:
+            raise UserError(f"--{name}: does not go with --sweep, which chooses the layouts; remove it")
+    show_row = None if call.json else _show_row
+    if place is not None:
+        if not place.launched:
+            raise UserError("--sweep: starts the ranks itself; start it without torchrun")
+        api.sweep_worker(spec_of(call), flags["out"], show_row)
+        return 0
+    with _nothing_compared():
+        result = api.sweep(
+            spec_of(call),
+            flags["sweep"],
+            steps=flags["steps"] or 2,
+            budget=flags["budget"] or math.inf,
+            out=flags["out"],
+            given=(call.words, call.overrides),
+            show=show_row,
+        )
+    show.result(call, result, _show_sweep)
+    return {True: 0, False: 1, None: CollectiveError.code}[result["equal"]]
+
+
+def _show_row(number: int, count: int, row: Mapping[str, Any]) -> None:
+    worst = "-" if row["worst"] is None else f"{row['worst']:.1e}"
+    seconds = "-" if row["seconds"] is None else f"{row['seconds']:.1f} s"
+    place = f"{number:>{len(str(count))}}/{count}"
+    show.line(f"{place}  {row['verdict']:<7}  {worst:>7}  {seconds:>7}  {row['layout']}", indent=8)
+    if row["sentence"]:
+        show.line(f"        {row['sentence']}", indent=8)
+
+
+def _show_sweep(result: Mapping[str, Any]) -> None:
+    if narrowed := result["narrowed"]:
+        show.line(narrowed)
+    verdict = {True: "equal", False: "UNEQUAL", None: "NOT COMPARED"}[result["equal"]]
+    wrong = sum(row["verdict"] != "equal" for row in result["layouts"])
+    show.line(
+        f"{verdict}: {result['checked']} of {result['of']} layouts checked in {result['seconds']:.0f} s, "
+        f"{wrong} of them not equal; they make {result['pairs_covered']:,} of {result['pairs']:,} pairs of "
+        f"choices"
+    )
+    if failure := result["first_failure"]:
+        show.line(f"{failure['layout']}: {failure['sentence']}")
+        print(failure["command"])
 
 
 @contextmanager

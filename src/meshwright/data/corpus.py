@@ -20,7 +20,7 @@ from meshwright.data.permutation import I64
 from meshwright.data.publish import build_once, write_atomically
 from meshwright.data.readers import SYNTHETIC, TextSource, open_source
 from meshwright.data.shards import TokenShards
-from meshwright.data.synthetic import SyntheticTokens
+from meshwright.data.synthetic import SyntheticTokens, synthetic_tokens
 from meshwright.data.tokenize import bpe_size, build_tokenizer, check_tokenizer, write_shards
 from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, number_tokenizer
 from meshwright.data.verification import Check
@@ -201,7 +201,7 @@ def open_corpus(spec: RunSpec, check: Check = "files") -> Corpus:
         )
     else:
         vocab_size = spec.model.vocab_size
-        tokens = SyntheticTokens(spec.train.seed, vocab_size)
+        tokens = synthetic_tokens(spec.train.seed, vocab_size)
         corpus = Corpus(spec, [tokens], weights, number_tokenizer(vocab_size))
     for name, count in zip(names, corpus.train.tokens_by_source, strict=True):
         if spec.data.pack and count < spec.data.seq_len:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from meshwright.data.document_index import DocumentIndex, Rows, index_in_memory
@@ -56,6 +58,12 @@ class SyntheticTokens:
         sums = np.concatenate([[0], np.cumsum(digits + 1)])
         # END counts as one digit and a space, and so does the space after the last number.
         return sums[self._starts[1:]] - sums[self._starts[:-1]] - 3
+
+
+@lru_cache(maxsize=4)
+def synthetic_tokens(seed: int, vocab_size: int) -> SyntheticTokens:
+    """Return the corpus of a seed and a vocabulary; a process makes it once, since its bytes take long."""
+    return SyntheticTokens(seed, vocab_size)
 
 
 def _uniform(word: U64) -> np.ndarray:

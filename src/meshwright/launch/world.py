@@ -40,10 +40,8 @@ def device_of() -> Iterator[torch.device]:
 
 
 @contextmanager
-def mesh_of(spec: RunSpec, limit: timedelta | None = None) -> Iterator[Mesh]:
-    """The mesh of the layout over the world that torchrun describes, or over this process alone.
-
-    With a `limit`, ranks wait no longer than it for each other, and their calls are compared (`same_calls`).
+def groups_of(spec: RunSpec) -> Iterator[tuple[torch.device, Groups]]:
+    """This rank's device and its groups in the world that torchrun describes, or of this process alone.
 
     Raises `UserError` on all ranks if one has another spec, code, torch or kind of device than rank 0: its
     replicas would train another model, and write it into the same checkpoints.
@@ -59,16 +57,32 @@ def mesh_of(spec: RunSpec, limit: timedelta | None = None) -> Iterator[Mesh]:
         )
         software = {"meshwright": code_version(), "torch": torch.__version__, "device": device.type}
         start.agree(spec.to_json() | software, "start all ranks with the same run file, flags and software")
-        mesh = build_mesh(
-            spec.layout, device, spec.model.kv_heads, groups, experts=spec.model.moe is not None
-        )
-        assert mesh is not None  # the layout has as many ranks as the world
-        if limit is None:
-            yield mesh
-            return
-        with same_calls(mesh, limit):
-            groups.limit(limit)
-            yield mesh
+        yield device, groups
+
+
+@contextmanager
+def mesh_of(spec: RunSpec, limit: timedelta | None = None) -> Iterator[Mesh]:
+    """The mesh of the layout over the world of `groups_of`.
+
+    With a `limit`, ranks wait no longer than it for each other, and their calls are compared (`same_calls`).
+    """
+    with groups_of(spec) as (device, groups), mesh_on(spec, device, groups, limit) as mesh:
+        yield mesh
+
+
+@contextmanager
+def mesh_on(
+    spec: RunSpec, device: torch.device, groups: Groups, limit: timedelta | None = None
+) -> Iterator[Mesh]:
+    """The mesh of a layout that takes all ranks of the world; `limit` is as in `mesh_of`."""
+    mesh = build_mesh(spec.layout, device, spec.model.kv_heads, groups, experts=spec.model.moe is not None)
+    assert mesh is not None  # the layout has as many ranks as the world
+    if limit is None:
+        yield mesh
+        return
+    with same_calls(mesh, limit):
+        groups.limit(limit)
+        yield mesh
 
 
 def own_heartbeat() -> Heartbeat:

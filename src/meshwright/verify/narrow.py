@@ -11,6 +11,9 @@ from meshwright.spec.stages import stages
 MOST_WORK = 2e9
 """Parameters x tokens of a step that are checked as they are; about a second a step in float64."""
 
+MOST_WORK_OF_A_SWEEP = 3e8
+"""The same for each layout of many."""
+
 _MOST_RANKS = 64
 """Widths keep their remainder by up to so many ranks of ZeRO: with more, the copy would grow with them."""
 
@@ -47,12 +50,39 @@ def narrow(spec: RunSpec) -> tuple[RunSpec, str | None]:
         tree["layout"]["stages"] = cut  # the run's, since a balanced one of the copy would be another
     tree["train"]["batch_tokens"] = seq_len * micro * microbatches * layout.data_ranks
     small = RunSpec.model_validate(tree)
-    note = (
+    return small, _note(small, spec)
+
+
+def narrow_for_all(spec: RunSpec, ranks: int) -> tuple[RunSpec, str | None]:
+    """Return `spec` on one rank, or its copy that is narrowed for all layouts of `ranks` ranks at a time.
+
+    An axis of such a layout divides `ranks`, so what axes divide keeps its remainder by `ranks`. Several
+    things that a layout shares out are left for each rank, where the run has several, of all layouts.
+    """
+    tree = spec.to_json()
+    tree["layout"] |= Layout(order=spec.layout.order, expert_parts=spec.layout.expert_parts).model_dump()
+    tree["layout"]["stages"] = spec.layout.stages if isinstance(spec.layout.stages, str) else "even"
+    alone = RunSpec.model_validate(tree)
+    if spec.model.parameters * spec.train.batch_tokens <= MOST_WORK_OF_A_SWEEP:
+        return alone, None
+    folded = ranks if spec.model.moe is not None else 1
+    widest = Layout(dp=ranks, tp=ranks, ep=folded, etp=folded)  # what divides by its axes does so by all
+    seq_len = _reduced(spec.data.seq_len, 8 * ranks, 2 * ranks)
+    tree["model"] = _narrow_model(spec.model, widest, _reduced(spec.model.layers, 2 * ranks, ranks))
+    if (window := spec.model.sliding_window) is not None and window < spec.data.seq_len:
+        tree["model"]["sliding_window"] = min(window, max(1, seq_len // 4))
+    tree["data"]["seq_len"] = seq_len
+    tree["train"]["batch_tokens"] = seq_len * _reduced(spec.batch_sequences, 2 * ranks, ranks)
+    small = RunSpec.model_validate(tree)
+    return small, _note(small, spec)
+
+
+def _note(small: RunSpec, spec: RunSpec) -> str:
+    return (
         f"checked on a narrowed copy: {small.model.parameters:,} of {spec.model.parameters:,} parameters "
         f"({small.model.layers} layers, hidden {small.model.hidden}, vocabulary {small.model.vocab_size}), "
         f"{small.train.batch_tokens:,} of {spec.train.batch_tokens:,} tokens a step"
     )
-    return small, note
 
 
 def _reduced(size: int, least: int, unit: int) -> int:

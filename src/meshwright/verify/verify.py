@@ -6,7 +6,7 @@ The reference (`reference.py`) is written apart from what it checks, its initial
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 
 import torch
@@ -33,8 +33,13 @@ from meshwright.verify.samples import compare_samples, gather_samples
 from meshwright.verify.tiles import small_tiles
 from meshwright.verify.uneven import thin
 
+Reference = Callable[[RunSpec, torch.device], Iterator[ReferenceStep]]
+"""Computes the steps of a run on one device."""
 
-def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
+
+def verify(
+    spec: RunSpec, mesh: Mesh, steps: int, reference: Reference | None = None
+) -> dict[str, object] | None:
     """Run `steps` steps of the layout and of one device side by side; the first rank gets the result.
 
     The samples are synthetic documents of the run's own length and packing. The precision is float64 whatever
@@ -42,10 +47,12 @@ def verify(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
     """
     spec, note = narrow(exact(spec, steps))
     with tiled(small_tiles(spec)):
-        return _side_by_side(spec, mesh, steps, note)
+        return _side_by_side(spec, mesh, steps, note, reference or one_device)
 
 
-def _side_by_side(spec: RunSpec, mesh: Mesh, steps: int, note: str | None) -> dict[str, object] | None:
+def _side_by_side(
+    spec: RunSpec, mesh: Mesh, steps: int, note: str | None, compute: Reference
+) -> dict[str, object] | None:
     corpus = open_corpus(spec)
     trainer = Trainer(spec, mesh)
     trainer.initialise()
@@ -53,7 +60,7 @@ def _side_by_side(spec: RunSpec, mesh: Mesh, steps: int, note: str | None) -> di
     vote, comparison = Vote(trainer), Comparison()
     reference = None
     if mesh.control.rank == 0:
-        reference = _reference(spec, mesh.device)
+        reference = compute(spec, mesh.device)
         comparison.add(0, "initial weight", initial, initial_weights(spec.model, spec.train.seed))
     loader = Loader(corpus, spec, mesh.data_rank, spec.layout.data_ranks)
     computed: list[ReferenceStep] = []
@@ -140,7 +147,8 @@ def exact(spec: RunSpec, steps: int) -> RunSpec:
     return RunSpec.model_validate(tree)
 
 
-def _reference(spec: RunSpec, device: torch.device) -> Iterator[ReferenceStep]:
+def one_device(spec: RunSpec, device: torch.device) -> Iterator[ReferenceStep]:
+    """Compute the steps of the reference, on the device of the first rank."""
     weights = {
         name: tensor.to(device) for name, tensor in initial_weights(spec.model, spec.train.seed).items()
     }

@@ -1,0 +1,161 @@
+"""All layouts of a number of ranks against one device: the sweep of `meshwright verify`."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from meshwright.api.runs import VERIFY_LIMIT_S, Result, launch, make_folder
+from meshwright.launch.failure import RanksFailed
+from meshwright.launch.scratch import scratch_folder
+from meshwright.spec import RunSpec, UserError
+from meshwright.spec.differences import differences
+from meshwright.spec.load import Overrides
+
+PLAN, FOUND = "sweep.json", "found.json"
+"""Files of a sweep's temporary folder: what its ranks shall check, and what they have found so far."""
+MOST_FAILURES = 5
+"""Layouts that end their ranks until a sweep gives up: each takes new ranks, and maybe the longest wait."""
+ShowRow = Callable[[int, int, Result], None]
+"""Prints the number of a layout, from 1, of how many, and its row."""
+
+
+def sweep(
+    spec: RunSpec,
+    ranks: int,
+    *,
+    steps: int = 2,
+    budget: float = math.inf,
+    out: Path | None = None,
+    given: tuple[Sequence[str], Overrides] = ((), ()),
+    show: ShowRow | None = None,
+) -> Result:
+    """Compare layouts of `ranks` ranks that the run allows with one device, as `verify` does.
+
+    Without a `budget` they are a covering array: any two choices that some layout makes together, such as a
+    size of an axis and a schedule, are made by one of them. With a budget, none is begun after so many
+    seconds, and layouts of all other sizes of the axes follow those, while there is time.
+
+    `given` are the words and the dotted flags that the run was made of, for the command that repeats the
+    first failure. With `show` the first rank prints each row as it is found, and `show` those of layouts that
+    end their ranks. Returns `equal` (None where no layout is unequal but not all could be compared), `layouts`
+    (rows), `checked`, `of`, `pairs_covered`, `pairs`, `seconds`, `narrowed` and `first_failure`, and writes
+    them to `out`/verify.json, too. Raises `UserError`.
+    """
+    from meshwright.report.record import write_atomically
+    from meshwright.verify.sweep_layouts import SweepLayouts
+
+    began = time.time()
+    layouts = SweepLayouts(spec, ranks)
+    if out is not None:
+        make_folder(out)
+    count = layouts.needed if math.isinf(budget) else len(layouts.order)
+    runs = [layouts.run(place) for place in range(count)]
+    rows = _checked(runs, steps, began + budget, show)
+    verdicts = [row["verdict"] for row in rows]
+    failure = None
+    # A layout that is unequal says more than one that could not be compared.
+    if wrong := next((each for each in ("UNEQUAL", "failed") if each in verdicts), None):
+        place = verdicts.index(wrong)
+        failure = {**rows[place], "command": command_of(spec, runs[place], given, steps)}
+    result: Result = {
+        "equal": False if wrong == "UNEQUAL" else None if wrong or not rows else True,
+        "layouts": rows,
+        "checked": len(rows),
+        "of": len(runs),
+        "pairs_covered": layouts.pairs.covered(layouts.order[: len(rows)]),
+        "pairs": layouts.pairs.total,
+        "seconds": round(time.time() - began, 3),
+        "narrowed": layouts.note,
+        "first_failure": failure,
+    }
+    if out is not None:
+        write_atomically(out / "verify.json", json.dumps(result))
+    return result
+
+
+def _checked(runs: Sequence[RunSpec], steps: int, until: float, show: ShowRow | None) -> list[Result]:
+    """Start ranks that check the runs, and others for the rest where a run ends them; returns the rows."""
+    from meshwright.verify.sweep_layouts import describe
+
+    rows: list[Result] = []
+    failures, ranks = 0, runs[0].layout.world_size
+    trees = [run.to_json() for run in runs]
+    with scratch_folder() as folder:
+        found = folder / FOUND
+        flags = ["--sweep", str(ranks), "--out", str(folder), *([] if show is not None else ["--json"])]
+        while len(rows) < len(runs) and time.time() < until and failures < MOST_FAILURES:
+            plan = {"first": len(rows), "steps": steps, "until": None if math.isinf(until) else until}
+            (folder / PLAN).write_text(json.dumps({**plan, "runs": trees}), encoding="utf-8")
+            found.unlink(missing_ok=True)
+            try:
+                return rows + launch("verify", runs[len(rows)], ranks, flags, found)["rows"]
+            except (UserError, RanksFailed) as error:
+                if not found.exists():  # no run was begun
+                    raise
+                rows += json.loads(found.read_text(encoding="utf-8"))["rows"]
+                if len(rows) == len(runs):
+                    raise
+                failures += 1
+                row = {"layout": describe(runs[len(rows)]), "verdict": "failed", "worst": None}
+                rows.append(row | {"seconds": None, "sentence": str(error)})
+                if show is not None:
+                    show(len(rows), len(runs), rows[-1])
+    return rows
+
+
+def command_of(spec: RunSpec, small: RunSpec, given: tuple[Sequence[str], Overrides], steps: int) -> str:
+    """Return the command that compares the `small` run; the `given` words and dotted flags make `spec`."""
+    words, flags = given[0], dict(given[1])
+    for key, (_, value) in differences(spec.to_json(), small.to_json()).items():
+        if key not in ("model.preset", "model.hf") and value is not None:
+            flags[key] = _as_flag(value)
+    pairs = (word for key, text in flags.items() for word in (f"--{key}", text))
+    return shlex.join(["meshwright", "verify", *words, *pairs, "--steps", str(steps)])
+
+
+def _as_flag(value: Any) -> str:
+    """Return a value as a flag has it."""
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def sweep_worker(spec: RunSpec, folder: Path, show: ShowRow | None) -> None:
+    """Check the layouts of the plan in `folder` as one rank; the first leaves there what it finds."""
+    import torch.distributed as dist
+
+    from meshwright.launch.world import groups_of, mesh_on
+    from meshwright.parallel.control import new_scope
+    from meshwright.report.record import write_atomically
+    from meshwright.verify.sweep import check_layouts
+
+    plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+    limit = timedelta(seconds=spec.recovery.hang_seconds or VERIFY_LIMIT_S)
+    rows: list[Result] = []
+
+    def note(row: Result | None) -> None:
+        if row is not None:
+            rows.append(row)
+            if show is not None:
+                show(plan["first"] + len(rows), len(plan["runs"]), row)
+        write_atomically(folder / FOUND, json.dumps({"rows": rows}))
+
+    with groups_of(spec) as (device, groups):
+        control = groups.connections.control(
+            "sweep", dist.get_world_size(), new_scope(), groups.timeout, groups.heartbeat
+        )
+        check_layouts(
+            [RunSpec.model_validate(tree) for tree in plan["runs"][plan["first"] :]],
+            plan["steps"],
+            math.inf if plan["until"] is None else plan["until"],
+            control,
+            lambda run: mesh_on(run, device, groups, limit),
+            note,
+        )

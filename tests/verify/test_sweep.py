@@ -1,0 +1,311 @@
+"""Sweeps of `meshwright verify`: the layouts that they check, bugs that they find, ranks that end."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any, get_args
+from unittest.mock import patch
+
+import pytest
+from test_verify import verify_broken
+
+from meshwright import api
+from meshwright.api import sweeps as subject
+from meshwright.cli.parser import parse
+from meshwright.cli.runs import verify as verify_verb
+from meshwright.launch.failure import RanksFailed
+from meshwright.parallel.control import Control
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec import RunSpec, UserError, load
+from meshwright.spec.errors import CollectiveError
+from meshwright.spec.layout import ContextMode, ScheduleName, ulysses_ranks
+from meshwright.verify import sweep as swept
+from meshwright.verify import verify as verification
+from meshwright.verify.sweep import check_layouts, row_of
+from meshwright.verify.sweep_layouts import SIZES, SweepLayouts, _cases, describe
+from ranks import Ranks
+from small import spec_of
+
+BASE = {
+    "model.vocab_size": 61,
+    "data.seq_len": 16,
+    "train.batch_tokens": 8 * 16,
+    "train.warmup_steps": 1,
+}
+MOE = {"model.moe.experts": 4, "model.moe.top_k": 2, "model.moe.ffn": 8}
+
+
+def legal(spec: RunSpec, case: dict[str, Any]) -> bool:
+    """True if the rules of a run accept the case."""
+    tree = spec.to_json()
+    tree["layout"] |= {key: value for key, value in case.items() if key != "policy"}
+    try:
+        found = RunSpec.model_validate(tree)
+    except UserError:
+        return False
+    return found.microbatches <= 2 * found.layout.pp
+
+
+def canonical(spec: RunSpec, case: dict[str, Any]) -> bool:
+    """False for the second name of a layout, such as a mode of an axis of one rank."""
+    heads = max(1, spec.model.kv_heads // case["tp"])
+    mixed = case["context_mode"] == "ring+ulysses"
+    return (
+        (case["cp"] > 1 or case["context_mode"] == "ring")
+        and (not mixed or 1 < ulysses_ranks(case["cp"], heads, "ring+ulysses") < case["cp"])
+        and (case["tp"] > 1 or case["sequence_parallel"])
+        and (case["pp"] > 1 or (case["schedule"], case["virtual"]) == ("1f1b", None))
+        and (case["pp"] == 1 or case["virtual"] is not None)
+        and (case["schedule"] not in ("interleaved", "bfs") or case["virtual"] > 1)
+        and (case["dp"] * case["replicate"] * case["cp"] > 1 or case["zero"] == 0)
+    )
+
+
+@pytest.mark.parametrize("model", [{}, MOE], ids=["dense", "experts"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_layouts_are_all_that_the_rules_accept(model: dict[str, object], ranks: int) -> None:
+    spec = spec_of(BASE | model, model__layers=2)
+    found = {tuple(case.items()) for case in _cases(spec, ranks) if case["policy"] == "none"}
+    sizes = [size for size in (1, 2, 4) if size <= ranks]
+    values: dict[str, list[Any]] = dict.fromkeys(SIZES, sizes) | {
+        "zero": [0, 1, 2, 3],
+        "sequence_parallel": [True, False],
+        "context_mode": list(get_args(ContextMode)),
+        "schedule": list(get_args(ScheduleName)),
+        "virtual": [None, 1, 2],
+        "micro_batch": [1, 2, 4, 8],
+    }
+    wanted = set()
+    for axes in product(*(values[name] for name in SIZES)):
+        world = dict(zip(SIZES, axes, strict=True))
+        folded = world["ep"] * world["etp"]
+        if world["replicate"] * world["dp"] * world["tp"] * world["cp"] * world["pp"] != ranks:
+            continue
+        if folded > ranks or (folded > 1 and not model):
+            continue
+        names = [name for name in values if name not in SIZES]
+        for choices in product(*(values[name] for name in names)):
+            case = world | dict(zip(names, choices, strict=True)) | {"policy": "none"}
+            if canonical(spec, case) and legal(spec, case):
+                wanted.add(tuple(case.items()))
+    assert found == wanted
+    assert len(found) > 20
+
+
+@pytest.mark.parametrize("model", [{}, MOE], ids=["dense", "experts"])
+def test_the_first_layouts_cover_all_pairs_and_all_of_them_all_sizes(model: dict[str, object]) -> None:
+    layouts = SweepLayouts(spec_of(BASE | model), 4)
+    cases, order = layouts.cases, layouts.order
+
+    def pairs(numbers: list[int]) -> set[object]:
+        return {
+            pair for number in numbers for pair in combinations(sorted(cases[number].items(), key=str), 2)
+        }
+
+    def sizes(numbers: list[int]) -> set[object]:
+        return {tuple(cases[number][name] for name in SIZES) for number in numbers}
+
+    every = list(range(len(cases)))
+    assert pairs(order[: layouts.needed]) == pairs(every)
+    assert len(pairs(every)) == layouts.pairs.total == layouts.pairs.covered(order)
+    assert len(pairs(order[:3])) == layouts.pairs.covered(order[:3])
+    assert sizes(order) == sizes(every)
+    assert len(set(order)) == len(order) < len(cases) / 4
+    for place in range(len(order)):
+        assert layouts.run(place).layout.world_size == 4
+
+
+def test_a_narrowed_copy_has_only_layouts_that_the_run_allows_too() -> None:
+    """Of 24 heads and 6 key-value heads tp = 4 gets no equal shares; 40 tokens are not cut into 16 pieces."""
+    spec = spec_of(
+        {"model.hidden": 384, "model.heads": 24, "model.kv_heads": 6, "data.seq_len": 40 * 8 + 8},
+        model__ffn=1024,
+        model__layers=9,
+        train__batch_tokens=(40 * 8 + 8) * 16,
+    )
+    layouts = SweepLayouts(spec, 8)
+    assert layouts.note is not None and layouts.small.model.parameters < spec.model.parameters / 20
+    runs = [layouts.run(place) for place in range(len(layouts.order))]
+    for run in runs:
+        tree = spec.to_json()
+        tree["layout"] |= run.to_json()["layout"] | {"micro_batch": None}
+        assert RunSpec.model_validate(tree).layout.world_size == 8
+    assert {run.layout.cp for run in runs} == {1, 2, 4}
+    assert 4 not in {run.layout.tp for run in runs}
+
+
+def test_without_layouts_another_number_is_proposed() -> None:
+    with pytest.raises(UserError, match=r"no layout of 7 ranks fits the run; .* such as 6"):
+        SweepLayouts(spec_of(BASE), 7)
+
+
+FEW = BASE | {
+    "model.layers": 1,
+    "model.hidden": 32,
+    "model.ffn": 40,
+    "model.heads": 2,
+    "model.kv_heads": 2,
+    "train.batch_tokens": 4 * 16,
+}
+
+
+def verify_with_bug(mesh: Mesh, run: RunSpec) -> dict[str, Any] | None:
+    """`verify` of a trainer whose gradients are twice too large where tensor and context ranks meet."""
+
+    def harm(trainer: verification.Trainer) -> None:
+        if trainer.mesh.tensor.size > 1 and trainer.mesh.context.size > 1:
+            trainer.states.scale_gradients(2.0)
+
+    return verify_broken(mesh, run, harm)
+
+
+def on_pool(ranks: Ranks, verify: Callable[..., Any], before: Callable[[int], None] = lambda _: None) -> Any:
+    """A launcher that takes the pool's ranks, and no new ones; `before` is called with a layout's place."""
+
+    def launch(verb: str, spec: RunSpec, count: int, flags: list[str], result: Path) -> dict[str, Any]:
+        plan = json.loads((result.parent / subject.PLAN).read_text())
+        rows: list[Any] = []
+        for place, tree in enumerate(plan["runs"][plan["first"] :], plan["first"]):
+            result.write_text(json.dumps({"rows": rows}))
+            before(place)
+            run = RunSpec.model_validate(tree)
+            rows.append(row_of(run, ranks.run(run.layout, verify, run)[0], 0.0))
+        return {"rows": rows}
+
+    return launch
+
+
+def test_a_bug_of_two_axes_is_found_and_its_command_finds_it_again(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "launch", on_pool(ranks, verify_with_bug))
+    flags = {key: str(value) for key, value in FEW.items()}
+    flags |= {"train.batch_tokens": "32", "train.compile": "true"}
+    found = api.sweep(spec_of(flags), 4, steps=1, given=((), list(flags.items())))
+    assert found["equal"] is False
+    wrong = {row["layout"] for row in found["layouts"] if row["verdict"] == "UNEQUAL"}
+    assert wrong == {row["layout"] for row in found["layouts"] if "cp=2 x tp=2" in row["layout"]} != set()
+    failure = found["first_failure"]
+    assert "each is 2 times what it should be (tp or cp or " in failure["sentence"]
+    again = repeated(failure["command"])
+    assert again.layout.tp == again.layout.cp == 2
+    assert describe(again) == failure["layout"]
+    assert not ranks.run(again.layout, verify_with_bug, again)[0]["equal"]
+    assert ranks.run(again.layout, verification.verify, again, 1)[0]["equal"]
+
+
+def repeated(command: str) -> RunSpec:
+    """The run of a command that repeats a failure."""
+    program, verb, *words = shlex.split(command)
+    assert (program, verb) == ("meshwright", "verify")
+    call = parse(verify_verb, words)
+    return load(None, call.overrides)
+
+
+def test_a_command_of_a_narrowed_copy_has_all_that_is_narrowed() -> None:
+    spec = load(None, [("model.preset", "moe-tiny")])
+    layouts = SweepLayouts(spec, 8)
+    for place in range(0, len(layouts.order), 7):
+        small = layouts.run(place)
+        command = subject.command_of(spec, small, ((), [("model.preset", "moe-tiny")]), 2)
+        again = load(None, parse(verify_verb, shlex.split(command)[2:]).overrides).to_json()
+        wanted = small.to_json()
+        for tree in (again, wanted):
+            del tree["model"]["preset"]
+        assert again == wanted
+
+
+def test_a_layout_that_ends_its_ranks_does_not_end_the_sweep(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(place: int) -> None:
+        if place in (0, 2):
+            raise CollectiveError("in step 1 rank 1 calls")
+
+    monkeypatch.setattr(subject, "launch", on_pool(ranks, as_equal, fail))
+    found = api.sweep(spec_of(FEW), 2)
+    verdicts = [row["verdict"] for row in found["layouts"]]
+    assert verdicts[:4] == ["failed", "equal", "failed", "equal"]
+    assert set(verdicts[3:]) == {"equal"}
+    assert found["equal"] is None
+    assert found["first_failure"]["sentence"] == "in step 1 rank 1 calls"
+    assert found["checked"] == found["of"] == len(verdicts)
+
+
+def as_equal(mesh: Mesh, run: RunSpec) -> dict[str, Any]:
+    """A verdict without a comparison."""
+    return {"equal": True, "worst_relative": 0.0, "first": None}
+
+
+def test_a_sweep_gives_up_after_some_failures(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(place: int) -> None:
+        raise RanksFailed("rank 1 was ended by SIGSEGV", 139)
+
+    monkeypatch.setattr(subject, "launch", on_pool(ranks, as_equal, fail))
+    found = api.sweep(spec_of(FEW), 2)
+    assert found["checked"] == subject.MOST_FAILURES < found["of"]
+
+
+def test_a_budget_ends_a_sweep() -> None:
+    """Each layout takes a second of a clock that nothing else moves."""
+    layouts = SweepLayouts(spec_of(FEW), 2)
+    runs, clock, rows = [layouts.run(place) for place in range(6)], [0.0], []
+
+    def as_second(*_: object) -> dict[str, Any]:
+        clock[0] += 1.0
+        return {"equal": True, "worst_relative": 0.0, "first": None}
+
+    with patch.object(swept, "verify", as_second), patch.object(swept.time, "time", lambda: clock[0]):
+        check_layouts(runs, 1, 2.5, Control(), lambda run: nullcontext(None), rows.append)  # type: ignore[arg-type, return-value]
+    assert [row is None for row in rows] == [True, False] * 3
+
+
+def test_the_command_checks_the_layouts_of_two_ranks(tmp_path: Path) -> None:
+    """One head and 18 tokens leave data and pipeline ranks; compiled blocks two schedules of one stage."""
+    flags = FEW | {"model.heads": 1, "model.kv_heads": 1, "data.seq_len": 18, "train.batch_tokens": 2 * 18}
+    words = words_of(flags | {"train.compile": "true"})
+    command = [sys.executable, "-m", "meshwright", "verify", *words, "--sweep", "2", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "verify.json").read_text())
+    assert found["equal"] is True
+    assert found["checked"] == found["of"] == len(found["layouts"]) > 5
+    assert found["pairs_covered"] == found["pairs"]
+    lines = done.stdout.splitlines()
+    assert sum(" equal " in line for line in lines) == found["checked"]
+    assert any(line.startswith(f"equal: {found['of']} of {found['of']} layouts") for line in lines)
+
+
+def words_of(flags: dict[str, Any]) -> list[str]:
+    """Flags as words of a command."""
+    return [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--budget", "60s"], "--budget: is the time of a sweep"),
+        (["--sweep", "2", "--through", "checkpoint"], "--through: does not go with --sweep"),
+        (["--sweep", "2", "--nproc", "2"], "--nproc: does not go with --sweep"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_told(words: list[str], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        verify_verb.function(parse(verify_verb, words))
+
+
+@pytest.mark.parametrize(("equal", "code"), [(True, 0), (False, 1), (None, 70)])
+def test_exit_codes(equal: bool | None, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unequal layout is 1, one that could not be compared 70."""
+    row = {"layout": "dp=2", "verdict": "failed", "worst": None, "seconds": None, "sentence": "rank 1 calls"}
+    counts = {"checked": 1, "of": 2, "pairs_covered": 3, "pairs": 4, "seconds": 1.0, "narrowed": None}
+    result = {"equal": equal, "layouts": [row], "first_failure": row | {"command": "meshwright"}} | counts
+    monkeypatch.setattr(api, "sweep", lambda *_, **__: result)
+    assert verify_verb.function(parse(verify_verb, ["--sweep", "2"])) == code
