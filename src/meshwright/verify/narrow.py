@@ -12,7 +12,7 @@ MOST_WORK = 2e9
 """Parameters x tokens of a step that are checked as they are; about a second a step in float64."""
 
 MOST_WORK_OF_A_SWEEP = 3e8
-"""The same for each layout of many."""
+"""Parameters x tokens of a step that are checked as they are for each layout of a sweep."""
 
 _MOST_RANKS = 64
 """Widths keep their remainder by up to so many ranks of ZeRO: with more, the copy would grow with them."""

@@ -20,7 +20,7 @@ from meshwright.verify.uneven import empty_slots
 from meshwright.verify.verify import one_device, verify
 
 Row = dict[str, Any]
-"""What was found of one layout: its description, verdict, largest difference, seconds and sentence."""
+"""Result of one layout: its description, verdict, largest difference, seconds and sentence."""
 
 
 class KnownReferences:
