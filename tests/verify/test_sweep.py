@@ -123,7 +123,7 @@ def test_the_first_layouts_cover_all_pairs_and_all_of_them_all_sizes(model: dict
 
 
 def test_a_narrowed_copy_has_only_layouts_that_the_run_allows_too() -> None:
-    """With 24 heads and 6 key-value heads tp = 4 gets no equal shares; 40 tokens are not cut into 16 pieces."""
+    """With tp = 4 shares of 24 and 6 heads are not equal; 40 tokens are not cut into 16 pieces."""
     spec = spec_of(
         {"model.hidden": 384, "model.heads": 24, "model.kv_heads": 6, "data.seq_len": 40 * 8 + 8},
         model__ffn=1024,
@@ -272,6 +272,7 @@ def test_a_budget_ends_a_sweep() -> None:
     assert [row is None for row in rows] == [True, False] * 3
 
 
+@pytest.mark.full
 def test_the_command_checks_the_layouts_of_two_ranks(tmp_path: Path) -> None:
     """One head and 18 tokens leave data and pipeline ranks; compiled blocks two schedules of one stage."""
     flags = FEW | {"model.heads": 1, "model.kv_heads": 1, "data.seq_len": 18, "train.batch_tokens": 2 * 18}
