@@ -123,12 +123,12 @@ def test_the_first_layouts_cover_all_pairs_and_all_of_them_all_sizes(model: dict
 
 
 def test_a_narrowed_copy_has_only_layouts_that_the_run_allows_too() -> None:
-    """With tp = 4 shares of 24 and 6 heads are not equal; 40 tokens are not cut into 16 pieces."""
+    """Four tensor ranks have no equal shares of 6 key-value heads; 328 tokens are not cut into 16 pieces."""
     spec = spec_of(
-        {"model.hidden": 384, "model.heads": 24, "model.kv_heads": 6, "data.seq_len": 40 * 8 + 8},
+        {"model.hidden": 384, "model.heads": 24, "model.kv_heads": 6, "data.seq_len": 328},
         model__ffn=1024,
         model__layers=9,
-        train__batch_tokens=(40 * 8 + 8) * 16,
+        train__batch_tokens=328 * 16,
     )
     layouts = SweepLayouts(spec, 8)
     assert layouts.note is not None and layouts.small.model.parameters < spec.model.parameters / 20

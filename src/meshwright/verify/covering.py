@@ -19,12 +19,12 @@ class Pairs:
     def __init__(self, cases: Sequence[Case]) -> None:
         columns = [_codes([case[name] for case in cases]) for name in sorted(cases[0])]
         sizes = [int(column.max()) + 1 for column in columns]
-        rows: list[NDArray[np.int64]] = []
+        rows: list[NDArray[np.int32]] = []
         count = 0
         for one, other in combinations(range(len(columns)), 2):
             rows.append(count + columns[one] * sizes[other] + columns[other])
             count += sizes[one] * sizes[other]
-        self.of_case = np.stack(rows, axis=1) if rows else np.zeros((len(cases), 0), np.int64)
+        self.of_case = np.stack(rows, axis=1) if rows else np.zeros((len(cases), 0), np.int32)
         self.possible = np.zeros(count, bool)
         self.possible[self.of_case] = True
 
@@ -48,7 +48,7 @@ class Pairs:
         return chosen
 
 
-def _codes(values: Sequence[Any]) -> NDArray[np.int64]:
+def _codes(values: Sequence[Any]) -> NDArray[np.int32]:
     """Number the different values from 0, in order of their first occurrence."""
     numbers: dict[str, int] = {}
-    return np.array([numbers.setdefault(str(value), len(numbers)) for value in values], np.int64)
+    return np.array([numbers.setdefault(str(value), len(numbers)) for value in values], np.int32)
