@@ -125,11 +125,7 @@ class _Comparison:
         """Take a step; with a loss scale that is too high, the one after it is halved often enough."""
         while True:
             taken = self._attempt(batch, number)
-            if (
-                taken.done.applied
-                or not self.trainer.loss_scale.dynamic
-                or self.trainer.loss_scale.value == 1
-            ):
+            if taken.done.applied or self.trainer.loss_scale.value >= taken.done.loss_scale:
                 return taken
 
     def _attempt(self, batch: Batch, number: int) -> _Taken:
@@ -199,10 +195,8 @@ class _Comparison:
         draws = [rounded_gradients(spec, weights, moved, scale, number * DRAWS + k) for k in range(DRAWS)]
         eps = torch.finfo(compute).eps
         size = abs(true.loss) or 1.0
-        tolerance = max(
-            4 * max(abs(draw.loss - true.loss) for draw in draws) / size,
-            4 * eps if compute.itemsize > 2 else eps / 4,
-        )
+        least = eps / 4 if compute.itemsize == 2 else 4 * eps
+        tolerance = max(MARGIN * max(abs(draw.loss - true.loss) for draw in draws) / size, least)
         off = abs(taken.done.loss - true.loss) / size
         words = f"step {number}: the loss is off by {off:.1e}; rounding explains {tolerance:.1e}"
         found.add(number, "loss", "loss", off, tolerance, words)
@@ -218,22 +212,24 @@ class _Comparison:
         words = f"step {number}: the norm is {taken.done.grad_norm:.6g}, that of the gradients {norm:.6g}"
         found.add(number, "grad norm", "grad norm", off, MASTER_TOLERANCE, words)
         clip = 1.0 if spec.train.clip is None else min(1.0, spec.train.clip / (norm + 1e-6))
-        wanted: State = {kind: {} for kind in ("exp_avg", "exp_avg_sq")}
+        wanted: State = {kind: {} for kind in ("exp_avg", "exp_avg_sq", "parameter")}
         for name, grad in grads.items():
-            start = before["parameter"][name].double()
-            target = start.clone()
+            target = before["parameter"][name].double().clone()
             pair = before["exp_avg"][name].double(), before["exp_avg_sq"][name].double()
             adamw(target, grad * clip, pair, spec.train, number)
-            wanted["exp_avg"][name], wanted["exp_avg_sq"][name] = pair
-            moved = float((target - start).abs().max())
-            master = torch.finfo(self.state["parameter"][name].dtype).eps
-            tolerance = 1e-3 + (2 * master * float(start.abs().max()) / moved if moved else 0.0)
-            off = float((self.state["parameter"][name].double() - target).abs().max()) / (moved or 1.0)
-            words = f"step {number}: the update of {name} is not AdamW's of its gradient ({off:.1e})"
-            found.add(number, "parameter", name, off, tolerance, words)
+            for kind, tensor in zip(wanted, (*pair, target), strict=True):
+                wanted[kind][name] = tensor
         for kind, which in (("exp_avg", "first"), ("exp_avg_sq", "second")):
             words = f"step {number}: the {which} moment of {{}} is not that of its gradients"
             found.close(number, kind, self.state[kind], wanted[kind], MASTER_TOLERANCE, words)
+        for name, target in wanted["parameter"].items():
+            start, end = before["parameter"][name].double(), self.state["parameter"][name].double()
+            moved = float((target - start).abs().max()) or 1.0
+            eps = torch.finfo(before["parameter"][name].dtype).eps
+            tolerance = 1e-3 + 2 * eps * float(start.abs().max()) / moved
+            off = float((end - target).abs().max()) / moved
+            words = f"step {number}: the update of {name} is not AdamW's of its gradient ({off:.1e} off)"
+            found.add(number, "parameter", name, off, tolerance, words)
 
 
 def stale_copies(trainer: Trainer) -> Iterator[str]:
