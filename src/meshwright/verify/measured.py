@@ -98,22 +98,23 @@ class Measurements:
 
 
 class _Fit:
-    """A gradient as a multiple of the exact one (`slope`, least squares) and a `rest`."""
+    """A gradient as a multiple of the exact one (`slope`, least squares), and the `rest`, over a slope above 1."""
 
     def __init__(self, found: Tensor, exact: Tensor) -> None:
         squares = float(exact.square().sum())
         self.slope = float((found * exact).sum()) / squares if squares else 1.0
-        self.rest = found - self.slope * exact
+        self.rest = (found - self.slope * exact) / max(1.0, abs(self.slope))
 
 
 def compare_gradients(
     into: Measurements, step: int, found: Mapping[str, Tensor], exact: Gradients, draws: Sequence[Gradients],
     eps: float,
 ) -> None:  # fmt: skip
-    """Compare slopes and noise of all gradients, from the head's to the embedding's, with those of `draws`.
+    """Compare noise and slopes of all gradients, from the head's to the embedding's, with those of `draws`.
 
-    First comes the factor that most gradients have in common, a weighted median of their slopes: rounding
-    hardly moves it, while it may move the slope of one by as much as its noise.
+    A gradient that is scaled has no more noise, one that is wrong in part has. Of slopes the first is that
+    which most gradients have in common, a weighted median: rounding hardly moves it, while it may move the
+    slope of one by as much as its noise. `eps` is that of the coarsest format in use.
     """
     names = list(reversed(exact.by_name))
     fits = {name: _Fit(found[name].double(), exact.by_name[name]) for name in names}
@@ -123,6 +124,8 @@ def compare_gradients(
         name: max(float(each.rest.norm()) for each in drawn[name]) / size[name] if size[name] else math.inf
         for name in names
     }
+    for name in names:
+        _compare_noise(into, step, name, fits[name], drawn[name], exact.by_name[name], eps)
     expected = {name: sum(each.slope for each in drawn[name]) / len(draws) for name in names}
     off = {name: fits[name].slope / expected[name] - 1 for name in names}
     # Of a draw, against the mean of the others.
@@ -143,7 +146,7 @@ def compare_gradients(
     )
     into.add(
         step, "common slope", f"all {len(names)} gradients", abs(common), max(SLOPE_MARGIN * spread, eps / 8),
-        f"step {step}: all {len(names)} gradients are {1 + common:.5f} times what they should be, which "
+        f"step {step}: all {len(names)} gradients are {1 + common:.6g} times what they should be, which "
         f"rounding does not explain",
     )  # fmt: skip
     for name in names:
@@ -153,8 +156,6 @@ def compare_gradients(
             f"step {step}: the gradient of {name} is {1 + off[name]:.4g} times what it should be, which "
             f"rounding does not explain (it explains {tolerance:.1e})",
         )  # fmt: skip
-    for name in names:
-        _compare_noise(into, step, name, fits[name], drawn[name], exact.by_name[name], eps)
 
 
 def _weighted_median(values: Mapping[str, float], noise: Mapping[str, float]) -> float:

@@ -200,7 +200,8 @@ class _Comparison:
         off = abs(taken.done.loss - true.loss) / size
         words = f"step {number}: the loss is off by {off:.1e}; rounding explains {tolerance:.1e}"
         found.add(number, "loss", "loss", off, tolerance, words)
-        compare_gradients(found, number, taken.gradients, true, draws, eps)
+        coarsest = max(eps, torch.finfo(formats(spec.precision).reduce).eps)
+        compare_gradients(found, number, taken.gradients, true, draws, coarsest)
         self._compare_update(number, taken, before)
 
     def _compare_update(self, number: int, taken: _Taken, before: State) -> None:

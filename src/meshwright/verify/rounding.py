@@ -53,12 +53,20 @@ def rounded_gradients(
     generator = torch.Generator(next(iter(weights.values())).device).manual_seed(draw)
     unit = torch.finfo(compute).eps * (0.5 if half else SUMS)
 
+    # Each rank but one rounds a sum on the wire.
+    wire = torch.finfo(reduce).eps * math.sqrt(spec.layout.data_ranks * spec.layout.cp)
+
     def nearest(x: Tensor) -> Tensor:
         return x.to(compute).to(wide) if half else x
 
+    def moved(x: Tensor, by: float) -> Tensor:
+        return x * (1 + by * (torch.rand(x.shape, generator=generator, device=x.device, dtype=wide) - 0.5))
+
     def rounded(x: Tensor) -> Tensor:
-        moves = torch.rand(x.shape, generator=generator, device=x.device, dtype=wide) - 0.5
-        return nearest(x * (1 + unit * moves))
+        return nearest(moved(x, unit))
+
+    def summed(x: Tensor) -> Tensor:
+        return moved(x, wire).to(reduce)
 
     def tap(path: str, x: Tensor) -> Tensor:
         y: Tensor = _Rounded.apply(x, nearest if half and path == "head" else rounded)
@@ -70,7 +78,7 @@ def rounded_gradients(
     while True:
         loss, found = _gradients(decoder, batch, scale)
         for grad in found.values():
-            grad.copy_(rounded(grad.to(wide) * scale).to(reduce)).div_(scale)
+            grad.copy_(summed(rounded(grad.to(wide) * scale))).div_(scale)
         if scale <= targets or all(bool(grad.isfinite().all()) for grad in found.values()):
             return Gradients(loss, found)
         scale /= 2  # one that the run had room for
