@@ -38,6 +38,8 @@ WORKERS = {
 """Modules that the ranks of a verb need; making an optimiser imports Dynamo, which takes a second."""
 VERIFY_LIMIT_S = 30.0
 """Longest wait of `verify` in a collective, where `recovery.hang_seconds` sets none."""
+COMPILE_LIMIT_S = 270.0
+"""Seconds added to it where ranks compile their blocks, each at its own pace."""
 COMPILER = ("torch._inductor.compile_fx",)
 """Modules that torch.compile imports when it is first used, which takes seconds."""
 
@@ -233,8 +235,12 @@ def verify(
     out: Path | None = None,
     through: str | None = None,
     onto: RunSpec | None = None,
+    precision: str = "exact",
 ) -> Result:
     """Compare the layout with one device in float64 over `steps` optimiser steps.
+
+    With `precision` "run" the layout computes in the run's own formats, compiled if the run is, and each row
+    has a `tolerance` of its own, which rounding was measured to need.
 
     With `through` "checkpoint" or "export" the run is saved after so many steps, loaded, in the second case
     from the HF folder that it was exported to, and takes as many steps again, on the layout of `onto` if that
@@ -251,13 +257,15 @@ def verify(
         raise UserError(f"steps: {steps} steps compare nothing; give 1 or more")
     if onto is not None and through is None:
         raise UserError("--onto: is the layout to load on; add --through checkpoint, or --through export")
+    if precision == "run" and through is not None:
+        raise UserError("--precision run: compares no checkpoints; remove --through or --precision")
     if out is not None:
         make_folder(out)
     if ranks == 1 and through is None:
-        return verify_worker(spec, steps=steps, out=out)
+        return verify_worker(spec, steps=steps, out=out, precision=precision)
     with scratch_folder() as temporary:
         if through is None:
-            result = _verify_part(spec, temporary, ["--steps", str(steps)])
+            result = _verify_part(spec, temporary, ["--steps", str(steps), "--precision", precision])
         else:
             saved = temporary / "run"
             first = _verify_part(spec, temporary, ["--steps", str(steps), "--save", str(saved)])
@@ -305,6 +313,7 @@ def verify_worker(
     save: Path | None = None,
     load: Path | None = None,
     through: str | None = None,
+    precision: str = "exact",
 ) -> Result:
     """Run `verify` as one rank: the first returns the result and writes `out`/verify.json; others give {}.
 
@@ -313,12 +322,16 @@ def verify_worker(
     """
     from meshwright.launch.world import mesh_of
     from meshwright.report.record import write_atomically
+    from meshwright.verify.precision import verify_in_own_precision
     from meshwright.verify.resume import load_part, save_part
     from meshwright.verify.verify import verify as verify_rank
 
     if load is not None and not (load / "run.json").is_file():
         raise UserError(f"--load: {load} holds no run.json; give the folder of a `meshwright verify --save`")
-    limit = timedelta(seconds=spec.recovery.hang_seconds or VERIFY_LIMIT_S)
+    if precision == "run" and (save is not None or load is not None):
+        raise UserError("--precision run: compares no checkpoints; remove --save and --load")
+    seconds = VERIFY_LIMIT_S + (COMPILE_LIMIT_S if precision == "run" and spec.train.compile else 0.0)
+    limit = timedelta(seconds=spec.recovery.hang_seconds or seconds)
     with mesh_of(spec, limit) as mesh:
         for folder in (out, save):
             if folder is not None:
@@ -327,6 +340,8 @@ def verify_worker(
             verdict = save_part(spec, mesh, steps, save)
         elif load is not None:
             verdict = load_part(spec, mesh, load, load / IMPORTED if through == "export" else load)
+        elif precision == "run":
+            verdict = verify_in_own_precision(spec, mesh, steps)
         else:
             verdict = verify_rank(spec, mesh, steps)
         if out is not None:

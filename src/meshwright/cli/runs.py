@@ -198,6 +198,13 @@ def _axes(text: str) -> Overrides:
         choice("checkpoint", "export"),
     ),
     Flag("onto", "with --through: layout to load on, such as dp=2,tp=2; default the same", "AXES", _axes),
+    Flag(
+        "precision",
+        "'exact' compares in float64, uncompiled; 'run' in the run's own formats, compiled if it is",
+        "FORMATS",
+        choice("exact", "run"),
+        default="exact",
+    ),
     Flag("save", "the first part of --through alone: save in DIR", "DIR", folder_name),
     Flag("load", "its second part alone: go on from what --save has left in DIR", "DIR", folder_name),
     Flag("out", "also write the result to DIR/verify.json", "DIR", folder_name),
@@ -310,9 +317,11 @@ def _show_verify(result: Mapping[str, Any]) -> None:
     if narrowed := result.get("narrowed"):
         show.line(narrowed)
     verdict = "equal" if result["equal"] else "UNEQUAL"
+    precision = result.get("precision", "float64")
+    beside = "" if precision == "float64" else f" beside its tolerance of {result['tolerance']:.1e}"
     show.line(
-        f"{verdict}: {result['compared']} tensors and numbers compared with one device in float64; "
-        f"the largest relative difference is {result['worst_relative']:.1e}, of {result['worst_name']}"
+        f"{verdict}: {result['compared']} tensors and numbers compared with one device in {precision}; the "
+        f"largest relative difference{beside} is {result['worst_relative']:.1e}, of {result['worst_name']}"
     )
     if first := result["first"]:
         show.line(first["sentence"])

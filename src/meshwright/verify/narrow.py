@@ -18,7 +18,7 @@ _MOST_RANKS = 64
 """Widths keep their remainder by up to so many ranks of ZeRO: with more, the copy would grow with them."""
 
 
-def narrow(spec: RunSpec) -> tuple[RunSpec, str | None]:
+def narrow(spec: RunSpec, most_work: float = MOST_WORK) -> tuple[RunSpec, str | None]:
     """Return `spec`, or its narrowed copy with a sentence that says so.
 
     Kept: every switch of the model and the layout; whether stages, ranks of ZeRO, the tensor and the context
@@ -28,7 +28,7 @@ def narrow(spec: RunSpec) -> tuple[RunSpec, str | None]:
     layers, widths, the number of experts, the vocabulary, the sequence, the microbatch, and the experts'
     capacity to an even share, so that some overflow.
     """
-    if spec.model.parameters * spec.train.batch_tokens <= MOST_WORK:
+    if spec.model.parameters * spec.train.batch_tokens <= most_work:
         return spec, None
     layout = spec.layout
     count = layout.pp * layout.chunks

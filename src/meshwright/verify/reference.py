@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwright.data.loader import Batch
 from meshwright.spec import RunSpec
 from meshwright.spec.sections import TrainSpec
-from meshwright.verify.reference_decoder import ReferenceDecoder
+from meshwright.verify.reference_decoder import ReferenceDecoder, Routing
 from meshwright.verify.reference_router import move_bias, router_losses, router_statistics
 from meshwright.verify.reference_sums import ReferenceSums
 
@@ -53,14 +53,10 @@ def reference_steps(
     for number, batch in enumerate(batches, 1):
         moved, sums = batch.to(device), ReferenceSums()
         decoder.tap = sums.tap
-        logits, routings = decoder(moved.tokens, moved.positions, moved.documents)
-        loss = mean_loss(logits, moved.targets)
-        objective = loss
+        loss, objective, routings = loss_and_objective(decoder, moved)
         statistics: dict[str, Tensor] = {}
         for layer, routing in routings.items():
             assert moe is not None
-            balance, z = router_losses(moe, routing)
-            objective = objective + moe.aux_loss * balance + moe.z_loss * z
             for name, value in router_statistics(moe, routing).items():
                 statistics[f"blocks.{layer} {name}"] = value
         found = torch.autograd.grad(objective, list(parameters.values()))
@@ -83,6 +79,17 @@ def reference_steps(
             "balance": statistics,
             "router bias": {name: bias.clone() for name, bias in biases.items()},
         }
+
+
+def loss_and_objective(decoder: ReferenceDecoder, batch: Batch) -> tuple[Tensor, Tensor, dict[int, Routing]]:
+    """The mean loss of a batch, that with the routers' losses, which is differentiated, and the routings."""
+    logits, routings = decoder(batch.tokens, batch.positions, batch.documents)
+    loss = objective = mean_loss(logits, batch.targets)
+    for routing in routings.values():
+        assert decoder.spec.moe is not None
+        balance, z = router_losses(decoder.spec.moe, routing)
+        objective = objective + decoder.spec.moe.aux_loss * balance + decoder.spec.moe.z_loss * z
+    return loss, objective, routings
 
 
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:

@@ -1,0 +1,247 @@
+"""Is a layout in its own precision, compiled as it runs, one device but for rounding?
+
+Each step of the reference begins at the layout's own parameters, as gathered and rounded to the format that
+it computes in: so rounding does not pile up. Gradients are compared with the float64 ones there, within what
+rounding was measured to do (`rounding.py`); the update with AdamW of the layout's own gradients; compute
+copies with the masters, to the bit; and a step of fp16 that overflows must change nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from meshwright.data.corpus import open_corpus
+from meshwright.data.loader import Batch, Loader
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.precision import formats
+from meshwright.parallel.waiting import while_others_wait
+from meshwright.spec import RunSpec
+from meshwright.spec.tiling import tiled
+from meshwright.train.gather_full import gather_full
+from meshwright.train.step import Step, Trainer
+from meshwright.train.vote import Vote
+from meshwright.verify.measured import MARGIN, Measurements, compare_gradients
+from meshwright.verify.narrow import narrow
+from meshwright.verify.reference import SAMPLES, adamw
+from meshwright.verify.reference_data import batches
+from meshwright.verify.reference_weights import initial_weights
+from meshwright.verify.rounding import exact_gradients, rounded_gradients
+from meshwright.verify.samples import compare_samples, gather_samples
+from meshwright.verify.tiles import small_tiles
+from meshwright.verify.uneven import thin
+from meshwright.verify.verify import exact
+
+DRAWS = 4
+"""Times that a step is computed with other roundings."""
+
+MOST_WORK = 1e10
+"""Parameters x tokens of a step that are checked as they are: less than in float64, since each step is
+computed so many times."""
+
+MASTER_TOLERANCE = 1e-5
+"""For what is computed in the format of the masters, element by element."""
+
+OVERFLOWING = 2.0**60
+"""A loss scale at which a gradient in fp16 is beyond its range."""
+
+State = dict[str, dict[str, Tensor]]
+"""Whole tensors by kind (parameter, router bias, exp_avg, exp_avg_sq) and name; empty but on rank 0."""
+
+
+class _Taken(NamedTuple):
+    """A step of the layout, with its whole gradients on rank 0, and each rank's stale compute copies."""
+
+    done: Step
+    gradients: dict[str, Tensor]
+    stale: list[list[str]]
+
+
+def verify_in_own_precision(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
+    """Run `steps` steps of the layout in the run's precision; the first rank gets the result."""
+    tree = exact(spec, steps).to_json()
+    tree["precision"] = spec.to_json()["precision"]
+    tree["train"]["compile"] = spec.train.compile
+    own, note = narrow(RunSpec.model_validate(tree), MOST_WORK)
+    with tiled(small_tiles(own)):
+        found = _Comparison(own, mesh).steps(steps)
+    if mesh.rank:
+        return None
+    about = {"precision": own.precision.compute, "layout": own.layout.describe(), "steps": steps}
+    return {**found.result(), "narrowed": note, **about}
+
+
+class _Comparison:
+    """One rank's part of the comparison."""
+
+    def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
+        self.spec, self.mesh, self.found = spec, mesh, Measurements()
+        self.trainer = Trainer(spec, mesh)
+        self.trainer.initialise()
+        self.trainer.compile_stages(evaluate=False)
+        self.vote = Vote(self.trainer)
+        self.state = self._gathered()
+        if mesh.rank == 0:
+            drawn = initial_weights(spec.model, spec.train.seed)
+            words = "step 0: the initial value of {} differs"
+            self.found.close(0, "initial weight", self.state["parameter"], drawn, MASTER_TOLERANCE, words)
+
+    def steps(self, steps: int) -> Measurements:
+        """Compare `steps` steps, and for fp16 one that overflows."""
+        spec, mesh = self.spec, self.mesh
+        loader = Loader(open_corpus(spec), spec, mesh.data_rank, spec.layout.data_ranks)
+        whole: Iterator[Batch] = batches(spec) if mesh.rank == 0 else iter(())
+        for number in range(1, steps + 1):
+            mesh.heartbeat.phase("data", number - 1)
+            batch = thin(loader.step(number - 1), number, spec)
+            samples = gather_samples(batch, mesh)
+            taken = self._take(batch, number)
+            before, self.state = self.state, self._gathered()
+            divergence = self.vote()
+            mesh.heartbeat.phase("start")  # the hang watch sets no limit to this phase
+
+            def compare() -> None:
+                reference = thin(next(whole), number, spec)  # noqa: B023 - called at once
+                fields = {name: getattr(reference, name) for name in SAMPLES}
+                for each in compare_samples(number, samples, fields, spec):  # noqa: B023
+                    words = f"step {number}: the {each.name} of the samples differ {each.detail}".rstrip()  # noqa: B023
+                    self.found.add(number, "samples", each.name, each.relative, 0.0, words)  # noqa: B023
+                self._compare(number, reference, taken, before)  # noqa: B023
+
+            while_others_wait(mesh.control, mesh.rank == 0, compare)
+            drift = 0.0 if divergence is None else math.inf
+            self.found.add(number, "replicas", str(divergence), drift, 0.0, f"step {number}: {divergence}")
+        if spec.precision.compute == "fp16":
+            self.trainer.loss_scale.value = OVERFLOWING
+            self._attempt(batch, steps + 1)
+        loader.close()
+        return self.found
+
+    def _take(self, batch: Batch, number: int) -> _Taken:
+        """Take a step; with a loss scale that is too high, the one after it is halved often enough."""
+        while True:
+            taken = self._attempt(batch, number)
+            if taken.done.applied or self.trainer.loss_scale.value >= taken.done.loss_scale:
+                return taken
+
+    def _attempt(self, batch: Batch, number: int) -> _Taken:
+        trainer, mesh = self.trainer, self.mesh
+        kept = {name: tensor.clone() for name, tensor in self._own()} if trainer.loss_scale.dynamic else {}
+        loss = trainer.gradients(batch)
+        stale = mesh.control.gather(sorted(stale_copies(trainer)))
+        gradients = gather_full(trainer.states.gradients(), mesh)
+        gradients = {name: grad.double() * trainer.gradient_factor for name, grad in gradients.items()}
+        updates = trainer.optimiser.updates
+        done = trainer.apply(trainer.totals(loss), number)
+        if done.applied:
+            if done.loss_scale == OVERFLOWING:
+                self._note_skip(number, ["the step, though its loss scale overflows"])
+        elif trainer.loss_scale.dynamic:
+            changed = [name for name, tensor in self._own() if not torch.equal(kept[name], tensor)]
+            if trainer.optimiser.updates != updates:
+                changed.append("the number of updates")
+            if trainer.loss_scale.value >= done.loss_scale > 1:
+                changed.append("no loss scale, which should be lower")
+            self._note_skip(number, changed)
+        return _Taken(done, gradients, stale)
+
+    def _note_skip(self, number: int, changed: list[str]) -> None:
+        every = self.mesh.control.gather(changed)
+        name = next((name for some in every or [] for name in some), "all states")
+        words = f"step {number}: a step that overflows in fp16 must be skipped, and changed {name}"
+        self.found.add(number, "skipped step", name, math.inf if any(every or []) else 0.0, 0.0, words)
+
+    def _own(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's stored parameters, moments and routers' biases, by name."""
+        states = self.trainer.states
+        for index, unit in enumerate(states.units):
+            for kind, flat in [
+                ("", unit.stored),
+                *((f"{kind} of ", flats[index]) for kind, flats in self.trainer.optimiser.moments.items()),
+            ]:
+                for slot in unit.slots:
+                    yield kind + slot.key, unit.local(flat, slot)
+        for name, bias in self.trainer.balance.biases().items():
+            yield name, bias.to_local()
+
+    def _gathered(self) -> State:
+        trainer, mesh = self.trainer, self.mesh
+        found: State = {
+            "parameter": gather_full(trainer.states.parameters(), mesh),
+            "router bias": gather_full(trainer.balance.biases().items(), mesh),
+        }
+        for key, moment in gather_full(trainer.optimiser.tensors(), mesh).items():
+            kind, _, name = key.partition("/")
+            found.setdefault(kind, {})[name] = moment
+        return found
+
+    def _compare(self, number: int, batch: Batch, taken: _Taken, before: State) -> None:
+        """Compare a step on the first rank; `batch` is the whole one."""
+        spec, found = self.spec, self.found
+        compute = formats(spec.precision).compute
+        for rank, names in enumerate(taken.stale):
+            for name in names:
+                words = f"step {number}: the compute copy of {name} on rank {rank} is not its rounded master"
+                found.add(number, "compute copy", name, math.inf, 0.0, words)
+        weights = {name: weight.to(compute) for name, weight in before["parameter"].items()}
+        weights = {**weights, **before["router bias"]}
+        moved = batch.to(self.mesh.device)
+        true = exact_gradients(spec, weights, moved)
+        scale = taken.done.loss_scale
+        draws = [rounded_gradients(spec, weights, moved, scale, number * DRAWS + k) for k in range(DRAWS)]
+        eps = torch.finfo(compute).eps
+        size = abs(true.loss) or 1.0
+        least = eps / 4 if compute.itemsize == 2 else 4 * eps
+        tolerance = max(MARGIN * max(abs(draw.loss - true.loss) for draw in draws) / size, least)
+        off = abs(taken.done.loss - true.loss) / size
+        words = f"step {number}: the loss is off by {off:.1e}; rounding explains {tolerance:.1e}"
+        found.add(number, "loss", "loss", off, tolerance, words)
+        coarsest = max(eps, torch.finfo(formats(spec.precision).reduce).eps)
+        compare_gradients(found, number, taken.gradients, true, draws, coarsest)
+        self._compare_update(number, taken, before)
+
+    def _compare_update(self, number: int, taken: _Taken, before: State) -> None:
+        """Compare the norm, the moments and the parameters with AdamW of the layout's own gradients."""
+        spec, found = self.spec, self.found
+        grads = taken.gradients
+        norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
+        off = abs(taken.done.grad_norm / norm - 1) if norm else taken.done.grad_norm
+        words = f"step {number}: the norm is {taken.done.grad_norm:.6g}, that of the gradients {norm:.6g}"
+        found.add(number, "grad norm", "grad norm", off, MASTER_TOLERANCE, words)
+        clip = 1.0 if spec.train.clip is None else min(1.0, spec.train.clip / (norm + 1e-6))
+        wanted: State = {kind: {} for kind in ("exp_avg", "exp_avg_sq", "parameter")}
+        for name, grad in grads.items():
+            target = before["parameter"][name].double().clone()
+            pair = before["exp_avg"][name].double(), before["exp_avg_sq"][name].double()
+            adamw(target, grad * clip, pair, spec.train, number)
+            for kind, tensor in zip(wanted, (*pair, target), strict=True):
+                wanted[kind][name] = tensor
+        for kind, which in (("exp_avg", "first"), ("exp_avg_sq", "second")):
+            words = f"step {number}: the {which} moment of {{}} is not that of its gradients"
+            found.close(number, kind, self.state[kind], wanted[kind], MASTER_TOLERANCE, words)
+        for name, target in wanted["parameter"].items():
+            start, end = before["parameter"][name].double(), self.state["parameter"][name].double()
+            moved = float((target - start).abs().max()) or 1.0
+            eps = torch.finfo(before["parameter"][name].dtype).eps
+            tolerance = 1e-3 + 2 * eps * float(start.abs().max()) / moved
+            off = float((end - target).abs().max()) / moved
+            words = f"step {number}: the update of {name} is not AdamW's of its gradient ({off:.1e} off)"
+            found.add(number, "parameter", name, off, tolerance, words)
+
+
+def stale_copies(trainer: Trainer) -> Iterator[str]:
+    """Names of parameters whose compute copy, as the last step used it, is not the rounding of this rank's
+    part of the master; copies that the step has freed again are not looked at."""
+    for unit in trainer.states.units:
+        if unit.aliased or not unit.ready:
+            continue
+        rank = unit.shards.rank if unit.shards else 0
+        for slot in unit.slots:
+            if slot.rows:
+                own = unit.parameters[slot.key].narrow(slot.dim, rank * slot.part[slot.dim], slot.rows)
+                if not torch.equal(own, unit.local(unit.stored, slot).to(own.dtype)):
+                    yield slot.key

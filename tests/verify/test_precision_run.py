@@ -1,0 +1,195 @@
+"""A run in its own precision: what rounding does not explain is found, and what it explains is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch import Tensor, nn
+
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec import RunSpec
+from meshwright.train import step as train_step
+from meshwright.train.step import Step, Totals
+from meshwright.verify import precision as subject
+from ranks import Ranks
+from small import spec_of
+
+BASE = {
+    "model.vocab_size": 61, "data.seq_len": 16, "train.batch_tokens": 8 * 16, "train.steps": 3,
+    "layout.micro_batch": 1,
+}  # fmt: skip
+Plant = Callable[[train_step.Trainer], None]
+
+
+def in_own_precision(
+    mesh: Mesh, spec: RunSpec, steps: int = 3, plant: Plant | None = None
+) -> dict[str, Any] | None:
+    """The comparison, of a trainer that `plant` has changed."""
+
+    class Planted(train_step.Trainer):
+        def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
+            super().__init__(spec, mesh)
+            if plant is not None:
+                plant(self)
+
+    with patch.object(subject, "Trainer", Planted):
+        return subject.verify_in_own_precision(spec, mesh, steps)
+
+
+def found(
+    ranks: Ranks, plant: Plant | None = None, steps: int = 3, base: dict[str, object] = BASE, **flags: object
+) -> dict[str, Any]:
+    spec = spec_of(base, **flags)
+    result: dict[str, Any] = ranks.run(spec.layout, in_own_precision, spec, steps, plant)[0]
+    return result
+
+
+# Layouts that are right ----------------------------------------------------------------------------------
+
+MOE = {"model__preset": "moe-tiny", "model__layers": 2, "model__vocab_size": 64}
+LAYOUTS: dict[str, dict[str, object]] = {
+    "one": {},
+    "dp": {"layout__dp": 4, "layout__zero": 0},
+    "zero1": {"layout__dp": 2, "layout__zero": 1, "layout__replicate": 2},
+    "zero2": {"layout__dp": 4, "layout__zero": 2, "recompute__policy": "full"},
+    "zero3": {"layout__dp": 2, "layout__zero": 3, "recompute__policy": "selective"},
+    "tp": {"layout__tp": 2, "layout__sequence_parallel": "true", "layout__dp": 2},
+    "cp": {"layout__cp": 2},
+    "pp": {"layout__pp": 2, "layout__dp": 2, "layout__zero": 1},
+    "tied": {"model__tied": "true", "layout__pp": 2, "layout__schedule": "1f1b"},
+    "ep": {"layout__ep": 2, "layout__dp": 2, **MOE},
+    "wire": {"precision__reduce": "bf16", "layout__dp": 4, "layout__zero": 3},
+}
+QUICK = {("zero1", "bf16"), ("zero3", "fp16"), ("tp", "fp32"), ("pp", "bf16"), ("ep", "bf16")}
+
+
+@pytest.mark.parametrize(
+    ("layout", "compute"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK else pytest.mark.full)
+        for case in product(LAYOUTS, ("bf16", "fp16", "fp32"))
+    ],
+)
+def test_a_right_layout_is_equal_in_its_own_precision(ranks: Ranks, layout: str, compute: str) -> None:
+    result = found(ranks, **LAYOUTS[layout], precision__compute=compute)
+    assert result["equal"], result["first"]["sentence"]
+    kinds = {row["kind"] for row in result["rows"]}
+    assert {"step 3 common slope", "step 3 gradient slope", "step 3 gradient noise"} <= kinds
+    assert ("step 4 skipped step" in kinds) == (compute == "fp16")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("layout", ["zero1", "zero3", "tp", "pp"])
+def test_a_right_layout_is_equal_compiled(ranks: Ranks, layout: str, compute: str) -> None:
+    result = found(ranks, **LAYOUTS[layout], precision__compute=compute, train__compile="true")
+    assert result["equal"], result["first"]["sentence"]
+
+
+# Planted mistakes ----------------------------------------------------------------------------------------
+
+
+def with_rounded_loss_weight(mesh: Mesh, spec: RunSpec) -> dict[str, Any] | None:
+    with patch.object(train_step, "power_and_rest", lambda weight: (weight, 1.0)):
+        return subject.verify_in_own_precision(spec, mesh, 1)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_weight_of_the_loss_in_bf16_is_found(ranks: Ranks, zero: int) -> None:
+    """The backward ran with 1/N itself: here all gradients are 1.002 times what they should be."""
+    sizes = {"data__seq_len": 64, "train__batch_tokens": 64 * 28, "model__vocab_size": 251}
+    flags = {"layout__dp": 2, "layout__zero": zero, "layout__micro_batch": 2, "precision__compute": "bf16"}
+    spec = spec_of(BASE, **sizes, **flags)
+    wrong = ranks.run(spec.layout, with_rounded_loss_weight, spec)[0]
+    assert (wrong["first"]["kind"], wrong["equal"]) == ("common slope", False)
+    assert "all 21 gradients are 1.00" in wrong["first"]["sentence"]
+    assert wrong["first"]["relative"] == pytest.approx(0.002, abs=5e-4)
+    assert found(ranks, None, 1, **sizes, **flags)["equal"]
+
+
+def stale_slice(trainer: train_step.Trainer) -> None:
+    """In the second microbatch some rows have the gradient of the first."""
+    take, kept = trainer.states.take, list[Tensor]()
+
+    def taken(parameter: nn.Parameter, grad: Tensor) -> None:
+        if trainer.states._places[parameter][1].key == "blocks.1.mlp.up.weight":
+            kept.append(grad.clone())
+            if len(kept) == 2:
+                grad[10:20] = kept[0][10:20]
+        take(parameter, grad)
+
+    trainer.states.take = taken  # type: ignore[method-assign]
+
+
+def stale_copy(trainer: train_step.Trainer) -> None:
+    unit = trainer.states.units[1]
+    unit.expire = lambda: None  # type: ignore[method-assign]
+
+
+def one_gradient_is_halved(trainer: train_step.Trainer) -> None:
+    finish = trainer.states.finish_step
+
+    def halved() -> None:
+        finish()
+        dict(trainer.states.gradients())["blocks.0.attn.v.weight"].to_local().mul_(0.5)
+        trainer.states._squares = [trainer.states.squares(exact=True)]
+
+    trainer.states.finish_step = halved  # type: ignore[method-assign]
+
+
+def scale_stays_in_gradients(trainer: train_step.Trainer) -> None:
+    scaled = trainer.states.scale_gradients
+    trainer.states.scale_gradients = (  # type: ignore[method-assign]
+        lambda factor: scaled(factor * trainer.loss_scale.value)
+    )
+
+
+def skip_changes_a_moment(trainer: train_step.Trainer) -> None:
+    apply = trainer.apply
+
+    def changing(totals: Totals, number: int) -> Step:
+        done = apply(totals, number)
+        if not done.applied and trainer.mesh.rank == 1:
+            trainer.optimiser.moments["exp_avg_sq"][2].mul_(0.999)
+        return done
+
+    trainer.apply = changing  # type: ignore[method-assign]
+
+
+def scale_stays(trainer: train_step.Trainer) -> None:
+    trainer.loss_scale.update = lambda finite: None  # type: ignore[method-assign]
+
+
+CASES: dict[str, tuple[Plant, str, tuple[int, str, str], list[str]]] = {
+    # what is planted, format, step, kind and name, what the sentence says
+    "stale slice": (
+        stale_slice, "bf16", (1, "gradient noise", "blocks.1.mlp.up.weight"), ["in rows ", "not by a factor"],
+    ),
+    "stale slice in fp32": (
+        stale_slice, "fp32", (1, "gradient noise", "blocks.1.mlp.up.weight"), ["in rows "],
+    ),
+    "stale copy": (stale_copy, "bf16", (2, "compute copy", "blocks.0."), ["on rank 0 is not its rounded"]),
+    "one gradient": (
+        one_gradient_is_halved, "bf16", (1, "gradient slope", "blocks.0.attn.v.weight"), ["is 0.5"],
+    ),
+    "scale": (scale_stays_in_gradients, "fp16", (1, "exp_avg", ""), ["the first moment of"]),
+    "skip": (skip_changes_a_moment, "fp16", (2, "skipped step", "exp_avg_sq of blocks.1."), ["must be skip"]),
+    "skip without halving": (scale_stays, "fp16", (2, "skipped step", "no loss scale"), ["should be lower"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_rounding_does_not_explain_is_named(ranks: Ranks, case: str) -> None:
+    plant, compute, (step, kind, name), words = CASES[case]
+    steps = 2 if step == 2 and kind != "skipped step" else 1
+    result = found(ranks, plant, steps, layout__dp=2, precision__compute=compute, precision__loss_scale=1024)
+    assert not result["equal"]
+    first = result["first"]
+    assert (first["step"], first["kind"]) == (step, kind), first["sentence"]
+    assert first["name"].startswith(name), first["sentence"]
+    for each in words:
+        assert each in first["sentence"], first["sentence"]
