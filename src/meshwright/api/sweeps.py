@@ -45,8 +45,8 @@ def sweep(
     `given` are the words and the dotted flags that the run was made of, for the command that repeats the
     first failure. With `show` the first rank prints each row as it is found, and `show` those of layouts
     that end their ranks. Returns `equal` (None where no layout is unequal but not all could be compared),
-    `layouts` (rows), `checked`, `of`, `pairs_covered`, `pairs`, `seconds`, `narrowed` and `first_failure`, and
-    writes them to `out`/verify.json, too. Raises `UserError`.
+    `layouts` (rows), `checked`, `of`, `pairs_covered`, `pairs`, `seconds`, `narrowed` and `first_failure`,
+    and writes them to `out`/verify.json, too. Raises `UserError`.
     """
     from meshwright.report.record import write_atomically
     from meshwright.verify.sweep_layouts import SweepLayouts
