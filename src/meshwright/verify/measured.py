@@ -98,7 +98,7 @@ class Measurements:
 
 
 class _Fit:
-    """A gradient as a multiple of the exact one (`slope`, least squares), and the `rest`, over a slope above 1."""
+    """A gradient as `slope` times the exact one, by least squares, and the `rest`, over a slope above 1."""
 
     def __init__(self, found: Tensor, exact: Tensor) -> None:
         squares = float(exact.square().sum())
