@@ -10,8 +10,9 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor, nn
 
+from meshwright import api
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec import RunSpec
+from meshwright.spec import RunSpec, UserError
 from meshwright.train import step as train_step
 from meshwright.train.step import Step, Totals
 from meshwright.verify import precision as subject
@@ -193,3 +194,8 @@ def test_what_rounding_does_not_explain_is_named(ranks: Ranks, case: str) -> Non
     assert first["name"].startswith(name), first["sentence"]
     for each in words:
         assert each in first["sentence"], first["sentence"]
+
+
+def test_a_checkpoint_is_compared_in_float64_alone() -> None:
+    with pytest.raises(UserError, match="--precision run: compares no checkpoints"):
+        api.verify(spec_of(BASE), precision="run", through="checkpoint")

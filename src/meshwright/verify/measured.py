@@ -66,7 +66,7 @@ class Measurements:
         words: str,
     ) -> None:
         """Compare equally named tensors by max |a - b| / max |b|; `words` say what differs, with {}."""
-        for name in wanted.keys() | found.keys():
+        for name in [*wanted, *sorted(found.keys() - wanted.keys())]:
             relative = math.inf
             if name in wanted and name in found and wanted[name].shape == found[name].shape:
                 target = wanted[name].double()
@@ -98,7 +98,10 @@ class Measurements:
 
 
 class _Fit:
-    """A gradient as `slope` times the exact one, by least squares, and the `rest`, over a slope above 1."""
+    """A gradient as a multiple of the exact one (`slope`, least squares), and the `rest` of it.
+
+    Where the slope is above 1 the rest is divided by it, so that a factor makes no noise.
+    """
 
     def __init__(self, found: Tensor, exact: Tensor) -> None:
         squares = float(exact.square().sum())

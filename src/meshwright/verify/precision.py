@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -103,15 +104,7 @@ class _Comparison:
             before, self.state = self.state, self._gathered()
             divergence = self.vote()
             mesh.heartbeat.phase("start")  # the hang watch sets no limit to this phase
-
-            def compare() -> None:
-                reference = thin(next(whole), number, spec)  # noqa: B023 - called at once
-                fields = {name: getattr(reference, name) for name in SAMPLES}
-                for each in compare_samples(number, samples, fields, spec):  # noqa: B023
-                    words = f"step {number}: the {each.name} of the samples differ {each.detail}".rstrip()  # noqa: B023
-                    self.found.add(number, "samples", each.name, each.relative, 0.0, words)  # noqa: B023
-                self._compare(number, reference, taken, before)  # noqa: B023
-
+            compare = partial(self._compare, number, whole, samples, taken, before)
             while_others_wait(mesh.control, mesh.rank == 0, compare)
             drift = 0.0 if divergence is None else math.inf
             self.found.add(number, "replicas", str(divergence), drift, 0.0, f"step {number}: {divergence}")
@@ -179,9 +172,21 @@ class _Comparison:
             found.setdefault(kind, {})[name] = moment
         return found
 
-    def _compare(self, number: int, batch: Batch, taken: _Taken, before: State) -> None:
-        """Compare a step on the first rank; `batch` is the whole one."""
+    def _compare(
+        self,
+        number: int,
+        whole: Iterator[Batch],
+        samples: list[tuple[int, list[str]]],
+        taken: _Taken,
+        before: State,
+    ) -> None:
+        """Compare a step on the first rank, with the next of the `whole` batches."""
         spec, found = self.spec, self.found
+        batch = thin(next(whole), number, spec)
+        fields = {name: getattr(batch, name) for name in SAMPLES}
+        for each in compare_samples(number, samples, fields, spec):
+            words = f"step {number}: the {each.name} of the samples differ {each.detail}".rstrip()
+            found.add(number, "samples", each.name, each.relative, 0.0, words)
         compute = formats(spec.precision).compute
         for rank, names in enumerate(taken.stale):
             for name in names:
