@@ -135,6 +135,18 @@ def test_verify_exits_with_1_when_unequal(
     stand_in(monkeypatch, "verify", {**VERIFIED, "equal": False, "first": {"sentence": "step 1: the norm"}})
     assert main(["verify"]) == 1
     assert "UNEQUAL" in (shown := capsys.readouterr().out) and shown.endswith("step 1: the norm\n")
+    first = {
+        "step": 1,
+        "kind": "grad norm",
+        "name": "grad norm",
+        "relative": 0.5,
+        "factor": 1.5,
+        "detail": "",
+    }
+    worse = {"first": first | {"sentence": "step 1: the norm"}, "differences": [first]}
+    stand_in(monkeypatch, "verify", {**VERIFIED, "equal": False, **worse})
+    assert main(["verify", "--locate"]) == 1
+    assert "step  kind       name       relative  factor" in capsys.readouterr().out
     assert main(["verify", "--json"]) == 1
     assert last_json(capsys)["equal"] is False
 
@@ -219,7 +231,8 @@ def test_a_mistake_stays_one_under_verify(monkeypatch: pytest.MonkeyPatch) -> No
 def test_verify_passes_its_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     verify = stand_in(monkeypatch, "verify", VERIFIED)
     main(["verify", "--steps", "5", "--out", str(tmp_path / "v"), "--layout.dp", "2"])
-    assert verify.only[1] == {"steps": 5, "out": tmp_path / "v", "through": None, "onto": None}
+    unused = {"through": None, "onto": None, "precision": "exact"}
+    assert verify.only[1] == {"steps": 5, "out": tmp_path / "v", **unused}
 
 
 def test_verify_goes_through_a_checkpoint_onto_another_layout(monkeypatch: pytest.MonkeyPatch) -> None:

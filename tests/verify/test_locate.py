@@ -180,6 +180,9 @@ def test_the_first_difference_is_named(ranks: Ranks, case: str) -> None:
     assert first["name"] == name or not name
     for each in words:
         assert each in first["sentence"], first["sentence"]
+    listed = found["differences"]
+    assert {each["step"] for each in listed} == {step}
+    assert (listed[0]["kind"], listed[0]["name"]) == (first["kind"], first["name"])
 
 
 def test_a_factor_is_found_to_8_digits_and_noise_is_none() -> None:

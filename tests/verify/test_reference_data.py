@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.data import permutation, synthetic
+from meshwright.data import corpus, permutation, synthetic
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Batch, Loader
 from meshwright.data.packing import Samples, Windows
@@ -75,6 +75,7 @@ def test_batches_of_small_corpora_are_equal_over_several_epochs(
 ) -> None:
     """With validation splits that would hold out no document, or all."""
     monkeypatch.setattr(SyntheticTokens, "_count_bytes", lambda tokens: np.ones(tokens.documents, np.int64))
+    monkeypatch.setattr(corpus, "synthetic_tokens", SyntheticTokens)  # a new one each time
     for number, fraction in enumerate([0, 1e-9, 0.3, 0.5, 1 - 1e-9]):
         draw = random.Random(f"{flags} {number}")
         documents = draw.randint(2, 9)

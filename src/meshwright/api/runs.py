@@ -298,6 +298,7 @@ def _joined(first: Result, second: Result) -> Result:
         "worst_relative": worst["worst_relative"],
         "worst_name": worst["worst_name"],
         "first": first["first"] or second["first"],
+        "differences": first["differences"] or second["differences"],
         "compared": first["compared"] + second["compared"],
         "rows": first["rows"] + second["rows"],
         "layout": f"{first['layout']}, then {second['layout']}",

@@ -7,6 +7,7 @@ import re
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,7 @@ def _axes(text: str) -> Overrides:
         choice("exact", "run"),
         default="exact",
     ),
+    Flag("locate", "list all differences of the first step that has one, in the order of the step"),
     Flag("save", "the first part of --through alone: save in DIR", "DIR", folder_name),
     Flag("load", "its second part alone: go on from what --save has left in DIR", "DIR", folder_name),
     Flag("out", "also write the result to DIR/verify.json", "DIR", folder_name),
@@ -215,7 +217,7 @@ def verify(call: Call) -> int:
     from meshwright import api
 
     place, flags = worker(), dict(call.flags)
-    ranks, budget = flags.pop("sweep"), flags.pop("budget")
+    ranks, budget, locate = flags.pop("sweep"), flags.pop("budget"), flags.pop("locate")
     if ranks is not None:
         return _sweep(call)
     if budget is not None:
@@ -239,7 +241,7 @@ def verify(call: Call) -> int:
             result = api.verify(spec, onto=onto, **flags)
     if place is not None and place.rank > 0:
         return 0
-    show.result(call, result, _show_verify)
+    show.result(call, result, partial(_show_verify, locate=locate))
     return 0 if result["equal"] else 1
 
 
@@ -251,6 +253,8 @@ def _sweep(call: Call) -> int:
     for name in ("nproc", "through", "onto", "save", "load"):
         if flags[name] is not None:
             raise UserError(f"--{name}: does not go with --sweep, which chooses the layouts; remove it")
+    if flags["precision"] == "run":
+        raise UserError("--precision: a sweep compares in float64; remove it, or verify one layout")
     show_row = None if call.json else _show_row
     if place is not None:
         if not place.launched:
@@ -312,7 +316,7 @@ def _nothing_compared() -> Iterator[None]:
         raise RanksFailed(sentence, CollectiveError.code, traceback.format_exc()) from error
 
 
-def _show_verify(result: Mapping[str, Any]) -> None:
+def _show_verify(result: Mapping[str, Any], locate: bool = False) -> None:
     show.table(result.get("rows", []))
     if narrowed := result.get("narrowed"):
         show.line(narrowed)
@@ -324,6 +328,8 @@ def _show_verify(result: Mapping[str, Any]) -> None:
         f"largest relative difference{beside} is {result['worst_relative']:.1e}, of {result['worst_name']}"
     )
     if first := result["first"]:
+        if locate:
+            show.table(result["differences"])
         show.line(first["sentence"])
 
 

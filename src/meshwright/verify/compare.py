@@ -57,15 +57,12 @@ class Comparison:
     @property
     def first(self) -> Difference | None:
         """The first difference beyond the tolerance that a step makes; None if there is none."""
-        for (_, kind), differences in self.kinds.items():
-            failing = [each for each in differences if each.relative > self.tolerance]
-            if failing:
-                return failing[-1 if kind in BACKWARD_ORDER else 0]
-        return None
+        return next((failing[0] for place in self.kinds if (failing := self.failing(*place))), None)
 
     def failing(self, step: int, kind: str) -> list[Difference]:
-        """Return the differences of a step and kind that are beyond the tolerance."""
-        return [each for each in self.kinds.get((step, kind), []) if each.relative > self.tolerance]
+        """Return the differences of a step and kind beyond the tolerance, in the order of the step."""
+        failing = [each for each in self.kinds.get((step, kind), []) if each.relative > self.tolerance]
+        return failing[::-1] if kind in BACKWARD_ORDER else failing
 
     def result(self, axes: Mapping[str, int]) -> dict[str, Any]:
         """Return the JSON object of `meshwright verify`, with one row for each step and kind.
@@ -85,11 +82,13 @@ class Comparison:
             )
         overall = max(rows, key=lambda row: row["worst"])
         first = self.first
+        step_of_first = [place for place in self.kinds if first is not None and place[0] == first.step]
         return {
             "equal": first is None,
             "worst_relative": overall["worst"],
             "worst_name": f"{overall['kind']}: {overall['name']}",
             "first": None if first is None else {**asdict(first), "sentence": self.sentence(first, axes)},
+            "differences": [asdict(each) for place in step_of_first for each in self.failing(*place)],
             "compared": sum(row["compared"] for row in rows),
             "tolerance": self.tolerance,
             "rows": rows,

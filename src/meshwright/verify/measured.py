@@ -91,6 +91,9 @@ class Measurements:
             "worst_relative": worst.relative,
             "worst_name": f"step {worst.step} {worst.kind}: {worst.name}",
             "first": None if first is None else asdict(first),
+            "differences": [
+                asdict(each) for each in self.found if first and each.step == first.step and each.fails
+            ],
             "compared": len(self.found),
             "tolerance": worst.tolerance,
             "rows": rows,
