@@ -26,6 +26,7 @@ from meshwright.spec.tiling import tiled
 from meshwright.train.gather_full import gather_full
 from meshwright.train.step import Step, Trainer
 from meshwright.train.vote import Vote
+from meshwright.verify.gather_state import State, gather_state
 from meshwright.verify.measured import MARGIN, Measurements, compare_gradients
 from meshwright.verify.narrow import narrow
 from meshwright.verify.reference import SAMPLES, adamw
@@ -49,9 +50,6 @@ MASTER_TOLERANCE = 1e-5
 
 OVERFLOWING = 2.0**60
 """A loss scale at which a gradient in fp16 is beyond its range."""
-
-State = dict[str, dict[str, Tensor]]
-"""Whole tensors by kind (parameter, router bias, exp_avg, exp_avg_sq) and name; empty but on rank 0."""
 
 
 class _Taken(NamedTuple):
@@ -85,7 +83,7 @@ class _Comparison:
         self.trainer.initialise()
         self.trainer.compile_stages(evaluate=False)
         self.vote = Vote(self.trainer)
-        self.state = self._gathered()
+        self.state = gather_state(self.trainer)
         if mesh.rank == 0:
             drawn = initial_weights(spec.model, spec.train.seed)
             words = "step 0: the initial value of {} differs"
@@ -101,13 +99,14 @@ class _Comparison:
             batch = thin(loader.step(number - 1), number, spec)
             samples = gather_samples(batch, mesh)
             taken = self._take(batch, number)
-            before, self.state = self.state, self._gathered()
+            before, self.state = self.state, gather_state(self.trainer)
             divergence = self.vote()
             mesh.heartbeat.phase("start")  # the hang watch sets no limit to this phase
             compare = partial(self._compare, number, whole, samples, taken, before)
             while_others_wait(mesh.control, mesh.rank == 0, compare)
             drift = 0.0 if divergence is None else math.inf
-            self.found.add(number, "replicas", str(divergence), drift, 0.0, f"step {number}: {divergence}")
+            name = str(divergence or "all copies")
+            self.found.add(number, "replicas", name, drift, 0.0, f"step {number}: {name}")
         if spec.precision.compute == "fp16":
             self.trainer.loss_scale.value = OVERFLOWING
             self._attempt(batch, steps + 1)
@@ -160,17 +159,6 @@ class _Comparison:
                     yield kind + slot.key, unit.local(flat, slot)
         for name, bias in self.trainer.balance.biases().items():
             yield name, bias.to_local()
-
-    def _gathered(self) -> State:
-        trainer, mesh = self.trainer, self.mesh
-        found: State = {
-            "parameter": gather_full(trainer.states.parameters(), mesh),
-            "router bias": gather_full(trainer.balance.biases().items(), mesh),
-        }
-        for key, moment in gather_full(trainer.optimiser.tensors(), mesh).items():
-            kind, _, name = key.partition("/")
-            found.setdefault(kind, {})[name] = moment
-        return found
 
     def _compare(
         self,

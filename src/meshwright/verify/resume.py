@@ -16,17 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.waiting import while_others_wait
 from meshwright.spec import RunSpec
 from meshwright.spec.tiling import tiled
-from meshwright.train import state
 from meshwright.train.callbacks import Observers
-from meshwright.train.gather_full import gather_full
 from meshwright.train.loop import TrainingRun
 from meshwright.verify.compare import Comparison, Difference, axes_of
+from meshwright.verify.gather_state import State, gather_state
 from meshwright.verify.narrow import narrow
 from meshwright.verify.reference import ReferenceStep, reference_steps
 from meshwright.verify.reference_data import batches
@@ -101,7 +99,7 @@ class _Watch(Observers):
         """Compare what was loaded."""
         if not self.saved:
             return
-        found = self._gathered()
+        found = self._state()
         wanted = self._reference_after(self.saved)
         if wanted is None:
             return
@@ -119,7 +117,7 @@ class _Watch(Observers):
 
     def on_step(self, row: dict[str, Any]) -> None:
         """Compare a step."""
-        found, step = self._gathered(), int(row["step"])
+        found, step = self._state(), int(row["step"])
         wanted = self._reference_after(1)
         if wanted is None:
             return
@@ -130,6 +128,10 @@ class _Watch(Observers):
             if tensors:
                 self.comparison.add(step, kind, tensors, wanted[kind])
 
+    def _state(self) -> State:
+        assert self.run is not None
+        return gather_state(self.run.trainer)
+
     def _reference_after(self, steps: int) -> ReferenceStep | None:
         """Return the reference's state after so many more steps on the first rank, for which others wait."""
         computed: list[ReferenceStep] = []
@@ -137,14 +139,3 @@ class _Watch(Observers):
         first = self.mesh.rank == 0
         while_others_wait(self.mesh.control, first, lambda: computed.extend(islice(self._reference, steps)))
         return computed[-1] if first else None
-
-    def _gathered(self) -> dict[str, dict[str, Tensor]]:
-        """Return parameters, routers' biases and moments by kind and name, whole, on the first rank."""
-        assert self.run is not None
-        found: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in gather_full(state.tensors(self.run.trainer).items(), self.mesh).items():
-            kind, _, name = key.removeprefix("optim/").partition("/")
-            if kind == "model":
-                kind = "router bias" if name.endswith(".router.bias") else "parameter"
-            found.setdefault(kind, {})[name] = tensor
-        return found

@@ -2,8 +2,8 @@
 
 The plain decoder computes both. For the second each module's output, and the gradient there, is moved by up
 to half the distance between numbers of the run's format, at random, and then rounded to it; several draws
-show what rounding does to each gradient. Nothing of the product is used, so a mistake that one device makes,
-too, such as one of a compiler, makes no tolerance larger.
+show what rounding does to each gradient. No module of the product computes here, so a mistake that one device
+makes, too, such as one of a compiler, makes no tolerance larger.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from meshwright.train.gather_full import gather_full
 from meshwright.train.step import Trainer
 from meshwright.train.vote import Vote
 from meshwright.verify.compare import Comparison, Difference, axes_of
+from meshwright.verify.gather_state import gather_state
 from meshwright.verify.module_sums import ModuleSums, Row, differences
 from meshwright.verify.narrow import narrow
 from meshwright.verify.reference import ReferenceStep, reference_steps
@@ -84,7 +85,8 @@ def _side_by_side(
             elif found[kind]:
                 comparison.add(number, kind, found[kind], wanted[kind])
         drift = math.inf if divergence is not None else 0.0
-        comparison.note(number, "replicas", [Difference(number, "replicas", str(divergence), drift)])
+        copies = Difference(number, "replicas", str(divergence or "all copies"), drift)
+        comparison.note(number, "replicas", [copies])
     loader.close()
     if reference is None:
         return None
@@ -112,18 +114,13 @@ def _layout_step(
         gradient.mul_(trainer.gradient_factor)
     rows = sums.gathered()
     done = trainer.apply(totals, number)
-    moments = gather_full(trainer.optimiser.tensors(), mesh)
     found = {
         "loss": {"loss": torch.tensor(done.loss, dtype=torch.float64)},
         "balance": _tensors(trainer.layers_balance()),
         "gradient": gradients,
         "grad norm": {"grad norm": torch.tensor(done.grad_norm, dtype=torch.float64)},
-        "router bias": gather_full(trainer.balance.biases().items(), mesh),
-        "parameter": gather_full(states.parameters(), mesh),
+        **gather_state(trainer),
     }
-    for key, moment in moments.items():
-        kind, _, name = key.partition("/")
-        found.setdefault(kind, {})[name] = moment
     return found, rows
 
 
