@@ -197,6 +197,15 @@ def _injection(supervision: Supervision | None) -> Injection | None:
     return Injection(supervision, place)
 
 
+def check_start(spec: RunSpec, out: Path | None, resume: str | None) -> None:
+    """Raise the `UserError` of a `train` for which this host has too little memory, or `out` is not right."""
+    from meshwright.launch.auto_layout import check_room
+
+    check_room(spec)
+    if out is not None:
+        _check_folder(spec, out, resume)
+
+
 def _check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
     """Refuse a start that would replace or ignore what the folder `out` holds."""
     from meshwright.checkpoint.directory import candidates, latest_step
