@@ -279,8 +279,7 @@ def verify(
             saved = temporary / "run"
             first = _verify_part(spec, temporary, ["--steps", str(steps), "--save", str(saved)])
             if through == "export":
-                export(saved, temporary / "exported")
-                import_hf(temporary / "exported", saved / IMPORTED)
+                through_export(saved, temporary / "exported")
             flags = ["--load", str(saved), "--through", through]
             second = _verify_part(onto or spec, temporary, flags)
             result = _joined(first, second)
@@ -291,6 +290,16 @@ def verify(
 
 IMPORTED = "imported"
 """Folder, in that of a saved run, of what was exported from it and imported again."""
+
+
+def through_export(saved: Path, folder: Path) -> None:
+    """Export a run that `verify` has saved to the HF folder `folder`, and import that: in several pieces."""
+    from meshwright.spec.tiling import tiled
+    from meshwright.verify.resume import tiles_of
+
+    with tiled(tiles_of(saved)):
+        export(saved, folder)
+        import_hf(folder, saved / IMPORTED)
 
 
 def _verify_part(spec: RunSpec, folder: Path, flags: Sequence[str]) -> Result:
