@@ -13,7 +13,7 @@ from meshwright import api
 from meshwright.cli.main import main
 from meshwright.launch.failure import RanksFailed, exit_code
 from meshwright.spec import UserError
-from meshwright.spec.errors import CollectiveError
+from meshwright.spec.errors import CollectiveError, NumericalError, StorageError
 
 VERIFIED = {
     "equal": True,
@@ -119,6 +119,9 @@ SMALL = ("--model.layers", "1", "--data.seq_len", "32", "--train.batch_tokens", 
         (ValueError("a bug"), RanksFailed, 70),
         (RanksFailed("rank 1 of 2 failed with ValueError: a bug", 1), RanksFailed, 70),
         (RanksFailed("rank 1 of 2 was ended by SIGKILL", 137), RanksFailed, 137),
+        (RanksFailed("rank 1 of 2 ended with exit code 3", 3), RanksFailed, 70),
+        (StorageError("the checkpoint cannot be written"), StorageError, 76),
+        (NumericalError("head.weight is not finite"), NumericalError, 78),
         (CollectiveError("rank 1 calls all_reduce: a bug"), CollectiveError, 70),
     ],
 )

@@ -302,17 +302,21 @@ def _show_sweep(result: Mapping[str, Any]) -> None:
         print(failure["command"])
 
 
+SIGNALLED = 128
+"""Exit codes above this are of processes that a signal ended."""
+
+
 @contextmanager
 def _nothing_compared() -> Iterator[None]:
     """Let errors in the context say that there is no verdict, and have another exit code than "unequal"."""
     try:
         yield
-    except CollectiveError as error:
-        raise CollectiveError(f"{error}; {NO_VERDICT}") from error
-    except UserError:
-        raise
+    except UserError as error:
+        if error.code == UserError.code:
+            raise
+        raise type(error)(f"{error}; {NO_VERDICT}") from error
     except RanksFailed as error:
-        code = CollectiveError.code if error.code == 1 else error.code
+        code = error.code if error.code > SIGNALLED else CollectiveError.code
         raise RanksFailed(f"{error}; {NO_VERDICT}", code, error.details) from error
     except Exception as error:
         sentence = f"{type(error).__name__}: {error}; {NO_VERDICT}"
