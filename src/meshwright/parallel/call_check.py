@@ -13,7 +13,8 @@ other rank, and a difference is told at once:
     late                     the sentence about the first such wait, with which all ranks end
 
 The ranks of a stage run the same program, so their sequence finds a call that one of them leaves out where
-its next call is one of another group. Each call costs a rank two round trips to the store.
+its next call is one of another group. Each call costs a rank two round trips to the store, and an uneven
+all-to-all four.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ class SameCalls:
         that of the first.
         """
         sentence = f"{error}, in step {self._step}" if isinstance(error, MissingRanksError) else ""
-        echo = any(words in str(error) for words in ECHOES)
+        echo = not sentence and any(words in str(error) for words in ECHOES)
         if not sentence and not echo and not any(words in str(error) for words in TIMED_OUT):
             return ""
         with suppress(dist.DistError):
