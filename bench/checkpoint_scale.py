@@ -22,9 +22,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.checkpoint.manifest import Manifest, Part, PartFile, join, report
 from meshwright.checkpoint.save_plan import cut_rows, global_indices, rectangles
-from meshwright.checkpoint.store import PART_RANKS, PARTS
+from meshwright.checkpoint.store import PARTS
 from meshwright.spec.records import read
 from meshwright.spec.sharded_tensor import Rectangle
+from meshwright.spec.tiling import tiling
 
 T = TypeVar("T")
 HIDDEN, INNER, HEAD, VOCAB = 16384, 53248, 1024, 128256
@@ -59,7 +60,7 @@ class Faked:
     @property
     def part_ranks(self) -> int:
         """Ranks of a part of the manifest."""
-        return max(PART_RANKS, -(-self.ranks // PARTS))
+        return max(tiling().manifest_ranks, -(-self.ranks // PARTS))
 
     def shapes(self, stage: int) -> dict[str, tuple[tuple[int, ...], int | None]]:
         """Parameters of a stage: layers dealt evenly, an embedding first and a head last."""

@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from checkpoint_scale import Faked
-from meshwright.checkpoint import CheckpointStore, staging
-from meshwright.checkpoint import store as store_module
+from meshwright.checkpoint import CheckpointStore
 from meshwright.checkpoint.disk import Disk
 from meshwright.checkpoint.manifest import Manifest, Part, PartFile, join, report
 from meshwright.checkpoint.replicas import deal
 from meshwright.parallel.mesh import Mesh, TrafficCounter
 from meshwright.spec import Layout
+from meshwright.spec.tiling import Tiling, tiled
 from ranks import RANKS, Ranks, RanksFailedError
 
 EIGHT = Layout(dp=RANKS)
@@ -80,8 +80,7 @@ def placed(shape: tuple[int, ...], placements: tuple[Placement, ...]) -> dict[st
 
 
 def save_and_load(mesh: Mesh, name: str, directory: Path, part_ranks: int) -> dict[str, Any]:
-    store_module.PART_RANKS, before = part_ranks, store_module.PART_RANKS
-    try:
+    with tiled(Tiling(manifest_ranks=part_ranks)):
         saved, disk, wire = placed(*MESHES[name]), CountingDisk(), TrafficCounter()
         store = CheckpointStore(directory, 2, mesh.background, disk=disk, wire=wire)
         store.save(1, saved, {})
@@ -98,8 +97,6 @@ def save_and_load(mesh: Mesh, name: str, directory: Path, part_ranks: int) -> di
             "sent": sum(wire.bytes.values()),
             "held": sum(tensor.to_local().nbytes for tensor in saved.values()),  # type: ignore[attr-defined]
         }
-    finally:
-        store_module.PART_RANKS = before
 
 
 def of_files(rows: list[dict[str, Any]], key: str, suffix: str) -> Counter[str]:
@@ -233,7 +230,6 @@ def test_shares_are_consecutive_and_even() -> None:
 
 def test_staging_is_allocated_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch rounds pinned memory up to a power of two: one block of 33 GiB would take 64."""
-    monkeypatch.setattr(staging, "BLOCK_BYTES", 300)
     allocated: list[int] = []
     empty = torch.empty
 
@@ -242,7 +238,7 @@ def test_staging_is_allocated_in_blocks(tmp_path: Path, monkeypatch: pytest.Monk
         return empty(*arguments, **options)
 
     source = tensors(1)
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, tiled(Tiling(image_bytes=300)):
         patch.setattr("meshwright.checkpoint.staging.torch.empty", counted)
         store = CheckpointStore(tmp_path, 2)
         store.save(1, source, {})

@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.checkpoint import BadCheckpointError, CheckpointError, CheckpointStore, Lease
-from meshwright.checkpoint import save_plan as chunks_module
 from meshwright.checkpoint.inspect import verify_checkpoint
 from meshwright.checkpoint.save_plan import local_chunks
 from meshwright.parallel.control import Connections, Control, new_scope
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import Layout
+from meshwright.spec.tiling import Tiling, tiled
 from ranks import RANKS, WAIT, Ranks
 
 # Rows divide evenly, unevenly, and into fewer shards than there are ranks.
@@ -165,8 +165,7 @@ def replicas_share_the_writing(control: Control, directory: Path) -> None:
     store.save(1, placed(small, mesh, everywhere), {})
     sizes = [path.stat().st_size for path in sorted((directory / "step-00000001").glob("rank-*.bin"))]
     assert sizes == [8 * 64 * 8 * 4 // RANKS] * RANKS
-    chunks_module.PIECE_BYTES, before = 256, chunks_module.PIECE_BYTES
-    try:  # one large tensor is cut, so that it is shared too
+    with tiled(Tiling(piece_bytes=256)):  # one large tensor is cut, so that it is shared too
         big = placed({"model/big": torch.arange(64 * 8.0).reshape(64, 8)}, mesh, everywhere)
         store.save(2, big, {})
         sizes = [path.stat().st_size for path in sorted((directory / "step-00000002").glob("rank-*.bin"))]
@@ -174,8 +173,6 @@ def replicas_share_the_writing(control: Control, directory: Path) -> None:
         target = blank(big)
         store.load(2, target)
         check_equal(target, big)
-    finally:
-        chunks_module.PIECE_BYTES = before
     store.close()
 
 

@@ -13,7 +13,7 @@ from meshwright import api
 from meshwright.cli.main import main
 from meshwright.launch.failure import RanksFailed, exit_code
 from meshwright.spec import UserError
-from meshwright.spec.errors import CollectiveError
+from meshwright.spec.errors import CollectiveError, NumericalError, StorageError
 
 VERIFIED = {
     "equal": True,
@@ -77,8 +77,23 @@ def test_train_verifies_only_where_it_starts_all_ranks(monkeypatch: pytest.Monke
     with pytest.raises(UserError, match="--verify: needs all ranks of the layout on this machine"):
         main(["train", "--verify", "--nodes", "2", "--out", "o"])
     be_rank(monkeypatch, 0)
-    with pytest.raises(UserError, match="run `meshwright verify` first"):
+    with pytest.raises(
+        UserError, match=r"run `meshwright verify` first, .* `torchrun \.\.\. -m meshwright verify`"
+    ):
         main(["train", "--verify", "--layout.dp", "2"])
+
+
+def test_a_folder_that_train_would_refuse_is_refused_before_verifying(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    train, verify = stand_in(monkeypatch, "train", {"steps": 7}), stand_in(monkeypatch, "verify", VERIFIED)
+    (tmp_path / "run.json").write_text("{}")
+    begun = ["train", "--layout.dp", "2", "--verify", "--out", str(tmp_path)]
+    with pytest.raises(UserError, match="already holds a run; continue it with --resume auto"):
+        main(begun)
+    with pytest.raises(UserError, match="--resume: 'newest' is neither 'auto' nor a step"):
+        main([*begun, "--resume", "newest"])
+    assert not verify.calls and not train.calls
 
 
 def test_an_unequal_layout_is_not_trained_and_leaves_no_folder(
@@ -104,6 +119,9 @@ SMALL = ("--model.layers", "1", "--data.seq_len", "32", "--train.batch_tokens", 
         (ValueError("a bug"), RanksFailed, 70),
         (RanksFailed("rank 1 of 2 failed with ValueError: a bug", 1), RanksFailed, 70),
         (RanksFailed("rank 1 of 2 was ended by SIGKILL", 137), RanksFailed, 137),
+        (RanksFailed("rank 1 of 2 ended with exit code 3", 3), RanksFailed, 70),
+        (StorageError("the checkpoint cannot be written"), StorageError, 76),
+        (NumericalError("head.weight is not finite"), NumericalError, 78),
         (CollectiveError("rank 1 calls all_reduce: a bug"), CollectiveError, 70),
     ],
 )

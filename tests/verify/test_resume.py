@@ -13,7 +13,9 @@ import pytest
 from torch import Tensor
 
 from meshwright import api
-from meshwright.api.runs import IMPORTED
+from meshwright.api.runs import IMPORTED, through_export
+from meshwright.checkpoint import hf, reader
+from meshwright.checkpoint.save_plan import narrow
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.loader import Batch, Loader
 from meshwright.parallel.mesh import Mesh
@@ -53,8 +55,7 @@ def through(
     spec, then = spec_of(BASE, **first), spec_of(BASE, **second)
     saved = ranks.run(spec.layout, part, spec, folder, True, False, nullcontext)[0]
     if imported:
-        api.export(folder, folder / "exported")
-        api.import_hf(folder / "exported", folder / IMPORTED)
+        through_export(folder, folder / "exported")
     return saved, ranks.run(then.layout, part, then, folder, False, imported, plant)[0]
 
 
@@ -110,11 +111,26 @@ def forget_the_updates() -> AbstractContextManager[object]:
     return patch.object(state, "restore", forget)
 
 
+def turn_later_pieces() -> AbstractContextManager[object]:
+    """Read all pieces of a tensor but the first with their rows in the opposite order."""
+    whole = reader.Fetch.run
+
+    def run(self: reader.Fetch, *source: Any) -> None:
+        whole(self, *source)
+        for staged, shared in self.overlaps:
+            if shared[0] > staged.chunk.offset:
+                rows = narrow(staged.data, shared, staged.chunk.offset)
+                rows.copy_(rows.flip(0))
+
+    return patch.object(reader.Fetch, "run", run)
+
+
 PLANTED: dict[str, tuple[Plant, str, str]] = {
     "nothing loaded": (partial(lose, "/"), "loaded parameter", "embed.weight"),
     "no second moments": (partial(lose, "exp_avg_sq"), "loaded exp_avg_sq", "embed.weight"),
     "samples from the first": (begin_the_samples_again, "loss", "loss"),
     "updates from 0": (forget_the_updates, "parameter", ""),
+    "pieces turned": (turn_later_pieces, "loaded parameter", "embed.weight"),
 }
 
 
@@ -128,9 +144,29 @@ def test_what_is_lost_on_the_way_is_named(ranks: Ranks, tmp_path: Path, case: st
     assert loaded["first"]["name"] == name or not name
 
 
-def test_an_export_that_changes_a_weight_is_named(ranks: Ranks, tmp_path: Path) -> None:
-    from meshwright.checkpoint import hf
+def turn_later_files() -> AbstractContextManager[object]:
+    """Write the tensors of all files of an export but the first with their rows in the opposite order."""
+    save = hf.save_file
 
+    def turned(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
+        if not path.name.startswith(("model.", "model-00001-")):
+            tensors = {name: tensor.flip(0).contiguous() for name, tensor in tensors.items()}
+        save(tensors, path, metadata=metadata)
+
+    return patch.object(hf, "save_file", turned)
+
+
+@pytest.mark.parametrize("case", ["files", "pieces"])
+def test_a_change_past_the_first_file_or_piece_of_an_export_is_named(
+    ranks: Ranks, tmp_path: Path, case: str
+) -> None:
+    plant = turn_later_pieces if case == "pieces" else nullcontext
+    with turn_later_files() if case == "files" else nullcontext():
+        _, loaded = through(ranks, tmp_path, {}, {}, plant, imported=True)
+    assert loaded["first"]["kind"] == "loaded parameter"
+
+
+def test_an_export_that_changes_a_weight_is_named(ranks: Ranks, tmp_path: Path) -> None:
     read = hf.HfWeights.__iter__
 
     def changed(self: hf.HfWeights) -> Iterable[tuple[str, Tensor]]:

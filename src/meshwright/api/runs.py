@@ -197,6 +197,15 @@ def _injection(supervision: Supervision | None) -> Injection | None:
     return Injection(supervision, place)
 
 
+def check_start(spec: RunSpec, out: Path | None, resume: str | None) -> None:
+    """Raise the `UserError` of a `train` for which this host has too little memory, or `out` is not right."""
+    from meshwright.launch.auto_layout import check_room
+
+    check_room(spec)
+    if out is not None:
+        _check_folder(spec, out, resume)
+
+
 def _check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
     """Refuse a start that would replace or ignore what the folder `out` holds."""
     from meshwright.checkpoint.directory import candidates, latest_step
@@ -270,8 +279,7 @@ def verify(
             saved = temporary / "run"
             first = _verify_part(spec, temporary, ["--steps", str(steps), "--save", str(saved)])
             if through == "export":
-                export(saved, temporary / "exported")
-                import_hf(temporary / "exported", saved / IMPORTED)
+                through_export(saved, temporary / "exported")
             flags = ["--load", str(saved), "--through", through]
             second = _verify_part(onto or spec, temporary, flags)
             result = _joined(first, second)
@@ -282,6 +290,16 @@ def verify(
 
 IMPORTED = "imported"
 """Folder, in that of a saved run, of what was exported from it and imported again."""
+
+
+def through_export(saved: Path, folder: Path) -> None:
+    """Export a run that `verify` has saved to the HF folder `folder`, and import that: in several pieces."""
+    from meshwright.spec.tiling import tiled
+    from meshwright.verify.resume import tiles_of
+
+    with tiled(tiles_of(saved)):
+        export(saved, folder)
+        import_hf(folder, saved / IMPORTED)
 
 
 def _verify_part(spec: RunSpec, folder: Path, flags: Sequence[str]) -> Result:

@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from meshwright.spec.tiling import tiling
+
 MANIFEST = "manifest.json"
 LATEST = "LATEST"
 TEMPORARY = ".tmp-"
 """Prefix of names that were never published, or that are about to be removed."""
-WRITE_BYTES = 16 << 20  # one write call; large enough for the bandwidth of parallel file systems
 
 
 def step_name(step: int, attempt: int = 0) -> str:
@@ -100,12 +101,12 @@ class Disk:
 
     def write_file(self, path: Path, *blocks: memoryview) -> None:
         """Create `path`, write the blocks one after another and sync it."""
-        descriptor = self.create(path)
+        descriptor, most = self.create(path), tiling().write_bytes
         try:
             for data in blocks:
                 done = 0
                 while done < len(data):
-                    done += self.write(descriptor, data[done : done + WRITE_BYTES])
+                    done += self.write(descriptor, data[done : done + most])
             self.sync(descriptor)
         finally:
             os.close(descriptor)

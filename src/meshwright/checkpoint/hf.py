@@ -28,6 +28,7 @@ from meshwright.spec.parameters import parameters
 from meshwright.spec.records import sentence
 from meshwright.spec.special_tokens import copy_side_files
 from meshwright.spec.special_tokens import side_files as find_side_files
+from meshwright.spec.tiling import tiling
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -196,16 +197,16 @@ def export_hf(
     tensors: Mapping[str, Tensor],
     tokenizer_file: Path | None = None,
     dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int | None = None,
     side_files: Path | None = None,
 ) -> None:
     """Write a folder that transformers opens: config, weights, and the tokenizer if its file is given.
 
     `tensors` are `Decoder.tensors()`, written in `dtype` (by default that of the embedding), in one file or
-    in several of at most `max_shard_bytes` each. The folder appears by one rename, whole or not at all. A
-    `tokenizer_config.json` in the folder of the tokenizer's file names the end and the beginning of a text;
-    it is copied, with the model's length if it has none. Other files of the tokenizer and a
-    generation_config.json are copied from the folder `side_files`. Raises `UserError` for a folder that
+    in several of at most `max_shard_bytes` each (by default 5 GB). The folder appears by one rename, whole or
+    not at all. A `tokenizer_config.json` in the folder of the tokenizer's file names the end and the
+    beginning of a text; it is copied, with the model's length if it has none. Other files of the tokenizer
+    and a generation_config.json are copied from the folder `side_files`. Raises `UserError` for a folder that
     exists and is not empty or that cannot be written, a model that no HF family computes, and tensors that
     are missing or misshapen.
     """
@@ -225,9 +226,8 @@ def export_hf(
             write_json(unfinished / "config.json", config | ends)
             if not (unfinished / "generation_config.json").exists():
                 write_json(unfinished / "generation_config.json", ends)
-            _write_weights(
-                unfinished, _deal(hf_tensors(spec), shapes, dtype, max_shard_bytes), tensors, dtype
-            )
+            shards = _deal(hf_tensors(spec), shapes, dtype, max_shard_bytes or tiling().shard_bytes)
+            _write_weights(unfinished, shards, tensors, dtype)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UserError(f"export: {folder} cannot be written ({reason}); give another folder") from error

@@ -38,8 +38,8 @@ from meshwright.parallel.mesh import TrafficCounter
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.records import read, show
 from meshwright.spec.sharded_tensor import Rectangle
+from meshwright.spec.tiling import tiling
 
-READ_BYTES = 16 << 20
 MAX_ROOT_BYTES = 64 << 20
 """Largest size of the root of a manifest, in bytes: parsed, it takes up to 30 times as much memory."""
 
@@ -101,12 +101,13 @@ def opened(path: Path, expected: int, disk: Disk) -> Iterator[int]:
 
 
 def verify_piece(descriptor: int, name: str, piece: Piece, path: Path, disk: Disk) -> None:
-    """Check a piece's hash in at most READ_BYTES of memory. Raises BadCheckpointError."""
+    """Check a piece's hash in the memory of one call. Raises BadCheckpointError."""
     digest = hashlib.sha256()
-    block = memoryview(bytearray(min(READ_BYTES, piece.bytes)))
+    most = tiling().read_bytes
+    block = memoryview(bytearray(min(most, piece.bytes)))
     with reading(path):
-        for start in range(0, piece.bytes, READ_BYTES):
-            part = block[: min(READ_BYTES, piece.bytes - start)]
+        for start in range(0, piece.bytes, most):
+            part = block[: piece.bytes - start]
             _read_into(part, descriptor, piece.start + start, path, disk)
             digest.update(part)
     _check_digest(digest.hexdigest(), name, piece, path)
@@ -267,9 +268,9 @@ def _read_file(path: Path, size: int, most: int, disk: Disk) -> bytes:
 
 def _read_into(target: memoryview, descriptor: int, start: int, path: Path, disk: Disk) -> None:
     """Fill `target` with the bytes of a file from `start` on. Raises BadCheckpointError where it ends."""
-    done = 0
+    done, most = 0, tiling().read_bytes
     while done < len(target):
-        count = disk.read(descriptor, target[done : done + READ_BYTES], start + done)
+        count = disk.read(descriptor, target[done : done + most], start + done)
         if count == 0:
             raise BadCheckpointError(f"{path} ends at byte {start + done}, before its content does")
         done += count

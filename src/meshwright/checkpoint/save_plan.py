@@ -2,9 +2,9 @@
 
 A DTensor's local part is one rectangle of the global tensor, or several where a `_StridedShard` interleaves.
 Replicas hold equal rectangles, and each knows it, so each computes its own share of the writing and no plan
-is exchanged (`replicas.py`). Rectangles are cut along their first dim into at most PIECE_BYTES, so that
-replicas share the writing evenly and a reader under another layout verifies (and reads) little more than it
-needs.
+is exchanged (`replicas.py`). Rectangles are cut along their first dim into pieces of at most `piece_bytes`
+(`spec/tiling.py`), so that replicas share the writing evenly and a reader under another layout verifies (and
+reads) little more than it needs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from meshwright.checkpoint.replicas import Replicas, assign
 from meshwright.parallel.control import Control
 from meshwright.parallel.flat_param import UnpaddedDTensor
 from meshwright.spec.sharded_tensor import Rectangle, ShardedTensor
+from meshwright.spec.tiling import tiling
 
-PIECE_BYTES = 64 << 20
 Tensors = Mapping[str, Tensor | UnpaddedDTensor]
 
 
@@ -136,7 +136,7 @@ def _runs(index: Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _cut(chunk: LocalShard) -> list[LocalShard]:
-    """Cut a rectangle along its first dim into pieces of at most PIECE_BYTES (one row at least)."""
+    """Cut a rectangle along its first dim into pieces of at most `piece_bytes` (one row at least)."""
     if not chunk.local_shape:
         return [chunk]
     cuts = cut_rows(chunk.local_shape, chunk.local.element_size())
@@ -145,7 +145,7 @@ def _cut(chunk: LocalShard) -> list[LocalShard]:
 
 def cut_rows(sizes: Sequence[int], item_bytes: int) -> Iterator[tuple[int, int]]:
     """Yield (first, number) of the rows of each piece of a rectangle with at least one dim."""
-    rows = max(1, PIECE_BYTES // (math.prod(sizes[1:]) * item_bytes))
+    rows = max(1, tiling().piece_bytes // (math.prod(sizes[1:]) * item_bytes))
     for start in range(0, sizes[0], rows):
         yield start, min(rows, sizes[0] - start)
 

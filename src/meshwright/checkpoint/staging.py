@@ -2,8 +2,8 @@
 
 Pieces lie one after another, widest dtype first, so that each is aligned to its elements without padding:
 every byte of a piece file belongs to a piece and is covered by its hash. The image consists of blocks of at
-most BLOCK_BYTES, since torch rounds what it pins up to a power of two, which would be up to twice a rank's
-state. The blocks are kept from save to save.
+most `image_bytes` (`spec/tiling.py`), since torch rounds what it pins up to a power of two, which would be up
+to twice a rank's state. The blocks are kept from save to save.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from torch import Tensor
 from meshwright.checkpoint.digests import Digest, sha256
 from meshwright.checkpoint.save_plan import LocalShard
 from meshwright.spec.sharded_tensor import Rectangle
-
-BLOCK_BYTES = 1 << 30
+from meshwright.spec.tiling import tiling
 
 
 class HostImage:
@@ -43,7 +42,7 @@ class HostImage:
         self._pieces, self._lengths = [], []
         places: list[tuple[int, int]] = []
         for chunk in chunks:
-            if not self._lengths or self._lengths[-1] + chunk.local.nbytes > BLOCK_BYTES:
+            if not self._lengths or self._lengths[-1] + chunk.local.nbytes > tiling().image_bytes:
                 self._lengths.append(0)
             places.append((len(self._lengths) - 1, self._lengths[-1]))
             self._lengths[-1] += chunk.local.nbytes

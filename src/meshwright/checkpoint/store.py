@@ -56,10 +56,11 @@ from meshwright.checkpoint.save_plan import SavePlan, Tensors, describe
 from meshwright.checkpoint.staging import HostImage
 from meshwright.parallel.control import Control
 from meshwright.parallel.mesh import TrafficCounter
+from meshwright.spec.tiling import tiling
 from meshwright.units import gigabytes
 
-PART_RANKS, PARTS = 64, 128
-"""Fewest ranks that a part of a manifest lists, and most parts that a manifest has."""
+PARTS = 128
+"""Most parts that a manifest has."""
 
 
 class CheckpointStore:
@@ -273,7 +274,7 @@ class CheckpointStore:
         temporary = self.directory / self._ranks.on_first(lambda: self._open(step))
         try:
             rows = self._ranks.together(lambda: self._write_pieces(temporary, step))
-            count = max(PART_RANKS, -(-self._ranks.size // PARTS))
+            count = max(tiling().manifest_ranks, -(-self._ranks.size // PARTS))
             listed = self._ranks.gather(rows, within=count)
             part = self._ranks.together(lambda: self._write_part(temporary, step, listed))
             parts = self._ranks.gather(part)

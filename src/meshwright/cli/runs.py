@@ -76,7 +76,8 @@ def train(call: Call) -> int:
     if call.flags["verify"] and (place is not None or call.flags["nodes"] is not None):
         raise UserError(
             "--verify: needs all ranks of the layout on this machine, started by this command; remove it, "
-            "and run `meshwright verify` first, which torchrun may start on several hosts"
+            "and run `meshwright verify` first, on several hosts as `torchrun ... -m meshwright verify` with "
+            "this run file and these flags"
         )
     if call.flags["nodes"] is not None:
         _train_with_others(call)
@@ -96,8 +97,10 @@ def train(call: Call) -> int:
         spec = spec_of(call, place.world_size if place else None)
     if resume is not None and run and out and run.resolve() != out.resolve():
         raise UserError(f"--out: {out} differs from the resumed run {run}; remove --out")
-    if call.flags["verify"] and not _is_equal(call, spec):
-        return 1
+    if call.flags["verify"]:
+        api.check_start(spec, out, resume)
+        if not _is_equal(call, spec):
+            return 1
     if place is None:
         result = api.train(spec, out=out, resume=resume, quiet=quiet, supervise=True)
     else:
@@ -299,17 +302,21 @@ def _show_sweep(result: Mapping[str, Any]) -> None:
         print(failure["command"])
 
 
+SIGNALLED = 128
+"""Exit codes above this are of processes that a signal ended."""
+
+
 @contextmanager
 def _nothing_compared() -> Iterator[None]:
     """Let errors in the context say that there is no verdict, and have another exit code than "unequal"."""
     try:
         yield
-    except CollectiveError as error:
-        raise CollectiveError(f"{error}; {NO_VERDICT}") from error
-    except UserError:
-        raise
+    except UserError as error:
+        if error.code == UserError.code:
+            raise
+        raise type(error)(f"{error}; {NO_VERDICT}") from error
     except RanksFailed as error:
-        code = CollectiveError.code if error.code == 1 else error.code
+        code = error.code if error.code > SIGNALLED else CollectiveError.code
         raise RanksFailed(f"{error}; {NO_VERDICT}", code, error.details) from error
     except Exception as error:
         sentence = f"{type(error).__name__}: {error}; {NO_VERDICT}"

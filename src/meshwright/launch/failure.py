@@ -21,7 +21,14 @@ from typing import Any
 
 from meshwright import atomic
 from meshwright.spec import UserError
-from meshwright.spec.errors import CollectiveError, DataError, NumericalError, Stopped, StorageError
+from meshwright.spec.errors import (
+    ECHOES,
+    CollectiveError,
+    DataError,
+    NumericalError,
+    Stopped,
+    StorageError,
+)
 
 INTERRUPTED = 130
 """Exit code of an interruption (128 + SIGINT)."""
@@ -35,9 +42,6 @@ _MEMORY = {
     None: "; the system may have run out of memory",
 }
 """Hint about a rank that was ended by SIGKILL, by whether the system did so for want of memory."""
-
-ECHOES = ("onnection reset by peer", "onnection closed by peer", "roken pipe", "remote process exited")
-"""Messages of gloo and NCCL on a rank whose peer is gone."""
 
 
 class RanksFailed(Exception):  # noqa: N818 - it says what happened

@@ -22,19 +22,15 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-class _All:
-    def __init__(self, works: Sequence[Pending]) -> None:
-        self._works = works
-
+class _Done:
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        pass
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        return True
 
 
-DONE: Pending = _All([])
+DONE: Pending = _Done()
 
 
 def _announce(
@@ -42,16 +38,18 @@ def _announce(
     operation: str,
     tensor: Tensor,
     pair: tuple[int, int, int] | None = None,
-    uneven: bool = False,
-) -> None:
-    """Show a call to the mesh's check, if it has one; see `CallCheck.starts`.
+    rows: tuple[list[int], list[int]] | None = None,
+) -> tuple[object, ...]:
+    """Show a call to the mesh's check, if it has one, and return what that returns; see `CallCheck.starts`.
 
-    If `uneven`, each rank brings another number of rows of the tensor.
+    With `rows`, each rank brings another number of rows of the tensor.
     """
-    if axis.wire.check is not None:
-        number, dtype = tensor.shape[uneven:].numel(), str(tensor.dtype).removeprefix("torch.")
-        what = f"{'rows of ' * uneven}{number:,} {dtype} element{'s' * (number != 1)}"
-        axis.wire.check.starts(axis, operation, what, pair)
+    if axis.wire.check is None:
+        return ()
+    number = tensor.shape[rows is not None :].numel()
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    what = f"{'rows of ' * (rows is not None)}{number:,} {dtype} element{'s' * (number != 1)}"
+    return (axis.wire.check.starts(axis, operation, what, pair, rows),)
 
 
 def start_all_gather(whole: Tensor, part: Tensor, axis: Axis) -> Pending:
@@ -60,9 +58,9 @@ def start_all_gather(whole: Tensor, part: Tensor, axis: Axis) -> Pending:
         whole.view(-1).copy_(part.view(-1))
         return DONE
     sent = whole.nbytes * (axis.size - 1) / axis.size
-    _announce(axis, "all_gather", whole)
+    calls = _announce(axis, "all_gather", whole)
     work = _all_gather(whole, part, group=axis.group, async_op=True)
-    return axis.wire.start(axis.name, "all_gather", sent, work)
+    return axis.wire.start(axis.name, "all_gather", sent, [work], calls)
 
 
 def start_reduce_scatter(part: Tensor, whole: Tensor, axis: Axis) -> Pending:
@@ -71,9 +69,9 @@ def start_reduce_scatter(part: Tensor, whole: Tensor, axis: Axis) -> Pending:
         part.view(-1).copy_(whole.view(-1))
         return DONE
     sent = whole.nbytes * (axis.size - 1) / axis.size
-    _announce(axis, "reduce_scatter", whole)
+    calls = _announce(axis, "reduce_scatter", whole)
     work = _reduce_scatter(part, whole, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
-    return axis.wire.start(axis.name, "reduce_scatter", sent, work)
+    return axis.wire.start(axis.name, "reduce_scatter", sent, [work], calls)
 
 
 def start_all_reduce(tensor: Tensor, axis: Axis, operation: str = "all_reduce") -> Pending:
@@ -81,9 +79,9 @@ def start_all_reduce(tensor: Tensor, axis: Axis, operation: str = "all_reduce") 
     if axis.size == 1:
         return DONE
     sent = 2 * tensor.nbytes * (axis.size - 1) / axis.size
-    _announce(axis, operation, tensor)
+    calls = _announce(axis, operation, tensor)
     work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
-    return axis.wire.start(axis.name, operation, sent, work)
+    return axis.wire.start(axis.name, operation, sent, [work], calls)
 
 
 def start_broadcast(tensor: Tensor, source: int, axis: Axis) -> Pending:
@@ -93,9 +91,10 @@ def start_broadcast(tensor: Tensor, source: int, axis: Axis) -> Pending:
     """
     if axis.size == 1:
         return DONE
-    _announce(axis, "broadcast", tensor)
+    sent = tensor.nbytes * (axis.size - 1) / axis.size
+    calls = _announce(axis, "broadcast", tensor)
     work = dist.broadcast(tensor, group=axis.group, group_src=source, async_op=True)
-    return axis.wire.start(axis.name, "broadcast", tensor.nbytes * (axis.size - 1) / axis.size, work)
+    return axis.wire.start(axis.name, "broadcast", sent, [work], calls)
 
 
 def start_all_to_all(
@@ -112,12 +111,13 @@ def start_all_to_all(
     if axis.size == 1:
         received.view(-1).copy_(sent.view(-1))
         return DONE
-    crossing = sent.nbytes * (axis.size - 1) / axis.size
-    if sent_rows is not None:
+    crossing, rows = sent.nbytes * (axis.size - 1) / axis.size, None
+    if sent_rows is not None and received_rows is not None:
         crossing = float((sum(sent_rows) - sent_rows[axis.rank]) * sent[:1].nbytes)
-    _announce(axis, "all_to_all", sent, uneven=sent_rows is not None)
+        rows = sent_rows, received_rows
+    calls = _announce(axis, "all_to_all", sent, rows=rows)
     work = dist.all_to_all_single(received, sent, received_rows, sent_rows, group=axis.group, async_op=True)
-    return axis.wire.start(axis.name, "all_to_all", crossing, work)
+    return axis.wire.start(axis.name, "all_to_all", crossing, [work], calls)
 
 
 def start_shift(received: Tensor, sent: Tensor, axis: Axis, distance: int = 1) -> Pending:
@@ -129,29 +129,29 @@ def start_shift(received: Tensor, sent: Tensor, axis: Axis, distance: int = 1) -
         received.copy_(sent)
         return DONE
     after, before = (axis.rank + distance) % axis.size, (axis.rank - distance) % axis.size
-    _announce(axis, "shift", sent, (axis.rank, after, 0))
-    _announce(axis, "shift", received, (before, axis.rank, 0))
+    calls = _announce(axis, "shift", sent, (axis.rank, after, 0))
+    calls += _announce(axis, "shift", received, (before, axis.rank, 0))
     operations = []
     if sent.numel():
         operations.append(dist.P2POp(dist.isend, sent, group=axis.group, group_peer=after))
     if received.numel():
         operations.append(dist.P2POp(dist.irecv, received, group=axis.group, group_peer=before))
     works = dist.batch_isend_irecv(operations) if operations else []
-    return axis.wire.start(axis.name, "shift", float(sent.nbytes), _All(works))
+    return axis.wire.start(axis.name, "shift", float(sent.nbytes), works, calls)
 
 
 def start_send(sent: Tensor, target: int, axis: Axis, tag: int = 0) -> Pending:
     """Send `sent` to rank `target` of the axis; the tensor must live until the send has ended."""
-    _announce(axis, "send", sent, (axis.rank, target, tag))
+    calls = _announce(axis, "send", sent, (axis.rank, target, tag))
     work = dist.isend(sent, group=axis.group, group_dst=target, tag=tag)
-    return axis.wire.start(axis.name, "send", float(sent.nbytes), work)
+    return axis.wire.start(axis.name, "send", float(sent.nbytes), [work], calls)
 
 
 def start_receive(received: Tensor, source: int, axis: Axis, tag: int = 0) -> Pending:
     """Receive what rank `source` of the axis sends with this tag, in the order in which it sends."""
-    _announce(axis, "receive", received, (source, axis.rank, tag))
+    calls = _announce(axis, "receive", received, (source, axis.rank, tag))
     work = dist.irecv(received, group=axis.group, group_src=source, tag=tag)
-    return axis.wire.watched(axis.name, "receive", work)
+    return axis.wire.watched(axis.name, "receive", [work], calls)
 
 
 # Products fused with their collective -------------------------------------------------------------------

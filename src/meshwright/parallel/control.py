@@ -41,7 +41,11 @@ MOST_NAMED, MOST_DIFFERENCES = 16, 5
 
 
 class MissingRanksError(RuntimeError):
-    """Ranks that did not take part in an operation within its time limit."""
+    """Ranks that did not take part in an operation within its limit; `ranks` are theirs, if known."""
+
+    def __init__(self, sentence: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(sentence)
+        self.ranks = ranks
 
 
 class Connections:
@@ -280,19 +284,20 @@ class Control:
             with self.heartbeat.waits(f"control {self._operation}"):
                 self._store.wait([self._key(name)], self.timeout)
         except dist.DistStoreError as error:
-            raise MissingRanksError(self._missing()) from error
+            raise self._missing() from error
         return bytes(self._store.get(self._key(name)))
 
-    def _missing(self) -> str:
-        """Who has not arrived in this round, as a sentence."""
+    def _missing(self) -> MissingRanksError:
+        """An error that names who has not arrived in this round."""
         bits = [self._store.add(self._key(f"block/{index}"), 0) for index in range(self._blocks)]
         missing = [rank for rank in range(self.size) if not bits[rank // BLOCK] >> rank % BLOCK & 1]
         more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
         named = ", ".join(map(str, missing[:MOST_NAMED])) + more
         reason = f"rank {named} did not arrive" if missing else "all arrived, but rank 0 sent no message"
-        return (
+        return MissingRanksError(
             f"{self._operation} (round {self.rounds} of {self.purpose}, {self.size} ranks): "
-            f"{reason} within {self.timeout.total_seconds():g} s"
+            f"{reason} within {self.timeout.total_seconds():g} s",
+            missing,
         )
 
 

@@ -66,11 +66,6 @@ class Heartbeat:
         """Steps that the rank has completed."""
         return self._step
 
-    @property
-    def label(self) -> str:
-        """Axis and operation of the last collective that it waited for."""
-        return self._label.decode()
-
     def phase(self, name: str, step: int | None = None) -> None:
         """Enter a phase; `step` is the number of completed steps, where that has changed."""
         self._phase = PHASES.index(name)

@@ -6,7 +6,7 @@ most sits closest (Narayanan et al. 2021, §3; Grattafiori et al. 2024, §3.3.2)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
@@ -38,32 +38,43 @@ class Pending(Protocol):
 class CallCheck(Protocol):
     """A check of the calls that a rank is about to start (`call_check.py`)."""
 
-    def starts(self, axis: Axis, operation: str, what: str, pair: tuple[int, int, int] | None = None) -> None:
-        """Raise an error if the call is not that of the other ranks; `what` says its size and format, and
-        `pair` a message's sender, receiver and tag."""
+    def starts(
+        self,
+        axis: Axis,
+        operation: str,
+        what: str,
+        pair: tuple[int, int, int] | None = None,
+        rows: tuple[list[int], list[int]] | None = None,
+    ) -> object:
+        """Raise an error if the call is not that of the other ranks; `what` says its size and format, `pair`
+        a message's sender, receiver and tag, and `rows` the numbers that go to each rank and come from it."""
         ...
 
 
 @dataclass(frozen=True)
 class _Watched:
-    """A collective under way, whose wait shows in the rank's heartbeat."""
+    """A collective under way, whose wait shows in the rank's heartbeat and on its wire."""
 
-    work: Pending
-    heartbeat: Heartbeat
+    works: Sequence[Pending]
+    wire: TrafficCounter
     label: str
     number: int
-    limit: timedelta | None
+    calls: Sequence[object]
 
     def wait(self) -> None:
-        with self.heartbeat.waits(self.label, self.number):
-            # A message of gloo's waits as long as its group did when that was made, unless it is told here.
-            if self.limit is not None and isinstance(self.work, dist.Work):
-                self.work.wait(self.limit)
-            else:
-                self.work.wait()
+        wire = self.wire
+        with wire.heartbeat.waits(self.label, self.number):
+            wire.awaited = self.calls
+            for work in self.works:
+                # A message of gloo's waits as long as its group did when that was made, unless told here.
+                if wire.limit is not None and isinstance(work, dist.Work):
+                    work.wait(wire.limit)
+                else:
+                    work.wait()
+            wire.awaited = ()
 
     def is_completed(self) -> bool:
-        return self.work.is_completed()
+        return all(work.is_completed() for work in self.works)
 
 
 @dataclass
@@ -85,6 +96,8 @@ class TrafficCounter:
     """Sees each call before it starts."""
     limit: timedelta | None = None
     """The longest wait for a call, by default that of its group."""
+    awaited: Sequence[Any] = ()
+    """Results of the check for the call that the rank waits for, or whose wait has failed."""
 
     def record(self, axis: str, operation: str, sent: float) -> None:
         """Add one call that sends `sent` bytes."""
@@ -94,15 +107,28 @@ class TrafficCounter:
         if self.log is not None:
             self.log.append((axis, operation, sent))
 
-    def start(self, axis: str, operation: str, sent: float, work: Pending | None) -> Pending:
+    def start(
+        self,
+        axis: str,
+        operation: str,
+        sent: float,
+        works: Sequence[Pending | None],
+        calls: Sequence[object] = (),
+    ) -> Pending:
         """Add one call that has just been started; returns the handle to wait on."""
         self.record(axis, operation, sent)
-        return self.watched(axis, operation, work)
+        return self.watched(axis, operation, works, calls)
 
-    def watched(self, axis: str, operation: str, work: Pending | None) -> Pending:
-        """The handle to wait on of a call that has just been started, which sends nothing itself."""
-        assert work is not None, "a rank starts collectives only on groups that it is in"
-        return _Watched(work, self.heartbeat, f"{axis} {operation}", self.heartbeat.start(), self.limit)
+    def watched(
+        self, axis: str, operation: str, works: Sequence[Pending | None], calls: Sequence[object] = ()
+    ) -> Pending:
+        """The handle to wait on of a call that has just been started, which sends nothing itself.
+
+        It ends with the last of its `works`; `calls` are what the check has returned of it.
+        """
+        started = [work for work in works if work is not None]
+        assert len(started) == len(works), "a rank starts collectives only on groups that it is in"
+        return _Watched(started, self, f"{axis} {operation}", self.heartbeat.start(), calls)
 
     def clear(self) -> None:
         """Drop all sums, and stop logging calls."""

@@ -23,7 +23,8 @@ from typing import Literal
 from pydantic.dataclasses import dataclass
 
 from meshwright import atomic
-from meshwright.launch.failure import ECHOES, KINDS, Outcome
+from meshwright.launch.failure import KINDS, Outcome
+from meshwright.spec.errors import ECHOES
 from meshwright.spec.records import Integer, Record, read
 
 LOST_S = 5.0

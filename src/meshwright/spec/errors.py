@@ -56,6 +56,9 @@ class CollectiveError(UserError):
     code = 70
 
 
+ECHOES = ("onnection reset by peer", "onnection closed by peer", "roken pipe", "remote process exited")
+"""Words of gloo's and NCCL's errors on a rank whose peer is gone, or has given up waiting."""
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask a run to save and end: Ctrl-C, a scheduler's, a lost terminal's, Slurm's `--signal`."""
 REQUEUE = 75

@@ -1,4 +1,4 @@
-"""Sizes of the pieces that large results are computed in: the model takes them, the planner counts them.
+"""Sizes of the pieces that large results are computed, saved and exported in.
 
 They decide how much memory a result takes and how fast it is made, and not its value. So `verify` makes them
 small, in order that a small model has several of each (`verify/tiles.py`).
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sizes of the pieces of each computation that has pieces; the defaults are what computes fastest."""
+    """Sizes of the pieces of whatever has pieces; the defaults are what is fastest."""
 
     logits: int = 2**26
     """Logits of one chunk of the loss: what fills a device."""
@@ -39,6 +39,18 @@ class Tiling:
     """Elements of a gradient whose norm is taken in their own format."""
     init_elements: int = 2**18
     """Elements of a parameter taken at a time: drawn, with about 10 MiB of temporaries."""
+    piece_bytes: int = 64 * 2**20
+    """Bytes of one piece of a tensor in a checkpoint, which has a hash of its own."""
+    image_bytes: int = 2**30
+    """Bytes of one block of host memory that a rank's pieces are copied to before they are written."""
+    write_bytes: int = 16 * 2**20
+    """Bytes of a checkpoint that one call writes: enough for the bandwidth of parallel file systems."""
+    read_bytes: int = 16 * 2**20
+    """Bytes of a checkpoint that one call reads."""
+    manifest_ranks: int = 64
+    """Ranks whose pieces one part of a checkpoint's manifest lists at least."""
+    shard_bytes: int = 5 * 10**9
+    """Bytes of one file of weights in an HF folder."""
 
 
 _entered = [Tiling()]

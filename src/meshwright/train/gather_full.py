@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.checkpoint.manifest import DTYPE_NAMES, DTYPES
 from meshwright.checkpoint.replicas import Replicas
 from meshwright.checkpoint.save_plan import local_chunks
+from meshwright.parallel.collectives import start_receive, start_send
 from meshwright.parallel.flat_param import Stored
 from meshwright.parallel.mesh import Mesh
 
@@ -44,7 +44,7 @@ def gather_full(
     if mesh.rank > 0:
         if parts:
             joined = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
-            dist.send(joined, group=mesh.world.group, group_dst=0)
+            start_send(joined, 0, mesh.world).wait()
         return {}
     whole = into if into is not None else {}
     for rank, (theirs, held) in enumerate(rows):
@@ -67,7 +67,7 @@ def _receive(rank: int, kinds: Kinds, places: list[Place], mesh: Mesh) -> list[T
     if not counts:
         return []
     joined = torch.empty(sum(counts), dtype=torch.uint8, device=mesh.device)
-    dist.recv(joined, group=mesh.world.group, group_src=rank)
+    start_receive(joined, rank, mesh.world).wait()
     # Each part is cloned, since a view in another dtype must begin at a multiple of its item's bytes.
     return [
         part.clone().view(dtype).view(shape)

@@ -20,7 +20,7 @@ import torch
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.waiting import while_others_wait
 from meshwright.spec import RunSpec
-from meshwright.spec.tiling import tiled
+from meshwright.spec.tiling import Tiling, tiled
 from meshwright.train.callbacks import Observers
 from meshwright.train.loop import TrainingRun
 from meshwright.verify.compare import Comparison, Difference, axes_of
@@ -63,6 +63,12 @@ def load_part(spec: RunSpec, mesh: Mesh, saved: Path, folder: Path) -> dict[str,
     tree["train"]["stop_at"] = steps if imported else 2 * steps
     after = RunSpec.model_validate(tree)
     return _run(after, mesh, folder, _Watch(after, mesh, steps, imported), record["narrowed"], "auto")
+
+
+def tiles_of(saved: Path) -> Tiling:
+    """Return the sizes of pieces that `save_part` has used in `saved`."""
+    record = json.loads((saved / RUN).read_text(encoding="utf-8"))
+    return small_tiles(RunSpec.model_validate(record["spec"]))
 
 
 def _run(

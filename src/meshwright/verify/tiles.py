@@ -1,4 +1,4 @@
-"""Tiles so small that a step has several wherever the product computes in tiles (`spec/tiling.py`)."""
+"""Tiles so small that a step and a checkpoint have several wherever there are tiles (`spec/tiling.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from meshwright.spec.tiling import Tiling
 
 
 def small_tiles(spec: RunSpec) -> Tiling:
-    """Return sizes by which what a rank computes in a microbatch takes several tiles, the last one smaller.
+    """Return sizes by which what a rank computes in a microbatch takes several tiles, the last one smaller,
+    and so does what it saves of the largest parameter.
 
     A bug in the second chunk of a loss, or in what is left for the last, is not to be found in a run that
     takes one. No size is above the usual one.
@@ -24,6 +25,8 @@ def small_tiles(spec: RunSpec) -> Tiling:
     run = together if exchanging == layout.cp else together // 2  # consecutive ones of these tokens
     queries, keys = _several(run), _several(together)
     largest = max(each.size for unit in parameters(model).values() for each in unit)
+    of_rank = largest // (layout.tp * layout.shard_ranks)
+    piece = _several(8 * of_rank)  # in float64
     small = Tiling(
         logits=logits,
         logits_cpu=logits,
@@ -36,7 +39,13 @@ def small_tiles(spec: RunSpec) -> Tiling:
         part_keys=keys,
         part_rows_summed=_several(group * queries),
         norm_row=32,
-        init_elements=_several(largest // (layout.tp * layout.shard_ranks)),
+        init_elements=_several(of_rank),
+        piece_bytes=piece,
+        image_bytes=3 * piece,
+        write_bytes=piece,
+        read_bytes=_several(piece),
+        manifest_ranks=_several(layout.world_size),
+        shard_bytes=_several(8 * model.parameters),
     )
     return Tiling(**{name: min(size, asdict(small)[name]) for name, size in asdict(Tiling()).items()})
 
