@@ -14,11 +14,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import ceil
 
 from meshwright.hardware.measurements import attention_seconds
 from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds
 from meshwright.planner.cost.collectives import CollectiveCosts
-from meshwright.planner.cost.kernels import KernelCosts
+from meshwright.planner.cost.kernels import WORD, KernelCosts
 from meshwright.planner.cost.software import SoftwareStack
 from meshwright.planner.rank_view import share
 from meshwright.planner.traffic.layer_shape import LayerShape, layer_shape
@@ -165,7 +166,11 @@ class LayerCost:
     def _routed_products(self) -> list[Product]:
         moe, layout, hidden = self.shape.moe, self.spec.layout, self.spec.model.hidden
         local, inner = max(1, moe.experts // layout.ep), moe.ffn // layout.etp
-        experts = partial(Product, max(1, round(self.shape.copies / local)), batch=local)
+        # Source: programs pad each expert's rows to whole words (NVIDIA Transformer Engine's Fp8Padding,
+        # torchtitan's TOKEN_GROUP_ALIGN_SIZE_M).
+        words = int(WORD / FORMAT_BYTES[self.format])
+        rows = words * max(1, ceil(self.shape.copies / local / words))
+        experts = partial(Product, rows, batch=local)
         router = Product(self.own, moe.experts, hidden)
         return [router, experts(self.gates * inner, hidden), experts(hidden, inner)]
 
