@@ -112,6 +112,25 @@ def test_rows_of_experts_are_padded_to_whole_words() -> None:
     assert seconds[1] < 1.1 * seconds[0]
 
 
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_messages_hide_behind_the_compute_of_their_layer_and_no_more(policy: str) -> None:
+    spec = run(
+        {"dp": 32, "ep": 32, "pp": 8, "zero": 1, "micro_batch": 1},
+        "deepseek-v3",
+        recompute={"policy": policy},
+    )
+    totals = []
+    for gigabits in (400, 40, 4):
+        there = with_network(cluster("h800", 256), nic_bandwidth=gigabits * 1e9 / 8)
+        blocks = CostModel(there, STACKS["hai-llm"]).blocks(spec)
+        passes = blocks.passes(routed=True)
+        sent = sum(m.count * blocks.links.seconds(m) for m in blocks.messages(True) if m.axis == "expert")
+        compute = sum(each.matmul + each.attention + each.moved for each in passes)
+        assert sent - sum(each.expert for each in passes) <= compute * (1 + 1e-9)
+        totals.append(passes.total / sent)
+    assert totals[-1] > 0.9  # 4 Gb/s: hardly anything is hidden
+
+
 def test_a_ring_uses_the_interfaces_of_all_its_members() -> None:
     links, flat = CollectiveCosts(A100), CollectiveCosts(A100, flat_rings=True)
     whole = GroupShape(64, 1)

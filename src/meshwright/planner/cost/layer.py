@@ -129,7 +129,7 @@ class LayerCost:
         elif policy == "selective":
             products_again = 0.5 if selective == "half" else 0.0  # source: every second one, as torchtitan
             again = again._replace(matmul=forward.matmul * products_again, moved=forward.moved - scores)
-        return self._launched(PassSeconds(forward, input, weight, again), routed)
+        return self._launched(self._uncovered(PassSeconds(forward, input, weight, again), listed), routed)
 
     def _launched(self, passes: PassSeconds, routed: bool) -> PassSeconds:
         """`passes` with the seconds in which the device waits for its host to launch operators."""
@@ -277,6 +277,22 @@ class LayerCost:
             shifts = max(shifts - beside, 0.1 * shifts)  # fitted by hand: a tenth is never hidden
         exposed["context"] += shifts
         return Seconds(**exposed)
+
+    def _uncovered(self, passes: PassSeconds, listed: Iterable[Message]) -> PassSeconds:
+        """`passes` with what the software would hide of messages beside more compute than the layer has."""
+        places = {Phase.FORWARD: 0, Phase.INPUT: 1, Phase.WEIGHT: 1, Phase.RECOMPUTE: 3}
+        hidden: dict[tuple[int, str], float] = {}
+        for m in listed:
+            if part := self._hidden(m):
+                key = places[m.phase], PRICED_AS.get(m.axis, m.axis)
+                hidden[key] = hidden.get(key, 0.0) + part * m.count * self.links.seconds(m)
+        compute, total = sum(p.matmul + p.attention + p.moved for p in passes), sum(hidden.values())
+        if total <= compute:
+            return passes
+        found = list(passes)
+        for (place, axis), seconds in hidden.items():
+            found[place] = found[place].plus(Seconds(**{axis: seconds * (1 - compute / total)}))
+        return PassSeconds(*found)
 
     def _hidden(self, message: Message) -> float:
         """The share of a message's seconds that the software hides behind products."""
