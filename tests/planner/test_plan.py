@@ -156,6 +156,14 @@ def test_what_cannot_fit_says_what_is_short_and_what_would_do() -> None:
     assert best.memory.device <= 0.96 * 80 * 2**30
 
 
+@pytest.mark.parametrize("count", [128, 256, 512])
+def test_racks_are_used_in_equal_parts(count: int) -> None:
+    best = api.plan("llama3-8b", "gb200-nvl72", gpus=count, batch_tokens="4M", top=1).best
+    assert best.spec.layout.world_size == count
+    assert best.cluster.levels[0].devices == 64
+    assert best.cluster.in_words == f"{count} x GB200 186 GB (64 of the 72 of each rack)"
+
+
 @pytest.mark.parametrize(
     ("model", "where", "wish", "says"),
     [

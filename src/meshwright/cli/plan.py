@@ -135,8 +135,8 @@ def _show(plans: Plans, limit: float | None, why: bool) -> None:
     best = plans.best
     model = best.spec.model.preset or best.spec.model.hf or best.spec.model.family
     print(
-        f"{model} ({short(best.spec.model.parameters)} parameters) on {best.cluster.count:,} x "
-        f"{best.cluster.device.name}, in {best.spec.precision.compute} by {plans.stack.name}"
+        f"{model} ({short(best.spec.model.parameters)} parameters) on "
+        f"{best.cluster.in_words}, in {best.spec.precision.compute} by {plans.stack.name}"
     )
     if plans.model_found is not None:
         show.line(f"the largest that fits: {described(plans.model_found)}")

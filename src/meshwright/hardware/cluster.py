@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import field, replace
 from itertools import pairwise
+from math import ceil
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
@@ -29,6 +30,9 @@ DeviceKind = Literal["cuda", "rocm", "tpu", "cpu"]
 
 NETWORKS = ("infiniband", "ethernet")
 """Kinds of links that leave a node."""
+
+LEAST_OF_A_NODE = 0.75
+"""Share of each node that is used at least, such as 64 of the 72 devices of a rack."""
 
 OneOrMore = Annotated[Number, Field(ge=1)]
 
@@ -240,6 +244,8 @@ class Cluster(Record):
     network: Network | None = None
     beyond: tuple[Level, ...] = ()
     """Further levels of a larger cluster of this kind, from the full size of the last of `levels` on."""
+    whole_node: Count | None = None
+    """Devices of a node, where fewer of each are used."""
 
     def __post_init__(self) -> None:
         if not self.levels or self.levels[-1].devices != self.count:
@@ -275,16 +281,49 @@ class Cluster(Record):
             raise ValueError(f"ranks {sorted(members)} are not within {self.count} devices")
         return next(level for level in self.levels if len({rank // level.devices for rank in members}) == 1)
 
+    @property
+    def node(self) -> int:
+        """Devices that are used of one node: those joined by more than a network."""
+        return max((level.devices for level in self.hierarchy if level.kind not in NETWORKS), default=1)
+
+    @property
+    def in_words(self) -> str:
+        """Number and name of the devices, and how many of a node are used where that is not all of them."""
+        words = f"{self.count:,} x {self.device.name}"
+        if self.whole_node is None or self.count <= self.node:
+            return words
+        name = next(level.name for level in self.hierarchy if level.devices == self.node)
+        return f"{words} ({self.node} of the {self.whole_node} of each {name})"
+
     def resized(self, count: int) -> Cluster:
-        """A cluster of this kind with `count` devices. Raises `UserError` below 1."""
+        """A cluster of this kind with `count` devices. Raises `UserError` below 1.
+
+        Where that is no number of whole nodes, and equal parts of nodes do, as many of each node are used.
+        """
         if count < 1:
             raise UserError(f"count: {count} is not a number of devices; give 1 or more")
-        full = self.hierarchy
+        node, used = self.whole_node or self.node, self.node
+        part = self._part_of_a_node(count, node)
+        full = tuple(
+            replace(level, devices=max(1, level.devices * part // used)) if level.devices >= used else level
+            for level in self.hierarchy
+        )
         inner = tuple(level for level in full[:-1] if level.devices < count)
         beyond = full[len(inner) :]
         levels = (*inner, replace(beyond[0], devices=count))
         sharing = levels[0].devices if self.device.kind == "cpu" else self.sharing
-        return replace(self, count=count, levels=levels, beyond=beyond, sharing=sharing)
+        whole_node = node if part < node else None
+        return replace(
+            self, count=count, levels=levels, beyond=beyond, sharing=sharing, whole_node=whole_node
+        )
+
+    def _part_of_a_node(self, count: int, node: int) -> int:
+        """Return how many devices of each node of `node` devices are used by `count` devices."""
+        if count <= node or self.device.kind == "cpu":
+            return node
+        unit = max((level.devices for level in self.hierarchy if level.devices < self.node), default=1)
+        parts = range(node, ceil(LEAST_OF_A_NODE * node) - 1, -1)
+        return next((part for part in parts if count % part == 0 and part % unit == 0), node)
 
 
 def with_network(

@@ -83,7 +83,7 @@ def write_explanation(
     candidates = [_candidate(plan, explained.costs) for plan in plans or [spec]]
     html = render(
         "plan.html",
-        title=f"{model} on {cluster.count:,} x {cluster.device.name}",
+        title=f"{model} on {cluster.in_words}",
         explained=explained,
         describe=describe,
         time_colours=TIME_COLOURS,

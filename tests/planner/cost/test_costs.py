@@ -14,6 +14,7 @@ from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.kernels import KernelCosts, peak
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import STACKS
+from meshwright.planner.cost.stages import message
 from meshwright.planner.cost.step import step_time
 from meshwright.planner.group_shapes import GroupShape, axes
 from meshwright.planner.memory.generic import Generic
@@ -76,6 +77,58 @@ def test_neighbours_share_a_node_and_others_the_network() -> None:
     slower = links.collective("all_gather", 512 * MB, far) / links.collective("all_gather", 512 * MB, near)
     ratio = links.rate(A100.levels[0]) / links.rate(A100.levels[1])
     assert slower == pytest.approx(ratio, rel=0.05)
+
+
+@pytest.mark.parametrize("operation", ["send", "shift"])
+def test_a_ring_that_leaves_the_node_is_as_slow_as_its_slowest_link(operation: str) -> None:
+    links = CollectiveCosts(A100)
+    within, across = (
+        links.to_next(operation, 512 * MB, GroupShape(ranks, stride)) for ranks, stride in ((8, 1), (16, 1))
+    )
+    assert across == pytest.approx(512 * MB / links.rate(A100.levels[1]), rel=0.01)
+    assert across > 5 * within
+    assert links.to_next(operation, 512 * MB, GroupShape(4, 2)) == within
+
+
+def test_a_pipeline_over_nodes_sends_over_the_network_in_any_order() -> None:
+    near = run({"pp": 16, "tp": 2, "dp": 2, "order": "replicate-dp-pp-tp"}, model="llama2-13b")
+    assert axes(near.layout).pipeline == GroupShape(16, 2)
+    far = run({"pp": 16, "tp": 2, "dp": 2}, model="llama2-13b")
+    for stack in (STACKS["megatron-core"], STACKS["meshwright"]):
+        costs = CostModel(A100, stack)
+        (seconds, link), (other, _) = (message(each, costs, costs.blocks(each)) for each in (near, far))
+        assert seconds == pytest.approx(other, rel=0.1)
+        assert link is None or link.bandwidth == costs.links.rate(A100.levels[1])
+
+
+def test_rows_of_experts_are_padded_to_whole_words() -> None:
+    seconds = []
+    for experts in (128, 144):
+        spec = run({"dp": 8, "ep": 8}, model="qwen3-30b-a3b", sequences=8)
+        tree = spec.to_json()
+        tree["model"] |= {"moe": tree["model"]["moe"] | {"experts": experts}, "preset": None}
+        costs = CostModel(A100.resized(8), STACKS["megatron-core"])
+        seconds.append(costs.blocks(RunSpec.model_validate(tree)).passes(routed=True).total)
+    assert seconds[1] < 1.1 * seconds[0]
+
+
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_messages_hide_behind_the_compute_of_their_layer_and_no_more(policy: str) -> None:
+    spec = run(
+        {"dp": 32, "ep": 32, "pp": 8, "zero": 1, "micro_batch": 1},
+        "deepseek-v3",
+        recompute={"policy": policy},
+    )
+    totals = []
+    for gigabits in (400, 40, 4):
+        there = with_network(cluster("h800", 256), nic_bandwidth=gigabits * 1e9 / 8)
+        blocks = CostModel(there, STACKS["hai-llm"]).blocks(spec)
+        passes = blocks.passes(routed=True)
+        sent = sum(m.count * blocks.links.seconds(m) for m in blocks.messages(True) if m.axis == "expert")
+        compute = sum(each.matmul + each.attention + each.moved for each in passes)
+        assert sent - sum(each.expert for each in passes) <= compute * (1 + 1e-9)
+        totals.append(passes.total / sent)
+    assert totals[-1] > 0.9  # 4 Gb/s: hardly anything is hidden
 
 
 def test_a_ring_uses_the_interfaces_of_all_its_members() -> None:

@@ -88,7 +88,7 @@ def test_measured_products_and_messages_are_taken_where_they_are() -> None:
     links = CollectiveCosts(found)
     for name in OPERATIONS[:5]:
         assert links.collective(name, 2**24, GroupShape(4, 1)) == pytest.approx(1e-4 + 2**24 / 1e9)
-    assert links.send(2**17, 1) == pytest.approx(1e-4 + 2**17 / 1e9)
+    assert links.to_next("send", 2**17, GroupShape(2, 1)) == pytest.approx(1e-4 + 2**17 / 1e9)
 
 
 def test_what_was_not_measured_is_computed() -> None:

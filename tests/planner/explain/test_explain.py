@@ -120,6 +120,12 @@ def test_an_axis_crosses_the_level_that_its_ranks_are_apart() -> None:
     assert outside.bytes == pytest.approx(inside.bytes / 8)  # a ring leaves a node by all of its devices
 
 
+def test_a_ring_of_neighbours_over_nodes_is_on_the_network() -> None:
+    spec = run({"cp": 16, "dp": 4, "zero": 3})
+    context = next(each for each in explain(spec, engines(spec)).axes if each.axis == "context")
+    assert [load.level for load in context.levels] == ["leaf"]
+
+
 def test_nothing_is_hidden_by_a_stack_that_overlaps_nothing() -> None:
     spec = run({"dp": 2, "tp": 4, "zero": 1})
     bare = replace(

@@ -12,7 +12,7 @@ from meshwright.planner.validation import metrics
 from meshwright.planner.validation import page as validation_page
 from meshwright.planner.validation.calibration import is_used
 from meshwright.planner.validation.cases import case_of
-from meshwright.planner.validation.metrics import Validation, kendall, report, validate
+from meshwright.planner.validation.metrics import Validation, groups, kendall, report, validate
 from meshwright.planner.validation.table import PUBLISHED, PredictionError, read
 from meshwright.spec import UserError
 
@@ -231,6 +231,17 @@ def test_a_broken_row_leaves_the_others(tmp_path: Path) -> None:
 )
 def test_kendall(pairs: list, expected: float | None) -> None:
     assert kendall(pairs) == (expected if expected is None else pytest.approx(expected))
+
+
+def test_a_layout_that_was_measured_again_is_no_further_choice(whole: Validation) -> None:
+    found = [each for each in whole.predictions if each.case.row.words["source"].startswith("Zero Bubble")]
+    again = groups([each for each in found for _ in range(3)])
+    for repeated, once in zip(again, groups(found), strict=True):
+        assert [time for pair in repeated for time in pair] == pytest.approx(
+            [t for pair in once for t in pair]
+        )
+    one = next(each for each in found if not each.case.block_only)
+    assert groups([one] * 3) == []
 
 
 def test_figures_by_another_column_add_up(whole: Validation) -> None:

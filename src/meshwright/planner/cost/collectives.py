@@ -104,8 +104,8 @@ class CollectiveCosts:
 
     def seconds(self, message: Message) -> float:
         """Seconds of one call, with nothing else on its links."""
-        if message.operation == "send":
-            return self.send(message.size, message.group.stride)
+        if message.operation in ("send", "shift"):
+            return self.to_next(message.operation, message.size, message.group)
         return self.collective(message.operation, message.size, message.group)
 
     def collective(self, operation: str, size: float, group: GroupShape) -> float:
@@ -123,14 +123,16 @@ class CollectiveCosts:
             return 2 * size * links.half_all_reduce + 2 * min(links.ring_latency, links.tree_latency)
         return size * (n - 1) / n / links.bandwidth + links.ring_latency
 
-    def send(self, size: float, stride: int) -> float:
-        """Seconds of a transfer of `size` bytes to the rank that is `stride` away."""
-        level = self.between(stride)
-        known = collective_seconds(self.cluster.measured, "send", 2, level.name, size)
+    def to_next(self, operation: str, size: float, group: GroupShape) -> float:
+        """Seconds of a send of `size` bytes between neighbours of a group, or of the shift of all its ranks.
+
+        They are those of the slowest link between neighbours.
+        """
+        level = self.outermost(group)
+        ranks = 2 if operation == "send" else group.ranks
+        known = collective_seconds(self.cluster.measured, operation, ranks, level.name, size)
         return level.link.latency + size / self.rate(level) if known is None else known
 
-    def between(self, stride: int) -> Level:
-        """The innermost level that connects ranks `stride` apart."""
-        return next(
-            (level for level in self.cluster.levels if stride < level.devices), self.cluster.levels[-1]
-        )
+    def outermost(self, group: GroupShape) -> Level:
+        """The outermost level that a group crosses, although most neighbours may share an inner one."""
+        return max((level for level, _, _ in self.members(group)), key=self.cluster.levels.index)

@@ -21,7 +21,7 @@ _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (128, 64, 0.80), (
 section "Tile quantization"); fitted on: the published runs, by hand (relative rates)."""
 _DEPTH = 180.0
 """Start and end of a tile, in steps of K. Fitted on: the published runs, by hand."""
-_WORD = 16
+WORD = 16
 """Bytes that K and N should be a multiple of. Source: NVIDIA 2023, section "Tensor core requirements"."""
 _SHORT = 400.0
 """Tokens of a sequence that half-masked causal tiles are worth. Fitted on: the published runs, by hand."""
@@ -106,6 +106,6 @@ class KernelCosts:
 
 def _alignment(format: str, n: int, k: int, batch: int) -> float:
     """Factor on the rate for sizes that are not multiples of the tensor cores' word size."""
-    words = int(_WORD / FORMAT_BYTES[format])
+    words = int(WORD / FORMAT_BYTES[format])
     unaligned = (n % words > 0) + (k % words > 0)
     return (_UNALIGNED if batch == 1 else _UNALIGNED_BATCHED) ** unaligned

@@ -14,11 +14,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import ceil
 
 from meshwright.hardware.measurements import attention_seconds
 from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds
 from meshwright.planner.cost.collectives import CollectiveCosts
-from meshwright.planner.cost.kernels import KernelCosts
+from meshwright.planner.cost.kernels import WORD, KernelCosts
 from meshwright.planner.cost.software import SoftwareStack
 from meshwright.planner.rank_view import share
 from meshwright.planner.traffic.layer_shape import LayerShape, layer_shape
@@ -128,7 +129,7 @@ class LayerCost:
         elif policy == "selective":
             products_again = 0.5 if selective == "half" else 0.0  # source: every second one, as torchtitan
             again = again._replace(matmul=forward.matmul * products_again, moved=forward.moved - scores)
-        return self._launched(PassSeconds(forward, input, weight, again), routed)
+        return self._launched(self._uncovered(PassSeconds(forward, input, weight, again), listed), routed)
 
     def _launched(self, passes: PassSeconds, routed: bool) -> PassSeconds:
         """`passes` with the seconds in which the device waits for its host to launch operators."""
@@ -165,7 +166,11 @@ class LayerCost:
     def _routed_products(self) -> list[Product]:
         moe, layout, hidden = self.shape.moe, self.spec.layout, self.spec.model.hidden
         local, inner = max(1, moe.experts // layout.ep), moe.ffn // layout.etp
-        experts = partial(Product, max(1, round(self.shape.copies / local)), batch=local)
+        # Source: programs pad each expert's rows to whole words (NVIDIA Transformer Engine's Fp8Padding,
+        # torchtitan's TOKEN_GROUP_ALIGN_SIZE_M).
+        words = int(WORD / FORMAT_BYTES[self.format])
+        rows = words * max(1, ceil(self.shape.copies / local / words))
+        experts = partial(Product, rows, batch=local)
         router = Product(self.own, moe.experts, hidden)
         return [router, experts(self.gates * inner, hidden), experts(hidden, inner)]
 
@@ -272,6 +277,22 @@ class LayerCost:
             shifts = max(shifts - beside, 0.1 * shifts)  # fitted by hand: a tenth is never hidden
         exposed["context"] += shifts
         return Seconds(**exposed)
+
+    def _uncovered(self, passes: PassSeconds, listed: Iterable[Message]) -> PassSeconds:
+        """`passes` with what the software would hide of messages beside more compute than the layer has."""
+        places = {Phase.FORWARD: 0, Phase.INPUT: 1, Phase.WEIGHT: 1, Phase.RECOMPUTE: 3}
+        hidden: dict[tuple[int, str], float] = {}
+        for m in listed:
+            if part := self._hidden(m):
+                key = places[m.phase], PRICED_AS.get(m.axis, m.axis)
+                hidden[key] = hidden.get(key, 0.0) + part * m.count * self.links.seconds(m)
+        compute, total = sum(p.matmul + p.attention + p.moved for p in passes), sum(hidden.values())
+        if total <= compute:
+            return passes
+        found = list(passes)
+        for (place, axis), seconds in hidden.items():
+            found[place] = found[place].plus(Seconds(**{axis: seconds * (1 - compute / total)}))
+        return PassSeconds(*found)
 
     def _hidden(self, message: Message) -> float:
         """The share of a message's seconds that the software hides behind products."""

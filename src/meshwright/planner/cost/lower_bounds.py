@@ -35,6 +35,9 @@ class Floor(LayerCost):
     def _routed_products(self) -> list[Product]:
         return [Product(self.own, self.shape.moe.experts, self.spec.model.hidden)]  # the router
 
+    def _uncovered(self, passes: PassSeconds, listed: Iterable[Message]) -> PassSeconds:
+        return passes  # experts' products, which messages may be beside, are added later
+
     def _launched(self, passes: PassSeconds, routed: bool) -> PassSeconds:
         if not routed:
             return super()._launched(passes, routed)

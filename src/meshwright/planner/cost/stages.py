@@ -189,10 +189,10 @@ def message(spec: RunSpec, costs: CostModel, blocks: LayerCost) -> tuple[float, 
     if spec.layout.pp == 1:
         return 0.0, Link()
     size = message_bytes(blocks)
-    stride = axes(spec.layout).pipeline.stride  # not of `blocks`, which other layouts may share
+    group = axes(spec.layout).pipeline  # not of `blocks`, which other layouts may share
     if not costs.stack.overlap_pipeline:
-        return costs.links.send(size, stride), None
-    level = costs.links.between(stride)
+        return costs.links.to_next("send", size, group), None
+    level = costs.links.outermost(group)
     link = Link(level.link.latency, costs.links.rate(level))
     return link.latency + size / link.bandwidth, link
 

@@ -113,7 +113,7 @@ def _crossed(links: CollectiveCosts, message: Message) -> Iterator[tuple[str, fl
     """
     sent, n = message.count * message.sent, message.group.ranks
     if message.operation in ("send", "shift"):
-        yield links.between(message.group.stride).name, sent
+        yield links.outermost(message.group).name, sent  # of the ranks whose neighbour is farthest
         return
     for level, here, inner in links.members(message.group):
         if message.operation == "all_to_all":

@@ -45,7 +45,7 @@ def head(found: Explanation) -> list[str]:
         "run": f"{model.preset or model.hf or model.family}, {spec.train.batch_tokens:,} tokens a step in "
         f"sequences of {data.seq_len:,}, in {costs.format or spec.precision.compute}",
         "layout": describe(spec),
-        "on": f"{cluster.count:,} x {cluster.device.name} ({cluster.name}), stack {costs.stack.name}",
+        "on": f"{cluster.in_words} ({cluster.name}), stack {costs.stack.name}",
         "step": f"{seconds(found.seconds)}, in 9 of 10 cases within {seconds(low)} to {seconds(high)}; "
         f"{found.tokens_per_second:,.0f} tokens/s",
         "memory": f"{gigabytes(found.memory.device)} of {gigabytes(found.capacity)} on pipeline rank "

@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.hardware.find import catalogue
 from meshwright.planner.cost.uncertainty import room
 from meshwright.planner.memory.generic import Memory
-from meshwright.planner.search.problem import SearchProblem, node_size
+from meshwright.planner.search.problem import SearchProblem
 from meshwright.spec import UserError
 from meshwright.spec.load import from_tree
 
@@ -68,7 +68,7 @@ def _no_layout(problem: SearchProblem) -> str:
 
 def _node(problem: SearchProblem) -> int:
     """Devices that come together: those of a node, or one rank of a CPU host."""
-    return node_size(problem.cluster) if problem.cluster.device.kind != "cpu" else 1
+    return problem.cluster.node if problem.cluster.device.kind != "cpu" else 1
 
 
 def _shared_counts(problem: SearchProblem) -> list[int]:

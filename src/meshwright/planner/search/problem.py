@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from meshwright.hardware.cluster import NETWORKS, Cluster
+from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import SoftwareStack
 from meshwright.planner.cost.stages import model_contents
@@ -126,9 +126,3 @@ def _smallest(space: LayoutSpace) -> Iterator[tuple[LayerLayout, DataMesh]]:
             if etp == 1 or ep == most or "etp" in space.fixed:
                 for mesh in space.meshes(inner, ep, etp):
                     yield inner, mesh
-
-
-def node_size(cluster: Cluster) -> int:
-    """Devices of one node: those joined by more than a network."""
-    inner = [level.devices for level in cluster.hierarchy if level.kind not in NETWORKS]
-    return max(inner, default=1)

@@ -12,7 +12,7 @@ from meshwright.hardware import find as hardware
 from meshwright.hardware.cluster import Cluster
 from meshwright.planner import OBJECTIVES
 from meshwright.planner.cost.software import stack_named
-from meshwright.planner.search.problem import SearchProblem, node_size
+from meshwright.planner.search.problem import SearchProblem
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.base import MAX_BATCH
 from meshwright.spec.errors import did_you_mean
@@ -178,7 +178,7 @@ def sizes_of(gpus: int | str | None, kind: Cluster) -> list[int]:
         raise UserError(
             f"--gpus: '{gpus}' is not valid: it should be a number of devices, or a range such as 64..1024"
         )
-    node = node_size(kind)
+    node = kind.node
     if parts and parts[2]:
         found = [node << power for power in range(32) if low <= node << power <= high]
         if not found:
@@ -187,7 +187,7 @@ def sizes_of(gpus: int | str | None, kind: Cluster) -> list[int]:
                 f"give one number, or a wider range"
             )
         return found
-    if not on_cpu and low > node and low % node:
+    if not on_cpu and low > node and low % kind.resized(low).node:
         below = low // node * node
         raise UserError(
             f"--gpus: {low:,} devices are not a multiple of the {node} of a node of {kind.name}; try "

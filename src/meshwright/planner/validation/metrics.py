@@ -158,15 +158,24 @@ Times = list[tuple[float, float]]
 
 
 def groups(predictions: Iterable[Prediction]) -> list[Times]:
-    """Times of three or more runs of one model and batch on one cluster that differ in their layouts."""
-    by_key: dict[tuple[Any, ...], Times] = {}
+    """Times of three or more layouts of one model and batch on one cluster.
+
+    A layout that was measured several times counts once, with the mean of its times.
+    """
+    by_key: dict[tuple[Any, ...], dict[str, Times]] = {}
     for prediction in predictions:
-        case, row = prediction.case, prediction.case.row
+        case, row, spec = prediction.case, prediction.case.row, prediction.spec
         if case.seconds is not None and not case.block_only:
-            sizes = row.numbers["gpus"], row.numbers["seq_len"], prediction.spec.train.batch_tokens
+            sizes = row.numbers["gpus"], row.numbers["seq_len"], spec.train.batch_tokens
             key = (*(row.words[name] for name in COLUMNS), *sizes, case.format)
-            by_key.setdefault(key, []).append((prediction.seconds, case.seconds))
-    return [group for group in by_key.values() if len(group) > 2]
+            layout = f"{spec.layout!r} {spec.recompute!r}"
+            times = by_key.setdefault(key, {}).setdefault(layout, [])
+            times.append((prediction.seconds, case.seconds))
+    return [
+        [(fmean(a for a, _ in each), fmean(b for _, b in each)) for each in layouts.values()]
+        for layouts in by_key.values()
+        if len(layouts) > 2
+    ]
 
 
 def kendall(times: Times) -> float | None:

@@ -72,7 +72,7 @@ table, with the same columns.
   `where`).
 - **memory**: mean absolute error of the allocated bytes, or of the driver's count where the row states
   that.
-- **tau**: Kendall's tau of predicted against measured time, averaged over groups of three or more rows with
+- **tau**: Kendall's tau of predicted against measured time, averaged over groups of three or more layouts of
   one model and batch on one cluster.
 - **regret**: extra time of the run predicted fastest within such a group, over the fastest one.
 - **fit**: runs that were predicted to fit, out of those that ran. **oom**: runs that were predicted not to
