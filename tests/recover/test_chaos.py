@@ -155,7 +155,7 @@ def verdict_on(
 
 def told(kind: str, message: str, after: float = 1.5) -> Callable[[Chaos], None]:
     def tell(chaos: Chaos) -> None:
-        chaos.tell(kind, {"message": message, "noticed": chaos.began + after, "step": 1})
+        chaos.tell(kind, {"message": message, "noticed": chaos.began + after, "furthest": 1})
 
     return tell
 
@@ -176,7 +176,7 @@ def test_a_fault_that_was_noticed_and_named_holds(tmp_path: Path) -> None:
 
 def test_steps_of_the_rank_that_was_furthest_count(tmp_path: Path) -> None:
     def tell(chaos: Chaos) -> None:
-        chaos.tell("hang", {"message": "rank 1 is stopped", "noticed": chaos.began + 1.5, "step": 46})
+        chaos.tell("hang", {"message": "rank 1 is stopped", "noticed": chaos.began + 1.5, "furthest": 46})
         chaos.plan.hits.write(0, resumed_step=42, resumed=int((chaos.began + 3) * 1e9))
 
     assert verdict_on(tmp_path, (Fault("stop", 1),), tell)["faults"][0]["lost"] == 4

@@ -400,7 +400,8 @@ def _record(out: Path, tell: Tell | None, kind: str, fields: dict[str, Any]) -> 
 
     if tell is not None:
         tell(kind, fields)
-    fields.pop("noticed", None)  # by a clock that only this process can read
+    for internal in ("noticed", "furthest"):  # for `tell`: by a clock that only this process can read
+        fields.pop(internal, None)
     try:
         if stacks := fields.pop("stacks", ""):
             file = out / f"stacks-{fields['generation']}.txt"

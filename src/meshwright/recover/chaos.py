@@ -101,11 +101,11 @@ class Chaos:
         number = self._cause()
         if number is not None and (kind in ENDS or self.plan.hits.faults[number].kind == kind):
             self._told[number] = noticed, kind, message
-            furthest = max(self.plan.hits[number].acted_step, int(fields.get("step", 0)))
+            furthest = max(self.plan.hits[number].acted_step, int(fields.get("furthest", 0)))
             self.plan.hits.write(number, acted_step=furthest)
         elif kind in ENDS:
             self.unexplained.append(message)
-        shown = {name: value for name, value in fields.items() if name not in ("noticed", "stacks")}
+        shown = {name: value for name, value in fields.items() if name not in ("noticed", "furthest", "stacks")}
         self._write(kind, noticed, {"fault": number, **shown})
         if number is not None and kind in ENDS and KINDS[self.plan.hits.faults[number].kind].damages:
             target = damage(self.plan.hits.faults[number], self.checkpoints, set(self._targets.values()))

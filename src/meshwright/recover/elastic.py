@@ -175,7 +175,7 @@ class HostSupervisor:
             state = "stopped"
         elif found.code == 0:
             state = "done"
-        self._say(state, steps=end.steps, outcome=replace(found, details=found.details[-4096:]))
+        self._say(state, steps=end.step, outcome=replace(found, details=found.details[-4096:]))
 
     def _say(self, state: State, **fields: Any) -> None:
         self.host = replace(self.host, state=state, beat=self.host.beat + 1, **fields)
@@ -239,7 +239,7 @@ class HostSupervisor:
         if host.generation <= self._judged:
             return None
         self._judged = host.generation
-        if not found.final:
+        if found.recordable(host.steps):
             assert self.members.world is not None
             generation = host.generation - self.members.world.origin
             fields = {"generation": generation, "step": host.steps, "message": found.sentence}
