@@ -274,10 +274,14 @@ def test_a_rank_that_has_ended_is_not_waited_for(host: Host) -> None:
     assert host.look_for(100) is None
 
 
-def test_a_limit_of_the_users_replaces_the_learnt_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("computing", [{0}, set()])
+def test_a_limit_of_the_users_replaces_the_learnt_ones(
+    monkeypatch: pytest.MonkeyPatch, computing: set[int]
+) -> None:
     host = Host(monkeypatch, stuck_seconds=100.0)
     host.train(5)
     host.wait(1)
+    host.computing = computing
     assert host.look_for(99) is None
     found = host.look_for(2)
     assert found is not None and found.ranks == (0,)

@@ -239,7 +239,7 @@ def test_a_signal_during_the_zygotes_imports_ends_the_run_at_once(
 
 
 @pytest.mark.full
-def test_a_launcher_that_is_killed_during_the_zygotes_imports_leaves_nothing_to_the_next(
+def test_a_launcher_that_is_killed_during_the_zygotes_imports_leaves_nothing(
     tmp_path: Path, slow_import: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -253,9 +253,6 @@ def test_a_launcher_that_is_killed_during_the_zygotes_imports_leaves_nothing_to_
     begun = time.monotonic()
     wait_until(lambda: not alive(int(slow_import.read_text())))
     assert time.monotonic() - begun < 30
-    assert len(list(tmp_path.glob("meshwright-*"))) == 1
-    quick = run.format(f"{argv}, 2, module='deeds'")
-    subprocess.run([sys.executable, "-c", quick], check=True, timeout=60)
     assert not list(tmp_path.glob("meshwright-*"))
 
 

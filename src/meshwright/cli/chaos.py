@@ -22,7 +22,13 @@ def _kinds(text: str) -> list[str]:
     "inject faults into a run, and compare it with its twin without any",
     RUN,
     NPROC,
-    Flag("mtbf", "mean time between faults, such as 30s or 5m", "TIME", duration, default=30.0),
+    Flag(
+        "mtbf",
+        "mean time between faults, such as 30s, 5m or 3h; a plain number is seconds",
+        "TIME",
+        duration,
+        default=30.0,
+    ),
     Flag("faults", "number of faults", "N", whole(1), default=50),
     Flag("seed", "seed of the faults", "N", whole(0), default=0),
     Flag(

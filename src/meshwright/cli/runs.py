@@ -151,8 +151,12 @@ def _train_with_others(call: Call, ending: Ending) -> None:
     given = call.flags["nodes"]
     match = re.fullmatch(r"([1-9]\d{0,5})(?::([1-9]\d{0,5}))?", given)
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not 0 < least <= most:
+    if match is None:
         raise UserError(f"--nodes: {given!r} is not a number of hosts; give one, as 2, or a range, as 1:4")
+    if least > most:
+        raise UserError(
+            f"--nodes: {given!r} asks for at least {least} hosts and at most {most}; give {most}:{least}"
+        )
     if worker() is not None or call.flags["cluster"] is not None:
         raise UserError(
             "--nodes: starts the ranks itself, on the layout of the run file; remove --cluster, and start it "
@@ -247,7 +251,7 @@ def verify(call: Call) -> int:
     del flags["nproc"]  # the layout says it
     save, load, onto = flags.pop("save"), flags.pop("load"), flags.pop("onto")
     parts = {"save": save, "load": load}
-    if place is not None and place.launched:  # its launcher tells of a failure
+    if place is not None and place.launched:  # its launcher reports a failure
         api.verify_worker(spec, **parts, **flags)
         return 0
     if onto is not None:
