@@ -21,6 +21,7 @@ EVENTS: list[dict[str, Any]] = [
     {"kind": "resumed", "step": 4},
     {"kind": "checkpoint", "step": 6},
     {"kind": "warning", "message": "no step"},
+    {"step": "of a stranger"},
 ]
 
 

@@ -65,7 +65,7 @@ def _reason(error: BaseException) -> str:
 def _last_step(out: Path) -> int | None:
     """Return the last completed step in the record of the run in folder `out`; None before the first."""
     run, step = read_run(out), 0
-    for event in run.events:
-        done = event.get("step", 0)  # steps after the one that a run goes on from are lost
-        step = done if event["kind"] in ("resumed", "rollback") else max(step, done)
-    return max([step, *(row["step"] for row in run.metrics)]) or None
+    for row in (*run.events, *run.metrics):
+        if type(done := row.get("step")) is int:  # steps after the one that a run goes on from are lost
+            step = done if row.get("kind") in ("resumed", "rollback") else max(step, done)
+    return step or None
