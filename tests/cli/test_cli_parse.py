@@ -67,6 +67,7 @@ MISTAKES = [
     (["train", "--layout", "2"], ["--layout", "--layout.dp VALUE"]),
     (["train", "-n", "2"], ["-n", "two dashes"]),
     (["train", "--nproc"], ["--nproc", "needs a value"]),
+    (["train", "--nodes", "3:2"], ["--nodes: '3:2'", "at least 3 hosts and at most 2", "give 2:3"]),
     (["train", "--train.lr"], ["--train.lr", "needs a value"]),
     (["train", "--train.lr", "--json"], ["--train.lr", "needs a value", "--train.lr=VALUE"]),
     (["train", "--json=1"], ["--json", "no value"]),

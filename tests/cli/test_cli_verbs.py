@@ -28,7 +28,8 @@ def test_train_passes_the_spec_and_prints_one_json_object(
     (spec,), named = train.only
     assert (spec.train.steps, spec.layout.dp) == (7, 2)
     assert named == {"out": Path("o"), "resume": "auto", "quiet": False, "supervise": True}
-    assert last_json(capsys) == {"final_loss": 1.5, "steps": 7}
+    told = last_json(capsys)
+    assert (told["final_loss"], told["steps"], told["status"]) == (1.5, 7, "finished")
 
 
 def test_train_on_a_runs_folder_goes_on_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

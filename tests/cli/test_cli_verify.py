@@ -66,7 +66,7 @@ def test_train_verifies_its_layout_first(
         "verified: dp 2 equals one device in float64 over 3 steps (9 tensors and numbers, the largest "
         "relative difference 3.0e-16)"
     )
-    assert json.loads("{" + last) == {"steps": 7}
+    assert json.loads("{" + last)["steps"] == 7
     stand_in(monkeypatch, "verify", {**VERIFIED, "equal": False, "first": {"sentence": "step 1: the norm"}})
     assert main(["train", "--layout.dp", "2", "--verify"]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "step 1: the norm"

@@ -10,12 +10,16 @@ from typing import Any
 
 import pytest
 
+from meshwright import api
+from meshwright.api import chaos_runs
+from meshwright.cli.chaos import chaos as chaos_verb
 from meshwright.cli.main import main
 from meshwright.recover.chaos import Chaos
 from meshwright.recover.faults import Fault, Plan
 from meshwright.recover.verdict import ORACLES, report
 from meshwright.report.chaos_page import write_chaos_page
 from meshwright.spec import UserError
+from meshwright.spec.errors import REQUEUE, Stopped
 from small import spec_of
 
 RUN = """
@@ -155,7 +159,7 @@ def verdict_on(
 
 def told(kind: str, message: str, after: float = 1.5) -> Callable[[Chaos], None]:
     def tell(chaos: Chaos) -> None:
-        chaos.tell(kind, {"message": message, "noticed": chaos.began + after, "step": 1})
+        chaos.tell(kind, {"message": message, "noticed": chaos.began + after, "furthest": 1})
 
     return tell
 
@@ -176,7 +180,7 @@ def test_a_fault_that_was_noticed_and_named_holds(tmp_path: Path) -> None:
 
 def test_steps_of_the_rank_that_was_furthest_count(tmp_path: Path) -> None:
     def tell(chaos: Chaos) -> None:
-        chaos.tell("hang", {"message": "rank 1 is stopped", "noticed": chaos.began + 1.5, "step": 46})
+        chaos.tell("hang", {"message": "rank 1 is stopped", "noticed": chaos.began + 1.5, "furthest": 46})
         chaos.plan.hits.write(0, resumed_step=42, resumed=int((chaos.began + 3) * 1e9))
 
     assert verdict_on(tmp_path, (Fault("stop", 1),), tell)["faults"][0]["lost"] == 4
@@ -251,6 +255,50 @@ def test_mistakes_get_a_sentence_before_anything_runs(
     with pytest.raises(UserError, match=re.escape(sentence)):
         main(["chaos", str(run_file), "--out", str(tmp_path / "out"), *words])
     assert not (tmp_path / "out").exists()
+
+
+def test_a_stopped_command_tells_what_was_written_and_nothing_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = Stopped("stopped by SIGTERM after step 7, which is saved; go on with --resume auto", REQUEUE)
+    stopped = {"train": True, "launch": True}
+
+    def train(*_: Any, out: Path, **__: Any) -> dict[str, Any]:
+        out.mkdir(parents=True)
+        (out / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0, "seconds": 0.1}\n')
+        if stopped["train"]:
+            raise saved
+        return dict.fromkeys(("parameters_sha256", "samples_sha256", "final_loss"))
+
+    def launch(*_: Any, **__: Any) -> None:
+        raise saved
+
+    monkeypatch.setattr(chaos_runs, "train", train)
+    monkeypatch.setattr(chaos_runs, "launch", launch)
+    for during, kept in (("train", []), ("launch", ["chaos.jsonl", "twin", "twin.json"])):
+        with pytest.raises(Stopped, match=r"^stopped by SIGTERM") as caught:
+            api.chaos(spec_of({}, layout__dp=1), out=tmp_path)
+        assert caught.value.code == 143 and "--resume" not in str(caught.value)
+        assert (str(tmp_path / "chaos.jsonl") in str(caught.value)) == (during == "launch")
+        assert sorted(path.name for path in tmp_path.iterdir()) == kept
+        stopped[during] = False
+
+
+def test_a_twin_that_was_cut_short_or_damaged_gets_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "twin").mkdir()
+    with pytest.raises(UserError, match=r"^--out: .*twin is not the finished twin of a run under faults"):
+        api.chaos(spec_of({}, layout__dp=1), out=tmp_path)
+    for text in ("{", "[]", "{}"):
+        (tmp_path / "twin.json").write_text(text)
+        with pytest.raises(UserError, match=r"^--out: .*twin.json is damaged"):
+            api.chaos(spec_of({}, layout__dp=1), out=tmp_path)
+
+
+def test_a_mean_time_has_a_unit_or_is_in_seconds() -> None:
+    read = {flag.name: flag for flag in chaos_verb.flags}["mtbf"]
+    assert read.read is not None and "seconds" in read.summary
+    for text, seconds in {"3": 3.0, "30s": 30.0, "5m": 300.0, "3h": 10800.0}.items():
+        assert read.read(text) == seconds
 
 
 def test_a_folder_that_holds_something_else_is_left_alone(run_file: Path, tmp_path: Path) -> None:

@@ -98,13 +98,17 @@ def test_a_log_is_read_as_faults(tmp_path: Path) -> None:
     ("text", "words"),
     [
         (None, "cannot be read"),
-        ("no JSON\n", "cannot be read"),
+        ("no JSON\n", "line 1 is not a JSON object"),
+        ('{"event": "back"}\n[1]\n', "line 2 is not a JSON object"),
         ('{"event": "back"}\n', "holds no faults"),
         ('{"event": "fault", "kind": "kil", "rank": 0}\n', "'kil' is not a kind"),
         ('{"event": "fault", "kind": "kill", "rank": -1}\n', "rank"),
         ('{"event": "fault", "kind": "kill", "rank": 0, "phase": "lunch"}\n', "'lunch' is not a phase"),
         ('{"event": "fault", "kind": "kill", "rank": "0"}\n', "rank"),
-        ('{"event": "fault", "rank": 0}\n', "is not a fault"),
+        ('{"event": "back"}\n{"event": "fault", "rank": 0}\n', "line 2 is not a fault: kind: is missing"),
+        ('{"event": "fault", "kind": ["kill"], "rank": 0}\n', "not a kind of fault"),
+        ('{"event": "fault", "kind": "kill", "rank": 0, "seconds": "x"}\n', "seconds: 'x' is not"),
+        ('{"event": "fault", "kind": "kill", "rank": 0, "seconds": 1' + 400 * "0" + "}\n", "seconds: 10"),
     ],
 )
 def test_a_wrong_log_gets_a_sentence(tmp_path: Path, text: str | None, words: str) -> None:
@@ -113,7 +117,9 @@ def test_a_wrong_log_gets_a_sentence(tmp_path: Path, text: str | None, words: st
         log.write_text(text)
     with pytest.raises(UserError, match=words) as caught:
         read_log(log, 2)
-    assert "\n" not in str(caught.value)
+    sentence = str(caught.value)
+    assert "\n" not in sentence and sentence.startswith(f"--replay: {log}")
+    assert "; give " in sentence and not any(word in sentence for word in ("__init__", "char 0", "Errno"))
 
 
 def test_kinds_that_change_numbers_are_not_drawn_by_default() -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from meshwright.parallel.heartbeat import BYTES, Heartbeat
 from meshwright.recover import hang
+from meshwright.recover.generation import Generation, Job, Place
 from meshwright.recover.hang import Hang, HangWatch
 from meshwright.recover.processes import ProcessState
+from meshwright.recover.shared_memory import SharedMemory
+from meshwright.recover.supervisor import Restarts, Supervisor
 
 TICK = 0.05
 STEP = 0.5
@@ -269,13 +274,35 @@ def test_a_rank_that_has_ended_is_not_waited_for(host: Host) -> None:
     assert host.look_for(100) is None
 
 
-def test_a_limit_of_the_users_replaces_the_learnt_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("computing", [{0}, set()])
+def test_a_limit_of_the_users_replaces_the_learnt_ones(
+    monkeypatch: pytest.MonkeyPatch, computing: set[int]
+) -> None:
     host = Host(monkeypatch, stuck_seconds=100.0)
     host.train(5)
     host.wait(1)
+    host.computing = computing
     assert host.look_for(99) is None
     found = host.look_for(2)
     assert found is not None and found.ranks == (0,)
+
+
+def test_the_step_of_a_hang_is_that_of_its_sentence(host: Host, tmp_path: Path) -> None:
+    """Ranks that go on until they are killed may get further."""
+    host.train(5)
+    host.ranks[1].phase("data", 6)
+    host.wait(1)
+    found = host.look_for(20)
+    assert found is not None and "after 5 steps" in found.sentence and found.step == 5
+    with SharedMemory(2) as memory:
+        made = Generation(0, Job([], 2), Place("127.0.0.1", 1), memory, 0.0, tmp_path)
+        made._hang = found
+        Heartbeat(memory.beats[BYTES:]).phase("data", 8)
+        events: list[dict[str, Any]] = []
+        supervisor = Supervisor(Job([], 2), Restarts([], lambda _, fields: events.append(fields)))
+        with pytest.warns(UserWarning, match="after 5 steps"):
+            assert supervisor._final(made._ended([]), []) is None
+    assert [(event["step"], event["furthest"]) for event in events] == [(5, 8)]
 
 
 def test_many_ranks_move_on_without_an_alarm(monkeypatch: pytest.MonkeyPatch) -> None:

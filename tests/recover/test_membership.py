@@ -78,6 +78,15 @@ def test_an_echo_waits_for_its_cause_for_a_while() -> None:
     assert decide(WORLD, hosts, (1, 2), again, patient=True) == Decision(("a", "b"))
 
 
+def test_the_loss_of_a_host_explains_the_echo_of_it() -> None:
+    def judge(host: Host) -> Outcome:
+        return pytest.fail(f"{host.outcome.sentence!r} was taken for a failure")
+
+    assert decide(WORLD, {"a": at(A, "failed", ECHO)}, (1, 2), judge) == Decision(("a",))
+    spare = {"a": at(A, "failed", ECHO), "c": C}
+    assert decide(WORLD, spare, (2,), judge) == Decision(("a", "c"))
+
+
 def test_of_two_proposals_one_is_taken_by_all(tmp_path: Path) -> None:
     one, two = Membership(tmp_path, "a"), Membership(tmp_path, "b")
     one.propose(World(0, ("a",), 2))

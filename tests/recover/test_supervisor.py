@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.launch.failure import Outcome
+from meshwright.launch.scratch import PREFIX
 from meshwright.recover.supervisor import run_ranks
 from meshwright.train.signals import ECHO_SECONDS
 
@@ -188,8 +189,10 @@ def test_a_second_ctrl_c_ends_ranks_that_do_not_heed_signals(module: str, tmp_pa
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
 )
 def test_no_rank_outlives_its_launcher(
-    number: signal.Signals, code: int, module: str, tmp_path: Path
+    number: signal.Signals, code: int, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor do its temporary folders, also where it is killed."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     program = launcher_of(["wait", str(tmp_path)], module)
     launcher = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 60
@@ -203,6 +206,7 @@ def test_no_rank_outlives_its_launcher(
     assert launcher.returncode == code
     assert "Traceback" not in err
     deadline = time.monotonic() + 10  # by themselves they end after a minute
-    while any(map(alive, ranks)) and time.monotonic() < deadline:
+    while (any(map(alive, ranks)) or list(tmp_path.glob(f"{PREFIX}*"))) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(alive, ranks))
+    assert list(tmp_path.glob(f"{PREFIX}*")) == []

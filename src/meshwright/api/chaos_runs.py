@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import signal
 import statistics
 import tempfile
 import time
@@ -17,6 +19,8 @@ from meshwright.launch.failure import RanksFailed
 from meshwright.launch.scratch import PREFIX
 from meshwright.report.record import read_metrics, write_atomically
 from meshwright.spec import RunSpec, UserError
+from meshwright.spec.errors import Stopped
+from meshwright.spec.files import MAX_JSON, parse_json, read_text
 from meshwright.spec.rules import ranks_match
 
 if TYPE_CHECKING:
@@ -71,6 +75,9 @@ def chaos(
             result = launch("train", spec, ranks, flags, goal, again, plan, injected.tell)
         except (UserError, RanksFailed) as error:
             end = str(error)
+        except KeyboardInterrupt as error:
+            written = f"there is no report, but {out / LOG} has the faults until then, for --replay"
+            raise _stopped(error, written) from error
         seconds = time.monotonic() - begun
         left = [*_processes_left(before, children), *_files_left(checkpoints)]
         found = {"nproc": ranks, "seed": None if replay else seed, "mtbf_seconds": None if replay else mtbf}
@@ -120,16 +127,27 @@ def _faults(
 
 def _twin(spec: RunSpec, ranks: int, out: Path) -> Result:
     """Return figures of the run without faults, which is made anew unless `out` has them already."""
-    file = out / "twin.json"
+    file, folder = out / "twin.json", out / "twin"
     if file.exists():
-        kept = json.loads(file.read_text(encoding="utf-8"))
+        kept = _kept(file)
         if kept["spec"] == spec.to_json():
-            return dict(kept)
-        shutil.rmtree(out / "twin", ignore_errors=True)
+            return kept
+        shutil.rmtree(folder, ignore_errors=True)
+    elif folder.exists():
+        raise UserError(
+            f"--out: {folder} is not the finished twin of a run under faults; remove it, or give "
+            f"another --out"
+        )
     begun = time.monotonic()
-    result = train(spec, nproc=ranks, out=out / "twin", quiet=True, supervise=True)
+    try:
+        result = train(spec, nproc=ranks, out=folder, quiet=True, supervise=True)
+    except BaseException as error:
+        shutil.rmtree(folder, ignore_errors=True)  # what is cut short is no measure
+        if isinstance(error, KeyboardInterrupt):
+            raise _stopped(error, "the run without faults was not finished, so nothing is kept") from error
+        raise
     seconds = time.monotonic() - begun
-    steps = [row["seconds"] for row in read_metrics(out / "twin") if "loss" in row]
+    steps = [row["seconds"] for row in read_metrics(folder) if "loss" in row]
     kept = {
         "spec": spec.to_json(),
         "wall_seconds": seconds,
@@ -138,6 +156,26 @@ def _twin(spec: RunSpec, ranks: int, out: Path) -> Result:
     }
     write_atomically(file, json.dumps(kept) + "\n")
     return kept
+
+
+def _kept(file: Path) -> Result:
+    """Return the content of a twin's file. Raises `UserError`."""
+    try:
+        kept = parse_json(read_text(file, MAX_JSON))
+    except ValueError:
+        kept = None
+    if not isinstance(kept, dict) or "spec" not in kept:
+        raise UserError(
+            f"--out: {file} is damaged; remove it and {file.with_suffix('')}, or give another --out"
+        )
+    return kept
+
+
+def _stopped(error: KeyboardInterrupt, written: str) -> Stopped:
+    """Return the end of a command that a signal stopped: none of its runs can be resumed."""
+    found = re.match(r"stopped by (SIG\w+)", str(error))
+    name = found[1] if found else "SIGINT"
+    return Stopped(f"stopped by {name}; {written}", 128 + signal.Signals[name])
 
 
 def _processes_left(before: set[int], children: Callable[[], set[int]]) -> list[str]:

@@ -197,13 +197,12 @@ def _injection(supervision: Supervision | None) -> Injection | None:
     return Injection(supervision, place)
 
 
-def check_start(spec: RunSpec, out: Path | None, resume: str | None) -> None:
+def check_start(spec: RunSpec, out: Path, resume: str | None) -> None:
     """Raise the `UserError` of a `train` for which this host has too little memory, or `out` is not right."""
     from meshwright.launch.auto_layout import check_room
 
     check_room(spec)
-    if out is not None:
-        _check_folder(spec, out, resume)
+    _check_folder(spec, out, resume)
 
 
 def _check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
@@ -418,7 +417,8 @@ def _record(out: Path, tell: Tell | None, kind: str, fields: dict[str, Any]) -> 
 
     if tell is not None:
         tell(kind, fields)
-    fields.pop("noticed", None)  # by a clock that only this process can read
+    for internal in ("noticed", "furthest"):  # for `tell`: by a clock that only this process can read
+        fields.pop(internal, None)
     try:
         if stacks := fields.pop("stacks", ""):
             file = out / f"stacks-{fields['generation']}.txt"

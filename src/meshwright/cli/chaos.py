@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli import output as show
+from meshwright.cli.ending import errors_as_json
 from meshwright.cli.parser import JSON, Call, Flag, folder_name, verb, whole
 from meshwright.cli.runs import NPROC, RUN, spec_of
 from meshwright.units import duration, percent, seconds
@@ -21,7 +22,13 @@ def _kinds(text: str) -> list[str]:
     "inject faults into a run, and compare it with its twin without any",
     RUN,
     NPROC,
-    Flag("mtbf", "mean time between faults, such as 30s or 5m", "TIME", duration, default=30.0),
+    Flag(
+        "mtbf",
+        "mean time between faults, such as 30s, 5m or 3h; a plain number is seconds",
+        "TIME",
+        duration,
+        default=30.0,
+    ),
     Flag("faults", "number of faults", "N", whole(1), default=50),
     Flag("seed", "seed of the faults", "N", whole(0), default=0),
     Flag(
@@ -38,18 +45,28 @@ def chaos(call: Call) -> int:
     """Run under faults; the exit code is 1 if something does not hold that must."""
     from meshwright import api
 
-    spec = spec_of(call)
-    flags = {name: value for name, value in call.flags.items() if name != "nproc"}
-    if flags["out"] is None:
-        flags["out"] = api.default_out()
-    result = api.chaos(spec, **flags)
-    show.result(call, result, _show, [flags["out"] / f"chaos.{kind}" for kind in ("json", "jsonl", "html")])
-    return 0 if result["holds"] else 1
+    with errors_as_json(call.json) as ending:
+        flags = {name: value for name, value in call.flags.items() if name != "nproc"}
+        ending.out = flags["out"] = flags["out"] or api.default_out()
+        result = api.chaos(spec_of(call), **flags)
+        code, reason = 0 if result["holds"] else 1, ""
+        if code:
+            reason = f"does not hold: {_broken(result)}" + (f" ({result['end']})" if result["end"] else "")
+        if call.json:
+            result = {**ending.described("finished", code, reason), **result}
+        files = [ending.out / f"chaos.{kind}" for kind in ("json", "jsonl", "html")]
+        show.result(call, result, _show, files)
+        return code
+
+
+def _broken(result: Mapping[str, Any]) -> str:
+    """Return the oracles that do not hold, in words."""
+    from meshwright.recover.verdict import ORACLES
+
+    return "; ".join(ORACLES[name] for name, value in result["oracles"].items() if value is False)
 
 
 def _show(result: Mapping[str, Any]) -> None:
-    from meshwright.recover.verdict import ORACLES
-
     show.table(result["kinds"])
     early = ", before all were injected" if result["injected"] < result["planned"] else ""
     steps = show.count(result["steps"], "step")
@@ -64,8 +81,7 @@ def _show(result: Mapping[str, Any]) -> None:
         if (value := result[key]) is not None:
             figures[name] = f"after {seconds(value)} on average"
     show.pairs(figures)
-    broken = [ORACLES[name] for name, value in result["oracles"].items() if value is False]
-    show.line("all holds that must" if not broken else f"DOES NOT HOLD: {'; '.join(broken)}")
+    show.line("all holds that must" if result["holds"] else f"DOES NOT HOLD: {_broken(result)}")
     for sentence in (result["end"], *result["unexplained"], *result["left_behind"]):
         if sentence:
             show.line(f"  {sentence}")

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.cli import output as show
+from meshwright.cli.ending import Ending, errors_as_json
 from meshwright.cli.parser import JSON, Argument, Call, Flag, choice, folder_name, verb, whole
-from meshwright.launch.env import nproc_of, resolve, worker
+from meshwright.launch.env import Worker, nproc_of, resolve, worker
 from meshwright.launch.failure import RanksFailed
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import CollectiveError
@@ -70,9 +71,16 @@ def _asked(call: Call, ranks: int | None = None) -> tuple[dict[str, Any], Overri
 )
 def train(call: Call) -> int:
     """Launch the ranks and train, or train as one of them; exit code 1 if --verify finds a difference."""
+    place = worker()
+    with errors_as_json(call.json and (place is None or place.rank == 0)) as run:
+        return _train(call, place, run)
+
+
+def _train(call: Call, place: Worker | None, ending: Ending) -> int:
+    """Train as the rank `place`, or launch the ranks; see `train`."""
     from meshwright import api
 
-    place, path = worker(), call.path()
+    path = call.path()
     if call.flags["verify"] and (place is not None or call.flags["nodes"] is not None):
         raise UserError(
             "--verify: needs all ranks of the layout on this machine, started by this command; remove it, "
@@ -80,7 +88,7 @@ def train(call: Call) -> int:
             "this run file and these flags"
         )
     if call.flags["nodes"] is not None:
-        _train_with_others(call)
+        _train_with_others(call, ending)
         return 0
     if call.flags["address"] is not None:
         raise UserError("--address: only says where other hosts reach this one; add --nodes, or remove it")
@@ -97,29 +105,38 @@ def train(call: Call) -> int:
         spec = spec_of(call, place.world_size if place else None)
     if resume is not None and run and out and run.resolve() != out.resolve():
         raise UserError(f"--out: {out} differs from the resumed run {run}; remove --out")
+    if out is None and place is None:
+        out = api.default_out()
+    elif out is None:  # ranks of a torchrun must agree on a folder, and share no clock: the spec names it
+        out = Path("runs") / f"{spec.model.preset or spec.model.family}-{spec.digest()[:8]}"
+    ending.out, ending.checkpoints = out, spec.checkpoint.folder(out)
     if call.flags["verify"]:
         api.check_start(spec, out, resume)
-        if not _is_equal(call, spec):
+        if not _is_equal(call, spec, ending):
             return 1
     if place is None:
         result = api.train(spec, out=out, resume=resume, quiet=quiet, supervise=True)
     else:
-        # All ranks of a torchrun must agree on a folder, and share no clock: it is named by the spec.
-        shared = Path("runs") / f"{spec.model.preset or spec.model.family}-{spec.digest()[:8]}"
-        result = api.train_worker(spec, out=out or shared, resume=resume, quiet=quiet)
+        result = api.train_worker(spec, out=out, resume=resume, quiet=quiet)
     if place is None or (place.rank == 0 and not place.launched):
-        show.result(call, result)
+        _show_finished(call, result, ending)
     return 0
 
 
-def _is_equal(call: Call, spec: RunSpec) -> bool:
+def _show_finished(call: Call, result: Mapping[str, Any], ending: Ending) -> None:
+    """Print the result of a run, with --json together with how it ended."""
+    show.result(call, {**ending.described("finished", 0), **result} if call.json else result)
+
+
+def _is_equal(call: Call, spec: RunSpec, ending: Ending) -> bool:
     """Compare the layout with one device; print in one line that it is equal, or else the whole result."""
     from meshwright import api
 
     with _nothing_compared():
         found = api.verify(spec)
     if not found["equal"]:
-        show.result(call, found, _show_verify)
+        reason = "the layout does not equal one device, so nothing was trained"
+        show.result(call, {**ending.described("failed", 1, reason), **found}, _show_verify)
     elif not call.flags["quiet"]:
         narrowed = f"; {found['narrowed']}" if found["narrowed"] else ""
         show.line(
@@ -130,31 +147,38 @@ def _is_equal(call: Call, spec: RunSpec) -> bool:
     return bool(found["equal"])
 
 
-def _train_with_others(call: Call) -> None:
+def _train_with_others(call: Call, ending: Ending) -> None:
     """Train as one of several hosts, with --nproc ranks."""
     from meshwright import api
 
     given = call.flags["nodes"]
     match = re.fullmatch(r"([1-9]\d{0,5})(?::([1-9]\d{0,5}))?", given)
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not 0 < least <= most:
+    if match is None:
         raise UserError(f"--nodes: {given!r} is not a number of hosts; give one, as 2, or a range, as 1:4")
+    if least > most:
+        raise UserError(
+            f"--nodes: {given!r} asks for at least {least} hosts and at most {most}; give {most}:{least}"
+        )
     if worker() is not None or call.flags["cluster"] is not None:
         raise UserError(
             "--nodes: starts the ranks itself, on the layout of the run file; remove --cluster, and start it "
             "without torchrun"
         )
     tree, overrides, nproc, source = _asked(call)
+    spec, ending.out = from_tree(tree, overrides, source), call.flags["out"]
+    if ending.out is not None:
+        ending.checkpoints = spec.checkpoint.folder(ending.out)
     result = api.train(
-        from_tree(tree, overrides, source),
+        spec,
         nproc=None if nproc is None else nproc_of(nproc),
-        out=call.flags["out"],
+        out=ending.out,
         resume=call.flags["resume"],
         quiet=call.flags["quiet"],
         nodes=(least, most),
         address=call.flags["address"],
     )
-    show.result(call, result)
+    _show_finished(call, result, ending)
 
 
 def _planned(call: Call) -> RunSpec:
@@ -230,7 +254,7 @@ def verify(call: Call) -> int:
     del flags["nproc"]  # the layout says it
     save, load, onto = flags.pop("save"), flags.pop("load"), flags.pop("onto")
     parts = {"save": save, "load": load}
-    if place is not None and place.launched:  # its launcher tells of a failure
+    if place is not None and place.launched:  # its launcher reports a failure
         api.verify_worker(spec, **parts, **flags)
         return 0
     if onto is not None:

@@ -22,14 +22,15 @@ from meshwright.launch.failure import exit_code, record
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
-def tie_to_parent(parent: int) -> None:
+def tie_to_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """Die with the launcher, also when it is killed (Linux; elsewhere a killed launcher leaves its ranks).
 
-    The parent may have died before the tie was made, hence the look at it afterwards.
+    Its death sends the signal `number`; another one than SIGKILL needs a handler. The parent may have died
+    before the tie was made, hence the look at it afterwards.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        if libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
         raise SystemExit(f"the launcher {parent} is gone")

@@ -71,6 +71,13 @@ class Outcome:
         """True for a success, a stop, and a failure that no new start can mend."""
         return self.code == 0 or self.stopped or (self.code in KINDS and not self.restart)
 
+    def recordable(self, steps: int) -> bool:
+        """True for a failure, after so many completed steps, that the run's record should have.
+
+        A mistake before the first step may be about the record itself, such as that it is of another run.
+        """
+        return self.code != 0 and not self.stopped and (steps > 0 or not self.final)
+
     def raise_for_failure(self) -> None:
         """Raise what a single process would have: `UserError`, `Stopped`, or else `RanksFailed`."""
         if self.stopped:

@@ -29,7 +29,7 @@ def memory_errors_told(spec: RunSpec) -> Iterator[None]:
     """Raise `UserError` where a run is refused memory, on its device or on the host, and pass on the rest.
 
     The sentence names a layout and recomputation that need clearly less by the plan. What the kernel kills
-    for want of memory raises nothing (`profile/cgroup.py` tells of that).
+    for want of memory raises nothing (`profile/cgroup.py` reports that).
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Temporary folders of a launcher, which the next launcher removes if this one is killed."""
+"""Temporary folders of a launcher; if it is killed, its zygote removes them, or else the next launcher."""
 
 from __future__ import annotations
 
@@ -19,14 +19,19 @@ def scratch_folder() -> Iterator[Path]:
 
     A lock on it lasts as long as this process: folders without one, which killed processes left, are removed.
     """
-    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError), _locked(left):  # it is in use, gone by now, or another user's
-            shutil.rmtree(left, ignore_errors=True)
+    remove_left()
     with ExitStack() as stack:
         made = _made(stack)
         while made is None:
             made = _made(stack)
         yield made
+
+
+def remove_left() -> None:
+    """Remove the temporary folders of launchers that were killed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError), _locked(left):  # it is in use, gone by now, or another user's
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _made(stack: ExitStack) -> Path | None:

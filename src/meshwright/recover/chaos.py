@@ -22,14 +22,14 @@ from meshwright.report.record import now as utc_now
 
 POLL_S = 0.02
 TOLD_S = 10.0
-"""The run gets so long to record an event that tells of a fault, before the next one is armed."""
+"""The run gets so long to record an event that reports a fault, before the next one is armed."""
 ENDS = ("failure", "hang")
 """Kinds of a supervisor's events after which all ranks have ended."""
 
 
 @dataclass
 class Course:
-    """Course of one fault: where it hit, and what was told of it; times are `time.monotonic`."""
+    """Course of one fault: where it hit, and what was reported about it; times are `time.monotonic`."""
 
     fault: Fault
     hit: Hit
@@ -101,11 +101,13 @@ class Chaos:
         number = self._cause()
         if number is not None and (kind in ENDS or self.plan.hits.faults[number].kind == kind):
             self._told[number] = noticed, kind, message
-            furthest = max(self.plan.hits[number].acted_step, int(fields.get("step", 0)))
+            furthest = max(self.plan.hits[number].acted_step, int(fields.get("furthest", 0)))
             self.plan.hits.write(number, acted_step=furthest)
         elif kind in ENDS:
             self.unexplained.append(message)
-        shown = {name: value for name, value in fields.items() if name not in ("noticed", "stacks")}
+        shown = {
+            name: value for name, value in fields.items() if name not in ("noticed", "furthest", "stacks")
+        }
         self._write(kind, noticed, {"fault": number, **shown})
         if number is not None and kind in ENDS and KINDS[self.plan.hits.faults[number].kind].damages:
             target = damage(self.plan.hits.faults[number], self.checkpoints, set(self._targets.values()))
@@ -122,7 +124,7 @@ class Chaos:
         return number if hit.acted and not hit.back else None
 
     def event(self, number: int, target: str | None, until: float = math.inf) -> tuple[Row, float] | None:
-        """Return the first event of the run's record that tells of a fault before a time, and its own time.
+        """Return the first event of the run's record that reports a fault before a time, and its own time.
 
         `target` is the name of what was damaged; times are `time.monotonic`.
         """
@@ -154,7 +156,7 @@ class Chaos:
             self._note(number)
 
     def _over(self, number: int) -> bool:
-        """True if the run has got over a fault, and has recorded what tells of it, or had the time to."""
+        """True if the run has got over a fault and has recorded the event that reports it, or had time to."""
         back, kind = self.plan.hits[number].back, KINDS[self.plan.hits.faults[number].kind]
         if not back or kind.event is None or kind.damages:
             return back > 0

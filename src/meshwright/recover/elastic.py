@@ -18,7 +18,7 @@ from typing import Any
 from meshwright.launch.failure import Outcome
 from meshwright.launch.scratch import scratch_folder
 from meshwright.recover.generation import End, Generation, Job, Place, Tell, listen, stopped_by
-from meshwright.recover.membership import NOBODY, Decision, Host, Membership, State, World, decide
+from meshwright.recover.membership import LOST_S, NOBODY, Decision, Host, Membership, State, World, decide
 from meshwright.recover.restarts import RestartPolicy
 from meshwright.recover.shared_memory import SharedMemory
 from meshwright.recover.supervisor import stop_requests
@@ -32,8 +32,10 @@ LEASE_S = 10.0
 """A lost host's lease of the run's folder passes to another after so long."""
 PATIENCE_S = 600.0
 """A host that no generation comes about with gives up after this time."""
-PATIENT_S = 2.0
-"""The leader waits so long for the cause of a failure that may be an echo."""
+PATIENT_S = LOST_S + 1.0
+"""The leader waits so long for the cause of a failure that may be an echo, such as the loss of a host."""
+SILENT_S = LOST_S + 2.0
+"""A host that waits for others longer than this, in which a lost one is noticed, says so."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +100,12 @@ class HostSupervisor:
 
     def _next_world(self, asked: Sequence[int]) -> World | Outcome:
         """Wait for a generation that this host is part of, or for the run's outcome."""
-        since = time.monotonic()
+        since, said = time.monotonic(), ""
         while not asked:
             self._look()
+            if time.monotonic() > since + SILENT_S and (sentence := self._waits_for()) != said:
+                warnings.warn(sentence, stacklevel=2)
+                said = sentence
             world = self.members.world
             if world is not None and world.number >= self._first:
                 if world.end is not None:
@@ -113,6 +118,16 @@ class HostSupervisor:
                 return Outcome(1, f"no start of the ranks with this host came about in {PATIENCE_S:g} s")
             time.sleep(LOOK_S / 5)
         return stopped_by(asked[-1])
+
+    def _waits_for(self) -> str:
+        """Return a sentence on the hosts that are here, and those that a start of the ranks waits for."""
+        here, least, most = sorted(self.members.hosts), self.job.sizes[0], self.job.sizes[-1]
+        sizes = str(most) if least == most else f"{least} to {most}"
+        so_far = f"{len(here)} of {sizes} hosts {'is' if len(here) == 1 else 'are'} here ({', '.join(here)})"
+        if len(here) >= least:
+            return f"{so_far}; this one waits up to {PATIENCE_S:g} s for a start with its ranks"
+        more = least - len(here)
+        return f"{so_far}; the run waits up to {PATIENCE_S:g} s for {more} more: start the same command there"
 
     def _run_once(
         self,
@@ -175,7 +190,7 @@ class HostSupervisor:
             state = "stopped"
         elif found.code == 0:
             state = "done"
-        self._say(state, steps=end.steps, outcome=replace(found, details=found.details[-4096:]))
+        self._say(state, steps=end.step, outcome=replace(found, details=found.details[-4096:]))
 
     def _say(self, state: State, **fields: Any) -> None:
         self.host = replace(self.host, state=state, beat=self.host.beat + 1, **fields)
@@ -228,7 +243,14 @@ class HostSupervisor:
         store, origin = hosts[decision.hosts[0]], number if first else world.origin
         self.members.propose(World(number, decision.hosts, store.ranks, store.address, store.port, origin))
         for name in sorted(set(world.hosts) - set(decision.hosts)):
-            self.job.tell("host_lost", {"generation": world.number - origin, "host": name})
+            lost = name not in hosts
+            why = f"gave no sign of life for {LOST_S:g} s" if lost else "is left out of the next start"
+            sentence = f"host {name} {why}"
+            self.job.tell(
+                "host_lost", {"generation": world.number - origin, "host": name, "message": sentence}
+            )
+            if lost:
+                warnings.warn(f"{sentence}; the ranks are started again without it", stacklevel=2)
             self.members.remove(name)
         for name in sorted(set(decision.hosts) - set(world.hosts)) if not first else ():
             self.job.tell("host_joined", {"generation": number - origin, "host": name})
@@ -239,7 +261,7 @@ class HostSupervisor:
         if host.generation <= self._judged:
             return None
         self._judged = host.generation
-        if not found.final:
+        if found.recordable(host.steps):
             assert self.members.world is not None
             generation = host.generation - self.members.world.origin
             fields = {"generation": generation, "step": host.steps, "message": found.sentence}

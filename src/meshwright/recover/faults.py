@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import mmap
 import os
 import random
@@ -18,6 +16,7 @@ from meshwright.parallel.heartbeat import PHASES, STEP_PHASES
 from meshwright.recover.shared_memory import new_memory
 from meshwright.spec import UserError
 from meshwright.spec.errors import did_you_mean
+from meshwright.spec.files import parse_json, shortened
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,8 @@ DEFAULT_KINDS = tuple(name for name, kind in KINDS.items() if kind.drawn)
 """Kinds after which a run must end as if there had been none."""
 FIRST_SAVES = 3
 """Saves after which checkpoints may be damaged: two are on the disk, the newer of which is not needed."""
+MOST_S = 1e9
+"""Longest time of a fault."""
 
 
 @dataclass(frozen=True)
@@ -102,15 +103,18 @@ class Fault:
     number: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise UserError(f"kind: {self.kind!r} is not a kind of fault; they are {', '.join(KINDS)}")
-        if self.phase not in PHASES:
-            raise UserError(f"phase: {self.phase!r} is not a phase of a run; they are {', '.join(PHASES)}")
-        whole = (self.rank, self.step, self.generation, self.steps, self.number)
-        if any(type(value) is not int or value < 0 for value in whole) or not math.isfinite(self.seconds):
-            raise UserError(
-                f"rank, step, generation, steps, number: one of {whole} is not a number of 0 or more"
-            )
+        for name, known in (("kind", tuple(KINDS)), ("phase", PHASES)):
+            if (value := getattr(self, name)) not in known:
+                raise UserError(
+                    f"{name}: {_shown(value)} is not a {name} of {'fault' if name == 'kind' else 'a run'}; "
+                    f"they are {', '.join(known)}"
+                )
+        for name in ("rank", "step", "generation", "steps", "number"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise UserError(f"{name}: {_shown(value)} is not a whole number of 0 or more")
+        if type(self.seconds) not in (int, float) or not abs(self.seconds) <= MOST_S:
+            raise UserError(f"seconds: {_shown(self.seconds)} is not a time of at most {MOST_S:g} s")
 
     def to_json(self) -> dict[str, Any]:
         """Return the fault as plain values."""
@@ -119,11 +123,14 @@ class Fault:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Fault:
         """Return the fault that `to_json` gave; other keys are ignored. Raises `UserError`."""
+        if missing := [name for name in ("kind", "rank") if name not in values]:
+            raise UserError(f"{missing[0]}: is missing")
         names = {field.name for field in fields(cls)}
-        try:
-            return cls(**{name: value for name, value in values.items() if name in names})
-        except TypeError as error:
-            raise UserError(f"{json.dumps(dict(values))[:200]}: is not a fault ({error})") from None
+        return cls(**{name: value for name, value in values.items() if name in names})
+
+
+def _shown(value: object) -> str:
+    return shortened(repr(value))
 
 
 def schedule(
@@ -158,15 +165,34 @@ def read_log(path: Path, ranks: int) -> list[Fault]:
 
     Raises `UserError`, also for a fault that is not of one of `ranks` ranks.
     """
+    advice = "give the chaos.jsonl of a run under faults as it was written"
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
-        raise UserError(f"--replay: {path} cannot be read ({error}); give the chaos.jsonl of a run") from None
-    found = [Fault.from_json(row) for row in rows if isinstance(row, dict) and row.get("event") == "fault"]
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"--replay: {path} cannot be read ({error.strerror}); {advice}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"--replay: {path} is not UTF-8 text; {advice}") from None
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = parse_json(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise UserError(
+                f"--replay: {path}: line {number} is not a JSON object; {advice}, or remove the line"
+            )
+        try:
+            found += [Fault.from_json(row)] if row.get("event") == "fault" else []
+        except UserError as error:
+            raise UserError(f"--replay: {path}: line {number} is not a fault: {error}; {advice}") from None
     if not found:
-        raise UserError(f"--replay: {path} holds no faults; give the chaos.jsonl of a run")
+        raise UserError(f"--replay: {path} holds no faults; {advice}")
     if (highest := max(fault.rank for fault in found)) >= ranks:
-        raise UserError(f"--replay: {path} has a fault of rank {highest}, and the run has {ranks} ranks")
+        raise UserError(
+            f"--replay: {path} has a fault of rank {highest}, and the run has {ranks} ranks; give --nproc "
+            f"{highest + 1} or more, or another log"
+        )
     return found
 
 

@@ -79,6 +79,7 @@ class Place:
 class End:
     """A generation's end: the outcome, the steps completed, and the hang that it was ended for, if any.
 
+    `steps` are those of the rank that was furthest; ranks in a hang may go on until they are killed.
     `noticed` is when the first failure or the hang was noticed (`time.monotonic`); `stacks` are those of all
     ranks in a hang.
     """
@@ -88,6 +89,11 @@ class End:
     noticed: float
     hang: Hang | None = None
     stacks: str = ""
+
+    @property
+    def step(self) -> int:
+        """Steps completed by the ranks that hang, as their sentence says, or by the furthest rank."""
+        return self.steps if self.hang is None else self.hang.step
 
 
 @dataclass

@@ -36,11 +36,13 @@ SAMPLE_S = 1.0
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that hang, a sentence about them, and for how long (in seconds) they have not moved."""
+    """Ranks that hang, a sentence about them, for how long (in seconds) they have not moved, and after how
+    many completed steps."""
 
     ranks: tuple[int, ...]
     sentence: str
     seconds: float
+    step: int
 
 
 @dataclass
@@ -186,4 +188,4 @@ class HangWatch:
             f"{who} {'has' if len(ranks) == 1 else 'have'} {deed} for {seconds:.1f} s in phase {beat.phase}, "
             f"after {beat.step} steps and {beat.started} collective{'s' * (beat.started != 1)} of the next"
         )
-        return Hang(ranks, sentence, seconds)
+        return Hang(ranks, sentence, seconds, beat.step)

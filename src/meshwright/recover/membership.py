@@ -163,8 +163,11 @@ def decide(
     following = Decision(tuple([*staying, *joining][:enough])) if enough else None
     if failed := [host for host in reports if host.state == "failed"]:
         cause = min(failed, key=_likely_echo)
-        if patient and _likely_echo(cause) == ECHO and any(host.state == "running" for host in members):
-            return None
+        if _likely_echo(cause) == ECHO:
+            if len(members) < len(world.hosts):  # the loss of a host brought it about
+                return following
+            if patient and any(host.state == "running" for host in members):
+                return None
         end = final(cause)
         return Decision(end=end) if end is not None else following
     if len(members) < len(world.hosts) or not world.hosts:

@@ -37,11 +37,11 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Restarts:
-    """How failed ranks are started again, and who is told.
+    """How failed ranks are started again, and who hears of failures.
 
     `argv` is what restarted ranks run; `recovery.max_restarts` says how often. `tell` is called with each
-    `failure` and `hang`, while no rank runs, and with `slow` ranks, while they run. The field
-    `noticed` of the first two is when that was (`time.monotonic`).
+    `failure` and `hang`, while no rank runs, and with `slow` ranks, while they run. The first two have the
+    fields `noticed`, when that was (`time.monotonic`), and `furthest`, the most steps that a rank completed.
     """
 
     argv: Sequence[str]
@@ -128,10 +128,10 @@ class Supervisor:
     def _final(self, end: End, asked: Sequence[int]) -> Outcome | None:
         """Return the outcome of the whole run, or None if the ranks shall be started again."""
         found, restarts = end.outcome, self.restarts
-        if restarts is None or found.final:
+        if restarts is None or not found.recordable(end.steps):
             return found
-        fields: dict[str, Any] = {"generation": self.generation, "step": end.steps, "message": found.sentence}
-        fields["noticed"] = end.noticed
+        fields: dict[str, Any] = {"generation": self.generation, "step": end.step, "message": found.sentence}
+        fields |= {"noticed": end.noticed, "furthest": end.steps}
         if end.hang is None:
             restarts.tell("failure", fields)
         else:

@@ -17,7 +17,7 @@ from meshwright.spec import RunSpec
 ORACLES = {
     "ended": "the run ended well",
     "noticed": "every fault was noticed that must be",
-    "named": "what was told names the fault and the rank, and nothing else was told",
+    "named": "what was reported names the fault and the rank, and nothing else was reported",
     "explained": "no failure without a fault",
     "parameters": "the final parameters are those of the run without faults",
     "samples": "the samples are those of the run without faults",

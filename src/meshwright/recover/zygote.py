@@ -2,7 +2,8 @@
 
 A rank that is forked starts in milliseconds, where a new interpreter imports for seconds. The zygote runs no
 threads, touches no device and joins no group, so that a fork of it is a clean process. It ends when its
-supervisor closes the connection or dies, and its ranks die with it (Linux; elsewhere when they next write).
+supervisor kills it or dies, whose temporary folders it then removes, and its ranks die with it (Linux;
+elsewhere when they next write).
 
 Both sides exchange JSON lines: the supervisor asks for ranks, the zygote reports their pids and ends.
 """
@@ -19,12 +20,16 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from meshwright.launch.child import run_rank, tie_to_parent
+from meshwright.launch.scratch import remove_left
+from meshwright.recover.processes import send_signal
 from meshwright.spec.errors import STOP_SIGNALS
 
 
@@ -122,8 +127,11 @@ class Zygote:
 
 def main(arguments: Sequence[str]) -> None:
     """Serve as the zygote: `arguments` = [supervisor's pid, descriptor of the connection, module...]."""
-    parent, descriptor, *preload = arguments
-    tie_to_parent(int(parent))
+    supervisor, descriptor, *preload = int(arguments[0]), *arguments[1:]
+    ranks: dict[int, int] = {}
+    # SIGCONT, as a zygote that is stopped must end with its supervisor, too.
+    signal.signal(signal.SIGCONT, lambda _number, _frame: _end_if_orphaned(supervisor, ranks))
+    tie_to_parent(supervisor, signal.SIGCONT)
     connection = socket.socket(fileno=int(descriptor))
     connection.set_inheritable(False)
     # Whoever signals all processes means the ranks, which inherit the handlers that were there before.
@@ -136,9 +144,16 @@ def main(arguments: Sequence[str]) -> None:
     wake, wakened = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(wakened)
     signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
-    zygote = os.getpid()
-    ranks: dict[int, int] = {}
-    buffer = b""
+    with suppress(ConnectionError):
+        _serve(connection, wake, ranks, handlers)
+    while True:  # the supervisor is about to kill this process, or is being killed
+        _end_if_orphaned(supervisor, ranks)
+        time.sleep(0.01)
+
+
+def _serve(connection: socket.socket, wake: int, ranks: dict[int, int], handlers: Mapping[int, Any]) -> None:
+    """Fork the ranks that the supervisor asks for and report their ends, until it closes the connection."""
+    zygote, buffer = os.getpid(), b""
     while True:
         ready, _, _ = select.select([connection.fileno(), wake], [], [])
         if wake in ready:
@@ -153,11 +168,24 @@ def main(arguments: Sequence[str]) -> None:
                 rank = RankProcess(**json.loads(line))
                 pid = os.fork()
                 if pid == 0:
-                    for own in (connection.detach(), wake, wakened):
+                    for own in (connection.detach(), wake, signal.set_wakeup_fd(-1)):
                         os.close(own)
                     _become(rank, zygote, handlers)
                 ranks[pid] = rank.number
                 _send(connection, Started(rank.number, pid))
+
+
+def _end_if_orphaned(supervisor: int, ranks: Collection[int]) -> None:
+    """End this process and its ranks if the supervisor is gone; remove the temporary folders that it left."""
+    if os.getppid() == supervisor:
+        return
+    for pid in ranks:
+        send_signal(pid, signal.SIGKILL)
+    for pid in ranks:
+        with suppress(ChildProcessError):  # it was just reaped
+            os.waitpid(pid, 0)
+    remove_left()
+    os._exit(1)
 
 
 def _report_ends(connection: socket.socket, ranks: dict[int, int]) -> None:
@@ -177,8 +205,11 @@ def _become(rank: RankProcess, zygote: int, handlers: Mapping[int, Any]) -> NoRe
     """Turn this fork of the zygote into a rank with these signal handlers; does not return."""
     tie_to_parent(zygote)
     os.setsid()  # signals to its process group reach what it starts, and nothing else
-    signal.set_wakeup_fd(-1)
-    for number, handler in {**handlers, signal.SIGCHLD: signal.SIG_DFL}.items():
+    for number, handler in {
+        **handlers,
+        signal.SIGCHLD: signal.SIG_DFL,
+        signal.SIGCONT: signal.SIG_DFL,
+    }.items():
         signal.signal(number, handler)
     os.environ.clear()
     os.environ.update(rank.environment)

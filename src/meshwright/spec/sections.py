@@ -206,7 +206,8 @@ class RecoverySpec(FrozenModel):
     hang_seconds: float = Field(
         0.0,
         ge=0,
-        description="time without progress in a step from which ranks count as hung; 0 learns it",
+        description="time in one phase of a step, also of one that computes, from which ranks count as hung; "
+        "0 learns it",
     )
 
 

@@ -41,7 +41,7 @@ class Observer(Protocol):
 class Observers(ExitStack):
     """Several observers as one, called in the order given.
 
-    What only watches a run does not end it: an observer that fails after the start is told of in a warning,
+    What only watches a run does not end it: an observer that fails after the start is reported in a warning,
     once until it works again, and misses that call. `close`, or leaving its `with` block, closes every
     observer, also when one of them fails.
     """

@@ -201,7 +201,7 @@ class TrainingRun:
     def _resume_from_memory(self, resume: str, latest: int | None) -> bool:
         """Go on from the newest snapshot, unless the checkpoint of step `latest` is newer or asked for.
 
-        Samples that its digest lacks are noted again. A damaged snapshot is told of, and not used.
+        Samples that its digest lacks are noted again. A damaged snapshot is reported, and not used.
         """
         assert self.snapshots is not None
         step = self.snapshots.newest()

@@ -1,4 +1,4 @@
-"""Saves of a training run: when one is due, what follows from one that fails, and what is told of them."""
+"""Saves of a training run: when one is due, what follows from one that fails, and what is reported."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Saves:
             self._writing, self._failed = None, 0
 
     def _note_failed(self, error: SaveError) -> None:
-        """End the run for a save that failed, or tell of it, as `recovery.on_save_error` says.
+        """End the run for a save that failed, or report it, as `recovery.on_save_error` says.
 
         A failure that this rank has noted before is not noted again.
         """

@@ -1,0 +1,71 @@
+"""How a run ended, in the object that `train --json` and `chaos --json` print on the last line of stdout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.launch.failure import RanksFailed, exit_code
+from meshwright.report.record import RUN, read_run
+from meshwright.spec import UserError
+from meshwright.spec.errors import Stopped
+
+
+@dataclass
+class Ending:
+    """A command's run, as far as it is known yet: its folder, and the directory of its checkpoints."""
+
+    out: Path | None = None
+    checkpoints: Path | None = None
+
+    def described(self, status: str, code: int, reason: str = "") -> dict[str, Any]:
+        """Return the object of a run that is "finished", "stopped" by a signal, or "failed".
+
+        `step` is the last completed one of the run's record, and `checkpoint` the step of the newest
+        checkpoint; both are None where there is none, or the disk does not tell.
+        """
+        step = checkpoint = None
+        with suppress(UserError):  # the record or the disk is damaged: `reason` says what ended the run
+            if self.out is not None and (self.out / RUN).exists():
+                step = _last_step(self.out)
+        with suppress(UserError):
+            if self.checkpoints is not None and self.checkpoints.is_dir():
+                from meshwright.checkpoint.directory import latest_step
+
+                checkpoint = latest_step(self.checkpoints)
+        out = None if self.out is None else str(self.out)
+        ended = {"status": status, "exit_code": code, "reason": reason, "out": out}
+        return {**ended, "step": step, "checkpoint": checkpoint}
+
+
+@contextmanager
+def errors_as_json(shown: bool) -> Iterator[Ending]:
+    """Yield the run of a command; an error or a signal that ends the block is printed as JSON if `shown`."""
+    run = Ending()
+    try:
+        yield run
+    except (Exception, KeyboardInterrupt) as error:
+        if shown:
+            status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+            with suppress(OSError):  # without a reader the exit code must still tell of the run
+                print(json.dumps(run.described(status, exit_code(error), _reason(error))), flush=True)
+        raise
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, (UserError, RanksFailed, Stopped)):
+        return str(error)
+    return "stopped by SIGINT" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+
+
+def _last_step(out: Path) -> int | None:
+    """Return the last completed step in the record of the run in folder `out`; None before the first."""
+    run, step = read_run(out), 0
+    for row in (*run.events, *run.metrics):
+        if type(done := row.get("step")) is int:  # steps after the one that a run goes on from are lost
+            step = done if row.get("kind") in ("resumed", "rollback") else max(step, done)
+    return step or None
