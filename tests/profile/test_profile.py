@@ -144,7 +144,7 @@ def times_of(_mesh: Mesh) -> tuple[list[Collective], dict[str, float]]:
     world, places = placements(4, 2, torch.device("cpu"))
     shares, within = dict[str, float](), [each for each in places if each.level == "host"]
     with patch.object(links, "_SIZES", links._SIZES[::3]):
-        found = list(collective_times(within, world, Clock(torch.device("cpu"), 2.0), 0.3, shares))
+        found = list(collective_times(within, world, Clock(torch.device("cpu"), 2.0), 1.0, shares))
     return found, shares
 
 
