@@ -44,6 +44,13 @@ IMPORTED = ["meshwright.train.loop", "meshwright.verify.verify", "torch._inducto
 """Modules that the ranks would import one by one, some of them at the first step or compilation."""
 
 
+def forks() -> Any:
+    """A context of multiprocessing whose processes are forks of one that has imported torch."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context
+
+
 def _serve(rank: int, size: int, port: int, stacks: Path, inbox: Any, outbox: Any) -> None:
     # The server of forks ends once the session has, and with it its forks: these must not hold it open.
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
@@ -132,8 +139,7 @@ class Ranks:
         self._number = 0
 
     def _start(self) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(IMPORTED)
+        context = forks()
         self._folder = tempfile.TemporaryDirectory()
         self._store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self._outbox = context.Queue()

@@ -8,7 +8,6 @@ import socket
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from meshwright.launch.env import init_process_group, worker
 from meshwright.launch.world import once_per_host
 from meshwright.parallel.control import Connections, Control, MissingRanksError
 from meshwright.spec import UserError
+from ranks import forks
 
 RANKS = 3
 LIMIT_S = 2.0
@@ -56,13 +56,6 @@ def rank_of(rank: int, port: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def forkserver() -> Any:
-    """A context whose processes are forks of one that has imported torch."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["meshwright.train.loop", "meshwright.verify.verify"])
-    return context
-
-
 def rank_beside_a_dead_one(rank: int, port: int, folder: Path) -> None:
     control = join(rank, port)
     with pytest.raises(MissingRanksError) as raised:
@@ -77,7 +70,7 @@ def rank_beside_a_dead_one(rank: int, port: int, folder: Path) -> None:
 def test_a_host_that_dies_at_work_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    context = forkserver()
+    context = forks()
     ranks = [
         context.Process(target=rank_beside_a_dead_one, args=(rank, port, tmp_path)) for rank in range(RANKS)
     ]
@@ -95,7 +88,7 @@ def test_a_host_that_dies_at_work_is_named(tmp_path: Path) -> None:
 def test_ranks_wait_longer_than_a_collective_may(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    forkserver()
+    forks()
     mp.start_processes(rank_of, (port, tmp_path), nprocs=RANKS, start_method="forkserver")
     assert {path.name for path in tmp_path.glob("?-*")} == {
         f"{turn}-{rank}" for turn in "12" for rank in "02"

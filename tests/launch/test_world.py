@@ -17,6 +17,7 @@ import torch.multiprocessing as mp
 import meshwright
 from meshwright.launch.world import code_version, mesh_of
 from meshwright.spec import UserError
+from ranks import forks
 from small import spec_of
 
 BASE = {"data.corpus": "synthetic", "data.seq_len": 16, "layout.dp": 2, "train.batch_tokens": 64}
@@ -67,7 +68,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     ports = [server.getsockname()[1] for server in servers]
     for server in servers:
         server.close()
-    mp.spawn(rank_of, (ports, folder), nprocs=2)
+    forks()
+    mp.start_processes(rank_of, (ports, folder), nprocs=2, start_method="forkserver")
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

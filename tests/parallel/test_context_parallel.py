@@ -145,7 +145,8 @@ def test_equals_one_device(ranks: Ranks, mode: ContextMode, n: int) -> None:
         for seed, (kv_heads, documents, window) in enumerate(combinations)
         if allowed(mode, n, kv_heads)
     ]
-    cases += random_cases(n, 12)
+    if n < 8:
+        cases += random_cases(n, 12)
     assert len(cases) >= 20
     for case in cases:
         assert max(ranks.run(Layout(cp=n, context_mode=mode), difference, case)) <= 1e-12 * case.loud, case

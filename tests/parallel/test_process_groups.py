@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.process_groups import Groups
 from meshwright.spec import Layout
+from ranks import forks
 
 RANKS = 4
 LIMIT = timedelta(seconds=60)
@@ -42,4 +43,5 @@ def sum_over_groups(rank: int, store: str) -> None:
 def test_meshes_may_follow_each_other(tmp_path: Path) -> None:
     """A second mesh hung where the first left a rank without a group, since torch names groups by count."""
     store = str(tmp_path / "store")
+    forks()
     mp.start_processes(sum_over_groups, args=(store,), nprocs=RANKS, start_method="forkserver")

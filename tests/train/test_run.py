@@ -354,7 +354,11 @@ def run_compiled(mesh: Mesh, spec: RunSpec, out: Path, backend: str) -> tuple[di
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on the CPU")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 @pytest.mark.parametrize(
-    "model", [{}, EXPERTS | {"layout__ep": 2, "recompute__policy": "selective"}], ids=["dense", "experts"]
+    "model",
+    [
+        pytest.param({}, id="dense", marks=pytest.mark.full),
+        pytest.param(EXPERTS | {"layout__ep": 2, "recompute__policy": "selective"}, id="experts"),
+    ],
 )
 def test_compiled_blocks_train_alike(
     ranks: Ranks, corpus: Path, tmp_path: Path, model: dict[str, object], backend: str

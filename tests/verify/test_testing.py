@@ -232,6 +232,7 @@ def test_the_examples_of_the_documentation_run(
     getattr(importlib.import_module(module), name)()
 
 
+@pytest.mark.full  # the examples of the documentation start ranks, too
 def test_a_rank_that_fails_is_shown_with_its_traceback() -> None:
     with pytest.raises(ProcessRaisedException, match="ZeroDivisionError"):
         run_on_ranks(1, divide, 1, 0)

@@ -51,7 +51,7 @@ def test_every_layout_equals_one_device(ranks: Ranks, case: dict[str, str]) -> N
     flags = {
         key if "__" in key else f"layout__{key}": value for key, value in LAYOUTS[case["layout"]].items()
     }
-    layers = 4 if flags.get("layout__schedule") == "zb-v" else 3
+    layers = 4 if flags.get("layout__schedule") == "zb-v" else 3 if "layout__pp" in flags else 2
     microbatches = 4 if "layout__pp" in flags else 2
     sequences = microbatches * int(str(flags.get("layout__dp", 1)))
     spec = spec_of(

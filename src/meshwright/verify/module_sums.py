@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer
 from meshwright.train.trace import FORWARD, Place, StepTracer
 from meshwright.verify.compare import FLOOR, TOLERANCE, Difference
-from meshwright.verify.reference_sums import PHASES, POSITION, SEQUENCE, Tables, sums_of_tokens, weights
+from meshwright.verify.reference_sums import CHANNEL, PHASES, POSITION, SEQUENCE, Tables, weights
 
 Row = tuple[str, str, int, int, float, float]
 """Phase, module, microbatch, the rank's tokens of a sequence, and the two sums."""
@@ -33,21 +34,28 @@ class ModuleSums(StepTracer):
     def __init__(self, trainer: Trainer, batch: Batch) -> None:
         super().__init__(trainer)
         self._slots, self._rows = batch.slots, list[tuple[str, str, int, int, Tensor]]()
+        self._weights = cache(self._weights_of)  # the same for all modules
 
     @torch.no_grad()  # not among the tensors that recomputation saves
     def seen(self, what: str, tensor: Tensor, place: Place) -> None:
         """Add up one tensor, if it has channels for each of the rank's tokens."""
-        spec = self._trainer.spec
-        if tensor.ndim != 3 or tensor.shape[2] != spec.model.hidden or what.startswith("the gradient of"):
+        hidden = self._trainer.spec.model.hidden
+        if tensor.ndim != 3 or tensor.shape[2] != hidden or what.startswith("the gradient of"):
             return
         phase, microbatch, module = PHASES[place[0] - FORWARD], place[1], what.rpartition(" ")[2]
-        mesh, length = self._trainer.mesh, tensor.shape[1]
-        first = microbatch * spec.micro_batch
-        whole = _weights_of_tokens(self._slots[first : first + len(tensor)], spec)
-        token = own_tokens(whole, spec, mesh.context.rank, mesh.tensor.rank, length)
-        dots, squares = sums_of_tokens(tensor)
-        found = torch.stack([(dots.flatten() * token.to(dots.device)).sum(), squares.sum()])
+        length, device = tensor.shape[1], tensor.device
+        token = self._weights(microbatch, len(tensor), length, device)
+        x_ND = tensor.double().flatten(0, 1)
+        elements = x_ND.flatten()
+        found = torch.stack([token @ (x_ND @ weights(hidden, CHANNEL).to(device)), elements @ elements])
         self._rows.append((phase, module, microbatch, length, found))
+
+    def _weights_of(self, microbatch: int, sequences: int, length: int, device: torch.device) -> Tensor:
+        """Weights of the rank's tokens (N,) of a microbatch."""
+        spec, mesh = self._trainer.spec, self._trainer.mesh
+        first = microbatch * spec.micro_batch
+        whole = _weights_of_tokens(self._slots[first : first + sequences], spec)
+        return own_tokens(whole, spec, mesh.context.rank, mesh.tensor.rank, length).to(device)
 
     def gathered(self) -> list[tuple[list[int], list[Row]]]:
         """Return each rank's (data rank, context rank, tensor rank) and rows; collective over the mesh."""
@@ -81,11 +89,13 @@ def differences(
 ) -> Iterator[Difference]:
     """Compare the ranks' sums of a phase with those that the reference's tables give, module by module."""
     modules = list(tables["forward"])
+    numbers = {module: number for number, module in enumerate(tables[phase])}
+    expected = cache(partial(_expected, torch.stack([*tables[phase].values()]).cpu(), spec))
     rows: dict[str, list[_Compared]] = defaultdict(list)
     for rank, (place, of_rank) in enumerate(found):
         for of_phase, module, microbatch, length, *sums in of_rank:
-            if of_phase == phase and module in tables[phase]:
-                wanted = _expected(tables[phase][module], spec, place, microbatch, length)
+            if of_phase == phase and module in numbers:
+                wanted = expected(tuple(place), microbatch, length)[numbers[module]]
                 rows[module].append(_Compared(rank, microbatch, sums, wanted))
     for number, module in enumerate(modules):
         if module in rows:
@@ -111,13 +121,16 @@ class _Compared:
         return max(dot / math.sqrt(squares), square / squares)
 
 
-def _expected(table: Tensor, spec: RunSpec, place: list[int], microbatch: int, length: int) -> list[float]:
+def _expected(
+    sums: Tensor, spec: RunSpec, place: tuple[int, int, int], microbatch: int, length: int
+) -> list[list[float]]:
+    """Return the two sums that a rank must find in a microbatch, for each module of `sums` (m, 2, n, T)."""
     data_rank, context_rank, tensor_rank = place
     first = data_rank * (spec.batch_sequences // spec.layout.data_ranks) + microbatch * spec.micro_batch
     slots = torch.arange(first, first + spec.micro_batch)
-    sums = torch.cat([table[:, slots].cpu(), _weights_of_tokens(slots, spec)[None]])
-    dots, squares, token = own_tokens(sums, spec, context_rank, tensor_rank, length)
-    return [float((dots * token).sum()), float(squares.sum())]
+    token = own_tokens(_weights_of_tokens(slots, spec), spec, context_rank, tensor_rank, length)
+    dots, squares = own_tokens(sums[:, :, slots], spec, context_rank, tensor_rank, length).unbind(1)
+    return torch.stack([dots @ token, squares.sum(1)], 1).tolist()
 
 
 def _summary(step: int, phase: str, name: str, rows: list[_Compared], spec: RunSpec) -> Difference:
