@@ -53,6 +53,9 @@ def test_verify_exits_with_1_when_unequal(
     assert "step  kind       name       relative  factor" in capsys.readouterr().out
     assert main(["verify", "--json"]) == 1
     assert last_json(capsys)["equal"] is False
+    stand_in(monkeypatch, "verify", {**VERIFIED, "equal": False, "worst_relative": None})
+    assert main(["verify"]) == 1
+    assert "difference is infinite, of gradient: head.weight" in " ".join(capsys.readouterr().out.split())
 
 
 def test_train_verifies_its_layout_first(

@@ -36,9 +36,9 @@ def layout_of(dp: int, micro: int) -> RunSpec:
     return spec_of(BASE, layout__dp=dp, layout__micro_batch=micro)
 
 
-def whole_batch() -> Batch:
-    ones = torch.ones(SEQUENCES, SEQ_LEN, dtype=torch.int64)
-    slots = torch.arange(SEQUENCES)
+def whole_batch(samples: int = SEQUENCES) -> Batch:
+    ones = torch.ones(samples, SEQ_LEN, dtype=torch.int64)
+    slots = torch.arange(samples)
     return Batch(ones, ones, ones, ones, slots, slots)
 
 
@@ -79,6 +79,23 @@ def test_one_rank_and_one_microbatch_are_empty_in_one_step(dp: int, micro: int) 
         assert sum(micros) == (1 if here and spec.microbatches > 1 else 0)
         assert counts.count(0) == (len(empty_slots(spec)) if here else 0)
         assert max(counts) - min(filter(None, counts)) > SEQ_LEN // 4 or counts.count(0) > SEQUENCES // 2
+
+
+@pytest.mark.parametrize("vocabulary", [256, 32_000])
+@pytest.mark.parametrize("samples", [3, 16, 100])
+def test_numbers_of_targets_are_hard_to_round_to_bf16(samples: int, vocabulary: int) -> None:
+    """In even steps one over them is, in odd ones the logits' gradients at targets of probability 1/V."""
+    sizes = {"train__batch_tokens": SEQ_LEN * samples, "model__vocab_size": vocabulary}
+    spec, exact = (spec_of(BASE, **sizes, precision__compute=compute) for compute in ("bf16", "fp32"))
+    whole = whole_batch(samples)
+    for step in range(1, 5):
+        found, most = (sum(kept(thin(whole, step, each))) for each in (spec, exact))
+        assert most / 2 < found <= most
+        factor = torch.tensor((1 - (step % 2) / vocabulary) / found, dtype=torch.float64)
+        off = float(factor.bfloat16().double() / factor - 1)
+        assert abs(off) > (2e-3 if step % 2 else 3e-3)
+        parts = [thin(whole.rows(slot, slot + 1), step, spec) for slot in range(samples)]
+        assert sum(sum(kept(part)) for part in parts) == found
 
 
 def test_steps_drop_other_targets_and_layouts_empty_other_ranks() -> None:

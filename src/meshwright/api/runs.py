@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import warnings
@@ -308,7 +309,8 @@ def _verify_part(spec: RunSpec, folder: Path, flags: Sequence[str]) -> Result:
 
 def _joined(first: Result, second: Result) -> Result:
     """Return the result of two parts of one comparison."""
-    worst = max(first, second, key=lambda part: part["worst_relative"])
+    # One that is not finite is None.
+    worst = max(first, second, key=lambda part: math.inf if (at := part["worst_relative"]) is None else at)
     return {
         **first,
         "equal": first["equal"] and second["equal"],

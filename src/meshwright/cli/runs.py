@@ -354,9 +354,10 @@ def _show_verify(result: Mapping[str, Any], locate: bool = False) -> None:
     verdict = "equal" if result["equal"] else "UNEQUAL"
     precision = result.get("precision", "float64")
     beside = "" if precision == "float64" else f" beside its tolerance of {result['tolerance']:.1e}"
+    worst = "infinite" if result["worst_relative"] is None else f"{result['worst_relative']:.1e}"
     show.line(
         f"{verdict}: {result['compared']} tensors and numbers compared with one device in {precision}; the "
-        f"largest relative difference{beside} is {result['worst_relative']:.1e}, of {result['worst_name']}"
+        f"largest relative difference{beside} is {worst}, of {result['worst_name']}"
     )
     if first := result["first"]:
         if locate:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright import __version__, atomic
 from meshwright.spec import UserError
-from meshwright.spec.files import MAX_JSON, parse_json, read_text
+from meshwright.spec.files import MAX_JSON, parse_json, read_text, strict_json
 
 if TYPE_CHECKING:  # reading a record needs no torch
     from meshwright.checkpoint import Lease
@@ -33,17 +32,6 @@ Row = dict[str, Any]
 def now() -> str:
     """Return the current time in UTC, as ISO 8601 with milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def strict(value: Any) -> Any:
-    """Return `value` with every non-finite float replaced by None, so that any JSON reader accepts it."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): strict(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [strict(part) for part in value]
-    return value
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:
@@ -71,7 +59,7 @@ class _Lines:
             raise _unwritable(path, error) from error
 
     def append(self, row: Row) -> None:
-        line = (json.dumps(strict(row), allow_nan=False) + "\n").encode()
+        line = (json.dumps(strict_json(row), allow_nan=False) + "\n").encode()
         start = os.fstat(self.file.fileno()).st_size
         try:
             written = 0
@@ -216,7 +204,7 @@ class RunRecord:
             "started": earlier.get("started", starts[-1]["time"]),
             "starts": starts,
         }
-        write_atomically(self.out / RUN, json.dumps(strict(described), indent=2, allow_nan=False) + "\n")
+        write_atomically(self.out / RUN, json.dumps(strict_json(described), indent=2, allow_nan=False) + "\n")
 
     def on_step(self, row: Row) -> None:
         if not self._continued:
@@ -226,7 +214,7 @@ class RunRecord:
         self._append(METRICS, row)
 
     def on_eval(self, row: Row) -> None:
-        if strict(row) != self._evaluated:  # a finished run that is started again repeats its evaluation
+        if strict_json(row) != self._evaluated:  # a finished run that is started again repeats its evaluation
             self._append(METRICS, row)
 
     def on_event(self, kind: str, fields: dict[str, Any]) -> None:
@@ -239,7 +227,7 @@ class RunRecord:
 
     def on_end(self, result: dict[str, Any]) -> None:
         with self._fenced(self.out / RESULT):
-            text = json.dumps(strict(result), indent=2, allow_nan=False) + "\n"
+            text = json.dumps(strict_json(result), indent=2, allow_nan=False) + "\n"
             write_atomically(self.out / RESULT, text)
         self.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,17 @@ def read_text(path: Path, most: int) -> str:
     if len(content) > most:
         raise ValueError(f"it has more than {most} bytes")
     return content.decode("utf-8")
+
+
+def strict_json(value: Any) -> Any:
+    """Return `value` with every non-finite float replaced by None, so that any JSON reader accepts it."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): strict_json(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict_json(part) for part in value]
+    return value
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from meshwright.spec import Layout
+from meshwright.spec.files import strict_json
 
 TOLERANCE = 1e-10
 FLOOR = 1e-4
@@ -67,7 +68,7 @@ class Comparison:
     def result(self, axes: Mapping[str, int]) -> dict[str, Any]:
         """Return the JSON object of `meshwright verify`, with one row for each step and kind.
 
-        `axes` are the sizes that a factor may be, by name.
+        `axes` are the sizes that a factor may be, by name. A difference that is not finite is None.
         """
         rows: list[dict[str, Any]] = []
         for (step, kind), differences in self.kinds.items():
@@ -83,16 +84,19 @@ class Comparison:
         overall = max(rows, key=lambda row: row["worst"])
         first = self.first
         step_of_first = [place for place in self.kinds if first is not None and place[0] == first.step]
-        return {
-            "equal": first is None,
-            "worst_relative": overall["worst"],
-            "worst_name": f"{overall['kind']}: {overall['name']}",
-            "first": None if first is None else {**asdict(first), "sentence": self.sentence(first, axes)},
-            "differences": [asdict(each) for place in step_of_first for each in self.failing(*place)],
-            "compared": sum(row["compared"] for row in rows),
-            "tolerance": self.tolerance,
-            "rows": rows,
-        }
+        result: dict[str, Any] = strict_json(
+            {
+                "equal": first is None,
+                "worst_relative": overall["worst"],
+                "worst_name": f"{overall['kind']}: {overall['name']}",
+                "first": None if first is None else {**asdict(first), "sentence": self.sentence(first, axes)},
+                "differences": [asdict(each) for place in step_of_first for each in self.failing(*place)],
+                "compared": sum(row["compared"] for row in rows),
+                "tolerance": self.tolerance,
+                "rows": rows,
+            }
+        )
+        return result
 
     def sentence(self, first: Difference, axes: Mapping[str, int]) -> str:
         """Say what differs first, how much of its kind does, and by which factor."""

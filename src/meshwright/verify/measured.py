@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.spec.files import strict_json
 from meshwright.verify.rounding import Gradients
 
 MARGIN = 4.0
@@ -75,7 +76,10 @@ class Measurements:
             self.add(step, kind, name, relative, tolerance, f"{words.format(name)} ({relative:.1e})")
 
     def result(self) -> dict[str, Any]:
-        """Return the JSON object of the comparison, with one row for each step and kind."""
+        """Return the JSON object of the comparison, with one row for each step and kind.
+
+        A difference or tolerance that is not finite is None.
+        """
         kinds: dict[tuple[int, str], list[Measured]] = {}
         for each in self.found:
             kinds.setdefault((each.step, each.kind), []).append(each)
@@ -86,18 +90,21 @@ class Measurements:
             rows.append({**row, "tolerance": worst.tolerance, "name": worst.name})
         first = next((each for each in self.found if each.fails), None)
         worst = max(self.found, key=lambda each: each.share)
-        return {
-            "equal": first is None,
-            "worst_relative": worst.relative,
-            "worst_name": f"step {worst.step} {worst.kind}: {worst.name}",
-            "first": None if first is None else asdict(first),
-            "differences": [
-                asdict(each) for each in self.found if first and each.step == first.step and each.fails
-            ],
-            "compared": len(self.found),
-            "tolerance": worst.tolerance,
-            "rows": rows,
-        }
+        result: dict[str, Any] = strict_json(
+            {
+                "equal": first is None,
+                "worst_relative": worst.relative,
+                "worst_name": f"step {worst.step} {worst.kind}: {worst.name}",
+                "first": None if first is None else asdict(first),
+                "differences": [
+                    asdict(each) for each in self.found if first and each.step == first.step and each.fails
+                ],
+                "compared": len(self.found),
+                "tolerance": worst.tolerance,
+                "rows": rows,
+            }
+        )
+        return result
 
 
 class _Fit:

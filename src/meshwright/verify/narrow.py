@@ -18,7 +18,7 @@ _MOST_RANKS = 64
 """Widths keep their remainder by up to so many ranks of ZeRO: with more, the copy would grow with them."""
 
 
-def narrow(spec: RunSpec, most_work: float = MOST_WORK) -> tuple[RunSpec, str | None]:
+def narrow(spec: RunSpec, most_work: float = MOST_WORK, least_tokens: int = 0) -> tuple[RunSpec, str | None]:
     """Return `spec`, or its narrowed copy with a sentence that says so.
 
     Kept: every switch of the model and the layout; whether stages, ranks of ZeRO, the tensor and the context
@@ -26,7 +26,8 @@ def narrow(spec: RunSpec, most_work: float = MOST_WORK) -> tuple[RunSpec, str | 
     dense layers and routed ones; several of whatever the run has several of (layers, microbatches and their
     rows, key-value heads of a rank and their queries, experts of a rank); a window that cuts. Made smaller:
     layers, widths, the number of experts, the vocabulary, the sequence, the microbatch, and the experts'
-    capacity to an even share, so that some overflow.
+    capacity to an even share, so that some overflow. Microbatches are so large that a step has `least_tokens`
+    tokens, where the run's are.
     """
     if spec.model.parameters * spec.train.batch_tokens <= most_work:
         return spec, None
@@ -38,8 +39,9 @@ def narrow(spec: RunSpec, most_work: float = MOST_WORK) -> tuple[RunSpec, str | 
     else:
         cut = _narrow_cut([len(stage.blocks) for stage in stages(spec.model, layout, spec.data.seq_len)])
     seq_len = _reduced(spec.data.seq_len, max(128, 16 * layout.cp), 2 * layout.cp * layout.tp)
-    micro = min(spec.micro_batch, 3)
     microbatches = _reduced(spec.microbatches, max(4, 2 * layout.pp), layout.pp)
+    rows = -(-least_tokens // (seq_len * microbatches * layout.data_ranks))
+    micro = min(spec.micro_batch, max(3, rows))
     tree = spec.to_json()
     tree["model"] = _narrow_model(spec.model, layout, sum(cut))
     if (window := spec.model.sliding_window) is not None and window < spec.data.seq_len:

@@ -39,11 +39,18 @@ from meshwright.verify.uneven import thin
 from meshwright.verify.verify import exact
 
 DRAWS = 4
-"""Times that a step is computed with other roundings."""
+"""Times that a step is computed with other roundings; twice as many with fewer than `FEW_TOKENS` tokens."""
+
+FEW_TOKENS = 1024
+"""With fewer tokens rounding moves all gradients by about as much as the least tolerance of their common
+slope, so that a spread which so few draws happen to show too small would be a false alarm."""
 
 MOST_WORK = 1e10
 """Parameters x tokens of a step that are checked as they are: less than in float64, since each step is
 computed so many times."""
+
+LEAST_TOKENS = 2048
+"""Tokens of a step of a narrowed copy at least: with fewer, chance moves the slope of all gradients more."""
 
 MASTER_TOLERANCE = 1e-5
 """For what is computed in the format of the masters, element by element."""
@@ -65,7 +72,7 @@ def verify_in_own_precision(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, 
     tree = exact(spec, steps).to_json()
     tree["precision"] = spec.to_json()["precision"]
     tree["train"]["compile"] = spec.train.compile
-    own, note = narrow(RunSpec.model_validate(tree), MOST_WORK)
+    own, note = narrow(RunSpec.model_validate(tree), MOST_WORK, LEAST_TOKENS)
     with tiled(small_tiles(own)):
         found = _Comparison(own, mesh).steps(steps)
     if mesh.rank:
@@ -185,7 +192,9 @@ class _Comparison:
         moved = batch.to(self.mesh.device)
         true = exact_gradients(spec, weights, moved)
         scale = taken.done.loss_scale
-        draws = [rounded_gradients(spec, weights, moved, scale, number * DRAWS + k) for k in range(DRAWS)]
+        count = DRAWS if spec.train.batch_tokens >= FEW_TOKENS else 2 * DRAWS
+        first = 2 * DRAWS * number
+        draws = [rounded_gradients(spec, weights, moved, scale, first + draw) for draw in range(count)]
         eps = torch.finfo(compute).eps
         size = abs(true.loss) or 1.0
         least = eps / 4 if compute.itemsize == 2 else 4 * eps

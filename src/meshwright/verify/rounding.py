@@ -25,6 +25,11 @@ SUMS = 16
 """Roundings that one of a wide format stands for: there the sums of a product round as its results do."""
 
 
+ROUTED = 32
+"""Roundings of a router's logits by which a draw chooses experts. A token that has others moves gradients by
+far more than rounding, and so seldom that with one rounding no draw may have any where the run has one."""
+
+
 class Gradients(NamedTuple):
     """The mean loss of a step, and the gradient of each parameter by name, in float64."""
 
@@ -69,6 +74,8 @@ def rounded_gradients(
         return moved(x, wire).to(reduce)
 
     def tap(path: str, x: Tensor) -> Tensor:
+        if path.endswith(".router"):
+            x = x + (moved(x, ROUTED * unit) - x).detach()
         y: Tensor = _Rounded.apply(x, nearest if half and path == "head" else rounded)
         return y
 
