@@ -15,7 +15,6 @@ from meshwright.planner.traffic.messages import traffic
 from meshwright.spec import RunSpec
 from meshwright.train.step import Step, Totals, Trainer
 from meshwright.verify import verify as subject
-from meshwright.verify.compare import TOLERANCE
 from meshwright.verify.sweep import KnownReferences
 from ranks import Ranks
 
@@ -37,7 +36,7 @@ def equal_to_one_device(
     results = ranks.run(spec.layout, run or verify_and_count, spec, rules=rules)
     found, _, _ = results[0]
     assert found["narrowed"] is None
-    assert found["equal"] == (found["worst_relative"] <= TOLERANCE)
+    assert found["equal"], found["first"]["sentence"]
     assert found["worst_relative"] <= tolerance, found["worst_name"]
     kinds = {row["kind"]: row["compared"] for row in found["rows"]}
     tensors = len(parameter_names(spec))
