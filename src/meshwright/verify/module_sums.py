@@ -33,6 +33,8 @@ class ModuleSums(StepTracer):
     def __init__(self, trainer: Trainer, batch: Batch) -> None:
         super().__init__(trainer)
         self._slots, self._rows = batch.slots, list[tuple[str, str, int, int, Tensor]]()
+        self._weights = dict[tuple[int, int], Tensor]()
+        """The weights of the rank's tokens, by microbatch and the rank's tokens of a sequence."""
 
     @torch.no_grad()  # not among the tensors that recomputation saves
     def seen(self, what: str, tensor: Tensor, place: Place) -> None:
@@ -42,11 +44,14 @@ class ModuleSums(StepTracer):
             return
         phase, microbatch, module = PHASES[place[0] - FORWARD], place[1], what.rpartition(" ")[2]
         mesh, length = self._trainer.mesh, tensor.shape[1]
-        first = microbatch * spec.micro_batch
-        whole = _weights_of_tokens(self._slots[first : first + len(tensor)], spec)
-        token = own_tokens(whole, spec, mesh.context.rank, mesh.tensor.rank, length)
+        if (microbatch, length) not in self._weights:
+            slots = self._slots[microbatch * spec.micro_batch :][: len(tensor)]
+            own = own_tokens(
+                _weights_of_tokens(slots, spec), spec, mesh.context.rank, mesh.tensor.rank, length
+            )
+            self._weights[microbatch, length] = own.to(tensor.device)
         dots, squares = sums_of_tokens(tensor)
-        found = torch.stack([(dots.flatten() * token.to(dots.device)).sum(), squares.sum()])
+        found = torch.stack([(dots.flatten() * self._weights[microbatch, length]).sum(), squares.sum()])
         self._rows.append((phase, module, microbatch, length, found))
 
     def gathered(self) -> list[tuple[list[int], list[Row]]]:
