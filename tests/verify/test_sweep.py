@@ -372,11 +372,14 @@ def test_a_budget_ends_a_sweep() -> None:
 
 
 @pytest.mark.full
-def test_the_command_checks_the_layouts_of_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["exact", "run"])
+def test_the_command_checks_the_layouts_of_two_ranks(precision: str, tmp_path: Path) -> None:
     """One head and 18 tokens leave data and pipeline ranks; compiled blocks two schedules of one stage."""
     flags = FEW | {"model.heads": 1, "model.kv_heads": 1, "data.seq_len": 18, "train.batch_tokens": 2 * 18}
-    words = words_of(flags | {"train.compile": "true"})
-    command = [sys.executable, "-m", "meshwright", "verify", *words, "--sweep", "2", "--out", str(tmp_path)]
+    compiled = {"train.compile": "true"} if precision == "exact" else {}
+    words = words_of(flags | compiled | {"precision.compute": "bf16"})
+    words += ["--sweep", "2", "--precision", precision, "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "meshwright", "verify", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "verify.json").read_text())
