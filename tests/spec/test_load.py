@@ -264,6 +264,14 @@ def test_none_stays_a_choice_where_it_is_one() -> None:
     assert from_tree({"recompute": {"policy": "none"}}).recompute.policy == "none"
 
 
+def test_a_flag_for_another_policy_drops_what_the_file_saves() -> None:
+    tree = {"recompute": {"save": ["attention"]}}
+    assert from_tree(tree, [("recompute.policy", "full")]).recompute.policy == "full"
+    kept = from_tree(tree, [("recompute.policy", "selective")]).recompute
+    assert kept.model_dump() == {"policy": "selective", "save": ("attention",)}
+    assert "recompute.save" in sentence({}, ("recompute.policy", "full"), ("recompute.save", "attention"))
+
+
 def test_flags_are_read_by_the_type_of_their_key() -> None:
     spec = from_tree(
         {},

@@ -14,18 +14,21 @@ from typing import Any, get_args
 from unittest.mock import patch
 
 import pytest
+from test_precision_run import in_own_precision
 from test_verify import verify_broken
 
 from meshwright import api
 from meshwright.api import sweeps as subject
 from meshwright.cli.parser import parse
+from meshwright.cli.runs import spec_of as spec_of_call
 from meshwright.cli.runs import verify as verify_verb
 from meshwright.launch.failure import RanksFailed
 from meshwright.parallel.control import Control
 from meshwright.parallel.mesh import Mesh
-from meshwright.spec import RunSpec, UserError, load
+from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import CollectiveError
 from meshwright.spec.layout import ContextMode, ScheduleName, ulysses_ranks
+from meshwright.train.step import Trainer
 from meshwright.verify import sweep as swept
 from meshwright.verify import verify as verification
 from meshwright.verify.sweep import check_layouts, row_of
@@ -42,15 +45,15 @@ BASE = {
 MOE = {"model.moe.experts": 4, "model.moe.top_k": 2, "model.moe.ffn": 8}
 
 
-def legal(spec: RunSpec, case: dict[str, Any]) -> bool:
-    """True if the rules of a run accept the case."""
+def microbatches(spec: RunSpec, case: dict[str, Any]) -> str:
+    """'one' or 'several' of a rank; nothing where the rules of a run do not accept the case."""
     tree = spec.to_json()
-    tree["layout"] |= {key: value for key, value in case.items() if key != "policy"}
+    tree["layout"] |= case
     try:
         found = RunSpec.model_validate(tree)
     except UserError:
-        return False
-    return found.microbatches <= 2 * found.layout.pp
+        return ""
+    return ("several" if found.microbatches > 1 else "one") * (found.microbatches <= 2 * found.layout.pp)
 
 
 def canonical(spec: RunSpec, case: dict[str, Any]) -> bool:
@@ -92,9 +95,9 @@ def test_the_layouts_are_all_that_the_rules_accept(model: dict[str, object], ran
             continue
         names = [name for name in values if name not in SIZES]
         for choices in product(*(values[name] for name in names)):
-            case = world | dict(zip(names, choices, strict=True)) | {"policy": "none"}
-            if canonical(spec, case) and legal(spec, case):
-                wanted.add(tuple(case.items()))
+            case = world | dict(zip(names, choices, strict=True))
+            if canonical(spec, case) and (count := microbatches(spec, case)):
+                wanted.add((*case.items(), ("microbatches", count), ("policy", "none")))
     assert found == wanted
     assert len(found) > 20
 
@@ -120,6 +123,22 @@ def test_the_first_layouts_cover_all_pairs_and_all_of_them_all_sizes(model: dict
     assert len(set(order)) == len(order) < len(cases) / 4
     for place in range(len(order)):
         assert layouts.run(place).layout.world_size == 4
+
+
+def test_the_first_layouts_take_little_time() -> None:
+    """They compute fewer blocks than those that cover as many pairs whatever their time."""
+    layouts = SweepLayouts(spec_of(BASE), 4)
+
+    def blocks(numbers: list[int]) -> int:
+        chosen = [layouts.cases[number] for number in numbers]
+        return sum(case["tp"] * case["cp"] * 8 // case["micro_batch"] for case in chosen)
+
+    plain = layouts.pairs.covering()
+    assert layouts.pairs.covered(plain) == layouts.pairs.covered(layouts.order[: layouts.needed])
+    assert blocks(layouts.order[: layouts.needed]) < 0.8 * blocks(plain)
+    several = {case["schedule"] for case in layouts.cases if case["microbatches"] == "several"}
+    runs = [layouts.run(place) for place in range(layouts.needed)]
+    assert {run.layout.schedule for run in runs if run.microbatches > 1} == several
 
 
 def test_a_narrowed_copy_has_only_layouts_that_the_run_allows_too() -> None:
@@ -166,11 +185,17 @@ def verify_with_bug(mesh: Mesh, run: RunSpec) -> dict[str, Any] | None:
     return verify_broken(mesh, run, harm)
 
 
-def on_pool(ranks: Ranks, verify: Callable[..., Any], before: Callable[[int], None] = lambda _: None) -> Any:
+def on_pool(
+    ranks: Ranks,
+    verify: Callable[..., Any],
+    before: Callable[[int], None] = lambda _: None,
+    precision: str = "exact",
+) -> Any:
     """A launcher that takes the pool's ranks, and no new ones; `before` is called with a layout's place."""
 
     def launch(verb: str, spec: RunSpec, count: int, flags: list[str], result: Path) -> dict[str, Any]:
         plan = json.loads((result.parent / subject.PLAN).read_text())
+        assert plan["precision"] == precision
         rows: list[Any] = []
         for place, tree in enumerate(plan["runs"][plan["first"] :], plan["first"]):
             result.write_text(json.dumps({"rows": rows}))
@@ -210,21 +235,95 @@ def repeated(command: str) -> RunSpec:
     """The run of a command that repeats a failure."""
     program, verb, *words = shlex.split(command)
     assert (program, verb) == ("meshwright", "verify")
-    call = parse(verify_verb, words)
-    return load(None, call.overrides)
+    return spec_of_call(parse(verify_verb, words))
 
 
-def test_a_command_of_a_narrowed_copy_has_all_that_is_narrowed() -> None:
-    spec = load(None, [("model.preset", "moe-tiny")])
-    layouts = SweepLayouts(spec, 8)
-    for place in range(0, len(layouts.order), 7):
+def two_tensor_ranks_differ(trainer: Trainer) -> None:
+    """The gradients of the second are twice what they should be."""
+    finish, states = trainer.states.finish_step, trainer.states
+
+    def scaled() -> None:
+        finish()
+        states.scale_gradients(1.0 + trainer.mesh.tensor.rank)
+        states._squares = [states.squares(exact=True)]
+
+    states.finish_step = scaled  # type: ignore[method-assign]
+
+
+def own_with_bug(mesh: Mesh, run: RunSpec) -> dict[str, Any] | None:
+    """The comparison in the run's own precision, of a trainer whose tensor ranks differ."""
+    return in_own_precision(mesh, run, 1, two_tensor_ranks_differ)
+
+
+def own_as_it_is(mesh: Mesh, run: RunSpec) -> dict[str, Any] | None:
+    """One step in the run's own precision."""
+    return in_own_precision(mesh, run, 1)
+
+
+def test_layouts_in_bf16_are_equal_but_for_those_with_a_bug(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "launch", on_pool(ranks, own_with_bug, precision="run"))
+    flags = {key: str(value) for key, value in FEW.items()} | {"precision.compute": "bf16"}
+    found = api.sweep(spec_of(flags), 2, steps=1, precision="run", given=((), list(flags.items())))
+    assert found["equal"] is False
+    verdicts = {row["layout"]: row["verdict"] for row in found["layouts"]}
+    assert {layout for layout, verdict in verdicts.items() if verdict == "UNEQUAL"} == {
+        layout for layout in verdicts if "tp=2" in layout
+    }
+    assert set(verdicts.values()) == {"equal", "UNEQUAL"}
+    failure = found["first_failure"]
+    assert "which rounding does not explain" in failure["sentence"] or "by a factor" in failure["sentence"]
+    assert shlex.split(failure["command"])[2:].count("--precision") == 1
+    assert failure["command"].endswith("--steps 1 --precision run")
+    again = repeated(failure["command"])
+    assert describe(again) == failure["layout"]
+    assert not ranks.run(again.layout, own_with_bug, again)[0]["equal"]
+    assert ranks.run(again.layout, own_as_it_is, again)[0]["equal"]
+
+
+SELECTIVE = """
+[recompute]
+save = ["attention"]
+[layout]
+pp = 2
+schedule = "interleaved"
+virtual = 2
+stages = [0, 1, 1, 0]
+micro_batch = 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        ("", {"model.preset": "moe-tiny"}),  # narrowed
+        ("", BASE | {"recompute.save": "attention"}),
+        (SELECTIVE, BASE),
+        (SELECTIVE, BASE | {"recompute.policy": "full"}),
+        (SELECTIVE, BASE | {"recompute.save": "matmul", "layout.virtual": 2}),
+    ],
+)
+def test_each_command_of_a_sweep_is_that_of_its_layout(
+    text: str, flags: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    if "model.preset" not in flags:
+        flags = {"model.layers": 2, "model.hidden": 32, "model.ffn": 40, "model.heads": 4, **flags}
+    call = parse(verify_verb, [str(file), *words_of(flags)])
+    spec = spec_of_call(call)
+    layouts = SweepLayouts(spec, 4)
+    policies = set()
+    for place in range(layouts.needed):
         small = layouts.run(place)
-        command = subject.command_of(spec, small, ((), [("model.preset", "moe-tiny")]), 2)
-        again = load(None, parse(verify_verb, shlex.split(command)[2:]).overrides).to_json()
-        wanted = small.to_json()
+        policies.add(small.recompute.policy)
+        command = subject.command_of(spec, small, (call.words, call.overrides), 2, "exact")
+        again, wanted = repeated(command).to_json(), small.to_json()
         for tree in (again, wanted):
             del tree["model"]["preset"]
         assert again == wanted
+    assert policies == {"none", "selective", "full"}
 
 
 def test_a_layout_that_ends_its_ranks_does_not_end_the_sweep(
@@ -268,16 +367,19 @@ def test_a_budget_ends_a_sweep() -> None:
         return {"equal": True, "worst_relative": 0.0, "first": None}
 
     with patch.object(swept, "verify", as_second), patch.object(swept.time, "time", lambda: clock[0]):
-        check_layouts(runs, 1, 2.5, Control(), lambda run: nullcontext(None), rows.append)  # type: ignore[arg-type, return-value]
+        check_layouts(runs, 1, "exact", 2.5, Control(), lambda run: nullcontext(None), rows.append)  # type: ignore[arg-type, return-value]
     assert [row is None for row in rows] == [True, False] * 3
 
 
 @pytest.mark.full
-def test_the_command_checks_the_layouts_of_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["exact", "run"])
+def test_the_command_checks_the_layouts_of_two_ranks(precision: str, tmp_path: Path) -> None:
     """One head and 18 tokens leave data and pipeline ranks; compiled blocks two schedules of one stage."""
     flags = FEW | {"model.heads": 1, "model.kv_heads": 1, "data.seq_len": 18, "train.batch_tokens": 2 * 18}
-    words = words_of(flags | {"train.compile": "true"})
-    command = [sys.executable, "-m", "meshwright", "verify", *words, "--sweep", "2", "--out", str(tmp_path)]
+    compiled = {"train.compile": "true"} if precision == "exact" else {}
+    words = words_of(flags | compiled | {"precision.compute": "bf16"})
+    words += ["--sweep", "2", "--precision", precision, "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "meshwright", "verify", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "verify.json").read_text())

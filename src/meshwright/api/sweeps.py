@@ -11,12 +11,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from meshwright.api.runs import VERIFY_LIMIT_S, Result, launch, make_folder
+from meshwright.api.runs import COMPILE_LIMIT_S, VERIFY_LIMIT_S, Result, launch, make_folder
 from meshwright.launch.failure import RanksFailed
 from meshwright.launch.scratch import scratch_folder
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.differences import differences
 from meshwright.spec.load import Overrides
+from meshwright.spec.schema import known_keys
 
 PLAN, FOUND = "sweep.json", "found.json"
 """Files of a sweep's temporary folder: what its ranks shall check, and what they have found so far."""
@@ -31,6 +32,7 @@ def sweep(
     ranks: int,
     *,
     steps: int = 2,
+    precision: str = "exact",
     budget: float = math.inf,
     out: Path | None = None,
     given: tuple[Sequence[str], Overrides] = ((), ()),
@@ -40,7 +42,8 @@ def sweep(
 
     Without a `budget` they are a covering array: any two choices that some layout makes together, such as a
     size of an axis and a schedule, are made by one of them. With a budget, none is begun after so many
-    seconds, and layouts of all other sizes of the axes follow those, while there is time.
+    seconds, and layouts of all other sizes of the axes follow those, while there is time. With `precision`
+    "run" each layout computes in its own formats, as in `verify`.
 
     `given` are the words and the dotted flags that the run was made of, for the command that repeats the
     first failure. With `show` the first rank prints each row as it is found, and `show` those of layouts
@@ -57,13 +60,14 @@ def sweep(
         make_folder(out)
     count = layouts.needed if math.isinf(budget) else len(layouts.order)
     runs = [layouts.run(place) for place in range(count)]
-    rows = _checked(runs, steps, began + budget, show)
+    rows = _checked(runs, steps, precision, began + budget, show)
     verdicts = [row["verdict"] for row in rows]
     failure = None
     # A layout that is unequal says more than one that could not be compared.
     if wrong := next((each for each in ("UNEQUAL", "failed") if each in verdicts), None):
         place = verdicts.index(wrong)
-        failure = {**rows[place], "command": command_of(spec, runs[place], given, steps)}
+        command = command_of(spec, runs[place], given, steps, precision)
+        failure = {**rows[place], "command": command}
     result: Result = {
         "equal": False if wrong == "UNEQUAL" else None if wrong or not rows else True,
         "layouts": rows,
@@ -80,7 +84,9 @@ def sweep(
     return result
 
 
-def _checked(runs: Sequence[RunSpec], steps: int, until: float, show: ShowRow | None) -> list[Result]:
+def _checked(
+    runs: Sequence[RunSpec], steps: int, precision: str, until: float, show: ShowRow | None
+) -> list[Result]:
     """Start ranks that check the runs, and others for the rest where a run ends them; returns the rows."""
     from meshwright.verify.sweep_layouts import describe
 
@@ -91,8 +97,9 @@ def _checked(runs: Sequence[RunSpec], steps: int, until: float, show: ShowRow | 
         found = folder / FOUND
         flags = ["--sweep", str(ranks), "--out", str(folder), *([] if show is not None else ["--json"])]
         while len(rows) < len(runs) and time.time() < until and failures < MOST_FAILURES:
-            plan = {"first": len(rows), "steps": steps, "until": None if math.isinf(until) else until}
-            (folder / PLAN).write_text(json.dumps({**plan, "runs": trees}), encoding="utf-8")
+            plan = {"first": len(rows), "steps": steps, "precision": precision, "runs": trees}
+            plan["until"] = None if math.isinf(until) else until
+            (folder / PLAN).write_text(json.dumps(plan), encoding="utf-8")
             found.unlink(missing_ok=True)
             try:
                 return rows + launch("verify", runs[len(rows)], ranks, flags, found)["rows"]
@@ -110,21 +117,26 @@ def _checked(runs: Sequence[RunSpec], steps: int, until: float, show: ShowRow | 
     return rows
 
 
-def command_of(spec: RunSpec, small: RunSpec, given: tuple[Sequence[str], Overrides], steps: int) -> str:
+def command_of(
+    spec: RunSpec, small: RunSpec, given: tuple[Sequence[str], Overrides], steps: int, precision: str
+) -> str:
     """Return the command that compares the `small` run; the `given` words and dotted flags make `spec`."""
     words, flags = given[0], dict(given[1])
     for key, (_, value) in differences(spec.to_json(), small.to_json()).items():
-        if key not in ("model.preset", "model.hf") and value is not None:
+        if value is None and not known_keys()[key].optional:
+            flags.pop(key, None)  # a key of another recompute policy
+        elif key not in ("model.preset", "model.hf"):
             flags[key] = _as_flag(value)
     pairs = (word for key, text in flags.items() for word in (f"--{key}", text))
-    return shlex.join(["meshwright", "verify", *words, *pairs, "--steps", str(steps)])
+    own = ["--precision", precision] if precision == "run" else []
+    return shlex.join(["meshwright", "verify", *words, *pairs, "--steps", str(steps), *own])
 
 
 def _as_flag(value: Any) -> str:
     """Return a value as a flag has it."""
     if isinstance(value, list):
         return ",".join(map(str, value))
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else "none" if value is None else json.dumps(value)
 
 
 def sweep_worker(spec: RunSpec, folder: Path, show: ShowRow | None) -> None:
@@ -137,7 +149,9 @@ def sweep_worker(spec: RunSpec, folder: Path, show: ShowRow | None) -> None:
     from meshwright.verify.sweep import check_layouts
 
     plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-    limit = timedelta(seconds=spec.recovery.hang_seconds or VERIFY_LIMIT_S)
+    own = plan["precision"] == "run"
+    seconds = VERIFY_LIMIT_S + (COMPILE_LIMIT_S if own and spec.train.compile else 0.0)
+    limit = timedelta(seconds=spec.recovery.hang_seconds or seconds)
     rows: list[Result] = []
 
     def note(row: Result | None) -> None:
@@ -154,6 +168,7 @@ def sweep_worker(spec: RunSpec, folder: Path, show: ShowRow | None) -> None:
         check_layouts(
             [RunSpec.model_validate(tree) for tree in plan["runs"][plan["first"] :]],
             plan["steps"],
+            plan["precision"],
             math.inf if plan["until"] is None else plan["until"],
             control,
             lambda run: mesh_on(run, device, groups, limit),

@@ -280,8 +280,6 @@ def _sweep(call: Call) -> int:
     for name in ("nproc", "through", "onto", "save", "load"):
         if flags[name] is not None:
             raise UserError(f"--{name}: does not go with --sweep, which chooses the layouts; remove it")
-    if flags["precision"] == "run":
-        raise UserError("--precision: a sweep compares in float64; remove it, or verify one layout")
     show_row = None if call.json else _show_row
     if place is not None:
         if not place.launched:
@@ -293,6 +291,7 @@ def _sweep(call: Call) -> int:
             spec_of(call),
             flags["sweep"],
             steps=flags["steps"] or 2,
+            precision=flags["precision"],
             budget=flags["budget"] or math.inf,
             out=flags["out"],
             given=(call.words, call.overrides),

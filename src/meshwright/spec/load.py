@@ -67,6 +67,9 @@ def _validated(
     where = partial(_where, {key for key, _ in overrides}, tree, source)
     try:
         merged = copy.deepcopy(tree)
+        policy = dict(overrides).get("recompute.policy", "selective")
+        if policy != "selective" and isinstance(merged.get("recompute"), dict):
+            merged["recompute"].pop("save", None)  # a key of the file's policy, which the flag replaces
         for key, text in overrides:
             _overlay(merged, key, text)
         _tidy(merged, "", where)

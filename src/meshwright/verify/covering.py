@@ -37,12 +37,13 @@ class Pairs:
         """Number of pairs that the chosen cases make."""
         return len(np.unique(self.of_case[list(chosen)])) if chosen else 0
 
-    def covering(self, always: Sequence[int] = ()) -> list[int]:
-        """Choose cases that make all pairs, each time the first of those that add most; `always` begin."""
-        chosen, left = list(always), self.possible.copy()
+    def covering(self, always: Sequence[int] = (), costs: Sequence[float] = (1.0,)) -> list[int]:
+        """Choose cases that make all pairs; `always` begin, and the next is the first of those that add most
+        for their cost. `costs` has one for each case, or for all."""
+        chosen, left, each = list(always), self.possible.copy(), np.array(costs)
         left[self.of_case[chosen]] = False
         while left.any():
-            best = int(left[self.of_case].sum(1).argmax())
+            best = int((left[self.of_case].sum(1) / each).argmax())
             chosen.append(best)
             left[self.of_case[best]] = False
         return chosen

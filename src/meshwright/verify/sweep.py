@@ -14,6 +14,7 @@ import torch
 from meshwright.parallel.control import Control
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
+from meshwright.verify.precision import verify_in_own_precision
 from meshwright.verify.reference import ReferenceStep
 from meshwright.verify.sweep_layouts import describe
 from meshwright.verify.uneven import empty_slots
@@ -46,6 +47,7 @@ class KnownReferences:
 def check_layouts(
     runs: Sequence[RunSpec],
     steps: int,
+    precision: str,
     until: float,
     control: Control,
     mesh_of: Callable[[RunSpec], AbstractContextManager[Mesh]],
@@ -53,8 +55,8 @@ def check_layouts(
 ) -> None:
     """Compare each run with one device, and begin none after the time `until` (`time.time`) of rank 0.
 
-    `mesh_of` makes the mesh of a run over all ranks that `control` joins. Rank 0 notes None as a run begins,
-    and then its row.
+    With `precision` "run" each computes in its own formats, else in float64. `mesh_of` makes the mesh of a
+    run over all ranks that `control` joins. Rank 0 notes None as a run begins, and then its row.
     """
     references = KnownReferences(steps)
     for run in runs:
@@ -64,7 +66,12 @@ def check_layouts(
             note(None)
         began = time.monotonic()
         with mesh_of(run) as mesh:
-            found = verify(run, mesh, steps, references)
+            if precision == "run":
+                found = verify_in_own_precision(run, mesh, steps)
+                if run.train.compile:  # a function is compiled a few times at most: those of one layout
+                    torch.compiler.reset()
+            else:
+                found = verify(run, mesh, steps, references)
         if found is not None:
             note(row_of(run, found, time.monotonic() - began))
 

@@ -22,8 +22,10 @@ def small_tiles(spec: RunSpec) -> Tiling:
     chunk, block = _several(spec.micro_batch * length // layout.cp), _several(length)
     logits = chunk * -(-model.vocab_size // layout.tp)
     together = length // layout.cp * exchanging
-    run = together if exchanging == layout.cp else together // 2  # consecutive ones of these tokens
-    queries, keys = _several(run), _several(together)
+    # With a ring the keys come in parts, and half of these tokens are consecutive.
+    queries, keys = (_several(together),) * 2
+    if exchanging < layout.cp:
+        queries, keys = _two(together // 2), _two(together)
     largest = max(each.size for unit in parameters(model).values() for each in unit)
     of_rank = largest // (layout.tp * layout.shard_ranks)
     piece = _several(8 * of_rank)  # in float64
@@ -53,3 +55,11 @@ def small_tiles(spec: RunSpec) -> Tiling:
 def _several(size: int) -> int:
     """The size of pieces of `size`: two or three, the last of which is smaller where that can be."""
     return size // 3 + 1
+
+
+def _two(size: int) -> int:
+    """The size of two pieces of `size`, the last of which is smaller where that can be.
+
+    Attention to a part of the keys has a tile for each piece of its queries, keys and heads, in each part.
+    """
+    return size // 2 + (size > 2 or size == 1)
