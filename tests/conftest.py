@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,11 @@ from ranks import Ranks
 from small import measure_peak_quickly
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Started with `nohup` or by a script's `&`, pytest ignores these, and so would all that tests start.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 # The same examples on each run, so that a change is judged by what it did;
 # `--hypothesis-profile=explore` draws others.

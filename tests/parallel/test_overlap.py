@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -41,10 +41,17 @@ class Trace(TrafficCounter):
     computed: int = 0
     listed: list[Collective] = field(default_factory=list)
 
-    def start(self, axis: str, operation: str, sent: float, work: Pending | None) -> Pending:
+    def start(
+        self,
+        axis: str,
+        operation: str,
+        sent: float,
+        works: Sequence[Pending | None],
+        calls: Sequence[object] = (),
+    ) -> Pending:
         noted = Collective(axis, operation, self.computed)
         self.listed.append(noted)
-        return _Noted(super().start(axis, operation, sent, work), noted, self)
+        return _Noted(super().start(axis, operation, sent, works, calls), noted, self)
 
     def of(self, *operations: str) -> list[Collective]:
         """Collectives that move parameters and gradients."""
