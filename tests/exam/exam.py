@@ -104,8 +104,10 @@ class Ended:
         """The first difference in the order of a step, or else the largest; or the sentence of the error."""
         if self.result is None or not self.unequal:
             return self.error or ("passed" if self.code == 0 else "nothing")
-        first = self.result.get("first")
-        return "step {step} {kind}: {name}".format_map(first) if first else str(self.result["worst_name"])
+        if not (first := self.result.get("first")):
+            return str(self.result["worst_name"])
+        within = ", ".join(first.get("parameters", ()))  # that differ in a module whose backward does
+        return "step {step} {kind}: {name}".format_map(first) + (f" ({within})" if within else "")
 
 
 def load_exam() -> Exam:

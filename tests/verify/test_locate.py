@@ -205,3 +205,16 @@ def test_the_gradient_nearest_the_head_is_the_first() -> None:
         "at modules' outputs are right: in the weight's own gradient, or in its sum over ranks (2.0e+00, of "
         "3 compared 2 differ); each is 3 times what it should be (tp)"
     )
+
+
+def test_a_wrong_backward_names_the_parameters_that_it_makes_wrong() -> None:
+    names = [f"blocks.1.attn.{part}.weight" for part in ("q", "k", "v", "out")]
+    found = Comparison()
+    found.note(1, "backward", [Difference(1, "backward", "blocks.1.attn", 1e-3)])
+    wrong = ("k", "v")
+    found.note(1, "gradient", [Difference(1, "gradient", name, 0.5 * (name[14] in wrong)) for name in names])
+    first = found.result({})["first"]
+    assert first["parameters"] == ["blocks.1.attn.v.weight", "blocks.1.attn.k.weight"]
+    assert first["sentence"].endswith("of its own parameters' gradients only v.weight, k.weight differ")
+    found.note(1, "gradient", [Difference(1, "gradient", "blocks.1.attn_norm.weight", 0.5)])
+    assert found.result({})["first"]["parameters"] == first["parameters"]  # of another module

@@ -89,7 +89,7 @@ class Comparison:
                 "equal": first is None,
                 "worst_relative": overall["worst"],
                 "worst_name": f"{overall['kind']}: {overall['name']}",
-                "first": None if first is None else {**asdict(first), "sentence": self.sentence(first, axes)},
+                "first": first and self._described(first, axes),
                 "differences": [asdict(each) for place in step_of_first for each in self.failing(*place)],
                 "compared": sum(row["compared"] for row in rows),
                 "tolerance": self.tolerance,
@@ -97,6 +97,20 @@ class Comparison:
             }
         )
         return result
+
+    def _described(self, first: Difference, axes: Mapping[str, int]) -> dict[str, Any]:
+        within, sentence = self.parameters_within(first), self.sentence(first, axes)
+        return {**asdict(first), "parameters": within, "sentence": sentence}
+
+    def parameters_within(self, first: Difference) -> list[str]:
+        """Return the parameters of a module with a wrong backward whose gradients differ, if not all do."""
+        if first.kind != "backward":
+            return []
+        own = [
+            [each.name for each in some if each.name.startswith(f"{first.name}.")]
+            for some in (self.failing(first.step, "gradient"), self.kinds.get((first.step, "gradient"), []))
+        ]
+        return own[0] if len(own[0]) < len(own[1]) else []
 
     def sentence(self, first: Difference, axes: Mapping[str, int]) -> str:
         """Say what differs first, how much of its kind does, and by which factor."""
@@ -114,6 +128,9 @@ class Comparison:
         factors = [each.factor for each in failing]
         if None not in factors and len({round(factor, 9) for factor in factors if factor is not None}) == 1:
             words += f"; {'each' if len(failing) > 1 else 'it'} is {_factor(factors[0] or 0.0, axes)}"
+        if within := [name.removeprefix(f"{first.name}.") for name in self.parameters_within(first)]:
+            words += f"; of its own parameters' gradients only {', '.join(within)}"
+            words += " differs" if len(within) == 1 else " differ"
         return words
 
 
