@@ -201,10 +201,14 @@ def test_the_gradient_nearest_the_head_is_the_first() -> None:
     comparison.note(1, "parameter", [Difference(1, "parameter", "head.weight", math.inf)])
     assert comparison.first == Difference(1, "gradient", names[1], 2.0, 3.0)
     assert comparison.sentence(comparison.first, {"tp": 3}) == (
-        "step 1: the first difference is in the gradient of blocks.0.mlp.down.weight, though the gradients "
-        "at modules' outputs are right: in the weight's own gradient, or in its sum over ranks (2.0e+00, of "
-        "3 compared 2 differ); each is 3 times what it should be (tp)"
+        "step 1: the first difference is in the gradient of blocks.0.mlp.down.weight (2.0e+00, of 3 compared "
+        "2 differ); each is 3 times what it should be (tp)"
     )
+    comparison.note(1, "backward", [Difference(1, "backward", "head", 0.0)])
+    words = (
+        "mlp.down.weight, though the gradients at modules' outputs are right: in the weight's own gradient"
+    )
+    assert words in comparison.sentence(comparison.first, {})
 
 
 def test_a_wrong_backward_names_the_parameters_that_it_makes_wrong() -> None:

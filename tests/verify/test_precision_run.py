@@ -241,8 +241,12 @@ CASES: dict[str, tuple[Plant, str, tuple[int, str, str], list[str]]] = {
         one_gradient_is_halved, "bf16", (1, "gradient slope", "blocks.0.attn.v.weight"), ["is 0.5"],
     ),
     "scale": (scale_stays_in_gradients, "fp16", (1, "exp_avg", ""), ["the first moment of"]),
-    "skip": (skip_changes_a_moment, "fp16", (2, "skipped step", "exp_avg_sq of blocks.1."), ["must be skip"]),
-    "skip without halving": (scale_stays, "fp16", (2, "skipped step", "no loss scale"), ["should be lower"]),
+    "skip": (
+        skip_changes_a_moment, "fp16", (2, "skipped step", "changed exp_avg_sq of blocks.1."), ["must be"],
+    ),
+    "skip without halving": (
+        scale_stays, "fp16", (2, "skipped step", "did not lower"), ["on rank 0 it did not"],
+    ),
 }  # fmt: skip
 
 

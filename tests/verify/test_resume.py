@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from meshwright.checkpoint import hf, reader
 from meshwright.checkpoint.save_plan import narrow
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.loader import Batch, Loader
+from meshwright.parallel.call_check import same_calls
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec, UserError
 from meshwright.train import state
@@ -37,7 +39,7 @@ Plant = Callable[[], AbstractContextManager[object]]
 
 def part(mesh: Mesh, spec: RunSpec, saved: Path, save: bool, imported: bool, plant: Plant) -> Result | None:
     saved.mkdir(exist_ok=True)
-    with plant():
+    with same_calls(mesh, timedelta(seconds=30)), plant():
         if save:
             return save_part(spec, mesh, 2, saved)
         return load_part(spec, mesh, saved, saved / IMPORTED if imported else saved)
@@ -62,12 +64,13 @@ def through(
 LAYOUTS: list[tuple[dict[str, object], dict[str, object]]] = [
     ({"layout__dp": 4, "layout__zero": 3, "layout__micro_batch": 1}, {"layout__tp": 2, "layout__dp": 2}),
     ({"layout__pp": 2, "model__tied": "true"}, {"layout__dp": 2, "layout__zero": 1}),
+    ({"layout__dp": 2, "layout__cp": 2}, {"layout__dp": 2, "layout__tp": 2}),
     (EXPERTS | {"layout__dp": 2, "layout__ep": 2}, EXPERTS | {"layout__dp": 4, "layout__micro_batch": 1}),
 ]
 
 
 @pytest.mark.parametrize("imported", [False, True], ids=["checkpoint", "export"])
-@pytest.mark.parametrize("layouts", LAYOUTS, ids=["zero3-tp", "pp-zero1", "ep-dp"])
+@pytest.mark.parametrize("layouts", LAYOUTS, ids=["zero3-tp", "pp-zero1", "cp-tp", "ep-dp"])
 def test_a_run_that_is_loaded_on_another_layout_is_equal(
     ranks: Ranks, tmp_path: Path, layouts: tuple[dict[str, object], dict[str, object]], imported: bool
 ) -> None:
@@ -125,11 +128,22 @@ def turn_later_pieces() -> AbstractContextManager[object]:
     return patch.object(reader.Fetch, "run", run)
 
 
+def keep_no_first_moments() -> AbstractContextManager[object]:
+    """Leave the first moments out of what a checkpoint holds."""
+    whole = state.tensors
+
+    def tensors(trainer: Trainer) -> dict[str, Any]:
+        return {key: tensor for key, tensor in whole(trainer).items() if "exp_avg/" not in key}
+
+    return patch.object(state, "tensors", tensors)
+
+
 PLANTED: dict[str, tuple[Plant, str, str]] = {
     "nothing loaded": (partial(lose, "/"), "loaded parameter", "embed.weight"),
     "no second moments": (partial(lose, "exp_avg_sq"), "loaded exp_avg_sq", "embed.weight"),
     "samples from the first": (begin_the_samples_again, "loss", "loss"),
     "updates from 0": (forget_the_updates, "parameter", ""),
+    "no first moments": (keep_no_first_moments, "loaded exp_avg", "embed.weight"),
     "pieces turned": (turn_later_pieces, "loaded parameter", "embed.weight"),
 }
 

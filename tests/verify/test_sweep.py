@@ -402,6 +402,14 @@ def words_of(flags: dict[str, Any]) -> list[str]:
         (["--budget", "60s"], "--budget: is the time of a sweep"),
         (["--sweep", "2", "--through", "checkpoint"], "--through: does not go with --sweep"),
         (["--sweep", "2", "--nproc", "2"], "--nproc: does not go with --sweep"),
+        (["--sweep", "2", "--locate"], "--locate: is of one layout"),
+        (["--layout.dp", "2", "--save", "saved"], "--save: does not start the 2 ranks of the layout"),
+        (["--save", "saved", "--through", "checkpoint"], "--save: is one part of --through alone"),
+        (["--save", "saved", "--load", "saved"], "--save: is one part of --through alone"),
+        (
+            ["--model.preset", "moe-tiny", "--through", "export"],
+            "model.family: HF's llama has no model.moe",
+        ),
     ],
 )
 def test_flags_that_do_not_go_together_are_told(words: list[str], sentence: str) -> None:

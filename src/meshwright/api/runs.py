@@ -259,6 +259,7 @@ def verify(
     """
 
     from meshwright.report.record import write_atomically
+    from meshwright.spec.hf_write import write_hf_config
 
     ranks = spec.layout.world_size if nproc is None else nproc
     ranks_match(spec, ranks)
@@ -268,6 +269,8 @@ def verify(
         raise UserError("--onto: is the layout to load on; add --through checkpoint, or --through export")
     if precision == "run" and through is not None:
         raise UserError("--precision run: compares no checkpoints; remove --through or --precision")
+    if through == "export":
+        write_hf_config(spec.model, "float64")  # refuses a model that no family of HF's computes
     if out is not None:
         make_folder(out)
     if ranks == 1 and through is None:

@@ -174,3 +174,5 @@ def sweep_worker(spec: RunSpec, folder: Path, show: ShowRow | None) -> None:
             lambda run: mesh_on(run, device, groups, limit),
             note,
         )
+        if control.rank == 0 and not rows:  # out of time before the first
+            note(None)

@@ -254,6 +254,7 @@ def verify(call: Call) -> int:
     del flags["nproc"]  # the layout says it
     save, load, onto = flags.pop("save"), flags.pop("load"), flags.pop("onto")
     parts = {"save": save, "load": load}
+    _check_parts(parts, flags["through"], spec.layout.world_size if place is None else 0)
     if place is not None and place.launched:  # its launcher reports a failure
         api.verify_worker(spec, **parts, **flags)
         return 0
@@ -272,6 +273,21 @@ def verify(call: Call) -> int:
     return 0 if result["equal"] else 1
 
 
+def _check_parts(parts: Mapping[str, Path | None], through: str | None, missing: int) -> None:
+    """Refuse parts of --through that do not go together, or whose ranks are not there: so many `missing`."""
+    given = [name for name, folder in parts.items() if folder is not None]
+    for name in given:
+        if len(given) > 1 or (through is not None and missing):
+            raise UserError(
+                f"--{name}: is one part of --through alone; give one of --save, --load, --through"
+            )
+        if missing > 1:
+            raise UserError(
+                f"--{name}: does not start the {missing} ranks of the layout; start it with torchrun, or let "
+                f"--through checkpoint save and load in one command"
+            )
+
+
 def _sweep(call: Call) -> int:
     """Compare many layouts; the exit code is 1 if one is unequal, or else 70 if one could not be compared."""
     from meshwright import api
@@ -280,6 +296,8 @@ def _sweep(call: Call) -> int:
     for name in ("nproc", "through", "onto", "save", "load"):
         if flags[name] is not None:
             raise UserError(f"--{name}: does not go with --sweep, which chooses the layouts; remove it")
+    if flags["locate"]:
+        raise UserError("--locate: is of one layout; give it to the command that repeats a failure")
     show_row = None if call.json else _show_row
     if place is not None:
         if not place.launched:
@@ -321,8 +339,8 @@ def _show_sweep(result: Mapping[str, Any]) -> None:
         f"choices"
     )
     if failure := result["first_failure"]:
-        show.line(f"{failure['layout']}: {failure['sentence']}")
-        print(failure["command"])
+        show.line(f"first failure: {failure['layout']}: {failure['sentence']}")
+        print(f"repeat it with: {failure['command']}")
 
 
 SIGNALLED = 128

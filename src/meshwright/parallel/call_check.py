@@ -12,9 +12,9 @@ other rank, and a difference is told at once:
     waits/<rank>             the call that the rank has waited for in vain, and who has not made it
     late                     the sentence about the first such wait, with which all ranks end
 
-The ranks of a stage run the same program, so their sequence finds a call that one of them leaves out where
-its next call is one of another group. Each call costs a rank two round trips to the store, and an uneven
-all-to-all four.
+The ranks of a stage run the same program, but for broadcasts, so their sequence finds a call that one of them
+leaves out where its next call is one of another group. Each call costs a rank two round trips to the store,
+and an uneven all-to-all four.
 """
 
 from __future__ import annotations
@@ -133,7 +133,9 @@ class SameCalls:
         self._compare(f"{sequence}/{call.number}", compared, text)
         if rows is not None:
             self._compare_rows(f"rows {group}/{call.number}", text, ranks, axis.rank, rows)
-        if axis.name != "world" or pair is None:  # ranks have different parts in messages across stages
+        # Ranks have different parts in messages across stages, and in a broadcast over several axes, which
+        # only those ranks of the first one make that have the value or pass it on.
+        if (axis.name != "world" or pair is None) and operation != "broadcast":
             stage = f"stage {self._stage}"
             self._numbers[stage] += 1
             self._compare(f"{stage}/{self._numbers[stage]}", f"{axis.name} {operation}", text)

@@ -121,6 +121,11 @@ class Comparison:
         of = 1 if follow else len(self.kinds[first.step, first.kind])
         words = f"step {first.step}: " if first.step else ""
         words += f"the first difference is in {_PHRASES[first.kind].format(first.name)}"
+        if first.kind == "forward" and first.name.endswith("norm"):
+            words += " or the residual stream that it takes"
+        before, reason = _THOUGH.get(first.kind, ("", ""))
+        if (first.step, before) in self.kinds:
+            words += f", though {reason}"
         words += f" ({first.relative:.1e}"
         words += f", of {of} compared {len(failing)} differ)" if of > 1 else ")"
         if first.detail:
@@ -138,12 +143,11 @@ _PHRASES = {
     "initial weight": "the initial value of {}",
     "samples": "the {} of the samples",
     "forward": "the output of {}",
-    "loss": "the loss, though each module's output is right: in the head's loss, or in its sum over ranks",
+    "loss": "the loss",
     "backward": "the backward of {}",
     "balance": "the router's statistics {}",
-    "gradient": "the gradient of {}, though the gradients at modules' outputs are right: in the weight's own "
-    "gradient, or in its sum over ranks",
-    "grad norm": "the gradient norm, though every gradient is right",
+    "gradient": "the gradient of {}",
+    "grad norm": "the gradient norm",
     "router bias": "{}",
     "loaded step": "the step: the run went on from {}",
     "loaded parameter": "{} as loaded",
@@ -153,10 +157,21 @@ _PHRASES = {
     "output": "the module's {}",  # this and the next two are of `meshwright.testing`
     "parameter gradient": "the gradient of {}",
     "input gradient": "the gradient of {}",
-    "parameter": "the update of {}, though its gradient is right",
+    "parameter": "the update of {}",
     "exp_avg": "the first moment of {}",
     "exp_avg_sq": "the second moment of {}",
 }
+
+_THOUGH = {
+    "loss": ("forward", "each module's output is right: in the head's loss, or in its sum over ranks"),
+    "gradient": (
+        "backward",
+        "the gradients at modules' outputs are right: in the weight's own gradient, or in its sum over ranks",
+    ),
+    "grad norm": ("gradient", "every gradient is right"),
+    "parameter": ("gradient", "its gradient is right"),
+}
+"""Kind -> a kind before it, and the words that are true where that was compared."""
 
 
 def _difference(

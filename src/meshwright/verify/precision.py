@@ -138,21 +138,25 @@ class _Comparison:
         done = trainer.apply(trainer.totals(loss), number)
         if done.applied:
             if done.loss_scale == OVERFLOWING:
-                self._note_skip(number, ["the step, though its loss scale overflows"])
+                self._note_skip(number, ["was taken"])
         elif trainer.loss_scale.dynamic:
-            changed = [name for name, tensor in self._own() if not torch.equal(kept[name], tensor)]
+            own = [f"changed {name}" for name, tensor in self._own() if not torch.equal(kept[name], tensor)]
             if trainer.optimiser.updates != updates:
-                changed.append("the number of updates")
+                own.append("changed the number of updates")
             if trainer.loss_scale.value >= done.loss_scale > 1:
-                changed.append("no loss scale, which should be lower")
-            self._note_skip(number, changed)
+                own.append("did not lower the loss scale")
+            self._note_skip(number, own)
         return _Taken(done, gradients, stale)
 
-    def _note_skip(self, number: int, changed: list[str]) -> None:
-        every = self.mesh.control.gather(changed)
-        name = next((name for some in every or [] for name in some), "all states")
-        words = f"step {number}: a step that overflows in fp16 must be skipped, and changed {name}"
-        self.found.add(number, "skipped step", name, math.inf if any(every or []) else 0.0, 0.0, words)
+    def _note_skip(self, number: int, wrong: list[str]) -> None:
+        every = self.mesh.control.gather(wrong) or []
+        rank = next((rank for rank, each in enumerate(every) if each), None)
+        if rank is None:
+            self.found.add(number, "skipped step", "all states", 0.0, 0.0, "")
+            return
+        words = f"step {number}: in fp16 a step that overflows must be skipped, and the loss scale halved; "
+        words += f"on rank {rank} it {every[rank][0]}"
+        self.found.add(number, "skipped step", every[rank][0], math.inf, 0.0, words)
 
     def _own(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's stored parameters, moments and routers' biases, by name."""
@@ -183,6 +187,8 @@ class _Comparison:
             words = f"step {number}: the {each.name} of the samples differ {each.detail}".rstrip()
             found.add(number, "samples", each.name, each.relative, 0.0, words)
         compute = formats(spec.precision).compute
+        if not any(taken.stale):
+            found.add(number, "compute copy", "all copies", 0.0, 0.0, "")
         for rank, names in enumerate(taken.stale):
             for name in names:
                 words = f"step {number}: the compute copy of {name} on rank {rank} is not its rounded master"

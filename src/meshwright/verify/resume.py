@@ -19,7 +19,7 @@ import torch
 
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.waiting import while_others_wait
-from meshwright.spec import RunSpec
+from meshwright.spec import RunSpec, UserError
 from meshwright.spec.tiling import Tiling, tiled
 from meshwright.train.callbacks import Observers
 from meshwright.train.loop import TrainingRun
@@ -55,6 +55,10 @@ def load_part(spec: RunSpec, mesh: Mesh, saved: Path, folder: Path) -> dict[str,
     moments and steps begin anew. The first rank gets the result.
     """
     record = json.loads((saved / RUN).read_text(encoding="utf-8"))
+    if "narrowed" not in record:
+        raise UserError(
+            f"--load: {saved} was not written by `meshwright verify --save`; give a folder that was"
+        )
     before = RunSpec.model_validate(record["spec"])
     steps = before.train.last_step
     imported = folder != saved
@@ -115,8 +119,7 @@ class _Watch(Observers):
         for kind, tensors in found.items():
             if self.imported and kind in ("exp_avg", "exp_avg_sq"):
                 wanted[kind] = {name: torch.zeros_like(moment) for name, moment in wanted[kind].items()}
-            if tensors:
-                self.comparison.add(self.saved, f"loaded {kind}", tensors, wanted[kind])
+            self.comparison.add(self.saved, f"loaded {kind}", tensors, wanted[kind])
         if self.imported:
             weights = wanted["parameter"] | wanted["router bias"]
             self._reference = reference_steps(self.spec, weights, batches(self.spec))
@@ -131,8 +134,7 @@ class _Watch(Observers):
             number = torch.tensor(row[name], dtype=torch.float64)
             self.comparison.add(step, kind, {kind: number}, wanted[kind])
         for kind, tensors in found.items():
-            if tensors:
-                self.comparison.add(step, kind, tensors, wanted[kind])
+            self.comparison.add(step, kind, tensors, wanted[kind])
 
     def _state(self) -> State:
         assert self.run is not None

@@ -82,7 +82,7 @@ def _side_by_side(
         for kind in KINDS:
             if kind in PHASES:
                 comparison.note(number, kind, differences(number, kind, sums, wanted, spec))
-            elif found[kind]:
+            else:
                 comparison.add(number, kind, found[kind], wanted[kind])
         drift = math.inf if divergence is not None else 0.0
         copies = Difference(number, "replicas", str(divergence or "all copies"), drift)
@@ -95,7 +95,7 @@ def _side_by_side(
 
 
 KINDS = (
-    "forward", "loss", "backward", "balance", "gradient", "grad norm",
+    "forward", "balance", "loss", "backward", "gradient", "grad norm",
     "router bias", "parameter", "exp_avg", "exp_avg_sq",
 )  # fmt: skip
 """The kinds of values that are compared in each step, in the order in which a step computes them."""
