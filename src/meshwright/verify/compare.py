@@ -123,8 +123,8 @@ class Comparison:
         words += f"the first difference is in {_PHRASES[first.kind].format(first.name)}"
         if first.kind == "forward" and first.name.endswith("norm"):
             words += " or the residual stream that it takes"
-        before, reason = _THOUGH.get(first.kind, ("", ""))
-        if (first.step, before) in self.kinds:
+        before, reason = _THOUGH.get(first.kind, ((), ""))
+        if any((first.step, kind) in self.kinds for kind in before):
             words += f", though {reason}"
         words += f" ({first.relative:.1e}"
         words += f", of {of} compared {len(failing)} differ)" if of > 1 else ")"
@@ -163,15 +163,15 @@ _PHRASES = {
 }
 
 _THOUGH = {
-    "loss": ("forward", "each module's output is right: in the head's loss, or in its sum over ranks"),
+    "loss": (("forward",), "each module's output is right: in the head's loss, or in its sum over ranks"),
     "gradient": (
-        "backward",
+        ("backward",),
         "the gradients at modules' outputs are right: in the weight's own gradient, or in its sum over ranks",
     ),
-    "grad norm": ("gradient", "every gradient is right"),
-    "parameter": ("gradient", "its gradient is right"),
+    "grad norm": (("gradient", "parameter gradient"), "every gradient is right"),
+    "parameter": (("gradient", "parameter gradient"), "its gradient is right"),
 }
-"""Kind -> a kind before it, and the words that are true where that was compared."""
+"""Kind -> kinds before it, and the words that are true where one of these was compared."""
 
 
 def _difference(
