@@ -86,9 +86,11 @@ def compare(
     Modules in float64 agree to 1e-10; give a `tolerance` of 1e-4 for float32. Raises `UserError` if ranks
     have different plain modules or inputs.
     """
-    if steps < 1 or (steps > 1 and optimiser is None):
+    if steps < 1:
+        raise UserError(f"steps: {steps} steps compare nothing; give 1 or more")
+    if steps > 1 and optimiser is None:
         raise UserError(
-            f"steps: {steps} steps need an optimiser; give one, as partial(torch.optim.AdamW, lr=0.1)"
+            f"optimiser: {steps} steps need one; give it, as partial(torch.optim.AdamW, lr=0.1), or 1 step"
         )
     _require_the_same(plain, inputs, group)
     ours = _Side(parallel, names, gather, optimiser)

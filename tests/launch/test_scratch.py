@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshwright import api
-from meshwright.api import runs
+from meshwright.api import verify_runs
 from meshwright.launch.scratch import scratch_folder
 from meshwright.spec import load
 
@@ -46,5 +46,5 @@ def test_another_launcher_leaves_the_folder_of_verify(monkeypatch: pytest.Monkey
         with scratch_folder():
             return {"there": result.parent.is_dir()}
 
-    monkeypatch.setattr(runs, "launch", launched)
+    monkeypatch.setattr(verify_runs, "launch", launched)
     assert api.verify(load(None, [("layout.dp", "2")])) == {"there": True}

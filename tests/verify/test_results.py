@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.api.runs import _joined
+from meshwright.api.verify_runs import _joined
 from meshwright.verify.compare import Comparison
 from meshwright.verify.measured import Measurements
 from meshwright.verify.sweep import row_of

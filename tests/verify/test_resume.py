@@ -14,7 +14,7 @@ import pytest
 from torch import Tensor
 
 from meshwright import api
-from meshwright.api.runs import IMPORTED, through_export
+from meshwright.api.verify_runs import IMPORTED, through_export
 from meshwright.checkpoint import hf, reader
 from meshwright.checkpoint.save_plan import narrow
 from meshwright.checkpoint.store import CheckpointStore

@@ -21,7 +21,7 @@ from meshwright import api
 from meshwright.api import sweeps as subject
 from meshwright.cli.parser import parse
 from meshwright.cli.runs import spec_of as spec_of_call
-from meshwright.cli.runs import verify as verify_verb
+from meshwright.cli.verify import verify as verify_verb
 from meshwright.launch.failure import RanksFailed
 from meshwright.parallel.control import Control
 from meshwright.parallel.mesh import Mesh

@@ -32,10 +32,10 @@ from meshwright.api.runs import check_start as check_start
 from meshwright.api.runs import default_out as default_out
 from meshwright.api.runs import train as train
 from meshwright.api.runs import train_worker as train_worker
-from meshwright.api.runs import verify as verify
-from meshwright.api.runs import verify_worker as verify_worker
 from meshwright.api.sweeps import sweep as sweep
 from meshwright.api.sweeps import sweep_worker as sweep_worker
+from meshwright.api.verify_runs import verify as verify
+from meshwright.api.verify_runs import verify_worker as verify_worker
 from meshwright.planner.plan import Plan as Plan
 from meshwright.planner.plan import Plans as Plans
 from meshwright.planner.plan import estimate as estimate

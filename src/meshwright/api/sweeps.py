@@ -7,11 +7,11 @@ import math
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from meshwright.api.runs import COMPILE_LIMIT_S, VERIFY_LIMIT_S, Result, launch, make_folder
+from meshwright.api.runs import Result, launch, make_folder
+from meshwright.api.verify_runs import longest_wait
 from meshwright.launch.failure import RanksFailed
 from meshwright.launch.scratch import scratch_folder
 from meshwright.spec import RunSpec, UserError
@@ -149,9 +149,7 @@ def sweep_worker(spec: RunSpec, folder: Path, show: ShowRow | None) -> None:
     from meshwright.verify.sweep import check_layouts
 
     plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-    own = plan["precision"] == "run"
-    seconds = VERIFY_LIMIT_S + (COMPILE_LIMIT_S if own and spec.train.compile else 0.0)
-    limit = timedelta(seconds=spec.recovery.hang_seconds or seconds)
+    limit = longest_wait(spec, plan["precision"])
     rows: list[Result] = []
 
     def note(row: Result | None) -> None:

@@ -12,7 +12,20 @@ from types import FrameType
 from typing import NoReturn
 
 from meshwright import __version__
-from meshwright.cli import chaos, dryrun, goodput, hardware, models, output, plan, runs, simulate, validate
+from meshwright.cli import (
+    chaos,
+    dryrun,
+    goodput,
+    hardware,
+    models,
+    output,
+    plan,
+    runs,
+    simulate,
+    train,
+    validate,
+    verify,
+)
 from meshwright.cli import help as helps
 from meshwright.cli import spec as specs
 from meshwright.cli.parser import Verb, parse
@@ -24,7 +37,7 @@ from meshwright.spec.errors import Stopped, did_you_mean
 from meshwright.spec.load import one_line
 
 VERBS: tuple[Verb, ...] = (
-    runs.train, runs.verify, runs.tokenize, runs.data_verify,
+    train.train, verify.verify, runs.tokenize, runs.data_verify,
     plan.plan, simulate.simulate, plan.explain, dryrun.dryrun, goodput.goodput, validate.validate,
     chaos.chaos,
     hardware.profile, hardware.clusters,

@@ -129,8 +129,13 @@ def main(arguments: Sequence[str]) -> None:
     """Serve as the zygote: `arguments` = [supervisor's pid, descriptor of the connection, module...]."""
     supervisor, descriptor, *preload = int(arguments[0]), *arguments[1:]
     ranks: dict[int, int] = {}
-    # SIGCONT, as a zygote that is stopped must end with its supervisor, too.
-    signal.signal(signal.SIGCONT, lambda _number, _frame: _end_if_orphaned(supervisor, ranks))
+    zygote = os.getpid()
+
+    def wake_up(_number: int, _frame: object) -> None:
+        if os.getpid() == zygote:  # and not a rank that has just been forked
+            _end_if_orphaned(supervisor, ranks)
+
+    signal.signal(signal.SIGCONT, wake_up)  # as a zygote that is stopped must end with its supervisor, too
     tie_to_parent(supervisor, signal.SIGCONT)
     connection = socket.socket(fileno=int(descriptor))
     connection.set_inheritable(False)

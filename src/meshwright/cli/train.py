@@ -1,0 +1,164 @@
+"""The verb train: start the ranks of a run, or train as one of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli import output as show
+from meshwright.cli.ending import Ending, errors_as_json
+from meshwright.cli.parser import JSON, Call, Flag, folder_name, verb
+from meshwright.cli.runs import NPROC, RUN, asked, spec_of
+from meshwright.cli.verify import nothing_compared, show_verify
+from meshwright.launch.env import Worker, nproc_of, worker
+from meshwright.spec import RunSpec, UserError
+from meshwright.spec.load import from_tree
+
+
+@verb(
+    "train",
+    "train a model: start the ranks, log, checkpoint, report",
+    RUN,
+    NPROC,
+    Flag("cluster", "hardware to plan a missing layout for; default this machine", "NAME|FILE", str),
+    Flag("out", "folder of the run; default a new one under runs/", "DIR", folder_name),
+    Flag("resume", "continue from the newest checkpoint, or from a step", "auto|STEP", str),
+    Flag("quiet", "no progress lines"),
+    Flag(
+        "nodes",
+        "run on so many hosts, which may leave and join; start the same command on each, with an --out that "
+        "all of them have",
+        "MIN[:MAX]",
+        str,
+    ),
+    Flag("address", "address of this host that the others reach it at", "IP", str),
+    Flag(
+        "verify", "first compare the layout with one device, as `verify` does, and only train if it is equal"
+    ),
+    JSON,
+)
+def train(call: Call) -> int:
+    """Launch the ranks and train, or train as one of them; exit code 1 if --verify finds a difference."""
+    place = worker()
+    with errors_as_json(call.json and (place is None or place.rank == 0)) as run:
+        return _train(call, place, run)
+
+
+def _train(call: Call, place: Worker | None, ending: Ending) -> int:
+    """Train as the rank `place`, or launch the ranks; see `train`."""
+    from meshwright import api
+
+    path = call.path()
+    if call.flags["verify"] and (place is not None or call.flags["nodes"] is not None):
+        raise UserError(
+            "--verify: needs all ranks of the layout on this machine, started by this command; remove it, "
+            "and run `meshwright verify` first, on several hosts as `torchrun ... -m meshwright verify` with "
+            "this run file and these flags"
+        )
+    if call.flags["nodes"] is not None:
+        _train_with_others(call, ending)
+        return 0
+    if call.flags["address"] is not None:
+        raise UserError("--address: only says where other hosts reach this one; add --nodes, or remove it")
+    resume, quiet = call.flags["resume"], call.flags["quiet"]
+    run = path if path is not None and path.is_dir() else None
+    out: Path | None = call.flags["out"] or run
+    if place is None and resume is None:
+        spec = _planned(call)
+    elif call.flags["cluster"] is not None:
+        raise UserError(
+            "--cluster: only plans layouts of new runs; remove it, or run without --resume and torchrun"
+        )
+    else:
+        spec = spec_of(call, place.world_size if place else None)
+    if resume is not None and run and out and run.resolve() != out.resolve():
+        raise UserError(f"--out: {out} differs from the resumed run {run}; remove --out")
+    if out is None and place is None:
+        out = api.default_out()
+    elif out is None:  # ranks of a torchrun must agree on a folder, and share no clock: the spec names it
+        out = Path("runs") / f"{spec.model.preset or spec.model.family}-{spec.digest()[:8]}"
+    ending.out, ending.checkpoints = out, spec.checkpoint.folder(out)
+    if call.flags["verify"]:
+        api.check_start(spec, out, resume)
+        if not _is_equal(call, spec, ending):
+            return 1
+    if place is None:
+        result = api.train(spec, out=out, resume=resume, quiet=quiet, supervise=True)
+    else:
+        result = api.train_worker(spec, out=out, resume=resume, quiet=quiet)
+    if place is None or (place.rank == 0 and not place.launched):
+        _show_finished(call, result, ending)
+    return 0
+
+
+def _show_finished(call: Call, result: Mapping[str, Any], ending: Ending) -> None:
+    """Print the result of a run, with --json together with how it ended."""
+    show.result(call, {**ending.described("finished", 0), **result} if call.json else result)
+
+
+def _is_equal(call: Call, spec: RunSpec, ending: Ending) -> bool:
+    """Compare the layout with one device; print in one line that it is equal, or else the whole result."""
+    from meshwright import api
+
+    with nothing_compared():
+        found = api.verify(spec)
+    if not found["equal"]:
+        reason = "the layout does not equal one device, so nothing was trained"
+        show.result(call, {**ending.described("failed", 1, reason), **found}, show_verify)
+    elif not call.flags["quiet"]:
+        narrowed = f"; {found['narrowed']}" if found["narrowed"] else ""
+        show.line(
+            f"verified: {found['layout']} equals one device in float64 over {found['steps']} steps "
+            f"({found['compared']} tensors and numbers, the largest relative difference "
+            f"{found['worst_relative']:.1e}){narrowed}"
+        )
+    return bool(found["equal"])
+
+
+def _train_with_others(call: Call, ending: Ending) -> None:
+    """Train as one of several hosts, with --nproc ranks."""
+    from meshwright import api
+
+    given = call.flags["nodes"]
+    match = re.fullmatch(r"([1-9]\d{0,5})(?::([1-9]\d{0,5}))?", given)
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if match is None:
+        raise UserError(f"--nodes: {given!r} is not a number of hosts; give one, as 2, or a range, as 1:4")
+    if least > most:
+        raise UserError(
+            f"--nodes: {given!r} asks for at least {least} hosts and at most {most}; give {most}:{least}"
+        )
+    if worker() is not None or call.flags["cluster"] is not None:
+        raise UserError(
+            "--nodes: starts the ranks itself, on the layout of the run file; remove --cluster, and start it "
+            "without torchrun"
+        )
+    tree, overrides, nproc, source = asked(call)
+    spec, ending.out = from_tree(tree, overrides, source), call.flags["out"]
+    if ending.out is not None:
+        ending.checkpoints = spec.checkpoint.folder(ending.out)
+    result = api.train(
+        spec,
+        nproc=None if nproc is None else nproc_of(nproc),
+        out=ending.out,
+        resume=call.flags["resume"],
+        quiet=call.flags["quiet"],
+        nodes=(least, most),
+        address=call.flags["address"],
+    )
+    _show_finished(call, result, ending)
+
+
+def _planned(call: Call) -> RunSpec:
+    """Return the spec of a new run; if it sets no axis, plan its layout and print the reason in one line."""
+    from meshwright.launch.auto_layout import planned
+
+    cluster = call.flags["cluster"]
+    spec, why = planned(*asked(call), cluster)
+    if cluster is not None and why is None:
+        raise UserError("--cluster: only plans a layout, but this run sets its own; remove --cluster")
+    if why is not None and not call.flags["quiet"]:
+        show.line(why)
+    return spec

@@ -1,0 +1,212 @@
+"""The verb verify: compare a layout, or many, with one device."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from meshwright.cli import output as show
+from meshwright.cli.parser import JSON, Call, Flag, choice, folder_name, verb, whole
+from meshwright.cli.runs import NPROC, RUN, spec_of
+from meshwright.launch.env import worker
+from meshwright.launch.failure import RanksFailed
+from meshwright.spec import UserError
+from meshwright.spec.errors import CollectiveError
+from meshwright.spec.load import Overrides, from_tree
+from meshwright.units import duration
+
+NO_VERDICT = "the layout was not compared with one device"
+
+
+def _axes(text: str) -> Overrides:
+    pairs = [each.partition("=") for each in text.split(",")]
+    if not all(key.strip() and value.strip() for key, _, value in pairs):
+        raise ValueError("axes with their sizes are needed, such as dp=2,tp=2")
+    return [(f"layout.{key.strip()}", value.strip()) for key, _, value in pairs]
+
+
+@verb(
+    "verify",
+    "compare the layout with one device in float64: loss, gradients, norm, parameters",
+    RUN,
+    NPROC,
+    Flag("steps", "optimiser steps to compare; default 3, with --sweep 2", "K", whole(1)),
+    Flag(
+        "sweep",
+        "compare layouts of N ranks: any two choices of axes, schedules, modes, ... that the run allows",
+        "N",
+        whole(1),
+    ),
+    Flag(
+        "budget",
+        "with --sweep: begin no layout after this time; if it is long, other sizes follow",
+        "TIME",
+        duration,
+    ),
+    Flag(
+        "through",
+        "save after K steps, load, and compare K more: 'checkpoint', or 'export' to an HF folder and import",
+        "WAY",
+        choice("checkpoint", "export"),
+    ),
+    Flag("onto", "with --through: layout to load on, such as dp=2,tp=2; default the same", "AXES", _axes),
+    Flag(
+        "precision",
+        "'exact' compares in float64, uncompiled; 'run' in the run's own formats, compiled if it is",
+        "FORMATS",
+        choice("exact", "run"),
+        default="exact",
+    ),
+    Flag("locate", "list all differences of the first step that has one, in the order of the step"),
+    Flag("save", "the first part of --through alone: save in DIR", "DIR", folder_name),
+    Flag("load", "its second part alone: go on from what --save has left in DIR", "DIR", folder_name),
+    Flag("out", "also write the result to DIR/verify.json", "DIR", folder_name),
+    JSON,
+)
+def verify(call: Call) -> int:
+    """Compare the layout with one device; the exit code is 1 if they differ."""
+    from meshwright import api
+
+    place, flags = worker(), dict(call.flags)
+    ranks, budget, locate = flags.pop("sweep"), flags.pop("budget"), flags.pop("locate")
+    if ranks is not None:
+        return _sweep(call)
+    if budget is not None:
+        raise UserError("--budget: is the time of a sweep; add --sweep N, or remove it")
+    flags["steps"] = flags["steps"] or 3
+    spec = spec_of(call, place.world_size if place else None)
+    del flags["nproc"]  # the layout says it
+    save, load, onto = flags.pop("save"), flags.pop("load"), flags.pop("onto")
+    parts = {"save": save, "load": load}
+    _check_parts(parts, flags["through"], spec.layout.world_size if place is None else 0)
+    if place is not None and place.launched:  # its launcher reports a failure
+        api.verify_worker(spec, **parts, **flags)
+        return 0
+    if onto is not None:
+        if place is not None or load is not None:
+            raise UserError("--onto: starts ranks of another layout; give --load that layout instead")
+        onto = from_tree({**spec.to_json(), "layout": {}}, onto)
+    with nothing_compared():
+        if place is not None or save is not None or load is not None:
+            result = api.verify_worker(spec, **parts, **flags)
+        else:
+            result = api.verify(spec, onto=onto, **flags)
+    if place is not None and place.rank > 0:
+        return 0
+    show.result(call, result, partial(show_verify, locate=locate))
+    return 0 if result["equal"] else 1
+
+
+def _check_parts(parts: Mapping[str, Path | None], through: str | None, missing: int) -> None:
+    """Refuse parts of --through that do not go together, or whose ranks are not there: so many `missing`."""
+    given = [name for name, folder in parts.items() if folder is not None]
+    for name in given:
+        if len(given) > 1 or (through is not None and missing):
+            raise UserError(
+                f"--{name}: is one part of --through alone; give one of --save, --load, --through"
+            )
+        if missing > 1:
+            raise UserError(
+                f"--{name}: does not start the {missing} ranks of the layout; start it with torchrun, or let "
+                f"--through checkpoint save and load in one command"
+            )
+
+
+def _sweep(call: Call) -> int:
+    """Compare many layouts; the exit code is 1 if one is unequal, or else 70 if one could not be compared."""
+    from meshwright import api
+
+    place, flags = worker(), call.flags
+    for name in ("nproc", "through", "onto", "save", "load"):
+        if flags[name] is not None:
+            raise UserError(f"--{name}: does not go with --sweep, which chooses the layouts; remove it")
+    if flags["locate"]:
+        raise UserError("--locate: is of one layout; give it to the command that repeats a failure")
+    show_row = None if call.json else _show_row
+    if place is not None:
+        if not place.launched:
+            raise UserError("--sweep: starts the ranks itself; start it without torchrun")
+        api.sweep_worker(spec_of(call), flags["out"], show_row)
+        return 0
+    with nothing_compared():
+        result = api.sweep(
+            spec_of(call),
+            flags["sweep"],
+            steps=flags["steps"] or 2,
+            precision=flags["precision"],
+            budget=flags["budget"] or math.inf,
+            out=flags["out"],
+            given=(call.words, call.overrides),
+            show=show_row,
+        )
+    show.result(call, result, _show_sweep)
+    return {True: 0, False: 1, None: CollectiveError.code}[result["equal"]]
+
+
+def _show_row(number: int, count: int, row: Mapping[str, Any]) -> None:
+    worst = "-" if row["worst"] is None else f"{row['worst']:.1e}"
+    seconds = "-" if row["seconds"] is None else f"{row['seconds']:.1f} s"
+    place = f"{number:>{len(str(count))}}/{count}"
+    show.line(f"{place}  {row['verdict']:<7}  {worst:>7}  {seconds:>7}  {row['layout']}", indent=8)
+    if row["sentence"]:
+        show.line(f"        {row['sentence']}", indent=8)
+
+
+def _show_sweep(result: Mapping[str, Any]) -> None:
+    if narrowed := result["narrowed"]:
+        show.line(narrowed)
+    verdict = {True: "equal", False: "UNEQUAL", None: "NOT COMPARED"}[result["equal"]]
+    wrong = sum(row["verdict"] != "equal" for row in result["layouts"])
+    show.line(
+        f"{verdict}: {result['checked']} of {result['of']} layouts checked in {result['seconds']:.0f} s, "
+        f"{wrong} of them not equal; they make {result['pairs_covered']:,} of {result['pairs']:,} pairs of "
+        f"choices"
+    )
+    if failure := result["first_failure"]:
+        show.line(f"first failure: {failure['layout']}: {failure['sentence']}")
+        print(f"repeat it with: {failure['command']}")
+
+
+SIGNALLED = 128
+"""Exit codes above this are of processes that a signal ended."""
+
+
+@contextmanager
+def nothing_compared() -> Iterator[None]:
+    """Let errors in the context say that there is no verdict, and have another exit code than "unequal"."""
+    try:
+        yield
+    except UserError as error:
+        if error.code == UserError.code:
+            raise
+        raise type(error)(f"{error}; {NO_VERDICT}") from error
+    except RanksFailed as error:
+        code = error.code if error.code > SIGNALLED else CollectiveError.code
+        raise RanksFailed(f"{error}; {NO_VERDICT}", code, error.details) from error
+    except Exception as error:
+        sentence = f"{type(error).__name__}: {error}; {NO_VERDICT}"
+        raise RanksFailed(sentence, CollectiveError.code, traceback.format_exc()) from error
+
+
+def show_verify(result: Mapping[str, Any], locate: bool = False) -> None:
+    """Print a comparison: a table of its kinds, the verdict, and what differs first, or all with `locate`."""
+    show.table(result.get("rows", []))
+    if narrowed := result.get("narrowed"):
+        show.line(narrowed)
+    verdict = "equal" if result["equal"] else "UNEQUAL"
+    precision = result.get("precision", "float64")
+    beside = "" if precision == "float64" else f" beside its tolerance of {result['tolerance']:.1e}"
+    worst = "infinite" if result["worst_relative"] is None else f"{result['worst_relative']:.1e}"
+    show.line(
+        f"{verdict}: {result['compared']} tensors and numbers compared with one device in {precision}; the "
+        f"largest relative difference{beside} is {worst}, of {result['worst_name']}"
+    )
+    if first := result["first"]:
+        if locate:
+            show.table(result["differences"])
+        show.line(first["sentence"])
