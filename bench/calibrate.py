@@ -1,96 +1,240 @@
-"""Calibrate the planner's constants on a tenth of the published runs: `python bench/calibrate.py`.
+"""Fit the planner's numbers on published runs: `python bench/calibrate.py`.
 
-One set of constants a GPU type and one a software stack (`hardware/data/clusters.toml`,
-`planner/cost/stacks.toml`), moved one at a time to where the mean absolute logarithm of predicted over
-measured step time, over the rows that `planner/validation/calibration.py` names, is least; each is held near
-where it starts by a small penalty, so that rows that say nothing about it leave it where it was. Prints what
-it found; nothing is written.
+The numbers that `planner/validation/calibration.py` names are moved together, by the steps of a robust
+regression (least absolute errors, by reweighted least squares; each number is held near its start by a
+penalty) of ln(predicted / measured) step time on their logarithms. Runs of one model on one device are close
+to each other, so n of them weigh as n^0.7. It prints what it found; the tables are edited by hand, rounded.
+
+`--leave-out` starts from the tables as they stand. For each source of runs it takes one such step without
+that source, predicts its runs by the result, and writes these seconds to `data/left_out.csv`.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import math
-import time
-from dataclasses import replace
+import tomllib
+from collections import Counter
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from meshwright.planner.validation import calibration
-from meshwright.planner.validation.cases import Case, case_of
-from meshwright.planner.validation.metrics import predict
-from meshwright.planner.validation.table import PUBLISHED, PredictionError, read
+import numpy as np
 
-_PRIOR = 0.02
-"""Loss of moving a constant by a factor of e; a factor of 1.2 costs 0.0007, which a row must be worth."""
+from meshwright.hardware import catalogue
+from meshwright.hardware.sourced import read_tables
+from meshwright.planner.cost import software
+from meshwright.planner.validation import calibration, left_out
+from meshwright.planner.validation.cases import case_of
+from meshwright.planner.validation.metrics import Prediction, predict
+from meshwright.planner.validation.table import FRONTIER, PUBLISHED, read
+from meshwright.spec import UserError
 
-Point = dict[tuple[str, str], float]
-"""(stack's name or device's, field) -> value."""
+_STEP = 0.06
+"""Step of the logarithm of a number for its derivative."""
+_PRIOR = 0.35
+"""Standard deviation of the logarithm of a number around its start."""
+_FURTHEST = 0.5
+"""Largest step of a logarithm in one round."""
+_EXACT = 0.02
+"""Errors below this count in squares."""
+_NEAREST = 4
+"""Runs of one source, model, device and precision that derivatives are taken of."""
 
-
-def main() -> None:
-    given = argparse.ArgumentParser(description=__doc__)
-    given.add_argument("--seconds", type=float, default=300.0, help="time to search")
-    seconds = given.parse_args().seconds
-    table = read(PUBLISHED)
-    cases = [case_of(row, table) for row in table if calibration.is_used(row.number)]
-    cases = [case for case in cases if case.seconds is not None]
-    point = start(cases)
-    first, best, began, step = dict(point), loss(cases, point, point), time.time(), 0.16
-    print(f"{len(cases)} rows, {len(point)} constants, {best:.4f} at the start")
-    while step > 0.01 and time.time() < began + seconds:
-        moved = False
-        for key in point:
-            for factor in (1 + step, 1 / (1 + step)):
-                tried = {**point, key: point[key] * factor}
-                if not inside(key[1], tried[key]):
-                    continue
-                found = loss(cases, tried, first)
-                if found < best - 1e-6:
-                    best, point, moved = found, tried, True
-                    break
-        print(f"{best:.4f} after steps of {step:.3f}", flush=True)
-        step = step if moved else step / 2
-    for (owner, name), value in point.items():
-        print(f"{owner:24s} {name:24s} {first[owner, name]:10.4g} -> {value:10.4g}")
+Path_ = tuple[str, ...]
+Point = dict[Path_, float]
+Key = tuple[int, int]
+"""Number of the table and of the row."""
 
 
-def inside(name: str, value: float) -> bool:
-    """True if a constant may have the value: shares are at most 1."""
-    return value <= 1.0 or name in calibration.UNBOUNDED
+class Run(NamedTuple):
+    """A predicted run, what it belongs to, and whether it calibrates."""
+
+    prediction: Prediction
+    kind: tuple[str, ...]
+    """Source, model, device and precision."""
+    used: bool
+
+    @property
+    def error(self) -> float:
+        """ln(predicted / measured) of its seconds."""
+        assert self.prediction.case.seconds is not None
+        return math.log(self.prediction.seconds / self.prediction.case.seconds)
 
 
-def start(cases: list[Case]) -> Point:
-    """The constants as they stand, of the stacks and devices that the rows have."""
-    found: Point = {}
-    for case in cases:
-        for name in calibration.OF_STACKS:
-            if value := getattr(case.stack, name):
-                found[case.stack.name, name] = value
-        for name in calibration.OF_DEVICES:
-            found[case.cluster.device.name, name] = getattr(case.cluster.device.rates, name)
+STACKS = tomllib.loads(Path(software.__file__).with_name("stacks.toml").read_text(encoding="utf-8"))
+CLUSTERS = tomllib.loads(catalogue.DATA.read_text(encoding="utf-8"))
+TABLES = [(path, read(path)) for path in (PUBLISHED, FRONTIER)]
+
+
+def paths() -> Iterator[Path_]:
+    """Where the fitted numbers stand: in the table of stacks, or of clusters."""
+    for name, kinds in calibration.OF_STACKS.items():
+        number = "stacks", "defaults", "numbers", name
+        yield from ((*number, kind) for kind in kinds) if kinds else [number]
+    for table, names in calibration.OF_RATES.items():
+        yield from (("clusters", "rates", table, name) for name in names)
+
+
+def place(trees: dict[str, Any], path: Path_) -> dict[str, Any]:
+    """The table that holds a number."""
+    for name in path[:-1]:
+        trees = trees[name]
+    return trees
+
+
+def apply(point: Point) -> None:
+    """Put numbers in the place of those of the tables."""
+    trees = copy.deepcopy({"stacks": STACKS, "clusters": CLUSTERS})
+    for path, value in point.items():
+        place(trees, path)[path[-1]] = value
+    software.STACKS.update(read_tables(software.SoftwareStack, trees["stacks"], "stacks: "))
+    catalogue.CLUSTERS.update(catalogue.read_catalogue(trees["clusters"], "clusters"))
+
+
+def runs(only: Collection[Key] | None = None) -> dict[Key, Run]:
+    """All runs with a time, or those of some keys, predicted by the numbers that are in place."""
+    found = {}
+    for number, (path, rows) in enumerate(TABLES):
+        for row in rows:
+            if only is not None and (number, row.number) not in only:
+                continue
+            row.inferred.clear()
+            try:
+                prediction = predict(case_of(row, rows))
+            except UserError:
+                continue
+            if prediction.case.seconds is not None:
+                kind = tuple(row.words[name] for name in ("source", "model", "gpu", "precision"))
+                found[number, row.number] = Run(prediction, kind, calibration.is_used(row, path))
     return found
 
 
-def changed(case: Case, point: Point) -> Case:
-    """The case under other constants."""
-    device = case.cluster.device
-    rates = {name: value for (owner, name), value in point.items() if owner == device.name}
-    of_stack = {name: value for (owner, name), value in point.items() if owner == case.stack.name}
-    device = replace(device, rates=replace(device.rates, **rates))
-    cluster = replace(case.cluster, device=device)
-    return replace(case, cluster=cluster, stack=replace(case.stack, **of_stack))
+def sample(known: dict[Key, Run]) -> set[Key]:
+    """Some runs of each kind, evenly spaced."""
+    kinds: dict[tuple[str, ...], list[Key]] = {}
+    for key, run in known.items():
+        kinds.setdefault(run.kind, []).append(key)
+    return {
+        each[round(i * (len(each) - 1) / (_NEAREST - 1))] for each in kinds.values() for i in range(_NEAREST)
+    }
 
 
-def loss(cases: list[Case], point: Point, first: Point) -> float:
-    """Mean absolute logarithm of predicted over measured, and a penalty for leaving the start."""
-    total = 0.0
-    for case in cases:
+def derivatives(point: Point, known: dict[Key, Run]) -> dict[Key, np.ndarray]:
+    """Derivative of each sampled run's error by the logarithm of each number."""
+    keys = sample(known)
+    columns = []
+    for path in point:
+        apply({**point, path: point[path] * math.exp(_STEP)})
+        columns.append({key: run.error for key, run in runs(keys).items()})
+    apply(point)
+    return {
+        key: np.array([(column[key] - known[key].error) / _STEP for column in columns])
+        for key in sorted(keys)
+    }
+
+
+def weights(known: dict[Key, Run], keys: list[Key]) -> np.ndarray:
+    """Weight of each run: n of one model and device weigh as n^0.7."""
+    counts = Counter(known[key].kind[:3] for key in keys)
+    return np.array([counts[known[key].kind[:3]] ** -0.3 for key in keys])
+
+
+def step(known: dict[Key, Run], slopes: dict[Key, np.ndarray], without: str = "") -> np.ndarray:
+    """Step of the logarithms of the numbers that the calibrating runs, without a source, ask for."""
+    keys = [key for key in slopes if known[key].used and known[key].kind[0] != without]
+    error, matrix = np.array([known[key].error for key in keys]), np.array([slopes[key] for key in keys])
+    own, found = weights(known, keys), np.zeros(matrix.shape[1])
+    for _ in range(40):
+        weight = own / np.maximum(np.abs(error + matrix @ found), _EXACT)
+        normal = (matrix * weight[:, None]).T @ matrix + np.eye(len(found)) / _PRIOR**2
+        found = np.linalg.solve(normal, -(matrix * weight[:, None]).T @ error)
+        found = np.clip(found, -_FURTHEST, _FURTHEST)
+    return found
+
+
+def moved(point: Point, by: np.ndarray) -> Point:
+    """Numbers after a step; shares stay below 1."""
+    after = {path: point[path] * math.exp(each) for path, each in zip(point, by, strict=True)}
+    shares = {path for path in after if path[-1] in calibration.SHARES or path[-2] in calibration.SHARES}
+    return {path: min(value, 1.0) if path in shares else value for path, value in after.items()}
+
+
+def loss(known: dict[Key, Run]) -> float:
+    """Weighted mean of the absolute errors of the calibrating runs."""
+    keys = [key for key, run in known.items() if run.used]
+    return float(np.average([abs(known[key].error) for key in keys], weights=weights(known, keys)))
+
+
+def told(name: str, known: dict[Key, Run]) -> None:
+    """Print the errors of all runs, of those of each table, and of those that did not calibrate."""
+    parts = {"all": list(known), "published": [key for key in known if key[0] == 0]}
+    parts["frontier"] = [key for key in known if key[0] == 1]
+    parts["others"] = [key for key in known if not known[key].used]
+    words = []
+    for part, keys in parts.items():
+        sizes = [100 * abs(math.expm1(known[key].error)) for key in keys]
+        words.append(f"{part} {np.mean(sizes):.2f}% mean, {np.median(sizes):.2f}% median of {len(keys)}")
+    print(f"{name}: " + "; ".join(words), flush=True)
+
+
+def fit(point: Point, rounds: int) -> Point:
+    """Move the numbers to where the calibrating runs are predicted best."""
+    apply(point)
+    known = runs()
+    told("at the start", known)
+    for _ in range(rounds):
+        by = step(known, derivatives(point, known))
+        best = None
+        for part in (1.0, 0.5, 0.25):
+            tried = moved(point, part * by)
+            apply(tried)
+            found = runs()
+            if best is None or loss(found) < loss(best[1]):
+                best = tried, found
+        assert best is not None
+        if loss(best[1]) >= loss(known):
+            break
+        point, known = best
+        told("after a round", known)
+        for path, value in point.items():
+            print(f"{'.'.join(path):44s} {value:10.4g}", flush=True)
+    return point
+
+
+def leave_out(point: Point) -> None:
+    """Predict each source without itself, and write the seconds."""
+    apply(point)
+    known = runs()
+    told("with all", known)
+    slopes, without = derivatives(point, known), dict[Key, Run]()
+    for source in dict.fromkeys(run.kind[0] for run in known.values()):
+        apply(moved(point, step(known, slopes, source)))
+        without.update(runs({key for key, run in known.items() if run.kind[0] == source}))
+    told("without its source", without)
+    found = []
+    for (table, row), run in known.items():
+        now, case = run.prediction, run.prediction.case
         assert case.seconds is not None
-        try:
-            total += abs(math.log(predict(changed(case, point)).seconds / case.seconds))
-        except PredictionError:
-            continue
-    away = sum(math.log(point[key] / first[key]) ** 2 for key in point)
-    return total / len(cases) + _PRIOR * away
+        seconds = case.seconds, now.seconds, without[table, row].prediction.seconds
+        name, inferred = TABLES[table][0].stem, len(case.inferred)
+        found.append(left_out.LeftOut(name, row, run.kind[0], now.regime, inferred, *seconds))
+    left_out.write(found)
+
+
+def main() -> None:
+    """Fit the numbers, or predict each source without itself."""
+    given = argparse.ArgumentParser(description=__doc__)
+    given.add_argument("--rounds", type=int, default=3, help="steps of the fit at most")
+    given.add_argument("--leave-out", action="store_true", help="predict each source without itself")
+    flags = given.parse_args()
+    trees = {"stacks": STACKS, "clusters": CLUSTERS}
+    start = {path: place(trees, path)[path[-1]] for path in paths()}
+    if flags.leave_out:
+        leave_out(start)
+        return
+    fit(start, flags.rounds)
 
 
 if __name__ == "__main__":

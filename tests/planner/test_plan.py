@@ -137,9 +137,10 @@ def test_the_longest_context_fits_and_twice_of_it_does_not() -> None:
 
 
 def test_intervals_and_probabilities() -> None:
-    low, high = interval(2.0)
-    assert low * high == pytest.approx(4.0) and high == pytest.approx(2 * exp(1.6449 * SIGMA_TIME))
-    assert interval(2.0, wider=2)[1] > high
+    low, high = interval(2.0, "known")
+    assert low * high == pytest.approx(4.0) and high == pytest.approx(2 * exp(1.6449 * SIGMA_TIME["known"]))
+    assert interval(2.0, "known", wider=2)[1] > high and interval(2.0, "known", unknown=3)[1] > high
+    assert interval(2.0, "experts")[1] > interval(2.0, "new")[1] > high
     assert fits_probability(10.0, 10.0) == 0.5
     assert fits_probability(9.0, 10.0) > 0.95 > 0.05 > fits_probability(11.5, 10.0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from meshwright.hardware.sourced import read_tables
 from meshwright.planner.cost import software
 from meshwright.planner.cost.software import MESHWRIGHT, STACKS, SoftwareStack, stack_named
+from meshwright.planner.validation import calibration
 from meshwright.spec.errors import UserError
 
 
@@ -29,9 +31,10 @@ def test_every_table_without_its_source_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"lunch": 1e-6}, r"^file: nanotron: lunch: unknown key; did you mean 'launch'"),
-        ({"launch": "fast"}, r'^file: nanotron: launch: "fast" is not valid: it should be a number'),
-        ({"selective": "most"}, r'"most" is not one of attention, half, elementwise'),
+        ({"atention": "flash2"}, r"^file: nanotron: atention: unknown key; did you mean 'attention'"),
+        ({"kept": "most"}, r'^file: nanotron: kept: "most" is not valid: it should be a number'),
+        ({"overlaps": ["date"]}, r'^file: nanotron: overlaps\[0\]: "date" is not one of data, parameters'),
+        ({"selective": "most"}, r'"most" is not one of attention, half, elementwise, latents'),
         ({"extends": "fspd"}, r"^file: nanotron\.extends: 'fspd' is not a table above it"),
     ],
 )
@@ -45,7 +48,28 @@ def test_broken_tables_are_refused(changed: dict[str, object], sentence: str) ->
 def test_a_table_takes_over_what_it_extends() -> None:
     fsdp, compiled = STACKS["fsdp"], STACKS["fsdp-compiled"]
     assert compiled.recipe == fsdp.recipe and compiled.recipe.copy == 0
-    assert (compiled.launch, fsdp.launch) == (5e-6, 10e-6)
+    assert compiled.numbers == fsdp.numbers and compiled.launch < fsdp.launch
+
+
+def test_programs_differ_in_kinds_and_share_all_numbers() -> None:
+    own = {"host", "ends", "packed", "unpacked"}  # measured on processors, where this program alone is timed
+    for name, table in tables().items():
+        if name not in ("defaults", "meshwright-cpu"):
+            assert "numbers" not in table and not own & set(table)
+    assert len({id(stack.numbers) for stack in STACKS.values()}) >= 1
+    assert all(stack.numbers == MESHWRIGHT.numbers for stack in STACKS.values())
+
+
+def test_at_most_30_numbers_are_fitted() -> None:
+    named = sum(len(kinds) or 1 for kinds in calibration.OF_STACKS.values())
+    named += sum(map(len, calibration.OF_RATES.values()))
+    assert named + sum(calibration.BY_HAND.values()) <= 30
+    told = set()
+    for path in Path(software.__file__).parents[1].rglob("*.py"):
+        constants = r'\n([A-Z_, ]+) = [^"]*"""(?:(?!""").)*?[Ff]itted\s+on'
+        for name in re.findall(constants, path.read_text(), re.DOTALL):
+            told |= {each for each in name.split(", ") if not each.startswith("SIGMA")}  # of the error alone
+    assert told == {name for name in calibration.BY_HAND if name.isupper()}
 
 
 def test_stacks_by_name() -> None:

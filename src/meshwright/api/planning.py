@@ -184,11 +184,14 @@ def validate(table: Path | None = None, *, rows: bool = False, by: str = "source
     `by_source` and by the column `by` (source, model or gpu). With `rows` it also has `each` row, and
     `skipped_rows` (row, source, reason) for those that are not predicted. Raises `UserError`.
     """
-    from meshwright.planner.validation import metrics
-    from meshwright.planner.validation.table import PUBLISHED
+    from meshwright.planner.validation import left_out, metrics
+    from meshwright.planner.validation.table import FRONTIER, PUBLISHED
 
     runs = metrics.validate(Path(table) if table else PUBLISHED)
     result = metrics.report(runs, by)
+    if table is None:
+        result["frontier"] = metrics.report(metrics.validate(FRONTIER), by)
+        result["left_out"] = left_out.report(left_out.read())
     if not rows:
         return result
     each = [prediction.to_json() for prediction in runs.predictions]

@@ -44,6 +44,16 @@ def validate(call: Call) -> None:
 
 def _show_rows(result: Mapping[str, Any]) -> None:
     print()
+    for name in result["by_source"]:
+        if len(name) > _NAMED:
+            show.line(f"{name[: _NAMED - 1]}… is {name}", 5)
+    if "left_out" in result:
+        unseen = result["left_out"]
+        show.line(
+            f"{unseen['rows']} runs of both tables, each predicted without its source: "
+            f"{unseen['mean_abs_pct']:.1f}% mean, {unseen['median_abs_pct']:.1f}% median, bias "
+            f"{unseen['bias_pct']:+.1f}%; 90% intervals hold {100 * unseen['covered']:.0f}%"
+        )
     for reason, count in result["skipped"].items():
         show.line(f"{show.count(count, 'row')} not predicted: {reason}", 5)
     if "each" in result:

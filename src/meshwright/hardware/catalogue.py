@@ -33,6 +33,8 @@ class _Node(Record):
     kind: Kind
     bandwidth: Positive
     name: str = "node"
+    host: Count | None = None
+    """Devices that one operating system runs, where these are not all of the node."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class _ClusterTable(Record):
             levels.append(Level(level.name, level.devices, outside, kind=network.kind))
         figures = f"{self.source}; {self.assumed}" if self.assumed else self.source
         source = f"{figures}; price: {self.price_source if self.price else 'none known'}"
-        whole = Cluster(self.name, device, _MOST, tuple(levels), self.price, source, network=nics)
+        whole = Cluster(self.name, device, _MOST, tuple(levels), self.price, source, network=nics, host=node.host)
         return whole.resized(self.count or node.devices)
 
 

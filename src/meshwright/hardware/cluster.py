@@ -34,6 +34,9 @@ NETWORKS = ("infiniband", "ethernet")
 LEAST_OF_A_NODE = 0.75
 """Share of each node that is used at least, such as 64 of the 72 devices of a rack."""
 
+MOST_ATTAINED = 0.9
+"""Largest share of a peak that products attain at any power. Source: assumed."""
+
 OneOrMore = Annotated[Number, Field(ge=1)]
 
 
@@ -73,15 +76,19 @@ class Rates(Record):
     """
 
     matmul: Number = 0.8
-    """Share of a format's peak FLOP/s in large matrix products."""
-    fp8: Number = 0.85
-    """Further factor on `matmul` for products in fp8."""
+    """Share of a format's peak FLOP/s in large matrix products, at one watt for each peak TFLOP/s."""
+    power: Number = 0.0
+    """Power of the watts for each peak TFLOP/s with which the shares of the peak grow."""
     attention: Number = 0.5
-    """Share of the peak FLOP/s in the forward of fused attention over long sequences."""
+    """Share of the peak FLOP/s in the forward of fused attention over long sequences, at that power."""
     attention_backward: Number = 0.4
-    """Share of the peak FLOP/s in the backward of fused attention over long sequences."""
+    """Share of the peak FLOP/s in the backward of fused attention over long sequences, at that power."""
     attention_ported: Number = 1.0
     """Further factor on both attention rates for kernels written for the previous device generation."""
+    timed: bool = False
+    """True for devices that published runs of several sources were timed on."""
+    native: str = "flash2"
+    """The release of FlashAttention that is written for the device's generation."""
     memory: Number = 0.85
     """Share of the memory bandwidth in elementwise operators."""
     launch: Number = 4e-6
@@ -100,7 +107,7 @@ class Rates(Record):
             key = f"{where}: device.rates.{name}" if where else f"device.rates.{name}"
             if name == "launch" and share < 0:
                 raise UserError(f"{key}: {share} is not a time; give seconds, 0 or more")
-            if name != "launch" and not 0 < share <= 1:
+            if name not in ("launch", "native", "power", "timed") and not 0 < share <= 1:
                 raise UserError(
                     f"{key}: {share} is not a share of the device's peak; give a number above 0 and up to 1"
                 )
@@ -127,6 +134,16 @@ class Device(Record):
     kind: DeviceKind = "cuda"
     power: Positive | None = None
     """Maximum watts, where the source states them."""
+
+    def clock(self, format: str) -> float:
+        """Factor on the attained shares of a format's peak: with less power for it the clock is lower."""
+        if self.power is None:
+            return 1.0
+        return (self.power * 1e12 / self.peak[format]) ** self.rates.power
+
+    def attained(self, format: str) -> float:
+        """Share of the peak of one of its formats that large matrix products attain."""
+        return min(MOST_ATTAINED, self.rates.matmul * self.clock(format))
 
     def __post_init__(self) -> None:
         known = ", ".join(FORMATS)
@@ -246,6 +263,8 @@ class Cluster(Record):
     """Further levels of a larger cluster of this kind, from the full size of the last of `levels` on."""
     whole_node: Count | None = None
     """Devices of a node, where fewer of each are used."""
+    host: Count | None = None
+    """Devices that one operating system runs, where these are not all of a node."""
 
     def __post_init__(self) -> None:
         if not self.levels or self.levels[-1].devices != self.count:

@@ -44,13 +44,12 @@ class GroupLinks:
 class CollectiveCosts:
     """Collectives on one cluster, of groups that all communicate at the same time.
 
-    `network` is the share of the interfaces' rate that collectives reach across nodes; with `flat_rings` a
-    ring crosses each node through one interface.
+    With `flat_rings` a ring crosses each node through one interface.
     """
 
-    def __init__(self, cluster: Cluster, network: float = 1.0, flat_rings: bool = False) -> None:
+    def __init__(self, cluster: Cluster, flat_rings: bool = False) -> None:
         self.cluster = cluster
-        self._network, self._flat = network, flat_rings
+        self._flat = flat_rings
         self.group_links = cache(self._group_links)
 
     def contention(self, operation: str) -> float:
@@ -93,7 +92,7 @@ class CollectiveCosts:
             all_to_all = max(all_to_all, (here - inner) / group.ranks / rate)
             all_to_all_latency += level.link.latency * ceil(log2(1 + here / inner))
             if level is not self.cluster.levels[0]:
-                rate *= self._network * self.interfaces(inner)
+                rate *= self.interfaces(inner)
             bandwidth = min(bandwidth, rate)
             half_all_reduce = max(half_all_reduce, (1 - inner / here) / rate)
             ring_latency += (ceil(group.ranks / inner) - ceil(group.ranks / here)) * level.link.latency

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.model import CostModel
+from meshwright.planner.cost.precision import precision
 from meshwright.planner.group_shapes import GroupShape, axes
 from meshwright.spec import RunSpec
 from meshwright.units import FORMAT_BYTES
@@ -69,6 +70,8 @@ def data_seconds(
         costs.kernels,
     )
     width = FORMAT_BYTES[spec.precision.compute] if stack.own else stack.gather_bytes
+    if stack.low_states and costs.format:
+        width = min(width, precision(costs.format).gathered)
     unpack = kernels.moved(stack.unpacked)
     gathers, reduces, whole = dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 0.0), 0.0
     reduction = "reduce_scatter" if layout.zero else "all_reduce"
@@ -87,22 +90,22 @@ def data_seconds(
     optimiser = whole * kernels.updated(_UPDATE_BYTES, _UPDATE_BYTES - _ADAMW_BYTES)
     often = spec.microbatches if layout.pp == 1 else 0
     gather, reduce, units = sum(gathers.values()), sum(reduces.values()), max(1, held.units)
-    contention, slower = stack.contention, 1.0
+    contention, slower = stack.numbers.contention, 1.0
     if stack.own and reduce + gather:
         lost = reduce * links.contention(reduction) + gather * links.contention("all_gather")
         contention, slower = lost / (reduce + gather), links.slowed
     forward, backward = forward / slower, backward / slower  # seconds of messages that compute can hide
     times = max(1, often) if layout.zero >= 2 else 1  # a pipeline gathers and reduces once a step
     if layout.zero == 3:
-        hidden = min(gather, forward) * stack.overlap_data
-        hidden_back = min(gather + reduce, backward) * stack.overlap_data
+        hidden = min(gather, forward) * stack.overlap("data")
+        hidden_back = min(gather + reduce, backward) * stack.overlap("data")
         exposed = max((gather - hidden) + (gather + reduce - hidden_back), gather / units + reduce / units)
         slowed = contention * (hidden + hidden_back)
         sent = {axis: times * (2 * gathers[axis] + reduces[axis]) for axis in AXES}
         each = exposed + slowed if often else 0.0
         return DataSeconds(sent, times * exposed, times * slowed, optimiser, each)
-    hidden = min(gather, forward) * stack.overlap_gather_parameters
-    hidden_back = min(reduce, backward) * stack.overlap_data * (1 - 1 / units)
+    hidden = min(gather, forward) * stack.overlap("parameters")
+    hidden_back = min(reduce, backward) * stack.overlap("data") * (1 - 1 / units)
     exposed = times * (reduce - hidden_back) + gather - hidden
     sent = {axis: times * reduces[axis] + gathers[axis] for axis in AXES}
     return DataSeconds(sent, exposed, contention * (times * hidden_back + hidden), optimiser)

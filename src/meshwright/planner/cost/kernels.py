@@ -25,6 +25,8 @@ WORD = 16
 """Bytes that K and N should be a multiple of. Source: NVIDIA 2023, section "Tensor core requirements"."""
 _SHORT = 400.0
 """Tokens of a sequence that half-masked causal tiles are worth. Fitted on: the published runs, by hand."""
+_FIRST = 0.55
+"""Rate of FlashAttention-1 beside FlashAttention-2. Source: Dao 2023 (FlashAttention-2), figures 4 to 6."""
 _UNALIGNED, _UNALIGNED_BATCHED = 0.5, 0.07
 """Factor on the rate per unaligned size, of one product and of batched ones. Fitted on: the published runs,
 by hand (attention without fused kernels)."""
@@ -32,12 +34,23 @@ by hand (attention without fused kernels)."""
 
 def peak(device: Device, format: str) -> float:
     """Peak FLOP/s in the format, or in the nearest one that the device has: tf32 for fp32, bf16 for fp8."""
-    if format == "fp32" and "tf32" in device.peak:
-        return device.peak["tf32"]
-    for name in (format, "bf16", "fp16", "fp32"):
-        if name in device.peak:
-            return device.peak[name]
-    return max(device.peak.values())
+    return device.peak[computed(device, format)]
+
+
+def computed(device: Device, format: str) -> str:
+    """The format in which a device computes products of a format: another one where it has no peak for it."""
+    wider = ("fp8",) if format == "fp4" else ("tf32",) if format == "fp32" else ()
+    order = (*wider, format) if format == "fp32" else (format, *wider)
+    return next(
+        (name for name in (*order, "bf16", "fp16", "fp32") if name in device.peak),
+        max(device.peak, key=lambda n: device.peak[n]),
+    )
+
+
+def attained(device: Device, format: str) -> float:
+    """FLOP/s of large, aligned matrix products."""
+    name = computed(device, format)
+    return device.peak[name] * device.attained(name)
 
 
 class KernelCosts:
@@ -46,13 +59,14 @@ class KernelCosts:
     def __init__(
         self,
         device: Device,
-        matmul: float = 1.0,
-        native_attention: bool = True,
+        attention: str = "cudnn",
         measured: Measured | None = None,
     ) -> None:
         self.device, self.measured = device, measured
-        self._share = device.rates.matmul * matmul
-        self._attention = 1.0 if native_attention else device.rates.attention_ported
+        native = attention in (device.rates.native, "cudnn")
+        self._attention = 1.0 if native else device.rates.attention_ported
+        if attention == "flash1":
+            self._attention *= _FIRST
         self.matmul = cache(self._matmul)
         self._bandwidth = device.bandwidth * device.rates.memory
         if measured is not None and measured.memory_bandwidth:
@@ -84,14 +98,14 @@ class KernelCosts:
         causal half only.
         """
         rates = self.device.rates
-        rate = peak(self.device, "bf16" if format == "fp8" else format)
+        name = computed(self.device, "bf16" if format in ("fp8", "fp4") else format)
+        rate = self.device.peak[name] * self.device.clock(name)
         rate *= self._attention * (rates.attention_backward if backward else rates.attention)
         return flops * (1 + _SHORT / length) / rate
 
     def large_rate(self, format: str) -> float:
         """FLOP/s of large, aligned matrix products."""
-        share = self._share * self.device.rates.fp8 if format == "fp8" else self._share
-        return peak(self.device, format) * share
+        return attained(self.device, format)
 
     def updated(self, whole: float, parts: float) -> float:
         """Seconds of the optimiser to move `whole` bytes, of which `parts` are not moved by AdamW itself."""

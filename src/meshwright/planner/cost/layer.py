@@ -20,6 +20,7 @@ from meshwright.hardware.measurements import attention_seconds
 from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.kernels import WORD, KernelCosts
+from meshwright.planner.cost.precision import precision
 from meshwright.planner.cost.software import SoftwareStack
 from meshwright.planner.rank_view import share
 from meshwright.planner.traffic.layer_shape import LayerShape, layer_shape
@@ -29,8 +30,11 @@ from meshwright.spec.parameters import block_parameters
 from meshwright.units import FORMAT_BYTES
 
 # Each literal says where it is from. `source:` a publication or a program. `counted:` a count of reads and
-# writes that gives it. `fitted by hand`: on all rows of the published table (`docs/validation.md`).
+# writes that gives it.
 
+_MERGED = 0.9
+"""Share of the network's bandwidth that dispatches of merged copies attain. Source: DeepSeek-AI 2025 (DeepEP,
+table of its README: 43 to 58 GB/s over interfaces of 50 GB/s)."""
 PRICED_AS = {"sequence": "expert"}
 """Axes whose seconds count as another's: ranks that share sequences send the router's statistics."""
 
@@ -61,8 +65,9 @@ class LayerCost:
     dense: Dense
 
     def __post_init__(self) -> None:
-        spec, stack, kernels, format = self.spec, self.stack, self.kernels, self.format
-        self.width = max(2.0, FORMAT_BYTES[format])
+        spec, stack, kernels = self.spec, self.stack, self.kernels
+        self.precision = precision(self.format)
+        self.width = max(2.0, FORMAT_BYTES[self.precision.products])
         shape = layer_shape(spec, on_cpu=kernels.device.kind == "cpu")
         self.shape = shape = replace(shape, width=self.width, repeated=frozenset())
         self.length, self.tokens, self.own = shape.length, shape.tokens, shape.own
@@ -127,20 +132,29 @@ class LayerCost:
         if policy == "selective" and selective == "attention":  # Korthikanti et al. 2022
             again = Seconds() if self.stack.fused_attention else Seconds(attention=core, moved=scores)
         elif policy == "selective":
-            products_again = 0.5 if selective == "half" else 0.0  # source: every second one, as torchtitan
-            again = again._replace(matmul=forward.matmul * products_again, moved=forward.moved - scores)
+            repeated = forward.matmul / 2 if selective == "half" else 0.0  # source: every second one, torchtitan
+            if selective == "latents":
+                repeated = sum(self._product(p) for p in products if self.widens(p))
+            again = again._replace(matmul=repeated, moved=forward.moved - scores)
         return self._launched(self._uncovered(PassSeconds(forward, input, weight, again), listed), routed)
 
     def _launched(self, passes: PassSeconds, routed: bool) -> PassSeconds:
         """`passes` with the seconds in which the device waits for its host to launch operators."""
-        # Fitted by hand: operators of the forward, of both halves of the backward over those, and of
-        # selective recomputation.
-        count = (22 if self.stack.fused_attention else 30) + (25 if routed else 0)
-        counts = count, count * 1.2, count * 0.4, count if self.spec.recompute.policy == "full" else 8
+        # counted: operators of the forward; those of both halves of the backward, and of selective
+        # recomputation, over those. Those of experts follow the router's, for whose counts the host may wait.
+        count, experts = (22 if self.stack.fused_attention else 30), (25 if routed else 0)
+        ratios = 1.0, 1.2, 0.4, 1.0 if self.spec.recompute.policy == "full" else 8 / (count + experts)
         launched = []
-        for seconds, operators in zip(passes, counts, strict=True):
-            launches = operators * self.launch if seconds.total else 0.0
-            waits = launches if self.stack.blocking else max(0.0, launches - seconds.total)
+        for seconds, ratio in zip(passes, ratios, strict=True):
+            ahead, behind = ratio * count * self.launch, ratio * experts * self.launch
+            if not seconds.total:
+                waits = 0.0
+            elif self.stack.blocking:
+                waits = ahead + behind
+            elif self.stack.blocking_experts:
+                waits = behind + max(0.0, ahead - seconds.total)
+            else:
+                waits = max(0.0, ahead + behind - seconds.total)
             launched.append(seconds._replace(host=waits))
         return PassSeconds(*launched)
 
@@ -168,11 +182,21 @@ class LayerCost:
         local, inner = max(1, moe.experts // layout.ep), moe.ffn // layout.etp
         # Source: programs pad each expert's rows to whole words (NVIDIA Transformer Engine's Fp8Padding,
         # torchtitan's TOKEN_GROUP_ALIGN_SIZE_M).
-        words = int(WORD / FORMAT_BYTES[self.format])
+        words = int(WORD / FORMAT_BYTES[self.precision.products])
         rows = words * max(1, ceil(self.shape.copies / local / words))
         experts = partial(Product, rows, batch=local)
         router = Product(self.own, moe.experts, hidden)
         return [router, experts(self.gates * inner, hidden), experts(hidden, inner)]
+
+    def widens(self, product: Product) -> bool:
+        """True for a product that makes queries, keys or values of latents."""
+        mla = self.spec.model.mla
+        return mla is not None and product.k in (mla.q_rank, mla.kv_rank)
+
+    @property
+    def sixteen(self) -> str:
+        """Format of products that no recipe takes below 16 bits: attention's own, and the head's."""
+        return "bf16" if self.precision.cast else self.format
 
     @property
     def gates(self) -> int:
@@ -182,9 +206,9 @@ class LayerCost:
     # Operators.
 
     def _product(self, p: Product) -> float:
-        seconds = self.kernels.matmul(self.format, p.m, p.n, p.k, p.batch)
-        if self.format == "fp8":  # fitted by hand: a quarter of a cast of the weight for each product
-            seconds += self.kernels.moved(self.stack.cast_bytes * p.batch * (p.m * p.k + p.k * p.n / 4))
+        seconds = self.kernels.matmul(self.precision.products, p.m, p.n, p.k, p.batch)
+        if cast := self.precision.cast:  # assumed: weights are cast every fourth time
+            seconds += self.kernels.moved(cast * p.batch * (p.m * p.k + p.k * p.n / 4))
         return seconds
 
     def _core(self, backward: bool = False) -> tuple[float, float]:
@@ -199,11 +223,11 @@ class LayerCost:
                 return measured * seen / self.length, 0.0
             products = 2.5 if backward else 1.0  # source: Dao et al. 2022, FlashAttention: five for two
             flops = products * (model.head_dim + model.v_dim) * pairs  # 2 FLOPs, half of the pairs
-            return self.kernels.attention(self.format, flops, self.length, backward), 0.0
+            return self.kernels.attention(self.precision.products, flops, self.length, backward), 0.0
         batch = max(1, self.tokens // self.length) * heads
         length, d = self.length, model.head_dim
         shapes = [Product(length, length, d, batch), Product(length, d, length, batch)]
-        core = sum(self.kernels.matmul(self.format, *p) for p in shapes)
+        core = sum(self.kernels.matmul(self.sixteen, *p) for p in shapes)
         # counted: softmax reads and writes 2 bytes twice; dropout its result, and a mask of 1 byte
         scored = (13 if self.stack.dropout else 8) * pairs
         return core * (2 if backward else 1), self.kernels.moved(scored)
@@ -227,6 +251,8 @@ class LayerCost:
         moved = own * d * b * (4 + 6) + masks  # counted: two norms, 1 read and 1 write; two sums, 2 and 1
         # counted: queries, keys and values read and written by the rotation, queries once more
         moved += n * b * (2 * (self.q + 2 * self.kv) + 2 * self.q)
+        # counted: the sums of a ring's outputs, in fp32: two read and one written, of each rank's keys
+        moved += (self.shape.ring.ranks - 1) * n * self.q * 12
         if model.qk_norm:
             moved += 2 * n * b * (self.q + self.kv)
         channels = self.shape.moe.shared_ffn if routed else model.ffn
@@ -244,15 +270,19 @@ class LayerCost:
         Full recomputation is charged a whole forward, compute and messages alike, as the lower bounds of the
         search are; the program leaves out what no backward reads (`planner/traffic/messages.py`).
         """
-        listed = [*(layer_messages if self.stack.own else _published)(self.shape, routed)]
+        merged = merged_share(self.shape, self.links) if routed and self.stack.merged_copies else 1.0
+        if self.stack.own:
+            listed = [*layer_messages(self.shape, routed)]
+        else:
+            listed = [*_published(self.shape, routed, self.precision.sent, merged)]
         again = [m for m in listed if m.phase is Phase.FORWARD]
         policy, selective = self.spec.recompute.policy, self.stack.selective
-        if policy == "none" or (policy == "selective" and selective == "attention"):
+        if policy == "none" or (policy == "selective" and selective in ("attention", "latents")):
             return listed
         if policy == "selective" and selective == "half":
             again = [m.times(0.5) for m in again if m.axis == "tensor"]
         elif policy == "selective":
-            again = [_dispatch(self.shape, Phase.FORWARD, 1)] if routed else []
+            again = [_dispatch(self.shape, Phase.FORWARD, 1, merged)] if routed else []
         return listed + [replace(m, phase=Phase.RECOMPUTE) for m in again]
 
     def end_messages(self, head: bool) -> list[Message]:
@@ -274,7 +304,7 @@ class LayerCost:
         if self.stack.own:
             shifts -= min(shifts, beside / self.links.slowed) * (1 - self.links.contention("shift"))
         else:
-            shifts = max(shifts - beside, 0.1 * shifts)  # fitted by hand: a tenth is never hidden
+            shifts = max(shifts - beside, 0.0)
         exposed["context"] += shifts
         return Seconds(**exposed)
 
@@ -297,31 +327,36 @@ class LayerCost:
     def _hidden(self, message: Message) -> float:
         """The share of a message's seconds that the software hides behind products."""
         stack = self.stack
-        if message.overlaps is Overlap.PRODUCT:
-            return stack.overlap_gather
-        if message.overlaps is Overlap.COMPUTE:
-            return stack.overlap_expert if message.axis == "expert" else stack.overlap_tensor
-        return 0.0
+        if message.overlaps is not Overlap.COMPUTE:
+            return 0.0
+        if message.axis == "expert":
+            return stack.overlap("expert")
+        # Source: buffers of products that overlap their messages are shared by the processes of one host
+        # (NVIDIA Transformer Engine, "userbuffers").
+        host, group = self.links.cluster.host, message.group
+        return 0.0 if host and group.ranks * group.stride > host else stack.overlap("tensor")
 
     # The ends.
 
     def _around(self, head: bool) -> float:
         """Seconds of the messages around an end, the loss's left out: half of them for each pass."""
         seconds = sum(self.links.seconds(m) for m in end_messages(self.shape, head) if m.where != "loss")
-        return seconds * (1 - self.stack.overlap_tensor) / 2
+        return seconds * (1 - self.stack.overlap("tensor")) / 2
 
     def _head(self) -> PassSeconds:
         """Seconds of the last norm, the head's product and the loss; fp8 runs compute logits in bf16."""
         model, rows, n = self.spec.model, self.rows, self.tokens
-        product = partial(self.kernels.matmul, "bf16" if self.format == "fp8" else self.format)
+        product = partial(self.kernels.matmul, self.sixteen)
         loss = [m.count * self.links.seconds(m) for m in self.end_messages(True) if m.where == "loss"]
         sent = self._around(head=True)
-        logits = self.kernels.moved(n * rows * 14.0)  # fitted by hand: bytes of a logit; 0.7 of it backward
+        # counted: logits are written, widened to fp32, read for their maximum and their sum; their gradient is
+        # made of the fp32 copy, and read by both products
+        logits, back = self.kernels.moved(n * rows * 16.0), self.kernels.moved(n * rows * 10.0)
         packed = self.kernels.moved(self.stack.packed * rows * model.hidden)
         host = self.stack.ends / 2 * self.launch
         return PassSeconds(
             Seconds(matmul=product(n, rows, model.hidden), moved=logits, host=host, tensor=sent + sum(loss)),
-            Seconds(matmul=product(n, model.hidden, rows), moved=logits * 0.7, tensor=sent),
+            Seconds(matmul=product(n, model.hidden, rows), moved=back, tensor=sent),
             Seconds(matmul=product(rows, model.hidden, n), moved=packed),
         )
 
@@ -331,11 +366,11 @@ class LayerCost:
         moved = self.kernels.moved(3 * stream)  # counted: a row read, written, and read by what follows
         packed = self.kernels.moved(self.stack.packed * self.largest_unit)
         host = self.stack.ends / 2 * self.launch
-        weight = Seconds(moved=2 * moved + packed, tensor=sent)  # fitted by hand: twice the forward's
+        weight = Seconds(moved=2 * moved + packed, tensor=sent)  # counted: in fp32
         return PassSeconds(Seconds(moved=moved, host=host, tensor=sent), Seconds(), weight)
 
 
-def _published(shape: LayerShape, routed: bool) -> Iterator[Message]:
+def _published(shape: LayerShape, routed: bool, sent: float, merged: float) -> Iterator[Message]:
     """Messages of a layer in published programs, together where large ones cost the same in one call or two.
 
     Latent attention gathers the residual stream, the backward of gathered keys and values takes two gathers,
@@ -347,8 +382,10 @@ def _published(shape: LayerShape, routed: bool) -> Iterator[Message]:
     stream = partial(Message, "tensor", elements=shape.stream, width=shape.width, group=shape.groups.tensor)
     context = partial(Message, "context", width=shape.width, where=where)
     for phase, times in ((Phase.FORWARD, 1), (Phase.INPUT, 2)):
-        for operation in (shape.reduction, *["all_gather"] * layout.sequence_parallel):
-            yield stream(operation, phase=phase, where=where, count=maps, overlaps=Overlap.COMPUTE)
+        yield stream(shape.reduction, phase=phase, where=where, count=maps, overlaps=Overlap.COMPUTE)
+        if layout.sequence_parallel:
+            gathered = replace(stream("all_gather", phase=phase, where=where, count=maps), width=sent)
+            yield replace(gathered, overlaps=Overlap.COMPUTE)
         moved = 2 * shape.tokens * (shape.q + shape.kv)
         yield context("all_to_all", moved, group=shape.ulysses, phase=phase, count=times)
         if layout.context_mode == "gather":
@@ -357,15 +394,33 @@ def _published(shape: LayerShape, routed: bool) -> Iterator[Message]:
             sends = times * (ring.ranks - 1)
             yield context("send", keys, group=ring, phase=phase, count=sends, overlaps=Overlap.ATTENTION)
         if routed:
-            yield _dispatch(shape, phase, 2)
+            yield _dispatch(shape, phase, 2, merged)
     if layout.sequence_parallel:  # inputs, for the gradients of their weights
-        yield stream("all_gather", phase=Phase.WEIGHT, where=where, count=maps, overlaps=Overlap.PRODUCT)
+        again = stream("all_gather", phase=Phase.WEIGHT, where=where, count=maps, overlaps=Overlap.PRODUCT)
+        yield replace(again, width=sent)
 
 
-def _dispatch(shape: LayerShape, phase: Phase, count: int) -> Message:
+def _dispatch(shape: LayerShape, phase: Phase, count: int, merged: float) -> Message:
     """Tokens to their experts, or back."""
-    size = shape.copies * shape.model.hidden, shape.width, shape.groups.expert
+    size = merged * shape.copies * shape.model.hidden, shape.width, shape.groups.expert
     return Message("expert", "all_to_all", *size, phase, "moe", count, Overlap.COMPUTE)
+
+
+def merged_share(shape: LayerShape, links: CollectiveCosts) -> float:
+    """Share of its copies that a token is sent in, once to each node that has experts of it.
+
+    Within one node, once to each rank. Experts are chosen evenly; groups limit the nodes of a token. Between
+    nodes the kernels that do so use more of the network than a ring does.
+    """
+    group, moe = shape.groups.expert, shape.moe
+    places, slower = group.ranks, 1.0
+    for level, _, inner in links.members(group):
+        if level is not links.cluster.levels[0]:
+            places, slower = group.ranks // inner, links.cluster.device.rates.network / _MERGED
+    distinct = places * (1 - (1 - 1 / places) ** moe.top_k)
+    if moe.groups > 1 and places > 1:
+        distinct = min(distinct, moe.top_groups)
+    return min(1.0, distinct / moe.top_k) * slower
 
 
 def _sizes(model: ModelSpec, routed: bool) -> tuple[int, int, int]:

@@ -44,7 +44,7 @@ class Floor(LayerCost):
         moe, model = self.shape.moe, self.spec.model
         rows = _fewest_rows(self.tokens / self.spec.layout.tp * moe.top_k, moe.experts, moe.ffn)
         flops = 2.0 * rows * model.hidden * moe.ffn * (self.gates + 1)
-        each = flops / self.kernels.large_rate(self.format)
+        each = flops / self.kernels.large_rate(self.precision.products)
         with_experts = (seconds._replace(matmul=seconds.matmul + each) for seconds in passes[:3])
         return super()._launched(PassSeconds(*with_experts), routed)
 
@@ -85,7 +85,7 @@ class ExpertMessages:
         if moe is not None and self._count:
             tokens = blocks.tokens / blocks.spec.layout.tp * moe.top_k
             self._size = tokens * blocks.spec.model.hidden * blocks.width
-            self._exposed = 2 * (1 - blocks.stack.overlap_expert)
+            self._exposed = 2 * (1 - blocks.stack.overlap("expert"))
             self._hosts = [each.host for each in blocks.passes(True)[:2]]
 
     def seconds(self, ep: int, etp: int) -> float:

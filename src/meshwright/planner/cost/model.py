@@ -28,8 +28,8 @@ class CostModel:
             stack = MESHWRIGHT_ON_CPU
         self.cluster, self.stack, self.format = cluster, stack, format
         device = _device_of_rank(cluster)
-        self.kernels = KernelCosts(device, stack.matmul, stack.native_attention, cluster.measured)
-        self.links = CollectiveCosts(cluster, stack.network, stack.flat_rings)
+        self.kernels = KernelCosts(device, stack.attention, cluster.measured)
+        self.links = CollectiveCosts(cluster, stack.flat_rings)
         self.shared = shared_cores(cluster)
         self._models: list[ModelSpec] = []
         self._sizes: list[dict[bool, tuple[int, int, int]]] = []

@@ -6,6 +6,7 @@ The figures are in `stacks.toml`, each table with its source or the runs that it
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,12 @@ from pydantic.dataclasses import dataclass
 from meshwright.hardware.sourced import read_tables
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.records import Count, Integer, NotNegative, Record
+
+Operators = Literal["unfused", "eager", "fused", "compiled"]
+Hosting = Literal["modules", "eager", "compiled", "graphs"]
+Attention = Literal["unfused", "flash1", "flash2", "flash3", "flash4", "cudnn"]
+Loss = Literal["unfused", "fused", "chunked"]
+Overlapped = Literal["data", "parameters", "tensor", "expert", "pipeline"]
 
 
 @dataclass(frozen=True)
@@ -31,53 +38,66 @@ class Recipe(Record):
 
 
 @dataclass(frozen=True)
+class Numbers(Record):
+    """Numbers of the kinds of programs, the same for all programs of a kind; seconds, bytes and shares."""
+
+    elementwise: Mapping[Operators, NotNegative]
+    """Bytes that norms, activations, residuals and copies move, as a multiple of one fused pass each."""
+    launch: Mapping[Hosting, NotNegative]
+    """Host seconds per operator of a block; a faster device waits for the host."""
+    logits: Mapping[Loss, NotNegative]
+    """Bytes per logit at the peak of the loss, wider copies and gradients included."""
+    overlap: Mapping[str, NotNegative]
+    """Share of the messages of an axis that can overlap compute."""
+    contention: NotNegative
+    """Seconds that compute loses per second of overlapped collective."""
+    step: NotNegative
+    """Seconds of a step outside operators: the data loader, loss scaling, agreement between hosts."""
+    fragmentation: NotNegative
+    """Bytes that the allocator reserves beyond the allocated ones, as a share of these."""
+
+
+@dataclass(frozen=True)
 class SoftwareStack(Record):
-    """A training program; seconds, bytes and shares as `stacks.toml` has them."""
+    """A training program, in kinds, and the numbers of these; `stacks.toml` has both."""
 
     name: str
     describes: str
-    fused_attention: bool
-    """Attention stores no score matrix (Dao et al. 2022, FlashAttention)."""
-    elementwise: NotNegative
-    """Bytes that norms, activations, residuals and copies move, as a multiple of one fused pass each."""
+    numbers: Numbers
+    operators: Operators
+    """Memory-bound operators: unfused, with dropout between them (2021), eager, fused, or compiled."""
+    hosting: Hosting
+    """How the host launches operators: through modules that do more in Python, eager PyTorch, compiled
+    blocks, or CUDA graphs that are replayed."""
+    loss: Loss
+    """The loss keeps wider copies of the logits, is fused, or computes them in chunks."""
+    attention: Attention
+    """Attention's kernels: a release of FlashAttention (Dao et al. 2022), or cuDNN's, which are written for
+    each device; unfused attention stores its scores."""
+    overlaps: tuple[Overlapped, ...]
+    """Messages that overlap compute: gradients and ZeRO-3's parameters ('data'), the all-gathers of ZeRO-1
+    and 2 ('parameters'), those of the tensor and the expert axis, and those between stages."""
     dropout: bool
     """Hidden states and attention scores have dropout, whose masks are kept."""
-    launch: NotNegative
-    """Host seconds per operator of a block; a faster device waits for the host."""
     blocking: bool
     """The host waits for each operator before it launches the next, so that launch times add up."""
-    native_attention: bool
-    """The attention kernels are written for the device's generation."""
+    blocking_experts: bool
+    """The host waits for the number of tokens of each expert before it launches what computes them."""
+    merged_copies: bool
+    """A token is sent once to each node that has experts of it, within a node once to each rank."""
     by_tensor: bool
     """Gradients and parameters are communicated tensor by tensor over the data axis, not in buckets."""
-    step: NotNegative
-    """Seconds of a step outside operators: the data loader, loss scaling, agreement between hosts."""
-    overlap_data: NotNegative
-    """Share of the data axis's communication that can overlap the backward (at ZeRO-3 also the forward)."""
-    overlap_gather_parameters: NotNegative
-    """Share of the parameter all-gathers of ZeRO-1 and 2 that can overlap the forward."""
-    contention: NotNegative
-    """Seconds that compute loses per second of overlapped collective."""
-    overlap_gather: NotNegative
-    """Share of the tensor axis's all-gathers in the backward that overlap the input-gradient products."""
-    overlap_expert: NotNegative
-    """Share of the expert axis's communication that overlaps other compute."""
-    selective: Literal["attention", "half", "elementwise"]
-    """Operators that selective recomputation repeats: attention, half the products, or elementwise ones."""
-    cast_bytes: NotNegative
-    """Bytes moved to cast one element to fp8, scales included."""
-    overlap_tensor: NotNegative
-    """Share of the tensor axis's communication that overlaps matrix products."""
-    overlap_pipeline: bool
-    """True if messages between pipeline stages overlap compute."""
+    selective: Literal["attention", "half", "elementwise", "latents"]
+    """Operators that selective recomputation repeats: attention, half the products, elementwise ones, or these
+    and the products that latents of attention are widened by."""
     scatter_pipeline: bool
     """Tensor ranks send a slice each between stages, and gather it there (Narayanan et al. 2021, 4.1)."""
     gradient_bytes: Count
     """Bytes per gradient as it is reduced over the data axis."""
     gather_bytes: Count
     """Bytes per parameter as ZeRO gathers it."""
-    network: NotNegative
-    """Share of a node's network bandwidth that collectives over the data axis attain."""
+    low_states: bool
+    """Parameters are gathered, and inputs of products kept, in a format of less than 16 bits that computes."""
     flat_rings: bool
     """A group's ring enters each node through one interface, even if several members are in the node."""
     recipe: Recipe
@@ -86,12 +106,8 @@ class SoftwareStack(Record):
     """Activation bytes kept for the backward, as a multiple of the operators' inputs."""
     unit: NotNegative
     """Share of a block's parameters that ZeRO-3 gathers at a time."""
-    logits: NotNegative
-    """Bytes per logit at the peak of the loss, wider copies and gradients included."""
     whole_gradients: bool
     """In a pipeline, gradients stay unsharded from microbatch to microbatch at any ZeRO stage."""
-    fragmentation: NotNegative
-    """Bytes that the allocator reserves beyond the allocated ones, as a share of these."""
     habitual_zero: Integer
     """ZeRO stage to assume where a published run does not state it."""
     habitual_sequence_parallel: bool
@@ -101,8 +117,6 @@ class SoftwareStack(Record):
     tuned: Literal["no", "always", "untold"]
     """When to assume tuned virtual stages where a published run does not state them: never, always, or if it
     does not state its microbatch size either."""
-    matmul: NotNegative
-    """Further factor on the device's attained rate of matrix products."""
     host: NotNegative
     """Host work per operator of a block (Python, autograd, views), in measured launches of a bare operator. 0
     where `launch` has it in seconds."""
@@ -117,6 +131,30 @@ class SoftwareStack(Record):
     parameters are gathered in the compute format."""
     agreements: Integer
     """All-reduces of single numbers over all ranks per step."""
+
+    @property
+    def fused_attention(self) -> bool:
+        """True if attention stores no score matrix."""
+        return self.attention != "unfused"
+
+    @property
+    def elementwise(self) -> float:
+        """Bytes that memory-bound operators move, as a multiple of one fused pass each."""
+        return self.numbers.elementwise[self.operators]
+
+    @property
+    def launch(self) -> float:
+        """Host seconds per operator of a block."""
+        return self.numbers.launch[self.hosting]
+
+    @property
+    def logits(self) -> float:
+        """Bytes per logit at the peak of the loss."""
+        return self.numbers.logits[self.loss]
+
+    def overlap(self, kind: Overlapped) -> float:
+        """Share of the messages of a kind that can overlap compute."""
+        return self.numbers.overlap[kind] if kind in self.overlaps else 0.0
 
     @property
     def ours(self) -> bool:

@@ -137,7 +137,7 @@ class StageCosts:
         self.by_rank = [sum(seconds[held] for held in mine) for mine in placed.by_rank]
         """Seconds of one microbatch in the stages of each rank."""
         agreed = costs.links.collective("all_reduce", NUMBER, GroupShape(spec.layout.world_size, 1))
-        self.fixed = costs.stack.step + costs.stack.agreements * agreed
+        self.fixed = costs.stack.numbers.step + costs.stack.agreements * agreed
         """Seconds of a step that belong to no operator."""
 
     def _stage(self, held: Contents, waits: float) -> StageCost:
@@ -190,7 +190,7 @@ def message(spec: RunSpec, costs: CostModel, blocks: LayerCost) -> tuple[float, 
         return 0.0, Link()
     size = message_bytes(blocks)
     group = axes(spec.layout).pipeline  # not of `blocks`, which other layouts may share
-    if not costs.stack.overlap_pipeline:
+    if "pipeline" not in costs.stack.overlaps:
         return costs.links.to_next("send", size, group), None
     level = costs.links.outermost(group)
     link = Link(level.link.latency, costs.links.rate(level))

@@ -12,11 +12,13 @@ from statistics import NormalDist
 
 from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.software import SoftwareStack
+from meshwright.spec import ModelSpec
 
-SIGMA_TIME = 0.09
-"""Standard deviation of ln(measured / predicted) step seconds. Fitted on: all published runs, rounded."""
+SIGMA_TIME = {"known": 0.09, "new": 0.14, "experts": 0.18}
+"""Standard deviation of ln(measured / predicted) step seconds, by regime. Fitted on: the published runs, each
+predicted without its source (`planner/validation/data/left_out.csv`), rounded up."""
 SIGMA_GUESS = 0.03
-"""Standard deviation that each inferred property of a run adds, in squares. Fitted on: all published runs."""
+"""Standard deviation that each inferred property of a run adds, in squares. Source: assumed."""
 SIGMA_MEMORY = 0.06
 """Standard deviation of measured / predicted - 1 of a device's memory. Fitted on: all published runs."""
 UNTIMED = 2.0
@@ -33,13 +35,28 @@ def spread(cluster: Cluster, stack: SoftwareStack) -> float:
     return UNTIMED if stack.ours and cluster.device.kind != "cpu" else 1.0
 
 
-def interval(seconds: float, wider: float = 1.0, unknown: int = 0) -> tuple[float, float]:
-    """90% prediction interval, (low, high) in seconds, of a step of predicted `seconds`; log-normal.
+def regime(cluster: Cluster, model: ModelSpec) -> str:
+    """The key of `SIGMA_TIME`: 'experts', or a dense model on 'known' or on 'new' devices.
+
+    Known are devices that programs of several sources were timed on.
+    """
+    if model.moe is not None:
+        return "experts"
+    return "known" if cluster.device.rates.timed else "new"
+
+
+def factor(regime: str, wider: float = 1.0, unknown: int = 0) -> float:
+    """The end of the 90% prediction interval of a step over the predicted seconds; log-normal.
 
     `unknown` is the number of inferred properties of the run.
     """
-    factor = exp(_Z * sqrt((SIGMA_TIME * wider) ** 2 + unknown * SIGMA_GUESS**2))
-    return seconds / factor, seconds * factor
+    return exp(_Z * sqrt((SIGMA_TIME[regime] * wider) ** 2 + unknown * SIGMA_GUESS**2))
+
+
+def interval(seconds: float, regime: str, wider: float = 1.0, unknown: int = 0) -> tuple[float, float]:
+    """90% prediction interval, (low, high) in seconds, of a step of predicted `seconds`."""
+    times = factor(regime, wider, unknown)
+    return seconds / times, seconds * times
 
 
 def fits_probability(need: float, room: float, wider: float = 1.0) -> float:

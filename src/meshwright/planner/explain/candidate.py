@@ -9,7 +9,7 @@ from meshwright.planner.cost.kernels import peak
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.stages import PlacedStages, placed_stages
 from meshwright.planner.cost.step import ScheduleTimes, StepTime
-from meshwright.planner.cost.uncertainty import fits_probability, interval, room, spread
+from meshwright.planner.cost.uncertainty import fits_probability, interval, regime, room, spread
 from meshwright.planner.memory.exact import memory_model
 from meshwright.planner.memory.generic import Memory
 from meshwright.spec import RunSpec, UserError
@@ -66,7 +66,9 @@ class Candidate:
     @property
     def interval(self) -> tuple[float, float]:
         """Seconds between which a step is in 9 of 10 cases."""
-        return interval(self.seconds, spread(self.cluster, self.costs.stack))
+        return interval(
+            self.seconds, regime(self.cluster, self.spec.model), spread(self.cluster, self.costs.stack)
+        )
 
     @property
     def parts(self) -> dict[str, float]:

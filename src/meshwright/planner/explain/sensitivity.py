@@ -94,7 +94,10 @@ def figures(costs: CostModel, capacity: float) -> list[Figure]:
         return CostModel(replace(cluster, levels=levels), stack, format), capacity
 
     def launch(factor: float) -> tuple[CostModel, float]:
-        return CostModel(cluster, replace(stack, launch=stack.launch / factor), format), capacity
+        times = {kind: seconds / factor for kind, seconds in stack.numbers.launch.items()}
+        return CostModel(
+            cluster, replace(stack, numbers=replace(stack.numbers, launch=times)), format
+        ), capacity
 
     found = [Figure("rate of matrix products", f"{device.rates.matmul:.0%} of the peak", products)]
     for name, network in (("bandwidth within a node", False), ("bandwidth of the network", True)):

@@ -158,7 +158,9 @@ class Generic:
             return Memory(*terms, 0.0, 0.0, 0.0, rank)
         sizes = (layout.tp, layout.cp, layout.shard_ranks, layout.replicate, layout.pp, layout.ep)
         communicators = _CHANNEL * sum(size > 1 for size in sizes)
-        return Memory(*terms, self.costs.stack.fragmentation * sum(terms), _CONTEXT, communicators, rank)
+        return Memory(
+            *terms, self.costs.stack.numbers.fragmentation * sum(terms), _CONTEXT, communicators, rank
+        )
 
 
 def held_microbatches(spec: RunSpec) -> int:
@@ -192,6 +194,8 @@ def block_activations(blocks: LayerCost, routed: bool) -> float:
         return every - _scores(blocks)
     hidden, n, outputs = blocks.spec.model.hidden, blocks.tokens, 0.0
     for each in blocks.products(routed):
+        if stack.selective == "latents" and blocks.widens(each):
+            continue
         summed = each.n == hidden and each.m == n  # over tensor ranks: a rank keeps its own tokens
         outputs += (blocks.own if summed else each.m) * each.n * each.batch
     core = blocks.tokens * blocks.q * blocks.width
@@ -229,10 +233,11 @@ def working(blocks: LayerCost, held: Contents) -> float:
 def everything(blocks: LayerCost, routed: bool) -> float:
     """Bytes that a block keeps of one microbatch without recomputation."""
     model, b, d, own, n = blocks.spec.model, blocks.width, blocks.spec.model.hidden, blocks.own, blocks.tokens
-    found = own * d * b * 4  # inputs of both norms, and of what follows them
+    low = min(b, blocks.precision.kept) if blocks.stack.low_states else b
+    found = own * d * 2 * (b + low)  # inputs of both norms, and of what follows them
     if blocks.stack.dropout:
         found += own * d * 2
-    found += n * b * (blocks.q + 2 * blocks.kv) + n * b * blocks.q
+    found += n * b * (blocks.q + 2 * blocks.kv) + n * blocks.q * (b + low if low < b else b)
     if model.mla is not None:
         found += own * b * 2 * ((model.mla.q_rank or 0) + model.mla.kv_rank + model.mla.rope_dim)
     gates, t = blocks.gates, blocks.spec.layout.tp
@@ -240,8 +245,10 @@ def everything(blocks: LayerCost, routed: bool) -> float:
     if routed:
         assert model.moe is not None
         channels = model.moe.shared_ffn
-        found += blocks.shape.copies * b * (2 * d + (1 + gates) * model.moe.ffn / blocks.spec.layout.etp)
-    found += n * b * (1 + gates) * channels / t
+        inner = model.moe.ffn / blocks.spec.layout.etp
+        outputs = 0 if blocks.stack.low_states else d * b  # weighed before the last product
+        found += blocks.shape.copies * (d * low + outputs + (gates * b + low) * inner)
+    found += n * (gates * b + low) * channels / t
     return found * blocks.stack.kept + _scores(blocks)
 
 

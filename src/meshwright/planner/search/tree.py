@@ -90,7 +90,7 @@ class PipelineBranch:
         self.steps = StepModel(spec, costs, mesh.tree.times, placed, mesh.blocks)
         self._kept: dict[bool, dict[Contents, float]] = {}
         cuda = costs.cluster.device.kind != "cpu"
-        self._fragmentation = 1 + costs.stack.fragmentation if cuda else 1.0
+        self._fragmentation = 1 + costs.stack.numbers.fragmentation if cuda else 1.0
 
     def kept(self, split: bool) -> dict[Contents, float]:
         """Bytes that each kind of stage keeps of a microbatch; `split` is true for split backwards."""
@@ -189,7 +189,7 @@ class SearchTree:
         """Seconds of a step whose microbatches through a whole model take so long on one stage's ranks."""
         ranks = self.space.ranks * inner.micro_batch
         count = self.space.base.batch_sequences * inner.tp * inner.cp / ranks
-        return count * microbatch + self.costs.stack.step
+        return count * microbatch + self.costs.stack.numbers.step
 
     def _split_tokens(self, group: list[LayerLayout]) -> Iterator[Branch]:
         """Layouts with the same tensor axis and tokens on a rank, by all axes inside a stage."""
@@ -224,7 +224,7 @@ class SearchTree:
             blocks, seconds, block = known[key]
             count = base.batch_sequences // (mesh.data * inner.micro_batch)
             most = -(-base.model.layers // mesh.pp) * block
-            bound = count * max(seconds / mesh.pp, most) + self.costs.stack.step
+            bound = count * max(seconds / mesh.pp, most) + self.costs.stack.numbers.step
             if self.found.hopeful(bound) and self._fits(inner, mesh, blocks):
                 yield bound, partial(self._split_mesh, inner, mesh, blocks)
 
@@ -248,7 +248,7 @@ class SearchTree:
         pipelines: Pipelines = {}
         for cut, stages, shapes in self._cuts_of(mesh.pp):
             bound = lower_bounds.pace_bound(shapes, speed, spec.microbatches, cut.schedule not in SPLIT)
-            bound += self.costs.stack.step
+            bound += self.costs.stack.numbers.step
             if self.found.hopeful(bound):
                 yield bound, partial(self._split_cut, branch, pipelines, cut, stages)
 

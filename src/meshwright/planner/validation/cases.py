@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from meshwright.hardware.cluster import Cluster
+from meshwright.planner.cost.kernels import peak
+from meshwright.planner.cost.precision import precision
 from meshwright.planner.cost.software import SoftwareStack
 from meshwright.planner.validation.infer_layout import batch_of, check_layout, choices, layout_of
 from meshwright.planner.validation.infer_model import model_of
@@ -20,6 +22,9 @@ from meshwright.planner.validation.infer_program import cluster_of, format_of, p
 from meshwright.planner.validation.table import PredictionError, Row, check
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.sections import DataSpec, PrecisionSpec, TrainSpec
+
+_AGREE = 0.1
+"""Largest relative difference between two measurements of a row. Source: assumed."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,10 @@ def _case_of(row: Row, table: Sequence[Row]) -> Case:
     batch = (row.whole("micro_batch") or 1) if block_only else batch_of(row, table, layout)
     check_layout(row, layout, model, batch)
     seconds = measured_seconds(row, model, batch, length, cluster, format)
+    if seconds and not block_only:
+        rate = model.flops_per_token(length) * batch * length / seconds / gpus
+        if rate > peak(cluster.device, precision(format).products):
+            raise PredictionError(f"its {rate / 1e12:.4g} TFLOP/s per GPU are above the peak of its devices")
     # A GB where the source says so, else a GiB
     unit = 1e9 if re.search(r"\bgb\b", row.words["where"].lower()) else 2**30
     memory = row.numbers["peak_mem_gib"] * unit if "peak_mem_gib" in row.numbers else None
@@ -81,7 +90,7 @@ def _case_of(row: Row, table: Sequence[Row]) -> Case:
         layout=layout,
         data=DataSpec(seq_len=length),
         train=TrainSpec(batch_tokens=batch * length),
-        precision=PrecisionSpec.model_validate({"compute": "bf16" if format == "fp8" else format}),
+        precision=PrecisionSpec.model_validate({"compute": "bf16" if precision(format).cast else format}),
     )
     specs = tuple(choices(row, base, stack))
     # Memory alone, if it exceeds the device's, was computed and not run.
@@ -96,15 +105,21 @@ def measured_seconds(
 ) -> float | None:
     """Seconds of a step: as printed, or from tokens per second, TFLOP/s or MFU; None without any of them."""
     numbers, per_gpu = row.numbers, batch * length / row.numbers["gpus"]
-    if seconds := numbers.get("step_seconds"):
+    seconds, rate = numbers.get("step_seconds"), numbers.get("tokens_per_sec_per_gpu")
+    if rate and seconds and abs(per_gpu / rate / seconds - 1) > _AGREE:
+        raise PredictionError(
+            f"its {seconds:g} s a step are not its {rate:g} tokens per second and GPU, which take "
+            f"{per_gpu / rate:.4g} s for its batch"
+        )
+    if seconds:
         return seconds
-    if rate := numbers.get("tokens_per_sec_per_gpu"):
+    if rate:
         return per_gpu / rate
     if rate := numbers.get("tflops_per_gpu"):
         return per_gpu * _printed_flops(row, model, length) / (rate * 1e12)
     if share := numbers.get("mfu_pct"):
         peaks = cluster.device.peak
-        name = "fp8" if format == "fp8" and "fp8" in peaks else "bf16"
+        name = "fp8" if precision(format).products == "fp8" and "fp8" in peaks else "bf16"
         peak = peaks.get(name, peaks.get("fp16", 0.0))
         return per_gpu * model.flops_per_token(length) / (share / 100 * peak)
     return None

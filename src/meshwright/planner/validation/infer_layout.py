@@ -20,7 +20,8 @@ _SCHEDULES = {
     **{name: name for name in ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v")},
 }
 """Names of schedules in publications -> names of this program."""
-_POLICIES = {"none": NoRecompute(), "full": FullRecompute(), "selective": SelectiveRecompute()}
+_POLICIES = {"none": NoRecompute(), "selective": SelectiveRecompute(), "full": FullRecompute()}
+"""The least recomputation first."""
 _MICRO_BATCHES = (1, 2, 4, 8, 16)
 """Microbatch sizes to try where a row does not state one. Source: assumed."""
 _MOST_VIRTUAL = 4
@@ -31,6 +32,8 @@ def layout_of(row: Row, gpus: int, program: SoftwareStack) -> Layout:
     """The layout, except for properties that `choices` tries. Raises `PredictionError`."""
     if gpus % row.model_ranks:
         raise PredictionError(f"tp x cp x pp = {row.model_ranks} does not divide its {gpus} GPUs")
+    if (dp := row.whole("dp")) and dp * row.model_ranks != gpus:
+        raise PredictionError(f"dp x tp x cp x pp = {dp * row.model_ranks} are not its {gpus} GPUs")
     sizes = {name: row.whole(name) or 1 for name in ("tp", "cp", "pp", "ep")}
     zero = row.whole_or("zero", program.habitual_zero)
     stated = row.words["sequence_parallel"].lower()

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from meshwright.planner.validation.table import INTEGERS, PredictionError, Row, first_match
-from meshwright.spec import ModelSpec
+from meshwright.planner.validation.table import INTEGERS, PredictionError, Row, first_match, short
+from meshwright.spec import ModelSpec, MoeSpec
 from meshwright.spec.presets import PRESETS
 
 _GPT: Mapping[str, Any] = {
@@ -28,15 +28,38 @@ _VOCABULARY = 51200
 """GPT-2's 50,257, padded as Megatron-LM does for 8 tensor ranks."""
 _UNKNOWN = "neither its layers nor its size tell which model it is"
 _NEAR = 0.1
-"""Relative difference to the row's number of parameters up to which that number settles whether the MLP is
-gated and the embeddings are tied. Source: assumed."""
+"""Largest relative difference between a row's number of parameters and that of its shape. Source: assumed."""
+_OTHERS = (
+    (
+        r"mamba|jamba|zamba|hymba|nemotron[- _]?h|bamba|samba|falcon[- _]?h1|granite[- _]?4",
+        "state-space layers",
+    ),
+    (
+        r"rwkv|retnet|hyena|xlstm|minimax|qwen3[- _]?next|kimi[- _]?linear|gated[- _]?delta",
+        "linear attention",
+    ),
+    (r"\bt5\b|\but?l2\b|\bbart\b|encoder[- ]?decoder", "an encoder"),
+    (r"\bbert|roberta|\bvit\b|\bdit\b|diffusion|\bflux\b|resnet|clip\b|whisper", "no causal decoder"),
+    (r"\blora\b|\bqlora\b|\bpeft\b|adapter", "adapters, not all of its parameters"),
+)
+"""Pattern of a model's name -> what it has, or trains, that no decoder of attention layers has."""
 
 
 def model_of(row: Row, length: int) -> ModelSpec:
-    """The model with sequences of `length` tokens. Raises `PredictionError` if the row does not tell it."""
+    """The model with sequences of `length` tokens.
+
+    Raises `PredictionError` if the row does not tell it, if its number of parameters is not that of its
+    shape, and for a model that is no decoder of attention layers.
+    """
+    if (other := first_match(_OTHERS, row.words["model"].lower())) is not None:
+        raise PredictionError(
+            f"the model '{short(row.words['model'])}' has {other}; decoders of attention layers are predicted"
+        )
     hidden, layers, size = row.whole("hidden"), row.whole("layers"), row.numbers.get("params_b")
     if hidden is None:
         return _preset(row)
+    if (known := _preset_of(row)) is not None:
+        return known
     heads = row.whole_or("heads", max(1, hidden // 128))  # source: assumed, heads of 128 channels
     vocabulary, experts = row.whole_or("vocab", _VOCABULARY), row.whole("experts") or 0
     candidates: list[tuple[float, ModelSpec]] = []
@@ -49,14 +72,16 @@ def model_of(row: Row, length: int) -> ModelSpec:
             "hidden": hidden,
             "heads": heads,
             "kv_heads": row.whole("kv_heads") or heads,
-            "head_dim": hidden // heads,
+            "head_dim": row.whole("head_dim") or _head_dim(hidden, heads),
             "vocab_size": vocabulary,
             "max_seq_len": length,
             "ffn": ffn,
             **family,
         }
         if experts > 1:
-            shape["moe"] = {"experts": experts, "top_k": row.whole("top_k") or 2, "ffn": ffn}
+            moe_ffn, shared = row.whole("moe_ffn") or ffn, row.whole("shared_ffn") or 0
+            top_k = row.whole("top_k") or 2
+            shape["moe"] = {"experts": experts, "top_k": top_k, "ffn": moe_ffn, "shared_ffn": shared}
         for tied in (True, False):
             shape["tied"] = tied
             model = ModelSpec.model_validate({**shape, "layers": layers or _depth(shape, size)})
@@ -65,7 +90,20 @@ def model_of(row: Row, length: int) -> ModelSpec:
         row.infer("layers", candidates[0][1].layers)
         return candidates[0][1]
     difference, nearest = min(candidates, key=lambda candidate: candidate[0])
-    return nearest if difference < _NEAR else candidates[0][1]
+    if size is None or layers == 1:  # one layer of a model of that size
+        return candidates[0][1]
+    if difference > _NEAR:
+        raise PredictionError(
+            f"its {size:g} billion parameters are {difference:.0%} off the {nearest.parameters / 1e9:.4g} "
+            "billion of its shape"
+        )
+    return nearest
+
+
+def _head_dim(hidden: int, heads: int) -> int:
+    """Channels of a head: an equal part, or the next power of two where that is odd."""
+    part = max(1, hidden // heads)
+    return part if part % 2 == 0 else 1 << part.bit_length() - (part == 1)
 
 
 def _depth(shape: dict[str, Any], size: float | None) -> int:
@@ -76,6 +114,33 @@ def _depth(shape: dict[str, Any], size: float | None) -> int:
         if depth <= INTEGERS["layers"][1]:
             return depth
     raise PredictionError(_UNKNOWN)
+
+
+def _preset_of(row: Row) -> ModelSpec | None:
+    """The preset of the row's name, if no cell contradicts it."""
+    name = _plain(row.words["model"].split("(")[0])
+    preset = next((preset for preset in PRESETS if _plain(preset) == name), None)
+    if preset is None:
+        return None
+    model = ModelSpec.model_validate({"preset": preset})
+    moe = model.moe or MoeSpec(experts=1, top_k=1, ffn=model.ffn)
+    fields = {
+        **{name: (getattr(model, name),) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim")},
+        "vocab": (model.vocab_size,),
+        "ffn": (model.ffn, moe.ffn),
+        "moe_ffn": (moe.ffn,),
+        "shared_ffn": (moe.shared_ffn,),
+        "experts": (moe.experts, 0 if model.moe is None else moe.experts),
+        "top_k": (moe.top_k, 0 if model.moe is None else moe.top_k),
+    }
+    stated = ((row.whole(name), known) for name, known in fields.items())
+    size = row.numbers.get("params_b", model.parameters / 1e9)
+    agrees = all(value is None or value in known for value, known in stated)
+    return model if agrees and abs(model.parameters / 1e9 / size - 1) < _NEAR else None
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower()).replace("llama31", "llama3")
 
 
 def _preset(row: Row) -> ModelSpec:

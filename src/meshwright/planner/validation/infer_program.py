@@ -1,32 +1,47 @@
-"""Software stack, cluster and number format of a published run, from its row."""
+"""Software stack, cluster and precision recipe of a published run, from its row.
+
+The column `program` names the program, and `attention` and `gradient_bytes` what it was told to do. Where the
+program is not stated, the row's source and comment may name it, never its model; else it is inferred from the
+year of publication.
+"""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from typing import cast
 
 from meshwright.hardware.cluster import Cluster, with_network
 from meshwright.hardware.find import catalogue, cluster
-from meshwright.planner.cost.software import STACKS, SoftwareStack
-from meshwright.planner.validation.table import FORMATS, PredictionError, Row, first_match, short
+from meshwright.planner.cost.software import STACKS, Attention, SoftwareStack
+from meshwright.planner.validation.table import PredictionError, Row, first_match, short
 
 _PROGRAMS = (
-    (r"deepseek|hai-llm", "hai-llm"),
+    (r"megatron[ -]?fsdp", "megatron-fsdp"),
+    (r"nemo|megatron[ -]?bridge|dgxc|mlperf", "nemo"),
+    (r"megatron[ -]?core|mcore", "megatron-core"),
+    (r"megatron[ -]?deepspeed|bloom|bigscience|\btr11|mt-nlg|turing", "megatron-deepspeed"),
+    (r"megatron", "megatron-lm"),
+    (r"hai[ -]?llm", "hai-llm"),
     (r"torchtitan.*eager", "fsdp"),
     (r"torchtitan", "fsdp-compiled"),
-    (r"llm-foundry|mosaic|composer|\bmpt\b", "llm-foundry"),
-    (r"olmo|\bfsdp\b", "fsdp"),
+    (r"llm[ -]?foundry|mosaic|composer", "llm-foundry"),
     (r"nanotron|playbook", "nanotron"),
-    (r"bloom|bigscience|\btr11|mt-nlg|turing", "megatron-deepspeed"),
-    (r"megatron-core|mcore|nemo|dgxc|\bcore_r", "megatron-core"),
+    (r"deepspeed|zero-3", "deepspeed-zero3"),
+    (r"olmo|\bfsdp", "fsdp"),
 )
-"""Pattern of a row's text -> its software stack; the first match counts."""
+"""Pattern of a program's name -> its software stack; the first match counts."""
 _FUSED = 2207
 """Year and month from which training programs have FlashAttention (Dao et al. 2022, arXiv 2205.14135)."""
+_CAPTURED = 26, 6
+"""Release of NVIDIA's containers from which steps with experts are captured as CUDA graphs on Blackwell."""
 _NETWORKS = ((r"bloom|bigscience|\btr11", (4, 100.0)),)
 """Pattern of a row's text -> NICs per node and Gbit/s of each, where they differ from the catalogue.
 
 Source: Jean Zay's nodes of 8 A100 have 4 Omni-Path links of 100 Gbit/s (BigScience 2022, BLOOM's model card).
 """
+_MOST_OF_A_NIC = 1600.0
+"""Largest `network_gbps` that is taken for one device's; more is a node's."""
 _DEVICES = (
     (r"a100.*40", "a100-40-sxm"),
     (r"a100.*pcie", "a100-80-pcie"),
@@ -37,6 +52,7 @@ _DEVICES = (
     (r"gh200", "gh200"),
     (r"gb300", "gb300-nvl72"),
     (r"gb200", "gb200-nvl72"),
+    (r"b300", "b300"),
     (r"tpu.?v?4", "tpu-v4"),
     (r"tpu.?v?5p", "tpu-v5p"),
     (r"3090", "rtx-3090"),
@@ -44,41 +60,97 @@ _DEVICES = (
     (r"\bl4\b", "l4"),
 )
 """Pattern of a GPU's name -> its cluster in the catalogue; the first match counts."""
+_RECIPES = (
+    (r"nvfp4|\bfp4", "nvfp4"),
+    (r"mx", "mxfp8"),
+    (r"fp8.*(row|block|sc\b|sub)|(row|block).*fp8", "fp8-rowwise"),
+    (r"fp8", "fp8"),
+    (r"bf16", "bf16"),
+    (r"fp16", "fp16"),
+    (r"fp32", "fp32"),
+)
+"""Pattern of a precision -> its recipe (`planner/cost/precision.py`); the first match counts."""
 
 
 def program_of(row: Row) -> SoftwareStack:
-    """The software stack that the row names, or the one of its year and ZeRO stage."""
-    text, zero = row.text, row.whole("zero")
-    if zero == 3 and re.search(r"megatron|deepspeed|zero-3", text) and not re.search(r"fsdp|core", text):
-        return STACKS["deepspeed-zero3"]
-    if (name := first_match(_PROGRAMS, text)) is not None:
-        return STACKS[name]
-    written = re.search(r"arxiv:(\d{4})\.", text)
-    if zero == 3:
-        return STACKS["fsdp"]
-    if re.search(r"zero bubble|vtrain|korthikanti|sc21", text) or (written and int(written[1]) < _FUSED):
-        return STACKS["megatron-2021"]
-    return STACKS["megatron-core"]
+    """The software stack of the row's program, with what the row states of it. Raises `PredictionError`."""
+    stated = row.words["program"].lower()
+    name = stated if stated in STACKS else first_match(_PROGRAMS, stated)
+    if stated and name is None:
+        known = "Megatron-LM, Megatron-Core, NeMo, DeepSpeed, torchtitan, FSDP, llm-foundry and nanotron"
+        raise PredictionError(f"the program '{short(row.words['program'])}' is not known; {known} are")
+    if name is None:
+        name = row.infer("program", _usual_program(row))
+    stack = STACKS[_release(name, row)]
+    if attention := row.words["attention"].lower():
+        stack = replace(stack, attention=cast(Attention, attention))
+    if (width := row.whole("gradient_bytes")) is not None:
+        stack = replace(stack, gradient_bytes=width, recipe=replace(stack.recipe, gradient=width))
+    return stack
+
+
+def _usual_program(row: Row) -> str:
+    """The program that the row's source names, or the usual one of its year and ZeRO stage."""
+    if (name := first_match(_PROGRAMS, row.told)) is not None:
+        return name
+    if row.whole("zero") == 3:
+        return "fsdp"
+    return "megatron-lm" if _written(row) < _FUSED else "megatron-core"
+
+
+def _release(name: str, row: Row) -> str:
+    """The stack of a program at the time of a row."""
+    if name == "megatron-lm" and _written(row) < _FUSED:
+        return "megatron-2021"
+    if name == "fsdp-compiled" and "eager" in row.told:
+        return "fsdp"
+    if name == "megatron-core" and first_match(_PROGRAMS, row.told) == "nemo":
+        name = "nemo"
+    if name == "nemo" and (version := re.search(r"\[(\d\d)\.(\d\d)", row.told)):
+        captured = (int(version[1]), int(version[2])) >= _CAPTURED
+        if captured and row.whole("experts") and re.search(r"b[23]00", row.words["gpu"].lower()):
+            return "nemo-graphs"
+    return name
+
+
+def _written(row: Row) -> float:
+    """Year and month of a row's publication, such as 2205; infinite if its source has no arXiv number."""
+    written = re.search(r"arxiv:(\d{4})\.", row.told)
+    return int(written[1]) if written else float("inf")
 
 
 def cluster_of(row: Row, gpus: int) -> Cluster:
     """The catalogue's cluster of the row's GPU with the row's network. Raises `PredictionError`."""
     gpu = row.words["gpu"].lower().replace("_", "-")
-    catalogued = (name for name in catalogue() if name in gpu or gpu.split("-")[0] == name)
-    name = first_match(_DEVICES, gpu) or next(catalogued, None)
+    parts = re.split(r"[/+,&]| and ", gpu)
+    named = {name for part in parts if (name := _device(part)) is not None}
+    if len(named) > 1:
+        raise PredictionError(f"the GPUs '{short(row.words['gpu'])}' are of several kinds")
+    name = _device(gpu)
     if name is None:
         raise PredictionError(f"the GPU '{short(row.words['gpu'])}' is not in the catalogue")
     usual = cluster(name, gpus)
+    if len(usual.levels) == 1:
+        return usual
+    if (each := row.numbers.get("network_gbps")) is not None:
+        nics = usual.node if each <= _MOST_OF_A_NIC else 1
+        return with_network(usual, nics=nics, nic_bandwidth=each * 1e9 / 8).resized(gpus)
     stated = re.search(r"(\d+) ?x ?(\d+) ?gb", row.text)
     network = first_match(_NETWORKS, row.text) or (stated and (int(stated[1]), float(stated[2])))
-    if not network or len(usual.levels) == 1:
+    if not network:
         return usual
-    nics, gigabits = network
-    return with_network(usual, nics=nics, nic_bandwidth=gigabits * 1e9 / 8).resized(gpus)
+    return with_network(usual, nics=network[0], nic_bandwidth=network[1] * 1e9 / 8).resized(gpus)
+
+
+def _device(gpu: str) -> str | None:
+    """The cluster in the catalogue of a GPU's name in small letters, or None."""
+    catalogued = (name for name in catalogue() if name in gpu or gpu.split("-")[0] == name)
+    return first_match(_DEVICES, gpu) or next(catalogued, None)
 
 
 def format_of(row: Row, cluster: Cluster) -> str:
-    """The number format of matrix products; if the row states none, fp16 on an A100 and bf16 on others."""
-    stated = next((name for name in FORMATS if name in row.words["precision"].lower()), None)
-    usual = "fp16" if cluster.device.name.startswith("A100") else "bf16"
-    return stated or row.infer("precision", usual)
+    """The precision recipe; if the row states none, fp16 on an A100 and bf16 on others."""
+    stated = f"{row.words['precision']} {row.words['fp8_recipe']}".lower()
+    if (recipe := first_match(_RECIPES, stated)) is not None:
+        return recipe
+    return row.infer("precision", "fp16" if cluster.device.name.startswith("A100") else "bf16")

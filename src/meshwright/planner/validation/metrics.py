@@ -12,17 +12,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.step import step_time
-from meshwright.planner.cost.uncertainty import interval
+from meshwright.planner.cost.uncertainty import interval, regime
 from meshwright.planner.memory.generic import Generic, Memory
 from meshwright.planner.validation.calibration import is_used
 from meshwright.planner.validation.cases import Case, case_of
+from meshwright.planner.validation.errors import errors
 from meshwright.planner.validation.table import PUBLISHED, Row, read
-from meshwright.spec import RunSpec, UserError
+from meshwright.spec import Layout, RunSpec, UserError
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,12 @@ class Prediction:
     @property
     def interval(self) -> tuple[float, float]:
         """90% prediction interval in seconds, (low, high); inferred properties widen it."""
-        return interval(self.seconds, unknown=len(self.case.inferred))
+        return interval(self.seconds, self.regime, unknown=len(self.case.inferred))
+
+    @property
+    def regime(self) -> str:
+        """'known' or 'new' devices, or 'experts'; see `uncertainty.regime`."""
+        return regime(self.case.cluster, self.spec.model)
 
     @property
     def covers(self) -> bool:
@@ -97,25 +103,35 @@ def _excess_pct(predicted: float, measured: float | None) -> float | None:
 
 COLUMNS = ("source", "model", "gpu")
 """Columns that a report can be broken down by."""
-_NEARLY = 1.1
-"""A run that is known to have fitted may be predicted at up to this multiple of the device's memory. Source:
-assumed."""
 
 
 def predict(case: Case) -> Prediction:
-    """The fastest of the case's runs that fit, with the least recomputation that fits."""
+    """The fastest of the case's runs that fit, with as much recomputation as fits.
+
+    Where the row leaves that open and a policy does not fit, the next one is taken for as many layers as it
+    takes, as Megatron-LM's --recompute-num-layers does.
+    """
     costs = CostModel(case.cluster, case.stack, case.format)
-    capacity = case.cluster.device.memory
-    needs = [(spec, Generic(costs).peak(spec)) for spec in case.specs]
-    possible = [(spec, need) for spec, need in needs if need.device <= capacity * _NEARLY] or needs[-1:]
-    least = [(spec, need) for spec, need in possible if spec.recompute == possible[0][0].recompute]
-    fitting = [(spec, need) for spec, need in least if need.device <= capacity]
+    capacity, memory = case.cluster.device.memory, Generic(costs)
 
     def seconds(spec: RunSpec) -> float:
         return costs.blocks(spec).passes(False).total if case.block_only else step_time(spec, costs).seconds
 
-    timed = (Prediction(case, spec, seconds(spec), need) for spec, need in fitting or least)
-    return min(timed, key=lambda prediction: prediction.seconds)
+    by_layout: dict[Layout, list[tuple[RunSpec, Memory]]] = {}
+    for spec in case.specs:
+        by_layout.setdefault(spec.layout, []).append((spec, memory.peak(spec)))
+    found = []
+    for policies in by_layout.values():
+        fits = (place for place, (_, need) in enumerate(policies) if need.device <= capacity)
+        place = next(fits, len(policies) - 1)
+        spec, need = policies[place]
+        time, (less, more) = seconds(spec), policies[max(0, place - 1)]
+        if more.device > max(need.device, capacity):
+            share = min(1.0, (more.device - capacity) / (more.device - need.device))
+            time = share * time + (1 - share) * seconds(less)
+        found.append(Prediction(case, spec, time, need))
+    fitting = [prediction for prediction in found if prediction.fits]
+    return min(fitting or found, key=lambda prediction: prediction.seconds)
 
 
 @dataclass(frozen=True)
@@ -140,17 +156,6 @@ def validate(table: Path = PUBLISHED) -> Validation:
         except UserError as reason:
             skipped.append({"row": row.number, "source": row.words["source"], "reason": str(reason)})
     return Validation(table, tuple(rows), tuple(predictions), tuple(skipped))
-
-
-def errors(relative: Iterable[float | None]) -> dict[str, float | int | None]:
-    """Mean, median and 90th percentile of absolute errors in percent; None is left out."""
-    sizes = sorted(abs(error) for error in relative if error is not None)
-    return {
-        "mean_abs_pct": fmean(sizes) if sizes else None,
-        "median_abs_pct": median(sizes) if sizes else None,
-        "p90_abs_pct": sizes[int(0.9 * len(sizes))] if sizes else None,
-        "rows": len(sizes),
-    }
 
 
 Times = list[tuple[float, float]]
@@ -207,11 +212,13 @@ def summary(validation: Validation, rows: Sequence[Row]) -> dict[str, Any]:
     predictions = [each for each in validation.predictions if each.case.row.number in numbers]
     comparable = groups(predictions)
     taus = [tau for tau in map(kendall, comparable) if tau is not None]
+    timed = [each for each in predictions if each.case.seconds is not None]
     return {
         "rows": len(rows),
         "predicted": len(predictions),
         "skipped": dict(Counter(skip["reason"] for skip in validation.skipped if skip["row"] in numbers)),
         "time": errors(each.time_error_pct for each in predictions),
+        "covered": fmean(each.covers for each in timed) if timed else None,
         "memory": errors(each.memory_error_pct for each in predictions),
         "tau": fmean(taus) if taus else None,
         "regret_pct": fmean(map(regret, comparable)) if comparable else None,
@@ -227,13 +234,11 @@ def report(validation: Validation, by: str = "source") -> dict[str, Any]:
     """
     if by not in COLUMNS:
         raise UserError(f"by: '{by}' is not a column to report by; give one of {', '.join(COLUMNS)}")
-    rows, published = validation.read, validation.table == PUBLISHED
-    used = [row.number for row in rows if published and is_used(row.number)]
+    rows = validation.read
+    used = [row.number for row in rows if is_used(row, validation.table)]
     others = [each for each in validation.predictions if each.case.row.number not in used]
-    timed = [each for each in validation.predictions if each.case.seconds is not None]
     figures = {
         **summary(validation, rows),
-        "covered": fmean(each.covers for each in timed) if timed else None,
         "calibrated_rows": used,
         "others": {
             "time": errors(each.time_error_pct for each in others),

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshwright.planner.validation.calibration import MODELS
+from meshwright.planner.validation.left_out import WORDS
+
+_WHOLE = 100
+"""Columns of a source's name on the page, which is never cut."""
+
 
 def percent(value: float | None) -> str:
     """Percent with one decimal, or an empty text for None."""
     return "" if value is None else f"{value:.1f}%"
+
+
+def signed(value: float | None) -> str:
+    """Percent with its sign and one decimal, or an empty text for None."""
+    return "" if value is None else f"{value:+.1f}%"
 
 
 def table(report: dict[str, Any], by: str = "source", width: int = 30) -> list[dict[str, str]]:
@@ -22,6 +33,8 @@ def table(report: dict[str, Any], by: str = "source", width: int = 30) -> list[d
                 "time mean": percent(time["mean_abs_pct"]),
                 "median": percent(time["median_abs_pct"]),
                 "p90": percent(time["p90_abs_pct"]),
+                "bias": signed(time["bias_pct"]),
+                "held": percent(None if figures["covered"] is None else 100 * figures["covered"])[:-3],
                 "memory": percent(memory["mean_abs_pct"]),
                 "tau": "" if figures["tau"] is None else f"{figures['tau']:.2f}",
                 "regret": percent(figures["regret_pct"]),
@@ -33,24 +46,63 @@ def table(report: dict[str, Any], by: str = "source", width: int = 30) -> list[d
 
 
 def page(report: dict[str, Any]) -> str:
-    """The page of the documentation, docs/validation.md."""
-    rows = table(report)
+    """The page of the documentation, docs/validation.md, of the report of the published runs.
+
+    Of the report of another table it is its figures alone.
+    """
+    if "left_out" not in report:
+        figures = _markdown(table(report, width=_WHOLE))
+        return f"# Validation\n\n{figures}\n\nRefused, with the reason:\n\n{_skipped(report['skipped'])}\n"
+    frontier, unseen = report["frontier"], report["left_out"]
+    both = f"{unseen['rows']} runs of {len(unseen['by_source'])} sources"
+    return _PAGE.format(
+        unseen=_unseen(unseen),
+        both=both,
+        bias=signed(unseen["bias_pct"]),
+        mean=percent(unseen["mean_abs_pct"]),
+        median=percent(unseen["median_abs_pct"]),
+        held=f"{100 * unseen['covered']:.0f}%",
+        published=_markdown(table(report, width=_WHOLE)),
+        frontier=_markdown(table(frontier, width=_WHOLE)),
+        skipped=_skipped({**report["skipped"], **frontier["skipped"]}),
+        predicted=report["predicted"] + frontier["predicted"],
+        rows=report["rows"] + frontier["rows"],
+        calibrated=len(frontier["calibrated_rows"]),
+        others=frontier["rows"] - len(frontier["calibrated_rows"]),
+        models=" and ".join(MODELS),
+        other_errors=f"{percent(frontier['others']['time']['mean_abs_pct'])} mean and "
+        f"{percent(frontier['others']['time']['median_abs_pct'])} median",
+    )
+
+
+def _unseen(report: dict[str, Any]) -> str:
+    """The errors of sources that were left out, by regime and by source, as a table."""
+    groups = {WORDS[name]: part for name, part in report["by_regime"].items()} | report["by_source"]
+    rows = [
+        {
+            "left out": name,
+            "rows": str(part["rows"]),
+            "time mean": percent(part["mean_abs_pct"]),
+            "median": percent(part["median_abs_pct"]),
+            "p90": percent(part["p90_abs_pct"]),
+            "bias": signed(part["bias_pct"]),
+            "held": "" if part["covered"] is None else f"{100 * part['covered']:.0f}%",
+        }
+        for name, part in (*groups.items(), ("all", report))
+    ]
+    return _markdown(rows)
+
+
+def _markdown(rows: list[dict[str, str]]) -> str:
     names = list(rows[0])
     lines = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
-    lines += [f"| {' | '.join(row.values())} |" for row in rows]
-    skipped = [f"- {count} rows: {reason}" for reason, count in report["skipped"].items()]
-    time, memory = report["others"]["time"], report["others"]["memory"]
-    return _PAGE.format(
-        table="\n".join(lines),
-        rows=report["rows"],
-        predicted=report["predicted"],
-        skipped="\n".join(skipped) or "None.",
-        calibrated=len(report["calibrated_rows"]),
-        numbers=", ".join(map(str, report["calibrated_rows"])),
-        others=f"{percent(time['mean_abs_pct'])} mean and {percent(time['median_abs_pct'])} median of step "
-        f"time over {time['rows']} rows, {percent(memory['mean_abs_pct'])} of memory over {memory['rows']}",
-        covered=percent(100 * report["covered"]) if report["covered"] is not None else "",
-    )
+    return "\n".join([*lines, *(f"| {' | '.join(row.values())} |" for row in rows)])
+
+
+def _skipped(reasons: dict[str, int]) -> str:
+    """Lines of a list: how many rows are refused for which reason."""
+    lines = [f"- {count} row{'s' * (count != 1)}: {reason}" for reason, count in reasons.items()]
+    return "\n".join(lines) or "None."
 
 
 _PAGE = """# Validation
@@ -61,47 +113,73 @@ Errors of the planner's predictions against other people's measurements. This pa
 meshwright validate --markdown docs/validation.md
 ```
 
-from `src/meshwright/planner/validation/data/published_runs.csv`: {rows} runs from papers and public
-benchmark tables, each with its source. `meshwright validate runs.csv` makes the same figures of your own
-table, with the same columns.
+from two tables of runs from papers and public benchmark tables, each with its source, in
+`src/meshwright/planner/validation/data`: `published_runs.csv` (303 runs, dense, A100 and H100) and
+`published_runs_frontier.csv` (151 runs, also on Blackwell, in 8 and 4 bits, and with experts). `meshwright
+validate runs.csv` makes the same figures of your own table, with the same columns.
 
-{table}
+## Runs that were never seen
 
-- **time**: absolute error of predicted seconds of a step; mean, median, 90th percentile. A row may state
-  its speed in seconds, tokens per second, TFLOP/s or MFU; each counts as its source counts it (see
-  `where`).
-- **memory**: mean absolute error of the allocated bytes, or of the driver's count where the row states
-  that.
+What to expect of the next run: each source is predicted by numbers that were fitted without it (`python
+bench/calibrate.py --leave-out`). Over {both}: **{mean} mean, {median} median**, bias {bias}; 90% intervals
+hold {held}.
+
+{unseen}
+
+- **time**: absolute error of predicted seconds of a step; mean, median, 90th percentile; **bias** is the mean
+  error with its sign. A row may state its speed in seconds, tokens per second, TFLOP/s or MFU; each counts as
+  its source counts it (see `where`).
+- **held**: share of the measured times within their 90% intervals. These are wider where the planner knows
+  less: dense models on devices that programs of several sources were timed on, dense models on others, and
+  models with experts.
+
+The forms of the formulas were settled with all runs of these tables in view.
+
+## Runs that were in view
+
+With the numbers of all calibrating runs, as `plan` uses them. Published runs:
+
+{published}
+
+Runs of the frontier:
+
+{frontier}
+
+- **memory**: mean absolute error of the allocated bytes, or of the driver's count where the row states that.
 - **tau**: Kendall's tau of predicted against measured time, averaged over groups of three or more layouts of
   one model and batch on one cluster.
 - **regret**: extra time of the run predicted fastest within such a group, over the fastest one.
 - **fit**: runs that were predicted to fit, out of those that ran. **oom**: runs that were predicted not to
   fit, out of those that ran out of memory.
 
-Rows predicted: {predicted} of {rows}. Skipped:
+Rows predicted: {predicted} of {rows}. Refused, with the reason:
 
 {skipped}
 
-## Constants
+A row is also refused that does not add up (its parameters and its shape, its GPUs and its layout, its
+seconds and its tokens per second), whose program is not known, whose GPUs are of several kinds, and whose
+model is no decoder of attention layers.
 
-There is one set of constants per GPU type (`hardware/data/clusters.toml`) and one per software stack
-(`planner/cost/stacks.toml`), none per paper, model or row. {calibrated} rows, every tenth, calibrated the
-constants that `planner/validation/calibration.py` lists (rates of matrix products, attention and links; of
-stacks the elementwise traffic, launches, contention and overlap) by `python bench/calibrate.py`, whose
-results were rounded by hand, and an A100's link held to 0.9 of its rate: {numbers}. On the other rows:
-{others}. All other constants, those of memory included, and the forms of the formulas were settled by hand
-with all rows in view, so these are not errors on unseen data.
+## Numbers
 
-90% intervals held {covered} of the measured times.
+A training program is a set of kinds (`planner/cost/stacks.toml`): its operators, attention kernels, what it
+overlaps, the widths of its states. The numbers of these kinds are the same for all programs, and those of a
+device's rates for all devices of a generation, but for its datasheet and one law of the attained rate over
+the watts for each peak FLOP/s (`hardware/data/clusters.toml`). `planner/validation/calibration.py` names
+those that `python bench/calibrate.py` fitted, and the runs: all published ones, and of the frontier
+{calibrated} of {models}. On its other {others}: {other_errors}.
 
 ## Inferred properties
 
 Cells that a row leaves empty are inferred from the field's habits, and listed by `meshwright validate
 --rows --json`:
 
-- `vocab`: 51,200 (GPT-2's, padded); `precision`: fp16 on an A100, bf16 on later devices; gated layers and
-  tied embeddings: as the number of parameters determines.
-- `zero`, `sequence_parallel`: the program's default. `recompute`: the least that fits.
+- `program`: what the source or the comment names, else the usual one of its year. `vocab`: 51,200 (GPT-2's,
+  padded); `precision`: fp16 on an A100, bf16 on later devices; gated layers and tied embeddings: as the
+  number of parameters determines; `head_dim`, experts and latents: those of a preset of the same name and
+  shape.
+- `zero`, `sequence_parallel`: the program's default. `recompute`: the least that fits, of as few layers as
+  fits.
 - `micro_batch`: the fastest of 1 to 16 that fits; torchtitan's pipelines have as many microbatches as
   ranks. If Megatron's authors do not state their microbatch, they are assumed to have tuned interleaved
   stages too (up to 4 per rank).

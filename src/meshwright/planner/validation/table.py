@@ -17,10 +17,14 @@ from meshwright.spec import UserError
 
 PUBLISHED = Path(__file__).parent / "data" / "published_runs.csv"
 """303 runs from papers and public benchmark tables, each with its source."""
+FRONTIER = PUBLISHED.with_name("published_runs_frontier.csv")
+"""151 runs on newer hardware, in 8 and 4 bits, and with experts."""
 
 INTEGERS: Mapping[str, tuple[int, float]] = {
     "gpus": (1, 10e6),
-    **dict.fromkeys(("seq_len", "ffn", "vocab"), (1, 1e8)),
+    **dict.fromkeys(("seq_len", "ffn", "moe_ffn", "vocab"), (1, 1e8)),
+    "shared_ffn": (0, 1e8),
+    **dict.fromkeys(("head_dim", "gradient_bytes"), (1, 1e4)),
     "layers": (1, 10_000),
     "hidden": (1, 1e7),
     **dict.fromkeys(("heads", "kv_heads", "global_batch_seqs"), (1, 1e6)),
@@ -33,16 +37,24 @@ INTEGERS: Mapping[str, tuple[int, float]] = {
 would take too long to predict."""
 _MOST_PARAMETERS = 1e6
 """Largest valid `params_b`, in billions."""
-FORMATS = ("fp8", "bf16", "fp16", "fp32")
+FORMATS = ("nvfp4", "mxfp8", "fp8", "bf16", "fp16", "fp32")
 """Number formats that a cell of `precision` may contain, as in amp_bf16."""
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "precision": FORMATS,
+    "attention": ("unfused", "flash1", "flash2", "flash3", "flash4", "cudnn"),
     "recompute": ("none", "full", "selective"),
     "sequence_parallel": ("yes", "no"),
 }
 """Columns of words from a fixed list."""
-_WORDS = ("source", "model", "gpu", "recompute", "sequence_parallel", "precision", "where", "confidence")
+_WORDS = (
+    *("source", "program", "model", "gpu", "recompute", "sequence_parallel", "precision", "fp8_recipe"),
+    *("attention", "where", "confidence"),
+)
 _NEEDED = ("source", "gpu", "gpus", "seq_len")
+_NUMBER = re.compile(
+    r"[~≈]?\s*([-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:e[-+]?\d+)?)(?:$|[\s(;%])", re.IGNORECASE
+)
+"""A number at the beginning of a cell, with words after it or without."""
 _SHOWN = 30
 
 V = TypeVar("V")
@@ -82,6 +94,11 @@ class Row:
     def model_ranks(self) -> int:
         """GPUs that hold the model once: tp x cp x pp."""
         return prod(self.whole(name) or 1 for name in ("tp", "cp", "pp"))
+
+    @property
+    def told(self) -> str:
+        """Source and comment of the run, in small letters."""
+        return " ".join(self.words.get(name, "") for name in ("source", "where")).lower()
 
     @property
     def text(self) -> str:
@@ -131,10 +148,10 @@ def _row(number: int, cells: Mapping[str, str]) -> Row:
             words["oom"] = "yes"
             continue
         try:
-            value = float(text)
+            value = float(text if (found := _NUMBER.match(text)) is None else found[1].replace(",", ""))
             mistake = _mistake(name, short(text), value)
         except ValueError:
-            mistake = f"the cell '{name}' is '{short(text)}', which is not a number"
+            mistake = f"the cell '{name}' is '{short(text)}', which does not begin with a number"
         if mistake:
             words.setdefault("broken", mistake)
         else:

@@ -1,0 +1,41 @@
+"""Precision recipes: formats in which a run computes matrix products, and bytes of casts, gathers and messages.
+
+Of a recipe below 16 bits every operand is cast before its product, in both orientations by the time of the
+backward, and scaled: by tensor (Micikevicius et al. 2022), by row (PyTorch's torchao), by block of 32 (MX;
+OCP 2023) or of 16 numbers (NVFP4; NVIDIA 2025).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A recipe; a format that is not one is computed, kept and sent as it is."""
+
+    products: str
+    """Number format of matrix products."""
+    cast: float = 0.0
+    """Bytes moved to cast one element of an operand for one product."""
+    sent: float = 2.0
+    """Bytes of an element that tensor ranks gather for a product."""
+    gathered: float = 2.0
+    """Bytes of a parameter that data ranks gather, in programs that gather what is computed with."""
+    kept: float = 2.0
+    """Bytes of an element of a product's input until the backward, in such programs."""
+
+
+# counted: a tensor's largest number is found in one pass (2 bytes), and the cast reads 2 and writes 1, shared
+# by the two products that an operand is in; scales by row differ between both; blocks take one pass.
+PRECISIONS = {
+    "fp8": Precision("fp8", 3.0, 1.0, 1.0, 1.0),
+    "fp8-rowwise": Precision("fp8", 10.0),
+    "mxfp8": Precision("fp8", 3.0, 1.0, 1.0, 1.0),
+    "nvfp4": Precision("fp4", 4.0, 1.0, 1.0, 0.5),
+}
+
+
+def precision(name: str) -> Precision:
+    """The recipe of a name, or of a plain number format."""
+    return PRECISIONS.get(name) or Precision(name)

@@ -1,0 +1,130 @@
+"""Kinds of programs and precisions in the cost model: what each changes in seconds, bytes and messages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.hardware.find import cluster
+from meshwright.planner.cost.layer import LayerCost, merged_share
+from meshwright.planner.cost.model import CostModel
+from meshwright.planner.cost.software import STACKS, SoftwareStack
+from meshwright.planner.cost.step import step_time
+from meshwright.planner.memory.generic import Generic
+from meshwright.planner.traffic.layer_shape import layer_shape
+from meshwright.spec import RunSpec
+
+NEMO = STACKS["nemo"]
+
+
+def run(preset: str, length: int = 4096, **layout: object) -> RunSpec:
+    """A run of eight sequences for each data rank."""
+    sequences = 8 * int(str(layout.get("dp", 1)))
+    return RunSpec.model_validate(
+        {
+            "model": {"preset": preset},
+            "layout": layout,
+            "data": {"seq_len": length},
+            "train": {"batch_tokens": sequences * length},
+            "precision": {"compute": "bf16"},
+        }
+    )
+
+
+def layer(spec: RunSpec, stack: SoftwareStack, format: str | None = None, name: str = "h100") -> LayerCost:
+    return CostModel(cluster(name, spec.layout.world_size), stack, format).blocks(spec)
+
+
+def test_a_device_with_less_power_for_its_peak_attains_less_of_it() -> None:
+    full, limited = cluster("h100").device, cluster("h100-96").device
+    assert limited.peak == full.peak and limited.attained("bf16") < full.attained("bf16")
+    assert full.attained("fp8") < full.attained("bf16") < 0.9  # twice the peak at the same power
+    blackwell = cluster("gb200").device
+    assert blackwell.attained("fp4") < blackwell.attained("fp8") < blackwell.attained("bf16")
+
+
+@pytest.mark.parametrize("format", ["fp8", "mxfp8", "nvfp4"])
+def test_low_precision_speeds_up_products_alone(format: str) -> None:
+    spec = run("llama3-70b", dp=8)
+    wide, low = (layer(spec, NEMO, each, "gb200").passes(False) for each in (None, format))
+    assert low.forward.matmul < 0.8 * wide.forward.matmul
+    assert low.forward.attention == wide.forward.attention and low.forward.moved == wide.forward.moved
+
+
+def test_fp8_by_rows_pays_for_its_casts() -> None:
+    spec = run("llama3-70b", dp=8)
+    by_tensor, by_row = (layer(spec, NEMO, each).passes(False).forward.matmul for each in ("fp8", "fp8-rowwise"))
+    assert by_row > 1.1 * by_tensor
+
+
+def test_what_transformer_engine_keeps_and_gathers_in_fp8() -> None:
+    spec = run("llama3-70b", dp=8, tp=4, pp=2, zero=1)
+    found = {}
+    for stack in (NEMO, replace(NEMO, low_states=False)):
+        costs = CostModel(cluster("h100", 64), stack, "fp8")
+        sent = step_time(spec, costs).ranks[0].data.sent["shard"]
+        found[stack.low_states] = Generic(costs).peak(spec).activations, sent
+    assert found[True][0] < 0.9 * found[False][0] and found[True][1] < found[False][1]
+
+
+def test_attention_by_kernel() -> None:
+    spec = run("llama3-8b", 8192, dp=8)
+    seconds = {}
+    for name in ("a100", "h100"):
+        for kernel in ("flash1", "flash2", "flash3", "cudnn"):
+            passes = layer(spec, replace(NEMO, attention=kernel), None, name).passes(False)
+            seconds[name, kernel] = passes.forward.attention
+    assert seconds["a100", "flash1"] == pytest.approx(seconds["a100", "flash2"] / 0.55)
+    assert seconds["a100", "flash2"] == seconds["a100", "cudnn"]
+    assert seconds["h100", "flash1"] > seconds["h100", "flash2"] > 2 * seconds["h100", "flash3"]
+    assert seconds["h100", "flash3"] == seconds["h100", "cudnn"]
+
+
+def test_a_token_is_sent_once_to_each_node() -> None:
+    """8 of 64 experts on 2 nodes of 8: on average 2 (1 - 2^-8) nodes instead of 8 copies."""
+    spec = run("deepseek-v3", dp=16, ep=16, zero=1)
+    assert spec.model.moe is not None
+    links = CostModel(cluster("h100", 16), NEMO).links
+    rates = links.cluster.device.rates
+    once = 2 * (1 - 2**-8) / 8 * rates.network / 0.9
+    assert merged_share(layer_shape(spec), links) == pytest.approx(once)
+    inside = run("deepseek-v3", dp=8, ep=8, zero=1)  # within a node, once to each rank
+    alone = CostModel(cluster("h100", 8), NEMO).links
+    assert merged_share(layer_shape(inside), alone) == pytest.approx(min(4, 8 * (1 - (7 / 8) ** 8)) / 8)
+    merged, copied = (
+        step_time(spec, CostModel(cluster("h100", 16), replace(NEMO, merged_copies=each))).parts["expert axis"]
+        for each in (True, False)
+    )
+    assert merged < 0.4 * copied
+
+
+def test_a_host_that_waits_for_the_counts_of_experts_cannot_launch_ahead() -> None:
+    spec = run("qwen3-30b-a3b", dp=8, ep=8, zero=1)
+    blocking = layer(spec, NEMO, "fp8").passes(True)
+    ahead = layer(spec, replace(NEMO, blocking_experts=False), "fp8").passes(True)
+    graphs = layer(spec, STACKS["nemo-graphs"], "fp8").passes(True)
+    assert blocking.forward.host > ahead.forward.host >= graphs.forward.host == 0.0
+    dense = layer(run("llama3-8b", dp=8, zero=1), NEMO, "fp8").passes(False)
+    assert dense.forward.host == 0.0  # which launches while it computes
+
+
+def test_messages_of_tensor_ranks_are_hidden_within_a_host_alone() -> None:
+    near, far = run("llama3-70b", dp=2, tp=4, zero=1), run("llama3-70b", dp=1, tp=8)
+    hidden = [layer(spec, NEMO, None, "gb200")._hidden for spec in (near, far)]
+    shares = []
+    for spec, share in zip((near, far), hidden, strict=True):
+        messages = layer(spec, NEMO, None, "gb200").messages(False)
+        shares.append({share(message) for message in messages if message.axis == "tensor"})
+    assert max(shares[0]) == NEMO.overlap("tensor") > 0 and shares[1] == {0.0}
+
+
+def test_selective_recomputation_of_latents_frees_what_they_are_widened_to() -> None:
+    spec = run("deepseek-v3", dp=8, ep=8, zero=1)
+    selective = RunSpec.model_validate(spec.to_json() | {"recompute": {"policy": "selective"}})
+    need = {}
+    for kind in ("latents", "elementwise"):
+        costs = CostModel(cluster("b200", 8), replace(NEMO, selective=kind), "mxfp8")
+        need[kind] = Generic(costs).peak(selective).activations, step_time(selective, costs).parts["recomputation"]
+    assert need["latents"][0] < 0.8 * need["elementwise"][0]
+    assert 0 < need["latents"][1]
