@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from meshwright.checkpoint.interval import DEVICE_MTBF_HOURS, FIRST_STEPS, AutoInterval
+from meshwright.checkpoint.interval import FIRST_STEPS, AutoInterval
 from meshwright.parallel.control import Control
 from meshwright.reliability.goodput import Faults, shares
+from meshwright.reliability.training_time import DEVICE_MTBF_HOURS
 from meshwright.spec import UserError
 
 HOURS = 2.0

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from meshwright import api
 from meshwright.cli.main import main
+from meshwright.planner.cost.software import STACKS
 from meshwright.spec import UserError, load
 
 WISH = ["plan", "llama3-8b", "--cluster", "h100", "--gpus", "16", "--batch-tokens", "1M", "--seq-len", "4096"]
@@ -27,6 +29,10 @@ def test_a_table_of_plans_within_100_columns(capsys: pytest.CaptureFixture[str])
     for figure in ("rate of matrix products", "bandwidth of the network", "memory capacity"):
         assert figure in shown.out.partition(change)[2]
     assert "tokens take it" in shown.out and " USD." in shown.out
+    words = " ".join(shown.out.split())
+    assert "one each 50,000 hours of a device is assumed" in words and "of the time effective." in words
+    assert "Never measured: this program has never been timed on GPUs." in lines
+    assert "slowed by messages" in shown.out
     assert "s a step, " in shown.err
 
 
@@ -34,6 +40,7 @@ def test_json_has_the_best_plan_and_what_was_searched(capsys: pytest.CaptureFixt
     assert main([*WISH, "--json", "--top", "2", "--layout.tp", "2"]) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(told["plans"]) == 2 and told["best"]["layout"]["tp"] == 2
+    assert told["never_measured"] == ["this program has never been timed on GPUs"]
     named = {"layout", "recompute", "step_seconds", "interval", "fits_probability", "mfu", "memory", "parts"}
     assert named | {"tokens_per_second_per_gpu"} <= told["best"].keys()
     assert {"allocated", "reserved", "device", "activations"} <= told["best"]["memory"].keys()
@@ -44,6 +51,70 @@ def test_json_has_the_best_plan_and_what_was_searched(capsys: pytest.CaptureFixt
     assert {"name", "value", "turns"} == told["best"]["assumptions"][0].keys()
     assert main([*WISH, "--json", "--top", "2", "--layout.tp", "2", "--no-why"]) == 0
     assert "neighbours" not in json.loads(capsys.readouterr().out.splitlines()[-1])["best"]
+
+
+def test_the_faster_plan_is_named_where_a_simpler_one_is_first(capsys: pytest.CaptureFixture[str]) -> None:
+    wish = [
+        "plan",
+        "llama3-8b",
+        "--cluster",
+        "h100",
+        "--gpus",
+        "8",
+        "--seq-len",
+        "8k",
+        "--batch-tokens",
+        "1M",
+    ]
+    assert main([*wish, "--no-why"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    fast = shown.partition("The fastest, ")[2].partition(", is predicted to be ")
+    assert fast[2].partition("; ")[0].endswith("% faster") and f" {fast[0]} 3 " in shown
+    assert "within 2% the simplest is first: 2 axes larger than 1 instead of 3." in shown
+
+
+def test_keys_are_fixed_as_practitioners_write_them(capsys: pytest.CaptureFixture[str]) -> None:
+    def best(*flags: str) -> dict[str, Any]:
+        assert main([*WISH, "--json", "--no-why", "--top", "1", *flags]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)["best"]
+        return found
+
+    wanted = best("--layout.tp", "4", "--layout.pp", "2", "--recompute.policy", "full")
+    assert best("--fix", "tp=4,pp=2", "--fix", "recompute=full") == wanted
+    assert best("--fix", "stages=[16,16],pp=2")["layout"]["stages"] == [16, 16]
+    assert best("--fix", "pp=4", "--max-stages", "4")["layout"]["virtual"] in (None, 1)
+    for flags, says in (
+        (["tp"], r"--fix: 'tp' is not valid: 'tp' is not NAME=VALUE; give such as tp=8,pp=4"),
+        (["tpp=3"], r"'tpp' is not a key of the layout; did you mean 'tp'\?"),
+        (["tp=x"], r'--fix: tp: "x" is not valid: it should be an integer'),
+        (["recompute=ful"], r"--fix: recompute: .* did you mean 'full'"),
+        (["tp=2", "--fix", "tp=4"], r"--fix: tp is given twice, as 2 and as 4; give it once"),
+        (["tp=2", "--layout.tp", "4"], r"--fix: tp is given twice, as 4 and as 2; give it once"),
+    ):
+        with pytest.raises(UserError, match=says):
+            main([*WISH, "--fix", *flags])
+
+
+@pytest.mark.parametrize("verb", ["plan", "explain"])
+def test_the_stacks_are_listed(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, "--help"]) == 0
+    listed = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert all([name, stack.describes] in listed for name, stack in STACKS.items())
+    with pytest.raises(
+        UserError, match=r"one of meshwright \(this program\), .*did you mean 'megatron-core'"
+    ) as no:
+        main([verb, "x.toml", "--cluster", "h100", "--stack", "megatron-cor"])
+    assert all(f"{name} ({stack.describes})" in str(no.value) for name, stack in STACKS.items())
+
+
+def test_the_cheapest_within_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    wish = ["plan", "llama3-8b", "--cluster", "h100", "--gpus", "8..32", "--batch-tokens", "1M", "--no-why"]
+    wish += ["--seq-len", "4096", "--objective", "cost", "--tokens", "1T"]
+    assert main([*wish, "--within", "60d", "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert best["days"] <= 60 and best["gpus"] > 8
+    with pytest.raises(UserError, match=r"--within: '3y' is not valid: a time above 0 is needed"):
+        main([*wish, "--within", "3y"])
 
 
 def test_the_best_plan_is_written_as_a_run_file(tmp_path: Path) -> None:
@@ -58,6 +129,7 @@ def test_the_page_tells_the_plans(tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     assert main([*WISH, "--out", str(page)]) == 0
     text = page.read_text(encoding="utf-8")
+    assert "Never measured: this program has never been timed on GPUs" in text
     assert "<svg" in text and "https://" not in text.replace("https://www.w3.org", "")
 
 

@@ -16,11 +16,12 @@ from meshwright.planner.explain.explanation import Explanation
 from meshwright.planner.explain.explanation import explain as explain_on
 from meshwright.planner.plan import Finished, Plans
 from meshwright.planner.plan import plan as best_plans
-from meshwright.planner.search.request import Overrides, PlanRequest
+from meshwright.planner.search.request import PlanRequest
 from meshwright.planner.search.results import Progress
 from meshwright.planner.simulated_pipeline import Machine
 from meshwright.planner.simulated_pipeline import step as pipeline_step
 from meshwright.spec import RunSpec, UserError
+from meshwright.spec.load import Overrides
 
 Result = dict[str, Any]
 
@@ -76,17 +77,21 @@ def plan(
     tokens: float | str | None = None,
     max_memory: float | None = None,
     overrides: Overrides = (),
+    within: float | str | None = None,
+    max_stages: int | None = None,
     progress: Progress | None = None,
     finished: Finished | None = None,
 ) -> Plans:
     """Return the `top` best layouts of a model on a cluster; `PlanRequest` describes the arguments.
 
+    They differ in the size of an axis, the ZeRO stage or the recompute policy; the first is the simplest of
+    those within 2% of the fastest, which is `faster` where that is another one.
     `progress` is called with each plan that is the best so far, and `finished`, if there are several numbers
     of devices, after the search for each: with the number, and the best plan or None. Raises `UserError`,
     also where nothing fits.
     """
     question = (gpus, seq_len, batch_tokens, top, objective, stack, price, tokens, max_memory, overrides)
-    return best_plans(PlanRequest(model, cluster, *question), progress, finished)
+    return best_plans(PlanRequest(model, cluster, *question, within, max_stages), progress, finished)
 
 
 def explain(
@@ -97,7 +102,7 @@ def explain(
     `cluster` is a name of the catalogue, a hardware file or a `Cluster`; it is resized to the layout's ranks.
     `stack` is the software that runs it (`meshwright.planner.cost.software.STACKS`). `out` is the page to
     write. The explanation has `time`, `memories`, `axes`, `neighbours`, `assumptions` and `to_json()`;
-    `meshwright.planner.explain.text.text` renders it as text. Raises `UserError`.
+    `meshwright.report.plan_text.text` renders it as text. Raises `UserError`.
     """
     from meshwright.report.plan_page import write_explanation
 

@@ -8,9 +8,8 @@ from typing import Any
 
 from meshwright.parallel.control import Control
 from meshwright.reliability.goodput import HOUR, LEAST, Faults, optimal_interval, system_mtbf
+from meshwright.reliability.training_time import DEVICE_MTBF_HOURS
 
-DEVICE_MTBF_HOURS = 50_000.0
-"""Mean hours between failures of one device: Llama 3 had 419 in 54 days on 16,384 (arXiv 2407.21783)."""
 FIRST_STEPS = 10
 """Steps before the first save, and before the second one, which is when the first is known."""
 LEAST_CHANGE = 0.2

@@ -45,6 +45,9 @@ def verb(entry: Verb) -> str:
     lines += _section("words", [(argument.name, argument.summary) for argument in entry.arguments])
     flags = [(f"--{flag.name} {flag.value}".strip(), _summary(flag)) for flag in entry.flags]
     lines += _section("flags", flags)
+    for flag in entry.flags:
+        if flag.values is not None:
+            lines += _section(f"values of --{flag.name}", [*flag.values().items()])
     return "\n".join([*lines, "", *_keys()] if entry.keys else lines)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,11 @@ _FLAG = re.compile(r"--?[A-Za-z]")  # -1 and -.5 are values
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag: `--name VALUE`, or a switch if `read` is None; `read` raises ValueError for bad text."""
+    """A flag: `--name VALUE`, or a switch if `read` is None; `read` raises ValueError for bad text.
+
+    `values` returns the values that it takes, each with what it is, which help lists. With `repeated`, it may
+    be given several times, and its value is the list of all.
+    """
 
     name: str
     summary: str
@@ -31,6 +35,8 @@ class Flag:
     read: Callable[[str], Any] | None = None
     default: Any = None
     required: bool = False
+    values: Callable[[], Mapping[str, str]] | None = None
+    repeated: bool = False
 
 
 @dataclass(frozen=True)
@@ -193,12 +199,14 @@ def parse(verb: Verb, words: Sequence[str]) -> Call:
         if not word.startswith("--"):
             hint = did_you_mean(word[1:], [flag.name for flag in verb.flags])
             raise UserError(f"{word}: flags start with two dashes{hint}")
-        if name in given or name in overrides:
+        many = any(flag.name == name and flag.repeated for flag in verb.flags)
+        if (name in given and not many) or name in overrides:
             raise UserError(f"--{name}: is given twice; give it once")
         if "." in name:
             overrides[name] = _key_value(verb, name, text if equals else None, queue)
         else:
-            given[name] = _flag_value(verb, name, text if equals else None, queue)
+            value = _flag_value(verb, name, text if equals else None, queue)
+            given[name] = [*given.get(name, ()), value] if many else value
     for flag in verb.flags:
         if flag.required and flag.name not in given:
             raise UserError(f"--{flag.name}: is missing; give --{flag.name} {flag.value} ({flag.summary})")

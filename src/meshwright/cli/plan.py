@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,16 +26,51 @@ from meshwright.cli.parser import (
 from meshwright.cli.runs import RUN, spec_of
 from meshwright.hardware.hardware_file import check_writable
 from meshwright.planner import OBJECTIVES
-from meshwright.spec import RunSpec, UserError
+from meshwright.spec import Layout, RunSpec, UserError
+from meshwright.spec.errors import did_you_mean
+from meshwright.spec.load import fixed_layout, from_tree
 from meshwright.spec.toml import to_toml
-from meshwright.units import gigabytes, short
+from meshwright.units import duration, gigabytes, short
 
 if TYPE_CHECKING:
     from meshwright.planner.plan import Plan, Plans
     from meshwright.planner.search.results import SearchCounts, TimedLayout
 
 _CLUSTER = Flag("cluster", "a cluster by name, or a hardware file", "NAME", str, required=True)
-_STACK = Flag("stack", "the software that runs it", "NAME", str, "meshwright")
+
+
+def _stacks() -> dict[str, str]:
+    """Return the software stacks with what each is."""
+    from meshwright.planner.cost.software import STACKS
+
+    return {name: stack.describes for name, stack in STACKS.items()}
+
+
+def _stack(text: str) -> str:
+    """Read the name of a software stack."""
+    if text not in (stacks := _stacks()):
+        known = ", ".join(f"{name} ({words})" for name, words in stacks.items())
+        raise ValueError(f"it should be one of {known}{did_you_mean(text, stacks)}")
+    return text
+
+
+def _fixed(text: str) -> list[tuple[str, str]]:
+    """Read keys of the layout with their values, such as tp=8,pp=4, as dotted keys and texts."""
+    found = []
+    for pair in re.split(r",(?=\s*[\w.]+\s*=)", text):
+        name, equals, value = (part.strip() for part in pair.partition("="))
+        if not (name and equals and value):
+            raise ValueError(f"'{pair.strip()}' is not NAME=VALUE; give such as tp=8,pp=4")
+        key = "recompute.policy" if name in ("recompute", "recompute.policy") else f"layout.{name}"
+        names = [*Layout.model_fields, "recompute"]
+        if name.removeprefix("layout.") not in names and key != "recompute.policy":
+            hint = did_you_mean(name, names) or f"; the names are {', '.join(names)}"
+            raise ValueError(f"'{name}' is not a key of the layout{hint}")
+        found.append((key, value))
+    return found
+
+
+_STACK = Flag("stack", "the software that runs it", "NAME", _stack, "meshwright", values=_stacks)
 
 
 @verb(
@@ -44,11 +81,34 @@ _STACK = Flag("stack", "the software that runs it", "NAME", str, "meshwright")
     Flag("gpus", "devices, or a range such as 64..1024; default one node", "N", str),
     Flag("seq-len", "tokens, such as 128k (k = 1,024); default the run's, up to 8192", "S", tokens(1024)),
     Flag("batch-tokens", "tokens of an optimiser step, such as 16M; default the run's", "B", str),
-    Flag("top", "plans to show", "K", whole(1), 5),
+    Flag(
+        "top",
+        "layouts to show, which differ in the size of an axis (replicate, dp, cp, tp, pp, ep, etp), the ZeRO "
+        "stage or the recompute policy; of those that differ only in schedule, virtual stages, stage cut, "
+        "microbatch, modes or order the best one counts",
+        "K",
+        whole(1),
+        5,
+    ),
     Flag("objective", ", ".join(OBJECTIVES), "NAME", choice(*OBJECTIVES), "time"),
+    Flag(
+        "within",
+        "the longest time for --tokens, such as 30d, failures included, with --objective cost and a range of "
+        "--gpus",
+        "TIME",
+        duration,
+    ),
+    Flag(
+        "fix",
+        "keys of the layout to keep, as --layout.tp 8 does, or recompute=full; may be repeated",
+        "tp=8,pp=4",
+        _fixed,
+        repeated=True,
+    ),
+    Flag("max-stages", "most stages of a pipeline: its ranks times the stages of each", "N", whole(1)),
     _STACK,
     Flag("price", "USD for a device and hour; default the cluster's", "USD", number(1e-6, 1e6)),
-    Flag("tokens", "tokens to train on, such as 15T, for days and USD", "N", tokens()),
+    Flag("tokens", "tokens to train on, such as 15T, for days and USD, failures included", "N", tokens()),
     Flag("max-memory", "most GB of a device that a plan may need", "GB", positive),
     Flag("write", "new run file to write, for train", "RUN.toml", file_name(".toml")),
     Flag("out", "page with the reasons to write; opens offline", "FILE.html", file_name(".html")),
@@ -67,8 +127,9 @@ def plan(call: Call) -> None:
     if write is not None and write.exists():  # someone may have edited it
         raise UserError(f"--write: {write} exists already; remove it, or give another file")
     flags["progress"] = _print_best if flags["progress"] else None
+    fixed = [pair for pairs in flags.pop("fix") or () for pair in pairs]
     limit = flags["max_memory"] = 1e9 * flags["max_memory"] if flags["max_memory"] else None
-    plans = api.plan(call.words[0], **flags, overrides=call.overrides, finished=_print_devices)
+    plans = api.plan(call.words[0], **flags, overrides=_overrides(call, fixed), finished=_print_devices)
     if write is not None:
         _write(plans.best.spec, write)
     if out is not None:
@@ -79,6 +140,24 @@ def plan(call: Call) -> None:
     _show(plans, limit, why)
     written = [path for path in (write, out) if path is not None]
     print("".join(f"\nwrote {path}" for path in written), end="\n" if written else "")
+
+
+def _overrides(call: Call, fixed: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the dotted flags and the keys of --fix.
+
+    Raises `UserError` for a key that is given twice, and for a bad value.
+    """
+    given = dict(call.overrides)
+    for key, text in fixed:
+        name = key.rpartition(".")[2] if key.startswith("layout.") else "recompute"
+        if key in given:
+            raise UserError(f"--fix: {name} is given twice, as {given[key]} and as {text}; give it once")
+        try:
+            from_tree({}, [(key, text)]) if name == "recompute" else fixed_layout([(key, text)])
+        except UserError as error:
+            raise UserError(str(error).replace(f"--{key}:", f"--fix: {name}:", 1)) from None
+        given[key] = text
+    return list(given.items())
 
 
 def _write_page(plans: Plans, path: Path) -> None:
@@ -131,6 +210,7 @@ def _show(plans: Plans, limit: float | None, why: bool) -> None:
     """Print the plans; `limit` is --max-memory in bytes."""
     from meshwright.planner.cost.uncertainty import room
     from meshwright.planner.search.objectives import described
+    from meshwright.planner.search.results import NEAR
 
     best = plans.best
     model = best.spec.model.preset or best.spec.model.hf or best.spec.model.family
@@ -152,11 +232,21 @@ def _show(plans: Plans, limit: float | None, why: bool) -> None:
     print()
     show.table([_row(place, plan, plans) for place, plan in enumerate(plans.plans, 1)])
     low, high = best.interval
-    print(f"\nThe first: a step takes {low:.4g} to {high:.4g} s in 9 of 10 cases.")
+    print()
+    if (faster := plans.faster) is not None:
+        share = best.step_seconds / faster.step_seconds - 1
+        show.line(
+            f"The fastest, {brief(faster.spec)}, is predicted to be {share:.1%} faster; within {NEAR:.0%} "
+            f"the simplest is first: {plans.simpler}."
+        )
+    print(f"The first: a step takes {low:.4g} to {high:.4g} s in 9 of 10 cases.")
+    if best.never_measured:
+        show.line(f"Never measured: {'; '.join(best.never_measured)}.")
     if plans.tokens is not None:
-        figures = best.to_json(plans.tokens)
-        money = "" if figures["usd"] is None else f", {figures['usd']:,.0f} USD"
-        print(f"{short(plans.tokens)} tokens take it {show.text(figures['days'])} days{money}.")
+        training = best.training(plans.tokens)
+        money = "" if training.usd is None else f", {training.usd:,.0f} USD"
+        print(f"{short(plans.tokens)} tokens take it {show.text(training.days)} days{money}.")
+        show.line(f"{training.words}.")
     print("\nWhere its time goes, by the busiest rank:")
     _shares(best.parts, best.step_seconds, "s")
     needs = best.memory
@@ -174,7 +264,7 @@ def _show(plans: Plans, limit: float | None, why: bool) -> None:
 
 def _why(plans: Plans) -> None:
     """Print why the neighbours of the best plan are worse, and which assumption would change the choice."""
-    from meshwright.planner.explain.text import assumption_lines, neighbour_lines
+    from meshwright.report.plan_text import assumption_lines, neighbour_lines
 
     why = plans.reasons
     print("\nWhy not its neighbours:")
@@ -192,7 +282,11 @@ def _row(place: int, plan: Plan, plans: Plans) -> dict[str, Any]:
     row["MFU"] = f"{100 * plan.mfu:.1f}%"
     row["GB"] = f"{plan.memory.device / 1e9:.1f}"
     row["fits"] = f"{100 * plan.fits_probability:.0f}%"
-    if plan.cost_per_token is not None:
+    if plans.tokens is not None:
+        training = plan.training(plans.tokens)
+        row["days"] = show.text(training.days)
+        row |= {} if training.usd is None else {"USD": short(training.usd)}
+    elif plan.cost_per_token is not None:
         row["USD/1B"] = show.text(1e9 * plan.cost_per_token)
     return {**row, "layout": brief(plan.spec)}
 
@@ -200,7 +294,7 @@ def _row(place: int, plan: Plan, plans: Plans) -> dict[str, Any]:
 def _shares(parts: dict[str, float], total: float, unit: str) -> None:
     for name, value in sorted(parts.items(), key=lambda part: -part[1]):
         if value > 0.0005 * total:
-            print(f"  {name:<16} {value:9.3f} {unit}  {100 * value / total:5.1f}%")
+            print(f"  {name:<18} {value:9.3f} {unit}  {100 * value / total:5.1f}%")
 
 
 @verb(
@@ -215,7 +309,7 @@ def _shares(parts: dict[str, float], total: float, unit: str) -> None:
 def explain(call: Call) -> None:
     """Explain the layout of a run on a cluster."""
     from meshwright import api
-    from meshwright.planner.explain.text import text
+    from meshwright.report.plan_text import text
 
     explanation = api.explain(spec_of(call), **call.flags)
     show.result(call, explanation.to_json(), lambda _: print(text(explanation)), wrote=[call.flags["out"]])

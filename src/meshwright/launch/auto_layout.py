@@ -124,6 +124,8 @@ def _why(best: Plan, others: list[Plan]) -> str:
     if others:
         second = min(others, key=lambda each: each.step_seconds)
         more = second.step_seconds / best.step_seconds - 1
-        slower = "as fast" if more < TIE else f"{more:.1%} slower"
+        slower = "as fast" if abs(more) < TIE else f"{more:.1%} slower"
+        if more <= -TIE:
+            slower = f"{-more:.1%} faster, but less simple"
         why += f"; next is {describe(second.spec)}, {slower}"
     return why

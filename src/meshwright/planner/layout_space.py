@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from math import inf
 from typing import Any, NamedTuple, get_args
 
 from meshwright.spec import Layout, RunSpec
@@ -101,7 +102,8 @@ def _shares(sequences: int, ranks: int) -> list[int]:
 class LayoutSpace:
     """The layouts of `base` on `ranks` ranks; `fixed` holds keys of the layout that are not to be chosen.
 
-    `fixed` also takes 'policy', the recompute policy, which otherwise is one of `policies`. `levels` are the
+    `fixed` also takes 'policy', the recompute policy, which otherwise is one of `policies`, and 'max_stages',
+    the most stages of a pipeline. `levels` are the
     neighbouring ranks that each level of the cluster joins, from the inside out.
     """
 
@@ -216,7 +218,8 @@ class LayoutSpace:
     def cuts(self, pp: int) -> list[StageSplit]:
         """Schedules and stages of `pp` ranks; for one rank the only one, without a pipeline."""
         if pp not in self._cuts:
-            self._cuts[pp] = list(self._made_cuts(pp))
+            most = self.fixed.get("max_stages", inf)
+            self._cuts[pp] = [cut for cut in self._made_cuts(pp) if len(cut.blocks) <= most]
         return self._cuts[pp]
 
     def _made_cuts(self, pp: int) -> Iterator[StageSplit]:

@@ -16,12 +16,17 @@ from meshwright.planner.explain.explanation import Explanation, explain
 from meshwright.planner.search.infeasible import shortfall
 from meshwright.planner.search.objectives import largest_model, longest_context
 from meshwright.planner.search.request import PlanRequest
-from meshwright.planner.search.results import Progress, SearchCounts, TimedLayout
+from meshwright.planner.search.results import NEAR, Progress, SearchCounts, TimedLayout, kind, simplicity
+from meshwright.reliability.goodput import DAY
+from meshwright.reliability.training_time import TrainingTime, training_time
 from meshwright.spec import ModelSpec, RunSpec, UserError
 from meshwright.spec.rules import check
+from meshwright.units import short
 
 _NEIGHBOURS = 6
 """Neighbours of the best plan that are listed."""
+_STATE_BYTES = 12
+"""Bytes of a parameter in a checkpoint: fp32, with both of Adam's moments."""
 Finished = Callable[[int, "Plan | None"], None]
 """Called with a number of devices, and the best plan on them."""
 
@@ -38,9 +43,15 @@ class Plan(Candidate):
         price = self.cluster.price
         return None if price is None else price * self.cluster.count / 3600 / self.tokens_per_second
 
+    def training(self, tokens: float) -> TrainingTime:
+        """Days and USD of training on so many tokens, with failures. Raises `UserError`."""
+        size, count = _STATE_BYTES * self.spec.model.parameters, self.cluster.count
+        batch = self.spec.train.batch_tokens
+        return training_time(size, count, self.step_seconds, batch, tokens, self.cluster.price)
+
     def to_json(self, tokens: float | None = None) -> dict[str, Any]:
-        """Plain values; with a number of tokens also days and USD of training on them."""
-        cost = self.cost_per_token
+        """Plain values; with a number of tokens also days and USD of training on them, with failures."""
+        cost, training = self.cost_per_token, None if tokens is None else self.training(tokens)
         return {
             "gpus": self.cluster.count,
             **self.figures(),
@@ -48,8 +59,9 @@ class Plan(Candidate):
             "batch_tokens": self.spec.train.batch_tokens,
             "tokens_per_second_per_gpu": self.tokens_per_second / self.cluster.count,
             "usd_per_billion_tokens": None if cost is None else 1e9 * cost,
-            "days": None if tokens is None else tokens / self.tokens_per_second / 86400,
-            "usd": None if tokens is None or cost is None else tokens * cost,
+            "days": training and training.days,
+            "usd": training and training.usd,
+            "failures": training and training.to_json(),
             "memory": self.memory.to_json(),
             "memory_rank": self.memory.rank,
             "parts": self.parts,
@@ -58,9 +70,11 @@ class Plan(Candidate):
 
 @dataclass(frozen=True)
 class Plans:
-    """The best plans, best first."""
+    """The best plans, best first; but a simpler one that is nearly as fast as the fastest is before it."""
 
     plans: tuple[Plan, ...]
+    faster: Plan | None
+    """The fastest plan, where a simpler one is before it."""
     objective: str
     stack: SoftwareStack
     note: str | None
@@ -76,6 +90,16 @@ class Plans:
     def best(self) -> Plan:
         """The first plan."""
         return self.plans[0]
+
+    @property
+    def simpler(self) -> str | None:
+        """Why the first plan is simpler than the fastest, in words; None where it is the fastest."""
+        if self.faster is None:
+            return None
+        (_, axes, *_), (_, more, *_) = mine, other = simplicity(self.best.spec), simplicity(self.faster.spec)
+        count = f"{axes} {'axis' if axes == 1 else 'axes'} larger than 1 instead of {more}"
+        reasons = "no pipeline", count, "no recomputation", "a plainer schedule, cut or order of axes"
+        return next(words for words, one, two in zip(reasons, mine, other, strict=True) if one != two)
 
     @property
     def model_found(self) -> ModelSpec | None:
@@ -101,6 +125,8 @@ class Plans:
             "stack": self.stack.name,
             "objective": self.objective,
             "note": self.note,
+            "faster": None if self.faster is None else self.faster.figures() | {"simpler": self.simpler},
+            "never_measured": self.best.never_measured,
             "parameters": model.parameters,
             "model_found": None if self.model_found is None else self.model_found.model_dump(mode="json"),
             "best": plans[0],
@@ -127,44 +153,64 @@ def plan(request: PlanRequest, progress: Progress | None = None, finished: Finis
         problems, note = [longest_context(problems[-1])], None
     if request.objective == "largest-model":
         problems = [largest_model(problems[-1])]
-    rank, plans, counts = partial(_rank, request.objective), list[Plan](), list[SearchCounts]()
+    rank = partial(_rank, request.objective, request.total_tokens)
+    plans, simple, counts = list[Plan](), list[Plan](), SearchCounts()
     front: Sequence[TimedLayout] = ()
     for problem in problems:
-        result = problem.search(request.top, progress)
-        for timed in result.best:
-            check(timed.spec)
-        fitting = sorted((Plan(timed.spec, problem.costs) for timed in result.best), key=rank)
+        result = problem.search(request.top, progress=progress, counts=counts)
+        timed = result.best if result.preferred is None else [*result.best, result.preferred]
+        for each in timed:
+            check(each.spec)
+        fitting = [Plan(each.spec, problem.costs) for each in timed]
         if finished is not None and len(problems) > 1:
-            finished(problem.ranks, fitting[0] if fitting else None)
-        plans += fitting
-        counts.append(result.counts)
+            finished(problem.ranks, _simplest(fitting, rank) if fitting else None)
+        plans += fitting[: len(result.best)]
+        simple += fitting[len(result.best) :]
         front = result.front or front
     if not plans:
         raise UserError(shortfall(problems[-1]))
+    if (tokens := request.total_tokens) is not None and request.within is not None:
+        plans = _in_time(plans, tokens, request.most_seconds)
+        simple = [each for each in simple if each.training(tokens).days * DAY <= request.most_seconds]
+    first, best = min(plans, key=rank), _simplest([*plans, *simple], rank)
+    others = [each for each in plans if each is first or kind(each.spec) != kind(best.spec)]
+    shown = best, *(each for each in sorted(others, key=rank) if each is not best)
     return Plans(
-        plans=tuple(sorted(plans, key=rank)[: request.top]),
+        plans=shown[: request.top],
+        faster=first if first.beats(best) else None,
         objective=request.objective,
         stack=problems[-1].stack,
         note=note,
         tokens=request.total_tokens,
-        searched=_total(counts),
+        searched=counts,
         pareto=tuple((timed.seconds, timed.memory) for timed in front),
         capacity=problems[-1].capacity,
     )
 
 
-def _rank(objective: str, plan: Plan) -> tuple[int, float]:
-    """Sort key: time, or cost; where they are equal but for rounding, memory."""
-    value = plan.cost_per_token or 0.0 if objective == "cost" else 1 / plan.tokens_per_second
-    return round(1e9 * log(value)) if value else 0, plan.memory.device
+def _simplest(plans: Sequence[Plan], rank: Callable[[Plan], tuple[int, float]]) -> Plan:
+    """The simplest of the plans near the first by `rank`, on as many devices."""
+    first = min(plans, key=rank)
+    slowest, count = (1 + NEAR) * first.step_seconds, first.cluster.count
+    near = [each for each in plans if each.cluster.count == count and each.step_seconds <= slowest]
+    return min(near, key=lambda each: (simplicity(each.spec), rank(each)))
 
 
-def _total(counts: Sequence[SearchCounts]) -> SearchCounts:
-    """The work of all searches."""
-    return SearchCounts(
-        sum(each.branches for each in counts),
-        sum(each.simulated for each in counts),
-        sum(each.timed for each in counts),
-        sum(each.seconds for each in counts),
-        min((each.first_seconds for each in counts if each.first_seconds is not None), default=None),
+def _in_time(plans: Sequence[Plan], tokens: float, most: float) -> list[Plan]:
+    """The plans that train on all tokens within `most` seconds. Raises `UserError` where there are none."""
+    days = {each: each.training(tokens).days for each in plans}
+    if found := [each for each in plans if days[each] * DAY <= most]:
+        return found
+    best = min(plans, key=days.__getitem__)
+    raise UserError(
+        f"--within: {most / DAY:.4g} days are too short for {short(tokens)} tokens: the fastest plan, on "
+        f"{best.cluster.count:,} devices, takes {days[best]:.4g} with failures; more devices or time would do"
     )
+
+
+def _rank(objective: str, tokens: float | None, plan: Plan) -> tuple[int, float]:
+    """Sort key: time, or money, with failures if tokens are given; memory where equal but for rounding."""
+    value = 1 / plan.tokens_per_second
+    if objective == "cost":
+        value = (plan.cost_per_token if tokens is None else plan.training(tokens).usd) or 0.0
+    return round(1e9 * log(value)) if value else 0, plan.memory.device

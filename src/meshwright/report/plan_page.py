@@ -13,10 +13,10 @@ from meshwright.planner.explain.candidate import Candidate
 from meshwright.planner.explain.explanation import Explanation, describe, explain
 from meshwright.planner.explain.neighbours import TERMS, named
 from meshwright.planner.explain.sensitivity import MOST
-from meshwright.planner.explain.text import ranked
 from meshwright.report import format as fmt
 from meshwright.report.chart import Points, scatter
 from meshwright.report.page import render
+from meshwright.report.plan_text import ranked
 from meshwright.report.record import write_atomically
 from meshwright.report.timeline import timeline_data
 from meshwright.spec import RunSpec
@@ -36,6 +36,7 @@ TIME_COLOURS = {
     "expert axis": "c3",
     "pipeline axis": "c6 pale",
     "data axis": "c1 pale",
+    "slowed by messages": "c3 pale",
     "optimiser": "c2 pale",
     "fixed": "c7",
     "bubble": "c7 pale",

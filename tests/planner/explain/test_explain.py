@@ -17,9 +17,9 @@ from meshwright.planner.explain.explanation import Explanation, explain
 from meshwright.planner.explain.link_load import communication
 from meshwright.planner.explain.neighbours import TERMS, changes
 from meshwright.planner.explain.sensitivity import MOST, figures
-from meshwright.planner.explain.text import WIDTH, text
 from meshwright.planner.memory.exact import memory_model
 from meshwright.planner.traffic.messages import traffic
+from meshwright.report.plan_text import WIDTH, text
 from meshwright.spec import RunSpec, UserError
 
 LAYOUTS = {
@@ -61,6 +61,25 @@ def test_parts_of_every_rank_add_up_to_the_step(name: str) -> None:
     for rank in range(found.spec.layout.pp):
         assert sum(found.time.parts_of(rank).values()) == pytest.approx(found.time.seconds)
     assert sum(found.mean_parts.values()) == pytest.approx(found.time.seconds)
+
+
+@every
+def test_compute_slowed_by_messages_is_a_part_of_its_own(name: str) -> None:
+    found = explained(name)
+    for rank, parts in enumerate(found.parts_by_rank):
+        data = found.time.ranks[rank].data
+        assert parts["data axis"] == pytest.approx(data.exposed)
+        assert parts["slowed by messages"] == pytest.approx(data.slowed)
+    assert any(parts["slowed by messages"] for parts in found.parts_by_rank)
+
+
+def test_what_was_never_measured_is_said() -> None:
+    found = explained("dense")
+    assert found.to_json()["never_measured"] == ["this program has never been timed on GPUs"]
+    assert "\nnever measured  this program has never been timed on GPUs\n" in text(found)
+    on = CostModel(cluster("h100", found.spec.layout.world_size), STACKS["megatron-core"])
+    timed = explain(found.spec, on)
+    assert timed.to_json()["never_measured"] == [] and "never measured" not in text(timed)
 
 
 @every

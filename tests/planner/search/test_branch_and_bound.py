@@ -17,8 +17,10 @@ from meshwright.planner.cost.software import MESHWRIGHT, STACKS
 from meshwright.planner.cost.step import step_time
 from meshwright.planner.layout_space import LayoutSpace
 from meshwright.planner.memory.generic import Generic
+from meshwright.planner.search import results
 from meshwright.planner.search.branch_and_bound import search
 from meshwright.planner.search.problem import SearchProblem
+from meshwright.planner.search.results import TimedLayout, kind, simplicity
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.arithmetic import divisors
 from meshwright.spec.layout import ContextMode, Order, ScheduleName
@@ -109,9 +111,13 @@ def test_every_layout_of_a_larger_space_validates() -> None:
         assert spec.layout.world_size == 8
 
 
+@pytest.mark.parametrize("near", [0.02, 0.3])
 @pytest.mark.parametrize("seed", range(8))
-def test_the_search_finds_what_brute_force_does(seed: int) -> None:
+def test_the_search_finds_what_brute_force_does(
+    seed: int, near: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some spaces, with devices so small that about half of the layouts do not fit."""
+    monkeypatch.setattr(results, "NEAR", near)
     chosen = random.Random(seed)
     model, ranks = (EXPERTS, chosen.choice([2, 4])) if seed % 2 else (DENSE, chosen.choice([2, 4, 6]))
     sequences = ranks * chosen.choice([1, 2, 4])
@@ -124,15 +130,26 @@ def test_the_search_finds_what_brute_force_does(seed: int) -> None:
     space = LayoutSpace(base, ranks, fixed)
     every = []
     for spec in every_spec(space):
-        every.append((step_time(spec, on).seconds, Generic(on).peak(spec).device))
-    needs = sorted(each[1] for each in every)
+        every.append(TimedLayout(step_time(spec, on).seconds, Generic(on).peak(spec).device, spec))
+    needs = sorted(each.memory for each in every)
     capacity = needs[len(needs) * chosen.choice([1, 5, 9]) // 10]
-    wanted = sorted(each for each in every if each[1] <= capacity)
-    top = min(12, len(wanted))
+    fitting = sorted((each for each in every if each.memory <= capacity), key=lambda each: each.order)
+    different: dict[tuple[Any, ...], TimedLayout] = {}
+    for each in fitting:
+        different.setdefault(kind(each.spec), each)
+    top = min(12, len(different))
     found = search(space, on, capacity, top)
     assert [each.seconds for each in found.best] == pytest.approx(
-        [each[0] for each in wanted[:top]], rel=1e-9
+        [each.seconds for each in different.values()][:top], rel=1e-9
     )
+    assert len({kind(each.spec) for each in found.best}) == top
+    close = [each for each in fitting if each.seconds <= fitting[0].seconds * (1 + near)]
+    simplest = min(close, key=lambda each: (simplicity(each.spec), each.seconds))
+    for few in (found, search(space, on, capacity, 1)):
+        assert few.best[0].seconds == pytest.approx(fitting[0].seconds, rel=1e-9)
+        assert few.preferred is not None
+        assert simplicity(few.preferred.spec) == simplicity(simplest.spec)
+        assert few.preferred.seconds == pytest.approx(simplest.seconds, rel=1e-9)
     for each in found.best:
         assert each.seconds == pytest.approx(step_time(each.spec, on).seconds, rel=1e-9)
         assert each.memory == pytest.approx(Generic(on).peak(each.spec).device, rel=1e-9)
@@ -182,10 +199,14 @@ def test_the_search_knows_that_ranks_share_cores() -> None:
         CostModel(replace(cluster("cpu", 4), device=replace(cluster("cpu", 4).device, units=2))),
     )
     space = LayoutSpace(base, 4, {"policy": "none", "sequence_parallel": True, "context_mode": "ring"})
-    every = sorted(step_time(spec, on).seconds for spec in every_spec(space))
+    different: dict[tuple[Any, ...], float] = {}
+    for seconds, spec in sorted(
+        ((step_time(spec, on).seconds, spec) for spec in every_spec(space)), key=lambda each: each[0]
+    ):
+        different.setdefault(kind(spec), seconds)
     found = search(space, on, 80e9, 8)
     assert on.shared is not None
-    assert [each.seconds for each in found.best] == pytest.approx(every[:8], rel=1e-9)
+    assert [each.seconds for each in found.best] == pytest.approx([*different.values()][:8], rel=1e-9)
 
 
 def test_any_layout_that_fits_is_an_answer_where_any_will_do() -> None:

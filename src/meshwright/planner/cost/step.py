@@ -164,7 +164,8 @@ class StepTime:
             "context axis": first.context,
             "expert axis": first.expert,
             "pipeline axis": own.sent,
-            "data axis": own.data.exposed + own.data.slowed,
+            "data axis": own.data.exposed,
+            "slowed by messages": own.data.slowed,
             "optimiser": own.data.optimiser,
             "fixed": self.model.stages.fixed,
         }

@@ -18,6 +18,14 @@ TIE = 1e-3
 """Layouts whose steps differ by a smaller share are equally fast."""
 
 
+TIMED = {
+    "A100 SXM 80 GB": ("deepspeed-zero3", "megatron-2021", "megatron-deepspeed"),
+    "H100 SXM 80 GB": ("llm-foundry", "megatron-core", "nanotron"),
+    "H100 SXM 96 GB HBM2e": ("fsdp", "fsdp-compiled"),
+}
+"""Device -> the software stacks whose published runs on it are timed (`meshwright validate`)."""
+
+
 class Candidate:
     """A run's layout and its costs; `times` is shared by layouts that are compared.
 
@@ -99,6 +107,23 @@ class Candidate:
         """Probability that the fullest rank fits its device."""
         wider = spread(self.cluster, self.costs.stack)
         return fits_probability(self.memory.device, room(self.cluster), wider)
+
+    @property
+    def never_measured(self) -> list[str]:
+        """Clauses about what the seconds rest on that no run has measured."""
+        device, stack, profiled = self.cluster.device, self.costs.stack, self.cluster.measured is not None
+        found = []
+        if stack.ours and device.kind != "cpu":
+            found.append("this program has never been timed on GPUs")
+        elif not stack.ours and stack.name not in TIMED.get(device.name, ()):
+            found.append(f"no published run of {stack.name} is on {device.name}")
+        if device.kind == "cpu" and not profiled:
+            found.append(f"the rates of {device.name} are round figures (meshwright profile measures them)")
+        elif device.name not in TIMED and not profiled:
+            found.append(f"the rates of {device.name} are assumed (no published run is on it)")
+        if "assumed" in self.cluster.source:
+            found.append("the network of its servers is assumed")
+        return found
 
     def fits(self, capacity: float) -> bool:
         """True if the fullest rank needs at most `capacity` bytes."""

@@ -73,6 +73,7 @@ class Explanation(Candidate):
             "devices": self.cluster.count,
             "stack": self.costs.stack.name,
             **self.figures(),
+            "never_measured": self.never_measured,
             "micro_batch": self.spec.micro_batch,
             "microbatches": self.spec.microbatches,
             "busiest_rank": self.time.rank,

@@ -100,9 +100,6 @@ def _rank_at_best(times: float) -> tuple[bool, float]:
     return not faster, times - 1 if faster else max(times - 1, 0.0)
 
 
-# Enumeration.
-
-
 Update = dict[str, Any]
 """Keys of a layout with new values."""
 _ON_OFF = {True: "on", False: "off"}
@@ -198,9 +195,6 @@ def _same(one: Layout, other: Layout) -> bool:
     """True if two layouts differ only in an order of axes that moves none of them."""
     used = [[name for name, ranks in each.axes_in_order if ranks > 1] for each in (one, other)]
     return used[0] == used[1] and one.model_copy(update={"order": other.order}) == other
-
-
-# Comparison.
 
 
 def _judged(chosen: Candidate, words: str, other: Candidate, capacity: float) -> Neighbour:

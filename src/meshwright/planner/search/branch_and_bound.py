@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.layout_space import LayoutSpace
 from meshwright.planner.memory.generic import Generic
-from meshwright.planner.search.results import Progress, SearchResult
+from meshwright.planner.search.results import Progress, SearchCounts, SearchResult
 from meshwright.planner.search.tree import Branch, SearchTree
 from meshwright.spec import RunSpec
 
@@ -31,11 +31,12 @@ def search(
     progress: Progress | None = None,
     any_will_do: bool = False,
     memory: Generic | None = None,
+    counts: SearchCounts | None = None,
 ) -> SearchResult:
     """The `top` fastest layouts of `space` that need at most `capacity` bytes of a device by `memory`.
 
     `progress` is called with each plan that is better than all before. With `any_will_do` the search ends
-    with the first layout that fits. The default of `memory` is the generic model.
+    with the first layout that fits. The default of `memory` is the generic model. Work is added to `counts`.
     """
     memory = memory or Generic(costs)
 
@@ -44,18 +45,22 @@ def search(
 
     exact = type(memory) is not Generic
     speedup = costs.shared.speed(1) if costs.shared is not None else 1.0  # of a rank while others wait
-    found = SearchResult(top, accept if exact else None, progress, speedup, any_will_do)
+    counts = counts or SearchCounts()
+    found = SearchResult(top, accept if exact else None, progress, speedup, any_will_do, counts)
     tree = SearchTree(space, costs, memory, capacity, found)
     collects = gc.isenabled()
     gc.disable()  # many small objects are made, and few that refer to each other
     try:
-        for common in (True, False):
-            if found.hopeful(0.0):
-                _pass(tree.roots(common), found)
+        found.again = True
+        while found.again:  # seldom twice: then the fastest is known
+            found.again = False
+            for common in (True, False):
+                if found.hopeful(0.0):
+                    _pass(tree.roots(common), found)
     finally:
         if collects:
             gc.enable()
-    found.counts.seconds = time.perf_counter() - found.start
+    counts.seconds += time.perf_counter() - found.start
     return found
 
 

@@ -14,6 +14,8 @@ from meshwright.planner.search.problem import SearchProblem
 from meshwright.spec import UserError
 from meshwright.spec.load import from_tree
 
+_NO_KEYS = {"policy": "recompute.policy", "max_stages": "--max-stages"}
+"""Fixed things that are not keys of the layout, as users give them."""
 _MOST = 131072
 """Devices of the largest cluster that is tried."""
 
@@ -94,7 +96,7 @@ def _shared_sequences(problem: SearchProblem) -> int | None:
 
 def _broken_rule(problem: SearchProblem) -> str | None:
     """The rule that the fixed keys break, with as many data ranks as are left."""
-    layout: dict[str, Any] = {key: value for key, value in problem.fixed.items() if key != "policy"}
+    layout: dict[str, Any] = {key: value for key, value in problem.fixed.items() if key not in _NO_KEYS}
     taken = prod(layout.get(axis, 1) for axis in ("replicate", "tp", "cp", "pp"))
     layout = {"dp": max(1, problem.ranks // taken), "zero": 1, **layout}
     try:
@@ -105,7 +107,7 @@ def _broken_rule(problem: SearchProblem) -> str | None:
 
 
 def _key(key: str) -> str:
-    return "recompute.policy" if key == "policy" else f"layout.{key}"
+    return _NO_KEYS.get(key, f"layout.{key}")
 
 
 def _legal(problem: SearchProblem) -> bool:

@@ -16,7 +16,7 @@ from meshwright.planner.layout_space import POLICIES, DataMesh, LayerLayout, Lay
 from meshwright.planner.memory.exact import memory_model
 from meshwright.planner.memory.generic import Generic, Memory
 from meshwright.planner.search.branch_and_bound import search
-from meshwright.planner.search.results import Progress, SearchResult
+from meshwright.planner.search.results import SearchResult
 from meshwright.spec import ModelSpec, RunSpec
 
 
@@ -74,12 +74,12 @@ class SearchProblem:
                     best = needs
         return best
 
-    def search(
-        self, top: int = 5, progress: Progress | None = None, any_will_do: bool = False
-    ) -> SearchResult:
-        """The `top` fastest layouts that fit, or any one."""
+    def search(self, top: int = 5, any_will_do: bool = False, **told: Any) -> SearchResult:
+        """The `top` fastest layouts that fit, or any one; `told` are the search's `progress` and `counts`."""
         memory = memory_model(self.costs)
-        return search(self.space(), self.costs, self.capacity, top, progress, any_will_do, memory)
+        return search(
+            self.space(), self.costs, self.capacity, top, any_will_do=any_will_do, memory=memory, **told
+        )
 
     def fits(self) -> bool:
         """True if some layout fits; the search is spared where the least memory is too much."""

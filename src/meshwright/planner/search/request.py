@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,9 @@ from meshwright.planner.search.problem import SearchProblem
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.base import MAX_BATCH
 from meshwright.spec.errors import did_you_mean
-from meshwright.spec.load import fixed_layout, from_tree, read_tree
+from meshwright.spec.load import Overrides, fixed_layout, from_tree, read_tree
 from meshwright.spec.presets import PRESETS
-from meshwright.units import amount
-
-Overrides = Sequence[tuple[str, str]]
+from meshwright.units import amount, duration
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,9 @@ class PlanRequest:
     `model` is a preset, an HF folder or config.json, a run file or folder, or a `RunSpec` whose layout is
     ignored; `cluster` a name of the catalogue, a hardware file or a `Cluster`, of `gpus` devices or of any
     power-of-two number of nodes within '64..1024'. `batch_tokens` may be '16M'. `max_memory` is in bytes of a
-    device, `price` in USD for a device and hour, `tokens` what is trained on in all. `overrides` are dotted
-    keys with their texts: those of the layout and `recompute.policy` are kept fixed.
+    device, `price` in USD for a device and hour, `tokens` what is trained on in all, `within` the longest
+    time for it, as '30d' or in seconds, and `max_stages` the most stages of a pipeline. `overrides` are
+    dotted keys with their texts: those of the layout and `recompute.policy` are kept fixed.
     """
 
     model: str | Path | RunSpec
@@ -46,6 +47,8 @@ class PlanRequest:
     tokens: float | str | None = None
     max_memory: float | None = None
     overrides: Overrides = ()
+    within: float | str | None = None
+    max_stages: int | None = None
 
     def problems(self) -> tuple[list[SearchProblem], str | None]:
         """A search for each number of devices, ascending, and the batch in words where it was rounded.
@@ -61,22 +64,37 @@ class PlanRequest:
         if (tokens := self.total_tokens) is not None:
             train = base.train.model_copy(update={"steps": None, "tokens": int(tokens)})
             base = base.model_copy(update={"train": train})
-        fixed = {name: value for name, value in fixed_layout(self.overrides).items() if value is not None}
-        if (policy := dict(self.overrides).get("recompute.policy")) is not None:
-            fixed["policy"] = policy
+        keys = fixed_layout(self.overrides) | {"policy": dict(self.overrides).get("recompute.policy")}
+        keys["max_stages"] = self.max_stages
+        fixed = {name: value for name, value in keys.items() if value is not None}
         problem = SearchProblem(base, kind, stack, fixed, self.max_memory)
         return [problem.resized(count) for count in sizes], note
 
     @property
     def total_tokens(self) -> float | None:
         """Tokens that are trained on in all. Raises `UserError`."""
-        return None if self.tokens is None else _amount("--tokens", self.tokens)
+        return None if self.tokens is None else _read("--tokens", self.tokens, amount)
+
+    @property
+    def most_seconds(self) -> float:
+        """Seconds that training may take. Raises `UserError`."""
+        return inf if self.within is None else _read("--within", self.within, duration)
 
     def _check(self, kind: Cluster) -> None:
         if self.objective not in OBJECTIVES:
             raise UserError(f"--objective: '{self.objective}' is not one of {', '.join(OBJECTIVES)}")
         if self.top < 1:
             raise UserError(f"--top: must be at least 1, got {self.top}")
+        if self.max_stages is not None and self.max_stages < 1:
+            raise UserError(f"--max-stages: must be at least 1, got {self.max_stages}")
+        if self.most_seconds < inf:
+            for missing, words in (
+                (self.objective != "cost", "it finds the least money for a time; give --objective cost"),
+                (self.tokens is None, "it is the time for --tokens, which is missing; give it, such as 15T"),
+                (".." not in str(self.gpus), "it chooses the devices; give a range, such as --gpus 64..1024"),
+            ):
+                if missing:
+                    raise UserError(f"--within: {words}")
         if self.objective == "longest-context" and self.seq_len is not None:
             raise UserError(
                 f"--seq-len: {self.seq_len:,} is given, but the objective 'longest-context' looks for the "
@@ -139,7 +157,8 @@ def batch_of(wanted: int | str, seq_len: int) -> tuple[int, str | None]:
     16M may be 16 x 2^20 or 16 x 10^6: of the numbers of sequences from one to the other, the one that most
     powers of two divide is taken, since most layouts can share it. Raises `UserError`.
     """
-    low, high = (_amount("--batch-tokens", wanted, unit) / seq_len for unit in (1000, 1024))
+    powers = (partial(amount, unit=unit) for unit in (1000, 1024))
+    low, high = (_read("--batch-tokens", wanted, each) / seq_len for each in powers)
     if high < 1:
         raise UserError(
             f"--batch-tokens: {wanted} is less than one sequence of {seq_len:,} tokens; give at least "
@@ -157,10 +176,10 @@ def batch_of(wanted: int | str, seq_len: int) -> tuple[int, str | None]:
     return tokens, f"{wanted} is taken as {sequences} of {seq_len:,} tokens = {tokens:,}"
 
 
-def _amount(flag: str, value: float | str, unit: int = 1000) -> float:
-    """The number that a flag's value states; see `units.amount`. Raises `UserError`."""
+def _read(flag: str, value: float | str, read: Callable[[str], float]) -> float:
+    """The number that a flag's value states. Raises `UserError`."""
     try:
-        return amount(str(value), unit)
+        return read(str(value))
     except ValueError as error:
         raise UserError(f"{flag}: '{value}' is not valid: {error}") from None
 

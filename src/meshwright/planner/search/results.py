@@ -12,8 +12,29 @@ from typing import Any, NamedTuple
 
 from meshwright.spec import RunSpec
 
+NEAR = 0.02
+"""Share by which the predicted step of a simpler layout may be longer than the fastest, to be preferred."""
 _ROUNDING = 1 - 1e-9
 """Bounds, times and bytes are sums in another order than the exact ones."""
+_AXES = ("replicate", "dp", "cp", "tp", "pp", "ep", "etp")
+
+
+def kind(spec: RunSpec) -> tuple[Any, ...]:
+    """The sizes of the axes, the ZeRO stage and the recompute policy: layouts differ if one of these does.
+
+    Others are variants of one layout: another schedule, cut, microbatch, mode or order of the axes.
+    """
+    layout = spec.layout
+    return *(getattr(layout, axis) for axis in _AXES), layout.zero, spec.recompute.policy
+
+
+def simplicity(spec: RunSpec) -> tuple[bool, int, bool, int]:
+    """Sort key, the simplest first: a pipeline, axes larger than 1, recomputation, and how many of schedule,
+    cut and order of the axes are other than 1f1b, even and the default."""
+    layout = spec.layout
+    used = sum(getattr(layout, axis) > 1 for axis in _AXES)
+    odd = [layout.schedule != "1f1b", layout.stages != "even", layout.order != "pp-replicate-dp-tp"]
+    return layout.pp > 1, used, spec.recompute.policy != "none", sum(odd)
 
 
 class TimedLayout(NamedTuple):
@@ -49,7 +70,7 @@ Progress = Callable[[TimedLayout, SearchCounts], None]
 
 @dataclass
 class SearchResult:
-    """The `top` fastest layouts so far, best first, and their Pareto front."""
+    """The fastest layouts of the `top` fastest kinds so far, best first, and the Pareto front of all."""
 
     top: int
     accept: Callable[[RunSpec], bool] | None
@@ -59,38 +80,67 @@ class SearchResult:
     """By how much a rank may be faster than bounds take it to be."""
     any_will_do: bool
     """True if nothing is hopeful any more after the first layout."""
+    counts: SearchCounts
     cutoff: float = inf
     """Seconds of the slowest of the best, once there are `top`."""
-    counts: SearchCounts = field(default_factory=SearchCounts)
+    near: float = inf
+    """Seconds up to which a simpler layout is preferred to the fastest."""
+    preferred: TimedLayout | None = None
+    """The fastest of the simplest layouts up to there."""
     start: float = field(default_factory=time.perf_counter)
     best: list[TimedLayout] = field(default_factory=list)
+    again: bool = False
+    """True if layouts were passed over for a simpler one that is no longer near: search again."""
+    _passed_over: float = inf
+    """Least seconds of those that were passed over for a simpler one."""
+    _simple: dict[tuple[bool, int, bool, int], TimedLayout] = field(default_factory=dict)
+    """The fastest layout of each simplicity."""
     front: list[TimedLayout] = field(default_factory=list)
     """Layouts that no other timed one beats both in time and in memory, fastest first."""
 
-    def hopeful(self, bound: float) -> bool:
-        """True if a layout that takes at least `bound` seconds can be among the best."""
-        return bound * (_ROUNDING / self.speedup) <= self.cutoff
+    def hopeful(self, bound: float, simplest: Callable[[], RunSpec] | None = None) -> bool:
+        """True if a layout that takes at least `bound` seconds can be among the best, or preferred to them.
+
+        It is no simpler than the one that `simplest` returns.
+        """
+        seconds = bound * (_ROUNDING / self.speedup)
+        if seconds <= self.cutoff or self.preferred is None or seconds > self.near:
+            return seconds <= self.cutoff
+        rank = simplicity(self.preferred.spec), self.preferred.seconds
+        if simplest is None or (simplicity(simplest()), seconds) <= rank:
+            return True
+        self._passed_over = min(self._passed_over, seconds)
+        return False
 
     def offer(self, timed: TimedLayout) -> None:
-        """Keep a timed layout if it is among the best, or on the front."""
+        """Keep a timed layout if it is among the best, simple, or on the front."""
         self.counts.timed += 1
-        slow = timed.seconds > self.cutoff
-        if self.accept is not None and (slow or not self.accept(timed.spec)):
+        wanted = self.hopeful(timed.seconds * self.speedup, lambda: timed.spec)
+        if self.accept is not None and not (wanted and self.accept(timed.spec)):
             return
         if all(each.seconds > timed.seconds or each.memory > timed.memory for each in self.front):
             self.front = [
                 each for each in self.front if each.seconds < timed.seconds or each.memory < timed.memory
             ]
             insort(self.front, timed, key=attrgetter("order"))
-        if slow:
+        if not wanted:
             return
         if self.counts.first_seconds is None:
             self.counts.first_seconds = time.perf_counter() - self.start
-        insort(self.best, timed, key=attrgetter("order"))
-        del self.best[self.top :]
+        fastest: dict[tuple[Any, ...], TimedLayout] = {}
+        for each in sorted([*self.best, timed], key=attrgetter("order")):
+            fastest.setdefault(kind(each.spec), each)
+        self.best = list(fastest.values())[: self.top]
+        mine = simplicity(timed.spec)
+        self._simple[mine] = min(timed, self._simple.get(mine, timed), key=attrgetter("order"))
+        self.near = self.best[0].seconds * (1 + NEAR)
+        near = [rank for rank, each in self._simple.items() if each.seconds <= self.near]
+        before, self.preferred = self.preferred, self._simple[min(near)]
+        if before is not None and min(near) > simplicity(before.spec):
+            self.again = self.again or self._passed_over <= self.near
+        if len(self.best) == self.top:
+            self.cutoff = self.best[-1].seconds
         if self.any_will_do:
-            self.cutoff = -inf
-        elif len(self.best) == self.top:
-            self.cutoff = min(self.cutoff, self.best[-1].seconds)
+            self.cutoff = self.near = -inf
         if self.progress is not None and self.best[0] is timed:
             self.progress(timed, self.counts)

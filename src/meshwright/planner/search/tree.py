@@ -225,7 +225,8 @@ class SearchTree:
             count = base.batch_sequences // (mesh.data * inner.micro_batch)
             most = -(-base.model.layers // mesh.pp) * block
             bound = count * max(seconds / mesh.pp, most) + self.costs.stack.numbers.step
-            if self.found.hopeful(bound) and self._fits(inner, mesh, blocks):
+            simplest = partial(self.space.spec, inner, mesh)
+            if self.found.hopeful(bound, simplest) and self._fits(inner, mesh, blocks):
                 yield bound, partial(self._split_mesh, inner, mesh, blocks)
 
     def _fits(self, inner: LayerLayout, mesh: DataMesh, blocks: LayerCost) -> bool:
@@ -249,7 +250,7 @@ class SearchTree:
         for cut, stages, shapes in self._cuts_of(mesh.pp):
             bound = lower_bounds.pace_bound(shapes, speed, spec.microbatches, cut.schedule not in SPLIT)
             bound += self.costs.stack.numbers.step
-            if self.found.hopeful(bound):
+            if self.found.hopeful(bound, partial(branch.spec, cut=cut)):
                 yield bound, partial(self._split_cut, branch, pipelines, cut, stages)
 
     def _cuts_of(self, pp: int) -> list[tuple[StageSplit, PlacedStages, list[StageShape]]]:
@@ -271,7 +272,7 @@ class SearchTree:
             needs = self.memory.rank(spec, blocks, held, kept, True, 0).device
             if needs <= self.capacity:
                 step = StepTime(spec, self.costs, self.times, stages)
-                if self.found.hopeful(step.bound):
+                if self.found.hopeful(step.bound, partial(mesh.spec, sharding, cut)):
                     self.found.offer(TimedLayout(step.seconds, needs, spec))
 
     def _split_cut(
@@ -305,7 +306,8 @@ class SearchTree:
         self, pipeline: PipelineBranch, cut: StageSplit, spec: RunSpec, fitting: dict[Option, float]
     ) -> Iterator[Branch]:
         """Simulate a schedule, unless paths found since this was queued exclude it, and time shardings."""
-        if self.found.hopeful(pipeline.least_seconds(spec, fitting)):
+        simplest = partial(pipeline.mesh.spec, cut=cut)
+        if self.found.hopeful(pipeline.least_seconds(spec, fitting), simplest):
             self.found.counts.simulated += 1
             for option, needs in fitting.items():
                 spec = pipeline.mesh.spec(option.sharding, cut)

@@ -50,10 +50,11 @@ def head(found: Explanation) -> list[str]:
         f"{found.tokens_per_second:,.0f} tokens/s",
         "memory": f"{gigabytes(found.memory.device)} of {gigabytes(found.capacity)} on pipeline rank "
         f"{found.memory.rank}; fits with a probability of {percent(found.fits_probability)}",
+        "never measured": "; ".join(found.never_measured),
     }
     width = max(map(len, facts)) + 2
     lines = []
-    for name, fact in facts.items():
+    for name, fact in facts.items() if found.never_measured else [*facts.items()][:-1]:
         lines += textwrap.wrap(f"{name:<{width}}{fact}", WIDTH, subsequent_indent=" " * width)
     return lines
 
