@@ -1,9 +1,10 @@
 """Fit the planner's numbers on published runs: `python bench/calibrate.py`.
 
 The numbers that `planner/validation/calibration.py` names are moved together, by the steps of a robust
-regression (least absolute errors, by reweighted least squares; each number is held near its start by a
-penalty) of ln(predicted / measured) step time on their logarithms. Runs of one model on one device are close
-to each other, so n of them weigh as n^0.7. It prints what it found; the tables are edited by hand, rounded.
+regression of ln(predicted / measured) step time on their logarithms: least absolute errors, by reweighted
+least squares. A penalty holds each number near what is assumed of it before any run is seen. Runs of one
+model on one device are close to each other, so n of them weigh as n^0.7. It prints what it found; the tables
+are edited by hand, rounded.
 
 `--leave-out` starts from the tables as they stand. For each source of runs it takes one such step without
 that source, predicts its runs by the result, and writes these seconds to `data/left_out.csv`.
@@ -16,7 +17,7 @@ import copy
 import math
 import tomllib
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from meshwright.spec import UserError
 _STEP = 0.06
 """Step of the logarithm of a number for its derivative."""
 _PRIOR = 0.35
-"""Standard deviation of the logarithm of a number around its start."""
+"""Standard deviation of the logarithm of a number around what is assumed of it."""
 _FURTHEST = 0.5
 """Largest step of a logarithm in one round."""
 _EXACT = 0.02
@@ -68,13 +69,19 @@ CLUSTERS = tomllib.loads(catalogue.DATA.read_text(encoding="utf-8"))
 TABLES = [(path, read(path)) for path in (PUBLISHED, FRONTIER)]
 
 
-def paths() -> Iterator[Path_]:
-    """Where the fitted numbers stand: in the table of stacks, or of clusters."""
+def assumed() -> Point:
+    """Where the fitted numbers stand in the tables of stacks and of clusters, and what is assumed of each."""
+    found: Point = {}
     for name, kinds in calibration.OF_STACKS.items():
         number = "stacks", "defaults", "numbers", name
-        yield from ((*number, kind) for kind in kinds) if kinds else [number]
+        found |= (
+            {(*number, kind): value for kind, value in kinds.items()}
+            if isinstance(kinds, Mapping)
+            else {number: kinds}
+        )
     for table, names in calibration.OF_RATES.items():
-        yield from (("clusters", "rates", table, name) for name in names)
+        found |= {("clusters", "rates", table, name): value for name, value in names.items()}
+    return found
 
 
 def place(trees: dict[str, Any], path: Path_) -> dict[str, Any]:
@@ -141,15 +148,20 @@ def weights(known: dict[Key, Run], keys: list[Key]) -> np.ndarray:
     return np.array([counts[known[key].kind[:3]] ** -0.3 for key in keys])
 
 
-def step(known: dict[Key, Run], slopes: dict[Key, np.ndarray], without: str = "") -> np.ndarray:
-    """Step of the logarithms of the numbers that the calibrating runs, without a source, ask for."""
+def step(point: Point, known: dict[Key, Run], slopes: dict[Key, np.ndarray], without: str = "") -> np.ndarray:
+    """Step of the logarithms of the numbers that the calibrating runs, without a source, ask for.
+
+    A number of which they say nothing goes to what is assumed of it.
+    """
+    prior = assumed()
+    away = np.array([math.log(value / prior[path]) for path, value in point.items()])
     keys = [key for key in slopes if known[key].used and known[key].kind[0] != without]
     error, matrix = np.array([known[key].error for key in keys]), np.array([slopes[key] for key in keys])
     own, found = weights(known, keys), np.zeros(matrix.shape[1])
     for _ in range(40):
         weight = own / np.maximum(np.abs(error + matrix @ found), _EXACT)
         normal = (matrix * weight[:, None]).T @ matrix + np.eye(len(found)) / _PRIOR**2
-        found = np.linalg.solve(normal, -(matrix * weight[:, None]).T @ error)
+        found = np.linalg.solve(normal, -(matrix * weight[:, None]).T @ error - away / _PRIOR**2)
         found = np.clip(found, -_FURTHEST, _FURTHEST)
     return found
 
@@ -185,7 +197,7 @@ def fit(point: Point, rounds: int) -> Point:
     known = runs()
     told("at the start", known)
     for _ in range(rounds):
-        by = step(known, derivatives(point, known))
+        by = step(point, known, derivatives(point, known))
         best = None
         for part in (1.0, 0.5, 0.25):
             tried = moved(point, part * by)
@@ -210,7 +222,7 @@ def leave_out(point: Point) -> None:
     told("with all", known)
     slopes, without = derivatives(point, known), dict[Key, Run]()
     for source in dict.fromkeys(run.kind[0] for run in known.values()):
-        apply(moved(point, step(known, slopes, source)))
+        apply(moved(point, step(point, known, slopes, source)))
         without.update(runs({key for key, run in known.items() if run.kind[0] == source}))
     told("without its source", without)
     found = []
@@ -230,7 +242,7 @@ def main() -> None:
     given.add_argument("--leave-out", action="store_true", help="predict each source without itself")
     flags = given.parse_args()
     trees = {"stacks": STACKS, "clusters": CLUSTERS}
-    start = {path: place(trees, path)[path[-1]] for path in paths()}
+    start = {path: place(trees, path)[path[-1]] for path in assumed()}
     if flags.leave_out:
         leave_out(start)
         return

@@ -19,7 +19,7 @@ from meshwright.planner.plan import Plan
 from meshwright.planner.search.request import batch_of
 from meshwright.planner.search.results import kind, simplicity
 from meshwright.planner.validation.metrics import validate
-from meshwright.planner.validation.table import PUBLISHED
+from meshwright.planner.validation.table import FRONTIER, PUBLISHED
 from meshwright.reliability.training_time import DEVICE_MTBF_HOURS, training_time
 from meshwright.spec import RunSpec, UserError, load
 from meshwright.spec.toml import to_toml
@@ -68,7 +68,7 @@ def test_plans_are_validated_and_in_order() -> None:
     for each in found.plans:
         assert RunSpec.model_validate(each.spec.to_json()) == each.spec
         assert each.spec.layout.world_size == 8 and each.spec.precision.compute == "bf16"
-        assert each.memory.device <= 0.96 * 80e9 and each.fits_probability >= SURE - 1e-9
+        assert each.memory.device <= 0.96 * 80 * 2**30 and each.fits_probability >= SURE - 1e-9
         assert sum(each.parts.values()) == pytest.approx(each.step_seconds, rel=0.01)
         low, high = each.interval
         assert low < each.step_seconds < high
@@ -194,7 +194,8 @@ def test_of_a_published_run_the_effective_share_is_as_it_was() -> None:
         ("h100", "meshwright", ["this program has never been timed on GPUs"]),
         ("h100", "megatron-core", []),
         ("a100", "megatron-core", ["no published run of megatron-core is on A100 SXM 80 GB"]),
-        ("b200", "meshwright", ["this program has never", "the rates of B200 180 GB are assumed"]),
+        ("b200", "meshwright", ["this program has never been timed on GPUs"]),
+        ("mi300x", "meshwright", ["this program has never", "the rates of MI300X are assumed"]),
         (
             "l4",
             "meshwright",
@@ -210,9 +211,10 @@ def test_what_was_never_measured_is_said(where: str, stack: str, says: list[str]
 
 def test_the_stacks_that_were_timed_are_those_of_the_published_runs() -> None:
     timed: dict[str, set[str]] = {}
-    for each in validate(PUBLISHED).predictions:
-        if each.time_error_pct is not None:
-            timed.setdefault(each.case.cluster.device.name, set()).add(each.case.stack.name)
+    for table in (PUBLISHED, FRONTIER):
+        for each in validate(table).predictions:
+            if each.time_error_pct is not None:
+                timed.setdefault(each.case.cluster.device.name, set()).add(each.case.stack.name)
     assert {device: set(stacks) for device, stacks in TIMED.items()} == timed
 
 

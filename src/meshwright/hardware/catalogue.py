@@ -93,7 +93,9 @@ class _ClusterTable(Record):
             levels.append(Level(level.name, level.devices, outside, kind=network.kind))
         figures = f"{self.source}; {self.assumed}" if self.assumed else self.source
         source = f"{figures}; price: {self.price_source if self.price else 'none known'}"
-        whole = Cluster(self.name, device, _MOST, tuple(levels), self.price, source, network=nics, host=node.host)
+        whole = Cluster(
+            self.name, device, _MOST, tuple(levels), self.price, source, network=nics, host=node.host
+        )
         return whole.resized(self.count or node.devices)
 
 

@@ -54,7 +54,9 @@ def test_low_precision_speeds_up_products_alone(format: str) -> None:
 
 def test_fp8_by_rows_pays_for_its_casts() -> None:
     spec = run("llama3-70b", dp=8)
-    by_tensor, by_row = (layer(spec, NEMO, each).passes(False).forward.matmul for each in ("fp8", "fp8-rowwise"))
+    by_tensor, by_row = (
+        layer(spec, NEMO, each).passes(False).forward.matmul for each in ("fp8", "fp8-rowwise")
+    )
     assert by_row > 1.1 * by_tensor
 
 
@@ -93,7 +95,9 @@ def test_a_token_is_sent_once_to_each_node() -> None:
     alone = CostModel(cluster("h100", 8), NEMO).links
     assert merged_share(layer_shape(inside), alone) == pytest.approx(min(4, 8 * (1 - (7 / 8) ** 8)) / 8)
     merged, copied = (
-        step_time(spec, CostModel(cluster("h100", 16), replace(NEMO, merged_copies=each))).parts["expert axis"]
+        step_time(spec, CostModel(cluster("h100", 16), replace(NEMO, merged_copies=each))).parts[
+            "expert axis"
+        ]
         for each in (True, False)
     )
     assert merged < 0.4 * copied
@@ -125,6 +129,9 @@ def test_selective_recomputation_of_latents_frees_what_they_are_widened_to() -> 
     need = {}
     for kind in ("latents", "elementwise"):
         costs = CostModel(cluster("b200", 8), replace(NEMO, selective=kind), "mxfp8")
-        need[kind] = Generic(costs).peak(selective).activations, step_time(selective, costs).parts["recomputation"]
+        need[kind] = (
+            Generic(costs).peak(selective).activations,
+            step_time(selective, costs).parts["recomputation"],
+        )
     assert need["latents"][0] < 0.8 * need["elementwise"][0]
-    assert 0 < need["latents"][1]
+    assert need["latents"][1] > 0

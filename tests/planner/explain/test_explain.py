@@ -147,9 +147,7 @@ def test_a_ring_of_neighbours_over_nodes_is_on_the_network() -> None:
 
 def test_nothing_is_hidden_by_a_stack_that_overlaps_nothing() -> None:
     spec = run({"dp": 2, "tp": 4, "zero": 1})
-    bare = replace(
-        STACKS["megatron-core"], overlaps=("pipeline",)
-    )
+    bare = replace(STACKS["megatron-core"], overlaps=("pipeline",))
     hidden = []
     for stack in (bare, STACKS["megatron-core"]):
         on = CostModel(cluster("h100", 8), stack)

@@ -12,7 +12,7 @@ from meshwright.planner.validation.table import FRONTIER, PUBLISHED, PredictionE
 
 
 def case(tmp_path: Path, table: Path = FRONTIER, number: int = 20, **changed: str) -> Case:
-    """The case of row `number` of a table with some cells changed; by default Llama 3.1 70B in fp8 on 64 H100."""
+    """The case of a row of a table with some cells changed; row 20 is Llama 3.1 70B, fp8, on 64 H100."""
     with table.open(newline="") as file:
         reader = csv.DictReader(file)
         row, names = list(reader)[number] | changed, list(reader.fieldnames or [])
@@ -58,7 +58,9 @@ def test_megatron_of_2021_had_no_flash_attention(tmp_path: Path) -> None:
     old = case(tmp_path, program="Megatron-LM", source=source.format("2104.04473"), where="")
     new = case(tmp_path, program="Megatron-LM", source=source.format("2402.15627"), where="")
     assert not old.stack.fused_attention and new.stack.fused_attention
-    told = case(tmp_path, program="Megatron-LM", source=source.format("2104.04473"), where="", attention="flash1")
+    told = case(
+        tmp_path, program="Megatron-LM", source=source.format("2104.04473"), where="", attention="flash1"
+    )
     assert told.stack.attention == "flash1"
 
 

@@ -147,7 +147,9 @@ def test_the_page_is_what_the_command_makes(
 ) -> None:
     whole = found | {"frontier": report(frontier), "left_out": left_out.report(unseen)}
     assert (DOCS / "validation.md").read_text() == validation_page.page(whole)
-    assert "303" not in validation_page.page(report(frontier))  # the page of another table has its figures alone
+    assert "303" not in validation_page.page(
+        report(frontier)
+    )  # the page of another table has its figures alone
 
 
 def rows(tmp_path: Path, **changed: str) -> list:

@@ -132,7 +132,9 @@ class LayerCost:
         if policy == "selective" and selective == "attention":  # Korthikanti et al. 2022
             again = Seconds() if self.stack.fused_attention else Seconds(attention=core, moved=scores)
         elif policy == "selective":
-            repeated = forward.matmul / 2 if selective == "half" else 0.0  # source: every second one, torchtitan
+            repeated = (
+                forward.matmul / 2 if selective == "half" else 0.0
+            )  # source: every second one, torchtitan
             if selective == "latents":
                 repeated = sum(self._product(p) for p in products if self.widens(p))
             again = again._replace(matmul=repeated, moved=forward.moved - scores)
@@ -349,7 +351,7 @@ class LayerCost:
         product = partial(self.kernels.matmul, self.sixteen)
         loss = [m.count * self.links.seconds(m) for m in self.end_messages(True) if m.where == "loss"]
         sent = self._around(head=True)
-        # counted: logits are written, widened to fp32, read for their maximum and their sum; their gradient is
+        # counted: logits are written, widened to fp32, read for their maximum and their sum; the gradient is
         # made of the fp32 copy, and read by both products
         logits, back = self.kernels.moved(n * rows * 16.0), self.kernels.moved(n * rows * 10.0)
         packed = self.kernels.moved(self.stack.packed * rows * model.hidden)

@@ -1,4 +1,4 @@
-"""Precision recipes: formats in which a run computes matrix products, and bytes of casts, gathers and messages.
+"""Precision recipes: formats in which a run computes matrix products, and bytes of casts and messages.
 
 Of a recipe below 16 bits every operand is cast before its product, in both orientations by the time of the
 backward, and scaled: by tensor (Micikevicius et al. 2022), by row (PyTorch's torchao), by block of 32 (MX;

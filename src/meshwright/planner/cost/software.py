@@ -88,8 +88,8 @@ class SoftwareStack(Record):
     by_tensor: bool
     """Gradients and parameters are communicated tensor by tensor over the data axis, not in buckets."""
     selective: Literal["attention", "half", "elementwise", "latents"]
-    """Operators that selective recomputation repeats: attention, half the products, elementwise ones, or these
-    and the products that latents of attention are widened by."""
+    """Operators that selective recomputation repeats: attention, half the products, elementwise ones, or
+    these and the products that latents of attention are widened by."""
     scatter_pipeline: bool
     """Tensor ranks send a slice each between stages, and gather it there (Narayanan et al. 2021, 4.1)."""
     gradient_bytes: Count
@@ -97,7 +97,7 @@ class SoftwareStack(Record):
     gather_bytes: Count
     """Bytes per parameter as ZeRO gathers it."""
     low_states: bool
-    """Parameters are gathered, and inputs of products kept, in a format of less than 16 bits that computes."""
+    """Parameters are gathered, and inputs of products kept, in the format that computes below 16 bits."""
     flat_rings: bool
     """A group's ring enters each node through one interface, even if several members are in the node."""
     recipe: Recipe

@@ -19,8 +19,12 @@ TIE = 1e-3
 
 
 TIMED = {
-    "A100 SXM 80 GB": ("deepspeed-zero3", "megatron-2021", "megatron-deepspeed"),
-    "H100 SXM 80 GB": ("llm-foundry", "megatron-core", "nanotron"),
+    "A100 SXM 80 GB": ("deepspeed-zero3", "megatron-2021", "megatron-deepspeed", "megatron-lm"),
+    "B200 180 GB": ("nemo",),
+    "B300 288 GB": ("nemo", "nemo-graphs"),
+    "GB200 186 GB": ("megatron-fsdp", "nemo", "nemo-graphs"),
+    "GB300 279 GB": ("megatron-fsdp", "nemo", "nemo-graphs"),
+    "H100 SXM 80 GB": ("llm-foundry", "megatron-core", "megatron-fsdp", "nanotron", "nemo"),
     "H100 SXM 96 GB HBM2e": ("fsdp", "fsdp-compiled"),
 }
 """Device -> the software stacks whose published runs on it are timed (`meshwright validate`)."""

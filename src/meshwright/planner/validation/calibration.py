@@ -1,32 +1,34 @@
 """The runs that the planner's fitted numbers were calibrated on, and the names of these numbers.
 
-They are all of `data/published_runs.csv`, and those of two models of `data/published_runs_frontier.csv`, less
-than a third of it. `bench/calibrate.py` fits the numbers, and predicts each source by numbers that were fitted
-without it (`data/left_out.csv`), which is what `docs/validation.md` reports first.
+They are all of `data/published_runs.csv`, and those of two models of `data/published_runs_frontier.csv`,
+less than a third of it. `bench/calibrate.py` fits the numbers, and predicts each source by numbers that were
+fitted without it (`data/left_out.csv`), which is what `docs/validation.md` reports first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from meshwright.planner.validation.table import FRONTIER, PUBLISHED, Row
 
 MODELS = ("Qwen3_30B_a3B", "Nemotron4-340B")
 """Models of the frontier's runs that calibrate: 47 of its 151 runs."""
-OF_STACKS = {
-    "elementwise": ("unfused", "eager", "fused", "compiled"),
-    "launch": ("modules", "eager", "compiled"),
-    "overlap": ("data", "tensor", "expert"),
-    "contention": (),
-    "step": (),
+OF_STACKS: Mapping[str, Mapping[str, float] | float] = {
+    "elementwise": {"unfused": 1.0, "eager": 1.5, "fused": 1.0, "compiled": 1.0},
+    "launch": {"modules": 50e-6, "eager": 10e-6, "compiled": 5e-6},
+    "overlap": {"data": 0.75, "tensor": 0.75, "expert": 0.75},
+    "contention": 0.2,
+    "step": 0.02,
 }
-"""Fitted numbers of `[defaults.numbers]` in `planner/cost/stacks.toml`."""
-OF_RATES = {
-    "defaults": ("matmul", "power", "network"),
-    "ampere": ("link",),
-    "hopper": ("link", "attention_ported"),
+"""Fitted numbers of `[defaults.numbers]` in `planner/cost/stacks.toml`, and what is assumed of each before
+any run is seen: a fit returns to this where no run tells otherwise."""
+OF_RATES: Mapping[str, Mapping[str, float]] = {
+    "defaults": {"matmul": 0.75, "power": 0.25, "network": 0.75},
+    "ampere": {"link": 0.8},
+    "hopper": {"link": 0.8, "attention_ported": 0.5},
 }
-"""Fitted numbers of the tables of rates in `hardware/data/clusters.toml`."""
+"""Fitted numbers of the tables of rates in `hardware/data/clusters.toml`, and what is assumed before."""
 BY_HAND = {
     "_TILES": 3,
     "_DEPTH": 1,
