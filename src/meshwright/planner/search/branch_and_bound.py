@@ -38,13 +38,9 @@ def search(
     with the first layout that fits. The default of `memory` is the generic model.
     """
     memory = memory or Generic(costs)
-
-    def accept(spec: RunSpec) -> bool:
-        return memory.peak(spec).device <= capacity
-
-    exact = type(memory) is not Generic
+    exact = None if type(memory) is Generic else lambda spec: memory.peak(spec).device
     speedup = costs.shared.speed(1) if costs.shared is not None else 1.0  # of a rank while others wait
-    found = SearchResult(top, accept if exact else None, progress, speedup, any_will_do)
+    found = SearchResult(top, exact, capacity, progress, speedup, any_will_do)
     tree = SearchTree(space, costs, memory, capacity, found)
     collects = gc.isenabled()
     gc.disable()  # many small objects are made, and few that refer to each other

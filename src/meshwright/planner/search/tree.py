@@ -30,12 +30,12 @@ from meshwright.planner.cost.stages import (
     message,
     model_contents,
     ranks_of,
-    stored,
     together,
 )
 from meshwright.planner.cost.step import ScheduleTimes, StepModel, StepTime
 from meshwright.planner.layout_space import DataMesh, LayerLayout, LayoutSpace, Sharding, StageSplit
-from meshwright.planner.memory.generic import Generic, held_microbatches, stage_activations, working
+from meshwright.planner.memory.generic import Generic, held_microbatches
+from meshwright.planner.memory.states import gradients_meet
 from meshwright.planner.search.results import SearchResult, TimedLayout
 from meshwright.spec import RunSpec
 from meshwright.spec.layout import SPLIT, TWO_STAGES
@@ -67,16 +67,18 @@ class MeshBranch:
         self.shardings = list(tree.space.shardings(inner, mesh))
         self.spec = cache(partial(tree.space.spec, inner, mesh))
         """The run with a sharding and a cut of this mesh."""
-        self._states: dict[tuple[Sharding, Contents], float] = {}
+        self._states: dict[tuple[Sharding, Contents, bool], float] = {}
         self.final: dict[tuple[Sharding, Contents], float] = {}
         """Seconds after the last backward of ranks that hold such parts of the model."""
 
-    def states(self, sharding: Sharding, held: Contents) -> float:
-        """Bytes without activations of a rank that holds such a part of the model."""
-        key = sharding, held
+    def states(self, sharding: Sharding, held: Contents, met: bool) -> float:
+        """Bytes of a rank that holds such a part of the model, but for activations that its schedule holds.
+
+        `met` is true if gradients of all its stages wait at one time.
+        """
+        key = sharding, held, met
         if key not in self._states:
-            passing, mine = working(self.blocks, held), stored(self.blocks, held)
-            needs = self.tree.memory.rank(self.spec(sharding), self.blocks, mine, passing, held.head, 0)
+            needs = self.tree.memory.resident(self.spec(sharding), self.blocks, held, met)
             self._states[key] = needs.device
         return self._states[key]
 
@@ -88,28 +90,29 @@ class PipelineBranch:
         costs = mesh.tree.costs
         self.mesh, self.placed = mesh, placed
         self.steps = StepModel(spec, costs, mesh.tree.times, placed, mesh.blocks)
-        self._kept: dict[bool, dict[Contents, float]] = {}
+        self._kept: dict[bool | None, dict[Contents, float]] = {}
+        self._met = gradients_meet(spec)
         cuda = costs.cluster.device.kind != "cpu"
         self._fragmentation = 1 + costs.stack.fragmentation if cuda else 1.0
 
-    def kept(self, split: bool) -> dict[Contents, float]:
-        """Bytes that each kind of stage keeps of a microbatch; `split` is true for split backwards."""
+    def kept(self, split: bool | None) -> dict[Contents, float]:
+        """Bytes that each kind of stage keeps of a microbatch; for `split` see `Generic.kept`."""
         if split not in self._kept:
-            kinds = set(self.placed.contents)
-            self._kept[split] = {held: stage_activations(self.mesh.blocks, held, split) for held in kinds}
+            kinds, kept = set(self.placed.contents), self.mesh.tree.memory.kept
+            self._kept[split] = {held: kept(self.mesh.blocks, held, split) for held in kinds}
         return self._kept[split]
 
     @cached_property
     def options(self) -> list[Option]:
         """The shardings whose states leave room for one microbatch at least."""
-        kept, members, mesh = self.kept(False), self.placed.members, self.mesh
+        kept, members, mesh = self.kept(None), self.placed.members, self.mesh
         totals = {member: together(member) for member in members}
         least = [(totals[held], self._fragmentation * sum(map(kept.__getitem__, held))) for held in members]
         options = []
         for sharding in mesh.shardings:
             states = []
             for total, flight in least:
-                states.append(mesh.states(sharding, total))
+                states.append(mesh.states(sharding, total, self._met))
                 if states[-1] + flight > mesh.tree.capacity:
                     break
             else:
@@ -140,8 +143,8 @@ class PipelineBranch:
         return min(self.steps.bound(spec, option.final) for option in options)
 
 
-Pipelines = dict[tuple[tuple[int, ...], bool], PipelineBranch]
-"""(blocks of each stage, True if a rank has two stages in a V) -> the pipeline."""
+Pipelines = dict[tuple[tuple[int, ...], bool, bool], PipelineBranch]
+"""(blocks of each stage, True if a rank has two stages in a V, True if gradients meet) -> the pipeline."""
 
 
 class SearchTree:
@@ -155,7 +158,7 @@ class SearchTree:
         self, space: LayoutSpace, costs: CostModel, memory: Generic, capacity: float, found: SearchResult
     ) -> None:
         self.space, self.costs, self.memory, self.found = space, costs, memory, found
-        self.capacity = capacity * memory.slack / (1 - 1e-9)  # of sums in another order than the exact ones
+        self.capacity = capacity / (1 - 1e-9)  # of sums in another order than the exact ones
         self.model = model_contents(space.base.model)
         self.times = ScheduleTimes()
         self._experts = space.experts(space.ranks)
@@ -230,7 +233,7 @@ class SearchTree:
 
     def _fits(self, inner: LayerLayout, mesh: DataMesh, blocks: LayerCost) -> bool:
         """True if a rank with an equal share of the model fits under some sharding of a mesh."""
-        if self.memory.equal_share(blocks, self.model, mesh.pp)[1] > self.capacity:  # activations alone
+        if self.memory.kept(blocks, self.model) / mesh.pp > self.capacity:  # activations alone
             return False
         most_shared = self.space.shardings(inner, mesh, most_shared=True)
         specs = (self.space.spec(inner, mesh, sharding) for sharding in most_shared)
@@ -263,12 +266,10 @@ class SearchTree:
 
     def _time(self, mesh: MeshBranch) -> None:
         """Time each sharding of a mesh without a pipeline."""
-        ((cut, stages, _),), blocks = self._cuts_of(1), mesh.blocks
-        held, (contents,) = stored(blocks, self.model), stages.contents
-        kept = stage_activations(blocks, contents) + working(blocks, contents)
+        ((cut, stages, _),) = self._cuts_of(1)
         for sharding in mesh.shardings:
             spec = mesh.spec(sharding, cut)
-            needs = self.memory.rank(spec, blocks, held, kept, True, 0).device
+            needs = self.memory.resident(spec, mesh.blocks, self.model).device
             if needs <= self.capacity:
                 step = StepTime(spec, self.costs, self.times, stages)
                 if self.found.hopeful(step.bound):
@@ -279,7 +280,7 @@ class SearchTree:
     ) -> Iterator[Branch]:
         """Layouts with the same stages and schedule, on their ranks, which schedules share as `pipelines`."""
         spec = mesh.spec(mesh.shardings[0], cut)
-        key = cut.blocks, cut.schedule in TWO_STAGES
+        key = cut.blocks, cut.schedule in TWO_STAGES, gradients_meet(spec)
         if key not in pipelines:
             pipelines[key] = PipelineBranch(mesh, spec, stages)
         pipeline = pipelines[key]
