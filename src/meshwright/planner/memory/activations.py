@@ -93,7 +93,8 @@ class Sizes:
         self.rows = ceil(model.vocab_size / layout.tp)
         self.splits_backward = layout.pp > 1 and layout.schedule in SPLIT
         """True if the schedule defers weight gradients."""
-        self.kinds = {model.has_experts(layer): layer for layer in range(model.layers)}
+        every = range(model.layers) if model.moe is not None else [model.layers - 1]
+        self.kinds = {model.has_experts(layer): layer for layer in every}
         """Has experts -> the last such block: blocks of one kind are alike."""
 
     def channels(self, layer: int) -> int:

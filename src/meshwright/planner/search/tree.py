@@ -87,9 +87,14 @@ class MeshBranch:
             self._states[key] = needs.device
         return self._states[key]
 
-    def fitting(self, cut: Cut, spec: RunSpec, shardings: Iterable[Sharding]) -> dict[Sharding, float]:
-        """The bytes of the fullest rank at least under those of some shardings that fit."""
-        held, met = self._activations(cut, spec), gradients_meet(spec)
+    def fitting(
+        self, cut: Cut, spec: RunSpec, shardings: Iterable[Sharding], one: bool = False
+    ) -> dict[Sharding, float]:
+        """The bytes of the fullest rank at least under those of some shardings that fit.
+
+        With `one` they are those of one microbatch, for which the schedule is not made.
+        """
+        held, met = self._activations(cut, spec, one), gradients_meet(spec)
         found = {}
         for sharding in shardings:
             most = 0.0
@@ -101,14 +106,16 @@ class MeshBranch:
                 found[sharding] = most
         return found
 
-    def _activations(self, cut: Cut, spec: RunSpec) -> list[tuple[Contents, float]]:
-        """What each group of ranks holds, and its most bytes of activations under the run's schedule."""
+    def _activations(self, cut: Cut, spec: RunSpec, one: bool) -> list[tuple[Contents, float]]:
+        """What each group of ranks holds, and its most bytes of activations, of one microbatch or of all."""
         layout, found = spec.layout, []
-        shapes = lower_bounds.shape(layout.schedule, layout.pp, layout.chunks, held_microbatches(spec))
-        split = layout.schedule in SPLIT
+        key, split = (layout.schedule, layout.pp, layout.chunks), layout.schedule in SPLIT
+        shapes = None if one else lower_bounds.shape(*key, held_microbatches(spec))
         for total, member, ranks in cut.groups:
             sizes = [self._kept(held, split) for held in member]
-            if min(sizes) == max(sizes):
+            if shapes is None:
+                most = sum(sizes)
+            elif min(sizes) == max(sizes):
                 most = max(shapes.most[rank] for rank in ranks) * sizes[0]
             else:
                 most = max(sum(map(mul, each, sizes)) for rank in ranks for each in shapes.held[rank])
@@ -270,7 +277,8 @@ class SearchTree:
     def _split_cut(self, mesh: MeshBranch, cut: Cut) -> Iterator[Branch]:
         """Layouts with the same stages and schedule, on their ranks, if some sharding of them fits."""
         spec = mesh.spec(mesh.shardings[0], cut.split)
-        if mesh.fitting(cut, spec, mesh.most_shared):
+        fitting = partial(mesh.fitting, cut, spec, mesh.most_shared)
+        if fitting(one=True) and fitting():
             key = cut.split.blocks, cut.split.schedule in TWO_STAGES
             if key not in mesh.pipelines:
                 mesh.pipelines[key] = PipelineBranch(mesh, spec, cut.placed)
