@@ -23,8 +23,9 @@ from meshwright.spec.sections import FullRecompute, NoRecompute, RecomputeSpec, 
 from meshwright.spec.stages import balanced, even
 
 _STAGES = 256
-"""Most stages of a pipeline that are tried, unless there are as many ranks, two on each or the given number; deeper
-models have thousands of cuts, and more stages on a rank gain little."""
+"""Most stages of a pipeline that are tried, where these are two a rank at least and their number is not given.
+
+Deeper models have thousands of cuts, and more stages on a rank gain little."""
 _ORDERED = 512
 """Most ranks for which other orders of the axes are tried; with more the search would take too long."""
 POLICIES: dict[str, RecomputeSpec] = {

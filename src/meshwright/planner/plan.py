@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from math import log
 from typing import Any
@@ -118,6 +118,8 @@ def estimate(spec: RunSpec, cluster: Cluster, stack: SoftwareStack = MESHWRIGHT)
 def plan(request: PlanRequest, progress: Progress | None = None, finished: Finished | None = None) -> Plans:
     """The best layouts that a request asks for.
 
+    Where keys of the layout are fixed and nothing fits with the probability that a plan should have, those
+    are found that fit with one half or more: published runs were as tight.
     `progress` is called with each plan that is the best so far, and `finished`, if there are several numbers
     of devices, after the search for each: with the number, and the best plan or None. Raises `UserError`,
     also where nothing fits.
@@ -131,6 +133,9 @@ def plan(request: PlanRequest, progress: Progress | None = None, finished: Finis
     front: Sequence[TimedLayout] = ()
     for problem in problems:
         result = problem.search(request.top, progress)
+        if not result.best and problem.fixed:
+            problem = replace(problem, unsure=True)
+            result = problem.search(request.top, progress)
         for timed in result.best:
             check(timed.spec)
         fitting = sorted((Plan(timed.spec, problem.costs) for timed in result.best), key=rank)
@@ -149,7 +154,7 @@ def plan(request: PlanRequest, progress: Progress | None = None, finished: Finis
         tokens=request.total_tokens,
         searched=_total(counts),
         pareto=tuple((timed.seconds, timed.memory) for timed in front),
-        capacity=problems[-1].capacity,
+        capacity=problem.capacity,
     )
 
 

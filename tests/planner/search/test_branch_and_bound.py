@@ -101,6 +101,13 @@ def test_the_space_is_what_the_rules_accept(model: dict[str, Any], ranks: int) -
     assert set(made) == {essence(spec) for spec in accepted(base, ranks)}
 
 
+def test_a_very_deep_model_has_few_cuts() -> None:
+    space = LayoutSpace(run({"preset": "tiny", "layers": 6000}), 2)
+    assert all(len(cut.blocks) <= 256 for cut in space.cuts(2))
+    assert len(space.cuts(2)) < 600
+    assert [cut.chunks for cut in LayoutSpace(space.base, 2, {"virtual": 300}).cuts(2)] == [300, 300]
+
+
 def test_every_layout_of_a_larger_space_validates() -> None:
     base, chosen = run(EXPERTS, sequences=16), random.Random(5)
     specs = [spec for spec in every_spec(LayoutSpace(base, 8)) if chosen.random() < 0.01]

@@ -1,4 +1,4 @@
-"""Bytes that a rank of this program holds at least: sums of a few products, by which the search drops layouts.
+"""Least bytes that a rank of this program holds: sums of a few products, by which the search drops layouts.
 
 They are never above the exact count (`planner/memory/exact.py`), and mostly near it. States are exact but for
 padding and for parameters that every rank holds in few, such as the last norm. Activations are those that the
@@ -60,13 +60,17 @@ class LowerBound(Generic):
         return self._known[key]
 
     def kept(self, blocks: LayerCost, held: Contents, split: bool | None = None) -> float:
-        """Bytes that a stage holds of one microbatch at least, until its weight gradients are there."""
+        """Least bytes that a stage holds of each of its microbatches, until their weight gradients are there.
+
+        If `split` is None, of one microbatch in any schedule: none is deferred when its forward ends.
+        """
         each = self._of_microbatch(blocks, split is not False and blocks.spec.layout.pp > 1)
         whole = each.all.shared if held.blocks else 0
         whole += (each.all.embed if held.embed else 0) + (each.all.head if held.head else 0)
         whole += sum(count * each.block[routed] for count, routed in held.kinds)
-        deferred = sum(count * each.deferred[routed] for count, routed in held.kinds)
-        return whole if split is False or blocks.spec.layout.pp == 1 else min(whole, deferred)
+        return (
+            min(whole, sum(count * each.deferred[routed] for count, routed in held.kinds)) if split else whole
+        )
 
     def resident(self, spec: RunSpec, blocks: LayerCost, held: Contents, met: bool = True) -> Memory:
         """Bytes of a rank that holds `held`; in a pipeline, without activations that its schedule holds."""
@@ -74,7 +78,7 @@ class LowerBound(Generic):
         head = each.all.head if held.head else 0
         if spec.layout.pp > 1:
             block = each.all.in_block - head if held.blocks else 0
-            kept = max(each.all.at_head if held.head else 0, block, 0)
+            kept = float(max(each.all.at_head if held.head else 0, block, 0))
         else:
             # With two microbatches, ZeRO-1 frees the head's gradients before any others of a block are whole.
             block = 0 if spec.layout.zero == 1 and spec.microbatches == 2 else each.all.in_block - head
@@ -123,7 +127,8 @@ class LowerBound(Generic):
         if zero == 1 and layout.pp > 1 and ranks[0] > 1:
             units = [blocks.largest_unit] if held.embed or held.head else []
             units += [blocks.held(routed)[0] for _, routed in held.kinds]
-            buffers += (max if shares == 1 else min)(units, default=0) * width.compute  # one of which is gathered
+            gathered = max(units, default=0) if shares == 1 else min(units)
+            buffers += gathered * width.compute
         if layout.pp == 1 and during + kept < after:
             during, kept = after, 0.0
         gradients = during if layout.pp == 1 else max(during, after)

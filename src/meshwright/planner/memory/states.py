@@ -133,7 +133,7 @@ def waits(spec: RunSpec, unit: StateShard) -> bool:
 
 
 def gradients_meet(spec: RunSpec) -> bool:
-    """True if each rank of a pipeline has gradients of all its stages at one time, before any are complete."""
+    """True if each rank of a pipeline has gradients of all its stages before any are complete."""
     layout = spec.layout
     if layout.chunks == 1 and layout.schedule not in SPLIT:
         return spec.microbatches > 1

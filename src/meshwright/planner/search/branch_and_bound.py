@@ -20,7 +20,6 @@ from meshwright.planner.layout_space import LayoutSpace
 from meshwright.planner.memory.generic import Generic
 from meshwright.planner.search.results import Progress, SearchResult
 from meshwright.planner.search.tree import Branch, SearchTree
-from meshwright.spec import RunSpec
 
 
 def search(

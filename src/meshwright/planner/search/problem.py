@@ -30,6 +30,8 @@ class SearchProblem:
     fixed: dict[str, Any] = field(default_factory=dict)
     limit: float | None = None
     """Bytes of a device that may be used, where that is less than there are."""
+    unsure: bool = False
+    """True if plans may fit with a probability of one half, and not only with `SURE`."""
 
     @property
     def ranks(self) -> int:
@@ -43,7 +45,9 @@ class SearchProblem:
     @property
     def capacity(self) -> float:
         """Bytes that a rank may need."""
-        most = fitting(room(self.cluster), spread(self.cluster, self.stack))
+        most = room(self.cluster)
+        if not self.unsure:
+            most = fitting(most, spread(self.cluster, self.stack))
         return most if self.limit is None else min(most, self.limit)
 
     @cached_property

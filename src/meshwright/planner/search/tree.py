@@ -7,9 +7,9 @@
     mesh           pipeline and data ranks                        the fullest rank's blocks
     cut            stages and schedule                            the ranks that may set the pace
     schedule       stages on their ranks                          every rank, and known paths of the schedule
-    fitting        shardings that fit                             and what follows the last backward; simulated
+    fitting        shardings that fit                             and what follows the last backward
 
-Without a pipeline a mesh's shardings are timed at once.
+What still may be best then is simulated. Without a pipeline a mesh's shardings are timed at once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Cut(NamedTuple):
     setters: list[StageShape]
     """The ranks that may set the pace."""
     groups: list[tuple[Contents, tuple[Contents, ...], list[int]]]
-    """What ranks with equal stages hold, in all and in each stage, and these ranks."""
+    """Contents of ranks with equal stages, in all and of each stage, and these ranks."""
 
 
 class MeshBranch:
@@ -107,12 +107,12 @@ class MeshBranch:
         return found
 
     def _activations(self, cut: Cut, spec: RunSpec, one: bool) -> list[tuple[Contents, float]]:
-        """What each group of ranks holds, and its most bytes of activations, of one microbatch or of all."""
+        """Contents of each group of ranks, and its most bytes of activations, of one microbatch or of all."""
         layout, found = spec.layout, []
         key, split = (layout.schedule, layout.pp, layout.chunks), layout.schedule in SPLIT
         shapes = None if one else lower_bounds.shape(*key, held_microbatches(spec))
         for total, member, ranks in cut.groups:
-            sizes = [self._kept(held, split) for held in member]
+            sizes = [self._kept(held, None if one else split) for held in member]
             if shapes is None:
                 most = sum(sizes)
             elif min(sizes) == max(sizes):
