@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from itertools import pairwise
 from math import exp, log
 from pathlib import Path
@@ -325,3 +326,34 @@ def test_a_length_beside_the_longest_is_refused() -> None:
 def test_layers_beyond_any_model_are_refused() -> None:
     with pytest.raises(UserError, match=r"model\.layers"):
         api.plan("llama3-8b", "h100", overrides=[("model.layers", "3000000")], **WISH)
+
+
+LLAMA_3 = {"tp": 8, "cp": 1, "pp": 16, "dp": 128}
+"""Llama 3 405B on 16,384 H100, 8,192 tokens, without recomputation (Llama Team 2024, table 4)."""
+
+
+def published(stack: str, **more: object) -> Plan:
+    keys = [(f"layout.{name}", str(value)) for name, value in {**LLAMA_3, **more}.items()]
+    if stack != "meshwright":
+        keys.append(("recompute.policy", "none"))
+    size: dict[str, Any] = {"gpus": 16384, "seq_len": 8192, "batch_tokens": "16M", "top": 1}
+    return api.plan("llama3-405b", "h100-sxm", stack=stack, overrides=keys, **size).best
+
+
+def test_a_published_layout_that_ran_is_not_refused() -> None:
+    found = published("megatron-core", schedule="interleaved", virtual=8, zero=2)
+    assert found.memory.device <= cluster("h100-sxm", 8).device.memory
+    assert 0.5 <= found.fits_probability < SURE
+
+
+def test_this_program_runs_a_published_layout_without_full_recomputation() -> None:
+    assert published("meshwright").spec.recompute.policy != "full"
+
+
+def test_a_very_deep_model_that_fits_nothing_is_answered_soon() -> None:
+    begin = time.process_time()
+    with pytest.raises(UserError, match="nothing fits 1 x H100") as error:
+        deep: dict[str, Any] = {"gpus": 1, "seq_len": 1024, "batch_tokens": "64k", "max_memory": 1e9}
+        api.plan("llama3-8b", "h100", overrides=[("model.layers", "6000")], **deep)
+    assert "\n" not in str(error.value)
+    assert time.process_time() - begin < 60

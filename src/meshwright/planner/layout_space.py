@@ -23,6 +23,10 @@ from meshwright.spec.rules import every_rank_has_rows, has_dense_layers
 from meshwright.spec.sections import FullRecompute, NoRecompute, RecomputeSpec, SelectiveRecompute
 from meshwright.spec.stages import balanced, even
 
+_STAGES = 256
+"""Most stages of a pipeline that are tried, of two a rank at least, where their number is not given.
+
+Deeper models have thousands of cuts, and more stages on a rank gain little."""
 _ORDERED = 512
 """Most ranks for which other orders of the axes are tried; with more the search would take too long."""
 POLICIES: dict[str, RecomputeSpec] = {
@@ -188,7 +192,7 @@ class LayoutSpace:
         for pp in self._pick("pp", divisors(left)):
             data = left // pp
             whole = self.base.batch_sequences % (data * inner.micro_batch) == 0
-            if whole and data * inner.cp * inner.tp % (ep * etp) == 0 and self.cuts(pp):
+            if whole and data * inner.cp * inner.tp % (ep * etp) == 0 and self._is_cut(pp):
                 wanted = self.fixed.get("order")
                 for order in [wanted] if wanted else self._orders(inner, pp, data, ep * etp):
                     yield DataMesh(pp, data, ep, etp, order)
@@ -222,6 +226,10 @@ class LayoutSpace:
             self._cuts[pp] = [cut for cut in self._made_cuts(pp) if len(cut.blocks) <= most]
         return self._cuts[pp]
 
+    def _is_cut(self, pp: int) -> bool:
+        """True if the model has a cut for `pp` ranks, of which only the first is made."""
+        return bool(self._cuts.get(pp)) or next(self._made_cuts(pp), None) is not None
+
     def _made_cuts(self, pp: int) -> Iterator[StageSplit]:
         model, given, virtual = self.model, self.fixed.get("stages"), self.fixed.get("virtual")
         if pp == 1:
@@ -248,6 +256,8 @@ class LayoutSpace:
     def _schedules(self, pp: int) -> Iterator[tuple[str, int]]:
         """(schedule, stages of a rank)."""
         most, wanted = (self.model.layers + 2) // pp, self.fixed.get("schedule")
+        if "virtual" not in self.fixed and not isinstance(self.fixed.get("stages"), tuple):
+            most = min(most, max(2, _STAGES // pp))
         for name in get_args(ScheduleName):
             if wanted not in (None, name) or (self.base.train.compile and name in SPLIT):
                 continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from math import log
 from typing import Any
@@ -144,6 +144,8 @@ def estimate(spec: RunSpec, cluster: Cluster, stack: SoftwareStack = MESHWRIGHT)
 def plan(request: PlanRequest, progress: Progress | None = None, finished: Finished | None = None) -> Plans:
     """The best layouts that a request asks for.
 
+    Where keys of the layout are fixed and nothing fits with the probability that a plan should have, those
+    are found that fit with one half or more: published runs were as tight.
     `progress` is called with each plan that is the best so far, and `finished`, if there are several numbers
     of devices, after the search for each: with the number, and the best plan or None. Raises `UserError`,
     also where nothing fits.
@@ -158,6 +160,9 @@ def plan(request: PlanRequest, progress: Progress | None = None, finished: Finis
     front: Sequence[TimedLayout] = ()
     for problem in problems:
         result = problem.search(request.top, progress=progress, counts=counts)
+        if not result.best and problem.fixed:
+            problem = replace(problem, unsure=True)
+            result = problem.search(request.top, progress=progress, counts=counts)
         timed = result.best if result.preferred is None else [*result.best, result.preferred]
         for each in timed:
             check(each.spec)
@@ -184,7 +189,7 @@ def plan(request: PlanRequest, progress: Progress | None = None, finished: Finis
         tokens=request.total_tokens,
         searched=counts,
         pareto=tuple((timed.seconds, timed.memory) for timed in front),
-        capacity=problems[-1].capacity,
+        capacity=problem.capacity,
     )
 
 

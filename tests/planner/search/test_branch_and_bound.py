@@ -16,6 +16,7 @@ from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import MESHWRIGHT, STACKS
 from meshwright.planner.cost.step import step_time
 from meshwright.planner.layout_space import LayoutSpace
+from meshwright.planner.memory.exact import memory_model
 from meshwright.planner.memory.generic import Generic
 from meshwright.planner.search import results
 from meshwright.planner.search.branch_and_bound import search
@@ -102,6 +103,13 @@ def test_the_space_is_what_the_rules_accept(model: dict[str, Any], ranks: int) -
     assert set(made) == {essence(spec) for spec in accepted(base, ranks)}
 
 
+def test_a_very_deep_model_has_few_cuts() -> None:
+    space = LayoutSpace(run({"preset": "tiny", "layers": 6000}), 2)
+    assert all(len(cut.blocks) <= 256 for cut in space.cuts(2))
+    assert len(space.cuts(2)) < 600
+    assert [cut.chunks for cut in LayoutSpace(space.base, 2, {"virtual": 300}).cuts(2)] == [300, 300]
+
+
 def test_every_layout_of_a_larger_space_validates() -> None:
     base, chosen = run(EXPERTS, sequences=16), random.Random(5)
     specs = [spec for spec in every_spec(LayoutSpace(base, 8)) if chosen.random() < 0.01]
@@ -156,6 +164,29 @@ def test_the_search_finds_what_brute_force_does(
     assert found.counts.timed < len(every)
     least = SearchProblem(base, on.cluster, stack, fixed).least_memory()
     assert least is not None and least.device <= needs[0]
+
+
+SPACES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "dense": ({"preset": "llama3-8b", "layers": 5}, 4096, {"context_mode": "ring"}),
+    "experts": ({"preset": "mixtral-8x7b", "layers": 3}, 2048, {"context_mode": "ring", "etp": 1}),
+    "long context": ({"preset": "llama3-8b", "layers": 3}, 131072, {}),
+}
+
+
+@pytest.mark.parametrize("tenth", [1, 4, 8])
+@pytest.mark.parametrize("name", SPACES)
+def test_the_search_finds_what_brute_force_does_by_the_exact_memory(name: str, tenth: int) -> None:
+    """Devices of which so many tenths of the layouts fit; most bytes are activations."""
+    (model, seq_len, fixed), ranks = SPACES[name], 4
+    base, on = run(model, seq_len, 8), CostModel(cluster("h100", ranks))
+    space = LayoutSpace(base, ranks, fixed | {"sequence_parallel": True})
+    memory = memory_model(on)
+    every = [(step_time(spec, on).seconds, memory.peak(spec).device) for spec in every_spec(space)]
+    capacity = sorted(each[1] for each in every)[len(every) * tenth // 10]
+    wanted = sorted(each for each in every if each[1] <= capacity)[:12]
+    found = search(space, on, capacity, len(wanted), memory=memory)
+    assert [(each.seconds, each.memory) for each in found.best] == [pytest.approx(each) for each in wanted]
+    assert found.counts.timed < len(every)
 
 
 def small_nodes(ranks: int) -> Cluster:

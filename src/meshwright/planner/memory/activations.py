@@ -24,14 +24,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from math import ceil
 from typing import NamedTuple
 
 from meshwright.planner.memory import activations_moe as experts
 from meshwright.planner.rank_view import widths
-from meshwright.schedule import schedule_of
 from meshwright.spec import MoeSpec, RunSpec
+from meshwright.spec.layout import SPLIT
 from meshwright.spec.sections import SelectiveRecompute
 from meshwright.spec.stages import Stage
 from meshwright.spec.tiling import loss_rows, part_tile, query_rows
@@ -92,12 +91,11 @@ class Sizes:
         self.values, self.out = self.keys * v_dim // model.head_dim, self.queries * v_dim // model.head_dim
         self.gates = 2 if model.activation == "swiglu" else 1
         self.rows = ceil(model.vocab_size / layout.tp)
-
-    @cached_property
-    def splits_backward(self) -> bool:
-        """True if the schedule defers weight gradients; computed late, as large schedules take a while."""
-        layout = self.spec.layout
-        return layout.pp > 1 and schedule_of(layout, self.spec.microbatches).splits_backward
+        self.splits_backward = layout.pp > 1 and layout.schedule in SPLIT
+        """True if the schedule defers weight gradients."""
+        every = range(model.layers) if model.moe is not None else [model.layers - 1]
+        self.kinds = {model.has_experts(layer): layer for layer in every}
+        """Has experts -> the last such block: blocks of one kind are alike."""
 
     def channels(self, layer: int) -> int:
         """Channels of the feed-forward layer of all tokens, over all tensor ranks; 0 if there is none."""
@@ -117,7 +115,8 @@ def activations(spec: RunSpec) -> Activations:
     """Activations of one rank."""
     s, last = Sizes(spec), spec.model.layers - 1
     model, layout, b, exact = spec.model, spec.layout, s.width.compute, s.width.exact
-    by_block = tuple(_block(s, layer) for layer in range(model.layers))
+    of_kind = {kind: _block(s, layer) for kind, layer in s.kinds.items()}
+    by_block = tuple(of_kind[model.has_experts(layer)] for layer in range(model.layers))
     tables = s.tokens * model.rope_dim * 3 // 2 if model.position == "rope" else 0
     length = spec.data.seq_len
     peaks = backward_peaks(s, last)

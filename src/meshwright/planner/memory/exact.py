@@ -14,6 +14,7 @@ from meshwright.planner.cost.model import CostModel
 from meshwright.planner.memory.activations import Activations, activations
 from meshwright.planner.memory.generic import Generic, Memory, held_microbatches
 from meshwright.planner.memory.in_flight import peak_activations
+from meshwright.planner.memory.lower_bound import LowerBound
 from meshwright.planner.memory.peak import Moment, fullest_moment
 from meshwright.planner.memory.states import StateShard, states_at, units
 from meshwright.planner.rank_view import RankView, place_of, widths
@@ -25,13 +26,8 @@ def memory_model(costs: CostModel) -> Generic:
     return Exact(costs) if costs.stack.ours else Generic(costs)
 
 
-class Exact(Generic):
-    """Memory of this program, as dry runs count it.
-
-    The generic formulas, by which the search filters layouts, may exceed it by up to `slack`.
-    """
-
-    slack = 1.1
+class Exact(LowerBound):
+    """Memory of this program, as dry runs count it."""
 
     def ranks(self, spec: RunSpec) -> list[Memory]:
         """Bytes of each rank of the pipeline."""

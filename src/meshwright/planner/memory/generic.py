@@ -75,9 +75,6 @@ class Memory:
 class Generic:
     """Bytes that layouts need on a cost model's devices, by formulas that hold for every software stack."""
 
-    slack = 1.0
-    """Factor on memory that the search allows when it filters layouts by these formulas."""
-
     def __init__(self, costs: CostModel) -> None:
         self.costs = costs
         self._shares: dict[tuple[LayerCost, int], tuple[StoredParameters, float]] = {}
@@ -98,6 +95,18 @@ class Generic:
             flight = peak(schedule.actions[rank], kept) + working(blocks, mine)
             found.append(self.rank(spec, blocks, stored(blocks, mine), flight, mine.head, rank))
         return found
+
+    def kept(self, blocks: LayerCost, held: Contents, split: bool | None = None) -> float:
+        """Bytes that a stage keeps of one microbatch; `split` is None where the schedule is not known."""
+        return stage_activations(blocks, held, bool(split))
+
+    def resident(self, spec: RunSpec, blocks: LayerCost, held: Contents, met: bool = True) -> Memory:
+        """Bytes of a rank that holds `held`; in a pipeline, without activations that its schedule holds.
+
+        `met` is true if gradients of all its stages wait at one time.
+        """
+        kept = working(blocks, held) + (self.kept(blocks, held) if spec.layout.pp == 1 else 0.0)
+        return self.rank(spec, blocks, stored(blocks, held), kept, held.head, 0)
 
     def lower_bound(self, spec: RunSpec, blocks: LayerCost, model: Contents) -> Memory:
         """Bytes that the fullest rank needs at least, however stages are cut; `model` is the whole model.

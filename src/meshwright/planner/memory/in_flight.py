@@ -32,12 +32,12 @@ def peak_activations(spec: RunSpec, pipeline_rank: int = 0, kept: Activations | 
     """Stage -> change in held bytes after an action of each kind: F, I, W, B."""
     for stage in view.own:
         whole = kept.of(stage)
-        deferred = sum(_weight_gradient_inputs(sizes, layer) for layer in stage.blocks) if splits else 0
+        deferred = sum(weight_gradient_inputs(sizes, layer) for layer in stage.blocks) if splits else 0
         change[stage.index] = whole, deferred - whole, -deferred, -whole
     return max(accumulate(change[stage][kind] for kind, stage, _ in view.schedule.actions[pipeline_rank]))
 
 
-def _weight_gradient_inputs(s: Sizes, layer: int) -> int:
+def weight_gradient_inputs(s: Sizes, layer: int) -> int:
     """Bytes that a block's deferred weight gradients need."""
     model, found = s.spec.model, s.stream + s.queries + s.whole + s.out
     if (mla := model.mla) is None:

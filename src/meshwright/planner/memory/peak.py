@@ -72,9 +72,8 @@ class _Step:
         self.weight = self.sizes.rows * view.spec.model.hidden
         self.head = head_peaks(self.sizes, casts)
         self.tied = "head" not in self.groups
-        layers, has_experts = range(view.spec.model.layers), view.spec.model.has_experts
-        self.blocks = [f"blocks.{layer}" for layer in layers]
-        self.peaks = {has_experts(layer): backward_peaks(self.sizes, layer) for layer in layers}
+        self.blocks = [f"blocks.{layer}" for layer in range(view.spec.model.layers)]
+        self.peaks = {kind: backward_peaks(self.sizes, layer) for kind, layer in self.sizes.kinds.items()}
 
     def look(self, temporaries: int) -> None:
         """Record the moment if it is the fullest so far."""

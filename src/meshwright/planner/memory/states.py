@@ -29,6 +29,7 @@ from meshwright.planner.rank_view import RankView, Widths, part_elements, place_
 from meshwright.planner.traffic.layer_shape import balance_counts
 from meshwright.schedule import Action, Kind, make
 from meshwright.spec import RunSpec
+from meshwright.spec.layout import HOLD_ALL, SPLIT
 from meshwright.spec.parameters import Parameter, Piece
 
 STEP_COUNT, EXACT_COUNT, BIAS = 4, 8, 4
@@ -129,6 +130,14 @@ def waits(spec: RunSpec, unit: StateShard) -> bool:
     """True if a unit's gradients wait whole for the last microbatch."""
     several = spec.microbatches > 1
     return unit.ranks == 1 or (several and (unit.zero < 2 or spec.layout.pp > 1))
+
+
+def gradients_meet(spec: RunSpec) -> bool:
+    """True if each rank of a pipeline has gradients of all its stages before any are complete."""
+    layout = spec.layout
+    if layout.chunks == 1 and layout.schedule not in SPLIT:
+        return spec.microbatches > 1
+    return layout.schedule not in HOLD_ALL and spec.microbatches >= 2 * layout.pp
 
 
 def packed_width(view: RankView, unit: StateShard) -> int:

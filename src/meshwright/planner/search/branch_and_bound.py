@@ -20,7 +20,6 @@ from meshwright.planner.layout_space import LayoutSpace
 from meshwright.planner.memory.generic import Generic
 from meshwright.planner.search.results import Progress, SearchCounts, SearchResult
 from meshwright.planner.search.tree import Branch, SearchTree
-from meshwright.spec import RunSpec
 
 
 def search(
@@ -39,14 +38,10 @@ def search(
     with the first layout that fits. The default of `memory` is the generic model. Work is added to `counts`.
     """
     memory = memory or Generic(costs)
-
-    def accept(spec: RunSpec) -> bool:
-        return memory.peak(spec).device <= capacity
-
-    exact = type(memory) is not Generic
+    exact = None if type(memory) is Generic else lambda spec: memory.peak(spec).device
     speedup = costs.shared.speed(1) if costs.shared is not None else 1.0  # of a rank while others wait
     counts = counts or SearchCounts()
-    found = SearchResult(top, accept if exact else None, progress, speedup, any_will_do, counts)
+    found = SearchResult(top, exact, capacity, progress, speedup, any_will_do, counts)
     tree = SearchTree(space, costs, memory, capacity, found)
     collects = gc.isenabled()
     gc.disable()  # many small objects are made, and few that refer to each other

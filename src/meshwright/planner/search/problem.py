@@ -14,7 +14,7 @@ from meshwright.planner.cost.stages import model_contents
 from meshwright.planner.cost.uncertainty import fitting, room, spread
 from meshwright.planner.layout_space import POLICIES, DataMesh, LayerLayout, LayoutSpace
 from meshwright.planner.memory.exact import memory_model
-from meshwright.planner.memory.generic import Generic, Memory
+from meshwright.planner.memory.generic import Memory
 from meshwright.planner.search.branch_and_bound import search
 from meshwright.planner.search.results import SearchResult
 from meshwright.spec import ModelSpec, RunSpec
@@ -30,6 +30,8 @@ class SearchProblem:
     fixed: dict[str, Any] = field(default_factory=dict)
     limit: float | None = None
     """Bytes of a device that may be used, where that is less than there are."""
+    unsure: bool = False
+    """True if plans may fit with a probability of one half, and not only with `SURE`."""
 
     @property
     def ranks(self) -> int:
@@ -43,7 +45,9 @@ class SearchProblem:
     @property
     def capacity(self) -> float:
         """Bytes that a rank may need."""
-        most = fitting(room(self.cluster), spread(self.cluster, self.stack))
+        most = room(self.cluster)
+        if not self.unsure:
+            most = fitting(most, spread(self.cluster, self.stack))
         return most if self.limit is None else min(most, self.limit)
 
     @cached_property
@@ -63,7 +67,8 @@ class SearchProblem:
 
         They are those of equal shares of the model and of a microbatch.
         """
-        space, memory, model, best = self.space(), Generic(self.costs), model_contents(self.base.model), None
+        space, memory, best = self.space(), memory_model(self.costs), None
+        model = model_contents(self.base.model)
         for inner, mesh in _smallest(space):
             blocks = None
             for sharding in space.shardings(inner, mesh, most_shared=True):
@@ -84,7 +89,7 @@ class SearchProblem:
     def fits(self) -> bool:
         """True if some layout fits; the search is spared where the least memory is too much."""
         least = self.least_memory()
-        if least is None or least.device > self.capacity * memory_model(self.costs).slack:
+        if least is None or least.device > self.capacity:
             return False
         return bool(self.search(any_will_do=True).best)
 

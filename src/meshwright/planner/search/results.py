@@ -73,8 +73,10 @@ class SearchResult:
     """The fastest layouts of the `top` fastest kinds so far, best first, and the Pareto front of all."""
 
     top: int
-    accept: Callable[[RunSpec], bool] | None
-    """Has the last word on layouts that are fast enough: a closer look at their memory."""
+    exact: Callable[[RunSpec], float] | None
+    """Bytes of the device on a layout's fullest rank, where layouts come with a lower bound of them."""
+    capacity: float
+    """Bytes of a device that may be used."""
     progress: Progress | None
     speedup: float
     """By how much a rank may be faster than bounds take it to be."""
@@ -116,8 +118,12 @@ class SearchResult:
         """Keep a timed layout if it is among the best, simple, or on the front."""
         self.counts.timed += 1
         wanted = self.hopeful(timed.seconds * self.speedup, lambda: timed.spec)
-        if self.accept is not None and not (wanted and self.accept(timed.spec)):
-            return
+        if self.exact is not None:
+            if not wanted:
+                return
+            timed = timed._replace(memory=self.exact(timed.spec))
+            if timed.memory > self.capacity:
+                return
         if all(each.seconds > timed.seconds or each.memory > timed.memory for each in self.front):
             self.front = [
                 each for each in self.front if each.seconds < timed.seconds or each.memory < timed.memory

@@ -7,17 +7,16 @@
     mesh           pipeline and data ranks                        the fullest rank's blocks
     cut            stages and schedule                            the ranks that may set the pace
     schedule       stages on their ranks                          every rank, and known paths of the schedule
-    sharded        shardings whose states fit                     and what follows the last backward
-    fitting        shardings that fit with activations            the same, and then the simulated schedule
+    fitting        shardings that fit                             and what follows the last backward
 
-Without a pipeline a mesh's shardings are timed at once.
+What still may be best then is simulated. Without a pipeline a mesh's shardings are timed at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, cached_property, partial
-from operator import add, mul
+from functools import cache, partial
+from operator import mul
 from typing import Any, NamedTuple
 
 from meshwright.planner.cost import lower_bounds
@@ -30,12 +29,12 @@ from meshwright.planner.cost.stages import (
     message,
     model_contents,
     ranks_of,
-    stored,
     together,
 )
 from meshwright.planner.cost.step import ScheduleTimes, StepModel, StepTime
 from meshwright.planner.layout_space import DataMesh, LayerLayout, LayoutSpace, Sharding, StageSplit
-from meshwright.planner.memory.generic import Generic, held_microbatches, stage_activations, working
+from meshwright.planner.memory.generic import Generic, held_microbatches
+from meshwright.planner.memory.states import gradients_meet
 from meshwright.planner.search.results import SearchResult, TimedLayout
 from meshwright.spec import RunSpec
 from meshwright.spec.layout import SPLIT, TWO_STAGES
@@ -49,14 +48,15 @@ Branch = tuple[float, Callable[[], Iterable["Branch"]]]
 """Seconds that a step of each of its layouts takes at least, and a function that splits it further."""
 
 
-class Option(NamedTuple):
-    """A sharding of a pipeline's states."""
+class Cut(NamedTuple):
+    """The stages and the schedule of a pipeline."""
 
-    sharding: Sharding
-    states: tuple[float, ...]
-    """Bytes without activations, for each group of ranks with equal stages."""
-    final: tuple[float, ...]
-    """Seconds of each rank after its last backward."""
+    split: StageSplit
+    placed: PlacedStages
+    setters: list[StageShape]
+    """The ranks that may set the pace."""
+    groups: list[tuple[Contents, tuple[Contents, ...], list[int]]]
+    """Contents of ranks with equal stages, in all and of each stage, and these ranks."""
 
 
 class MeshBranch:
@@ -65,83 +65,84 @@ class MeshBranch:
     def __init__(self, tree: SearchTree, inner: LayerLayout, mesh: DataMesh, blocks: LayerCost) -> None:
         self.tree, self.pp, self.blocks = tree, mesh.pp, blocks
         self.shardings = list(tree.space.shardings(inner, mesh))
+        self.most_shared = list(tree.space.shardings(inner, mesh, most_shared=True))
+        """The shardings of each stage of ZeRO with the least memory."""
         self.spec = cache(partial(tree.space.spec, inner, mesh))
         """The run with a sharding and a cut of this mesh."""
-        self._states: dict[tuple[Sharding, Contents], float] = {}
-        self.final: dict[tuple[Sharding, Contents], float] = {}
-        """Seconds after the last backward of ranks that hold such parts of the model."""
+        self.pipelines: dict[tuple[tuple[int, ...], bool], PipelineBranch] = {}
+        """(blocks of each stage, True if a rank has two stages in a V) -> what their schedules share."""
+        self._kept = cache(partial(tree.memory.kept, blocks))
+        self._states: dict[tuple[Sharding, Contents, bool], float] = {}
+        cuda = tree.costs.cluster.device.kind != "cpu"
+        self._fragmentation = 1 + tree.costs.stack.numbers.fragmentation if cuda else 1.0
 
-    def states(self, sharding: Sharding, held: Contents) -> float:
-        """Bytes without activations of a rank that holds such a part of the model."""
-        key = sharding, held
+    def states(self, sharding: Sharding, held: Contents, met: bool) -> float:
+        """Bytes of a rank that holds such a part of the model, but for activations that its schedule holds.
+
+        `met` is true if gradients of all its stages wait at one time.
+        """
+        key = sharding, held, met
         if key not in self._states:
-            passing, mine = working(self.blocks, held), stored(self.blocks, held)
-            needs = self.tree.memory.rank(self.spec(sharding), self.blocks, mine, passing, held.head, 0)
+            needs = self.tree.memory.resident(self.spec(sharding), self.blocks, held, met)
             self._states[key] = needs.device
         return self._states[key]
+
+    def fitting(
+        self, cut: Cut, spec: RunSpec, shardings: Iterable[Sharding], one: bool = False
+    ) -> dict[Sharding, float]:
+        """The bytes of the fullest rank at least under those of some shardings that fit.
+
+        With `one` they are those of one microbatch, for which the schedule is not made.
+        """
+        held, met = self._activations(cut, spec, one), gradients_meet(spec)
+        found = {}
+        for sharding in shardings:
+            most = 0.0
+            for total, activations in held:
+                most = max(most, self.states(sharding, total, met) + activations)
+                if most > self.tree.capacity:
+                    break
+            else:
+                found[sharding] = most
+        return found
+
+    def _activations(self, cut: Cut, spec: RunSpec, one: bool) -> list[tuple[Contents, float]]:
+        """Contents of each group of ranks, and its most bytes of activations, of one microbatch or of all."""
+        layout, found = spec.layout, []
+        key, split = (layout.schedule, layout.pp, layout.chunks), layout.schedule in SPLIT
+        shapes = None if one else lower_bounds.shape(*key, held_microbatches(spec))
+        for total, member, ranks in cut.groups:
+            sizes = [self._kept(held, None if one else split) for held in member]
+            if shapes is None:
+                most = sum(sizes)
+            elif min(sizes) == max(sizes):
+                most = max(shapes.most[rank] for rank in ranks) * sizes[0]
+            else:
+                most = max(sum(map(mul, each, sizes)) for rank in ranks for each in shapes.held[rank])
+            found.append((total, self._fragmentation * most))
+        return found
 
 
 class PipelineBranch:
     """The stages of a mesh on their ranks, with what all their schedules and shardings share."""
 
     def __init__(self, mesh: MeshBranch, spec: RunSpec, placed: PlacedStages) -> None:
-        costs = mesh.tree.costs
+        tree = mesh.tree
         self.mesh, self.placed = mesh, placed
-        self.steps = StepModel(spec, costs, mesh.tree.times, placed, mesh.blocks)
-        self._kept: dict[bool, dict[Contents, float]] = {}
-        cuda = costs.cluster.device.kind != "cpu"
-        self._fragmentation = 1 + costs.stack.numbers.fragmentation if cuda else 1.0
+        self.steps = StepModel(spec, tree.costs, tree.times, placed, mesh.blocks)
+        self._final: dict[Sharding, tuple[float, ...]] = {}
 
-    def kept(self, split: bool) -> dict[Contents, float]:
-        """Bytes that each kind of stage keeps of a microbatch; `split` is true for split backwards."""
-        if split not in self._kept:
-            kinds = set(self.placed.contents)
-            self._kept[split] = {held: stage_activations(self.mesh.blocks, held, split) for held in kinds}
-        return self._kept[split]
+    def final(self, sharding: Sharding) -> tuple[float, ...]:
+        """Seconds of each rank after its last backward."""
+        if sharding not in self._final:
+            spec, members = self.mesh.spec(sharding), self.placed.members
+            known = {member: self.steps.stages.data(spec, member).final for member in members}
+            self._final[sharding] = tuple(known[member] for member in self.placed.by_rank)
+        return self._final[sharding]
 
-    @cached_property
-    def options(self) -> list[Option]:
-        """The shardings whose states leave room for one microbatch at least."""
-        kept, members, mesh = self.kept(False), self.placed.members, self.mesh
-        totals = {member: together(member) for member in members}
-        least = [(totals[held], self._fragmentation * sum(map(kept.__getitem__, held))) for held in members]
-        options = []
-        for sharding in mesh.shardings:
-            states = []
-            for total, flight in least:
-                states.append(mesh.states(sharding, total))
-                if states[-1] + flight > mesh.tree.capacity:
-                    break
-            else:
-                for member, total in totals.items():
-                    if (sharding, total) not in mesh.final:
-                        spec = mesh.spec(sharding)
-                        mesh.final[sharding, total] = self.steps.stages.data(spec, member).final
-                final = tuple(mesh.final[sharding, totals[member]] for member in self.placed.by_rank)
-                options.append(Option(sharding, tuple(states), final))
-        return options
-
-    def activations(self, spec: RunSpec) -> list[float]:
-        """Most bytes of activations on each group of ranks with equal stages, under the run's schedule."""
-        layout = spec.layout
-        shapes = lower_bounds.shape(layout.schedule, layout.pp, layout.chunks, held_microbatches(spec))
-        kept, found = self.kept(layout.schedule in SPLIT), []
-        for member, ranks in self.placed.members.items():
-            sizes = [kept[held] for held in member]
-            if min(sizes) == max(sizes):
-                most = max(shapes.most[rank] for rank in ranks) * sizes[0]
-            else:
-                most = max(sum(map(mul, each, sizes)) for rank in ranks for each in shapes.held[rank])
-            found.append(self._fragmentation * most)
-        return found
-
-    def least_seconds(self, spec: RunSpec, options: Iterable[Option]) -> float:
+    def least_seconds(self, spec: RunSpec, shardings: Iterable[Sharding]) -> float:
         """Seconds of a step at least, under the run's schedule and the best of some shardings."""
-        return min(self.steps.bound(spec, option.final) for option in options)
-
-
-Pipelines = dict[tuple[tuple[int, ...], bool], PipelineBranch]
-"""(blocks of each stage, True if a rank has two stages in a V) -> the pipeline."""
+        return min(self.steps.bound(spec, self.final(sharding)) for sharding in shardings)
 
 
 class SearchTree:
@@ -155,11 +156,11 @@ class SearchTree:
         self, space: LayoutSpace, costs: CostModel, memory: Generic, capacity: float, found: SearchResult
     ) -> None:
         self.space, self.costs, self.memory, self.found = space, costs, memory, found
-        self.capacity = capacity * memory.slack / (1 - 1e-9)  # of sums in another order than the exact ones
+        self.capacity = capacity / (1 - 1e-9)  # of sums in another order than the exact ones
         self.model = model_contents(space.base.model)
         self.times = ScheduleTimes()
         self._experts = space.experts(space.ranks)
-        self._cuts: dict[int, list[tuple[StageSplit, PlacedStages, list[StageShape]]]] = {}
+        self._cuts: dict[int, list[Cut]] = {}
 
     def roots(self, common: bool) -> Iterator[Branch]:
         """The branches that a pass begins with: those of common layouts, or the others."""
@@ -231,7 +232,7 @@ class SearchTree:
 
     def _fits(self, inner: LayerLayout, mesh: DataMesh, blocks: LayerCost) -> bool:
         """True if a rank with an equal share of the model fits under some sharding of a mesh."""
-        if self.memory.equal_share(blocks, self.model, mesh.pp)[1] > self.capacity:  # activations alone
+        if self.memory.kept(blocks, self.model) / mesh.pp > self.capacity:  # activations alone
             return False
         most_shared = self.space.shardings(inner, mesh, most_shared=True)
         specs = (self.space.spec(inner, mesh, sharding) for sharding in most_shared)
@@ -246,72 +247,61 @@ class SearchTree:
         spec = branch.spec(branch.shardings[0])
         each, link = message(spec, self.costs, blocks)
         speed = lower_bounds.pace(blocks, self.model, 0.0 if link is None else each)
-        pipelines: Pipelines = {}
-        for cut, stages, shapes in self._cuts_of(mesh.pp):
-            bound = lower_bounds.pace_bound(shapes, speed, spec.microbatches, cut.schedule not in SPLIT)
+        for cut in self._cuts_of(mesh.pp):
+            whole = cut.split.schedule not in SPLIT
+            bound = lower_bounds.pace_bound(cut.setters, speed, spec.microbatches, whole)
             bound += self.costs.stack.numbers.step
-            if self.found.hopeful(bound, partial(branch.spec, cut=cut)):
-                yield bound, partial(self._split_cut, branch, pipelines, cut, stages)
+            if self.found.hopeful(bound, partial(branch.spec, cut=cut.split)):
+                yield bound, partial(self._split_cut, branch, cut)
 
-    def _cuts_of(self, pp: int) -> list[tuple[StageSplit, PlacedStages, list[StageShape]]]:
-        """The cuts of a pipeline, with the ranks that may set the pace of each."""
+    def _cuts_of(self, pp: int) -> list[Cut]:
+        """The cuts of a pipeline."""
         if pp not in self._cuts:
             found = self._cuts[pp] = []
-            for cut in self.space.cuts(pp):
-                stages = PlacedStages(placed(cut.blocks), ranks_of(cut, pp), self.space.routed_before)
-                found.append((cut, stages, lower_bounds.pace_setters(stages)))
+            for split in self.space.cuts(pp):
+                stages = PlacedStages(placed(split.blocks), ranks_of(split, pp), self.space.routed_before)
+                groups = [(together(member), member, ranks) for member, ranks in stages.members.items()]
+                found.append(Cut(split, stages, lower_bounds.pace_setters(stages), groups))
         return self._cuts[pp]
 
     def _time(self, mesh: MeshBranch) -> None:
         """Time each sharding of a mesh without a pipeline."""
-        ((cut, stages, _),), blocks = self._cuts_of(1), mesh.blocks
-        held, (contents,) = stored(blocks, self.model), stages.contents
-        kept = stage_activations(blocks, contents) + working(blocks, contents)
+        (cut,) = self._cuts_of(1)
         for sharding in mesh.shardings:
-            spec = mesh.spec(sharding, cut)
-            needs = self.memory.rank(spec, blocks, held, kept, True, 0).device
+            spec = mesh.spec(sharding, cut.split)
+            needs = self.memory.resident(spec, mesh.blocks, self.model).device
             if needs <= self.capacity:
-                step = StepTime(spec, self.costs, self.times, stages)
-                if self.found.hopeful(step.bound, partial(mesh.spec, sharding, cut)):
+                step = StepTime(spec, self.costs, self.times, cut.placed)
+                if self.found.hopeful(step.bound, partial(mesh.spec, sharding, cut.split)):
                     self.found.offer(TimedLayout(step.seconds, needs, spec))
 
-    def _split_cut(
-        self, mesh: MeshBranch, pipelines: Pipelines, cut: StageSplit, stages: PlacedStages
-    ) -> Iterator[Branch]:
-        """Layouts with the same stages and schedule, on their ranks, which schedules share as `pipelines`."""
-        spec = mesh.spec(mesh.shardings[0], cut)
-        key = cut.blocks, cut.schedule in TWO_STAGES
-        if key not in pipelines:
-            pipelines[key] = PipelineBranch(mesh, spec, stages)
-        pipeline = pipelines[key]
-        yield pipeline.steps.bound(spec, [0.0] * mesh.pp), partial(self._split_schedule, pipeline, cut, spec)
+    def _split_cut(self, mesh: MeshBranch, cut: Cut) -> Iterator[Branch]:
+        """Layouts with the same stages and schedule, on their ranks, if some sharding of them fits."""
+        spec = mesh.spec(mesh.shardings[0], cut.split)
+        fitting = partial(mesh.fitting, cut, spec, mesh.most_shared)
+        if fitting(one=True) and fitting():
+            key = cut.split.blocks, cut.split.schedule in TWO_STAGES
+            if key not in mesh.pipelines:
+                mesh.pipelines[key] = PipelineBranch(mesh, spec, cut.placed)
+            pipeline = mesh.pipelines[key]
+            bound = pipeline.steps.bound(spec, [0.0] * mesh.pp)
+            yield bound, partial(self._split_schedule, pipeline, cut, spec)
 
-    def _split_schedule(self, pipeline: PipelineBranch, cut: StageSplit, spec: RunSpec) -> Iterator[Branch]:
-        """The shardings of one schedule whose states leave room for one microbatch."""
-        if pipeline.options:
-            yield (
-                pipeline.least_seconds(spec, pipeline.options),
-                partial(self._split_sharded, pipeline, cut, spec),
-            )
-
-    def _split_sharded(self, pipeline: PipelineBranch, cut: StageSplit, spec: RunSpec) -> Iterator[Branch]:
-        """The shardings that fit with the activations that the schedule holds."""
-        held = pipeline.activations(spec)
-        needs = {option: max(map(add, option.states, held)) for option in pipeline.options}
-        fitting = {option: size for option, size in needs.items() if size <= self.capacity}
-        if fitting:
-            yield pipeline.least_seconds(spec, fitting), partial(self._simulate, pipeline, cut, spec, fitting)
+    def _split_schedule(self, pipeline: PipelineBranch, cut: Cut, spec: RunSpec) -> Iterator[Branch]:
+        """The shardings of one schedule that fit."""
+        fitting = pipeline.mesh.fitting(cut, spec, pipeline.mesh.shardings)
+        yield pipeline.least_seconds(spec, fitting), partial(self._simulate, pipeline, cut, spec, fitting)
 
     def _simulate(
-        self, pipeline: PipelineBranch, cut: StageSplit, spec: RunSpec, fitting: dict[Option, float]
+        self, pipeline: PipelineBranch, cut: Cut, spec: RunSpec, fitting: dict[Sharding, float]
     ) -> Iterator[Branch]:
         """Simulate a schedule, unless paths found since this was queued exclude it, and time shardings."""
-        simplest = partial(pipeline.mesh.spec, cut=cut)
+        simplest = partial(pipeline.mesh.spec, cut=cut.split)
         if self.found.hopeful(pipeline.least_seconds(spec, fitting), simplest):
             self.found.counts.simulated += 1
-            for option, needs in fitting.items():
-                spec = pipeline.mesh.spec(option.sharding, cut)
-                seconds = pipeline.steps.exact(spec, option.final)
+            for sharding, needs in fitting.items():
+                spec = pipeline.mesh.spec(sharding, cut.split)
+                seconds = pipeline.steps.exact(spec, pipeline.final(sharding))
                 self.found.offer(TimedLayout(seconds, needs, spec))
         return iter(())
 

@@ -1,0 +1,135 @@
+"""Least bytes that a rank of this program holds: sums of a few products, by which the search drops layouts.
+
+They are never above the exact count (`planner/memory/exact.py`), and mostly near it. States are exact but for
+padding and for parameters that every rank holds in few, such as the last norm. Activations are those that the
+formulas of `planner/memory/activations.py` give for a block of each kind; a microbatch whose weight gradients
+are deferred holds at least the lesser of its activations and what those gradients need. In a pipeline
+gradients wait whole for the last microbatch, and those of all stages of a rank at once where no stage ends
+before another begins. Without a pipeline a rank's bytes are those of the fullest of three moments: the head's
+forward, the last block's backward, and the end of the step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from meshwright.planner.cost.layer import LayerCost
+from meshwright.planner.cost.model import CostModel
+from meshwright.planner.cost.stages import Contents, stored
+from meshwright.planner.memory.activations import Activations, Sizes, activations, head_peaks
+from meshwright.planner.memory.generic import Generic, Memory
+from meshwright.planner.memory.in_flight import weight_gradient_inputs
+from meshwright.planner.rank_view import widths
+from meshwright.spec import RunSpec
+
+
+class _Kept(NamedTuple):
+    """Bytes of one microbatch under one kind of schedule."""
+
+    all: Activations
+    block: dict[bool, int]
+    """Has experts -> bytes that a block keeps."""
+    deferred: dict[bool, int]
+    """Has experts -> bytes that a block's deferred weight gradients need."""
+    at_head: int
+    """Peak beyond kept activations in the head's forward."""
+
+
+class LowerBound(Generic):
+    """Bytes that layouts of this program need at least on a cost model's devices."""
+
+    def __init__(self, costs: CostModel) -> None:
+        super().__init__(costs)
+        self._known: dict[tuple[LayerCost, bool], _Kept] = {}
+
+    def _of_microbatch(self, blocks: LayerCost, split: bool) -> _Kept:
+        """Bytes of a microbatch; `split` is true for schedules that split backwards."""
+        key = blocks, split
+        if key not in self._known:
+            schedule = "zb-h1" if split else "1f1b"
+            layout = blocks.spec.layout.model_copy(update={"schedule": schedule})
+            spec = blocks.spec.model_copy(update={"layout": layout})
+            sizes, kept = Sizes(spec), activations(spec)
+            kinds = sizes.kinds.items()
+            self._known[key] = _Kept(
+                kept,
+                {routed: kept.by_block[layer] for routed, layer in kinds},
+                {routed: weight_gradient_inputs(sizes, layer) if split else 0 for routed, layer in kinds},
+                head_peaks(sizes, casts=self.costs.cluster.device.kind == "cpu")[0],
+            )
+        return self._known[key]
+
+    def kept(self, blocks: LayerCost, held: Contents, split: bool | None = None) -> float:
+        """Least bytes that a stage holds of each of its microbatches, until their weight gradients are there.
+
+        If `split` is None, of one microbatch in any schedule: none is deferred when its forward ends.
+        """
+        each = self._of_microbatch(blocks, split is not False and blocks.spec.layout.pp > 1)
+        whole = each.all.shared if held.blocks else 0
+        whole += (each.all.embed if held.embed else 0) + (each.all.head if held.head else 0)
+        whole += sum(count * each.block[routed] for count, routed in held.kinds)
+        return (
+            min(whole, sum(count * each.deferred[routed] for count, routed in held.kinds)) if split else whole
+        )
+
+    def resident(self, spec: RunSpec, blocks: LayerCost, held: Contents, met: bool = True) -> Memory:
+        """Bytes of a rank that holds `held`; in a pipeline, without activations that its schedule holds."""
+        each = self._of_microbatch(blocks, False)
+        head = each.all.head if held.head else 0
+        if spec.layout.pp > 1:
+            block = each.all.in_block - head if held.blocks else 0
+            kept = float(max(each.all.at_head if held.head else 0, block, 0))
+        else:
+            # With two microbatches, ZeRO-1 frees the head's gradients before any others of a block are whole.
+            block = 0 if spec.layout.zero == 1 and spec.microbatches == 2 else each.all.in_block - head
+            kept = self.kept(blocks, held, False) + max(each.at_head, block)
+        return self._count(spec, blocks, held, kept, met)
+
+    def lower_bound(self, spec: RunSpec, blocks: LayerCost, model: Contents) -> Memory:
+        """Bytes that the fullest rank needs at least, however stages are cut; `model` is the whole model."""
+        pp, count = spec.layout.pp, spec.microbatches
+        if pp == 1:
+            return self.resident(spec, blocks, model)
+        kept = self.kept(blocks, model) / pp
+        apart = kept * count if count >= 2 * pp else kept  # schedules that hold all microbatches
+        bounds = (self._count(spec, blocks, model, *each, pp) for each in ((kept, True), (apart, False)))
+        return min(bounds, key=lambda memory: memory.allocated)
+
+    def _count(
+        self, spec: RunSpec, blocks: LayerCost, held: Contents, kept: float, met: bool, shares: int = 1
+    ) -> Memory:
+        """Bytes of a rank that holds 1 / `shares` of `held`, and `kept` bytes of activations.
+
+        `met` is true if gradients of all stages wait at one time.
+        """
+        width, layout, elements = widths(spec), spec.layout, stored(blocks, held)
+        several, zero = spec.microbatches > 1, layout.zero
+        ranks = (layout.shard_ranks, layout.expert_data_ranks) if zero else (1, 1)
+        waits = met and several and (zero < 2 or layout.pp > 1)
+        packed = width.master if several else width.reduce
+        parameters = optimiser = buffers = 0.0
+        during = after = 0.0
+        """Gradients while a last microbatch's activations are there, and at the end of the step."""
+        for whole, n in zip((elements.dense / shares, elements.routed / shares), ranks, strict=True):
+            part = whole / n
+            optimiser += 2 * part * width.master
+            parameters += part * width.master
+            if zero < 3 and not (n == 1 and width.compute == width.master):
+                parameters += whole * width.compute
+            if n == 1:
+                during += whole * packed
+                after += whole * (packed if packed == width.master else packed + width.master)
+                continue
+            during += whole * packed if waits else part * width.master if several else 0.0
+            after += part * width.master
+            if zero == 3 and layout.pp > 1:
+                buffers += whole * width.compute
+        if zero == 1 and layout.pp > 1 and ranks[0] > 1:
+            units = [blocks.largest_unit] if held.embed or held.head else []
+            units += [blocks.held(routed)[0] for _, routed in held.kinds]
+            gathered = max(units, default=0) if shares == 1 else min(units)
+            buffers += gathered * width.compute
+        if layout.pp == 1 and during + kept < after:
+            during, kept = after, 0.0
+        gradients = during if layout.pp == 1 else max(during, after)
+        return self.on_device(layout, 0, (parameters, gradients, optimiser, kept, 0.0, buffers))
