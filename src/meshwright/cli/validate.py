@@ -11,7 +11,7 @@ from meshwright.hardware.hardware_file import check_writable
 from meshwright.report.record import write_atomically
 
 COLUMNS = ("source", "model", "gpu")
-_NAMED = 24
+_NAMED = 16
 """Most columns of a source's, model's or GPU's name in the table."""
 
 

@@ -12,7 +12,7 @@ from meshwright.hardware.find import cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.layout_space import LayoutSpace
 from meshwright.planner.memory.exact import memory_model
-from meshwright.planner.search.results import SearchResult
+from meshwright.planner.search.results import SearchCounts, SearchResult
 from meshwright.planner.search.tree import MeshBranch, SearchTree
 from meshwright.spec import RunSpec
 
@@ -47,7 +47,7 @@ def bounds(
     fixed = {"tp": 1} if chosen.random() < 0.4 else {}
     space = LayoutSpace(base, ranks, fixed | ({"cp": 1} if chosen.random() < 0.4 else {}))
     memory = memory_model(on)
-    tree = SearchTree(space, on, memory, inf, SearchResult(1, None, inf, None, 1.0, False))
+    tree = SearchTree(space, on, memory, inf, SearchResult(1, None, inf, None, 1.0, False, SearchCounts()))
     while True:
         inner = chosen.choice(list(space.inner()))
         meshes = [mesh for pair in space.experts(ranks) for mesh in space.meshes(inner, *pair)]
