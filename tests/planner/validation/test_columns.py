@@ -78,6 +78,7 @@ def test_what_a_row_states_of_its_program_counts(tmp_path: Path) -> None:
         ({"precision": "FP8-MX"}, "mxfp8"),
         ({"precision": "fp8", "fp8_recipe": "mxfp8"}, "mxfp8"),
         ({"precision": "fp8", "fp8_recipe": "rowwise"}, "fp8-rowwise"),
+        ({"precision": "FP8-SC"}, "fp8-blockwise"),
         ({"precision": "NVFP4"}, "nvfp4"),
         ({"precision": "amp_bf16"}, "bf16"),
     ],

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.model import CostModel
-from meshwright.planner.cost.precision import precision
+from meshwright.planner.cost.precision import PRECISIONS
 from meshwright.planner.group_shapes import GroupShape, axes
 from meshwright.spec import RunSpec
 from meshwright.units import FORMAT_BYTES
@@ -70,8 +70,8 @@ def data_seconds(
         costs.kernels,
     )
     width = FORMAT_BYTES[spec.precision.compute] if stack.own else stack.gather_bytes
-    if stack.low_states and costs.format:
-        width = min(width, precision(costs.format).gathered)
+    if stack.low_states and costs.format in PRECISIONS:
+        width = PRECISIONS[costs.format].gathered
     unpack = kernels.moved(stack.unpacked)
     gathers, reduces, whole = dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 0.0), 0.0
     reduction = "reduce_scatter" if layout.zero else "all_reduce"

@@ -276,7 +276,8 @@ class LayerCost:
         if self.stack.own:
             listed = [*layer_messages(self.shape, routed)]
         else:
-            listed = [*_published(self.shape, routed, self.precision.sent, merged)]
+            sent = self.precision.sent if self.precision.cast else self.width
+            listed = [*_published(self.shape, routed, sent, merged)]
         again = [m for m in listed if m.phase is Phase.FORWARD]
         policy, selective = self.spec.recompute.policy, self.stack.selective
         if policy == "none" or (policy == "selective" and selective in ("attention", "latents")):

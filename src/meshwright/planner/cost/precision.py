@@ -1,8 +1,8 @@
 """Precision recipes: formats in which a run computes matrix products, and bytes of casts and messages.
 
 Of a recipe below 16 bits every operand is cast before its product, in both orientations by the time of the
-backward, and scaled: by tensor (Micikevicius et al. 2022), by row (PyTorch's torchao), by block of 32 (MX;
-OCP 2023) or of 16 numbers (NVFP4; NVIDIA 2025).
+backward, and scaled: by tensor (Micikevicius et al. 2022), by row (PyTorch's torchao), by block of 128
+(DeepSeek-AI 2024), of 32 (MX; OCP 2023) or of 16 numbers (NVFP4; NVIDIA 2025).
 """
 
 from __future__ import annotations
@@ -27,10 +27,12 @@ class Precision:
 
 
 # counted: a tensor's largest number is found in one pass (2 bytes), and the cast reads 2 and writes 1, shared
-# by the two products that an operand is in; scales by row differ between both; blocks take one pass.
+# by the two products that an operand is in; scales by row or of 128 numbers differ between both; smaller
+# blocks take one pass.
 PRECISIONS = {
     "fp8": Precision("fp8", 3.0, 1.0, 1.0, 1.0),
     "fp8-rowwise": Precision("fp8", 10.0),
+    "fp8-blockwise": Precision("fp8", 6.0, 2.0, 1.0, 1.0),
     "mxfp8": Precision("fp8", 3.0, 1.0, 1.0, 1.0),
     "nvfp4": Precision("fp4", 4.0, 1.0, 1.0, 0.5),
 }

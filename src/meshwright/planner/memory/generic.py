@@ -242,7 +242,7 @@ def working(blocks: LayerCost, held: Contents) -> float:
 def everything(blocks: LayerCost, routed: bool) -> float:
     """Bytes that a block keeps of one microbatch without recomputation."""
     model, b, d, own, n = blocks.spec.model, blocks.width, blocks.spec.model.hidden, blocks.own, blocks.tokens
-    low = min(b, blocks.precision.kept) if blocks.stack.low_states else b
+    low = blocks.precision.kept if blocks.stack.low_states and blocks.precision.cast else b
     found = own * d * 2 * (b + low)  # inputs of both norms, and of what follows them
     if blocks.stack.dropout:
         found += own * d * 2

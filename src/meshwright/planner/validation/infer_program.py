@@ -63,7 +63,8 @@ _DEVICES = (
 _RECIPES = (
     (r"nvfp4|\bfp4", "nvfp4"),
     (r"mx", "mxfp8"),
-    (r"fp8.*(row|block|sc\b|sub)|(row|block).*fp8", "fp8-rowwise"),
+    (r"row", "fp8-rowwise"),
+    (r"block|\bsc\b|sub", "fp8-blockwise"),
     (r"fp8", "fp8"),
     (r"bf16", "bf16"),
     (r"fp16", "fp16"),

@@ -169,6 +169,21 @@ the watts for each peak FLOP/s (`hardware/data/clusters.toml`). `planner/validat
 those that `python bench/calibrate.py` fitted, and the runs: all published ones, and of the frontier
 {calibrated} of {models}. On its other {others}: {other_errors}.
 
+## Columns
+
+`source`, `gpu`, `gpus` and `seq_len` are needed; a number may have words after it, and a cell may be empty.
+
+- The model: `model`, `params_b` (billions), `layers`, `hidden`, `ffn`, `heads`, `kv_heads`, `head_dim`,
+  `vocab`, `experts`, `top_k`, `moe_ffn` (of one expert; else `ffn`), `shared_ffn`.
+- The layout: `tp`, `cp`, `pp`, `vp` (stages of a rank), `ep`, `dp`, `zero`, `micro_batch`,
+  `global_batch_seqs`, `recompute` (none, selective, full), `sequence_parallel` (yes, no).
+- The program: `program`, `attention` (unfused, flash1 to flash4, cudnn), `gradient_bytes` (as they are kept
+  and reduced), `precision` and `fp8_recipe` (fp8 by tensor, row or block, mxfp8, nvfp4, bf16, fp16,
+  fp32).
+- The network: `network_gbps`, Gbit/s of a device's interfaces; above 1,600 those of a node.
+- What was measured: `step_seconds`, `tokens_per_sec_per_gpu`, `tflops_per_gpu`, `mfu_pct`, `peak_mem_gib`
+  (or OOM); `where` and `confidence` are comments.
+
 ## Inferred properties
 
 Cells that a row leaves empty are inferred from the field's habits, and listed by `meshwright validate
