@@ -85,13 +85,15 @@ def _row(known: Cluster) -> dict[str, Any]:
 
 def _show_cluster(shown: Cluster) -> None:
     device, rates = shown.device, shown.device.rates
+    usual = next(name for name in ("bf16", *device.peak) if name in device.peak)
     peaks = [f"{name} {device.peak[name] / 1e12:.4g}" for name in FORMATS if name in device.peak]
     facts = {
         "cluster": f"{shown.name}: {show.count(shown.count, 'device')}",
         "device": f"{device.name}, {device.units} units, {size(device.memory)} at {_rate(device.bandwidth)}, "
         f"cache {size(device.cache)}",
         "peaks": ", ".join(peaks) + " TFLOP/s",
-        "attained": f"{rates.matmul:.0%} in products, {rates.attention:.0%} in attention, "
+        "attained": f"{device.attained(usual):.0%} in products, "
+        f"{rates.attention * device.clock(usual):.0%} in attention, "
         f"{rates.memory:.0%} of memory, {rates.link:.0%} of links; {rates.launch * 1e6:.3g} us a launch",
         "price": _text("{:.2f} USD for a device and hour", shown.price),
         "source": shown.source,

@@ -37,6 +37,10 @@ LEAST_OF_A_NODE = 0.75
 MOST_ATTAINED = 0.9
 """Largest share of a peak that products attain at any power. Source: assumed."""
 
+ROOT = 0.5
+"""Power of a device's watts over those of another of its generation with which what it attains grows. Source:
+assumed, between 1/3 (power as the cube of the clock) and 1 (at the least voltage)."""
+
 OneOrMore = Annotated[Number, Field(ge=1)]
 
 
@@ -85,6 +89,9 @@ class Rates(Record):
     """Share of the peak FLOP/s in the backward of fused attention over long sequences, at that power."""
     attention_ported: Number = 1.0
     """Further factor on both attention rates for kernels written for the previous device generation."""
+    reference_power: NotNegative = 0.0
+    """Watts of the generation's device that the shares are of, and its dense peak in 16 bits, in TFLOP/s."""
+    reference_peak: NotNegative = 0.0
     timed: bool = False
     """True for devices that published runs of several sources were timed on."""
     native: str = "flash2"
@@ -107,7 +114,10 @@ class Rates(Record):
             key = f"{where}: device.rates.{name}" if where else f"device.rates.{name}"
             if name == "launch" and share < 0:
                 raise UserError(f"{key}: {share} is not a time; give seconds, 0 or more")
-            if name not in ("launch", "native", "power", "timed") and not 0 < share <= 1:
+            if (
+                name not in ("launch", "native", "power", "timed", "reference_power", "reference_peak")
+                and not 0 < share <= 1
+            ):
                 raise UserError(
                     f"{key}: {share} is not a share of the device's peak; give a number above 0 and up to 1"
                 )
@@ -136,14 +146,23 @@ class Device(Record):
     """Maximum watts, where the source states them."""
 
     def clock(self, format: str) -> float:
-        """Factor on the attained shares of a format's peak: with less power for it the clock is lower."""
+        """Factor on the attained shares of a format's peak: with less power for it the clock is lower.
+
+        Devices of one generation attain what its reference does, times the root of their power over its.
+        """
+        rates, peak = self.rates, self.peak[format] / 1e12
         if self.power is None:
             return 1.0
-        return (self.power * 1e12 / self.peak[format]) ** self.rates.power
+        if not rates.reference_power:
+            return (self.power / peak) ** rates.power
+        same = rates.reference_peak / (self.peak.get("bf16", self.peak[format]) / 1e12)
+        share = (rates.reference_power / (same * peak)) ** rates.power
+        return share * same * (self.power / rates.reference_power) ** ROOT
 
     def attained(self, format: str) -> float:
         """Share of the peak of one of its formats that large matrix products attain."""
-        return min(MOST_ATTAINED, self.rates.matmul * self.clock(format))
+        share = self.rates.matmul * self.clock(format)
+        return min(MOST_ATTAINED, share) if self.rates.power else share
 
     def __post_init__(self) -> None:
         known = ", ".join(FORMATS)

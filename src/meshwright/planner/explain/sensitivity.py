@@ -13,6 +13,7 @@ from functools import cache, partial
 from math import inf
 
 from meshwright.hardware.cluster import NETWORKS
+from meshwright.planner.cost.kernels import computed
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.step import StepTime
 from meshwright.planner.explain.candidate import TIE, Candidate
@@ -99,7 +100,8 @@ def figures(costs: CostModel, capacity: float) -> list[Figure]:
             cluster, replace(stack, numbers=replace(stack.numbers, launch=times)), format
         ), capacity
 
-    found = [Figure("rate of matrix products", f"{device.rates.matmul:.0%} of the peak", products)]
+    share = device.attained(computed(device, format or "bf16"))
+    found = [Figure("rate of matrix products", f"{share:.0%} of the peak", products)]
     for name, network in (("bandwidth within a node", False), ("bandwidth of the network", True)):
         mine = [level for level in cluster.levels if (level.kind in NETWORKS) == network]
         if mine and cluster.count > 1:

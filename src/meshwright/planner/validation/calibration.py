@@ -26,7 +26,7 @@ any run is seen: a fit returns to this where no run tells otherwise."""
 OF_RATES: Mapping[str, Mapping[str, float]] = {
     "defaults": {"matmul": 0.75, "power": 0.25, "network": 0.75},
     "ampere": {"link": 0.8},
-    "hopper": {"link": 0.8, "attention_ported": 0.5},
+    "hopper": {"link": 0.8},
 }
 """Fitted numbers of the tables of rates in `hardware/data/clusters.toml`, and what is assumed before."""
 BY_HAND = {
@@ -40,7 +40,7 @@ BY_HAND = {
 }
 """Numbers fitted by hand, with all runs of the first table in view, and how many they are: the constants of
 `planner/cost/kernels.py`, and fields of `planner/cost/stacks.toml`."""
-SHARES = ("overlap", "network", "link", "attention_ported")
+SHARES = ("overlap", "network", "link")
 """Numbers that are shares, at most 1."""
 
 
