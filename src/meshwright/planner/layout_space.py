@@ -24,7 +24,7 @@ from meshwright.spec.sections import FullRecompute, NoRecompute, RecomputeSpec, 
 from meshwright.spec.stages import balanced, even
 
 _STAGES = 256
-"""Most stages of a pipeline that are tried, of two a rank at least, where their number is not given.
+"""Most stages of a pipeline that are tried, unless two a rank are more or their number is given.
 
 Deeper models have thousands of cuts, and more stages on a rank gain little."""
 _ORDERED = 512
