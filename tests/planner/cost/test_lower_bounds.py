@@ -6,8 +6,12 @@ import random
 
 import pytest
 
+from meshwright.hardware.find import cluster
+from meshwright.planner.cost import lower_bounds
 from meshwright.planner.cost.lower_bounds import rank_ends
+from meshwright.planner.cost.model import CostModel
 from meshwright.schedule import MOST_HELD, NAMES, Kind, Link, StageCost, ends, make
+from meshwright.spec import RunSpec
 from meshwright.spec.layout import SPLIT
 
 VIRTUAL = {"interleaved": (1, 2, 3), "bfs": (1, 2)} | dict.fromkeys(
@@ -57,3 +61,24 @@ def test_what_holds_little_is_bounded_by_what_it_waits_for(name: str) -> None:
     own = [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
     (*_, middle) = rank_ends([StageCost(1.0, 1.0, 1.0)] * 2 * ranks, own, 0.0, name, count)
     assert middle == 3 * ranks - 1 - MOST_HELD[name](ranks) + 6 * count
+
+
+def test_a_floor_of_sequences_that_are_shared_is_below_every_way_to_share_them() -> None:
+    """The same tokens on a rank: whole sequences, or parts of more, whose keys travel around a ring."""
+    found = []
+    for cp in (1, 2, 4):
+        tree = {
+            "model": {"preset": "llama3-8b"},
+            "data": {"seq_len": 8192},
+            "train": {"batch_tokens": 32 * 8192},
+            "layout": {"dp": 8 // cp, "cp": cp, "micro_batch": cp},
+            "precision": {"compute": "bf16"},
+        }
+        spec = RunSpec.model_validate(tree)
+        costs = CostModel(cluster("h100", 8))
+        floor = lower_bounds.SharedFloor(
+            spec, "bf16", costs.stack, costs.kernels, costs.links, costs.dense(spec.model)
+        )
+        found.append((floor.passes(False).total, costs.blocks(spec).passes(False).total))
+    floors, seconds = zip(*found, strict=True)
+    assert max(floors) <= min(seconds) * (1 + 1e-12)

@@ -132,11 +132,9 @@ class LayerCost:
         if policy == "selective" and selective == "attention":  # Korthikanti et al. 2022
             again = Seconds() if self.stack.fused_attention else Seconds(attention=core, moved=scores)
         elif policy == "selective":
-            repeated = (
-                forward.matmul / 2 if selective == "half" else 0.0
-            )  # source: every second one, torchtitan
-            if selective == "latents":
-                repeated = sum(self._product(p) for p in products if self.widens(p))
+            repeated = sum(self._product(p) for p in products if selective == "latents" and self.widens(p))
+            if selective == "half":  # source: every second product, as torchtitan
+                repeated = forward.matmul / 2
             again = again._replace(matmul=repeated, moved=forward.moved - scores)
         return self._launched(self._uncovered(PassSeconds(forward, input, weight, again), listed), routed)
 
@@ -253,8 +251,7 @@ class LayerCost:
         moved = own * d * b * (4 + 6) + masks  # counted: two norms, 1 read and 1 write; two sums, 2 and 1
         # counted: queries, keys and values read and written by the rotation, queries once more
         moved += n * b * (2 * (self.q + 2 * self.kv) + 2 * self.q)
-        # counted: the sums of a ring's outputs, in fp32: two read and one written, of each rank's keys
-        moved += (self.shape.ring.ranks - 1) * n * self.q * 12
+        moved += self._ring_bytes()
         if model.qk_norm:
             moved += 2 * n * b * (self.q + self.kv)
         channels = self.shape.moe.shared_ffn if routed else model.ffn
@@ -263,6 +260,11 @@ class LayerCost:
             moved += self.shape.copies * b * (4 * d + inner)
         moved += n * b * (1 + self.gates) * channels / t
         return moved * self.stack.elementwise
+
+    def _ring_bytes(self) -> float:
+        """Bytes that the sums of the outputs for each rank's keys move."""
+        # counted: in fp32, two are read and one is written
+        return 12.0 * (self.shape.ring.ranks - 1) * self.tokens * self.q
 
     # Messages.
 

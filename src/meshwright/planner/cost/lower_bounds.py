@@ -55,6 +55,9 @@ class SharedFloor(Floor):
     def _exposed(self, listed: Iterable[Message], core: float, *phases: Phase) -> Seconds:
         return super()._exposed(listed, core, *phases)._replace(context=0.0, expert=0.0)
 
+    def _ring_bytes(self) -> float:
+        return 0.0
+
 
 @lru_cache(maxsize=1024)
 def _fewest_rows(tokens: float, experts: int, channels: int) -> float:
