@@ -79,7 +79,7 @@ def test_attention_by_kernel() -> None:
             seconds[name, kernel] = passes.forward.attention
     assert seconds["a100", "flash1"] == pytest.approx(seconds["a100", "flash2"] / 0.55)
     assert seconds["a100", "flash2"] == seconds["a100", "cudnn"]
-    assert seconds["h100", "flash1"] > seconds["h100", "flash2"] > 2 * seconds["h100", "flash3"]
+    assert seconds["h100", "flash1"] > seconds["h100", "flash2"] > 1.5 * seconds["h100", "flash3"]
     assert seconds["h100", "flash3"] == seconds["h100", "cudnn"]
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.planner.validation.cases import Case, case_of
+from meshwright.planner.validation.metrics import predict
 from meshwright.planner.validation.table import FRONTIER, PUBLISHED, PredictionError, read
+from meshwright.spec import UserError
 
 
 def case(tmp_path: Path, table: Path = FRONTIER, number: int = 20, **changed: str) -> Case:
@@ -79,7 +81,7 @@ def test_what_a_row_states_of_its_program_counts(tmp_path: Path) -> None:
         ({"precision": "fp8", "fp8_recipe": "mxfp8"}, "mxfp8"),
         ({"precision": "fp8", "fp8_recipe": "rowwise"}, "fp8-rowwise"),
         ({"precision": "FP8-SC"}, "fp8-blockwise"),
-        ({"precision": "NVFP4"}, "nvfp4"),
+        ({"precision": "NVFP4", "gpu": "GB200"}, "nvfp4"),
         ({"precision": "amp_bf16"}, "bf16"),
     ],
 )
@@ -95,7 +97,7 @@ def test_the_network_of_a_row_is_of_a_device_or_of_a_node(tmp_path: Path) -> Non
 
 def test_a_models_shape_takes_all_its_columns(tmp_path: Path) -> None:
     experts = {"experts": "64", "top_k": "4", "moe_ffn": "1024", "shared_ffn": "2048", "head_dim": "64"}
-    (found, *_) = case(tmp_path, params_b="", **experts).specs
+    (found, *_) = case(tmp_path, params_b="", mfu_pct="", **experts).specs
     assert found.model.moe is not None and found.model.head_dim == 64
     assert (found.model.moe.ffn, found.model.moe.shared_ffn, found.model.ffn) == (1024, 2048, 28672)
 
@@ -110,8 +112,8 @@ def test_a_cell_of_a_number_may_have_words_after_it(tmp_path: Path, cell: str, v
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"seq_len": "8k"}, "the cell 'seq_len' is '8k', which does not begin with a number"),
-        ({"gpus": "about 64"}, "the cell 'gpus' is 'about 64', which does not begin with a number"),
+        ({"seq_len": "8k"}, "the cell 'seq_len' is '8k', which is not a number in the column's unit"),
+        ({"gpus": "about 64"}, "the cell 'gpus' is 'about 64', which is not a number in the column's unit"),
         ({"params_b": "100"}, "its 100 billion parameters are 29% off the 70.55 billion of its shape"),
         ({"gpu": "H100/A100"}, "the GPUs 'H100/A100' are of several kinds"),
         ({"gpu": "8x H100 + 8x H200"}, "are of several kinds"),
@@ -124,8 +126,21 @@ def test_a_cell_of_a_number_may_have_words_after_it(tmp_path: Path, cell: str, v
         ({"program": "MyTrainer 3"}, "the program 'MyTrainer 3' is not known"),
         ({"attention": "magic"}, "the attention 'magic' is not one of unfused, flash1"),
         ({"dp": "4"}, "dp x tp x cp x pp = 128 are not its 64 GPUs"),
-        ({"tokens_per_sec_per_gpu": "3000"}, "9.86 s a step are not its 3000 tokens per second and GPU"),
-        ({"step_seconds": "1", "tokens_per_sec_per_gpu": ""}, "above the peak of its devices"),
+        ({"tokens_per_sec_per_gpu": "3000"}, "step_seconds and its tokens_per_sec_per_gpu are of different"),
+        ({"tflops_per_gpu": "90"}, "its step_seconds and its tflops_per_gpu are of different speeds"),
+        ({"mfu_pct": "0.4"}, "its step_seconds and its mfu_pct are of different speeds"),
+        ({"step_seconds": "9860 ms"}, "the cell 'step_seconds' is '9860 ms', which is not a number in the"),
+        ({"params_b": "70550 M"}, "which is not a number in the column's unit"),
+        ({"model": "Nemotron Nano 9B v2"}, "has state-space layers"),
+        ({"model": "mT5-13B"}, "has an encoder"),
+        ({"model": "Qwen2.5-VL-72B"}, "has an encoder of images"),
+        ({"gpu": "H1000"}, "the GPU 'H1000' is not in the catalogue"),
+        ({"gpu": "A100"}, "its A100 SXM 80 GB does not compute in fp8"),
+        ({"fp8_recipe": "banana"}, "the fp8_recipe 'banana' is not one of tensor, row, block"),
+        ({"ep": "4"}, "ep = 4 has no experts to deal out"),
+        ({"kv_heads": "7", "params_b": ""}, "its 7 kv_heads do not divide its 64 heads"),
+        ({"micro_batch": "3"}, "micro_batch = 3 does not divide the 64 sequences of a data rank"),
+        ({"step_seconds": "1", "tokens_per_sec_per_gpu": "", "mfu_pct": ""}, "above the peak of its devices"),
         ({"precision": "int8"}, "the precision 'int8' is not one of"),
     ],
 )
@@ -139,3 +154,30 @@ def test_all_runs_of_the_frontier_are_predicted() -> None:
     rows = read(FRONTIER)
     assert len([case_of(row, rows) for row in rows]) == 151
     assert PUBLISHED.parent == FRONTIER.parent
+
+
+def test_the_bytes_of_a_run_are_those_of_the_recomputation_that_is_timed(tmp_path: Path) -> None:
+    """LLaMA 3 70B under FSDP on GB300 keeps more than fits: some of its layers are recomputed."""
+    found = case(tmp_path, number=64)
+    prediction = predict(found)
+    assert 0 < prediction.recomputed < 1 and prediction.fits
+    assert prediction.memory.device == pytest.approx(found.cluster.device.memory)
+    assert prediction.to_json()["recomputed_share"] == prediction.recomputed
+
+
+@pytest.mark.parametrize(
+    ("heading", "says"),
+    [
+        ("source,gpu,gpus,seq_len,gpu", "has the column 'gpu' twice"),
+        ("source,gpu,gpus,seq_len,step_second", "'step_second'; did you mean 'step_seconds'"),
+    ],
+)
+def test_a_heading_that_is_a_slip_of_the_pen_is_refused(tmp_path: Path, heading: str, says: str) -> None:
+    path = tmp_path / "runs.csv"
+    path.write_text(f"{heading}\na,H100,8,2048,1\n")
+    with pytest.raises(UserError, match=says):
+        read(path)
+
+
+def test_columns_of_ones_own_are_left_alone(tmp_path: Path) -> None:
+    assert case(tmp_path, notes="my first run").row.words.get("broken") is None

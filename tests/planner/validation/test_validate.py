@@ -193,7 +193,7 @@ def test_any_kind_of_speed_is_a_time(tmp_path: Path) -> None:
         ({"global_batch_seqs": ""}, "batch is not known"),
         ({"global_batch_seqs": "33"}, "not shared evenly"),
         (EMPTY, "no measurement"),
-        ({"layers": "many"}, "'layers' is 'many', which does not begin with a number"),
+        ({"layers": "many"}, "'layers' is 'many', which is not a number in the column's unit"),
         ({"gpus": "nan"}, "'gpus' is 'nan', which is not a whole number of at least 1"),
         ({"gpus": "-8"}, "'gpus' is '-8', which is not a whole number"),
         ({"gpus": "1.5"}, "'gpus' is '1.5', which is not a whole number"),

@@ -7,7 +7,7 @@ widens the prediction's interval. A row that cannot be predicted says why.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pydantic import ValidationError
@@ -23,8 +23,9 @@ from meshwright.planner.validation.table import PredictionError, Row, check
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.sections import DataSpec, PrecisionSpec, TrainSpec
 
-_AGREE = 0.1
-"""Largest relative difference between two measurements of a row. Source: assumed."""
+_AGREE = {"step_seconds": 1.0, "tokens_per_sec_per_gpu": 1.1, "tflops_per_gpu": 1.5, "mfu_pct": 2.3}
+"""Largest ratio of a measurement's seconds to those of the first that a row has. FLOPs may include
+recomputation, and shares may be of the peak of another format. Source: assumed."""
 
 
 @dataclass(frozen=True)
@@ -103,26 +104,30 @@ def _case_of(row: Row, table: Sequence[Row]) -> Case:
 def measured_seconds(
     row: Row, model: ModelSpec, batch: int, length: int, cluster: Cluster, format: str
 ) -> float | None:
-    """Seconds of a step: as printed, or from tokens per second, TFLOP/s or MFU; None without any of them."""
-    numbers, per_gpu = row.numbers, batch * length / row.numbers["gpus"]
-    seconds, rate = numbers.get("step_seconds"), numbers.get("tokens_per_sec_per_gpu")
-    if rate and seconds and abs(per_gpu / rate / seconds - 1) > _AGREE:
-        raise PredictionError(
-            f"its {seconds:g} s a step are not its {rate:g} tokens per second and GPU, which take "
-            f"{per_gpu / rate:.4g} s for its batch"
-        )
-    if seconds:
-        return seconds
-    if rate:
-        return per_gpu / rate
-    if rate := numbers.get("tflops_per_gpu"):
-        return per_gpu * _printed_flops(row, model, length) / (rate * 1e12)
-    if share := numbers.get("mfu_pct"):
-        peaks = cluster.device.peak
-        name = "fp8" if precision(format).products == "fp8" and "fp8" in peaks else "bf16"
-        peak = peaks.get(name, peaks.get("fp16", 0.0))
-        return per_gpu * model.flops_per_token(length) / (share / 100 * peak)
-    return None
+    """Seconds of a step: as printed, or from tokens per second, TFLOP/s or MFU; None without any of them.
+
+    Raises `PredictionError` if two of them are of different speeds.
+    """
+    numbers, per_gpu, peaks = row.numbers, batch * length / row.numbers["gpus"], cluster.device.peak
+    low = precision(format).products == "fp8" and "fp8" in peaks
+    peak = peaks["fp8"] if low else peaks.get("bf16", peaks.get("fp16", 0.0))
+    flops, printed = model.flops_per_token(length), _printed_flops(row, model, length)
+    takes: dict[str, Callable[[float], float]] = {
+        "step_seconds": lambda seconds: seconds,
+        "tokens_per_sec_per_gpu": lambda rate: per_gpu / rate,
+        "tflops_per_gpu": lambda rate: per_gpu * printed / (rate * 1e12),
+        "mfu_pct": lambda share: per_gpu * flops / (share / 100 * peak),
+    }
+    found = {name: seconds(numbers[name]) for name, seconds in takes.items() if name in numbers}
+    if not found:
+        return None
+    first, taken = next(iter(found.items()))
+    for name, seconds in found.items():
+        if not 1 / _AGREE[name] <= seconds / taken <= _AGREE[name]:
+            raise PredictionError(
+                f"its {first} and its {name} are of different speeds: {taken:.4g} and {seconds:.4g} s a step"
+            )
+    return taken
 
 
 def _printed_flops(row: Row, model: ModelSpec, length: int) -> float:

@@ -69,10 +69,20 @@ def check_layout(row: Row, layout: Layout, model: ModelSpec, batch: int) -> None
         raise PredictionError(f"ep = {layout.ep} does not divide its {moe.experts} experts")
     if folded % layout.ep:
         raise PredictionError(f"ep = {layout.ep} does not divide the {folded} GPUs of a stage")
+    if moe is None and layout.ep > 1:
+        raise PredictionError(f"ep = {layout.ep} has no experts to deal out")
+    if model.heads % layout.tp:
+        raise PredictionError(f"tp = {layout.tp} does not divide its {model.heads} heads")
+    if model.heads % model.kv_heads:
+        raise PredictionError(f"its {model.kv_heads} kv_heads do not divide its {model.heads} heads")
     if batch % layout.data_ranks:
         raise PredictionError(f"{batch} sequences are not shared evenly by {layout.data_ranks} data ranks")
     if micro > per_rank:
         raise PredictionError(f"micro_batch = {micro} is more than the {per_rank} sequences of a data rank")
+    if micro and per_rank % micro:
+        raise PredictionError(
+            f"micro_batch = {micro} does not divide the {per_rank} sequences of a data rank"
+        )
 
 
 def batch_of(row: Row, table: Sequence[Row], layout: Layout) -> int:

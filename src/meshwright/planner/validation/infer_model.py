@@ -21,7 +21,7 @@ _GPT: Mapping[str, Any] = {
 _LLAMA: Mapping[str, Any] = {"norm": "rmsnorm", "activation": "swiglu", "position": "rope"}
 _FAMILIES = (
     (r"llama|qwen|mistral|mixtral|deepseek|nemotron-h|olmo|yi-|gemma", [_LLAMA]),
-    (r"gpt|mpt|bloom|opt|nlg|turing|palm", [_GPT]),
+    (r"gpt|mpt|bloom|\bopt|nlg|turing", [_GPT]),
 )
 """Pattern of a model's name -> the families that it may be of; the first match counts. Without one, any."""
 _VOCABULARY = 51200
@@ -30,17 +30,13 @@ _UNKNOWN = "neither its layers nor its size tell which model it is"
 _NEAR = 0.1
 """Largest relative difference between a row's number of parameters and that of its shape. Source: assumed."""
 _OTHERS = (
-    (
-        r"mamba|jamba|zamba|hymba|nemotron[- _]?h|bamba|samba|falcon[- _]?h1|granite[- _]?4",
-        "state-space layers",
-    ),
-    (
-        r"rwkv|retnet|hyena|xlstm|minimax|qwen3[- _]?next|kimi[- _]?linear|gated[- _]?delta",
-        "linear attention",
-    ),
-    (r"\bt5\b|\but?l2\b|\bbart\b|encoder[- ]?decoder", "an encoder"),
+    (r"mamba|jamba|zamba|hymba|bamba|samba|falcon[- _]?h1|granite[- _]?4", "state-space layers"),
+    (r"nemotron[- _]?(h|nano|3)\b|\bssm\b|hybrid|recurrent|griffin|\blfm", "state-space layers"),
+    (r"rwkv|retnet|hyena|xlstm|minimax|qwen3[- _]?next|kimi[- _]?linear|delta", "linear attention"),
+    (r"\bm?t5\b|\but?l2\b|\bbart\b|encoder[- ]?decoder", "an encoder"),
     (r"\bbert|roberta|\bvit\b|\bdit\b|diffusion|\bflux\b|resnet|clip\b|whisper", "no causal decoder"),
-    (r"\blora\b|\bqlora\b|\bpeft\b|adapter", "adapters, not all of its parameters"),
+    (r"\bvl\b|vision", "an encoder of images"),
+    (r"\bq?lora\b|\bpeft\b|adapter", "adapters, not all of its parameters"),
 )
 """Pattern of a model's name -> what it has, or trains, that no decoder of attention layers has."""
 

@@ -13,6 +13,7 @@ from typing import cast
 
 from meshwright.hardware.cluster import Cluster, with_network
 from meshwright.hardware.find import catalogue, cluster
+from meshwright.planner.cost.precision import precision
 from meshwright.planner.cost.software import STACKS, Attention, SoftwareStack
 from meshwright.planner.validation.table import PredictionError, Row, first_match, short
 
@@ -45,10 +46,10 @@ _MOST_OF_A_NIC = 1600.0
 _DEVICES = (
     (r"a100.*40", "a100-40-sxm"),
     (r"a100.*pcie", "a100-80-pcie"),
-    (r"a100", "a100-80-sxm"),
+    (r"a100(?!\d)", "a100-80-sxm"),
     (r"h100.*pcie", "h100-pcie"),
     (r"h100.*(96|hbm2e)", "h100-96"),
-    (r"h100", "h100-sxm"),
+    (r"h100(?!\d)", "h100-sxm"),
     (r"gh200", "gh200"),
     (r"gb300", "gb300-nvl72"),
     (r"gb200", "gb200-nvl72"),
@@ -71,6 +72,10 @@ _RECIPES = (
     (r"fp32", "fp32"),
 )
 """Pattern of a precision -> its recipe (`planner/cost/precision.py`); the first match counts."""
+
+
+_BY_TENSOR = r"tensor|delayed|current|\bcs\b|\bds\b|hybrid|e4m3"
+"""Names of recipes of fp8 with one scale for a tensor."""
 
 
 def program_of(row: Row) -> SoftwareStack:
@@ -152,6 +157,14 @@ def _device(gpu: str) -> str | None:
 def format_of(row: Row, cluster: Cluster) -> str:
     """The precision recipe; if the row states none, fp16 on an A100 and bf16 on others."""
     stated = f"{row.words['precision']} {row.words['fp8_recipe']}".lower()
+    told = row.words["fp8_recipe"].lower()
+    if told and first_match((*_RECIPES, (_BY_TENSOR, "fp8")), told) is None:
+        raise PredictionError(
+            f"the fp8_recipe '{short(told)}' is not one of tensor, row, block, mxfp8, nvfp4"
+        )
     if (recipe := first_match(_RECIPES, stated)) is not None:
+        format = precision(recipe).products
+        if format in ("fp8", "fp4") and format not in cluster.device.peak:
+            raise PredictionError(f"its {cluster.device.name} does not compute in {recipe}")
         return recipe
     return row.infer("precision", "fp16" if cluster.device.name.startswith("A100") else "bf16")

@@ -35,6 +35,8 @@ class Prediction:
     """The chosen run of the case."""
     seconds: float
     memory: Memory
+    recomputed: float = 1.0
+    """Share of the layers that the run's policy holds for; the others recompute less."""
 
     @property
     def time_error_pct(self) -> float | None:
@@ -70,7 +72,7 @@ class Prediction:
     @property
     def fits(self) -> bool:
         """True if the run was predicted to fit into memory."""
-        return self.memory.device <= self.case.cluster.device.memory
+        return self.memory.device <= self.case.cluster.device.memory * (1 + 1e-9)
 
     def to_json(self) -> dict[str, Any]:
         """The run that the row was taken for, and the measured and predicted figures."""
@@ -84,6 +86,7 @@ class Prediction:
             "layout": spec.layout.describe(),
             "micro_batch": spec.micro_batch,
             "recompute": spec.recompute.policy,
+            "recomputed_share": self.recomputed,
             "inferred": case.inferred,
             "seconds": case.seconds,
             "predicted": self.seconds,
@@ -103,6 +106,16 @@ def _excess_pct(predicted: float, measured: float | None) -> float | None:
 
 COLUMNS = ("source", "model", "gpu")
 """Columns that a report can be broken down by."""
+
+
+def _between(more: Memory, less: Memory, share: float) -> Memory:
+    """Bytes where a policy holds for a share of the layers, of those with `more` and with `less`."""
+    terms = {
+        name: share * value + (1 - share) * getattr(more, name)
+        for name, value in vars(less).items()
+        if name != "rank"
+    }
+    return Memory(**terms, rank=less.rank)
 
 
 def predict(case: Case) -> Prediction:
@@ -128,8 +141,10 @@ def predict(case: Case) -> Prediction:
         time, (less, more) = seconds(spec), policies[max(0, place - 1)]
         if more.device > max(need.device, capacity):
             share = min(1.0, (more.device - capacity) / (more.device - need.device))
-            time = share * time + (1 - share) * seconds(less)
-        found.append(Prediction(case, spec, time, need))
+            time, need = share * time + (1 - share) * seconds(less), _between(more, need, share)
+            found.append(Prediction(case, spec, time, need, share))
+        else:
+            found.append(Prediction(case, spec, time, need))
     fitting = [prediction for prediction in found if prediction.fits]
     return min(fitting or found, key=lambda prediction: prediction.seconds)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from meshwright.spec import UserError
+from meshwright.spec.errors import did_you_mean
 
 PUBLISHED = Path(__file__).parent / "data" / "published_runs.csv"
 """303 runs from papers and public benchmark tables, each with its source."""
@@ -50,11 +51,19 @@ _WORDS = (
     *("source", "program", "model", "gpu", "recompute", "sequence_parallel", "precision", "fp8_recipe"),
     *("attention", "where", "confidence"),
 )
+_MEASURED = ("step_seconds", "tokens_per_sec_per_gpu", "tflops_per_gpu", "mfu_pct", "peak_mem_gib")
+_COLUMNS = frozenset((*_WORDS, *INTEGERS, *_MEASURED, "params_b", "network_gbps"))
 _NEEDED = ("source", "gpu", "gpus", "seq_len")
 _NUMBER = re.compile(
     r"[~≈]?\s*([-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:e[-+]?\d+)?)(?:$|[\s(;%])", re.IGNORECASE
 )
 """A number at the beginning of a cell, with words after it or without."""
+_SCALES = frozenset(
+    {"k", "m", "b", "t", "g", "thousand", "million", "billion", "trillion", "gflops", "pflops"}
+    | {"ms", "us", "ns", "min", "mins", "minute", "minutes", "h", "hour", "hours", "day", "days", "fraction"}
+    | {"kb", "mb", "tb", "kib", "mib", "tib"}
+)
+"""Words that give a number another unit than its column's."""
 _SHOWN = 30
 
 V = TypeVar("V")
@@ -127,6 +136,11 @@ def read(path: Path) -> list[Row]:
             raise UserError(f"{path}: its columns are separated by {word}; they must be by ','")
     if not names:
         raise UserError(f"{path}: is empty; a table of runs has the columns of {PUBLISHED.name}")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"{path}: has the column '{twice[0]}' twice; leave one")
+    for name in names:
+        if name not in _COLUMNS and (hint := did_you_mean(name, sorted(_COLUMNS))):
+            raise UserError(f"{path}: has an unknown column '{name}'{hint}")
     if missing := [name for name in _NEEDED if name not in names]:
         raise UserError(
             f"{path}: has no column '{missing[0]}'; a table of runs has those of {PUBLISHED.name}"
@@ -142,16 +156,19 @@ def _row(number: int, cells: Mapping[str, str]) -> Row:
     numbers: dict[str, float] = {}
     for name, cell in cells.items():
         text = cell.strip() if isinstance(cell, str) else ""
-        if name in words or name is None or not text:
+        if name in words or name not in _COLUMNS or not text:
             continue
         if name == "peak_mem_gib" and text.upper() == "OOM":
             words["oom"] = "yes"
             continue
+        scale = next((word for word in text.lower().split()[1:2] if word.strip("().,;") in _SCALES), None)
         try:
+            if scale is not None:
+                raise ValueError
             value = float(text if (found := _NUMBER.match(text)) is None else found[1].replace(",", ""))
             mistake = _mistake(name, short(text), value)
         except ValueError:
-            mistake = f"the cell '{name}' is '{short(text)}', which does not begin with a number"
+            mistake = f"the cell '{name}' is '{short(text)}', which is not a number in the column's unit"
         if mistake:
             words.setdefault("broken", mistake)
         else:
