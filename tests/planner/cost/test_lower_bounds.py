@@ -64,7 +64,7 @@ def test_what_holds_little_is_bounded_by_what_it_waits_for(name: str) -> None:
 
 
 def test_a_floor_of_sequences_that_are_shared_is_below_every_way_to_share_them() -> None:
-    """The same tokens on a rank: whole sequences, or parts of more, whose keys travel around a ring."""
+    """A rank has as many tokens of whole sequences, or parts of more, whose keys travel around a ring."""
     found = []
     for cp in (1, 2, 4):
         tree = {
