@@ -83,9 +83,9 @@ _STACK = Flag("stack", "the software that runs it", "NAME", _stack, "meshwright"
     Flag("batch-tokens", "tokens of an optimiser step, such as 16M; default the run's", "B", str),
     Flag(
         "top",
-        "layouts to show, which differ in the size of an axis (replicate, dp, cp, tp, pp, ep, etp), the ZeRO "
-        "stage or the recompute policy; of those that differ only in schedule, virtual stages, stage cut, "
-        "microbatch, modes or order the best one counts",
+        "layouts to show, which differ in the size of an axis (cp, tp, pp, ep, etp, and so of the data "
+        "axis), in whether parameters are sharded (ZeRO-3), or in the recompute policy; of those that differ "
+        "in less (replicate, ZeRO-1 or 2, schedule, stages, microbatch, modes, order) the best one counts",
         "K",
         whole(1),
         5,
@@ -167,7 +167,7 @@ def _write_page(plans: Plans, path: Path) -> None:
 
     best = plans.best
     specs = [plan.spec for plan in plans.plans if plan.cluster.count == best.cluster.count]
-    write_plan_page(path, specs, CostModel(best.cluster, plans.stack), plans.pareto)
+    write_plan_page(path, specs, CostModel(best.cluster, plans.stack), plans.pareto, _notes(plans))
 
 
 def _print_best(best: TimedLayout, counts: SearchCounts) -> None:
@@ -210,7 +210,7 @@ def _show(plans: Plans, limit: float | None, why: bool) -> None:
     """Print the plans; `limit` is --max-memory in bytes."""
     from meshwright.planner.cost.uncertainty import room
     from meshwright.planner.search.objectives import described
-    from meshwright.planner.search.results import NEAR
+    from meshwright.report.plan_text import routing
 
     best = plans.best
     model = best.spec.model.preset or best.spec.model.hf or best.spec.model.family
@@ -233,20 +233,16 @@ def _show(plans: Plans, limit: float | None, why: bool) -> None:
     show.table([_row(place, plan, plans) for place, plan in enumerate(plans.plans, 1)])
     low, high = best.interval
     print()
-    if (faster := plans.faster) is not None:
-        share = best.step_seconds / faster.step_seconds - 1
-        show.line(
-            f"The fastest, {brief(faster.spec)}, is predicted to be {share:.1%} faster; within {NEAR:.0%} "
-            f"the simplest is first: {plans.simpler}."
-        )
-    print(f"The first: a step takes {low:.4g} to {high:.4g} s in 9 of 10 cases.")
+    for sentence in _notes(plans):
+        show.line(sentence)
+    if words := routing(best):
+        show.line(f"Routing: {words}.")
+    show.line(
+        f"The first: a step takes {low:.4g} to {high:.4g} s in 9 of 10 cases; its MFU is "
+        f"{best.causal_mfu:.1%} with half of attention's FLOPs, which is what a causal mask leaves."
+    )
     if best.never_measured:
         show.line(f"Never measured: {'; '.join(best.never_measured)}.")
-    if plans.tokens is not None:
-        training = best.training(plans.tokens)
-        money = "" if training.usd is None else f", {training.usd:,.0f} USD"
-        print(f"{short(plans.tokens)} tokens take it {show.text(training.days)} days{money}.")
-        show.line(f"{training.words}.")
     print("\nWhere its time goes, by the busiest rank:")
     _shares(best.parts, best.step_seconds, "s")
     needs = best.memory
@@ -260,6 +256,27 @@ def _show(plans: Plans, limit: float | None, why: bool) -> None:
         f"\nsearched in {did.seconds:.1f} s: {did.branches:,} branches, {did.simulated:,} schedules "
         f"simulated, {did.timed:,} layouts timed"
     )
+
+
+def _notes(plans: Plans) -> list[str]:
+    """Return sentences on the plan that is faster than the first, and on training with failures."""
+    from meshwright.planner.search.results import NEAR
+
+    best, notes = plans.best, []
+    if (faster := plans.faster) is not None:
+        share = best.step_seconds / faster.step_seconds - 1
+        notes.append(
+            f"The fastest, {brief(faster.spec)}, is predicted to be {share:.1%} faster; within {NEAR:.0%} "
+            f"the simplest is first: {plans.simpler}."
+        )
+    if plans.tokens is not None:
+        training = best.training(plans.tokens)
+        money = "" if training.usd is None else f", {training.usd:,.0f} USD"
+        notes.append(
+            f"{short(plans.tokens)} tokens take the first {show.text(training.days)} days{money}. "
+            f"{training.words}."
+        )
+    return notes
 
 
 def _why(plans: Plans) -> None:

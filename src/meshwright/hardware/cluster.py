@@ -94,7 +94,7 @@ class Rates(Record):
     reference_peak: NotNegative = 0.0
     timed: bool = False
     """True for devices that published runs of several sources were timed on."""
-    native: str = "flash2"
+    native: Literal["flash2", "flash3", "flash4"] = "flash2"
     """The release of FlashAttention that is written for the device's generation."""
     memory: Number = 0.85
     """Share of the memory bandwidth in elementwise operators."""
@@ -359,7 +359,8 @@ class Cluster(Record):
         """Return how many devices of each node of `node` devices are used by `count` devices."""
         if count <= node or self.device.kind == "cpu":
             return node
-        unit = max((level.devices for level in self.hierarchy if level.devices < self.node), default=1)
+        inner = (level.devices for level in self.hierarchy if level.devices < self.node)
+        unit = self.host or max(inner, default=1)
         parts = range(node, ceil(LEAST_OF_A_NODE * node) - 1, -1)
         return next((part for part in parts if count % part == 0 and part % unit == 0), node)
 

@@ -16,7 +16,7 @@ from meshwright.planner.explain.sensitivity import MOST
 from meshwright.report import format as fmt
 from meshwright.report.chart import Points, scatter
 from meshwright.report.page import render
-from meshwright.report.plan_text import ranked
+from meshwright.report.plan_text import ranked, routing
 from meshwright.report.record import write_atomically
 from meshwright.report.timeline import timeline_data
 from meshwright.spec import RunSpec
@@ -65,18 +65,24 @@ _FAR = 1.7
 """Neighbours beyond this many times the layout's seconds, or the memory, are not in the plot."""
 
 
-def write_plan_page(path: Path, plans: Sequence[RunSpec], costs: CostModel, pareto: Pareto) -> None:
+def write_plan_page(
+    path: Path, plans: Sequence[RunSpec], costs: CostModel, pareto: Pareto, notes: Sequence[str] = ()
+) -> None:
     """Write the page of `plans`, the first of which is the chosen one, to `path`.
 
     `costs` is the cost model of the chosen plan's cluster; `pareto` has (step seconds, bytes of a device) of
-    the Pareto front. Raises `UserError` if a plan does not have as many ranks as the cluster has devices, or
-    if the file cannot be written.
+    the Pareto front, and `notes` are further sentences on the chosen plan. Raises `UserError` if a plan does
+    not have as many ranks as the cluster has devices, or if the file cannot be written.
     """
-    write_explanation(path, explain(plans[0], costs, plans[1:]), plans, pareto)
+    write_explanation(path, explain(plans[0], costs, plans[1:]), plans, pareto, notes)
 
 
 def write_explanation(
-    path: Path, explained: Explanation, plans: Sequence[RunSpec] = (), pareto: Pareto = ()
+    path: Path,
+    explained: Explanation,
+    plans: Sequence[RunSpec] = (),
+    pareto: Pareto = (),
+    notes: Sequence[str] = (),
 ) -> None:
     """Write the page of a layout that is explained already to `path`; see `write_plan_page`."""
     spec, cluster = explained.spec, explained.costs.cluster
@@ -86,6 +92,7 @@ def write_explanation(
         "plan.html",
         title=f"{model} on {cluster.in_words}",
         explained=explained,
+        notes=[*notes, *([f"Routing: {words}."] if (words := routing(explained)) else [])],
         describe=describe,
         time_colours=TIME_COLOURS,
         memory_colours=MEMORY_COLOURS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 
+from meshwright.planner.explain.candidate import Candidate
 from meshwright.planner.explain.explanation import Explanation, describe
 from meshwright.planner.explain.neighbours import TERMS, Neighbour, named
 from meshwright.planner.explain.sensitivity import MOST, Assumption
@@ -37,6 +38,18 @@ def text(found: Explanation) -> str:
     return "\n".join(lines)
 
 
+def routing(found: Candidate) -> str:
+    """A clause on what uneven routing costs; an empty text without expert ranks."""
+    if (uneven := found.uneven) is None:
+        return ""
+    (low, high), steps, needs = uneven["rows"], uneven["step_seconds"], uneven["memory"]
+    return (
+        f"even; if the busiest of {found.spec.layout.ep} expert ranks gets {low:.2f} to {high:.2f} times the "
+        f"mean, a step takes {seconds(steps[0])} to {seconds(steps[1])} and the fullest rank "
+        f"{gigabytes(needs[0])} to {gigabytes(needs[1])}"
+    )
+
+
 def head(found: Explanation) -> list[str]:
     """The layout, its step, and the probability that it fits."""
     spec, costs, (low, high) = found.spec, found.costs, found.interval
@@ -47,14 +60,18 @@ def head(found: Explanation) -> list[str]:
         "layout": describe(spec),
         "on": f"{cluster.in_words} ({cluster.name}), stack {costs.stack.name}",
         "step": f"{seconds(found.seconds)}, in 9 of 10 cases within {seconds(low)} to {seconds(high)}; "
-        f"{found.tokens_per_second:,.0f} tokens/s",
+        f"{found.tokens_per_second:,.0f} tokens/s; MFU {percent(found.mfu)}, with causal attention "
+        f"{percent(found.causal_mfu)}",
         "memory": f"{gigabytes(found.memory.device)} of {gigabytes(found.capacity)} on pipeline rank "
         f"{found.memory.rank}; fits with a probability of {percent(found.fits_probability)}",
+        "routing": routing(found),
         "never measured": "; ".join(found.never_measured),
     }
     width = max(map(len, facts)) + 2
     lines = []
-    for name, fact in facts.items() if found.never_measured else [*facts.items()][:-1]:
+    for name, fact in facts.items():
+        if not fact:
+            continue
         lines += textwrap.wrap(f"{name:<{width}}{fact}", WIDTH, subsequent_indent=" " * width)
     return lines
 

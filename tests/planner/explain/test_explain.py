@@ -82,6 +82,26 @@ def test_what_was_never_measured_is_said() -> None:
     assert timed.to_json()["never_measured"] == [] and "never measured" not in text(timed)
 
 
+@pytest.mark.parametrize(("experts", "low", "high"), [(8, 1.04, 1.72), (4, 1.02, 1.42)])
+def test_what_uneven_routing_costs_is_said(experts: int, low: float, high: float) -> None:
+    spec = run(LAYOUTS["experts"] | {"ep": experts}, MODELS["experts"])
+    found = explain(spec, engines(spec))
+    told = found.to_json()["uneven_routing"]
+    assert told["rows"] == pytest.approx([low, high], abs=0.01)
+    assert found.seconds < told["step_seconds"][0] < told["step_seconds"][1] < high * found.seconds
+    assert found.memory.device < told["memory"][0] < told["memory"][1]
+    grown = [
+        (size - found.memory.device) / (rows - 1)
+        for size, rows in zip(told["memory"], told["rows"], strict=True)
+    ]
+    assert grown[0] == pytest.approx(grown[1]) and grown[0] < found.memory.activations
+    words = (
+        f"routing         even; if the busiest of {experts} expert ranks gets {low:.2f} to {high:.2f} times"
+    )
+    assert words in text(found)
+    assert explained("dense").uneven is None and "\nrouting" not in text(explained("dense"))
+
+
 @every
 def test_terms_of_memory_add_up_on_every_rank(name: str) -> None:
     found = explained(name)

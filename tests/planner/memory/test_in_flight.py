@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from meshwright.hardware.find import cluster
-from meshwright.planner.cost.lower_bounds import shape
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.memory.exact import memory_model, shortened
 from meshwright.planner.memory.generic import Generic, held_microbatches
 from meshwright.planner.memory.in_flight import peak_activations
 from meshwright.planner.memory.states import states
 from meshwright.schedule import NAMES, make
+from meshwright.schedule.in_flight import in_flight
 from meshwright.schedule.validate import peak
 from meshwright.spec import RunSpec
 from meshwright.spec.layout import HOLD_ALL, ONE_STAGE
@@ -34,9 +34,17 @@ def run(name: str, ranks: int, microbatches: int) -> RunSpec:
 def test_no_more_is_held_than_the_lists_of_all_microbatches_hold(name: str, ranks: int) -> None:
     few, many = 2 * ranks, 11 * ranks
     virtual = 1 if name in ONE_STAGE else 2
-    own = shape(name, ranks, virtual, held_microbatches(run(name, ranks, many)))
-    lists = make(name, ranks, virtual, many).actions
-    assert own.most == tuple(int(peak(listed)) for listed in lists)
+    spec = run(name, ranks, many)
+    found = in_flight(spec.layout, held_microbatches(spec))
+    made = make(name, ranks, virtual, many)
+    for rank, listed in enumerate(made.actions):
+        assert found[rank].most([1.0] * virtual, [1.0] * virtual) == peak(listed)
+        sizes = [5.0, 3.0][:virtual]
+        for share in (0.0, 0.3, 1.0):  # of the activations, what the first half of a backward frees
+            left = [size * (1 - share) for size in sizes]
+            by_stage = dict(zip(made.stages_of(rank), sizes, strict=True))
+            every = [by_stage.get(stage, 0.0) for stage in range(virtual * ranks)]
+            assert found[rank].most(sizes, left) == pytest.approx(peak(listed, every, [share] * len(every)))
     assert held_microbatches(run(name, ranks, many)) == (many if name in HOLD_ALL else few)
 
 

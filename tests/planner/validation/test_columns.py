@@ -81,8 +81,10 @@ def test_what_a_row_states_of_its_program_counts(tmp_path: Path) -> None:
         ({"precision": "fp8", "fp8_recipe": "mxfp8"}, "mxfp8"),
         ({"precision": "fp8", "fp8_recipe": "rowwise"}, "fp8-rowwise"),
         ({"precision": "FP8-SC"}, "fp8-blockwise"),
-        ({"precision": "NVFP4", "gpu": "GB200"}, "nvfp4"),
+        ({"precision": "NVFP4", "gpu": "GB200", "mfu_pct": ""}, "nvfp4"),
         ({"precision": "amp_bf16"}, "bf16"),
+        ({"precision": "amp_bf16", "fp8_recipe": "none"}, "bf16"),
+        ({"precision": "", "fp8_recipe": "tensor"}, "fp8"),
     ],
 )
 def test_precision_recipes(tmp_path: Path, changed: dict[str, str], recipe: str) -> None:
@@ -93,6 +95,12 @@ def test_the_network_of_a_row_is_of_a_device_or_of_a_node(tmp_path: Path) -> Non
     each, node = (case(tmp_path, network_gbps=value).cluster for value in ("200", "1700"))
     assert each.levels[1].link.bandwidth == pytest.approx(200e9 / 8)
     assert node.levels[1].link.bandwidth == pytest.approx(1700e9 / 8 / 8)
+
+
+def test_a_models_name_tells_nothing_of_its_machines(tmp_path: Path) -> None:
+    usual = case(tmp_path).cluster
+    assert case(tmp_path, model="Llama 3 of bloom, 4 x 100 GB").cluster == usual
+    assert case(tmp_path, where="4 x 100 Gb/s").cluster.levels[1].link.bandwidth == pytest.approx(50e9 / 8)
 
 
 def test_a_models_shape_takes_all_its_columns(tmp_path: Path) -> None:
@@ -125,6 +133,12 @@ def test_a_cell_of_a_number_may_have_words_after_it(tmp_path: Path, cell: str, v
         ({"model": "Llama3 8B LoRA"}, "has adapters"),
         ({"program": "MyTrainer 3"}, "the program 'MyTrainer 3' is not known"),
         ({"attention": "magic"}, "the attention 'magic' is not one of unfused, flash1"),
+        ({"precision": "bf16", "fp8_recipe": "tensor"}, "its precision 'bf16' has no fp8_recipe 'tensor'"),
+        ({"gpus": "8 nodes x 8"}, "the cell 'gpus' is '8 nodes x 8', which is not a number in the column's"),
+        ({"gpus": "8 x 8"}, "the cell 'gpus' is '8 x 8', which is not a number in the column's unit"),
+        ({"params_b": "70.55 (million)"}, "the cell 'params_b' is '70.55 (million)', which is not a number"),
+        ({"step_seconds": "9 or 10"}, "the cell 'step_seconds' is '9 or 10', which is not a number"),
+        ({"gradient_bytes": "16"}, "the cell 'gradient_bytes' is '16', which is implausible; give at most 8"),
         ({"dp": "4"}, "dp x tp x cp x pp = 128 are not its 64 GPUs"),
         ({"tokens_per_sec_per_gpu": "3000"}, "step_seconds and its tokens_per_sec_per_gpu are of different"),
         ({"tflops_per_gpu": "90"}, "its step_seconds and its tflops_per_gpu are of different speeds"),
@@ -180,4 +194,5 @@ def test_a_heading_that_is_a_slip_of_the_pen_is_refused(tmp_path: Path, heading:
 
 
 def test_columns_of_ones_own_are_left_alone(tmp_path: Path) -> None:
-    assert case(tmp_path, notes="my first run").row.words.get("broken") is None
+    found = case(tmp_path, notes="my first run", layers_note="all alike", gpu_hours="12")
+    assert found.row.words.get("broken") is None

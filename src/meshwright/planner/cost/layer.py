@@ -54,7 +54,7 @@ class LayerCost:
     """Seconds of the layers, the embedding and the head of a run, for one microbatch.
 
     `dense` is a cache shared by layouts that differ only in how experts are sharded; `format` is the number
-    format of matrix products.
+    format of matrix products, and `busiest` the rows of the busiest expert ranks over the mean.
     """
 
     spec: RunSpec
@@ -63,13 +63,14 @@ class LayerCost:
     kernels: KernelCosts
     links: CollectiveCosts
     dense: Dense
+    busiest: float = 1.0
 
     def __post_init__(self) -> None:
         spec, stack, kernels = self.spec, self.stack, self.kernels
         self.precision = precision(self.format)
         self.width = max(2.0, FORMAT_BYTES[self.precision.products])
         shape = layer_shape(spec, on_cpu=kernels.device.kind == "cpu")
-        self.shape = shape = replace(shape, width=self.width, repeated=frozenset())
+        self.shape = shape = replace(shape, width=self.width, repeated=frozenset(), busiest=self.busiest)
         self.length, self.tokens, self.own = shape.length, shape.tokens, shape.own
         self.q, self.kv, self.rows = shape.q, shape.kv, shape.rows
         measured = kernels.measured

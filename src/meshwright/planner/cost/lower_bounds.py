@@ -1,4 +1,4 @@
-"""Lower bounds on the seconds of all layouts in a branch of the search, and on what schedules hold.
+"""Lower bounds on the seconds of all layouts in a branch of the search.
 
 A step is at least as long as the compute and the messages inside stages, shared evenly by the ranks of a
 pipeline (`microbatch_seconds`, with `Floor` and `ExpertMessages` while experts are not dealt out yet); at
@@ -21,9 +21,9 @@ from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.stages import Contents, PlacedStages, parts, together
 from meshwright.planner.group_shapes import GroupShape
 from meshwright.planner.traffic.messages import Message, Phase
-from meshwright.schedule import MOST_HELD, Kind, Path, StageCost, make
+from meshwright.schedule import MOST_HELD, Path, StageCost
 from meshwright.spec.arithmetic import divisors
-from meshwright.spec.layout import HOLD_ALL, SPLIT
+from meshwright.spec.layout import SPLIT
 
 
 class Floor(LayerCost):
@@ -145,44 +145,6 @@ def pace_bound(shapes: Sequence[StageShape], pace: Pace, microbatches: int, whol
         microbatches * sum(map(mul, work, pace.total)) + sum(map(mul, before, once)) + hops * hop
         for work, before, hops in shapes
     )
-
-
-class ScheduleShape(NamedTuple):
-    """Microbatches that each rank of a schedule holds, whatever its stages cost."""
-
-    most: tuple[int, ...]
-    """Rank -> most microbatches of its stages together."""
-    held: tuple[tuple[tuple[int, ...], ...], ...]
-    """Rank -> microbatches of each of its stages at its fullest: all combinations that may be it."""
-
-
-@lru_cache(maxsize=4096)
-def shape(name: str, ranks: int, virtual: int, microbatches: int) -> ScheduleShape:
-    """The shape of a schedule."""
-    if name in HOLD_ALL:
-        return ScheduleShape((virtual * microbatches,) * ranks, (((microbatches,) * virtual,),) * ranks)
-    made = make(name, ranks, virtual, microbatches)
-    most, held = [], []
-    for rank, actions in enumerate(made.actions):
-        own = {stage: place for place, stage in enumerate(made.stages_of(rank))}
-        now, rising = [0] * len(own), False
-        peaks: set[tuple[int, ...]] = set()
-        for kind, stage, _ in actions:
-            if kind is Kind.F:
-                now[own[stage]] += 1
-                rising = True
-            elif kind is not Kind.I:
-                if rising:
-                    peaks.add(tuple(now))
-                now[own[stage]] -= 1
-                rising = False
-        most.append(max(map(sum, peaks)))
-        kept: list[tuple[int, ...]] = []
-        for each in sorted(peaks, key=sum, reverse=True):
-            if not any(all(a <= b for a, b in zip(each, other, strict=True)) for other in kept):
-                kept.append(each)
-        held.append(tuple(kept))
-    return ScheduleShape(tuple(most), tuple(held))
 
 
 def rank_ends(

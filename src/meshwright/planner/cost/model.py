@@ -17,16 +17,21 @@ class CostModel:
     """Costs of kernels, collectives and blocks on a cluster.
 
     `stack` defaults to this program, in its variant for the cluster's kind of device. `format` is the number
-    format of matrix products where it differs from the run's: 'fp8'.
+    format of matrix products where it differs from the run's: 'fp8', and `busiest` the rows of the busiest
+    expert ranks over the mean (`planner/cost/expert_balance.py`).
     """
 
     def __init__(
-        self, cluster: Cluster, stack: SoftwareStack | None = None, format: str | None = None
+        self,
+        cluster: Cluster,
+        stack: SoftwareStack | None = None,
+        format: str | None = None,
+        busiest: float = 1.0,
     ) -> None:
         stack = stack or MESHWRIGHT
         if stack is MESHWRIGHT and cluster.device.kind == "cpu":
             stack = MESHWRIGHT_ON_CPU
-        self.cluster, self.stack, self.format = cluster, stack, format
+        self.cluster, self.stack, self.format, self.busiest = cluster, stack, format, busiest
         device = _device_of_rank(cluster)
         self.kernels = KernelCosts(device, stack.attention, cluster.measured)
         self.links = CollectiveCosts(cluster, stack.flat_rings)
@@ -46,7 +51,9 @@ class CostModel:
         if key not in self._blocks:
             format = self.format or spec.precision.compute
             known = self._dense.setdefault(dense, self.dense(spec.model))
-            self._blocks[key] = LayerCost(spec, format, self.stack, self.kernels, self.links, known)
+            self._blocks[key] = LayerCost(
+                spec, format, self.stack, self.kernels, self.links, known, self.busiest
+            )
         return self._blocks[key]
 
     def dense(self, model: ModelSpec) -> Dense:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+from meshwright.planner.cost.expert_balance import busiest
 from meshwright.planner.cost.kernels import peak
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.stages import PlacedStages, placed_stages
 from meshwright.planner.cost.step import ScheduleTimes, StepTime
 from meshwright.planner.cost.uncertainty import fits_probability, interval, regime, room, spread
-from meshwright.planner.memory.exact import memory_model
+from meshwright.planner.memory.exact import memory_model, shortened
 from meshwright.planner.memory.generic import Memory
+from meshwright.planner.memory.in_flight import expert_activations
 from meshwright.spec import RunSpec, UserError
 
 TIE = 1e-3
@@ -101,6 +103,12 @@ class Candidate:
         rate = peak(cluster.device, self.costs.format or spec.precision.compute) * devices
         return flops / self.seconds / rate
 
+    @property
+    def causal_mfu(self) -> float:
+        """The MFU with half of attention's FLOPs, as many as a causal mask leaves of long sequences."""
+        whole, weights = (self.spec.model.flops_per_token(n) for n in (self.spec.data.seq_len, 0))
+        return self.mfu * (whole + weights) / (2 * whole)
+
     @cached_property
     def memory(self) -> Memory:
         """Bytes of the fullest rank."""
@@ -111,6 +119,24 @@ class Candidate:
         """Probability that the fullest rank fits its device."""
         wider = spread(self.cluster, self.costs.stack)
         return fits_probability(self.memory.device, room(self.cluster), wider)
+
+    @cached_property
+    def uneven(self) -> dict[str, list[float]] | None:
+        """Rows of the busiest expert rank over the mean, and then seconds of a step and bytes of the fullest
+        rank: each in the best routing published and in usual one. None without expert ranks; all other
+        figures are of even routing.
+        """
+        spec, costs, moe = self.spec, self.costs, self.spec.model.moe
+        if moe is None or spec.layout.ep == 1:
+            return None
+        rows = busiest(moe, spec.layout.ep)
+        steps = (CostModel(costs.cluster, costs.stack, costs.format, more) for more in rows)
+        of_experts = expert_activations(shortened(spec), self.memory.rank)
+        return {
+            "rows": [*rows],
+            "step_seconds": [self.time_on(each).seconds for each in steps],
+            "memory": [self.memory.device + (more - 1) * of_experts for more in rows],
+        }
 
     @property
     def never_measured(self) -> list[str]:
@@ -147,5 +173,7 @@ class Candidate:
             "interval": list(self.interval),
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
+            "causal_mfu": self.causal_mfu,
             "fits_probability": self.fits_probability,
+            "uneven_routing": self.uneven,
         }

@@ -17,8 +17,7 @@ from meshwright.planner.cost.data_parallel import StoredParameters
 from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.stages import Contents, placed_stages, stored, together
-from meshwright.schedule import schedule_of
-from meshwright.schedule.validate import peak
+from meshwright.schedule.in_flight import in_flight
 from meshwright.spec import Layout, RunSpec
 from meshwright.spec.layout import HOLD_ALL, SPLIT
 
@@ -86,19 +85,23 @@ class Generic:
     def ranks(self, spec: RunSpec) -> list[Memory]:
         """Bytes of each rank of the pipeline."""
         blocks, placed = self.costs.blocks(spec), placed_stages(spec)
-        schedule = schedule_of(spec.layout, held_microbatches(spec))
+        flights = in_flight(spec.layout, held_microbatches(spec))
         splits = spec.layout.schedule in SPLIT
         known = {held: stage_activations(blocks, held, splits) for held in set(placed.contents)}
-        kept = [known[held] for held in placed.contents]
         found = []
-        for rank, mine in enumerate(map(together, placed.by_rank)):
-            flight = peak(schedule.actions[rank], kept) + working(blocks, mine)
+        for rank, member in enumerate(placed.by_rank):
+            mine, kept = together(member), [known[held] for held in member]
+            flight = flights[rank].most(kept, kept) + working(blocks, mine)
             found.append(self.rank(spec, blocks, stored(blocks, mine), flight, mine.head, rank))
         return found
 
     def kept(self, blocks: LayerCost, held: Contents, split: bool | None = None) -> float:
         """Bytes that a stage keeps of one microbatch; `split` is None where the schedule is not known."""
         return stage_activations(blocks, held, bool(split))
+
+    def deferred(self, blocks: LayerCost, held: Contents) -> float:
+        """Bytes that a stage keeps of one microbatch whose weight gradients alone are left."""
+        return stage_activations(blocks, held, True)
 
     def resident(self, spec: RunSpec, blocks: LayerCost, held: Contents, met: bool = True) -> Memory:
         """Bytes of a rank that holds `held`; in a pipeline, without activations that its schedule holds.

@@ -12,13 +12,15 @@ attention's output, F of the feed-forward layer on this rank:
 
 from __future__ import annotations
 
-from itertools import accumulate
+from collections.abc import Callable
 
 from meshwright.planner.memory.activations import Activations, Sizes, activations, of_experts
-from meshwright.planner.memory.activations_moe import routed_deferred
+from meshwright.planner.memory.activations_moe import routed_deferred, routed_everything, routed_saved
 from meshwright.planner.rank_view import place_of
-from meshwright.spec import RunSpec
+from meshwright.schedule.in_flight import in_flight
+from meshwright.spec import MoeSpec, RunSpec
 from meshwright.spec.layout import SPLIT
+from meshwright.spec.stages import Stage
 
 
 def peak_activations(spec: RunSpec, pipeline_rank: int = 0, kept: Activations | None = None) -> int:
@@ -26,15 +28,31 @@ def peak_activations(spec: RunSpec, pipeline_rank: int = 0, kept: Activations | 
 
     `kept` is what one microbatch keeps, if that is known already.
     """
-    view, kept, sizes = place_of(spec, pipeline_rank), kept or activations(spec), Sizes(spec)
-    splits = spec.layout.pp > 1 and spec.layout.schedule in SPLIT
-    change = {}
-    """Stage -> change in held bytes after an action of each kind: F, I, W, B."""
-    for stage in view.own:
-        whole = kept.of(stage)
-        deferred = sum(weight_gradient_inputs(sizes, layer) for layer in stage.blocks) if splits else 0
-        change[stage.index] = whole, deferred - whole, -deferred, -whole
-    return max(accumulate(change[stage][kind] for kind, stage, _ in view.schedule.actions[pipeline_rank]))
+    kept, sizes = kept or activations(spec), Sizes(spec)
+
+    def deferred(stage: Stage) -> int:
+        return sum(weight_gradient_inputs(sizes, layer) for layer in stage.blocks)
+
+    return _most(spec, pipeline_rank, kept.of, deferred)
+
+
+def expert_activations(spec: RunSpec, pipeline_rank: int = 0) -> int:
+    """Bytes of a rank's `peak_activations` that are of its routed experts, with an even router."""
+    sizes, kept = Sizes(spec), routed_everything if spec.recompute.policy == "none" else routed_saved
+
+    def of(count: Callable[[RunSpec, MoeSpec], int]) -> Callable[[Stage], int]:
+        return lambda stage: sum(of_experts(sizes, layer, count) for layer in stage.blocks)
+
+    return _most(spec, pipeline_rank, of(kept), of(routed_deferred))
+
+
+def _most(
+    spec: RunSpec, pipeline_rank: int, whole: Callable[[Stage], int], deferred: Callable[[Stage], int]
+) -> int:
+    """Most bytes of a rank, for those that one microbatch keeps in a stage, and those of a deferred half."""
+    own, splits = place_of(spec, pipeline_rank).own, spec.layout.pp > 1 and spec.layout.schedule in SPLIT
+    halves = [deferred(stage) if splits else 0 for stage in own]
+    return int(in_flight(spec.layout, spec.microbatches)[pipeline_rank].most([*map(whole, own)], halves))
 
 
 def weight_gradient_inputs(s: Sizes, layer: int) -> int:

@@ -2,8 +2,7 @@
 
 They are never above the exact count (`planner/memory/exact.py`), and mostly near it. States are exact but for
 padding and for parameters that every rank holds in few, such as the last norm. Activations are those that the
-formulas of `planner/memory/activations.py` give for a block of each kind; a microbatch whose weight gradients
-are deferred holds at least the lesser of its activations and what those gradients need. In a pipeline
+formulas of `planner/memory/activations.py` give for a block of each kind. In a pipeline
 gradients wait whole for the last microbatch, and those of all stages of a rank at once where no stage ends
 before another begins. Without a pipeline a rank's bytes are those of the fullest of three moments: the head's
 forward, the last block's backward, and the end of the step.
@@ -60,17 +59,16 @@ class LowerBound(Generic):
         return self._known[key]
 
     def kept(self, blocks: LayerCost, held: Contents, split: bool | None = None) -> float:
-        """Least bytes that a stage holds of each of its microbatches, until their weight gradients are there.
-
-        If `split` is None, of one microbatch in any schedule: none is deferred when its forward ends.
-        """
+        """Bytes that a stage keeps of one microbatch; the least of any schedule if `split` is None."""
         each = self._of_microbatch(blocks, split is not False and blocks.spec.layout.pp > 1)
         whole = each.all.shared if held.blocks else 0
         whole += (each.all.embed if held.embed else 0) + (each.all.head if held.head else 0)
-        whole += sum(count * each.block[routed] for count, routed in held.kinds)
-        return (
-            min(whole, sum(count * each.deferred[routed] for count, routed in held.kinds)) if split else whole
-        )
+        return whole + sum(count * each.block[routed] for count, routed in held.kinds)
+
+    def deferred(self, blocks: LayerCost, held: Contents) -> float:
+        """Bytes that a stage keeps of one microbatch whose weight gradients alone are left."""
+        each = self._of_microbatch(blocks, True)
+        return sum(count * each.deferred[routed] for count, routed in held.kinds)
 
     def resident(self, spec: RunSpec, blocks: LayerCost, held: Contents, met: bool = True) -> Memory:
         """Bytes of a rank that holds `held`; in a pipeline, without activations that its schedule holds."""

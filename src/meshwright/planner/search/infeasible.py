@@ -28,7 +28,7 @@ def shortfall(problem: SearchProblem) -> str:
     ways = "; ".join(_changes(problem, least)) or "no near change was found that would do"
     states = least.parameters + least.gradients + least.optimiser + least.buffers
     kept = least.activations + least.logits
-    reason = f"every layout needs more, though some near {_gb(least.device)}"
+    reason = f"every layout needs more, though a rank's equal share of everything is {_gb(least.device)}"
     if (short := least.device - problem.capacity) > 0:
         reason = f"the least that a rank needs in any layout is {_gb(least.device)}, {_gb(short)} more"
     return (

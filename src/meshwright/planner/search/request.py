@@ -207,9 +207,13 @@ def sizes_of(gpus: int | str | None, kind: Cluster) -> list[int]:
             )
         return found
     if not on_cpu and low > node and low % kind.resized(low).node:
-        below = low // node * node
+        usual = kind.resized if kind.host else lambda count: kind  # racks are often used in parts, nodes not
+        below, above = (
+            next(count for count in counts if count % usual(count).node == 0)
+            for counts in (range(low - 1, 0, -1), range(low + 1, low + node + 1))
+        )
         raise UserError(
-            f"--gpus: {low:,} devices are not a multiple of the {node} of a node of {kind.name}; try "
-            f"{below:,} or {below + node:,}"
+            f"--gpus: {low:,} devices are not a multiple of the {node} of a node of {kind.name}, nor of an "
+            f"equal part of each; try {below:,} or {above:,}"
         )
     return [low]

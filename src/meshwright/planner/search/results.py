@@ -20,12 +20,14 @@ _AXES = ("replicate", "dp", "cp", "tp", "pp", "ep", "etp")
 
 
 def kind(spec: RunSpec) -> tuple[Any, ...]:
-    """The sizes of the axes, the ZeRO stage and the recompute policy: layouts differ if one of these does.
+    """The choices that tell shown layouts apart: axes inside a copy of the model, ZeRO-3, recomputation.
 
-    Others are variants of one layout: another schedule, cut, microbatch, mode or order of the axes.
+    Others are variants of one layout: how data ranks share the rest of the states, another schedule, cut,
+    microbatch, mode or order of the axes.
     """
     layout = spec.layout
-    return *(getattr(layout, axis) for axis in _AXES), layout.zero, spec.recompute.policy
+    inside = layout.cp, layout.tp, layout.pp, layout.ep, layout.etp
+    return *inside, layout.zero == 3, spec.recompute.policy
 
 
 def simplicity(spec: RunSpec) -> tuple[bool, int, bool, int]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
-from operator import mul
 from typing import Any, NamedTuple
 
 from meshwright.planner.cost import lower_bounds
@@ -26,6 +25,7 @@ from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.stages import (
     Contents,
     PlacedStages,
+    StageCosts,
     message,
     model_contents,
     ranks_of,
@@ -36,6 +36,7 @@ from meshwright.planner.layout_space import DataMesh, LayerLayout, LayoutSpace, 
 from meshwright.planner.memory.generic import Generic, held_microbatches
 from meshwright.planner.memory.states import gradients_meet
 from meshwright.planner.search.results import SearchResult, TimedLayout
+from meshwright.schedule.in_flight import in_flight
 from meshwright.spec import RunSpec
 from meshwright.spec.layout import SPLIT, TWO_STAGES
 from meshwright.spec.sections import NoRecompute
@@ -72,7 +73,9 @@ class MeshBranch:
         self.pipelines: dict[tuple[tuple[int, ...], bool], PipelineBranch] = {}
         """(blocks of each stage, True if a rank has two stages in a V) -> what their schedules share."""
         self._kept = cache(partial(tree.memory.kept, blocks))
+        self._deferred = cache(partial(tree.memory.deferred, blocks))
         self._states: dict[tuple[Sharding, Contents, bool], float] = {}
+        self._finals: dict[tuple[Sharding, Contents], float] = {}
         cuda = tree.costs.cluster.device.kind != "cpu"
         self._fragmentation = 1 + tree.costs.stack.numbers.fragmentation if cuda else 1.0
 
@@ -86,6 +89,13 @@ class MeshBranch:
             needs = self.tree.memory.resident(self.spec(sharding), self.blocks, held, met)
             self._states[key] = needs.device
         return self._states[key]
+
+    def final(self, sharding: Sharding, member: tuple[Contents, ...], stages: StageCosts) -> float:
+        """Seconds after the last backward of a rank with these stages."""
+        key = sharding, together(member)
+        if key not in self._finals:
+            self._finals[key] = stages.data(self.spec(sharding), member).final
+        return self._finals[key]
 
     def fitting(
         self, cut: Cut, spec: RunSpec, shardings: Iterable[Sharding], one: bool = False
@@ -108,17 +118,15 @@ class MeshBranch:
 
     def _activations(self, cut: Cut, spec: RunSpec, one: bool) -> list[tuple[Contents, float]]:
         """Contents of each group of ranks, and its most bytes of activations, of one microbatch or of all."""
-        layout, found = spec.layout, []
-        key, split = (layout.schedule, layout.pp, layout.chunks), layout.schedule in SPLIT
-        shapes = None if one else lower_bounds.shape(*key, held_microbatches(spec))
+        found, split = [], spec.layout.schedule in SPLIT
+        flights = None if one else in_flight(spec.layout, held_microbatches(spec))
         for total, member, ranks in cut.groups:
-            sizes = [self._kept(held, None if one else split) for held in member]
-            if shapes is None:
-                most = sum(sizes)
-            elif min(sizes) == max(sizes):
-                most = max(shapes.most[rank] for rank in ranks) * sizes[0]
+            whole = [self._kept(held, None if one else split) for held in member]
+            deferred = [self._deferred(held) if split else 0.0 for held in member]
+            if flights is None:
+                most = sum(whole)
             else:
-                most = max(sum(map(mul, each, sizes)) for rank in ranks for each in shapes.held[rank])
+                most = max(flights[rank].most(whole, deferred) for rank in ranks)
             found.append((total, self._fragmentation * most))
         return found
 
@@ -135,9 +143,9 @@ class PipelineBranch:
     def final(self, sharding: Sharding) -> tuple[float, ...]:
         """Seconds of each rank after its last backward."""
         if sharding not in self._final:
-            spec, members = self.mesh.spec(sharding), self.placed.members
-            known = {member: self.steps.stages.data(spec, member).final for member in members}
-            self._final[sharding] = tuple(known[member] for member in self.placed.by_rank)
+            stages, placed = self.steps.stages, self.placed
+            known = {member: self.mesh.final(sharding, member, stages) for member in placed.members}
+            self._final[sharding] = tuple(known[member] for member in placed.by_rank)
         return self._final[sharding]
 
     def least_seconds(self, spec: RunSpec, shardings: Iterable[Sharding]) -> float:

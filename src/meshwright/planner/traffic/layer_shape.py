@@ -28,6 +28,8 @@ class LayerShape:
     """Operators that the backward runs again: 'matmul', 'attention', 'exchange' (Ulysses)."""
     on_cpu: bool = False
     """True if the layer runs on processors, where the loss is computed in smaller chunks."""
+    busiest: float = 1.0
+    """Rows of the expert ranks that others wait for, over those that an even router deals out."""
 
     @cached_property
     def groups(self) -> Axes:
@@ -72,8 +74,8 @@ class LayerShape:
 
     @cached_property
     def copies(self) -> float:
-        """Rows that a rank sends to the experts, its own included: top_k for each token, and each slice."""
-        return self.tokens / self.layout.tp * self.moe.top_k * self.layout.etp
+        """Rows that a rank sends to the experts, or receives: top_k for each token, and each slice."""
+        return self.tokens / self.layout.tp * self.moe.top_k * self.layout.etp * self.busiest
 
     @cached_property
     def ulysses(self) -> GroupShape:

@@ -23,9 +23,12 @@ from meshwright.planner.validation.table import PredictionError, Row, check
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.sections import DataSpec, PrecisionSpec, TrainSpec
 
-_AGREE = {"step_seconds": 1.0, "tokens_per_sec_per_gpu": 1.1, "tflops_per_gpu": 1.5, "mfu_pct": 2.3}
+_AGREE = {"step_seconds": 1.0, "tokens_per_sec_per_gpu": 1.1, "tflops_per_gpu": 1.5}
 """Largest ratio of a measurement's seconds to those of the first that a row has. FLOPs may include
-recomputation, and shares may be of the peak of another format. Source: assumed."""
+recomputation. Source: assumed."""
+_SHARES = 1.15
+"""The ratio for shares of the peak, times that of the format's peak to the one in 16 bits, of which they may
+be, or times 2. Source: assumed."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ def _case_of(row: Row, table: Sequence[Row]) -> Case:
     # Memory alone, if it exceeds the device's, was computed and not run.
     computed = seconds is None and (memory is None or memory > cluster.device.memory)
     ran = False if oom else None if computed else True
-    kind = "device" if "nvidia-smi" in row.text else "allocated"
+    kind = "device" if "nvidia-smi" in row.told else "allocated"
     return Case(row, specs, stack, cluster, format, seconds, memory, kind, ran, block_only)
 
 
@@ -108,22 +111,22 @@ def measured_seconds(
 
     Raises `PredictionError` if two of them are of different speeds.
     """
-    numbers, per_gpu, peaks = row.numbers, batch * length / row.numbers["gpus"], cluster.device.peak
-    low = precision(format).products == "fp8" and "fp8" in peaks
-    peak = peaks["fp8"] if low else peaks.get("bf16", peaks.get("fp16", 0.0))
+    numbers, per_gpu = row.numbers, batch * length / row.numbers["gpus"]
+    fastest = peak(cluster.device, precision(format).products)
     flops, printed = model.flops_per_token(length), _printed_flops(row, model, length)
     takes: dict[str, Callable[[float], float]] = {
         "step_seconds": lambda seconds: seconds,
         "tokens_per_sec_per_gpu": lambda rate: per_gpu / rate,
         "tflops_per_gpu": lambda rate: per_gpu * printed / (rate * 1e12),
-        "mfu_pct": lambda share: per_gpu * flops / (share / 100 * peak),
+        "mfu_pct": lambda share: per_gpu * flops / (share / 100 * fastest),
     }
     found = {name: seconds(numbers[name]) for name, seconds in takes.items() if name in numbers}
     if not found:
         return None
     first, taken = next(iter(found.items()))
+    agree = _AGREE | {"mfu_pct": _SHARES * max(2.0, fastest / peak(cluster.device, "bf16"))}
     for name, seconds in found.items():
-        if not 1 / _AGREE[name] <= seconds / taken <= _AGREE[name]:
+        if not 1 / agree[name] <= seconds / taken <= agree[name]:
             raise PredictionError(
                 f"its {first} and its {name} are of different speeds: {taken:.4g} and {seconds:.4g} s a step"
             )
@@ -133,5 +136,5 @@ def measured_seconds(
 def _printed_flops(row: Row, model: ModelSpec, length: int) -> float:
     """FLOPs of a token as the source counts them: the model's, or the hardware's with recomputation."""
     flops = model.flops_per_token(length)
-    hardware = re.search(r"hardware|incl\. recompute", row.text) and row.words["recompute"] == "full"
+    hardware = re.search(r"hardware|incl\. recompute", row.told) and row.words["recompute"] == "full"
     return flops + (flops - 3.0 * model.head_flops) / 3 if hardware else flops

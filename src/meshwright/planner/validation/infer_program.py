@@ -141,8 +141,8 @@ def cluster_of(row: Row, gpus: int) -> Cluster:
     if (each := row.numbers.get("network_gbps")) is not None:
         nics = usual.node if each <= _MOST_OF_A_NIC else 1
         return with_network(usual, nics=nics, nic_bandwidth=each * 1e9 / 8).resized(gpus)
-    stated = re.search(r"(\d+) ?x ?(\d+) ?gb", row.text)
-    network = first_match(_NETWORKS, row.text) or (stated and (int(stated[1]), float(stated[2])))
+    stated = re.search(r"(\d+) ?x ?(\d+) ?gb", row.told)
+    network = first_match(_NETWORKS, row.told) or (stated and (int(stated[1]), float(stated[2])))
     if not network:
         return usual
     return with_network(usual, nics=network[0], nic_bandwidth=network[1] * 1e9 / 8).resized(gpus)
@@ -156,13 +156,15 @@ def _device(gpu: str) -> str | None:
 
 def format_of(row: Row, cluster: Cluster) -> str:
     """The precision recipe; if the row states none, fp16 on an A100 and bf16 on others."""
-    stated = f"{row.words['precision']} {row.words['fp8_recipe']}".lower()
-    told = row.words["fp8_recipe"].lower()
-    if told and first_match((*_RECIPES, (_BY_TENSOR, "fp8")), told) is None:
+    plain, told = row.words["precision"].lower(), row.words["fp8_recipe"].lower()
+    low = first_match((*_RECIPES, (_BY_TENSOR, "fp8")), told)
+    if low is None and told not in ("", "none"):
         raise PredictionError(
             f"the fp8_recipe '{short(told)}' is not one of tensor, row, block, mxfp8, nvfp4"
         )
-    if (recipe := first_match(_RECIPES, stated)) is not None:
+    if low and precision(low).cast and first_match(_RECIPES, plain) in ("bf16", "fp16", "fp32"):
+        raise PredictionError(f"its precision '{short(plain)}' has no fp8_recipe '{short(told)}'")
+    if (recipe := first_match(_RECIPES, f"{plain} {told}") or low) is not None:
         format = precision(recipe).products
         if format in ("fp8", "fp4") and format not in cluster.device.peak:
             raise PredictionError(f"its {cluster.device.name} does not compute in {recipe}")

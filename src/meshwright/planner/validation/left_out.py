@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from meshwright.planner.cost.uncertainty import SIGMA_TIME, factor
-from meshwright.planner.validation.errors import errors
+from meshwright.planner.validation.error_statistics import errors
 
 LEFT_OUT = Path(__file__).parent / "data" / "left_out.csv"
 WORDS = {"known": "dense, known devices", "new": "dense, new devices", "experts": "experts"}

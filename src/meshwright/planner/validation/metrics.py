@@ -21,7 +21,7 @@ from meshwright.planner.cost.uncertainty import interval, regime
 from meshwright.planner.memory.generic import Generic, Memory
 from meshwright.planner.validation.calibration import is_used
 from meshwright.planner.validation.cases import Case, case_of
-from meshwright.planner.validation.errors import errors
+from meshwright.planner.validation.error_statistics import errors
 from meshwright.planner.validation.table import PUBLISHED, Row, read
 from meshwright.spec import Layout, RunSpec, UserError
 

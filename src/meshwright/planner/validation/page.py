@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshwright.planner.validation.calibration import MODELS
+from meshwright.planner.validation.calibration import BY_HAND, MODELS
 from meshwright.planner.validation.left_out import WORDS
 
 _WHOLE = 100
@@ -70,6 +70,7 @@ def page(report: dict[str, Any]) -> str:
         calibrated=len(frontier["calibrated_rows"]),
         others=frontier["rows"] - len(frontier["calibrated_rows"]),
         models=" and ".join(MODELS),
+        by_hand=sum(BY_HAND.values()),
         other_errors=f"{percent(frontier['others']['time']['mean_abs_pct'])} mean and "
         f"{percent(frontier['others']['time']['median_abs_pct'])} median",
     )
@@ -133,7 +134,9 @@ hold {held}.
   less: dense models on devices that programs of several sources were timed on, dense models on others, and
   models with experts.
 
-The forms of the formulas were settled with all runs of these tables in view.
+What these figures do not leave out: the forms of the formulas, the kinds of each program, the {by_hand}
+numbers fitted by hand and what is assumed of a number before its fit were settled with all runs of these
+tables in view.
 
 ## Runs that were in view
 
@@ -171,7 +174,9 @@ those that `python bench/calibrate.py` fitted, and the runs: all published ones,
 
 ## Columns
 
-`source`, `gpu`, `gpus` and `seq_len` are needed; a number may have words after it, and a cell may be empty.
+`source`, `gpu`, `gpus` and `seq_len` are needed; a number may have words after it (but no second number, nor
+another unit), and a cell may be empty. Other columns are left alone, unless one is near the name of a column
+that the table lacks: that is taken for a slip of the pen and refused.
 
 - The model: `model`, `params_b` (billions), `layers`, `hidden`, `ffn`, `heads`, `kv_heads`, `head_dim`,
   `vocab`, `experts`, `top_k`, `moe_ffn` (of one expert; else `ffn`), `shared_ffn`.

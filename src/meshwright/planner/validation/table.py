@@ -25,7 +25,8 @@ INTEGERS: Mapping[str, tuple[int, float]] = {
     "gpus": (1, 10e6),
     **dict.fromkeys(("seq_len", "ffn", "moe_ffn", "vocab"), (1, 1e8)),
     "shared_ffn": (0, 1e8),
-    **dict.fromkeys(("head_dim", "gradient_bytes"), (1, 1e4)),
+    "head_dim": (1, 1e4),
+    "gradient_bytes": (1, 8),
     "layers": (1, 10_000),
     "hidden": (1, 1e7),
     **dict.fromkeys(("heads", "kv_heads", "global_batch_seqs"), (1, 1e6)),
@@ -58,12 +59,13 @@ _NUMBER = re.compile(
     r"[~≈]?\s*([-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:e[-+]?\d+)?)(?:$|[\s(;%])", re.IGNORECASE
 )
 """A number at the beginning of a cell, with words after it or without."""
-_SCALES = frozenset(
-    {"k", "m", "b", "t", "g", "thousand", "million", "billion", "trillion", "gflops", "pflops"}
-    | {"ms", "us", "ns", "min", "mins", "minute", "minutes", "h", "hour", "hours", "day", "days", "fraction"}
-    | {"kb", "mb", "tb", "kib", "mib", "tib"}
+_OTHER = re.compile(
+    r"\s*(?:[-+x*/\u00d7\u2013]|to|or)\s*\d"
+    r"|\s+\(?(?:k|[mbtg]|thousand|[mbtr]+illion|[gp]flops|[mun]s|mins?|minutes?|h|hours?|days?|fraction"
+    r"|[kmt]i?b|nodes?|hosts?|racks?|pods?)\b",
+    re.IGNORECASE,
 )
-"""Words that give a number another unit than its column's."""
+"""After a number: another one (a range, a product, a choice), or a unit that is not its column's."""
 _SHOWN = 30
 
 V = TypeVar("V")
@@ -109,11 +111,6 @@ class Row:
         """Source and comment of the run, in small letters."""
         return " ".join(self.words.get(name, "") for name in ("source", "where")).lower()
 
-    @property
-    def text(self) -> str:
-        """Source, model and comment of the run, in small letters."""
-        return " ".join(self.words.get(name, "") for name in ("source", "model", "where")).lower()
-
 
 def first_match(table: Iterable[tuple[str, V]], text: str) -> V | None:
     """The value of the first pattern of a table that occurs in `text`, or None."""
@@ -138,8 +135,10 @@ def read(path: Path) -> list[Row]:
         raise UserError(f"{path}: is empty; a table of runs has the columns of {PUBLISHED.name}")
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"{path}: has the column '{twice[0]}' twice; leave one")
+    absent = sorted(_COLUMNS.difference(names))
     for name in names:
-        if name not in _COLUMNS and (hint := did_you_mean(name, sorted(_COLUMNS))):
+        # Columns of a table's own, such as seq_len_note beside seq_len, are left alone.
+        if name not in _COLUMNS and (hint := did_you_mean(name, absent)):
             raise UserError(f"{path}: has an unknown column '{name}'{hint}")
     if missing := [name for name in _NEEDED if name not in names]:
         raise UserError(
@@ -161,11 +160,10 @@ def _row(number: int, cells: Mapping[str, str]) -> Row:
         if name == "peak_mem_gib" and text.upper() == "OOM":
             words["oom"] = "yes"
             continue
-        scale = next((word for word in text.lower().split()[1:2] if word.strip("().,;") in _SCALES), None)
         try:
-            if scale is not None:
+            if (found := _NUMBER.match(text)) and _OTHER.match(text, found.end(1)):
                 raise ValueError
-            value = float(text if (found := _NUMBER.match(text)) is None else found[1].replace(",", ""))
+            value = float(text if found is None else found[1].replace(",", ""))
             mistake = _mistake(name, short(text), value)
         except ValueError:
             mistake = f"the cell '{name}' is '{short(text)}', which is not a number in the column's unit"
