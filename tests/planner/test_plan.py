@@ -18,7 +18,7 @@ from meshwright.planner.cost.uncertainty import SIGMA_TIME, SURE, fits_probabili
 from meshwright.planner.explain.candidate import TIMED
 from meshwright.planner.plan import Plan
 from meshwright.planner.search.request import batch_of
-from meshwright.planner.search.results import kind, simplicity
+from meshwright.planner.search.results import TimedLayout, kind, simplicity
 from meshwright.planner.validation.metrics import validate
 from meshwright.planner.validation.table import FRONTIER, PUBLISHED
 from meshwright.reliability.training_time import DEVICE_MTBF_HOURS, training_time
@@ -55,7 +55,10 @@ def test_the_most_that_fits_does_so_as_surely_as_is_asked(wider: float) -> None:
 def test_of_plans_as_fast_as_each_other_the_smallest_comes_first() -> None:
     found = api.plan("tiny", "h100", gpus=4, seq_len=128, batch_tokens="64k", top=12).plans
     ranked = [(round(1e9 * log(1 / each.tokens_per_second)), each.memory.device) for each in found[1:]]
-    assert ranked == sorted(ranked) and len({time for time, _ in ranked}) < len(ranked)
+    assert ranked == sorted(ranked) and len(ranked) > 5
+    spec = found[0].spec
+    equal = [TimedLayout(1.0, size, spec) for size in (3e9, 1e9, 2e9)]
+    assert [each.memory for each in sorted(equal, key=lambda each: each.order)] == [1e9, 2e9, 3e9]
 
 
 def test_plans_are_validated_and_in_order() -> None:

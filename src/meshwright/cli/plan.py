@@ -84,8 +84,9 @@ _STACK = Flag("stack", "the software that runs it", "NAME", _stack, "meshwright"
     Flag(
         "top",
         "layouts to show, which differ in the size of an axis (cp, tp, pp, ep, etp, and so of the data "
-        "axis), in whether parameters are sharded (ZeRO-3), or in the recompute policy; of those that differ "
-        "in less (replicate, ZeRO-1 or 2, schedule, stages, microbatch, modes, order) the best one counts",
+        "axis), in whether parameters are sharded (ZeRO-3 without a pipeline), or in the recompute policy; "
+        "of those that differ in less (replicate, other stages of ZeRO, schedule, stages, microbatch, modes, "
+        "order) the best one counts",
         "K",
         whole(1),
         5,

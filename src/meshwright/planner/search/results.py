@@ -22,12 +22,12 @@ _AXES = ("replicate", "dp", "cp", "tp", "pp", "ep", "etp")
 def kind(spec: RunSpec) -> tuple[Any, ...]:
     """The choices that tell shown layouts apart: axes inside a copy of the model, ZeRO-3, recomputation.
 
-    Others are variants of one layout: how data ranks share the rest of the states, another schedule, cut,
-    microbatch, mode or order of the axes.
+    Others are variants of one layout: how data ranks share the rest of the states (in a pipeline parameters
+    too, which stay whole through a step), another schedule, cut, microbatch, mode or order of the axes.
     """
     layout = spec.layout
     inside = layout.cp, layout.tp, layout.pp, layout.ep, layout.etp
-    return *inside, layout.zero == 3, spec.recompute.policy
+    return *inside, layout.zero == 3 and layout.pp == 1, spec.recompute.policy
 
 
 def simplicity(spec: RunSpec) -> tuple[bool, int, bool, int]:
