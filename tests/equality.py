@@ -47,9 +47,22 @@ def equal_to_one_device(
         exact = subject.exact(spec, STEPS)
         for _, stage, steps in results:
             assert len(steps) == STEPS
+            if spec.train.optimiser == "muon":  # ranks of a stage are dealt unequal parts
+                steps = _means([other for _, place, other in results if place == stage])
             for sent in steps:
                 assert sent == pytest.approx(traffic(exact, stage), rel=1e-14)
     return kinds.keys()
+
+
+def _means(ranks: list[list[Sent]]) -> list[Sent]:
+    """The bytes of each step, as the mean over ranks."""
+    return [
+        {
+            key: sum(sent.get(key, 0.0) for sent in step) / len(step)
+            for key in {key for sent in step for key in sent}
+        }
+        for step in zip(*ranks, strict=True)
+    ]
 
 
 def parameter_names(spec: RunSpec) -> list[str]:

@@ -20,7 +20,7 @@ from meshwright.train.digest import parameters_sha256
 from meshwright.train.loop import TrainingRun
 from meshwright.train.lr_schedule import learning_rate
 from meshwright.train.step import Trainer
-from meshwright.verify.reference import adamw
+from meshwright.verify.reference import update
 
 pytestmark = [
     pytest.mark.gpu,
@@ -116,7 +116,7 @@ def test_fused_adamw() -> None:
             for part, dims in ((decayed, 2), (still, 1)):
                 # `adamw` decays matrices only: the parts are given as such.
                 given = [x[part].view(*[1] * (dims - 1), -1) for x in (flat, gradient.double(), *moment)]
-                adamw(given[0], given[1], (given[2], given[3]), spec.train, number)
+                update(given[0], given[1], (given[2], given[3]), spec.train, number)
             # The moments' roundings are relative to gradients that may be larger than what is left of them.
             most += off * (flat.abs() + 64 * rate)
         trainer.optimiser.step(rate)

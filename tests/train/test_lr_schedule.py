@@ -16,7 +16,7 @@ def rates(**fields: object) -> list[float]:
     return [learning_rate(train, step) for step in range(1, 101)]
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
 def test_warm_up_is_linear_to_the_peak(schedule: str) -> None:
     assert rates(schedule=schedule)[:10] == pytest.approx([step / 10 for step in range(1, 11)])
 
@@ -32,6 +32,19 @@ def test_wsd_is_stable_and_then_falls_linearly() -> None:
     found = rates(schedule="wsd", min_lr_ratio=0.0, decay_fraction=0.2)
     assert found[9:80] == pytest.approx([1.0] * 71)
     assert found[80:] == pytest.approx([1 - i / 20 for i in range(1, 21)])
+
+
+def test_a_line_falls_from_the_peak_to_its_floor() -> None:
+    found = rates(schedule="linear", min_lr_ratio=0.1)
+    assert found[9:] == pytest.approx([1 - 0.9 * i / 90 for i in range(91)])
+
+
+@pytest.mark.parametrize(("shape", "halfway"), [("1-sqrt", 1 - 0.5**0.5), ("cosine", 0.5)])
+def test_shapes_of_the_decay_of_wsd(shape: str, halfway: float) -> None:
+    found = rates(schedule="wsd", decay=shape, min_lr_ratio=0.0, decay_fraction=0.2)
+    assert found[9:80] == pytest.approx([1.0] * 71)
+    assert found[89] == pytest.approx(halfway) and found[99] == pytest.approx(0.0)
+    assert all(a > b for a, b in pairwise(found[79:]))
 
 
 def test_constant_stays() -> None:

@@ -107,14 +107,19 @@ class Unit:
 
     # Stored form ------------------------------------------------------------------------------------
 
+    def slots_in(self, flat: Tensor) -> list[ParamSlot]:
+        """The parameters of a flat buffer, which may be of the last ones only."""
+        return [slot for slot in self.slots if slot.start >= self.part - len(flat)]
+
     def local(self, flat: Tensor, slot: ParamSlot) -> Tensor:
         """This rank's rows of one parameter, as a view of `flat` (`stored`, `gradient`, or a moment)."""
-        part = flat[slot.start : slot.start + slot.padded].view(slot.part)
+        start = slot.start - (self.part - len(flat))
+        part = flat[start : start + slot.padded].view(slot.part)
         return part.narrow(slot.dim, 0, slot.rows)
 
     def tensors(self, flat: Tensor) -> Iterator[tuple[str, Stored]]:
         """(name, part of the whole) for each parameter of a flat buffer in stored form, in its memory."""
-        for slot in self.slots:
+        for slot in self.slots_in(flat):
             yield slot.key, stored(slot, self.local(flat, slot), self.mesh, self.shards is not None)
 
     # Gathering parameters ---------------------------------------------------------------------------

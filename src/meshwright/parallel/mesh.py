@@ -158,9 +158,9 @@ class Mesh:
     `storage` is the (replicate, shard, tp) mesh that stored parameters are DTensors on, without its dims of
     one rank; `shard` is dp x cp. The context axis is `ring` x `ulysses`, the latter neighbours (Fang & Zhao
     2024). Routed experts lie on `expert`, ep x etp neighbours of one stage and replica (Liu et al. 2025,
-    parallel folding); ranks that hold the same ones are `expert_data`, and `expert_storage` is the
-    (replicate, expert_data, ep, etp) mesh of their DTensors. `sequence` joins the ranks that share sequences,
-    cp x tp. Without experts all of these have one rank.
+    parallel folding), of which etp neighbours, `expert_tensor`, share theirs; ranks that hold the same ones
+    are `expert_data`, and `expert_storage` is the (replicate, expert_data, ep, etp) mesh of their DTensors.
+    `sequence` joins the ranks that share sequences, cp x tp. Without experts all of these have one rank.
     Where there are more tensor ranks than key-value heads, `copies` neighbours hold the same head:
     `split_storage` is the (replicate, shard, parts, copies) mesh of those.
     `pipeline` joins the ranks that share the layers; messages between their stages go over `lanes`: the axis
@@ -186,6 +186,7 @@ class Mesh:
     copies: Axis
     expert: Axis
     expert_data: Axis
+    expert_tensor: Axis
     sequence: Axis
     pipeline: Axis
     lanes: Mapping[Lane, tuple[Axis, int]]
@@ -302,6 +303,7 @@ def _lines(layout: Layout, grid: Tensor, heads: int, experts: bool) -> dict[str,
         "copies": _Line("tensor", grid.unflatten(-1, (-1, layout.kv_copies(heads))), 4),
         "expert": _Line("expert", expert_grid.flatten(3), 3),
         "expert_data": _Line("expert_data", expert_grid, 2),
+        "expert_tensor": _Line("expert", expert_grid, 4, "expert_tensor"),
         "sequence": _Line("sequence", grid.view(-1, layout.cp * layout.tp if experts else 1), 1),
         "pipeline": _Line("pipeline", grid, 0),
     }

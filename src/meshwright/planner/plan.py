@@ -25,8 +25,6 @@ from meshwright.units import short
 
 _NEIGHBOURS = 6
 """Neighbours of the best plan that are listed."""
-_STATE_BYTES = 12
-"""Bytes of a parameter in a checkpoint: fp32, with both of Adam's moments."""
 Finished = Callable[[int, "Plan | None"], None]
 """Called with a number of devices, and the best plan on them."""
 
@@ -45,7 +43,10 @@ class Plan(Candidate):
 
     def training(self, tokens: float) -> TrainingTime:
         """Days and USD of training on so many tokens, with failures. Raises `UserError`."""
-        size, count = _STATE_BYTES * self.spec.model.parameters, self.cluster.count
+        each = (
+            12 if self.spec.train.optimiser == "adamw" else 8
+        )  # bytes of a parameter in a checkpoint: all in fp32
+        size, count = each * self.spec.model.parameters, self.cluster.count
         batch = self.spec.train.batch_tokens
         return training_time(size, count, self.step_seconds, batch, tokens, self.cluster.price)
 

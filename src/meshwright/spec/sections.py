@@ -53,16 +53,26 @@ class TrainSpec(FrozenModel):
     )
     seed: int = Field(0, ge=0, lt=2**63)
     lr: PositiveFloat = 3e-4
-    schedule: Literal["cosine", "wsd", "constant"] = Field(
-        "cosine", description="after warm-up: cosine to min_lr_ratio, stable then decay, or constant"
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = Field(
+        "cosine",
+        description="after warm-up: cosine or linear to min_lr_ratio, stable then decay, or constant",
     )
     warmup_steps: int | None = Field(None, ge=0, description="default 2% of the steps")
     decay_fraction: float = Field(0.2, ge=0, le=1, description="share of the steps that wsd decays in")
-    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="last learning rate / lr, for cosine and wsd")
+    decay: Literal["linear", "1-sqrt", "cosine"] = Field(
+        "linear", description="shape of wsd's decay: 1-sqrt falls fast and ends slowly (Haegele et al. 2024)"
+    )
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="last learning rate / lr, but for constant")
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
         "none", description="scale lr with batch_tokens / lr_base_batch_tokens (Goyal 2017; Malladi 2022)"
     )
     lr_base_batch_tokens: PositiveInt = 8192
+    optimiser: Literal["adamw", "lion", "muon"] = Field(
+        "adamw",
+        description="AdamW (Loshchilov & Hutter 2019); Lion (Chen et al. 2023), which takes an lr 3 to 10 "
+        "times smaller, a weight_decay as much larger, and beta2 = 0.99; or Muon (Jordan et al. 2024) for "
+        "the matrices of blocks and AdamW for the rest, with AdamW's lr, and beta1 = 0.95",
+    )
     weight_decay: float = Field(0.1, ge=0, description="decoupled; not on norms and biases")
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
@@ -86,6 +96,16 @@ class TrainSpec(FrozenModel):
                 f"them, and 'none' for one that a run file or an earlier run has"
             )
         return self
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Names of the optimiser's states of parameters."""
+        return ("exp_avg",) if self.optimiser == "lion" else ("exp_avg", "exp_avg_sq")
+
+    def moments_of(self, parameter: str, dims: int) -> tuple[str, ...]:
+        """Names of the states of one parameter: those of matrices of blocks are fewer with Muon."""
+        matrix = dims >= 2 and parameter.startswith("blocks.")
+        return ("exp_avg",) if self.optimiser == "muon" and matrix else self.moments
 
     @property
     def total_steps(self) -> int:

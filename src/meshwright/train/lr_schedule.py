@@ -16,8 +16,9 @@ def peak_rate(train: TrainSpec) -> float:
 def learning_rate(train: TrainSpec, step: int) -> float:
     """The learning rate of optimiser step `step` (1 to `total_steps`).
 
-    Linear warm-up, then: cosine to `min_lr_ratio` (Loshchilov & Hutter 2017); stable, then a linear decay in
-    the last `decay_fraction` of the steps (warm-up-stable-decay, Hu et al. 2024); or constant.
+    Linear warm-up, then: cosine (Loshchilov & Hutter 2017) or linear to `min_lr_ratio`; stable, then a decay
+    in the last `decay_fraction` of the steps (warm-up-stable-decay, Hu et al. 2024), linear, by half a cosine
+    or by 1 - sqrt (Haegele et al. 2024); or constant.
     """
     total = train.total_steps
     warmup = train.warmup_steps if train.warmup_steps is not None else max(1, round(0.02 * total))
@@ -26,10 +27,12 @@ def learning_rate(train: TrainSpec, step: int) -> float:
         return peak * step / warmup
     if train.schedule == "constant":
         return peak
-    if train.schedule == "cosine":
-        done = (step - warmup) / max(1, total - warmup)
-        fall = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-    else:
-        decay = max(1, round(train.decay_fraction * total))
-        fall = min(1.0, (total - step) / decay)
+    shape: str = train.schedule
+    start = warmup
+    if train.schedule == "wsd":
+        shape, start = train.decay, total - max(1, round(train.decay_fraction * total))
+    done = min(1.0, max(0.0, (step - start) / max(1, total - start)))
+    fall = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "1-sqrt": 1 - math.sqrt(done)}.get(
+        shape, 1 - done
+    )
     return peak * (train.min_lr_ratio + (1 - train.min_lr_ratio) * fall)

@@ -56,7 +56,7 @@ def bad_state(trainer: Trainer) -> str | None:
     if not sums or bool(torch.stack(sums).isfinite().all()):
         return None
     for prefix, unit, flat in buffers(trainer):
-        for slot in unit.slots:
+        for slot in unit.slots_in(flat):
             if not _finite(unit.local(flat, slot)):
                 return prefix + slot.key
     return next((name for name, bias in biases.items() if not _finite(bias)), None)

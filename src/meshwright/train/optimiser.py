@@ -1,8 +1,9 @@
-"""AdamW over the flat buffers in which the units store their parameters."""
+"""Optimisers over the flat buffers in which the units store their parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,60 +13,62 @@ from meshwright.parallel.flat_param import Stored
 from meshwright.parallel.fsdp_unit import Unit
 from meshwright.spec.sections import TrainSpec
 
+_CHUNK = 2**20
+"""Elements that Lion updates at a time, so that its temporaries stay small."""
+
+
+class Part(NamedTuple):
+    """The decayed, or the undecayed, parameters of a unit that this rank stores, as one flat tensor."""
+
+    unit: Unit
+    place: slice
+    """Its place in the unit's buffers."""
+    flat: Tensor
+    moments: tuple[Tensor, ...]
+    decay: float
+
+    @property
+    def gradient(self) -> Tensor:
+        """The gradient, clipped."""
+        assert self.unit.gradient is not None
+        return self.unit.gradient[self.place]
+
 
 class Optimiser:
-    """PyTorch's fused AdamW (Loshchilov & Hutter 2019): decoupled decay, none on norms and biases.
+    """The moments of the parameters that a rank stores; a subclass updates both.
 
-    It updates each rank's stored part only; two flat tensors a unit, decayed and undecayed.
+    An update is of single elements, so that it does not depend on how parameters are sharded. Norms and
+    biases are not decayed.
     """
 
     def __init__(self, states: DataParallel, train: TrainSpec) -> None:
-        self.states = states
+        self.states, self.train, self.updates = states, train, 0
         self.moments = {
-            moment: [torch.zeros_like(unit.stored) for unit in states.units]
-            for moment in ("exp_avg", "exp_avg_sq")
+            name: [unit.stored.new_zeros(unit.part - self.begins(name, unit)) for unit in states.units]
+            for name in train.moments
         }
-        device = states.mesh.device
-        flats: tuple[list[Tensor], list[Tensor]] = [], []
-        self._pairs: list[tuple[Tensor, Unit, slice]] = []
-        held: dict[Tensor, dict[str, Tensor]] = {}
+        """Name -> for each unit the flat buffer of the moment, or of what it has from `begins` on."""
+        self.parts: list[Part] = []
         for index, unit in enumerate(states.units):
-            for group, part in zip(flats, (slice(unit.decayed), slice(unit.decayed, None)), strict=True):
-                flat = unit.stored[part]
-                if flat.numel():
-                    group.append(flat)
-                    self._pairs.append((flat, unit, part))
-                    held[flat] = {name: buffers[index][part] for name, buffers in self.moments.items()}
-        if not self._pairs:  # a stage may hold nothing
-            flats[0].append(torch.zeros(0, device=device))
-        decays, betas = (train.weight_decay, 0.0), (train.beta1, train.beta2)
-        groups = [
-            {"params": flat, "weight_decay": decay} for flat, decay in zip(flats, decays, strict=True) if flat
-        ]
-        self.adam = torch.optim.AdamW(groups, lr=train.lr, betas=betas, eps=train.eps, fused=True)
-        for flat, moments in held.items():
-            self.adam.state[flat] = {"step": torch.zeros((), dtype=torch.float32, device=device), **moments}
+            for start, end, decay in ((0, unit.decayed, train.weight_decay), (unit.decayed, unit.part, 0.0)):
+                if start < end:
+                    begins = {name: self.begins(name, unit) for name in self.moments}
+                    moments = tuple(
+                        self.moments[name][index][start - begin : end - begin]
+                        for name, begin in begins.items()
+                        if begin <= start
+                    )
+                    place = slice(start, end)
+                    self.parts.append(Part(unit, place, unit.stored[place], moments, decay))
+
+    @staticmethod
+    def begins(moment: str, unit: Unit) -> int:
+        """Where the buffer of a moment begins in those of a unit."""
+        return 0
 
     def step(self, rate: float) -> None:
         """Update the stored parameters from the units' gradients at learning rate `rate`."""
-        for group in self.adam.param_groups:
-            group["lr"] = rate
-        for flat, unit, part in self._pairs:
-            assert unit.gradient is not None
-            flat.grad = unit.gradient[part]
-        self.adam.step()
-        for flat, _, _ in self._pairs:
-            flat.grad = None
-
-    @property
-    def updates(self) -> int:
-        """Number of updates made: Adam's t."""
-        return int(self.adam.state[self._pairs[0][0]]["step"]) if self._pairs else 0
-
-    @updates.setter
-    def updates(self, count: int) -> None:
-        for flat, _, _ in self._pairs:
-            self.adam.state[flat]["step"].fill_(count)
+        raise NotImplementedError
 
     def tensors(self) -> Iterator[tuple[str, Stored]]:
         """(`exp_avg/name` or `exp_avg_sq/name`, moment) of each parameter, in the optimiser's memory."""
@@ -77,3 +80,57 @@ class Optimiser:
     def memory(self) -> int:
         """Bytes of the moments that this rank holds."""
         return sum(flat.untyped_storage().nbytes() for buffers in self.moments.values() for flat in buffers)
+
+
+class AdamW(Optimiser):
+    """PyTorch's fused AdamW (Loshchilov & Hutter 2019), with decoupled decay."""
+
+    def __init__(self, states: DataParallel, train: TrainSpec) -> None:
+        super().__init__(states, train)
+        device, groups = states.mesh.device, dict[float, list[Tensor]]()
+        self._adam_parts = [part for part in self.parts if len(part.moments) == len(self.moments)]
+        for part in self._adam_parts:
+            groups.setdefault(part.decay, []).append(part.flat)
+        if not groups:  # a stage may hold nothing
+            groups[0.0] = [torch.zeros(0, device=device)]
+        self._adam = torch.optim.AdamW(
+            [{"params": flats, "weight_decay": decay} for decay, flats in groups.items()],
+            lr=train.lr,
+            betas=(train.beta1, train.beta2),
+            eps=train.eps,
+            fused=True,
+        )
+        for part in self._adam_parts:
+            count = torch.zeros((), dtype=torch.float32, device=device)
+            self._adam.state[part.flat] = {
+                "step": count,
+                **dict(zip(self.moments, part.moments, strict=True)),
+            }
+
+    def step(self, rate: float) -> None:
+        """Update the stored parameters from the units' gradients at learning rate `rate`."""
+        for group in self._adam.param_groups:
+            group["lr"] = rate
+        for part in self._adam_parts:
+            self._adam.state[part.flat]["step"].fill_(self.updates)
+            part.flat.grad = part.gradient
+        self._adam.step()
+        for part in self._adam_parts:
+            part.flat.grad = None
+        self.updates += 1
+
+
+class Lion(Optimiser):
+    """Lion (Chen et al. 2023, algorithm 2): steps by the sign of momentum and gradient, decoupled decay."""
+
+    @torch.no_grad()
+    def step(self, rate: float) -> None:
+        """Update the stored parameters from the units' gradients at learning rate `rate`."""
+        beta1, beta2 = self.train.beta1, self.train.beta2
+        for part in self.parts:
+            tensors = part.flat, part.gradient, *part.moments
+            for flat, gradient, momentum in zip(*(each.split(_CHUNK) for each in tensors), strict=True):
+                direction = torch.lerp(momentum, gradient, 1 - beta1).sign_()
+                flat.mul_(1 - rate * part.decay).sub_(direction, alpha=rate)
+                momentum.lerp_(gradient, 1 - beta2)
+        self.updates += 1

@@ -15,6 +15,7 @@ from meshwright.parallel.precision import LossScale
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.differences import as_in_file, differences
 from meshwright.spec.records import Number, Positive, read
+from meshwright.spec.sections import PrecisionSpec, TrainSpec
 from meshwright.train.step import Trainer
 
 FREE = {
@@ -151,9 +152,11 @@ def check_same_model(spec: RunSpec, state: dict[str, Any], where: str) -> None:
 def _changed(spec: RunSpec, state: dict[str, Any], parts: tuple[str, ...]) -> list[str]:
     """Keys of these parts that a checkpoint has with another value, each as a clause."""
     now, found = spec.to_json(), []
+    usual = {"train": TrainSpec(), "precision": PrecisionSpec()}  # for keys that came after the checkpoint
     for part in parts:
         free = FREE[part] | (TRAINING if state["data_digest"] is None else set())
-        for key, (was, is_now) in differences(state["spec"][part], now[part]).items():
+        before = {**(usual[part].model_dump(mode="json") if part in usual else {}), **state["spec"][part]}
+        for key, (was, is_now) in differences(before, now[part]).items():
             if key not in free:
                 found.append(f"{part}.{key} was {as_in_file(was)} and is {as_in_file(is_now)}")
     return found

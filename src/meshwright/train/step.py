@@ -26,7 +26,8 @@ from meshwright.parallel.precision import LossScale
 from meshwright.parallel.router_balance import LayerBalance
 from meshwright.spec import RunSpec
 from meshwright.train.lr_schedule import learning_rate
-from meshwright.train.optimiser import Optimiser
+from meshwright.train.muon import Muon
+from meshwright.train.optimiser import AdamW, Lion, Optimiser
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ class Trainer:
     def __init__(self, spec: RunSpec, mesh: Mesh, observer: UnitObserver | None = None) -> None:
         self.spec, self.mesh = spec, mesh
         self.decoder, self.states, self.balance, self.pipeline = parallelize(spec, mesh, observer)
-        self.optimiser = Optimiser(self.states, spec.train)
+        kinds: dict[str, type[Optimiser]] = {"adamw": AdamW, "lion": Lion, "muon": Muon}
+        self.optimiser = kinds[spec.train.optimiser](self.states, spec.train)
         self.loss_scale = LossScale(spec.precision)
         self.rest = 1.0
         """1/N for N targets, divided by the power of two in it that is in the loss already."""

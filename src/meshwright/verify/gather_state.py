@@ -9,12 +9,12 @@ from meshwright.train.gather_full import gather_full
 from meshwright.train.step import Trainer
 
 State = dict[str, dict[str, Tensor]]
-"""Whole tensors by kind (parameter, router bias, exp_avg, exp_avg_sq) and name; empty but on rank 0."""
+"""Whole tensors by kind (parameter, router bias, or a moment) and name; empty but on rank 0."""
 
 
 def gather_state(trainer: Trainer) -> State:
     """Gather parameters, routers' biases and moments on rank 0; collective over the mesh."""
-    found: State = {kind: {} for kind in ("parameter", "router bias", "exp_avg", "exp_avg_sq")}
+    found: State = {kind: {} for kind in ("parameter", "router bias", *trainer.optimiser.moments)}
     for key, tensor in gather_full(state.tensors(trainer).items(), trainer.mesh).items():
         kind, _, name = key.removeprefix("optim/").partition("/")
         if kind == "model":

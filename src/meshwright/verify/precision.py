@@ -29,7 +29,7 @@ from meshwright.train.vote import Vote
 from meshwright.verify.gather_state import State, gather_state
 from meshwright.verify.measured import MARGIN, Measurements, compare_gradients
 from meshwright.verify.narrow import narrow
-from meshwright.verify.reference import SAMPLES, adamw
+from meshwright.verify.reference import SAMPLES, update
 from meshwright.verify.reference_data import batches
 from meshwright.verify.reference_weights import initial_weights
 from meshwright.verify.rounding import exact_gradients, rounded_gradients
@@ -166,7 +166,7 @@ class _Comparison:
                 ("", unit.stored),
                 *((f"{kind} of ", flats[index]) for kind, flats in self.trainer.optimiser.moments.items()),
             ]:
-                for slot in unit.slots:
+                for slot in unit.slots_in(flat):
                     yield kind + slot.key, unit.local(flat, slot)
         for name, bias in self.trainer.balance.biases().items():
             yield name, bias.to_local()
@@ -213,7 +213,7 @@ class _Comparison:
         self._compare_update(number, taken, before)
 
     def _compare_update(self, number: int, taken: _Taken, before: State) -> None:
-        """Compare the norm, the moments and the parameters with AdamW of the layout's own gradients."""
+        """Compare the norm, the moments and the parameters with those of the layout's own gradients."""
         spec, found = self.spec, self.found
         grads = taken.gradients
         norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
@@ -221,14 +221,15 @@ class _Comparison:
         words = f"step {number}: the norm is {taken.done.grad_norm:.6g}, that of the gradients {norm:.6g}"
         found.add(number, "grad norm", "grad norm", off, MASTER_TOLERANCE, words)
         clip = 1.0 if spec.train.clip is None else min(1.0, spec.train.clip / (norm + 1e-6))
-        wanted: State = {kind: {} for kind in ("exp_avg", "exp_avg_sq", "parameter")}
+        wanted: State = {kind: {} for kind in (*spec.train.moments, "parameter")}
         for name, grad in grads.items():
             target = before["parameter"][name].double().clone()
-            pair = before["exp_avg"][name].double(), before["exp_avg_sq"][name].double()
-            adamw(target, grad * clip, pair, spec.train, number)
-            for kind, tensor in zip(wanted, (*pair, target), strict=True):
+            kinds = spec.train.moments_of(name, grad.ndim)
+            moments = [before[kind][name].double() for kind in kinds]
+            update(target, grad * clip, moments, spec.train, number)
+            for kind, tensor in zip((*kinds, "parameter"), (*moments, target), strict=True):
                 wanted[kind][name] = tensor
-        for kind, which in (("exp_avg", "first"), ("exp_avg_sq", "second")):
+        for kind, which in zip(spec.train.moments, ("first", "second"), strict=False):
             words = f"step {number}: the {which} moment of {{}} is not that of its gradients"
             found.close(number, kind, self.state[kind], wanted[kind], MASTER_TOLERANCE, words)
         for name, target in wanted["parameter"].items():
@@ -237,7 +238,7 @@ class _Comparison:
             eps = torch.finfo(before["parameter"][name].dtype).eps
             tolerance = 1e-3 + 2 * eps * float(start.abs().max()) / moved
             off = float((end - target).abs().max()) / moved
-            words = f"step {number}: the update of {name} is not AdamW's of its gradient ({off:.1e} off)"
+            words = f"step {number}: the update of {name} is not that of its gradient ({off:.1e} off)"
             found.add(number, "parameter", name, off, tolerance, words)
 
 

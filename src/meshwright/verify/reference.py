@@ -7,7 +7,7 @@ autograd, and the optimiser and its learning rates as their papers state them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,10 @@ def reference_steps(
             held.setdefault(f"blocks.{layer}.mlp.router.bias", bias)
     biases = {name: weight for name, weight in held.items() if name.endswith(".router.bias")}
     parameters = {name: weight.requires_grad_() for name, weight in held.items() if name not in biases}
-    moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in parameters.items()}
+    moments: dict[str, dict[str, Tensor]] = {kind: {} for kind in spec.train.moments}
+    for name, parameter in parameters.items():
+        for kind in spec.train.moments_of(name, parameter.ndim):
+            moments[kind][name] = torch.zeros_like(parameter)
     decoder = ReferenceDecoder(spec.model, held)
     device = held["embed.weight"].device
     for number, batch in enumerate(batches, 1):
@@ -63,7 +66,8 @@ def reference_steps(
         norm = torch.stack([grad.square().sum() for grad in found]).sum().sqrt()
         clip_factor = 1.0 if spec.train.clip is None else min(1.0, spec.train.clip / (float(norm) + 1e-6))
         for (name, parameter), grad in zip(parameters.items(), found, strict=True):
-            adamw(parameter, grad * clip_factor, moments[name], spec.train, number)
+            own = [kept[name] for kept in moments.values() if name in kept]
+            update(parameter, grad * clip_factor, own, spec.train, number)
         for layer, routing in routings.items():
             if moe is not None and moe.bias:
                 move_bias(moe, routing, biases[f"blocks.{layer}.mlp.router.bias"])
@@ -74,8 +78,7 @@ def reference_steps(
             "gradient": dict(zip(parameters, found, strict=True)),
             "grad norm": {"grad norm": norm.cpu()},
             "parameter": {name: parameter.detach().clone() for name, parameter in parameters.items()},
-            "exp_avg": {name: first.clone() for name, (first, _) in moments.items()},
-            "exp_avg_sq": {name: second.clone() for name, (_, second) in moments.items()},
+            **{kind: {name: each.clone() for name, each in kept.items()} for kind, kept in moments.items()},
             "balance": statistics,
             "router bias": {name: bias.clone() for name, bias in biases.items()},
         }
@@ -99,25 +102,53 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def adamw(
-    parameter: Tensor, grad: Tensor, moments: tuple[Tensor, Tensor], train: TrainSpec, number: int
-) -> None:
-    """Algorithm 2 of Loshchilov & Hutter (2019), in place; vectors are not decayed."""
+def update(parameter: Tensor, grad: Tensor, moments: Sequence[Tensor], train: TrainSpec, number: int) -> None:
+    """The step of the run's optimiser on one parameter, in place; vectors are not decayed."""
+    rate, decay = rate_of_step(train, number), train.weight_decay if parameter.ndim >= 2 else 0.0
+    kind = "adamw" if len(moments) == 2 else train.optimiser
+    direction = {"adamw": _adamw, "lion": _lion, "muon": _muon}[kind](grad, moments, train, number)
+    parameter.sub_(rate * (direction + decay * parameter))
+
+
+def _adamw(grad: Tensor, moments: Sequence[Tensor], train: TrainSpec, number: int) -> Tensor:
+    """Algorithm 2 of Loshchilov & Hutter (2019): the direction of the step, without decay."""
     first, second = moments
     first.mul_(train.beta1).add_(grad, alpha=1 - train.beta1)
     second.mul_(train.beta2).addcmul_(grad, grad, value=1 - train.beta2)
     corrected = first / (1 - train.beta1**number)
-    root = (second / (1 - train.beta2**number)).sqrt()
-    decay = train.weight_decay if parameter.ndim >= 2 else 0.0
-    rate = rate_of_step(train, number)
-    parameter.sub_(rate * (corrected / (root + train.eps) + decay * parameter))
+    return corrected / ((second / (1 - train.beta2**number)).sqrt() + train.eps)
+
+
+def _lion(grad: Tensor, moments: Sequence[Tensor], train: TrainSpec, number: int) -> Tensor:
+    """Algorithm 2 of Chen et al. (2023): the direction of the step, without decay."""
+    (momentum,) = moments
+    direction = torch.sign(train.beta1 * momentum + (1 - train.beta1) * grad)
+    momentum.mul_(train.beta2).add_(grad, alpha=1 - train.beta2)
+    return direction
+
+
+def _muon(grad: Tensor, moments: Sequence[Tensor], train: TrainSpec, number: int) -> Tensor:
+    """The step of matrices (..., r, c) by Jordan et al. (2024), in the scale of Liu et al. (2025), by an SVD.
+
+    A Newton-Schulz step applies an odd polynomial to the singular values.
+    """
+    (momentum,) = moments
+    momentum.mul_(train.beta1).add_(grad, alpha=1 - train.beta1)
+    left, values, right = torch.linalg.svd(
+        train.beta1 * momentum + (1 - train.beta1) * grad, full_matrices=False
+    )
+    values = values / (values.square().sum(-1, keepdim=True).sqrt() + 1e-7)
+    for _ in range(5):
+        values = 3.4445 * values - 4.775 * values**3 + 2.0315 * values**5
+    return 0.2 * max(grad.shape[-2:]) ** 0.5 * (left * values.unsqueeze(-2)) @ right
 
 
 def rate_of_step(train: TrainSpec, step: int) -> float:
     """Learning rate of optimiser step `step`, from 1, as the keys of `[train]` describe it.
 
-    Linear warm-up to the peak; then half a cosine (Loshchilov & Hutter 2017) or, in the last steps, a line
-    (Hu et al. 2024) down to `min_lr_ratio` of the peak, or the peak for ever.
+    Linear warm-up to the peak; then half a cosine (Loshchilov & Hutter 2017) or a line down to `min_lr_ratio`
+    of the peak, or in the last steps one of these or 1 - sqrt (Hu et al. 2024; Haegele et al. 2024), or the
+    peak for ever.
     """
     exponent = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[train.lr_scaling]
     peak = train.lr * (train.batch_tokens / train.lr_base_batch_tokens) ** exponent
@@ -127,10 +158,15 @@ def rate_of_step(train: TrainSpec, step: int) -> float:
     if step <= warmup:
         return peak * step / warmup
     lowest = peak * train.min_lr_ratio
-    if train.schedule == "cosine":
-        angle = math.pi * (step - warmup) / (total - warmup)
-        return lowest + (peak - lowest) * (1 + math.cos(angle)) / 2
+    left = (total - step) / (total - warmup) if step < total else 0.0  # share of the fall that is to come
+    form = str(train.schedule)
     if train.schedule == "wsd":
-        falling = max(1, round(train.decay_fraction * total))
-        return lowest + (peak - lowest) * min(1.0, (total - step) / falling)
-    return peak
+        form = train.decay
+        left = min(1.0, (total - step) / max(1, round(train.decay_fraction * total)))
+    if form == "cosine":
+        left = (1 - math.cos(math.pi * left)) / 2
+    elif form == "1-sqrt":
+        left = 1 - math.sqrt(1 - left)
+    elif form == "constant":
+        left = 1.0
+    return lowest + (peak - lowest) * left

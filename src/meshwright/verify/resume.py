@@ -117,7 +117,7 @@ class _Watch(Observers):
         reached = Difference(self.saved, "loaded step", str(info["step"]), missed)
         self.comparison.note(self.saved, "loaded step", [reached])
         for kind, tensors in found.items():
-            if self.imported and kind in ("exp_avg", "exp_avg_sq"):
+            if self.imported and kind in self.spec.train.moments:
                 wanted[kind] = {name: torch.zeros_like(moment) for name, moment in wanted[kind].items()}
             self.comparison.add(self.saved, f"loaded {kind}", tensors, wanted[kind])
         if self.imported:

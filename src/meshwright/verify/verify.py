@@ -82,7 +82,7 @@ def _side_by_side(
         for kind in KINDS:
             if kind in PHASES:
                 comparison.note(number, kind, differences(number, kind, sums, wanted, spec))
-            else:
+            elif kind in wanted:  # optimisers have moments of their own
                 comparison.add(number, kind, found[kind], wanted[kind])
         drift = math.inf if divergence is not None else 0.0
         copies = Difference(number, "replicas", str(divergence or "all copies"), drift)

@@ -25,6 +25,15 @@ def test_states_are_what_was_measured(zero: int) -> None:
     assert states(load(None, small(layout__zero=zero))).total == MEASURED[zero]
 
 
+@pytest.mark.parametrize("zero", MEASURED)
+def test_lion_has_one_moment(zero: int) -> None:
+    two, one = (
+        states(load(None, small(layout__zero=zero, train__optimiser=each))) for each in ("adamw", "lion")
+    )
+    assert one.optimiser == pytest.approx(two.optimiser / 2, abs=1000)  # AdamW's counts of steps
+    assert one.total - two.total == one.optimiser - two.optimiser
+
+
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_whole_gradients_wait_for_other_microbatches_in_stage_1_and_in_pipelines(zero: int) -> None:
     one, two = (64 * 4, 64 * 2 * 4)

@@ -21,11 +21,12 @@ from meshwright.units import FORMAT_BYTES
 
 AXES = ("shard", "expert_data", "replicate")
 """Axes of data ranks, each with messages of its own."""
-_UPDATE_BYTES = 38.0
-"""Bytes per parameter of an optimiser step: AdamW reads the gradient, the master and both moments, writes
-three of them and the copy that computes; the norm reads gradients once more, and they are cleared."""
-_ADAMW_BYTES = 28.0
-"""Bytes per parameter that AdamW itself moves, in fp32."""
+_UPDATE_BYTES = 12.0
+"""Bytes per parameter that an optimiser moves in fp32 without moments: it reads the gradient and the master,
+and writes the master. Each moment is read and written, 8 bytes more."""
+_AROUND_BYTES = 10.0
+"""Bytes per parameter of a step besides: the copy that computes is written, the norm reads gradients again,
+and they are cleared."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,8 @@ def data_seconds(
         mine = elements / (group.ranks if layout.zero else 1)
         reduces["replicate"] += links.collective("all_reduce", mine * stack.gradient_bytes, groups.replicate)
         whole += mine
-    optimiser = whole * kernels.updated(_UPDATE_BYTES, _UPDATE_BYTES - _ADAMW_BYTES)
+    moved = _UPDATE_BYTES + 8 * (2 if spec.train.optimiser == "adamw" else 1)
+    optimiser = whole * kernels.updated(moved + _AROUND_BYTES, _AROUND_BYTES)
     often = spec.microbatches if layout.pp == 1 else 0
     gather, reduce, units = sum(gathers.values()), sum(reduces.values()), max(1, held.units)
     contention, slower = stack.numbers.contention, 1.0

@@ -8,7 +8,7 @@ the model cost the same and are priced once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from meshwright.planner.cost.breakdown import PassSeconds, weighted_sum
 from meshwright.planner.cost.data_parallel import DataSeconds, StoredParameters, data_seconds
 from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.model import CostModel
+from meshwright.planner.cost.muon import muon_seconds
 from meshwright.planner.group_shapes import GroupShape, axes
 from meshwright.planner.layout_space import StageSplit
 from meshwright.schedule import Link, StageCost
@@ -155,7 +156,12 @@ class StageCosts:
         work = [self.passes[held] for held in mine]
         forward = sum(passes.forward.total for passes in work)
         backward = sum(passes.total for passes in work) - forward
-        return data_seconds(spec, self._costs, stored(self.blocks, together(mine)), forward, backward)
+        found = data_seconds(spec, self._costs, stored(self.blocks, together(mine)), forward, backward)
+        if spec.train.optimiser == "muon":
+            kinds = together(mine).kinds
+            more = sum(count * muon_seconds(spec, self._costs, routed) for count, routed in kinds)
+            found = replace(found, optimiser=found.optimiser + more)
+        return found
 
     def rank_times(self, spec: RunSpec) -> tuple[RankTime, ...]:
         """Seconds of each rank in a step."""

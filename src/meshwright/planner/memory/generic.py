@@ -151,7 +151,7 @@ class Generic:
         waits = layout.zero < 2 or (stack.whole_gradients and layout.pp > 1 and spec.microbatches > 1)
         gradients = width * (whole if waits else sharded)
         master = 4 * sharded if recipe.optimiser > 8 else 0
-        optimiser = (recipe.optimiser - 4) * sharded if master else recipe.optimiser * sharded
+        optimiser = (1 if spec.train.optimiser == "adamw" else 0.5) * (recipe.optimiser * sharded - master)
         buffers = 0.0
         unit = max(blocks.largest_unit, whole / max(1, held.units))
         if layout.zero == 3:

@@ -5,7 +5,7 @@ one buffer, of which each of n ranks stores a part; rows that n does not divide 
 compute in, r for reductions and m for masters, its P numbers, padding included, take (cf. Rajbhandari et al.
 2020, section 3):
 
-                    compute copy    stored      gradients               Adam's moments
+                    compute copy    stored      gradients               two moments
     n = 1           P b, or none    P m         P r, and P m or none    2 P m
     ZeRO-1          P b             P m / n     P r, or P m             2 P m / n
     ZeRO-2          P b             P m / n     P m / n                 2 P m / n
@@ -14,8 +14,8 @@ compute in, r for reductions and m for masters, its P numbers, padding included,
 "or none" where both formats are equal: then both are the same memory. With several microbatches, gradients
 of ZeRO-1, and of a pipeline in ZeRO-2 and 3 too, wait whole for the step's last microbatch and are added up
 in the format of the masters: P m instead of P r, also for n = 1, where that is then their only memory.
-Otherwise they are reduced as they arise. Adam counts its steps in a number of 4 bytes for each buffer with
-weight decay, and for each without.
+Otherwise they are reduced as they arise. AdamW has two moments, and counts its steps in a number of 4 bytes
+for each buffer with weight decay, and for each without; Lion has one, and Muon has one of matrices of blocks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class States:
     """The copy that the optimiser updates, where it is another one."""
     gradients: int
     optimiser: int
-    """Adam's moments and its counts of steps."""
+    """Moments, and AdamW's counts of steps."""
     balance: int
     """The routers' biases, and counts of the experts' load."""
 
@@ -88,6 +88,7 @@ def states(spec: RunSpec, pipeline_rank: int = 0) -> States:
 def states_at(view: RankView, shards: Sequence[StateShard]) -> States:
     """States of a rank that holds `shards`."""
     width, model, moe = widths(view.spec), view.spec.model, view.spec.model.moe
+    kind = view.spec.train.optimiser
     parameters = masters = optimiser = 0
     for unit in shards:
         stored = unit.part * width.master
@@ -96,8 +97,12 @@ def states_at(view: RankView, shards: Sequence[StateShard]) -> States:
         else:
             masters += stored
             parameters += 0 if unit.zero == 3 else unit.whole * width.compute
-        halves = (unit.decays > 0) + (unit.decays < unit.part)
-        optimiser += 2 * stored + STEP_COUNT * halves
+        matrices = unit.decays if unit.name.startswith("blocks.") else 0
+        one = {"adamw": 0, "muon": matrices, "lion": unit.part}[kind]  # elements with one moment
+        optimiser += width.master * (2 * unit.part - one)
+        optimiser += STEP_COUNT * (
+            (unit.decays > 0 and not one) + (one < unit.part and unit.decays < unit.part)
+        )
     balance = 0
     if moe is not None:
         biases = view.routed * moe.experts if moe.bias else 0

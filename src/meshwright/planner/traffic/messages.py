@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
+from math import prod
 from typing import Literal, NamedTuple, TypeVar
 
 from meshwright.planner.group_shapes import GroupShape, axes
@@ -247,6 +248,7 @@ def messages(
     inside = microbatch_messages(view, partial(layer_messages, shape), partial(end_messages, shape))
     listed = [*_state_messages(view), *(m for m in inside if m.axis != "expert")]
     listed += [*_dispatches(view, shape, copies), *_edge_messages(view, shape), *_step_messages(view)]
+    listed += _muon_messages(view)
     return [m for m in listed if m.count and m.elements and m.group.ranks > 1]
 
 
@@ -327,6 +329,32 @@ def _unit_messages(spec: RunSpec, pieces: Sequence[Piece], routed: bool, gathers
     yield call(axis, "all_gather", parts * part, width.compute, group, gathered, count=gathers)
     yield call(axis, "reduce_scatter", parts * part, width.reduce, group, reduced, count=reductions)
     yield call("replicate", "all_reduce", part, width.master, groups.replicate, Phase.STEP)
+
+
+def _muon_messages(view: RankView) -> Iterator[Message]:
+    """Rows of the matrices of blocks to the ranks that they are dealt to, and back, and pieces of those to
+    tensor ranks (`train/muon.py`): the mean over ranks, which are dealt unequal parts.
+    """
+    spec, groups = view.spec, axes(view.spec.layout)
+    if spec.train.optimiser != "muon":
+        return
+    call = partial(Message, width=widths(spec).master, phase=Phase.STEP, where="step")
+    kinds = (
+        (False, "shard", groups.shard, "tensor", groups.tensor),
+        (True, "expert_data", groups.expert_data, "expert", GroupShape(spec.layout.etp, 1)),
+    )
+    for name, listed in view.pieces().items():
+        for routed, axis, group, inner_axis, inner in kinds if name.startswith("blocks.") else ():
+            pieces = [
+                piece
+                for _, piece in listed
+                if (piece.experts is not None) == routed and len(piece.global_shape) >= 2
+            ]
+            ranks = group.ranks if spec.layout.zero else 1
+            rows = sum(part_elements(piece, ranks) for piece in pieces)
+            cut = sum(prod(piece.local_shape) for piece in pieces if piece.parts > 1)
+            yield call(axis, "all_to_all", rows, group=group._replace(ranks=ranks), count=2)
+            yield call(inner_axis, "all_gather", inner.ranks * cut / ranks, group=inner)
 
 
 def _step_messages(view: RankView) -> Iterator[Message]:
