@@ -4,8 +4,8 @@
         [--adamw 2e-3,4e-3] [--muon 2e-3,4e-3] [--lion 2e-4,4e-4]
 
 Each optimiser gets its own learning rates, since what is best for one is not for another, its paper's
-momentum, and all else of the run file. Prints one JSON object: for each (optimiser, learning rate) the losses by seed
-and their mean, and for each optimiser the best mean.
+momentum, and all else of the run file. Prints one JSON object: for each (optimiser, learning rate) the losses
+by seed and their mean, and for each optimiser the best mean.
 """
 
 from __future__ import annotations
