@@ -28,7 +28,7 @@ from meshwright.spec.sections import TrainSpec
 from meshwright.train.optimiser import AdamW, Part
 
 COEFFICIENTS = 3.4445, -4.775, 2.0315
-"""Of x, x^3 and x^5 in each Newton-Schulz step. Source: Jordan et al. 2024."""
+"""Factors of x, x^3 and x^5 in each Newton-Schulz step. Source: Jordan et al. 2024."""
 STEPS = 5
 EPS = 1e-7
 """Added to the norm that a matrix is divided by."""
