@@ -41,7 +41,8 @@ def test_the_search_its_front_and_the_step_model_agree(name: str, pp: int) -> No
     costs = CostModel(CLUSTERS[name])
     space = LayoutSpace(RunSpec.model_validate(TREE), 4, {"pp": pp, "policy": "none"})
     found = search(space, costs, 1e15, 5)
-    assert len(found.best) == 5 and found.front
+    kinds = 5 if pp == 1 else 3  # beside two stages: two data, tensor or context ranks
+    assert len(found.best) == kinds and found.front
     for each in (*found.best, *found.front):
         assert each.seconds == pytest.approx(step_time(each.spec, costs).seconds, rel=1e-12), each.spec.layout
 

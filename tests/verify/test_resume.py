@@ -109,7 +109,7 @@ def forget_the_updates() -> AbstractContextManager[object]:
 
     def forget(trainer: Trainer, kept: dict[str, Any]) -> None:
         restore(trainer, kept)
-        trainer.optimiser.updates = 0
+        trainer.optimiser.resume(0)
 
     return patch.object(state, "restore", forget)
 

@@ -70,6 +70,10 @@ class Optimiser:
         """Update the stored parameters from the units' gradients at learning rate `rate`."""
         raise NotImplementedError
 
+    def resume(self, updates: int) -> None:
+        """Go on after `updates` updates; the moments are restored by themselves."""
+        self.updates = updates
+
     def tensors(self) -> Iterator[tuple[str, Stored]]:
         """(`exp_avg/name` or `exp_avg_sq/name`, moment) of each parameter, in the optimiser's memory."""
         for moment, buffers in self.moments.items():
@@ -112,12 +116,17 @@ class AdamW(Optimiser):
         for group in self._adam.param_groups:
             group["lr"] = rate
         for part in self._adam_parts:
-            self._adam.state[part.flat]["step"].fill_(self.updates)
             part.flat.grad = part.gradient
         self._adam.step()
         for part in self._adam_parts:
             part.flat.grad = None
         self.updates += 1
+
+    def resume(self, updates: int) -> None:
+        """Go on after `updates` updates; the moments are restored by themselves."""
+        super().resume(updates)
+        for part in self._adam_parts:
+            self._adam.state[part.flat]["step"].fill_(updates)
 
 
 class Lion(Optimiser):

@@ -119,7 +119,7 @@ def imported_state(spec: RunSpec, tokenizer: str | None) -> dict[str, Any]:
 
 def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     """Set what is not a tensor from `metadata`, after the tensors were loaded in place."""
-    trainer.optimiser.updates = int(state["updates"])
+    trainer.optimiser.resume(int(state["updates"]))
     trainer.loss_scale.restore(state["loss_scale"])
     for unit in trainer.states.units:
         unit.expire()
