@@ -210,3 +210,22 @@ def test_no_rank_outlives_its_launcher(
         time.sleep(0.05)
     assert not any(map(alive, ranks))
     assert list(tmp_path.glob(f"{PREFIX}*")) == []
+
+
+def test_a_second_signal_does_not_cut_short_the_removal_of_folders(tmp_path: Path) -> None:
+    """A zygote may be signalled for each thread of a launcher that ends."""
+    (tmp_path / f"{PREFIX}1" / "generation-0").mkdir(parents=True)
+    program = """
+import os, shutil, signal
+from meshwright.recover import zygote
+remove = shutil.rmtree
+def remove_after_a_signal(*folder, **options):
+    os.kill(os.getpid(), signal.SIGCONT)
+    remove(*folder, **options)
+shutil.rmtree = remove_after_a_signal
+signal.signal(signal.SIGCONT, lambda *_: zygote._end_if_orphaned(0, []))
+zygote._end_if_orphaned(0, [])
+"""
+    ended = subprocess.run([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(tmp_path)})
+    assert ended.returncode == 1
+    assert not list(tmp_path.iterdir())

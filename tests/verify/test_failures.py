@@ -239,7 +239,7 @@ def test_calls_that_differ_are_told_before_they_start(
     plant: Plant, layout: dict[str, object], words: list[str], tmp_path: Path
 ) -> None:
     found = sentences(plant, tmp_path, **layout)
-    (told,) = (sentence for name, sentence in found.items() if name.startswith(CollectiveError.__name__))
+    told, *_ = (text for name, text in found.items() if name.startswith(CollectiveError.__name__))
     assert told.startswith("in step 1 rank ")
     assert all(word in told for word in [*words, "rank 0 calls", "rank 1 calls"])
 
@@ -249,7 +249,8 @@ def test_rows_that_one_rank_sends_and_another_does_not_expect_are_told_before_th
 ) -> None:
     experts = {"model.moe.experts": 4, "model.moe.top_k": 2, "model.moe.ffn": 16}
     found = sentences(expect_a_row_too_many, tmp_path, **experts, dp=2, ep=2)
-    (told,) = (sentence for name, sentence in found.items() if name.startswith(CollectiveError.__name__))
+    told, *others = (text for name, text in found.items() if name.startswith(CollectiveError.__name__))
+    assert all(other == told for other in others)  # the other rank may be as fast
     said = re.fullmatch(
         r"in step 1 rank 0 sends (\d+) rows to rank 1, which expects (\d+), in all_to_all of rows of 32 "
         r"float64 elements over the axis expert",
@@ -260,7 +261,7 @@ def test_rows_that_one_rank_sends_and_another_does_not_expect_are_told_before_th
 
 def test_parts_of_a_gathered_tensor_are_compared(tmp_path: Path) -> None:
     found = sentences(gather_half, tmp_path, dp=2, zero=3)
-    (told,) = (sentence for name, sentence in found.items() if name.startswith(CollectiveError.__name__))
+    told, *_ = (text for name, text in found.items() if name.startswith(CollectiveError.__name__))
     assert "calls send of " in told and "calls receive of " in told and "uint8" in told
 
 

@@ -184,6 +184,7 @@ def _end_if_orphaned(supervisor: int, ranks: Collection[int]) -> None:
     """End this process and its ranks if the supervisor is gone; remove the temporary folders that it left."""
     if os.getppid() == supervisor:
         return
+    signal.signal(signal.SIGCONT, signal.SIG_IGN)  # another would end this process while it removes them
     for pid in ranks:
         send_signal(pid, signal.SIGKILL)
     for pid in ranks:
