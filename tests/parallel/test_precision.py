@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from meshwright.parallel.precision import LossScale, formats, use_fast_fp32_matmul
-from meshwright.spec.sections import PrecisionSpec
+from meshwright.spec.precision import PrecisionSpec
 
 
 @pytest.mark.parametrize(

@@ -142,6 +142,22 @@ RESUMED: list[dict[str, object]] = [
 ]
 QUICK = [case for number, case in enumerate(RESUMED) if number % 4 in (0, 3)]
 """Each layout in one of the formats."""
+LOW: list[dict[str, object]] = [
+    {
+        "precision__compute": compute,
+        "model__ffn": 48,
+        "precision__amax_history": 3,
+        "train__eval_every": 2,
+        **layout,
+    }
+    for compute, layout in (
+        ("fp8", {"layout__dp": 2, "layout__zero": 3}),
+        ("nvfp4", {"layout__tp": 2, "model__kv_heads": 4, "model__ffn": 64}),
+        ("fp8-rowwise", {"layout__pp": 2}),
+    )
+]
+RESUMED += LOW
+QUICK += LOW
 
 
 @pytest.mark.parametrize("flags", marked(RESUMED, QUICK))

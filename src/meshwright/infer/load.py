@@ -38,7 +38,7 @@ def load_run(run: Path, dtype: torch.dtype | None = None) -> Decoder:
         check_same_model(spec, state, str(run))
 
     decoder = Decoder(spec.model)
-    if spec.precision.compute == "fp64":
+    if spec.precision.base == "fp64":
         decoder = decoder.double()
     with torch.no_grad():
         tensors = {f"model/{name}": tensor.data for name, tensor in decoder.tensors().items()}

@@ -52,10 +52,21 @@ class _Experts(torch.autograd.Function):
         sizes: Sizes,
         hooks: ExpertsHooks,
     ) -> Tensor:
-        gate_x, up_x = hooks.cached(lambda: (grouped_mm(x, gate, sizes), grouped_mm(x, up, sizes)), True)
-        (y,) = hooks.cached(lambda: (grouped_mm(_inner(gate_x, up_x, weight), down, sizes),), False)
+        operand = hooks.products.operand
+
+        def gate_and_up() -> tuple[Tensor, Tensor]:
+            rows = operand(x, "input", -1, gate)
+            gates, ups = (operand(each, "weight", -1, each) for each in (gate, up))
+            return grouped_mm(rows, gates, sizes), grouped_mm(rows, ups, sizes)
+
+        def outputs() -> tuple[Tensor]:
+            inner = operand(_inner(gate_x, up_x, weight), "input", -1, down)
+            return (grouped_mm(inner, operand(down, "weight", -1, down), sizes),)
+
+        gate_x, up_x = hooks.cached(gate_and_up, True)
+        (y,) = hooks.cached(outputs, False)
         ctx.save_for_backward(x, weight, gate_x, up_x, gate, up, down)
-        ctx.sizes, ctx.defer, ctx.parameters = sizes, hooks.defer, (gate, up, down)
+        ctx.sizes, ctx.hooks, ctx.parameters = sizes, hooks, (gate, up, down)
         return y
 
     @staticmethod
@@ -63,22 +74,33 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # Detached: a deferred weight gradient must not keep the graph behind its inputs alive.
         x, weight, gate_x, up_x, gate, up, down = (saved.detach() for saved in ctx.saved_tensors)
-        sizes, scale = ctx.sizes, weight.to(x.dtype).unsqueeze(1)
-        grad_inner = grouped_mm(grad, down.mT, sizes)
+        sizes, scale, products = ctx.sizes, weight.to(x.dtype).unsqueeze(1), ctx.hooks.products
+
+        def of_input(grad: Tensor, weight: Tensor, parameter: nn.Parameter) -> Tensor:
+            turned = products.operand(weight, "weight", -2, parameter).mT
+            return grouped_mm(products.operand(grad, "gradient", -1, parameter), turned, sizes)
+
+        of_gate, of_up, of_down = ctx.parameters
+        grad_inner = of_input(grad, down, of_down)
         silu = F.silu(gate_x)
         grad_weight = (grad_inner * (silu * up_x)).sum(1, dtype=weight.dtype)
         grad_inner = grad_inner * scale
         grad_up = grad_inner * silu
         grad_gate = torch.ops.aten.silu_backward(grad_inner.mul_(up_x), gate_x)
-        grad_x = grouped_mm(grad_gate, gate.mT, sizes)
-        grad_x.add_(grouped_mm(grad_up, up.mT, sizes))
+        grad_x = of_input(grad_gate, gate, of_gate)
+        grad_x.add_(of_input(grad_up, up, of_up))
 
         def weight_grads() -> list[Tensor]:
             inner = _inner(gate_x, up_x, weight)
-            pairs = ((grad_gate, x), (grad_up, x), (grad, inner))
-            return [grouped_outer(gradient, inputs, sizes) for gradient, inputs in pairs]
+            found = zip((grad_gate, grad_up, grad), (x, x, inner), ctx.parameters, strict=True)
+            return [
+                grouped_outer(
+                    products.rows(gradient, "gradient", each), products.rows(inputs, "input", each), sizes
+                )
+                for gradient, inputs, each in found
+            ]
 
-        if ctx.defer(ctx.parameters, weight_grads):
+        if ctx.hooks.defer(ctx.parameters, weight_grads):
             return grad_x, grad_weight, *[None] * 5
         return grad_x, grad_weight, *weight_grads(), None, None
 

@@ -75,12 +75,13 @@ def start_reduce_scatter(part: Tensor, whole: Tensor, axis: Axis) -> Pending:
 
 
 def start_all_reduce(tensor: Tensor, axis: Axis, operation: str = "all_reduce") -> Pending:
-    """Sum `tensor` over the axis in place; recorded as `operation`."""
+    """Sum `tensor` over the axis in place, or take the largest of "amax"; recorded as `operation`."""
     if axis.size == 1:
         return DONE
     sent = 2 * tensor.nbytes * (axis.size - 1) / axis.size
     calls = _announce(axis, operation, tensor)
-    work = dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
+    reduction = dist.ReduceOp.MAX if operation == "amax" else dist.ReduceOp.SUM
+    work = dist.all_reduce(tensor, op=reduction, group=axis.group, async_op=True)
     return axis.wire.start(axis.name, operation, sent, [work], calls)
 
 

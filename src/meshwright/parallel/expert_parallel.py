@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from meshwright.model.hooks import Admit, ExpertsHooks, MoeHooks
+from meshwright.model.products import Products
 from meshwright.model.token_dispatcher import TokenDispatcher, assign_rows
 from meshwright.model.with_backward import with_backward
 from meshwright.parallel.collectives import start_all_to_all
@@ -122,7 +123,7 @@ def _own_tokens(x: Tensor, axis: Axis) -> Tensor:
 
 
 def expert_parallel_hooks(
-    mesh: Mesh, admit: Admit, cache: RecomputeCache, store: WeightGradStore | None
+    mesh: Mesh, admit: Admit, cache: RecomputeCache, store: WeightGradStore | None, products: Products
 ) -> MoeHooks:
     """Hooks of the MoE layers on one rank: dispatch over the expert axis, with `admit` of the load balancer.
 
@@ -137,7 +138,9 @@ def expert_parallel_hooks(
         store.put(parameters, compute)
         return True
 
-    experts = ExpertsHooks(lambda compute, read_again: cache.run("matmul", compute, read_again), defer)
+    experts = ExpertsHooks(
+        lambda compute, read_again: cache.run("matmul", compute, read_again), defer, products
+    )
     hooks = MoeHooks(admit=admit, chunks=layout.expert_parts, experts=experts)
     if mesh.expert.size > 1:
         hooks = replace(hooks, dispatch=partial(AllToAllDispatcher, mesh.expert, layout.etp, cache))

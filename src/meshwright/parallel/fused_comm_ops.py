@@ -66,7 +66,7 @@ class FusedCommOp(ABC):
     def backward(self, saved: Tensors, grads: Tensors, parameters: Parameters = ()) -> Tensors:
         """Gradients of the first inputs, given those of the results; the other inputs have none.
 
-        `parameters` are the inputs whose gradients `store` takes where it is open.
+        `parameters` are those of the inputs that are one; `store` takes their gradients where it is open.
         """
 
     @abstractmethod
@@ -84,7 +84,7 @@ class _EagerOp(torch.autograd.Function):
         assert op.cache is not None
         results = op.cache.run(op.kind, lambda: tuple(op.forward(inputs)), read_again)
         ctx.op, ctx.inputs = op, len(inputs)
-        ctx.parameters = [x for x in inputs if isinstance(x, nn.Parameter)] if op.store else ()
+        ctx.parameters = own_parameters(inputs)
         ctx.save_for_backward(*op.keep(inputs, results))
         return results[: op.results]
 
@@ -97,6 +97,11 @@ class _EagerOp(torch.autograd.Function):
 
 _ops: WeakValueDictionary[str, FusedCommOp] = WeakValueDictionary()
 _numbers = count()
+
+
+def own_parameters(inputs: Tensors) -> list[nn.Parameter]:
+    """The inputs that are parameters; none of them is in compiled blocks."""
+    return [x for x in inputs if isinstance(x, nn.Parameter)]
 
 
 def empty(like: Tensor, *shape: int) -> Tensor:

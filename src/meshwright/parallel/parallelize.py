@@ -11,6 +11,7 @@ from meshwright.model.decoder import Decoder
 from meshwright.model.hooks import Hooks
 from meshwright.model.init import init_part_
 from meshwright.model.moe import Moe
+from meshwright.model.products import Products, products_of
 from meshwright.parallel.context_parallel import context_parallel_hooks
 from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.deferred_wgrad import WeightGradStore
@@ -36,7 +37,7 @@ from meshwright.spec.stages import stages
 
 def parallelize(
     spec: RunSpec, mesh: Mesh, observer: UnitObserver | None = None
-) -> tuple[Decoder, DataParallel, RouterBalance, Pipeline]:
+) -> tuple[Decoder, DataParallel, RouterBalance, Pipeline, Products]:
     """Build this rank's part of a decoder on the mesh.
 
     The values of the parameters are zeros until `initialise` or a checkpoint fills them. `observer` is called
@@ -48,14 +49,15 @@ def parallelize(
     cache, store = None if spec.train.compile else RecomputeCache(), WeightGradStore()
     moe_cache, deferred = cache or RecomputeCache(), store if schedule.splits_backward else None
     balance = RouterBalance(model, mesh, moe_cache)
-    hooks = decoder_hooks(spec, mesh, cache, moe_cache, deferred, balance)
+    products = products_of(spec.precision, mesh.device)
+    hooks = decoder_hooks(spec, mesh, cache, moe_cache, deferred, balance, products)
     with torch.device("meta"):
         decoder = Decoder(model, hooks)
     pieces = parameter_pieces(model, mesh)
     if max(mesh.tensor.size, mesh.expert.size) > 1:
         shard_parameters(decoder, pieces)
     names = {parameter: name for name, parameter in decoder.named_parameters()}
-    communicates = mesh.tensor.size * mesh.context.size > 1 or schedule.splits_backward
+    communicates = mesh.tensor.size * mesh.context.size > 1 or schedule.splits_backward or products.low
     recompute_and_compile(decoder, spec, cache if communicates else None, moe_cache)
     every = stages(model, layout, spec.data.seq_len)
     own = [every[index] for index in schedule.stages_of(mesh.pipeline.rank)]
@@ -67,7 +69,7 @@ def parallelize(
     pipeline = Pipeline(
         modules, mesh, partial(schedule_of, layout), store, states.begin_microbatch, states.take
     )
-    return decoder, states, balance, pipeline
+    return decoder, states, balance, pipeline, products
 
 
 def decoder_hooks(
@@ -77,6 +79,7 @@ def decoder_hooks(
     moe_cache: RecomputeCache,
     store: WeightGradStore | None,
     balance: RouterBalance,
+    products: Products,
 ) -> Hooks:
     """The operations that this rank's place on each axis puts in the place of one device's.
 
@@ -84,7 +87,7 @@ def decoder_hooks(
     gradients that the schedule defers.
     """
     model, sequence = spec.model, spec.layout.sequence_parallel
-    attention, mlp = tensor_parallel_hooks(mesh, sequence, cache, store)
+    attention, mlp = tensor_parallel_hooks(mesh, sequence, cache, store, products)
     hooks = Hooks(attention=attention, mlp=mlp)
     if mesh.tensor.size > 1:
         pieces = parameter_pieces(model, mesh)
@@ -96,7 +99,7 @@ def decoder_hooks(
         attend, mask = context_parallel_hooks(mesh, mode, narrow_values, cache)
         hooks = replace(hooks, attention=replace(attention, attend=attend), mask=mask)
     if model.moe is not None:
-        hooks = replace(hooks, moe=expert_parallel_hooks(mesh, balance.admit, moe_cache, store))
+        hooks = replace(hooks, moe=expert_parallel_hooks(mesh, balance.admit, moe_cache, store, products))
     return hooks
 
 

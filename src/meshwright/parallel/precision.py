@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.spec.sections import PrecisionSpec
+from meshwright.spec.precision import PrecisionSpec
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -25,8 +25,8 @@ class Formats:
 
 
 def formats(precision: PrecisionSpec) -> Formats:
-    """The formats of a recipe; fp64 is fp64 throughout."""
-    compute = DTYPES[precision.compute]
+    """The formats of a run, but for products in low precision; fp64 is fp64 throughout."""
+    compute = DTYPES[precision.base]
     if compute == torch.float64:
         return Formats(compute, compute, compute)
     return Formats(torch.float32, compute, DTYPES[precision.reduce])

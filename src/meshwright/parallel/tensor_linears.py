@@ -7,12 +7,11 @@ layer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import zip_longest
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from meshwright.model.products import Products
 from meshwright.model.with_backward import with_backward
 from meshwright.parallel.collectives import (
     DONE,
@@ -24,7 +23,7 @@ from meshwright.parallel.collectives import (
     start_reduce_scatter,
 )
 from meshwright.parallel.deferred_wgrad import WeightGradStore
-from meshwright.parallel.fused_comm_ops import FusedCommOp, Parameters, Tensors, empty
+from meshwright.parallel.fused_comm_ops import FusedCommOp, Parameters, Tensors, empty, own_parameters
 from meshwright.parallel.mesh import Axis, Pending
 from meshwright.parallel.recompute_cache import RecomputeCache
 
@@ -75,14 +74,19 @@ def leave_parallel_region(x: Tensor, axis: Axis, sequence: bool) -> Tensor:
 
 class _TensorOp(FusedCommOp):
     def __init__(
-        self, axis: Axis, sequence: bool, cache: RecomputeCache | None, store: WeightGradStore | None = None
+        self,
+        axis: Axis,
+        sequence: bool,
+        cache: RecomputeCache | None,
+        store: WeightGradStore | None = None,
+        products: Products | None = None,
     ) -> None:
         """With `sequence` tokens are sharded outside the parallel region."""
         super().__init__(cache, store)
         self.kind = "matmul"
-        self._axis, self._sequence = axis, sequence
+        self._axis, self._sequence, self._products = axis, sequence, products or Products()
         # Compiled, a product overlaps with its own messages where ranks can read each other's memory.
-        self._fused = cache is None and sequence and reach_each_other(axis)
+        self._fused = cache is None and sequence and not self._products.low and reach_each_other(axis)
 
     def _like(self, x: Tensor, channels: int, gathered: bool) -> Tensor:
         """An empty (B, T, channels) for x (B, T/n or T, D) if `gathered`; else with the lengths reversed."""
@@ -132,24 +136,32 @@ class ColumnParallel(_TensorOp):
             wholes = [product.view(x.shape[0], -1, product.shape[1]) for product in products]
             return [whole + bias for whole, bias in zip(wholes, biases, strict=True)] if biases else wholes
         whole = gather_tokens(x, self._axis, self._sequence)
-        return [F.linear(whole, weight, bias) for weight, bias in zip_longest(weights, biases)]
+        return self._products.forward(whole, weights, biases, own_parameters(inputs))
 
     def backward(self, saved: Tensors, grads: Tensors, parameters: Parameters = ()) -> Tensors:
         x, (weights, biases) = saved[0], self._parameters(saved)
         axis, sequence = self._axis, self._sequence
         flat = [grad.flatten(0, -2) for grad in grads]
 
+        def input_gradient() -> Tensor:
+            total = self._products.of_input(flat, weights, parameters)
+            return total.view(*grads[0].shape[:-1], -1)
+
         def weight_grads(whole: Tensor) -> list[Tensor]:
             of_biases = [grad.sum(0) for grad in flat] if biases else []
-            return [*(grad.T @ whole.flatten(0, -2) for grad in flat), *of_biases]
+            own = zip_longest(flat, parameters[: len(flat)])
+            return [
+                *(self._products.of_weight(grad, whole.flatten(0, -2), each) for grad, each in own),
+                *of_biases,
+            ]
 
         if self.store is not None and self.store.open:
-            grad_x = _sum(_input_gradient(flat, weights, grads[0]), axis, sequence)
+            grad_x = _sum(input_gradient(), axis, sequence)
             x = x.detach()  # with the graph behind it the stage's input would stay alive, too
             self.store.put(parameters, lambda: weight_grads(gather_tokens(x, axis, sequence)))
             return [grad_x]
         whole, gathering = _start_gather(x, axis) if sequence else (x, DONE)
-        partial_x = _input_gradient(flat, weights, grads[0])
+        partial_x = input_gradient()
         gathering.wait()
         grad_x, summing = _start_sum(partial_x, axis, sequence)
         of_weights = weight_grads(whole)
@@ -164,14 +176,6 @@ class ColumnParallel(_TensorOp):
         return [x for x in inputs[1:] if x.ndim == 2], [x for x in inputs[1:] if x.ndim == 1]
 
 
-def _input_gradient(flat: Sequence[Tensor], weights: Sequence[Tensor], like_BTF: Tensor) -> Tensor:
-    """(B, T, D): the sum of the layers' output gradients (N, F) times their weights (F, D)."""
-    total = flat[0] @ weights[0]
-    for grad, weight in zip(flat[1:], weights[1:], strict=True):
-        total.addmm_(grad, weight)
-    return total.view(*like_BTF.shape[:-1], -1)
-
-
 class RowParallel(_TensorOp):
     """A linear layer whose inputs are split: x (B, T, F/n), weight (D, F/n) -> the sum (B, T/n or T, D)."""
 
@@ -180,7 +184,8 @@ class RowParallel(_TensorOp):
         if self._fused:
             part = matmul_scatter(x.flatten(0, 1), weight.T, self._axis)
             return [part.view(x.shape[0], -1, part.shape[1])]
-        return [_sum(F.linear(x, weight), self._axis, self._sequence)]
+        (part,) = self._products.forward(x, [weight], [], own_parameters(inputs))
+        return [_sum(part, self._axis, self._sequence)]
 
     def backward(self, saved: Tensors, grads: Tensors, parameters: Parameters = ()) -> Tensors:
         x, weight = saved
@@ -189,12 +194,13 @@ class RowParallel(_TensorOp):
             assert gathered is not None
             return [grad_x.view(x.shape), gathered.T @ x.flatten(0, 1)]
         grad = gather_tokens(grads[0], self._axis, self._sequence).flatten(0, -2)
-        grad_x = (grad @ weight).view(x.shape)
+        grad_x = self._products.of_input([grad], [weight], parameters).view(x.shape)
+        parameter = parameters[0] if parameters else None
         if self.store is not None and self.store.open:
             x = x.detach()
-            self.store.put(parameters, lambda: [grad.T @ x.flatten(0, -2)])
+            self.store.put(parameters, lambda: [self._products.of_weight(grad, x.flatten(0, -2), parameter)])
             return [grad_x]
-        return [grad_x, grad.T @ x.flatten(0, -2)]
+        return [grad_x, self._products.of_weight(grad, x.flatten(0, -2), parameter)]
 
     def results_like(self, inputs: Tensors) -> Tensors:
         return [self._like(inputs[0], inputs[1].shape[0], False)]

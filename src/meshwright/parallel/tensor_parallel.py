@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from meshwright.model.decoder import Decoder
 from meshwright.model.hooks import AttentionHooks, MlpHooks
 from meshwright.model.linear import Linear, project
+from meshwright.model.products import Products
 from meshwright.parallel.deferred_wgrad import WeightGradStore
 from meshwright.parallel.mesh import Axis, Mesh
 from meshwright.parallel.recompute_cache import RecomputeCache
@@ -50,11 +51,16 @@ class TensorLinears:
     """
 
     def __init__(
-        self, axis: Axis, sequence: bool, cache: RecomputeCache | None, store: WeightGradStore | None
+        self,
+        axis: Axis,
+        sequence: bool,
+        cache: RecomputeCache | None,
+        store: WeightGradStore | None,
+        products: Products,
     ) -> None:
         sequence = sequence and axis.size > 1
-        self._columns = ColumnParallel(axis, sequence, cache, store)
-        self._rows = RowParallel(axis, sequence, cache, store)
+        self._columns = ColumnParallel(axis, sequence, cache, store, products)
+        self._rows = RowParallel(axis, sequence, cache, store, products)
         self._enter = EnterParallelRegion(axis, sequence, cache)
 
     def project(self, x_BTD: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
@@ -77,18 +83,23 @@ class TensorLinears:
 
 
 def tensor_parallel_hooks(
-    mesh: Mesh, sequence: bool, cache: RecomputeCache | None, store: WeightGradStore | None
+    mesh: Mesh,
+    sequence: bool,
+    cache: RecomputeCache | None,
+    store: WeightGradStore | None,
+    products: Products,
 ) -> tuple[AttentionHooks, MlpHooks]:
-    """Hooks for blocks whose linear layers are split over the tensor axis, or defer weight gradients.
+    """Hooks for blocks whose linear layers are split over the tensor axis, defer weight gradients, or compute
+    in low precision.
 
-    On one rank without `store` these are the defaults.
+    On one rank with none of these they are the defaults.
     """
     axis = mesh.tensor
-    if axis.size == 1 and store is None:
+    if axis.size == 1 and store is None and not products.low:
         return AttentionHooks(), MlpHooks()
-    split = TensorLinears(axis, sequence, cache, store)
-    whole = TensorLinears(replace(axis, size=1, rank=0), False, cache, store)
-    latents = project if cache is None else whole.project
+    split = TensorLinears(axis, sequence, cache, store, products)
+    whole = TensorLinears(replace(axis, size=1, rank=0), False, cache, store, products)
+    latents = project if cache is None and not products.low else whole.project
     attention = AttentionHooks(
         project=split.project, output=split.output, project_latents=latents, gather_rotary_key=split.gather
     )

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, get_args
 from meshwright.spec import Layout, RunSpec
 from meshwright.spec.arithmetic import divisors
 from meshwright.spec.layout import ONE_STAGE, SPLIT, ContextMode, Order, ScheduleName, ulysses_ranks
+from meshwright.spec.low_precision_rules import LOW_PRECISION_RULES, breaks
 from meshwright.spec.rules import every_rank_has_rows, has_dense_layers
 from meshwright.spec.sections import FullRecompute, NoRecompute, RecomputeSpec, SelectiveRecompute
 from meshwright.spec.stages import balanced, even
@@ -166,7 +167,15 @@ class LayoutSpace:
             and (tp % model.kv_heads == 0 or model.kv_heads % tp == 0)
             and every_rank_has_rows(model.vocab_size, tp)
             and shared % tp == 0
+            and self._rounds_alike(tp=tp)
         ]
+
+    def _rounds_alike(self, **axes: int | bool) -> bool:
+        """True if the rules of low precision take these axes."""
+        if not self.base.precision.low:
+            return True
+        run = self.base.model_copy(update={"layout": Layout.model_validate(axes)})
+        return not any(breaks(rule, run) for rule in LOW_PRECISION_RULES)
 
     def _context(self, tp: int, shared: bool) -> list[int]:
         """Sizes of the context axis; `shared` is true with sequence parallelism."""
@@ -174,7 +183,9 @@ class LayoutSpace:
         return [
             cp
             for cp in divisors(self.ranks // tp)
-            if length % (2 * cp if cp > 1 else 1) == 0 and not (shared and length // cp % tp)
+            if length % (2 * cp if cp > 1 else 1) == 0
+            and not (shared and length // cp % tp)
+            and self._rounds_alike(tp=tp, cp=cp, sequence_parallel=shared)
         ]
 
     # Pipeline, data and expert ranks.
@@ -184,6 +195,7 @@ class LayoutSpace:
         moe = self.model.moe
         whole = self._pick("ep", divisors(moe.experts) if moe else [1])
         parts = self._pick("etp", divisors(moe.ffn) if moe else [1])
+        parts = [etp for etp in parts if self._rounds_alike(etp=etp)]
         return [(ep, etp) for ep in whole for etp in parts if ranks % (ep * etp) == 0]
 
     def meshes(self, inner: LayerLayout, ep: int, etp: int) -> Iterator[DataMesh]:

@@ -25,7 +25,7 @@ class Widths:
 
 def widths(spec: RunSpec) -> Widths:
     """The widths of a run's formats in bytes; fp64 is used throughout where it computes."""
-    compute = DTYPE_BYTES[spec.precision.compute]
+    compute = DTYPE_BYTES[spec.precision.base]
     if compute == 8:
         return Widths(8, 8, 8, 8)
     return Widths(compute, 4, DTYPE_BYTES[spec.precision.reduce], 4)

@@ -11,6 +11,7 @@ from meshwright.spec.arithmetic import check_at_most, check_divides, divisors, n
 from meshwright.spec.base import MAX_RANKS
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import SPLIT, TWO_STAGES, virtual_problem
+from meshwright.spec.low_precision_rules import LOW_PRECISION_RULES
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.records import show
 from meshwright.spec.sections import Sections
@@ -345,6 +346,7 @@ RULES: tuple[Callable[[Sections], None], ...] = (
     steps_are_within,
     one_corpus_or_a_mixture,
     rollbacks_have_checkpoints,
+    *LOW_PRECISION_RULES,
 )
 
 

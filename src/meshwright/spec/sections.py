@@ -11,6 +11,7 @@ from meshwright.spec.base import MAX_BATCH, MAX_LENGTH, FrozenModel
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.precision import PrecisionSpec
 
 Tracker = Literal["tensorboard", "wandb", "trackio"]
 
@@ -118,17 +119,6 @@ class TrainSpec(FrozenModel):
     def last_step(self) -> int:
         """The step after which this start of the run stops."""
         return min(self.stop_at or self.total_steps, self.total_steps)
-
-
-class PrecisionSpec(FrozenModel):
-    """Number formats of the computation and of the reduction of gradients."""
-
-    compute: Literal["fp64", "fp32", "bf16", "fp16"] = Field(
-        "fp32", description="bf16 and fp16 keep fp32 master weights, cast as they are gathered"
-    )
-    reduce: Literal["fp32", "bf16"] = Field("fp32", description="format that gradients are summed in")
-    loss_scale: PositiveFloat = Field(65536.0, description="first loss scale of fp16")
-    loss_scale_window: PositiveInt = Field(1000, description="good steps before fp16's loss scale doubles")
 
 
 class NoRecompute(FrozenModel):

@@ -36,7 +36,7 @@ class Metrics:
 
     def measure_peak(self) -> None:
         """Measure what a matrix product reaches, summed over all ranks, which call this together."""
-        rate = matmul_flops_per_second(DTYPES[self.spec.precision.compute], self.mesh.device)
+        rate = matmul_flops_per_second(DTYPES[self.spec.precision.base], self.mesh.device)
         (measured,) = self.mesh.control.sum([rate])
         self.peak_flops = max(self.peak_flops, measured)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 from pydantic import Field, Strict
 from typing_extensions import TypedDict
@@ -14,8 +14,9 @@ from meshwright.parallel.flat_param import Stored
 from meshwright.parallel.precision import LossScale
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.differences import as_in_file, differences
+from meshwright.spec.precision import PrecisionSpec
 from meshwright.spec.records import Number, Positive, read
-from meshwright.spec.sections import PrecisionSpec, TrainSpec
+from meshwright.spec.sections import TrainSpec
 from meshwright.train.step import Trainer
 
 FREE = {
@@ -67,6 +68,7 @@ class _State(TypedDict):
     data_digest: Annotated[str, Strict()] | None
     updates: Count
     loss_scale: _Scale
+    amax_history: NotRequired[list[list[list[Number]]]]
 
 
 def check_fields(state: dict[str, Any], where: Path) -> None:
@@ -96,6 +98,7 @@ def metadata(
         "tokenizer_sha256": tokenizer,
         "updates": trainer.optimiser.updates,
         "loss_scale": trainer.loss_scale.state(),
+        **({"amax_history": trainer.scaling.state()} if trainer.scaling else {}),
     }
 
 
@@ -121,6 +124,8 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     """Set what is not a tensor from `metadata`, after the tensors were loaded in place."""
     trainer.optimiser.resume(int(state["updates"]))
     trainer.loss_scale.restore(state["loss_scale"])
+    if trainer.scaling is not None:
+        trainer.scaling.restore(state.get("amax_history", []))
     for unit in trainer.states.units:
         unit.expire()
 

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from meshwright.data.loader import Batch
+from meshwright.model.products import LowPrecision
 from meshwright.parallel.collectives import start_all_reduce, sum_scalars
 from meshwright.parallel.context_parallel import share
+from meshwright.parallel.delayed_scaling import DelayedScaling
 from meshwright.parallel.fsdp_unit import UnitObserver
 from meshwright.parallel.loss_normalization import (
     count_targets,
@@ -25,6 +27,7 @@ from meshwright.parallel.parallelize import initialise, parallelize
 from meshwright.parallel.precision import LossScale
 from meshwright.parallel.router_balance import LayerBalance
 from meshwright.spec import RunSpec
+from meshwright.spec.precision import DELAYED
 from meshwright.train.lr_schedule import learning_rate
 from meshwright.train.muon import Muon
 from meshwright.train.optimiser import AdamW, Lion, Optimiser
@@ -64,7 +67,10 @@ class Trainer:
 
     def __init__(self, spec: RunSpec, mesh: Mesh, observer: UnitObserver | None = None) -> None:
         self.spec, self.mesh = spec, mesh
-        self.decoder, self.states, self.balance, self.pipeline = parallelize(spec, mesh, observer)
+        self.decoder, self.states, self.balance, self.pipeline, products = parallelize(spec, mesh, observer)
+        self.scaling = None
+        if spec.precision.compute in DELAYED and isinstance(products, LowPrecision):
+            self.scaling = DelayedScaling(spec, mesh, self.states, products)
         kinds: dict[str, type[Optimiser]] = {"adamw": AdamW, "lion": Lion, "muon": Muon}
         self.optimiser = kinds[spec.train.optimiser](self.states, spec.train)
         self.loss_scale = LossScale(spec.precision)
@@ -113,6 +119,8 @@ class Trainer:
         power, self.rest = power_and_rest(weight_of_a_target(self._targets[1]))
         micros = list(microbatches(own_tokens(batch, self.mesh), self.spec.micro_batch, self.mesh.device))
         self.states.begin_step(len(micros))
+        if self.scaling is not None:
+            self.scaling.begin_step()
         sequence = share_of_a_sequence(self.spec.batch_sequences)
         self.balance.begin_step(sequence * self.loss_scale.value / self.rest)
         for stage in self.pipeline.stages.values():
@@ -178,6 +186,8 @@ class Trainer:
             self.states.scale_gradients(clip_factor * self.gradient_factor)
             self.optimiser.step(rate)
             self.balance.update()
+        if self.scaling is not None:
+            self.scaling.end_step(finite)
         scale = self.loss_scale.value
         self.loss_scale.update(finite)
         self.states.end_step()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import lcm
 
 from meshwright.spec import Layout, MlaSpec, ModelSpec, MoeSpec, RunSpec
+from meshwright.spec.precision import BLOCKS
 from meshwright.spec.stages import stages
 
 MOST_WORK = 2e9
@@ -38,12 +39,13 @@ def narrow(spec: RunSpec, most_work: float = MOST_WORK, least_tokens: int = 0) -
         cut = _narrow_cut([base + (stage < rest) for stage in range(count)])
     else:
         cut = _narrow_cut([len(stage.blocks) for stage in stages(spec.model, layout, spec.data.seq_len)])
-    seq_len = _reduced(spec.data.seq_len, max(128, 16 * layout.cp), 2 * layout.cp * layout.tp)
+    unit = 2 * layout.cp * layout.tp * _block(spec)
+    seq_len = _reduced(spec.data.seq_len, max(128, 16 * layout.cp), unit)
     microbatches = _reduced(spec.microbatches, max(4, 2 * layout.pp), layout.pp)
     rows = -(-least_tokens // (seq_len * microbatches * layout.data_ranks))
     micro = min(spec.micro_batch, max(3, rows))
     tree = spec.to_json()
-    tree["model"] = _narrow_model(spec.model, layout, sum(cut))
+    tree["model"] = _narrow_model(spec, layout, sum(cut))
     if (window := spec.model.sliding_window) is not None and window < spec.data.seq_len:
         tree["model"]["sliding_window"] = min(window, max(1, seq_len // 4))
     tree["data"]["seq_len"] = seq_len
@@ -69,8 +71,8 @@ def narrow_for_all(spec: RunSpec, ranks: int) -> tuple[RunSpec, str | None]:
         return alone, None
     folded = ranks if spec.model.moe is not None else 1
     widest = Layout(dp=ranks, tp=ranks, ep=folded, etp=folded)  # what divides by its axes does so by all
-    seq_len = _reduced(spec.data.seq_len, 8 * ranks, 2 * ranks)
-    tree["model"] = _narrow_model(spec.model, widest, _reduced(spec.model.layers, 2 * ranks, ranks))
+    seq_len = _reduced(spec.data.seq_len, 8 * ranks, 2 * ranks * _block(spec))
+    tree["model"] = _narrow_model(spec, widest, _reduced(spec.model.layers, 2 * ranks, ranks))
     if (window := spec.model.sliding_window) is not None and window < spec.data.seq_len:
         tree["model"]["sliding_window"] = min(window, max(1, seq_len // 4))
     tree["data"]["seq_len"] = seq_len
@@ -106,23 +108,33 @@ def _narrow_cut(blocks: Sequence[int]) -> list[int]:
     return cut
 
 
-def _narrow_model(model: ModelSpec, layout: Layout, layers: int) -> dict[str, object]:
+def _block(spec: RunSpec) -> int:
+    """Divisor of the sides of matrices and of sequences on a rank, for the scales of low precision."""
+    return BLOCKS.get(spec.precision.compute, 1)
+
+
+def _narrow_model(spec: RunSpec, layout: Layout, layers: int) -> dict[str, object]:
+    model, block = spec.model, _block(spec)
     kv_heads = _narrow_kv_heads(model, layout)
     heads = model.heads // model.kv_heads * kv_heads
     head_dim = min(model.head_dim, 8)
+    if spec.precision.low and model.mla is not None:
+        head_dim = model.head_dim
+    elif spec.precision.low:
+        head_dim = next(d for d in range(8, model.head_dim + 1, 2) if kv_heads * d // layout.tp % block == 0)
     ranks, experts = _kept_by(layout.shard_ranks), _kept_by(layout.expert_data_ranks) if model.moe else 1
-    hidden = _reduced(model.hidden, min(64, max(16, heads * head_dim)), lcm(ranks, experts))
+    hidden = _reduced(model.hidden, min(64, max(16, heads * head_dim)), lcm(ranks, experts, block))
     ffn = max(8 * layout.tp, hidden * model.ffn // model.hidden)
     return {
         **model.model_dump(mode="json"),
         "layers": layers,
         "hidden": hidden,
-        "ffn": _reduced(model.ffn, ffn, layout.tp * ranks),
+        "ffn": _reduced(model.ffn, ffn, layout.tp * lcm(ranks, block)),
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
-        "mla": None if model.mla is None else _narrow_latents(model.mla, model.head_dim),
-        "moe": None if model.moe is None else _narrow_experts(model, model.moe, layout, layers),
+        "mla": None if model.mla is None else _narrow_latents(model.mla, model.head_dim, block),
+        "moe": None if model.moe is None else _narrow_experts(spec, model.moe, layout, layers),
         # Each of tp ranks has rows, however few are left for the last one, from tp^2 on.
         "vocab_size": _reduced(model.vocab_size, max(256, layout.tp**2), lcm(64, layout.tp)),
         "preset": None,
@@ -154,8 +166,9 @@ def _narrow_kv_heads(model: ModelSpec, layout: Layout) -> int:
     )
 
 
-def _narrow_experts(model: ModelSpec, moe: MoeSpec, layout: Layout, layers: int) -> dict[str, object]:
+def _narrow_experts(spec: RunSpec, moe: MoeSpec, layout: Layout, layers: int) -> dict[str, object]:
     """As few experts as their groups, the expert ranks and each token's choice leave, with few channels."""
+    model, block = spec.model, _block(spec)
     unit = lcm(moe.groups, layout.ep)
     needed = max(2 * moe.top_k, moe.groups * -(-moe.top_k // moe.top_groups), 2 * moe.groups, 2 * layout.ep)
     fewest = -(-needed // unit) * unit
@@ -165,15 +178,22 @@ def _narrow_experts(model: ModelSpec, moe: MoeSpec, layout: Layout, layers: int)
     return {
         **moe.model_dump(mode="json"),
         "experts": fewest if fewest <= moe.experts else moe.experts,
-        "ffn": _reduced(moe.ffn, 8 * layout.etp, layout.etp * _kept_by(layout.expert_data_ranks)),
-        "shared_ffn": _reduced(moe.shared_ffn, 8 * layout.tp, layout.tp * _kept_by(layout.shard_ranks)),
+        "ffn": _reduced(moe.ffn, 8 * layout.etp, layout.etp * lcm(_kept_by(layout.expert_data_ranks), block)),
+        "shared_ffn": _reduced(
+            moe.shared_ffn, 8 * layout.tp, layout.tp * lcm(_kept_by(layout.shard_ranks), block)
+        ),
         "capacity_factor": None if moe.capacity_factor is None else min(1.0, moe.capacity_factor),
         **places,
     }
 
 
-def _narrow_latents(mla: MlaSpec, head_dim: int) -> dict[str, object]:
-    """For heads of 8 channels, or of `head_dim` where that is less; values stay narrower where they are."""
+def _narrow_latents(mla: MlaSpec, head_dim: int, block: int) -> dict[str, object]:
+    """For heads of 8 channels, or of `head_dim` where that is less; values stay narrower where they are.
+
+    They stay as they are where sides of matrices are multiples of a block.
+    """
+    if block > 1:
+        return mla.model_dump(mode="json")
     widest = min(head_dim, 8) - (2 if mla.v_dim < head_dim else 0)
     return {
         "q_rank": mla.q_rank and min(mla.q_rank, 16),

@@ -21,7 +21,7 @@ from meshwright.data.loader import Batch, Loader
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import formats
 from meshwright.parallel.waiting import while_others_wait
-from meshwright.spec import RunSpec
+from meshwright.spec import RunSpec, UserError
 from meshwright.spec.tiling import tiled
 from meshwright.train.gather_full import gather_full
 from meshwright.train.step import Step, Trainer
@@ -68,7 +68,15 @@ class _Taken(NamedTuple):
 
 
 def verify_in_own_precision(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
-    """Run `steps` steps of the layout in the run's precision; the first rank gets the result."""
+    """Run `steps` steps of the layout in the run's precision; the first rank gets the result.
+
+    Raises `UserError` for products in low precision.
+    """
+    if spec.precision.low:
+        raise UserError(
+            f"--precision run: does not go with precision.compute = {spec.precision.compute!r}, whose "
+            f"operands are rounded in float64, too, where both sides are equal; leave --precision out"
+        )
     tree = exact(spec, steps).to_json()
     tree["precision"] = spec.to_json()["precision"]
     tree["train"]["compile"] = spec.train.compile

@@ -17,6 +17,7 @@ from meshwright.data.loader import Batch
 from meshwright.spec import RunSpec
 from meshwright.spec.sections import TrainSpec
 from meshwright.verify.reference_decoder import ReferenceDecoder, Routing
+from meshwright.verify.reference_low_precision import ReferenceLinears
 from meshwright.verify.reference_router import move_bias, router_losses, router_statistics
 from meshwright.verify.reference_sums import ReferenceSums
 
@@ -51,10 +52,12 @@ def reference_steps(
     for name, parameter in parameters.items():
         for kind in spec.train.moments_of(name, parameter.ndim):
             moments[kind][name] = torch.zeros_like(parameter)
-    decoder = ReferenceDecoder(spec.model, held)
+    linears = ReferenceLinears(spec)
+    decoder = ReferenceDecoder(spec.model, held, linears=linears)
     device = held["embed.weight"].device
     for number, batch in enumerate(batches, 1):
         moved, sums = batch.to(device), ReferenceSums()
+        linears.begin_step(int((batch.targets != IGNORE).sum()))
         decoder.tap = sums.tap
         loss, objective, routings = loss_and_objective(decoder, moved)
         statistics: dict[str, Tensor] = {}
@@ -71,6 +74,7 @@ def reference_steps(
         for layer, routing in routings.items():
             if moe is not None and moe.bias:
                 move_bias(moe, routing, biases[f"blocks.{layer}.mlp.router.bias"])
+        linears.end_step()
         yield {
             "samples": {name: getattr(batch, name) for name in SAMPLES},
             **sums.tables,

@@ -28,6 +28,10 @@ Tap = Callable[[str, Tensor], Tensor]
 """(path of a submodule of `Decoder`, its output) -> the output that is used from there on."""
 
 
+Linears = Callable[[str, Tensor, Tensor], Tensor]
+"""(name, x (..., I), matrix (O, I)) -> x by the matrix of this name, (..., O)."""
+
+
 class Routing(NamedTuple):
     """One layer's routing of a batch: router logits and scores (n, T, E), chosen experts (n, T, k), and
     which of these copies (n, T, k) are within the experts' capacity."""
@@ -45,8 +49,15 @@ class ReferenceDecoder:
     those of its experts (n, T, D) the sum over each token's experts, and those of the head the logits.
     """
 
-    def __init__(self, spec: ModelSpec, weights: Mapping[str, Tensor], tap: Tap | None = None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Mapping[str, Tensor],
+        tap: Tap | None = None,
+        linears: Linears | None = None,
+    ) -> None:
         self.spec, self.weights = spec, weights
+        self.linears: Linears = linears or (lambda _name, x, weight: x @ weight.T)
         self.tap: Tap = tap or (lambda _path, x: x)
 
     def __call__(
@@ -77,7 +88,7 @@ class ReferenceDecoder:
     # Layers -----------------------------------------------------------------------------------------
 
     def _linear(self, path: str, x: Tensor) -> Tensor:
-        y = x @ self.weights[f"{path}.weight"].T
+        y = self.linears(f"{path}.weight", x, self.weights[f"{path}.weight"])
         bias = self.weights.get(f"{path}.bias")
         return self.tap(path, y if bias is None else y + bias)
 
@@ -173,16 +184,22 @@ class ReferenceDecoder:
         if moe.renormalise:
             weights = weights / weights.sum(-1, keepdim=True)
         weights = moe.scale * weights * routing.admitted
-        gate, up, down = (self.weights[f"{path}.experts.{which}"] for which in ("gate", "up", "down"))
+        names = [f"{path}.experts.{which}" for which in ("gate", "up", "down")]
+        gate, up, down = ((name, self.weights[name]) for name in names)
+
+        def linear(x: Tensor, named: tuple[str, Tensor]) -> Tensor:
+            return self.linears(named[0], x, named[1][expert])
+
         tokens = x.flatten(0, 1)
         y = torch.zeros_like(tokens)
         for expert in range(moe.experts):
             sent = (experts == expert) & routing.admitted
             rows = sent.any(-1).flatten().nonzero().squeeze(1)
-            gated = tokens[rows] @ gate[expert].T
-            output = (gated * torch.sigmoid(gated) * (tokens[rows] @ up[expert].T)) @ down[expert].T
-            weight = (weights * sent).sum(-1).flatten()[rows]
-            y = y.index_add(0, rows, weight.unsqueeze(1) * output)
+            gated = linear(tokens[rows], gate)
+            weight = (weights * sent).sum(-1).flatten()[rows].unsqueeze(1)
+            y = y.index_add(
+                0, rows, linear(gated * torch.sigmoid(gated) * linear(tokens[rows], up) * weight, down)
+            )
         y = self.tap(f"{path}.experts", y.view_as(x))
         if moe.shared_ffn:
             y = y + self._mlp(f"{path}.shared", x)

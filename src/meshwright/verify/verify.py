@@ -134,9 +134,15 @@ def _tensors(balance: dict[int, LayerBalance]) -> dict[str, Tensor]:
 
 
 def exact(spec: RunSpec, steps: int) -> RunSpec:
-    """Return the run in float64 and uncompiled, on synthetic documents, with at least `steps` steps."""
+    """Return the run in float64 and uncompiled, on synthetic documents, with at least `steps` steps.
+
+    Products in low precision stay, of operands that are computed in float64.
+    """
     tree = spec.to_json()
-    tree["precision"] = {"compute": "fp64"}
+    if spec.precision.low:
+        tree["precision"]["high"] = "fp64"
+    else:
+        tree["precision"] = {"compute": "fp64"}
     kept = {key: tree["data"][key] for key in ("seq_len", "pack", "document_mask")}
     tree["data"] = {"corpus": "synthetic", **kept}
     total = max(spec.train.total_steps, steps)

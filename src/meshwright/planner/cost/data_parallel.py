@@ -17,7 +17,7 @@ from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.precision import PRECISIONS
 from meshwright.planner.group_shapes import GroupShape, axes
 from meshwright.spec import RunSpec
-from meshwright.units import FORMAT_BYTES
+from meshwright.units import DTYPE_BYTES
 
 AXES = ("shard", "expert_data", "replicate")
 """Axes of data ranks, each with messages of its own."""
@@ -70,7 +70,7 @@ def data_seconds(
         costs.links,
         costs.kernels,
     )
-    width = FORMAT_BYTES[spec.precision.compute] if stack.own else stack.gather_bytes
+    width: float = DTYPE_BYTES[spec.precision.base] if stack.own else stack.gather_bytes
     if stack.low_states and costs.format in PRECISIONS:
         width = PRECISIONS[costs.format].gathered
     unpack = kernels.moved(stack.unpacked)

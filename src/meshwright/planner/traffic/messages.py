@@ -20,7 +20,9 @@ from meshwright.planner.rank_view import RankView, part_elements, place_of, shar
 from meshwright.planner.traffic.layer_shape import LayerShape, admitted, balance_counts, layer_shape
 from meshwright.schedule import Kind, steps
 from meshwright.spec import RunSpec
+from meshwright.spec.low_precision_rules import rounded_parameters
 from meshwright.spec.parameters import Piece
+from meshwright.spec.precision import DELAYED
 from meshwright.spec.tiling import loss_rows
 
 Key = TypeVar("Key")
@@ -96,7 +98,8 @@ class Message:
         """
         if self.operation in ("send", "shift"):
             return self.size
-        return (2 if self.operation in ("all_reduce", "scalars") else 1) * self.size * share(self.group.ranks)
+        twice = self.operation in ("all_reduce", "scalars", "amax")
+        return (2 if twice else 1) * self.size * share(self.group.ranks)
 
     def times(self, count: float) -> Message:
         """`count` times as many calls."""
@@ -372,4 +375,7 @@ def _step_messages(view: RankView) -> Iterator[Message]:
         ends = GroupShape(2, groups.pipeline.stride * (spec.layout.pp - 1))
         yield call("pipeline", "all_reduce", tied, master, ends)
     numbers = _TOTALS + (balance_counts(spec.model, moe) if moe is not None else 0)
-    yield call("world", "scalars", numbers, _COUNT, GroupShape(spec.layout.world_size, 1))
+    world = GroupShape(spec.layout.world_size, 1)
+    yield call("world", "scalars", numbers, _COUNT, world)
+    if spec.precision.compute in DELAYED:
+        yield call("world", "amax", 3 * len([*rounded_parameters(spec)]), 4, world)

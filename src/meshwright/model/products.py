@@ -1,0 +1,262 @@
+"""The three matrix products of a linear layer, in the format of its operands or in low precision.
+
+Of a recipe of low precision (`low_precision.py`) the operands are rounded along the dim that is summed, and
+products are summed in fp32. fp8 and fp8-rowwise have kernels on GPUs; all else is the product of the rounded
+operands, with the same result but for the order of sums. nvfp4 rounds gradients stochastically, and rotates
+both operands of the gradient of a weight.
+
+Shapes: N tokens, O outputs, I inputs of a linear layer, R rows of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshwright.model.low_precision import (
+    E4M3,
+    E5M2,
+    PART,
+    round_nvfp4,
+    round_tensor,
+    round_tiles,
+    scale_of,
+    to_numbers,
+)
+from meshwright.spec.errors import UserError
+from meshwright.spec.precision import BLOCKS, DELAYED, PrecisionSpec
+
+Role = Literal["input", "weight", "gradient"]
+ROLES: tuple[Role, ...] = ("input", "weight", "gradient")
+Parameters = Sequence[nn.Parameter]
+
+
+class Products:
+    """Products in the format of their operands. `parameter` is that of the weight."""
+
+    low = False
+
+    def operand(self, x: Tensor, role: Role, dim: int, *parameters: nn.Parameter | None) -> Tensor:
+        """An operand (..., R, C) of products with these weights that sum over its `dim`, -1 or -2."""
+        return x
+
+    def rows(self, x_RC: Tensor, role: Role, parameter: nn.Parameter | None) -> Tensor:
+        """An operand of a product that sums over rows whose order depends on the layout, as experts' do."""
+        return x_RC
+
+    def forward(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], parameters: Parameters
+    ) -> list[Tensor]:
+        """x (..., I) by each of the weights (O, I), plus its bias: (..., O) each."""
+        return [F.linear(x, weight, bias) for weight, bias in zip_longest(weights, biases)]
+
+    def of_input(self, grads: Sequence[Tensor], weights: Sequence[Tensor], parameters: Parameters) -> Tensor:
+        """The gradient (N, I) of the input: the sum of grads (N, O) by their weights (O, I)."""
+        total = grads[0] @ weights[0]
+        for grad, weight in zip(grads[1:], weights[1:], strict=True):
+            total.addmm_(grad, weight)
+        return total
+
+    def of_weight(self, grad_NO: Tensor, x_NI: Tensor, parameter: nn.Parameter | None) -> Tensor:
+        """The gradient (O, I) of a weight."""
+        return grad_NO.T @ x_NI
+
+
+class Scaling(NamedTuple):
+    """Scales of the operands in a layer's products, and the largest numbers that they had in this step.
+
+    Both are vectors in the order of `ROLES`.
+    """
+
+    scales: Tensor
+    seen: Tensor
+
+
+class LowPrecision(Products):
+    """Products whose operands are rounded by a recipe.
+
+    `scalings` has the scales of whole tensors by the weight's parameter, for recipes that have any; until
+    `scaled` is set these are not known, and products are in the format of their operands. With `noting` the
+    largest numbers of operands are noted.
+    """
+
+    low = True
+
+    def __init__(self, precision: PrecisionSpec) -> None:
+        self.recipe, self.block = precision.compute, BLOCKS[precision.compute]
+        usual = "e5m2" if self.recipe == "fp8" else "e4m3"
+        gradients = E5M2 if (precision.fp8_gradients or usual) == "e5m2" else E4M3
+        self.forms = {"input": E4M3, "weight": E4M3, "gradient": gradients}
+        self.scalings: Mapping[nn.Parameter, Scaling] = {}
+        self.scaled = self.recipe not in DELAYED
+        self.noting = False
+
+    def operand(self, x: Tensor, role: Role, dim: int, *parameters: nn.Parameter | None) -> Tensor:
+        of_weight = dim == -2 and role != "weight"  # of the product that is the gradient of a weight
+        if self.recipe == "fp8-rowwise" and of_weight:
+            return x
+        if self.recipe in DELAYED:
+            if self.recipe == "nvfp4" and of_weight:
+                x = rotate(x)
+            scale = self._scale(x, role, *parameters)
+            if not self.scaled:
+                return x
+            if self.recipe == "fp8":
+                return round_tensor(x, self.forms[role], scale)
+            return round_nvfp4(x, scale, *self._tile(role, dim), stochastic=role == "gradient")
+        return round_tiles(x, self.forms[role], *self._tile(role, dim))
+
+    def rows(self, x_RC: Tensor, role: Role, parameter: nn.Parameter | None) -> Tensor:
+        return self.operand(x_RC, role, -2, parameter) if self.recipe == "fp8" else x_RC
+
+    def forward(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], parameters: Parameters
+    ) -> list[Tensor]:
+        own = zip_longest(weights, parameters[: len(weights)])
+        rounded = [self.operand(weight, "weight", -1, parameter) for weight, parameter in own]
+        x = self.operand(x, "input", -1, *parameters[: len(weights)])
+        return super().forward(x, rounded, biases, parameters)
+
+    def of_input(self, grads: Sequence[Tensor], weights: Sequence[Tensor], parameters: Parameters) -> Tensor:
+        own = list(zip_longest(grads, weights, parameters[: len(weights)]))
+        return super().of_input(
+            [self.operand(grad, "gradient", -1, parameter) for grad, _, parameter in own],
+            [self.operand(weight, "weight", -2, parameter) for _, weight, parameter in own],
+            parameters,
+        )
+
+    def of_weight(self, grad_NO: Tensor, x_NI: Tensor, parameter: nn.Parameter | None) -> Tensor:
+        grad = self.operand(grad_NO, "gradient", -2, parameter)
+        return super().of_weight(grad, self.operand(x_NI, "input", -2, parameter), parameter)
+
+    def _tile(self, role: Role, dim: int) -> tuple[int, int]:
+        """Rows and columns that share a scale; 0 stands for all of them."""
+        along = 0 if self.recipe == "fp8-rowwise" else self.block
+        across = self.block if role == "weight" and self.recipe in ("fp8-blockwise", "nvfp4") else 1
+        return (across, along) if dim == -1 else (along, across)
+
+    def _scale(self, x: Tensor, role: Role, *parameters: nn.Parameter | None) -> Tensor:
+        """The scale of a whole tensor, whose largest number may be noted for each of the weights."""
+        place = ROLES.index(role)
+        scalings = [self.scalings[parameter] for parameter in parameters if parameter is not None]
+        if self.noting and x.numel():
+            least, most = x.detach().aminmax()
+            largest = torch.maximum(most, -least)
+            for scaling in scalings:
+                scaling.seen[place].copy_(torch.maximum(scaling.seen[place], largest))
+        return scalings[0].scales[place]
+
+
+class KernelProducts(LowPrecision):
+    """Products in fp8 with a scale for a tensor or a row, by the kernels of `torch._scaled_mm`."""
+
+    def forward(
+        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], parameters: Parameters
+    ) -> list[Tensor]:
+        if not self.scaled:
+            return super().forward(x, weights, biases, parameters)
+        left = self._rounded(x.flatten(0, -2), "input", -1, *parameters[: len(weights)])
+        products = []
+        for weight, bias, parameter in zip_longest(weights, biases, parameters[: len(weights)]):
+            product = scaled_mm(left, self._rounded(weight, "weight", -1, parameter), x.dtype)
+            product = product.view(*x.shape[:-1], -1)
+            products.append(product if bias is None else product.add_(bias))
+        return products
+
+    def of_input(self, grads: Sequence[Tensor], weights: Sequence[Tensor], parameters: Parameters) -> Tensor:
+        if not self.scaled:
+            return super().of_input(grads, weights, parameters)
+        products = []
+        for grad, weight, parameter in zip_longest(grads, weights, parameters[: len(weights)]):
+            right = turned(self._rounded(weight, "weight", -2, parameter))
+            products.append(scaled_mm(self._rounded(grad, "gradient", -1, parameter), right, grad.dtype))
+        total = products[0]
+        for product in products[1:]:
+            total.add_(product)
+        return total
+
+    def of_weight(self, grad_NO: Tensor, x_NI: Tensor, parameter: nn.Parameter | None) -> Tensor:
+        if not self.scaled or self.recipe == "fp8-rowwise":
+            return super().of_weight(grad_NO, x_NI, parameter)
+        left = turned(self._rounded(grad_NO, "gradient", -2, parameter))
+        return scaled_mm(left, turned(self._rounded(x_NI, "input", -2, parameter)), x_NI.dtype)
+
+    def _rounded(self, x: Tensor, role: Role, dim: int, *parameters: nn.Parameter | None) -> Rounded:
+        form = self.forms[role]
+        if self.recipe == "fp8":
+            scales = self._scale(x, role, *parameters)
+        else:
+            least, most = x.aminmax(dim=dim, keepdim=True)
+            scales = scale_of(torch.maximum(most, -least).float(), form.largest)
+        size = max(1, PART // max(1, x.shape[1]))
+        each = scales.expand(x.shape[0], scales.shape[-1] if scales.ndim else 1)
+        pairs = zip(x.split(size), each.split(size), strict=True)
+        return Rounded(torch.cat([to_numbers(part, form, own) for part, own in pairs]), scales)
+
+
+class Rounded(NamedTuple):
+    """An operand (R, C) in 8 bits, and the scales to multiply it by: one, or (R, 1) or (1, C)."""
+
+    numbers: Tensor
+    scales: Tensor
+
+
+def turned(operand: Rounded) -> Rounded:
+    """The transpose (C, R) of an operand (R, C), laid out anew: kernels sum along rows."""
+    scales = operand.scales.T if operand.scales.ndim else operand.scales
+    return Rounded(operand.numbers.T.contiguous(), scales)
+
+
+def scaled_mm(left: Rounded, right: Rounded, dtype: torch.dtype) -> Tensor:
+    """left (M, K) times the transpose of right (N, K), with a scale for each row of both, or one for all."""
+    scales = left.scales, right.scales.T if right.scales.ndim else right.scales
+    return torch._scaled_mm(left.numbers, right.numbers.T, *scales, out_dtype=dtype)
+
+
+CAPABILITY = {
+    "fp8": (8, 9),
+    "fp8-rowwise": (8, 9),
+    "fp8-blockwise": (9, 0),
+    "mxfp8": (10, 0),
+    "nvfp4": (10, 0),
+}
+"""The first compute capability of NVIDIA's that has a recipe's format. Source: cuBLAS 13 documentation."""
+
+
+def products_of(precision: PrecisionSpec, device: torch.device) -> Products:
+    """The products of a run on a device. Raises `UserError` for a GPU without the recipe's format."""
+    if not precision.low:
+        return Products()
+    if device.type != "cuda":
+        return LowPrecision(precision)
+    if (own := torch.cuda.get_device_capability(device)) < CAPABILITY[precision.compute]:
+        fits = [recipe for recipe, least in CAPABILITY.items() if own >= least]
+        needed = ".".join(map(str, CAPABILITY[precision.compute]))
+        raise UserError(
+            f"precision.compute: {precision.compute!r} needs a GPU of compute capability {needed}, and "
+            f"{torch.cuda.get_device_name(device)} has {own[0]}.{own[1]}; try {' or '.join(fits or ['bf16'])}"
+        )
+    return (KernelProducts if precision.compute in ("fp8", "fp8-rowwise") else LowPrecision)(precision)
+
+
+SIGNS = 1, 1, -1, 1, -1, -1, 1, 1, -1, 1, 1, 1, -1, -1, 1, -1
+"""Signs of the rotation; any that look random serve (NVIDIA 2025, §4.2)."""
+
+
+def rotate(x_RC: Tensor) -> Tensor:
+    """Each 16 rows of (..., R, C) rotated by a Hadamard matrix with random signs, which spreads outliers.
+
+    A product that sums over the rows of two operands is that of the rotated ones.
+    """
+    hadamard = x_RC.new_ones(1, 1)
+    for _ in range(4):
+        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
+    columns = zip(hadamard.unbind(1), SIGNS, strict=True)
+    turn = torch.stack([column * sign for column, sign in columns], 1) / 4
+    rows = x_RC.unflatten(-2, (-1, 16))
+    return (turn @ rows).view(x_RC.shape)

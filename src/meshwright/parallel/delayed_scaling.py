@@ -1,0 +1,75 @@
+"""Delayed scaling: scales of whole tensors follow from the largest numbers of the steps before.
+
+Splits nothing. A tensor of which ranks hold parts has one scale, and none of them waits for its largest
+number before a product (Micikevicius et al. 2022; Transformer Engine). In the first step no scale is known,
+and products are in the format of their operands.
+Wire          once a step the largest numbers of 3 operands of each matrix, 4 bytes each, over all ranks.
+Saves         a message before each product.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from meshwright.model.low_precision import E2M1, E4M3, ROOM, scale_of
+from meshwright.model.products import ROLES, LowPrecision, Scaling
+from meshwright.parallel.collectives import start_all_reduce
+from meshwright.parallel.data_parallel import DataParallel
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec import RunSpec
+from meshwright.spec.low_precision_rules import rounded_parameters
+
+
+class DelayedScaling:
+    """The history of largest numbers, and the scales that follow, of the matrices of all stages."""
+
+    def __init__(self, spec: RunSpec, mesh: Mesh, states: DataParallel, products: LowPrecision) -> None:
+        self._mesh, self._products = mesh, products
+        names = [parameter.name for parameter in rounded_parameters(spec)]
+        self._scales = torch.ones(len(names), len(ROLES), device=mesh.device)
+        self._seen = torch.zeros_like(self._scales)
+        self._history = deque[torch.Tensor](maxlen=spec.precision.amax_history)
+        places = {name: place for place, name in enumerate(names)}
+        products.scalings = {
+            unit.parameters[slot.key]: Scaling(self._scales[place], self._seen[place])
+            for unit in states.units
+            for slot in unit.slots
+            if (place := places.get(slot.key)) is not None
+        }
+
+    def begin_step(self) -> None:
+        """Note the largest numbers from here on, which those of a validation are not among."""
+        self._products.noting = True
+
+    def end_step(self, applied: bool) -> None:
+        """Take the largest numbers of all ranks into the history, unless the step was skipped."""
+        start_all_reduce(self._seen, self._mesh.world, "amax").wait()
+        if applied:
+            self._history.append(self._seen.clone())
+            self._rescale()
+        self._seen.zero_()
+        self._products.noting = False
+
+    def _rescale(self) -> None:
+        largest = torch.stack([*self._history]).amax(0)
+        for place, role in enumerate(ROLES):
+            if self._products.recipe == "nvfp4":
+                scales = scale_of(largest[:, place] * ROOM, E2M1.largest * E4M3.largest)
+            else:
+                scales = scale_of(largest[:, place], self._products.forms[role].largest)
+            self._scales[:, place] = torch.where(largest[:, place] > 0, scales, 1.0)
+        self._products.scaled = True
+
+    def state(self) -> list[list[list[float]]]:
+        """The history for a checkpoint: steps, oldest first, x matrices x operands."""
+        return [each.tolist() for each in self._history]
+
+    def restore(self, state: list[list[list[float]]]) -> None:
+        """Continue from `state()`."""
+        self._history.clear()
+        self._history.extend(torch.tensor(each, device=self._mesh.device) for each in state)
+        self._products.scaled = bool(state)
+        if state:
+            self._rescale()

@@ -1,0 +1,123 @@
+"""Rules of recipes of low precision: ranks share matrices and tokens by whole blocks of scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import gcd
+
+from meshwright.spec.errors import UserError
+from meshwright.spec.parameters import Parameter, block_parameters
+from meshwright.spec.precision import BLOCKS, BLOCKS_OF_TOKENS, DELAYED
+from meshwright.spec.sections import Sections
+
+KERNEL = 16
+"""Divisor of the sides of matrices that kernels in 8 bits and fewer take (cuBLAS)."""
+
+
+Rule = Callable[[Sections], None]
+"""Raises `UserError` for a run that breaks it."""
+
+
+def rounded_in_blocks(parameter: Parameter) -> bool:
+    """True for the matrices of blocks whose products are in low precision: all but routers."""
+    matrix = len(parameter.shape) >= 2 and parameter.name.startswith("blocks.")
+    return matrix and ".router." not in parameter.name
+
+
+def rounded_parameters(spec: Sections) -> Iterator[Parameter]:
+    """The matrices whose products are in low precision, of every block."""
+    for layer in range(spec.model.layers):
+        yield from filter(rounded_in_blocks, block_parameters(spec.model, layer))
+
+
+def matrices_are_whole_blocks(spec: Sections) -> None:
+    """Ranks cut a matrix between its blocks, and its sides are what kernels take.
+
+    The last block of a side that is not cut may be smaller, as those of 576 rows in DeepSeek-V3 are.
+    """
+    if not spec.precision.low:
+        return
+    block, layout, rest = BLOCKS[spec.precision.compute], spec.layout, 0
+    kinds = {spec.model.has_experts(layer): layer for layer in range(spec.model.layers)}
+    worst: tuple[str, int, int, int, int] | None = None
+    for layer in kinds.values():
+        for parameter in filter(rounded_in_blocks, block_parameters(spec.model, layer)):
+            for dim in (-2, -1):
+                whole = parameter.shape[dim]
+                cut = parameter.expert or parameter.split is not None
+                split = cut and parameter.dim == dim % len(parameter.shape)
+                ranks = (layout.etp if parameter.expert else layout.tp) if split else 1
+                rest = gcd(rest, whole // ranks)
+                unit = block if ranks > 1 else KERNEL
+                if worst is None and whole // ranks % unit:
+                    worst = parameter.name, dim, whole, ranks, unit
+    if worst is not None:
+        name, dim, whole, ranks, unit = worst
+        share = f"{whole} / {ranks} ranks = {whole // ranks}" if ranks > 1 else f"{whole}"
+        side = "rows" if dim == -2 else "columns"
+        raise UserError(
+            f"precision.compute: {spec.precision.compute!r} takes matrices whose sides on a rank are "
+            f"multiples of {unit}, and {name} has {share} {side}; {_instead(rest)}"
+        )
+
+
+def tokens_are_whole_blocks(spec: Sections) -> None:
+    """Blocks of tokens, whose gradients have one scale, are the same tokens in every layout."""
+    layout, length, compute = spec.layout, spec.data.seq_len, spec.precision.compute
+    if not spec.precision.low or compute == "fp8-rowwise":  # its gradients of weights are not rounded
+        return
+    cut = 2 * layout.cp if layout.cp > 1 else 1
+    if spec.model.mla is not None and layout.sequence_parallel:
+        cut *= layout.tp
+    if length % (block := BLOCKS[compute]) or length // cut % block:
+        fits = [name for name in BLOCKS_OF_TOKENS if length // cut % BLOCKS[name] == 0]
+        other = f"precision.compute = {(fits or ['fp8-rowwise'])[0]!r}"
+        raise UserError(
+            f"precision.compute: {compute!r} takes pieces of sequences that are multiples of {block} tokens, "
+            f"and a rank has pieces of data.seq_len {length} / {cut} = {length / cut:g}; try data.seq_len = "
+            f"{max(1, round(length / (cut * block))) * cut * block}, or {other}"
+        )
+
+
+def _instead(rest: int) -> str:
+    """The recipes whose blocks divide `rest`, as advice."""
+    fits = [name for name, block in BLOCKS.items() if rest % block == 0]
+    if not fits:
+        return "try precision.compute = 'bf16', or other sides"
+    return f"try precision.compute = {' or '.join(map(repr, fits))}, or other sides"
+
+
+def key_heads_are_not_shared(spec: Sections) -> None:
+    """Ranks that hold the same key-value head have each a part of its gradient, which rounds otherwise."""
+    if spec.precision.low and spec.layout.tp > spec.model.kv_heads:
+        raise UserError(
+            f"layout.tp: {spec.layout.tp} ranks share model.kv_heads = {spec.model.kv_heads} heads, whose "
+            f"gradients precision.compute = {spec.precision.compute!r} would round in parts; try layout.tp = "
+            f"{spec.model.kv_heads}"
+        )
+
+
+def delayed_scales_are_not_compiled(spec: Sections) -> None:
+    """A compiled block cannot note the largest number of its tensors."""
+    if spec.train.compile and spec.precision.compute in DELAYED:
+        raise UserError(
+            f"train.compile: true does not go with precision.compute = {spec.precision.compute!r}, whose "
+            f"blocks note their largest numbers; try 'fp8-rowwise', or train.compile = false"
+        )
+
+
+def breaks(rule: Rule, spec: Sections) -> bool:
+    """True if a run breaks a rule."""
+    try:
+        rule(spec)
+    except UserError:
+        return True
+    return False
+
+
+LOW_PRECISION_RULES: tuple[Rule, ...] = (
+    matrices_are_whole_blocks,
+    tokens_are_whole_blocks,
+    key_heads_are_not_shared,
+    delayed_scales_are_not_compiled,
+)

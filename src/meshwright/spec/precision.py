@@ -1,0 +1,66 @@
+"""Number formats of a run, and the rules of recipes whose matrix products have fewer than 16 bits."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from meshwright.spec.base import FrozenModel
+from meshwright.spec.errors import UserError
+
+Compute = Literal["fp64", "fp32", "bf16", "fp16", "fp8", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4"]
+
+BLOCKS: dict[str, int] = {"fp8": 16, "fp8-rowwise": 16, "fp8-blockwise": 128, "mxfp8": 32, "nvfp4": 16}
+"""Recipe of low precision -> the number that divides the sides of its matrices: those of its scales' blocks,
+or else what kernels take (cuBLAS: 16)."""
+
+BLOCKS_OF_TOKENS = ("fp8-blockwise", "mxfp8", "nvfp4")
+"""Recipes whose gradients of weights have scales for blocks of tokens."""
+
+DELAYED = ("fp8", "nvfp4")
+"""Recipes with scales of whole tensors, which follow from the steps before."""
+
+
+class PrecisionSpec(FrozenModel):
+    """Number formats of the computation and of the reduction of gradients."""
+
+    compute: Compute = Field(
+        "fp32",
+        description="bf16 and fp16 keep fp32 master weights, cast as they are gathered; fp8 (one scale for a "
+        "tensor, of the steps before), fp8-rowwise, fp8-blockwise, mxfp8 and nvfp4 cast the operands of the "
+        "blocks' matrix products",
+    )
+    high: Literal["bf16", "fp32", "fp64"] = Field(
+        "bf16", description="format of all but those products, with compute = fp8 and narrower"
+    )
+    fp8_gradients: Literal["e4m3", "e5m2"] | None = Field(
+        None, description="format of gradients in products of fp8; default e5m2 for fp8, e4m3 for the others"
+    )
+    amax_history: PositiveInt = Field(
+        16, le=1024, description="steps whose largest number sets the scale of a tensor, in fp8 and nvfp4"
+    )
+    reduce: Literal["fp32", "bf16"] = Field("fp32", description="format that gradients are summed in")
+    loss_scale: PositiveFloat = Field(65536.0, description="first loss scale of fp16")
+    loss_scale_window: PositiveInt = Field(1000, description="good steps before fp16's loss scale doubles")
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> PrecisionSpec:
+        if self.fp8_gradients is not None and not self.compute.startswith("fp8"):
+            raise UserError(
+                f"precision.fp8_gradients: {self.fp8_gradients!r} has no effect with precision.compute = "
+                f"{self.compute!r}; give fp8, fp8-rowwise or fp8-blockwise there, or leave it out"
+            )
+        return self
+
+    @property
+    def low(self) -> bool:
+        """True if products of matrices have fewer than 16 bits."""
+        return self.compute in BLOCKS
+
+    @property
+    def base(self) -> Literal["fp64", "fp32", "bf16", "fp16"]:
+        """The format of activations and of all that is not a product in low precision."""
+        if self.compute in ("fp64", "fp32", "bf16", "fp16"):
+            return self.compute
+        return self.high

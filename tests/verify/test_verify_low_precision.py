@@ -1,0 +1,118 @@
+"""Products in 8 and 4 bits under every layout equal one device, with operands computed in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from covering import marked, name
+from equality import equal_to_one_device
+from meshwright.spec import RunSpec
+from meshwright.spec.errors import UserError
+from meshwright.verify.narrow import narrow
+from meshwright.verify.reference import reference_steps
+from meshwright.verify.reference_data import batches
+from meshwright.verify.reference_weights import initial_weights
+from meshwright.verify.verify import exact
+from ranks import Ranks
+from small import spec_of
+
+BASE: dict[str, object] = {
+    "model.hidden": 128, "model.ffn": 256, "model.heads": 8, "model.kv_heads": 4, "model.head_dim": 64,
+    "model.vocab_size": 61, "data.seq_len": 512, "train.steps": 3, "train.warmup_steps": 1,
+    "train.batch_tokens": 2 * 512, "layout.micro_batch": 1,
+}  # fmt: skip
+RECIPES = ("fp8", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4")
+EXPERTS = {
+    "model__moe__experts": 4, "model__moe__top_k": 2, "model__moe__ffn": 256, "data__seq_len": 256,
+    "train__batch_tokens": 4 * 256,
+}  # fmt: skip
+MLA = {
+    "model__mla__kv_rank": 32, "model__mla__rope_dim": 16, "model__mla__v_dim": 64, "model__mla__q_rank": 48,
+    "model__kv_heads": 8, "model__head_dim": 80,
+}  # fmt: skip
+LAYOUTS: list[dict[str, object]] = [
+    {},
+    {"layout__dp": 2, "layout__zero": 3, "recompute__policy": "selective"},
+    {"layout__tp": 2, "layout__cp": 2, "recompute__policy": "full"},
+    {"layout__pp": 2, "layout__tp": 2, "layout__schedule": "zb-h1"},
+    {"layout__dp": 2, "layout__ep": 2, "layout__zero": 1, **EXPERTS},
+    {"layout__dp": 2, "layout__etp": 2, "layout__expert_parts": 2, **EXPERTS},
+    {"layout__tp": 2, **MLA},
+]
+CASES = [{"precision__compute": recipe, **layout} for recipe in RECIPES for layout in LAYOUTS]
+QUICK = [case for number, case in enumerate(CASES) if number % 3 == 0]
+
+
+@pytest.mark.parametrize("case", marked(CASES, QUICK), ids=name)
+def test_every_recipe_equals_one_device(ranks: Ranks, case: dict[str, object]) -> None:
+    if case["precision__compute"] == "fp8-blockwise" and "model__mla__kv_rank" in case:
+        case = case | {"model__mla__v_dim": 48, "model__head_dim": 96}  # 128 channels of a head
+    kinds = equal_to_one_device(ranks, spec_of(BASE, **case), 1e-9)
+    assert "step 2 parameter" in kinds
+
+
+def test_gradients_may_have_either_format(ranks: Ranks) -> None:
+    for form in ("e4m3", "e5m2"):
+        spec = spec_of(BASE, precision__compute="fp8-rowwise", precision__fp8_gradients=form, layout__dp=2)
+        equal_to_one_device(ranks, spec, 1e-9)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("preset", ["llama3-8b", "qwen3-30b-a3b", "deepseek-v3"])
+def test_a_narrowed_copy_has_whole_blocks(recipe: str, preset: str) -> None:
+    given = {
+        "model.preset": preset, "precision.compute": recipe, "precision.high": "fp64", "layout.tp": 2,
+        "layout.dp": 2, "data.seq_len": 4096, "train.batch_tokens": 65536,
+    }  # fmt: skip
+    spec = RunSpec.model_validate(tree_of(given))
+    small, note = narrow(spec)
+    assert note is not None and small.precision == spec.precision
+    assert small.model.parameters < 3e7
+
+
+def tree_of(given: dict[str, object]) -> dict[str, dict[str, object]]:
+    tree: dict[str, dict[str, object]] = {}
+    for key, value in given.items():
+        table, _, rest = key.partition(".")
+        tree.setdefault(table, {})[rest] = value
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"precision__compute": "fp8", "model__ffn": 40}, r"multiples of 16, and blocks.* has 40 rows; try"),
+        (
+            {"precision__compute": "fp8-blockwise", "layout__tp": 4},
+            r"multiples of 128, and .*attn.k.weight has 256 / 4 ranks = 64 rows; try",
+        ),
+        ({"precision__compute": "mxfp8", "data__seq_len": 64, "layout__cp": 2}, "try data.seq_len = 128"),
+        ({"precision__compute": "fp8-blockwise", "layout__cp": 4}, "or precision.compute = 'mxfp8'"),
+        ({"precision__compute": "fp8", "layout__tp": 8}, "layout.tp: 8 ranks share .*; try layout.tp = 4"),
+        ({"precision__compute": "nvfp4", "train__compile": "true"}, "or train.compile = false"),
+        ({"precision__compute": "bf16", "precision__fp8_gradients": "e5m2"}, "has no effect with"),
+    ],
+)
+def test_what_a_recipe_does_not_fit_is_told(flags: dict[str, object], words: str) -> None:
+    base = BASE | {"train.batch_tokens": 512}
+    with pytest.raises(UserError, match=words):
+        spec_of(base, **flags)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_how_much_scales_of_a_row_depend_on_tensor_ranks(recipe: str) -> None:
+    """fp8-rowwise alone: each of two tensor ranks has a scale for its part of a row that both sum.
+
+    docs/low_precision.md states how much the gradients differ.
+    """
+    found = []
+    for tp in (1, 2):
+        sizes = {"model__layers": 1, "data__seq_len": 128, "train__batch_tokens": 256}
+        spec = exact(spec_of(BASE, precision__compute=recipe, layout__tp=tp, **sizes), 2)
+        steps = reference_steps(spec, initial_weights(spec.model, 0), batches(spec))
+        found.append([next(steps), next(steps)][1]["gradient"])
+    one, two = (torch.cat([grad.flatten() for grad in each.values()]) for each in found)
+    assert one.norm() > 0
+    off = float((one - two).norm() / one.norm())
+    assert off == 0 if recipe != "fp8-rowwise" else 0 < off < 0.1
