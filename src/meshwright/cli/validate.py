@@ -9,6 +9,7 @@ from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, choice, file_name, verb
 from meshwright.hardware.hardware_file import check_writable
 from meshwright.report.record import write_atomically
+from meshwright.spec import UserError
 
 COLUMNS = ("source", "model", "gpu")
 _NAMED = 16
@@ -30,39 +31,46 @@ def validate(call: Call) -> None:
     from meshwright.planner.validation import page as validation_page
 
     by, path = call.flags["by"], call.flags["markdown"]
+    if call.words == ("",):
+        raise UserError("RUNS.csv: '' names no file; give a table of runs, or nothing for the published ones")
     check_writable(path, "--markdown")
     result = api.validate(call.path(), rows=call.flags["rows"], by=by)
     if path is not None:
-        write_atomically(path, validation_page.page(result))
+        write_atomically(path, validation_page.page(result, by))
 
     def text(values: Mapping[str, Any]) -> None:
         show.table(validation_page.table(result, by, _NAMED))
+        print()
+        for name, shown in validation_page.shortened(result[f"by_{by}"], _NAMED).items():
+            if shown != name:
+                show.line(f"{shown} is {show.text(name)}", 5)
         _show_rows(values)
 
     show.result(call, result, text, wrote=[path])
 
 
 def _show_rows(result: Mapping[str, Any]) -> None:
-    print()
-    for name in result["by_source"]:
-        if len(name) > _NAMED:
-            show.line(f"{name[: _NAMED - 1]}… is {name}", 5)
     if "left_out" in result:
-        unseen = result["left_out"]
+        frontier, unseen = result["frontier"], result["left_out"]
+        show.line(
+            f"the table is of {result['rows']} published runs; of {frontier['rows']} on newer hardware, "
+            f"which --markdown and --json list: {frontier['time']['mean_abs_pct']:.1f}% mean, "
+            f"{frontier['time']['median_abs_pct']:.1f}% median"
+        )
         show.line(
             f"{unseen['rows']} runs of both tables, each predicted without its source: "
             f"{unseen['mean_abs_pct']:.1f}% mean, {unseen['median_abs_pct']:.1f}% median, bias "
             f"{unseen['bias_pct']:+.1f}%; 90% intervals hold {100 * unseen['covered']:.0f}%"
         )
     for reason, count in result["skipped"].items():
-        show.line(f"{show.count(count, 'row')} not predicted: {reason}", 5)
+        show.line(f"{show.count(count, 'row')} not predicted: {show.text(reason)}", 5)
     if "each" in result:
         print("rows, from 0, without the heading:")
     for row in result.get("each", ()):
-        model = " ".join(row["model"].split())[:18]
+        model = show.text(" ".join(row["model"].split()))[:18]
         print(f"{row['row']:4d} {model:18s} {row['layout'][:36]:36s} {_measured(row)}"[: show.WIDTH].rstrip())
     for row in result.get("skipped_rows", ()):
-        show.line(f"{row['row']:4d} not predicted: {row['reason']}", 5)
+        show.line(f"{row['row']:4d} not predicted: {show.text(row['reason'])}", 5)
 
 
 def _measured(row: dict[str, Any]) -> str:

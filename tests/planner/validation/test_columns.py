@@ -111,7 +111,8 @@ def test_a_models_shape_takes_all_its_columns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cell", "value"), [("64 (8 nodes)", 64), ("~64", 64), ("64 GPUs", 64), ("6.4e1", 64), ("64%", 64)]
+    ("cell", "value"),
+    [("64 (8 nodes)", 64), ("~64", 64), ("64 GPUs", 64), ("6.4e1", 64), ("64 gpus [8 a node]", 64)],
 )
 def test_a_cell_of_a_number_may_have_words_after_it(tmp_path: Path, cell: str, value: int) -> None:
     assert case(tmp_path, gpus=cell).row.whole("gpus") == value

@@ -135,6 +135,7 @@ def test_the_command_prints_the_published_rows_within_100_columns(
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 100
     assert "each predicted without its source" in printed
+    assert "the table is of 303 published runs; of" in printed  # the other table's figures are one line
     assert "torchtitan benchmarks/llama3_h100_202412_torchtitan.md" in printed  # whole names
 
 

@@ -6,7 +6,6 @@ widens the prediction's interval. A row that cannot be predicted says why.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,9 +26,14 @@ from meshwright.spec.sections import DataSpec, TrainSpec
 _AGREE = {"step_seconds": 1.0, "tokens_per_sec_per_gpu": 1.1, "tflops_per_gpu": 1.5}
 """Largest ratio of a measurement's seconds to those of the first that a row has. FLOPs may include
 recomputation. Source: assumed."""
+_HARDWARE = r"hardware t?flops?(?:/s)?|incl(?:\.|uding|udes?) recompute|hfu(?! ?[=:]? ?\d)"
+"""Words for FLOPs that count recomputation; HFU with a number is a measurement beside the row's."""
 _SHARES = 1.15
 """The ratio for shares of the peak, times that of the format's peak to the one in 16 bits, of which they may
 be, or times 2. Source: assumed."""
+
+_COLUMN_OF = {"vocab_size": "vocab", "batch_tokens": "global_batch_seqs x seq_len"}
+"""Keys of a run -> columns of a table, where they differ."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,13 @@ class Case:
 
     @property
     def inferred(self) -> list[str]:
-        """Properties that were inferred, as 'name = value'."""
+        """Properties that nothing tells, as 'name = value'."""
         return [f"{name} = {value}" for name, value in self.row.inferred.items()]
+
+    @property
+    def derived(self) -> list[str]:
+        """Properties that comments or other cells tell, as 'name = value'; they widen no interval."""
+        return [f"{name} = {value}" for name, value in self.row.derived.items()]
 
 
 def case_of(row: Row, table: Sequence[Row]) -> Case:
@@ -65,8 +74,8 @@ def case_of(row: Row, table: Sequence[Row]) -> Case:
         return _case_of(row, table)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise PredictionError(f"{key or 'its values'}: not a valid run: {first['msg']}") from None
+        key, problem = str(first["loc"][-1]), first["msg"].removeprefix("Input ")
+        raise PredictionError(f"its {_COLUMN_OF.get(key, key)} = {first['input']} {problem}") from None
 
 
 def _case_of(row: Row, table: Sequence[Row]) -> Case:
@@ -84,9 +93,12 @@ def _case_of(row: Row, table: Sequence[Row]) -> Case:
         rate = model.flops_per_token(length) * batch * length / seconds / gpus
         if rate > peak(cluster.device, precision(format).products):
             raise PredictionError(f"its {rate / 1e12:.4g} TFLOP/s per GPU are above the peak of its devices")
-    # A GB where the source says so, else a GiB
-    unit = 1e9 if re.search(r"\bgb\b", row.words["where"].lower()) else 2**30
-    memory = row.numbers["peak_mem_gib"] * unit if "peak_mem_gib" in row.numbers else None
+    memory, kind = row.numbers.get("peak_mem_gib"), "device" if row.says("nvidia-smi") else "allocated"
+    if memory is not None:
+        decimal = row.says(r"mem(?:ory)?(?: \w+)? (?:as|in) (?-i:GB)|nvidia-smi (?-i:GB)")
+        memory *= 1e9 if decimal else 2**30
+        if decimal or kind == "device":
+            row.derive("peak_mem_gib", f"in {'GB' if decimal else 'GiB'}, {kind}")
     oom = "oom" in row.words
     if seconds is None and memory is None and not oom:
         raise PredictionError("it has no measurement of time or memory")
@@ -98,10 +110,13 @@ def _case_of(row: Row, table: Sequence[Row]) -> Case:
         precision=PrecisionSpec.model_validate({"compute": "bf16" if precision(format).cast else format}),
     )
     specs = tuple(choices(row, base, stack))
+    if not specs:
+        raise PredictionError(
+            f"vp = {layout.virtual} needs microbatches in multiples of pp = {layout.pp}, unlike its batch"
+        )
     # Memory alone, if it exceeds the device's, was computed and not run.
     computed = seconds is None and (memory is None or memory > cluster.device.memory)
     ran = False if oom else None if computed else True
-    kind = "device" if "nvidia-smi" in row.told else "allocated"
     return Case(row, specs, stack, cluster, format, seconds, memory, kind, ran, block_only)
 
 
@@ -137,5 +152,7 @@ def measured_seconds(
 def _printed_flops(row: Row, model: ModelSpec, length: int) -> float:
     """FLOPs of a token as the source counts them: the model's, or the hardware's with recomputation."""
     flops = model.flops_per_token(length)
-    hardware = re.search(r"hardware|incl\. recompute", row.told) and row.words["recompute"] == "full"
-    return flops + (flops - 3.0 * model.head_flops) / 3 if hardware else flops
+    if "tflops_per_gpu" in row.numbers and row.words["recompute"] == "full" and row.says(_HARDWARE):
+        row.derive("tflops_per_gpu", "of the hardware, with recomputation")
+        return flops + (flops - 3.0 * model.head_flops) / 3
+    return flops

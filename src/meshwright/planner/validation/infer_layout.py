@@ -3,21 +3,21 @@ it."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from itertools import product
 
 from meshwright.planner.cost.software import SoftwareStack
-from meshwright.planner.validation.table import PredictionError, Row
+from meshwright.planner.validation.table import PredictionError, Row, short
 from meshwright.spec import Layout, ModelSpec, RunSpec
+from meshwright.spec.layout import ONE_STAGE, SCHEDULES, TWO_STAGES, virtual_problem
 from meshwright.spec.sections import FullRecompute, NoRecompute, SelectiveRecompute
 
 _SCHEDULES = {
+    **{name: name for name in SCHEDULES},
     "zb-2p": "zb-h2",
     "zb-1p": "zb-h1",
     "1f1b-i": "interleaved",
     "dualpipe": "dualpipe-v",
-    **{name: name for name in ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2", "zb-v")},
 }
 """Names of schedules in publications -> names of this program."""
 _POLICIES = {"none": NoRecompute(), "selective": SelectiveRecompute(), "full": FullRecompute()}
@@ -36,15 +36,11 @@ def layout_of(row: Row, gpus: int, program: SoftwareStack) -> Layout:
         raise PredictionError(f"dp x tp x cp x pp = {dp * row.model_ranks} are not its {gpus} GPUs")
     sizes = {name: row.whole(name) or 1 for name in ("tp", "cp", "pp", "ep")}
     zero = row.whole_or("zero", program.habitual_zero)
-    stated = row.words["sequence_parallel"].lower()
+    stated = row.words["sequence_parallel"]
     sequence_parallel = stated == "yes" if stated else program.habitual_sequence_parallel
     if not stated and sizes["tp"] > 1:
         row.infer("sequence_parallel", "yes" if sequence_parallel else "no")
-    virtual = row.whole("vp") or 0
-    named = re.search(r"schedule ?= ?([\w*-]+)", row.words["where"].lower())
-    schedule = _SCHEDULES.get(named[1].rstrip("*"), "1f1b") if named else "1f1b"
-    if schedule == "1f1b" and virtual > 1 and sizes["pp"] > 1:
-        schedule = "interleaved"
+    schedule, virtual = _schedule(row, sizes["pp"])
     return Layout.model_validate(
         {
             **sizes,
@@ -52,37 +48,75 @@ def layout_of(row: Row, gpus: int, program: SoftwareStack) -> Layout:
             "zero": zero,
             "sequence_parallel": sequence_parallel,
             "schedule": schedule,
-            "virtual": (virtual or 2) if schedule == "interleaved" else None,
+            "virtual": virtual if schedule in ("interleaved", "bfs") else None,
         }
     )
+
+
+def _named_schedule(row: Row) -> str:
+    """The schedule that the row's comment names, as 'schedule=ZB-1p', in small letters, or an empty text."""
+    named = row.says(r"(?<!lr )(?<!rate )schedule ?= ?([\w-]+)")
+    return named[1].lower() if named else ""
+
+
+def _schedule(row: Row, ranks: int) -> tuple[str, int]:
+    """The pipeline schedule, and its stages on each of `ranks` ranks. Raises `PredictionError`."""
+    named, virtual = _named_schedule(row), row.whole("vp") or 0
+    if named not in ("", *_SCHEDULES):
+        raise PredictionError(f"its schedule '{short(named)}' is not one of {', '.join(_SCHEDULES)}")
+    schedule = _SCHEDULES.get(named, "1f1b")
+    if ranks == 1 and (virtual > 1 or schedule != "1f1b"):
+        raise PredictionError(
+            f"its {f'vp = {virtual}' if virtual > 1 else schedule} has no pipeline: pp is 1"
+        )
+    if schedule == "1f1b" and virtual > 1:
+        schedule = "interleaved"
+    if schedule not in ONE_STAGE and not virtual:
+        virtual = 2 if schedule in TWO_STAGES else row.infer("vp", 2)
+    if virtual_problem(schedule, virtual or 1) or (virtual == 1 and schedule not in ONE_STAGE):
+        raise PredictionError(f"its schedule {schedule} does not have vp = {virtual} stages a rank")
+    if named:
+        row.derive("schedule", schedule)
+    return schedule, virtual
 
 
 def check_layout(row: Row, layout: Layout, model: ModelSpec, batch: int) -> None:
     """Raise `PredictionError` for a layout that cannot have run with the row's batch and model."""
     stages, folded = layout.pp * (layout.virtual or 1), layout.data_ranks * layout.cp * layout.tp
-    per_rank, micro, moe = batch // layout.data_ranks, row.whole("micro_batch") or 0, model.moe
-    if stages > model.layers + 2:
-        raise PredictionError(f"pp x vp = {stages} stages are more than its {model.layers} layers")
-    if moe is not None and moe.top_k > moe.experts:
-        raise PredictionError(f"top_k = {moe.top_k} is more than its {moe.experts} experts")
-    if moe is not None and moe.experts % layout.ep:
-        raise PredictionError(f"ep = {layout.ep} does not divide its {moe.experts} experts")
-    if folded % layout.ep:
-        raise PredictionError(f"ep = {layout.ep} does not divide the {folded} GPUs of a stage")
-    if moe is None and layout.ep > 1:
-        raise PredictionError(f"ep = {layout.ep} has no experts to deal out")
-    if model.heads % layout.tp:
-        raise PredictionError(f"tp = {layout.tp} does not divide its {model.heads} heads")
-    if model.heads % model.kv_heads:
-        raise PredictionError(f"its {model.kv_heads} kv_heads do not divide its {model.heads} heads")
-    if batch % layout.data_ranks:
-        raise PredictionError(f"{batch} sequences are not shared evenly by {layout.data_ranks} data ranks")
-    if micro > per_rank:
-        raise PredictionError(f"micro_batch = {micro} is more than the {per_rank} sequences of a data rank")
-    if micro and per_rank % micro:
-        raise PredictionError(
-            f"micro_batch = {micro} does not divide the {per_rank} sequences of a data rank"
-        )
+    per_rank, micro, length = batch // layout.data_ranks, row.whole("micro_batch") or 0, row.whole("seq_len")
+    heads, groups, ep = model.heads, model.kv_heads, layout.ep
+    experts, top_k = (model.moe.experts, model.moe.top_k) if model.moe else (0, 0)
+    counts = {name: row.whole(name) or 0 for name in ("moe_ffn", "shared_ffn", "top_k")}
+    without = next((name for name, count in counts.items() if count > (name == "top_k")), "")
+    problems = (
+        (stages > model.layers + 2, f"pp x vp = {stages} stages are more than its {model.layers} layers"),
+        (top_k > experts, f"top_k = {top_k} is more than its {experts} experts"),
+        (experts % ep, f"ep = {ep} does not divide its {experts} experts"),
+        (folded % ep, f"ep = {ep} does not divide the {folded} GPUs of a stage"),
+        (not experts and ep > 1, f"ep = {ep} has no experts to deal out"),
+        (
+            not experts and without,
+            f"its {without} is of experts, of which it has none; give their number, or an empty cell",
+        ),
+        (heads % layout.tp, f"tp = {layout.tp} does not divide its {heads} heads"),
+        (heads % groups, f"its {groups} kv_heads do not divide its {heads} heads"),
+        ((length or 0) % layout.cp, f"cp = {layout.cp} does not divide sequences of {length} tokens"),
+        (
+            batch % layout.data_ranks,
+            f"{batch} sequences are not shared evenly by {layout.data_ranks} data ranks",
+        ),
+        (
+            micro > per_rank,
+            f"micro_batch = {micro} is more than the {per_rank} sequences of a data rank",
+        ),
+        (
+            micro and per_rank % micro,
+            f"micro_batch = {micro} does not divide the {per_rank} sequences of a data rank",
+        ),
+    )
+    for wrong, reason in problems:
+        if wrong:
+            raise PredictionError(reason)
 
 
 def batch_of(row: Row, table: Sequence[Row], layout: Layout) -> int:
@@ -107,7 +141,7 @@ def choices(row: Row, base: RunSpec, program: SoftwareStack) -> Iterator[RunSpec
 
     These are microbatches, virtual stages and recomputation, the least recomputation first.
     """
-    layout, micro, stated = base.layout, row.whole("micro_batch"), row.words["recompute"].lower()
+    layout, micro, stated = base.layout, row.whole("micro_batch"), row.words["recompute"]
     per_rank = base.batch_sequences // layout.data_ranks
     if stated not in _POLICIES:
         row.infer("recompute", "the least that fits")
@@ -120,7 +154,7 @@ def choices(row: Row, base: RunSpec, program: SoftwareStack) -> Iterator[RunSpec
     else:
         sizes = [size for size in _MICRO_BATCHES if per_rank % size == 0]
         row.infer("micro_batch", "the fastest that fits")
-    unstated = row.whole("vp") is None and "schedule" not in row.words["where"].lower()
+    unstated = row.whole("vp") is None and not _named_schedule(row)
     tuned = unstated and (program.tuned == "always" or (program.tuned == "untold" and not micro))
     for policy, size in product(policies, sizes):
         for schedule, virtual in _interleavings(base, per_rank // size, tuned, program.tuned == "always"):
@@ -134,7 +168,6 @@ def _interleavings(
     """(schedule, stages per rank) of the row, and interleaved ones if its authors may have tuned them."""
     layout, layers = base.layout, base.model.layers
     if layout.schedule == "interleaved" and microbatches % layout.pp:
-        yield "1f1b", None
         return
     yield layout.schedule, layout.virtual
     if not tuned or layout.pp == 1 or microbatches % layout.pp:

@@ -27,6 +27,7 @@ _FAMILIES = (
 _VOCABULARY = 51200
 """GPT-2's 50,257, padded as Megatron-LM does for 8 tensor ranks."""
 _UNKNOWN = "neither its layers nor its size tell which model it is"
+_OF_EXPERTS = ("experts", "top_k", "moe_ffn", "shared_ffn")
 _NEAR = 0.1
 """Largest relative difference between a row's number of parameters and that of its shape. Source: assumed."""
 _OTHERS = (
@@ -52,13 +53,27 @@ def model_of(row: Row, length: int) -> ModelSpec:
             f"the model '{short(row.words['model'])}' has {other}; decoders of attention layers are predicted"
         )
     hidden, layers, size = row.whole("hidden"), row.whole("layers"), row.numbers.get("params_b")
+    name = _plain(row.words["model"].split("(")[0])
+    if preset := next((preset for preset in PRESETS if _plain(preset) == name), None):
+        known = ModelSpec.model_validate({"preset": preset})
+        contradiction = _contradiction(row, preset, known)
+        if not contradiction:
+            (row.infer if hidden is None else row.derive)("shape", preset)
+            return known
+        if hidden is None:
+            raise PredictionError(
+                f"{contradiction}; give the whole shape with hidden, or leave that cell empty"
+            )
     if hidden is None:
-        return _preset(row)
-    if (known := _preset_of(row)) is not None:
-        return known
+        raise PredictionError(_UNKNOWN)
     heads = row.whole_or("heads", max(1, hidden // 128))  # source: assumed, heads of 128 channels
     vocabulary, experts = row.whole_or("vocab", _VOCABULARY), row.whole("experts") or 0
-    candidates: list[tuple[float, ModelSpec]] = []
+    top_k = row.whole_or("top_k", 2) if experts > 1 else 0
+    if experts > 1 and not top_k:
+        raise PredictionError(
+            f"its top_k = 0 is of none of its {experts} experts; give how many a token takes"
+        )
+    candidates: list[ModelSpec] = []
     for family in first_match(_FAMILIES, row.words["model"].lower()) or [_GPT, _LLAMA]:
         gated = family["activation"] == "swiglu"
         # Source: Touvron et al. 2023, two thirds of 4 x hidden, rounded up to a multiple of 256.
@@ -76,24 +91,33 @@ def model_of(row: Row, length: int) -> ModelSpec:
         }
         if experts > 1:
             moe_ffn, shared = row.whole("moe_ffn") or ffn, row.whole("shared_ffn") or 0
-            top_k = row.whole("top_k") or 2
             shape["moe"] = {"experts": experts, "top_k": top_k, "ffn": moe_ffn, "shared_ffn": shared}
         for tied in (True, False):
             shape["tied"] = tied
-            model = ModelSpec.model_validate({**shape, "layers": layers or _depth(shape, size)})
-            candidates.append((abs(model.parameters / 1e9 / size - 1) if size else 1.0, model))
+            candidates.append(ModelSpec.model_validate({**shape, "layers": layers or _depth(shape, size)}))
+    chosen = candidates[0]
     if layers is None:
-        row.infer("layers", candidates[0][1].layers)
-        return candidates[0][1]
-    difference, nearest = min(candidates, key=lambda candidate: candidate[0])
-    if size is None or layers == 1:  # one layer of a model of that size
-        return candidates[0][1]
-    if difference > _NEAR:
-        raise PredictionError(
-            f"its {size:g} billion parameters are {difference:.0%} off the {nearest.parameters / 1e9:.4g} "
-            "billion of its shape"
-        )
-    return nearest
+        row.infer("layers", chosen.layers)
+    elif size is not None and layers > 1:  # one layer may be of a model of that size
+        chosen = min(candidates, key=lambda model: _difference(model, size))
+        if (difference := _difference(chosen, size)) > _NEAR:
+            raise PredictionError(
+                f"its {size:g} billion parameters are {difference:.0%} off the {chosen.parameters / 1e9:.4g} "
+                "billion of its shape"
+            )
+    for name, value in {**_shape(chosen), "activation": chosen.activation, "tied": chosen.tied}.items():
+        if (
+            row.whole(name) is None
+            and name not in row.inferred
+            and (chosen.moe is not None or name not in _OF_EXPERTS)
+        ):
+            row.derive(name, value)
+    return chosen
+
+
+def _difference(model: ModelSpec, size: float) -> float:
+    """Relative difference of a model's number of parameters to `size` billions."""
+    return abs(model.parameters / 1e9 / size - 1)
 
 
 def _head_dim(hidden: int, heads: int) -> int:
@@ -112,37 +136,27 @@ def _depth(shape: dict[str, Any], size: float | None) -> int:
     raise PredictionError(_UNKNOWN)
 
 
-def _preset_of(row: Row) -> ModelSpec | None:
-    """The preset of the row's name, if no cell contradicts it."""
-    name = _plain(row.words["model"].split("(")[0])
-    preset = next((preset for preset in PRESETS if _plain(preset) == name), None)
-    if preset is None:
-        return None
-    model = ModelSpec.model_validate({"preset": preset})
+def _shape(model: ModelSpec) -> dict[str, int]:
+    """The numbers of a model's shape, by column; a dense model is one of one expert."""
     moe = model.moe or MoeSpec(experts=1, top_k=1, ffn=model.ffn)
-    fields = {
-        **{name: (getattr(model, name),) for name in ("layers", "hidden", "heads", "kv_heads", "head_dim")},
-        "vocab": (model.vocab_size,),
-        "ffn": (model.ffn, moe.ffn),
-        "moe_ffn": (moe.ffn,),
-        "shared_ffn": (moe.shared_ffn,),
-        "experts": (moe.experts, 0 if model.moe is None else moe.experts),
-        "top_k": (moe.top_k, 0 if model.moe is None else moe.top_k),
-    }
-    stated = ((row.whole(name), known) for name, known in fields.items())
-    size = row.numbers.get("params_b", model.parameters / 1e9)
-    agrees = all(value is None or value in known for value, known in stated)
-    return model if agrees and abs(model.parameters / 1e9 / size - 1) < _NEAR else None
+    same = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim")
+    experts = {"experts": moe.experts, "top_k": moe.top_k, "moe_ffn": moe.ffn, "shared_ffn": moe.shared_ffn}
+    return {**{name: getattr(model, name) for name in same}, "vocab": model.vocab_size, **experts}
+
+
+def _contradiction(row: Row, preset: str, model: ModelSpec) -> str:
+    """The first cell that a preset's model contradicts, with both values; or an empty text."""
+    for name, known in _shape(model).items():
+        others = (0,) if model.moe is None and name in ("experts", "top_k") else ()
+        if name == "ffn" and model.moe is not None:
+            others = (model.moe.ffn,)
+        if (value := row.whole(name)) is not None and value not in (known, *others):
+            return f"its {name} = {value} is not the {known} of {preset}"
+    size = row.numbers.get("params_b")
+    if size is not None and _difference(model, size) >= _NEAR:
+        return f"its params_b = {size:g} is not the {model.parameters / 1e9:.4g} of {preset}"
+    return ""
 
 
 def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower()).replace("llama31", "llama3")
-
-
-def _preset(row: Row) -> ModelSpec:
-    """The preset of the row's name. Raises `PredictionError`."""
-    name = re.sub(r"[^a-z0-9]", "", row.words["model"].lower()).replace("llama31", "llama3")
-    for preset in sorted(PRESETS, key=len, reverse=True):
-        if re.sub(r"[^a-z0-9]", "", preset) == name:
-            return ModelSpec.model_validate({"preset": row.infer("shape", preset)})
-    raise PredictionError(_UNKNOWN)

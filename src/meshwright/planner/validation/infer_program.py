@@ -8,6 +8,7 @@ year of publication.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -15,32 +16,41 @@ from meshwright.hardware.cluster import Cluster, with_network
 from meshwright.hardware.find import catalogue, cluster
 from meshwright.planner.cost.precision import precision
 from meshwright.planner.cost.software import STACKS, Attention, SoftwareStack
-from meshwright.planner.validation.table import PredictionError, Row, first_match, short
+from meshwright.planner.validation.table import PredictionError, Row, first_match, phrase, short
 
 _PROGRAMS = (
     (r"megatron[ -]?fsdp", "megatron-fsdp"),
     (r"nemo|megatron[ -]?bridge|dgxc|mlperf", "nemo"),
     (r"megatron[ -]?core|mcore", "megatron-core"),
-    (r"megatron[ -]?deepspeed|bloom|bigscience|\btr11|mt-nlg|turing", "megatron-deepspeed"),
-    (r"megatron", "megatron-lm"),
+    (r"megatron[ -]?deepspeed|bigscience|tr11|mt-nlg|turing-nlg", "megatron-deepspeed"),
+    (r"megatron([ -]?lm)?", "megatron-lm"),
     (r"hai[ -]?llm", "hai-llm"),
-    (r"torchtitan.*eager", "fsdp"),
     (r"torchtitan", "fsdp-compiled"),
-    (r"llm[ -]?foundry|mosaic|composer", "llm-foundry"),
-    (r"nanotron|playbook", "nanotron"),
+    (r"llm[ -]?foundry|mosaic(ml)?|composer", "llm-foundry"),
+    (r"nanotron|ultra-?scale playbook", "nanotron"),
     (r"deepspeed|zero-3", "deepspeed-zero3"),
-    (r"olmo|\bfsdp", "fsdp"),
+    (r"olmo\d?|fsdp\d?", "fsdp"),
 )
-"""Pattern of a program's name -> its software stack; the first match counts."""
+"""Words of a program's name -> its software stack; the first match counts."""
 _FUSED = 2207
 """Year and month from which training programs have FlashAttention (Dao et al. 2022, arXiv 2205.14135)."""
 _CAPTURED = 26, 6
 """Release of NVIDIA's containers from which steps with experts are captured as CUDA graphs on Blackwell."""
-_NETWORKS = ((r"bloom|bigscience|\btr11", (4, 100.0)),)
-"""Pattern of a row's text -> NICs per node and Gbit/s of each, where they differ from the catalogue.
+_NIC = (
+    r"([1-9]) ?[x\u00d7] ?([1-9]\d{0,3}) ?"
+    r"(?-i:[Gg]bps|Gb/s|[Gg][Bb]its?/s|Gb?(?:it)?[ -]?(?:IB|InfiniBand|[EHNX]DR|RoCE|Omni-?Path|Ethernet))"
+)
+"""NICs per node and Gbit/s of each in a comment: a unit of bits per second, or the network's name."""
+_JEAN_ZAY = r"tr11|bigscience|jean[ -]zay", (4, 100.0)
+"""Words for a cluster that the catalogue lacks, and its NICs per node and Gbit/s of each.
 
 Source: Jean Zay's nodes of 8 A100 have 4 Omni-Path links of 100 Gbit/s (BigScience 2022, BLOOM's model card).
 """
+_EAGER = (
+    r"(?:torchtitan,?|fsdp\d?,?|in|runs?) \(?eager|eager (?:mode|execution)",
+    r"compiled?|torch\.compile",
+)
+"""Words for a program of modules that are not compiled, and words beside which they tell nothing."""
 _MOST_OF_A_NIC = 1600.0
 """Largest `network_gbps` that is taken for one device's; more is a node's."""
 _DEVICES = (
@@ -81,23 +91,30 @@ _BY_TENSOR = r"tensor|delayed|current|\bcs\b|\bds\b|hybrid|e4m3"
 def program_of(row: Row) -> SoftwareStack:
     """The software stack of the row's program, with what the row states of it. Raises `PredictionError`."""
     stated = row.words["program"].lower()
-    name = stated if stated in STACKS else first_match(_PROGRAMS, stated)
+    name = stated if stated in STACKS else _program(lambda words: phrase(words, stated))
     if stated and name is None:
         known = "Megatron-LM, Megatron-Core, NeMo, DeepSpeed, torchtitan, FSDP, llm-foundry and nanotron"
         raise PredictionError(f"the program '{short(row.words['program'])}' is not known; {known} are")
     if name is None:
         name = row.infer("program", _usual_program(row))
-    stack = STACKS[_release(name, row)]
-    if attention := row.words["attention"].lower():
+    if (release := _release(name, row)) != name:
+        row.derive("stack", release)
+    stack = STACKS[release]
+    if attention := row.words["attention"]:
         stack = replace(stack, attention=cast(Attention, attention))
     if (width := row.whole("gradient_bytes")) is not None:
         stack = replace(stack, gradient_bytes=width, recipe=replace(stack.recipe, gradient=width))
     return stack
 
 
+def _program(says: Callable[[str], object]) -> str | None:
+    """The first program whose words a text says, or None."""
+    return next((name for words, name in _PROGRAMS if says(words)), None)
+
+
 def _usual_program(row: Row) -> str:
     """The program that the row's source names, or the usual one of its year and ZeRO stage."""
-    if (name := first_match(_PROGRAMS, row.told)) is not None:
+    if (name := _program(row.says)) is not None:
         return name
     if row.whole("zero") == 3:
         return "fsdp"
@@ -108,11 +125,12 @@ def _release(name: str, row: Row) -> str:
     """The stack of a program at the time of a row."""
     if name == "megatron-lm" and _written(row) < _FUSED:
         return "megatron-2021"
-    if name == "fsdp-compiled" and "eager" in row.told:
+    eager, compiled = (phrase(words, f"{row.words['program']}; {row.words['where']}") for words in _EAGER)
+    if name == "fsdp-compiled" and eager and not compiled:
         return "fsdp"
-    if name == "megatron-core" and first_match(_PROGRAMS, row.told) == "nemo":
+    if name == "megatron-core" and _program(row.says) == "nemo":
         name = "nemo"
-    if name == "nemo" and (version := re.search(r"\[(\d\d)\.(\d\d)", row.told)):
+    if name == "nemo" and (version := row.says(r"\[(\d\d)\.(\d\d)[\d.]* nemo container")):
         captured = (int(version[1]), int(version[2])) >= _CAPTURED
         if captured and row.whole("experts") and re.search(r"b[23]00", row.words["gpu"].lower()):
             return "nemo-graphs"
@@ -121,7 +139,7 @@ def _release(name: str, row: Row) -> str:
 
 def _written(row: Row) -> float:
     """Year and month of a row's publication, such as 2205; infinite if its source has no arXiv number."""
-    written = re.search(r"arxiv:(\d{4})\.", row.told)
+    written = phrase(r"arxiv:(\d{4})\.\d+", row.words["source"])
     return int(written[1]) if written else float("inf")
 
 
@@ -141,11 +159,14 @@ def cluster_of(row: Row, gpus: int) -> Cluster:
     if (each := row.numbers.get("network_gbps")) is not None:
         nics = usual.node if each <= _MOST_OF_A_NIC else 1
         return with_network(usual, nics=nics, nic_bandwidth=each * 1e9 / 8).resized(gpus)
-    stated = re.search(r"(\d+) ?x ?(\d+) ?gb", row.told)
-    network = first_match(_NETWORKS, row.told) or (stated and (int(stated[1]), float(stated[2])))
-    if not network:
+    words, network = _JEAN_ZAY
+    if stated := row.says(_NIC):
+        network = int(stated[1]), float(stated[2])
+    elif not row.says(words):
         return usual
-    return with_network(usual, nics=network[0], nic_bandwidth=network[1] * 1e9 / 8).resized(gpus)
+    nics, each = network
+    row.derive("network_gbps", f"{nics} x {each:g} a node")
+    return with_network(usual, nics=nics, nic_bandwidth=each * 1e9 / 8).resized(gpus)
 
 
 def _device(gpu: str) -> str | None:
@@ -162,9 +183,11 @@ def format_of(row: Row, cluster: Cluster) -> str:
         raise PredictionError(
             f"the fp8_recipe '{short(told)}' is not one of tensor, row, block, mxfp8, nvfp4"
         )
-    if low and precision(low).cast and first_match(_RECIPES, plain) in ("bf16", "fp16", "fp32"):
+    stated = first_match(_RECIPES, plain)
+    any_fp8 = stated == "fp8" and not re.search(_BY_TENSOR, plain)
+    if low and stated not in (None, low) and not (any_fp8 and precision(low).products == "fp8"):
         raise PredictionError(f"its precision '{short(plain)}' has no fp8_recipe '{short(told)}'")
-    if (recipe := first_match(_RECIPES, f"{plain} {told}") or low) is not None:
+    if (recipe := low or stated) is not None:
         format = precision(recipe).products
         if format in ("fp8", "fp4") and format not in cluster.device.peak:
             raise PredictionError(f"its {cluster.device.name} does not compute in {recipe}")

@@ -87,7 +87,7 @@ class Prediction:
             "micro_batch": spec.micro_batch,
             "recompute": spec.recompute.policy,
             "recomputed_share": self.recomputed,
-            "inferred": case.inferred,
+            "inferred": [*case.inferred, *case.derived],
             "seconds": case.seconds,
             "predicted": self.seconds,
             "interval": list(self.interval),
@@ -104,6 +104,8 @@ def _excess_pct(predicted: float, measured: float | None) -> float | None:
     return None if measured is None else 100 * (predicted / measured - 1)
 
 
+_REASONS = 3
+"""Most reasons that the error for a table without predictions lists."""
 COLUMNS = ("source", "model", "gpu")
 """Columns that a report can be broken down by."""
 
@@ -161,7 +163,10 @@ class Validation:
 
 
 def validate(table: Path = PUBLISHED) -> Validation:
-    """Predict every row of a table. Raises `UserError` for a file that is not a table of runs."""
+    """Predict every row of a table.
+
+    Raises `UserError` for a file that is not a table of runs, or has no row that can be predicted.
+    """
     rows = read(table)
     predictions: list[Prediction] = []
     skipped: list[dict[str, Any]] = []
@@ -170,6 +175,10 @@ def validate(table: Path = PUBLISHED) -> Validation:
             predictions.append(predict(case_of(row, rows)))
         except UserError as reason:
             skipped.append({"row": row.number, "source": row.words["source"], "reason": str(reason)})
+    if not predictions:
+        reasons = Counter(skip["reason"] for skip in skipped)
+        listed = "; ".join(f"{count}: {reason}" for reason, count in reasons.most_common(_REASONS))
+        raise UserError(f"{table}: none of its {len(rows)} rows can be predicted: {listed}")
     return Validation(table, tuple(rows), tuple(predictions), tuple(skipped))
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from meshwright.planner.validation.calibration import BY_HAND, MODELS
 from meshwright.planner.validation.left_out import WORDS
+from meshwright.spec.load import one_line
 
 _WHOLE = 100
 """Columns of a source's name on the page, which is never cut."""
@@ -21,14 +23,31 @@ def signed(value: float | None) -> str:
     return "" if value is None else f"{value:+.1f}%"
 
 
+def shortened(names: Iterable[str], width: int) -> dict[str, str]:
+    """Names -> as they are shown in `width` columns, control characters escaped; no two are alike."""
+    shown: dict[str, str] = {}
+    for name in names:
+        text, number = one_line(name), 1
+        cut = _cut(text, width)
+        while cut in shown.values():
+            number += 1
+            cut = f"{_cut(text, width - 1 - len(str(number)))}~{number}"
+        shown[name] = cut
+    return shown
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
 def table(report: dict[str, Any], by: str = "source", width: int = 30) -> list[dict[str, str]]:
     """Rows of the table: every source (or model, or GPU), its name in `width` columns, and a total."""
-    rows = []
+    rows, shown = [], shortened((*report[f"by_{by}"], "all"), width)
     for name, figures in (*report[f"by_{by}"].items(), ("all", report)):
         time, memory, oom = figures["time"], figures["memory"], figures["oom"]
         rows.append(
             {
-                by: name if len(name) <= width else name[: width - 1] + "…",
+                by: shown[name],
                 "rows": f"{figures['predicted']}/{figures['rows']}",
                 "time mean": percent(time["mean_abs_pct"]),
                 "median": percent(time["median_abs_pct"]),
@@ -45,13 +64,13 @@ def table(report: dict[str, Any], by: str = "source", width: int = 30) -> list[d
     return rows
 
 
-def page(report: dict[str, Any]) -> str:
+def page(report: dict[str, Any], by: str = "source") -> str:
     """The page of the documentation, docs/validation.md, of the report of the published runs.
 
-    Of the report of another table it is its figures alone.
+    Of the report of another table it is its figures alone. Both are by source, model or GPU.
     """
     if "left_out" not in report:
-        figures = _markdown(table(report, width=_WHOLE))
+        figures = _markdown(table(report, by, _WHOLE))
         return f"# Validation\n\n{figures}\n\nRefused, with the reason:\n\n{_skipped(report['skipped'])}\n"
     frontier, unseen = report["frontier"], report["left_out"]
     both = f"{unseen['rows']} runs of {len(unseen['by_source'])} sources"
@@ -62,8 +81,8 @@ def page(report: dict[str, Any]) -> str:
         mean=percent(unseen["mean_abs_pct"]),
         median=percent(unseen["median_abs_pct"]),
         held=f"{100 * unseen['covered']:.0f}%",
-        published=_markdown(table(report, width=_WHOLE)),
-        frontier=_markdown(table(frontier, width=_WHOLE)),
+        published=_markdown(table(report, by, _WHOLE)),
+        frontier=_markdown(table(frontier, by, _WHOLE)),
         skipped=_skipped({**report["skipped"], **frontier["skipped"]}),
         predicted=report["predicted"] + frontier["predicted"],
         rows=report["rows"] + frontier["rows"],
@@ -97,12 +116,17 @@ def _unseen(report: dict[str, Any]) -> str:
 def _markdown(rows: list[dict[str, str]]) -> str:
     names = list(rows[0])
     lines = [f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
-    return "\n".join([*lines, *(f"| {' | '.join(row.values())} |" for row in rows)])
+    return "\n".join([*lines, *(f"| {' | '.join(map(_text, row.values()))} |" for row in rows)])
+
+
+def _text(words: str) -> str:
+    """Words of a table as plain text in Markdown, in one line."""
+    return one_line(words).replace("|", r"\|").replace("<", "&lt;")
 
 
 def _skipped(reasons: dict[str, int]) -> str:
     """Lines of a list: how many rows are refused for which reason."""
-    lines = [f"- {count} row{'s' * (count != 1)}: {reason}" for reason, count in reasons.items()]
+    lines = [f"- {count} row{'s' * (count != 1)}: {_text(reason)}" for reason, count in reasons.items()]
     return "\n".join(lines) or "None."
 
 
@@ -159,9 +183,9 @@ Rows predicted: {predicted} of {rows}. Refused, with the reason:
 
 {skipped}
 
-A row is also refused that does not add up (its parameters and its shape, its GPUs and its layout, its
-seconds and its tokens per second), whose program is not known, whose GPUs are of several kinds, and whose
-model is no decoder of attention layers.
+A row is also refused that does not add up (its parameters and its shape, or a preset of its name; its GPUs,
+its schedule and its layout; its seconds and its tokens per second; its formats), whose program is not known,
+whose GPUs are of several kinds, and whose model is no decoder of attention layers.
 
 ## Numbers
 
@@ -174,20 +198,25 @@ those that `python bench/calibrate.py` fitted, and the runs: all published ones,
 
 ## Columns
 
-`source`, `gpu`, `gpus` and `seq_len` are needed; a number may have words after it (but no second number, nor
-another unit), and a cell may be empty. Other columns are left alone, unless one is near the name of a column
-that the table lacks: that is taken for a slip of the pen and refused.
+`source`, `gpu`, `gpus` and `seq_len` are needed; a cell may be empty, and a row has a cell for each column. A
+number may have its column's unit after it, and then a comment in parentheses that names no other unit. Other
+columns are left alone, unless one is near the name of a column that the table lacks, or its usual name
+elsewhere: that is taken for a slip of the pen and refused.
 
 - The model: `model`, `params_b` (billions), `layers`, `hidden`, `ffn`, `heads`, `kv_heads`, `head_dim`,
   `vocab`, `experts`, `top_k`, `moe_ffn` (of one expert; else `ffn`), `shared_ffn`.
 - The layout: `tp`, `cp`, `pp`, `vp` (stages of a rank), `ep`, `dp`, `zero`, `micro_batch`,
   `global_batch_seqs`, `recompute` (none, selective, full), `sequence_parallel` (yes, no).
-- The program: `program`, `attention` (unfused, flash1 to flash4, cudnn), `gradient_bytes` (as they are kept
-  and reduced), `precision` and `fp8_recipe` (fp8 by tensor, row or block, mxfp8, nvfp4, bf16, fp16,
-  fp32).
+- The program: `program`, `attention` (unfused, flash1 to flash4, cudnn), `gradient_bytes` (1, 2, 4 or 8, as
+  they are kept and reduced), `precision` and `fp8_recipe` (fp8 by tensor, row or block, mxfp8, nvfp4, bf16,
+  fp16, fp32).
 - The network: `network_gbps`, Gbit/s of a device's interfaces; above 1,600 those of a node.
 - What was measured: `step_seconds`, `tokens_per_sec_per_gpu`, `tflops_per_gpu`, `mfu_pct`, `peak_mem_gib`
-  (or OOM); `where` and `confidence` are comments.
+  (or OOM).
+- `where` and `confidence` are comments. Of the words in `source` and `where` only these count, if no "not" is
+  before them: a program's name where `program` is empty, its arXiv number, FSDP2 eager, [26.08 NeMo
+  Container]; schedule=ZB-1p; a node's network as 4 x 200 Gbit/s or 4x200Gb IB; hardware TFLOP/s, HFU or incl.
+  recompute, of `tflops_per_gpu`; memory in GB, and nvidia-smi. They are listed with the inferred properties.
 
 ## Inferred properties
 
@@ -195,9 +224,11 @@ Cells that a row leaves empty are inferred from the field's habits, and listed b
 --rows --json`:
 
 - `program`: what the source or the comment names, else the usual one of its year. `vocab`: 51,200 (GPT-2's,
-  padded); `precision`: fp16 on an A100, bf16 on later devices; gated layers and tied embeddings: as the
-  number of parameters determines; `head_dim`, experts and latents: those of a preset of the same name and
-  shape.
+  padded); `precision`: fp16 on an A100, bf16 on later devices; `top_k`: 2.
+- What follows from other cells or comments is listed too, but widens no interval: `ffn`: 4 x `hidden`, or two
+  thirds of that in gated layers; `kv_heads`: all `heads`; `head_dim`: `hidden` / `heads`; `moe_ffn`: `ffn`;
+  gated layers and tied embeddings: as the number of parameters determines. All of them, experts and latents
+  too, are those of a preset of the same name (`shape`) that no cell contradicts.
 - `zero`, `sequence_parallel`: the program's default. `recompute`: the least that fits, of as few layers as
   fits.
 - `micro_batch`: the fastest of 1 to 16 that fits; torchtitan's pipelines have as many microbatches as

@@ -6,15 +6,18 @@ The columns are those of `data/published_runs.csv`.
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from math import inf, isfinite, prod
+from math import isfinite, prod
 from pathlib import Path
 from typing import TypeVar
 
 from meshwright.spec import UserError
+from meshwright.spec.base import MAX_HEADS, MAX_LAYERS, MAX_RANKS, MAX_WIDTH
 from meshwright.spec.errors import did_you_mean
+from meshwright.spec.load import one_line
 
 PUBLISHED = Path(__file__).parent / "data" / "published_runs.csv"
 """303 runs from papers and public benchmark tables, each with its source."""
@@ -23,49 +26,86 @@ FRONTIER = PUBLISHED.with_name("published_runs_frontier.csv")
 
 INTEGERS: Mapping[str, tuple[int, float]] = {
     "gpus": (1, 10e6),
-    **dict.fromkeys(("seq_len", "ffn", "moe_ffn", "vocab"), (1, 1e8)),
-    "shared_ffn": (0, 1e8),
-    "head_dim": (1, 1e4),
+    "seq_len": (1, 1e8),
+    "vocab": (2, 1e8),
     "gradient_bytes": (1, 8),
-    "layers": (1, 10_000),
-    "hidden": (1, 1e7),
-    **dict.fromkeys(("heads", "kv_heads", "global_batch_seqs"), (1, 1e6)),
-    **dict.fromkeys(("experts", "micro_batch"), (0, 1e6)),
-    **dict.fromkeys(("top_k", "tp", "cp", "pp", "ep", "dp"), (0, inf)),
-    "vp": (0, 10_000),
+    "layers": (1, MAX_LAYERS),
+    **dict.fromkeys(("hidden", "ffn", "moe_ffn"), (1, MAX_WIDTH)),
+    "shared_ffn": (0, MAX_WIDTH),
+    **dict.fromkeys(("heads", "kv_heads", "head_dim"), (1, MAX_HEADS)),
+    "global_batch_seqs": (1, 1e6),
+    "micro_batch": (0, 1e6),
+    **dict.fromkeys(("experts", "top_k"), (0, MAX_HEADS)),
+    **dict.fromkeys(("tp", "cp", "pp", "ep", "dp"), (0, MAX_RANKS)),
+    "vp": (0, MAX_LAYERS),
     "zero": (0, 3),
 }
 """Columns of whole numbers -> the least (0 means "none") and the most: larger ones are slips of the pen, and
 would take too long to predict."""
-_MOST_PARAMETERS = 1e6
-"""Largest valid `params_b`, in billions."""
+_MEASURES: Mapping[str, tuple[float, float]] = {
+    "params_b": (1e-6, 1e6),
+    "step_seconds": (1e-6, 1e6),
+    "tokens_per_sec_per_gpu": (1e-3, 1e9),
+    "tflops_per_gpu": (1e-3, 1e5),
+    "mfu_pct": (1e-3, 100),
+    "peak_mem_gib": (1e-3, 1e4),
+    "network_gbps": (1e-2, 1e6),
+}
+"""Columns of other numbers -> the least and the most that are plausible."""
 FORMATS = ("nvfp4", "mxfp8", "fp8", "bf16", "fp16", "fp32")
-"""Number formats that a cell of `precision` may contain, as in amp_bf16."""
+"""Number formats of which a cell of `precision` contains one, as in amp_bf16."""
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    "precision": FORMATS,
     "attention": ("unfused", "flash1", "flash2", "flash3", "flash4", "cudnn"),
     "recompute": ("none", "full", "selective"),
     "sequence_parallel": ("yes", "no"),
 }
-"""Columns of words from a fixed list."""
-_WORDS = (
-    *("source", "program", "model", "gpu", "recompute", "sequence_parallel", "precision", "fp8_recipe"),
-    *("attention", "where", "confidence"),
-)
-_MEASURED = ("step_seconds", "tokens_per_sec_per_gpu", "tflops_per_gpu", "mfu_pct", "peak_mem_gib")
-_COLUMNS = frozenset((*_WORDS, *INTEGERS, *_MEASURED, "params_b", "network_gbps"))
+"""Columns of words from a fixed list, which are read in small letters."""
+_WORDS = ("source", "program", "model", "gpu", "precision", "fp8_recipe", *CHOICES, "where", "confidence")
+_COLUMNS = frozenset((*_WORDS, *INTEGERS, *_MEASURES))
 _NEEDED = ("source", "gpu", "gpus", "seq_len")
-_NUMBER = re.compile(
-    r"[~≈]?\s*([-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:e[-+]?\d+)?)(?:$|[\s(;%])", re.IGNORECASE
-)
-"""A number at the beginning of a cell, with words after it or without."""
-_OTHER = re.compile(
-    r"\s*(?:[-+x*/\u00d7\u2013]|to|or)\s*\d"
-    r"|\s+\(?(?:k|[mbtg]|thousand|[mbtr]+illion|[gp]flops|[mun]s|mins?|minutes?|h|hours?|days?|fraction"
-    r"|[kmt]i?b|nodes?|hosts?|racks?|pods?)\b",
+_OTHER_NAMES: Mapping[str, str] = {
+    **dict.fromkeys(("step_time", "iteration_time", "iter_time", "time_per_step"), "step_seconds"),
+    **dict.fromkeys(("num_gpus", "n_gpus", "world_size"), "gpus"),
+    **dict.fromkeys(("sequence_length", "context_length"), "seq_len"),
+    **dict.fromkeys(("stack", "framework"), "program"),
+    "dtype": "precision",
+    "expert_ffn": "moe_ffn",
+    "device": "gpu",
+    "gbs": "global_batch_seqs",
+    "mbs": "micro_batch",
+    "mfu": "mfu_pct",
+    "tflops": "tflops_per_gpu",
+    "peak_memory": "peak_mem_gib",
+}
+"""Usual names of columns elsewhere -> their names here."""
+_UNITS: Mapping[str, str] = {
+    "params_b": "b|bn|billion",
+    "step_seconds": "s|secs?|seconds?",
+    "tokens_per_sec_per_gpu": "tok(?:en)?s?(?:/| per )s(?:ec(?:ond)?)?(?:/| per )gpu",
+    "tflops_per_gpu": "tflops?(?:/s)?(?:(?:/| per )gpu)?",
+    "mfu_pct": "%|percent",
+    "peak_mem_gib": "gib",
+    "network_gbps": "(?-i:[Gg]bps|[Gg][Bb]its?/s|Gb/s)",  # GB/s and GBps are bytes
+    **dict.fromkeys(("seq_len", "vocab"), "tokens?"),
+    "global_batch_seqs": "seqs?|sequences|samples",
+    "gradient_bytes": "bytes?",
+}
+"""Columns -> their units, which may stand after a number; of others it is what the column counts."""
+_NUMBER = r"[~≈]?\s*([-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:e[-+]?\d+)?)"
+_COMMENT = r"(?:[(\[;].*)?"
+_OTHER_UNIT = re.compile(
+    r"(?:^.|\bin\b|=)\s*(?:per |total )?(?:k|[mbtgp]|thousand|[mbtr]+illion|[gpe]flops?(?:/s)?|[mun]s"
+    r"|(?:milli|micro|nano)s\w*|[mu]secs?|min(?:ute)?s?|h|hrs?|hours?|days?|fraction|percent|total"
+    r"|[kmgt]b(?:/s)?|nodes?|hosts?|racks?|pods?)\b",
     re.IGNORECASE,
 )
-"""After a number: another one (a range, a product, a choice), or a unit that is not its column's."""
+"""In the comment after a number: a unit that is not its column's."""
+_DENIED = re.compile(
+    r"(?:\b(?:not?|non|never|without|instead of|rather than|unlike|vs\.?|versus)|n't)[\s-]+"
+    r"(?:(?:the|an?|in|of|with)\s+)*$",
+    re.IGNORECASE,
+)
+"""Words that deny what follows them."""
 _SHOWN = 30
 
 V = TypeVar("V")
@@ -85,6 +125,8 @@ class Row:
     numbers: dict[str, float]
     inferred: dict[str, object] = field(default_factory=dict)
     """Properties that the row does not state -> the values that were inferred."""
+    derived: dict[str, object] = field(default_factory=dict)
+    """Properties that its comments or its other cells tell -> their values, which widen no interval."""
 
     def whole(self, name: str) -> int | None:
         """A whole number, or None where the cell is empty."""
@@ -94,6 +136,11 @@ class Row:
     def infer(self, name: str, value: V) -> V:
         """Note the value of a property that the row does not state, and return it."""
         self.inferred[name] = value
+        return value
+
+    def derive(self, name: str, value: V) -> V:
+        """Note the value of a property that a comment or other cells tell, and return it."""
+        self.derived[name] = value
         return value
 
     def whole_or(self, name: str, guess: int) -> int:
@@ -106,10 +153,15 @@ class Row:
         """GPUs that hold the model once: tp x cp x pp."""
         return prod(self.whole(name) or 1 for name in ("tp", "cp", "pp"))
 
-    @property
-    def told(self) -> str:
-        """Source and comment of the run, in small letters."""
-        return " ".join(self.words.get(name, "") for name in ("source", "where")).lower()
+    def says(self, pattern: str) -> re.Match[str] | None:
+        """Where the row's source or comment has a pattern as whole words that no word before them denies."""
+        return phrase(pattern, f"{self.words['source']}; {self.words['where']}")
+
+
+def phrase(pattern: str, text: str) -> re.Match[str] | None:
+    """Where a text has a pattern as whole words, in letters of any case, that no word before them denies."""
+    found = re.finditer(rf"(?<![a-z0-9])(?:{pattern})(?![a-z0-9])", text, re.IGNORECASE)
+    return next((each for each in found if not _DENIED.search(text[: each.start()])), None)
 
 
 def first_match(table: Iterable[tuple[str, V]], text: str) -> V | None:
@@ -120,53 +172,68 @@ def first_match(table: Iterable[tuple[str, V]], text: str) -> V | None:
 def read(path: Path) -> list[Row]:
     """The rows of a CSV file. Raises `UserError` for a file that is not a table of runs."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            names, rows = list(reader.fieldnames or []), list(reader)
+        text = path.read_text(encoding="utf-8-sig")
+        if "\0" in text:
+            raise csv.Error("it has NUL bytes")
+        lines = [cells for cells in csv.reader(io.StringIO(text, newline=""), strict=True) if cells]
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such file; give a table of runs, as CSV") from None
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{path}: cannot be read as a table: {reason}; give a CSV file") from None
+        raise UserError(f"{path}: cannot be read as a table: {reason}; give a CSV file in UTF-8") from None
+    names = [name.strip().lower() for name in lines[0]] if lines else []
     for separator, word in ((";", "';'"), ("\t", "tabs")):
-        if len(names) == 1 and separator in names[0]:
+        if len(names) == 1 and separator in lines[0][0]:
             raise UserError(f"{path}: its columns are separated by {word}; they must be by ','")
     if not names:
         raise UserError(f"{path}: is empty; a table of runs has the columns of {PUBLISHED.name}")
-    if twice := [name for name in names if names.count(name) > 1]:
+    if twice := [name for name in names if name and names.count(name) > 1]:
         raise UserError(f"{path}: has the column '{twice[0]}' twice; leave one")
     absent = sorted(_COLUMNS.difference(names))
     for name in names:
         # Columns of a table's own, such as seq_len_note beside seq_len, are left alone.
-        if name not in _COLUMNS and (hint := did_you_mean(name, absent)):
-            raise UserError(f"{path}: has an unknown column '{name}'{hint}")
+        meant = [_OTHER_NAMES[name]] if _OTHER_NAMES.get(name) in absent else []
+        hint = f"; did you mean '{meant[0]}'?" if meant else did_you_mean(name, absent)
+        if name not in _COLUMNS and hint:
+            raise UserError(f"{path}: has an unknown column '{short(name)}'{hint}")
     if missing := [name for name in _NEEDED if name not in names]:
         raise UserError(
             f"{path}: has no column '{missing[0]}'; a table of runs has those of {PUBLISHED.name}"
         )
-    if not rows:
+    if len(lines) == 1:
         raise UserError(f"{path}: has no rows below its heading; give one for each run that was measured")
-    return [_row(number, cells) for number, cells in enumerate(rows)]
+    return [_row(number, names, cells) for number, cells in enumerate(lines[1:])]
 
 
-def _row(number: int, cells: Mapping[str, str]) -> Row:
+def _row(number: int, names: list[str], given: list[str]) -> Row:
     """A row; the first invalid cell is kept as the word 'broken', so that the other rows are predicted."""
-    words = {name: (cells.get(name) or "").strip() for name in _WORDS}
+    cells = {name: cell.strip() for name, cell in zip(names, given, strict=False)}
+    words = {name: cells.get(name, "") for name in _WORDS}
+    words |= {name: words[name].lower() for name in CHOICES}
     numbers: dict[str, float] = {}
-    for name, cell in cells.items():
-        text = cell.strip() if isinstance(cell, str) else ""
+    if len(given) != len(names):
+        words["broken"] = (
+            f"its number of cells is {len(given)}, not the heading's {len(names)}; give one for each column, "
+            "in quotes if it has a ','"
+        )
+    for name, text in cells.items():
         if name in words or name not in _COLUMNS or not text:
             continue
         if name == "peak_mem_gib" and text.upper() == "OOM":
             words["oom"] = "yes"
             continue
+        unit = _UNITS.get(name, f"{name.rstrip('s').replace('_', ' ')}s?")
+        found = re.fullmatch(rf"{_NUMBER}\s*(?:{unit})?\s*({_COMMENT})", text, re.IGNORECASE | re.DOTALL)
         try:
-            if (found := _NUMBER.match(text)) and _OTHER.match(text, found.end(1)):
+            if found and _OTHER_UNIT.search(re.sub(rf"^(.)\s*(?:{unit})\b", r"\1", found[2])):
                 raise ValueError
             value = float(text if found is None else found[1].replace(",", ""))
             mistake = _mistake(name, short(text), value)
         except ValueError:
-            mistake = f"the cell '{name}' is '{short(text)}', which is not a number in the column's unit"
+            mistake = (
+                f"the cell '{name}' is '{short(text)}', which is not a number in the column's unit; give "
+                "one, with a comment in parentheses"
+            )
         if mistake:
             words.setdefault("broken", mistake)
         else:
@@ -177,12 +244,18 @@ def _row(number: int, cells: Mapping[str, str]) -> Row:
 def _mistake(name: str, text: str, value: float) -> str:
     """The reason why a number cannot stand in a column, or an empty text."""
     cell = f"the cell '{name}' is '{text}'"
-    least, most = INTEGERS.get(name, (0, _MOST_PARAMETERS if name == "params_b" else inf))
-    if name not in INTEGERS and not (isfinite(value) and value > 0):
-        return f"{cell}, which is not a measurement; give a number above 0, or an empty cell"
-    if name in INTEGERS and not (isfinite(value) and value >= least and value.is_integer()):
+    whole = name in INTEGERS
+    least, most = INTEGERS[name] if whole else _MEASURES[name]
+    if whole and not (isfinite(value) and value >= least and value.is_integer()):
         return f"{cell}, which is not a whole number of at least {least}"
-    return f"{cell}, which is implausible; give at most {most:,.0f}" if value > most else ""
+    if not (isfinite(value) and value >= 0 and (whole or value)):
+        return f"{cell}, which is not a measurement; give a number above 0, or an empty cell"
+    if name == "gradient_bytes" and value in (3, 5, 6, 7):
+        return f"{cell}, which no number format has; give 1, 2, 4 or 8"
+    if not least <= value <= most:
+        bound = f"at least {least:g}" if value < least else f"at most {most:,.0f}"
+        return f"{cell}, which is implausible; give {bound}"
+    return ""
 
 
 def check(row: Row) -> None:
@@ -190,12 +263,18 @@ def check(row: Row) -> None:
     if mistake := row.words.get("broken"):
         raise PredictionError(mistake)
     for name, known in CHOICES.items():
-        word = row.words[name].lower()
-        if word and not (any(choice in word for choice in known) if known is FORMATS else word in known):
-            raise PredictionError(f"the {name} '{short(row.words[name])}' is not one of {', '.join(known)}")
+        if (word := row.words[name]) and word not in known:
+            raise PredictionError(f"the {name} '{short(word)}' is not one of {', '.join(known)}")
+    if word := row.words["precision"]:
+        named = set(re.findall("|".join(FORMATS), word.lower()))
+        if not named:
+            raise PredictionError(f"the precision '{short(word)}' is not one of {', '.join(FORMATS)}")
+        if len(named) > 1:
+            listed = ", ".join(name for name in FORMATS if name in named)
+            raise PredictionError(f"the precision '{short(word)}' is several formats: {listed}; give one")
 
 
 def short(text: str) -> str:
-    """A cell as a sentence quotes it: on one line, and at most 30 characters."""
-    text = " ".join(text.split())
+    """A cell as a sentence quotes it: on one line, at most 30 characters, control characters escaped."""
+    text = one_line(" ".join(text.split()))
     return text if len(text) <= _SHOWN else text[: _SHOWN - 1] + "…"
