@@ -4,8 +4,9 @@
         [--recipes bf16,fp8,fp8-rowwise,fp8-blockwise,mxfp8,nvfp4] [--train.batch_tokens 1024 ...]
 
 Runs have the same initial weights and samples. One that has ended is not repeated, so an interrupted bench
-goes on. Writes `curves.html`, and prints one JSON object: for each recipe the final loss, as the mean over the
-last 5% of the steps (one step's depends on its samples), the last validation loss, and both beside bf16's.
+goes on. Writes `curves.html`, and prints one JSON object: for each recipe the final loss, as the mean over
+the last 5% of the steps (one step's depends on its samples), the last validation loss, and both beside
+bf16's.
 """
 
 from __future__ import annotations
