@@ -16,6 +16,7 @@ from meshwright.hardware.find import cluster
 from meshwright.planner.cost.software import STACKS
 from meshwright.planner.cost.uncertainty import SIGMA_TIME, SURE, fits_probability, fitting, interval
 from meshwright.planner.explain.candidate import TIMED
+from meshwright.planner.memory.states import states
 from meshwright.planner.plan import Plan
 from meshwright.planner.search.request import batch_of
 from meshwright.planner.search.results import TimedLayout, kind, simplicity
@@ -184,6 +185,16 @@ def test_the_cheapest_within_a_time_counts_failures() -> None:
             api.plan("llama3-8b", "h100", within="30d", **less)
     with pytest.raises(UserError, match="--within: 'soon' is not valid: a time above 0"):
         api.plan("llama3-8b", "h100", within="soon", **wish)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "lion", "muon"])
+def test_a_checkpoint_has_the_moments_that_one_rank_holds(kind: str) -> None:
+    tree = {"model": {"preset": "tiny"}, "train": {"optimiser": kind}, "precision": {"compute": "bf16"}}
+    spec = RunSpec.model_validate(tree)
+    held = states(spec)
+    saved = api.estimate(spec, cluster("h100", 1)).to_json(1e6)["failures"]["checkpoint_bytes"]
+    assert saved == pytest.approx(held.masters + held.optimiser, abs=1000)  # AdamW's counts of steps
+    assert saved == {"adamw": 36_203_520, "lion": 24_135_680, "muon": 28_339_200}[kind]
 
 
 def test_of_a_published_run_the_effective_share_is_as_it_was() -> None:

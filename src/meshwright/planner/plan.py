@@ -13,6 +13,7 @@ from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import MESHWRIGHT, SoftwareStack
 from meshwright.planner.explain.candidate import Candidate
 from meshwright.planner.explain.explanation import Explanation, explain
+from meshwright.planner.memory.states import checkpoint_bytes
 from meshwright.planner.search.infeasible import shortfall
 from meshwright.planner.search.objectives import largest_model, longest_context
 from meshwright.planner.search.request import PlanRequest
@@ -43,12 +44,10 @@ class Plan(Candidate):
 
     def training(self, tokens: float) -> TrainingTime:
         """Days and USD of training on so many tokens, with failures. Raises `UserError`."""
-        each = (
-            12 if self.spec.train.optimiser == "adamw" else 8
-        )  # bytes of a parameter in a checkpoint: all in fp32
-        size, count = each * self.spec.model.parameters, self.cluster.count
-        batch = self.spec.train.batch_tokens
-        return training_time(size, count, self.step_seconds, batch, tokens, self.cluster.price)
+        size, train = checkpoint_bytes(self.spec), self.spec.train
+        return training_time(
+            size, self.cluster.count, self.step_seconds, train.batch_tokens, tokens, self.cluster.price
+        )
 
     def to_json(self, tokens: float | None = None) -> dict[str, Any]:
         """Plain values; with a number of tokens also days and USD of training on them, with failures."""
