@@ -12,7 +12,7 @@ from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import MESHWRIGHT, SoftwareStack
 from meshwright.planner.explain.candidate import Candidate
-from meshwright.planner.explain.explanation import Explanation, explain
+from meshwright.planner.explain.explanation import Explanation
 from meshwright.planner.memory.states import checkpoint_bytes
 from meshwright.planner.search.infeasible import shortfall
 from meshwright.planner.search.objectives import largest_model, longest_context
@@ -108,9 +108,8 @@ class Plans:
 
     @cached_property
     def reasons(self) -> Explanation:
-        """Why the best plan, and not its nearest neighbours or the other plans on as many devices."""
-        others = [plan.spec for plan in self.plans[1:]]
-        return explain(self.best.spec, self.best.costs, others, self.capacity, _NEIGHBOURS)
+        """Why the best plan, and not its nearest neighbours."""
+        return Explanation(self.best.spec, self.best.costs, self.capacity, _NEIGHBOURS)
 
     def to_json(self, why: bool = True) -> dict[str, Any]:
         """Plain values, for `meshwright plan --json`; the reasons are left out unless `why`."""

@@ -113,7 +113,9 @@ def states_at(view: RankView, shards: Sequence[StateShard]) -> States:
 def checkpoint_bytes(spec: RunSpec) -> int:
     """Bytes of parameters and moments of all ranks, in the format of the masters."""
     every = [p for unit in parameters(spec.model).values() for p in unit]
-    return widths(spec).master * sum(p.size * (1 + len(spec.train.moments_of(p.name, len(p.shape)))) for p in every)
+    return widths(spec).master * sum(
+        p.size * (1 + len(spec.train.moments_of(p.name, len(p.shape)))) for p in every
+    )
 
 
 def units(view: RankView) -> list[StateShard]:
