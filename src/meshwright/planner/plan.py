@@ -177,11 +177,12 @@ def plan(request: PlanRequest, progress: Progress | None = None, finished: Finis
         plans = _in_time(plans, tokens, request.most_seconds)
         simple = [each for each in simple if each.training(tokens).days * DAY <= request.most_seconds]
     first, best = min(plans, key=rank), _simplest([*plans, *simple], rank)
-    others = [each for each in plans if each is first or kind(each.spec) != kind(best.spec)]
+    faster = first if first.beats(best) else None
+    others = [each for each in plans if each is faster or kind(each.spec) != kind(best.spec)]
     shown = best, *(each for each in sorted(others, key=rank) if each is not best)
     return Plans(
         plans=shown[: request.top],
-        faster=first if first.beats(best) else None,
+        faster=faster,
         objective=request.objective,
         stack=problems[-1].stack,
         note=note,

@@ -146,8 +146,9 @@ class LayerCost:
 
     def _launched(self, passes: PassSeconds, routed: bool) -> PassSeconds:
         """`passes` with the seconds in which the device waits for its host to launch operators."""
-        # counted: operators of the forward; those of both halves of the backward, and of recomputation that
-        # saves products, over those. Those of experts follow the router's, for whose counts the host may wait.
+        # counted: operators of the forward; those of both halves of the backward, and of recomputation where
+        # products are saved, over those. Those of experts follow the router's, for whose counts the host may
+        # wait.
         count, experts = (22 if self.stack.fused_attention else 30), (25 if routed else 0)
         whole = self.spec.recompute.policy == "full" or "matmul" in self.repeats
         ratios = 1.0, 1.2, 0.4, 1.0 if whole else 8 / (count + experts)

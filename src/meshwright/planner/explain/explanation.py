@@ -32,7 +32,8 @@ class Explanation(Candidate):
         """Bytes that a rank of this layout and its neighbours may need, as of plans: what fits with the
         probability that a plan must have, or all of the device where this layout is less sure to fit."""
         self.candidates = {
-            words: Candidate(other, costs, self.times) for words, other in changes(spec).items()
+            words: Candidate(other, costs, self.times)
+            for words, other in changes(spec, costs.stack.schedules).items()
         }
         """All neighbours, by words for the difference."""
         self.neighbours = neighbours(self, self.candidates, self.capacity, most)

@@ -60,7 +60,7 @@ class SearchProblem:
         idle = self.stack.selective == "attention" and self.stack.fused_attention
         policies = [name for name in POLICIES if name != "selective" or not idle]
         levels = [level.devices for level in self.cluster.levels]
-        return LayoutSpace(self.base, self.ranks, self.fixed, policies, levels)
+        return LayoutSpace(self.base, self.ranks, self.fixed, policies, levels, self.stack.schedules)
 
     def least_memory(self) -> Memory | None:
         """Bytes that a rank needs at least, in the layout that needs least; None if no layout is legal.
