@@ -71,7 +71,7 @@ def data_seconds(
         costs.kernels,
     )
     formats = widths(spec)
-    width, gradient = stack.gather_bytes, stack.gradient_bytes
+    width, gradient = float(stack.gather_bytes), float(stack.gradient_bytes)
     if stack.ours:
         width, gradient = formats.compute, formats.reduce
     if stack.low_states and costs.format in PRECISIONS:
