@@ -217,3 +217,17 @@ def test_the_longest_context_says_when_the_batch_is_the_limit(capsys: pytest.Cap
 def test_a_price_beyond_any_is_refused() -> None:
     with pytest.raises(UserError, match=r"--price: '1e300' is not valid"):
         main([*WISH, "--price", "1e300"])
+
+
+def test_plan_and_explain_say_the_same_of_a_layout(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--cluster", "a100", "--json"]
+    wish = ["plan", "mixtral-8x7b", *where, "--gpus", "64", "--seq-len", "4096", "--batch-tokens", "4M"]
+    assert main([*wish, "--fix", "pp=2,tp=1,cp=1", "--write", str(tmp_path / "run.toml")]) == 0
+    planned = json.loads(capsys.readouterr().out.splitlines()[-1])["best"]
+    assert main(["explain", str(tmp_path / "run.toml"), *where]) == 0
+    explained = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert planned["assumptions"] == explained["assumptions"]
+    assert planned["neighbours"] == explained["neighbours"][:6]
+    assert planned["step_seconds"] == explained["step_seconds"]

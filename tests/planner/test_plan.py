@@ -13,16 +13,21 @@ import pytest
 
 from meshwright import api
 from meshwright.hardware.find import cluster
+from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import STACKS
 from meshwright.planner.cost.uncertainty import SIGMA_TIME, SURE, fits_probability, fitting, interval
 from meshwright.planner.explain.candidate import TIMED
+from meshwright.planner.explain.explanation import Explanation
+from meshwright.planner.memory.states import states
 from meshwright.planner.plan import Plan
+from meshwright.planner.search.problem import SearchProblem
 from meshwright.planner.search.request import batch_of
 from meshwright.planner.search.results import TimedLayout, kind, simplicity
 from meshwright.planner.validation.metrics import validate
 from meshwright.planner.validation.table import FRONTIER, PUBLISHED
 from meshwright.reliability.training_time import DEVICE_MTBF_HOURS, training_time
-from meshwright.spec import RunSpec, UserError, load
+from meshwright.spec import Layout, RunSpec, UserError, load
+from meshwright.spec.layout import SCHEDULES
 from meshwright.spec.toml import to_toml
 
 WISH: dict[str, Any] = {"gpus": 8, "seq_len": 4096, "batch_tokens": "256k"}
@@ -154,6 +159,30 @@ def test_a_simpler_plan_is_preferred_to_one_that_is_hardly_faster() -> None:
     assert flat.best.step_seconds > 1.02 * faster.step_seconds  # or it would have been preferred
 
 
+def test_a_plan_that_is_no_faster_is_not_shown_beside_its_variant() -> None:
+    """Two shardings of one layout, the simpler of which is 0.05% slower: a tie."""
+    keys = "pp=2,tp=1,cp=1,ep=1,etp=1,schedule=interleaved,virtual=7,stages=balanced,zero=2,micro_batch=2"
+    fixed = [(f"layout.{key}", value) for key, value in (pair.split("=") for pair in keys.split(","))]
+    wish = {"gpus": 64, "seq_len": 4096, "batch_tokens": "4M", "overrides": fixed}
+    found = api.plan("qwen3-30b-a3b", "gb200-nvl72", **wish)
+    assert found.faster is None and len({kind(each.spec) for each in found.plans}) == len(found.plans)
+
+
+@pytest.mark.parametrize(
+    ("stack", "has"),
+    [("megatron-2021", {"1f1b", "interleaved"}), ("llm-foundry", set()), ("meshwright", set(SCHEDULES))],
+)
+def test_a_program_has_its_own_schedules(stack: str, has: set[str]) -> None:
+    tree = {"model": {"preset": "llama2-7b"}, "train": {"batch_tokens": 2**20}}
+    base, on = RunSpec.model_validate(tree), cluster("h100", 16)
+    space = SearchProblem(base, on, STACKS[stack]).space()
+    assert {cut.schedule for cut in space.cuts(4)} == has
+    assert space.cuts(1)
+    spec = base.model_copy(update={"layout": Layout(dp=2, tp=2, pp=4 if has else 1, cp=1 if has else 4)})
+    near = Explanation(spec, CostModel(on, STACKS[stack])).candidates.values()
+    assert {each.spec.layout.schedule for each in near if each.spec.layout.pp > 1} == has
+
+
 def test_stages_are_at_most_as_many_as_asked() -> None:
     found = api.plan("llama3-8b", "h100", overrides=[("layout.pp", "2")], max_stages=2, **WISH).plans
     assert all(each.spec.layout.pp * each.spec.layout.chunks == 2 for each in found)
@@ -184,6 +213,16 @@ def test_the_cheapest_within_a_time_counts_failures() -> None:
             api.plan("llama3-8b", "h100", within="30d", **less)
     with pytest.raises(UserError, match="--within: 'soon' is not valid: a time above 0"):
         api.plan("llama3-8b", "h100", within="soon", **wish)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "lion", "muon"])
+def test_a_checkpoint_has_the_moments_that_one_rank_holds(kind: str) -> None:
+    tree = {"model": {"preset": "tiny"}, "train": {"optimiser": kind}, "precision": {"compute": "bf16"}}
+    spec = RunSpec.model_validate(tree)
+    held = states(spec)
+    saved = api.estimate(spec, cluster("h100", 1)).to_json(1e6)["failures"]["checkpoint_bytes"]
+    assert saved == pytest.approx(held.masters + held.optimiser, abs=1000)  # AdamW's counts of steps
+    assert saved == {"adamw": 36_203_520, "lion": 24_135_680, "muon": 28_339_200}[kind]
 
 
 def test_of_a_published_run_the_effective_share_is_as_it_was() -> None:

@@ -13,7 +13,6 @@ from meshwright.hardware.hardware_file import write as write_hardware
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import stack_named
 from meshwright.planner.explain.explanation import Explanation
-from meshwright.planner.explain.explanation import explain as explain_on
 from meshwright.planner.plan import Finished, Plans
 from meshwright.planner.plan import plan as best_plans
 from meshwright.planner.search.request import PlanRequest
@@ -109,7 +108,7 @@ def explain(
     check_writable(out)
     ranks = spec.layout.world_size
     hardware = hardware_of(cluster, ranks) if isinstance(cluster, str) else cluster.resized(ranks)
-    result = explain_on(spec, CostModel(hardware, stack_named(stack)))
+    result = Explanation(spec, CostModel(hardware, stack_named(stack)))
     if out is not None:
         write_explanation(Path(out), result)
     return result

@@ -162,13 +162,12 @@ def _overrides(call: Call, fixed: Sequence[tuple[str, str]]) -> list[tuple[str, 
 
 
 def _write_page(plans: Plans, path: Path) -> None:
-    """Write the page of the best plan, compared with its neighbours and the plans on as many devices."""
-    from meshwright.planner.cost.model import CostModel
+    """Write the page of the best plan, compared with its neighbours beside the plans on as many devices."""
     from meshwright.report.plan_page import write_plan_page
 
     best = plans.best
     specs = [plan.spec for plan in plans.plans if plan.cluster.count == best.cluster.count]
-    write_plan_page(path, specs, CostModel(best.cluster, plans.stack), plans.pareto, _notes(plans))
+    write_plan_page(path, specs, best.costs, plans.pareto, _notes(plans), plans.capacity)
 
 
 def _print_best(best: TimedLayout, counts: SearchCounts) -> None:
@@ -286,7 +285,7 @@ def _why(plans: Plans) -> None:
 
     why = plans.reasons
     print("\nWhy not its neighbours:")
-    print(*neighbour_lines(why.neighbours, why.count, "further away, which --out has"), sep="\n")
+    print(*neighbour_lines(why.neighbours, len(why.candidates), "further away, which --out has"), sep="\n")
     print("\nWhat would change the choice:")
     print(*assumption_lines(why.assumptions), sep="\n")
 

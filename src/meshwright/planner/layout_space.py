@@ -109,7 +109,7 @@ class LayoutSpace:
 
     `fixed` also takes 'policy', the recompute policy, which otherwise is one of `policies`, and 'max_stages',
     the most stages of a pipeline. `levels` are the neighbouring ranks that each level of the cluster joins,
-    from the inside out.
+    from the inside out, and `schedules` are the pipelines' that may be chosen.
     """
 
     def __init__(
@@ -119,9 +119,10 @@ class LayoutSpace:
         fixed: Mapping[str, Any] | None = None,
         policies: Sequence[str] = tuple(POLICIES),
         levels: Sequence[int] = (),
+        schedules: Sequence[str] = get_args(ScheduleName),
     ) -> None:
         self.base, self.model, self.ranks = base, base.model, ranks
-        self.fixed, self._levels = dict(fixed or {}), levels
+        self.fixed, self._levels, self._schedule_names = dict(fixed or {}), levels, schedules
         self._cuts: dict[int, list[StageSplit]] = {}
         self._balanced: dict[int, tuple[int, ...]] = {}
         wanted, own = self.fixed.get("policy"), base.recompute
@@ -269,7 +270,7 @@ class LayoutSpace:
         most, wanted = (self.model.layers + 2) // pp, self.fixed.get("schedule")
         if "virtual" not in self.fixed and not isinstance(self.fixed.get("stages"), tuple):
             most = min(most, max(2, _STAGES // pp))
-        for name in get_args(ScheduleName):
+        for name in self._schedule_names:
             if wanted not in (None, name) or (self.base.train.compile and name in SPLIT):
                 continue
             if name in LOOPED:

@@ -12,7 +12,8 @@ from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import MESHWRIGHT, SoftwareStack
 from meshwright.planner.explain.candidate import Candidate
-from meshwright.planner.explain.explanation import Explanation, explain
+from meshwright.planner.explain.explanation import Explanation
+from meshwright.planner.memory.states import checkpoint_bytes
 from meshwright.planner.search.infeasible import shortfall
 from meshwright.planner.search.objectives import largest_model, longest_context
 from meshwright.planner.search.request import PlanRequest
@@ -43,12 +44,10 @@ class Plan(Candidate):
 
     def training(self, tokens: float) -> TrainingTime:
         """Days and USD of training on so many tokens, with failures. Raises `UserError`."""
-        each = (
-            12 if self.spec.train.optimiser == "adamw" else 8
-        )  # bytes of a parameter in a checkpoint: all in fp32
-        size, count = each * self.spec.model.parameters, self.cluster.count
-        batch = self.spec.train.batch_tokens
-        return training_time(size, count, self.step_seconds, batch, tokens, self.cluster.price)
+        size, train = checkpoint_bytes(self.spec), self.spec.train
+        return training_time(
+            size, self.cluster.count, self.step_seconds, train.batch_tokens, tokens, self.cluster.price
+        )
 
     def to_json(self, tokens: float | None = None) -> dict[str, Any]:
         """Plain values; with a number of tokens also days and USD of training on them, with failures."""
@@ -109,9 +108,8 @@ class Plans:
 
     @cached_property
     def reasons(self) -> Explanation:
-        """Why the best plan, and not its nearest neighbours or the other plans on as many devices."""
-        others = [plan.spec for plan in self.plans[1:]]
-        return explain(self.best.spec, self.best.costs, others, self.capacity, _NEIGHBOURS)
+        """Why the best plan, and not its nearest neighbours."""
+        return Explanation(self.best.spec, self.best.costs, self.capacity, _NEIGHBOURS)
 
     def to_json(self, why: bool = True) -> dict[str, Any]:
         """Plain values, for `meshwright plan --json`; the reasons are left out unless `why`."""
@@ -179,11 +177,12 @@ def plan(request: PlanRequest, progress: Progress | None = None, finished: Finis
         plans = _in_time(plans, tokens, request.most_seconds)
         simple = [each for each in simple if each.training(tokens).days * DAY <= request.most_seconds]
     first, best = min(plans, key=rank), _simplest([*plans, *simple], rank)
-    others = [each for each in plans if each is first or kind(each.spec) != kind(best.spec)]
+    faster = first if first.beats(best) else None
+    others = [each for each in plans if each is faster or kind(each.spec) != kind(best.spec)]
     shown = best, *(each for each in sorted(others, key=rank) if each is not best)
     return Plans(
         plans=shown[: request.top],
-        faster=first if first.beats(best) else None,
+        faster=faster,
         objective=request.objective,
         stack=problems[-1].stack,
         note=note,

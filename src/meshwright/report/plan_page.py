@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.explain.candidate import Candidate
-from meshwright.planner.explain.explanation import Explanation, describe, explain
+from meshwright.planner.explain.explanation import Explanation, describe
 from meshwright.planner.explain.neighbours import TERMS, named
 from meshwright.planner.explain.sensitivity import MOST
 from meshwright.report import format as fmt
@@ -66,15 +66,21 @@ _FAR = 1.7
 
 
 def write_plan_page(
-    path: Path, plans: Sequence[RunSpec], costs: CostModel, pareto: Pareto, notes: Sequence[str] = ()
+    path: Path,
+    plans: Sequence[RunSpec],
+    costs: CostModel,
+    pareto: Pareto,
+    notes: Sequence[str] = (),
+    limit: float | None = None,
 ) -> None:
     """Write the page of `plans`, the first of which is the chosen one, to `path`.
 
     `costs` is the cost model of the chosen plan's cluster; `pareto` has (step seconds, bytes of a device) of
-    the Pareto front, and `notes` are further sentences on the chosen plan. Raises `UserError` if a plan does
+    the Pareto front, `notes` are further sentences on the chosen plan, and `limit` is how many bytes of a
+    rank a plan may fill, where that is less than it would fit with. Raises `UserError` if a plan does
     not have as many ranks as the cluster has devices, or if the file cannot be written.
     """
-    write_explanation(path, explain(plans[0], costs, plans[1:]), plans, pareto, notes)
+    write_explanation(path, Explanation(plans[0], costs, limit), plans, pareto, notes)
 
 
 def write_explanation(
@@ -146,5 +152,5 @@ def _plot(explained: Explanation, others: Sequence[Candidate], pareto: Pareto) -
         Points("this layout", "c1 chosen", [point(explained, describe(explained.spec))]),
     ]
     limit = explained.capacity
-    words = f"{gigabytes(limit)} a rank"
+    words = f"a rank may fill {gigabytes(limit)}"
     return scatter("Time against memory", groups, "step, s,", "fullest rank, GB", limit / 1e9, words)

@@ -62,7 +62,7 @@ def head(found: Explanation) -> list[str]:
         "step": f"{seconds(found.seconds)}, in 9 of 10 cases within {seconds(low)} to {seconds(high)}; "
         f"{found.tokens_per_second:,.0f} tokens/s; MFU {percent(found.mfu)}, with causal attention "
         f"{percent(found.causal_mfu)}",
-        "memory": f"{gigabytes(found.memory.device)} of {gigabytes(found.capacity)} on pipeline rank "
+        "memory": f"{gigabytes(found.memory.device)} of {gigabytes(found.room)} on pipeline rank "
         f"{found.memory.rank}; fits with a probability of {percent(found.fits_probability)}",
         "routing": routing(found),
         "never measured": "; ".join(found.never_measured),

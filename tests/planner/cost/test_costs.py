@@ -248,3 +248,44 @@ def test_experts_cost_what_they_compute_and_send() -> None:
         CostModel(cluster("h100", 8)),
     )
     assert alone.parts["expert axis"] == 0
+
+
+@pytest.mark.parametrize("stack", ["meshwright", "meshwright-cpu"])
+def test_what_recomputation_does_not_save_is_computed_and_sent_again(stack: str) -> None:
+    layout, on = {"dp": 8, "tp": 4, "cp": 2, "ep": 8}, CostModel(A100, STACKS[stack])
+    of_save = {}
+    for save in (("attention", "matmul"), ("matmul",), ("attention",), ()):
+        policy = {"policy": "selective", "save": save}
+        spec = run(layout, model="mixtral-8x7b", recompute=policy)
+        forward, _, _, again = of_save[save] = on.blocks(spec).passes(routed=True)
+        assert again.matmul == (0.0 if "matmul" in save else forward.matmul)
+        assert again.attention == (0.0 if "attention" in save else forward.attention)
+        for sent in (again.tensor, again.expert):
+            assert (sent == 0) == ("matmul" in save)
+        assert again.moved == forward.moved
+    full = on.blocks(run(layout, model="mixtral-8x7b", recompute={"policy": "full"})).passes(routed=True)
+    times = [each.again.total for each in (*of_save.values(), full)]
+    assert times == sorted(times) and len(set(times)) == 5
+
+
+@pytest.mark.parametrize(("zero", "times"), [(1, 6 / 4), (0, 2.0), (3, 8 / 6)])
+def test_gradients_of_this_program_travel_in_their_format(zero: int, times: float) -> None:
+    """Parameters are gathered in 2 bytes, once with ZeRO-1 and twice with ZeRO-3."""
+    layout = {"dp": 16, "zero": zero, "micro_batch": 4}
+    for name, slower in (("meshwright", times), ("megatron-core", 1.0)):
+        on = CostModel(A100.resized(16), STACKS[name])
+        wide, narrow = (
+            sum(step_time(run(layout, precision=formats), on).ranks[0].data.sent.values())
+            for formats in ({"compute": "bf16", "reduce": each} for each in ("fp32", "bf16"))
+        )
+        assert wide == pytest.approx(slower * narrow, rel=0.03)
+
+
+def test_replicas_of_shards_add_up_in_the_masters_format() -> None:
+    """As `parallel/data_parallel.py` does, whatever the format that shards are reduced in."""
+    layout, on = {"dp": 8, "replicate": 2, "zero": 1, "micro_batch": 4}, CostModel(A100.resized(16))
+    wide, narrow = (
+        step_time(run(layout, precision={"compute": "bf16", "reduce": each}), on).ranks[0].data.sent
+        for each in ("fp32", "bf16")
+    )
+    assert wide["replicate"] == narrow["replicate"] and wide["shard"] > 1.3 * narrow["shard"]

@@ -20,6 +20,7 @@ from meshwright.planner.memory.exact import memory_model
 from meshwright.planner.memory.generic import Generic
 from meshwright.planner.search import results
 from meshwright.planner.search.branch_and_bound import search
+from meshwright.planner.search.least_memory import least_memory
 from meshwright.planner.search.problem import SearchProblem
 from meshwright.planner.search.results import TimedLayout, kind, simplicity
 from meshwright.spec import RunSpec, UserError
@@ -251,7 +252,22 @@ def test_any_layout_that_fits_is_an_answer_where_any_will_do() -> None:
     space = LayoutSpace(base, 4)
     found = search(space, on, 80e9, any_will_do=True)
     assert len(found.best) == 1 and found.best[0].memory <= 80e9
-    assert not search(space, on, 0.5e9, any_will_do=True).best  # less than a context takes
+
+
+@pytest.mark.parametrize("model", [DENSE, EXPERTS])
+@pytest.mark.parametrize("seq_len", [32, 512])
+@pytest.mark.parametrize("fixed", [{"zero": 1}, {"pp": 1}, {"pp": 2, "policy": "none"}])
+def test_where_no_layout_fits_nothing_is_searched(
+    model: dict[str, Any], seq_len: int, fixed: dict[str, Any]
+) -> None:
+    """By the least memory of all layouts, few microbatches of which hold fewer gradients at a time."""
+    on = CostModel(cluster("h100", 4))
+    space, memory = LayoutSpace(run(model, seq_len), 4, fixed), memory_model(on)
+    needs = min(memory.peak(spec).device for spec in every_spec(space))
+    least = least_memory(space, on, memory)
+    assert least is not None and least.device <= needs
+    nothing = search(space, on, least.device * 0.999, memory=memory)
+    assert not nothing.best and nothing.counts.branches == 0
 
 
 def test_estimates_do_not_depend_on_what_was_asked_before() -> None:

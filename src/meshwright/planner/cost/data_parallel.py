@@ -16,8 +16,8 @@ from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.precision import PRECISIONS
 from meshwright.planner.group_shapes import GroupShape, axes
+from meshwright.planner.rank_view import widths
 from meshwright.spec import RunSpec
-from meshwright.units import DTYPE_BYTES
 
 AXES = ("shard", "expert_data", "replicate")
 """Axes of data ranks, each with messages of its own."""
@@ -70,7 +70,10 @@ def data_seconds(
         costs.links,
         costs.kernels,
     )
-    width: float = DTYPE_BYTES[spec.precision.base] if stack.own else stack.gather_bytes
+    formats = widths(spec)
+    width, gradient = float(stack.gather_bytes), float(stack.gradient_bytes)
+    if stack.ours:
+        width, gradient = formats.compute, formats.reduce
     if stack.low_states and costs.format in PRECISIONS:
         width = PRECISIONS[costs.format].gathered
     unpack = kernels.moved(stack.unpacked)
@@ -81,12 +84,13 @@ def data_seconds(
         if not elements:
             continue
         count = held.tensors if stack.by_tensor and layout.zero else held.units
-        reduces[axis] += _messages(links, reduction, elements * stack.gradient_bytes, group, count)
+        reduces[axis] += _messages(links, reduction, elements * gradient, group, count)
         if layout.zero:
             gathers[axis] += _messages(links, "all_gather", elements * width, group, count)
             gathers[axis] += elements * unpack if group.ranks > 1 else 0.0
         mine = elements / (group.ranks if layout.zero else 1)
-        reduces["replicate"] += links.collective("all_reduce", mine * stack.gradient_bytes, groups.replicate)
+        across = formats.master if stack.ours and layout.zero and group.ranks > 1 else gradient
+        reduces["replicate"] += links.collective("all_reduce", mine * across, groups.replicate)
         whole += mine
     moved = _UPDATE_BYTES + 8 * (2 if spec.train.optimiser == "adamw" else 1)
     optimiser = whole * kernels.updated(moved + _AROUND_BYTES, _AROUND_BYTES)

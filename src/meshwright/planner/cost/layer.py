@@ -70,6 +70,8 @@ class LayerCost:
         self.precision = precision(self.format)
         self.width = max(2.0, FORMAT_BYTES[self.precision.products])
         shape = layer_shape(spec, on_cpu=kernels.device.kind == "cpu")
+        selects = stack.ours and spec.recompute.policy == "selective"  # of others `selective` names operators
+        self.repeats = shape.repeated if selects else frozenset[str]()
         self.shape = shape = replace(shape, width=self.width, repeated=frozenset(), busiest=self.busiest)
         self.length, self.tokens, self.own = shape.length, shape.tokens, shape.own
         self.q, self.kv, self.rows = shape.q, shape.kv, shape.rows
@@ -136,15 +138,20 @@ class LayerCost:
             repeated = sum(self._product(p) for p in products if selective == "latents" and self.widens(p))
             if selective == "half":  # source: every second product, as torchtitan
                 repeated = forward.matmul / 2
-            again = again._replace(matmul=repeated, moved=forward.moved - scores)
+            if "matmul" in self.repeats:
+                repeated = forward.matmul
+            attended = core if "attention" in self.repeats else 0.0
+            again = again._replace(matmul=repeated, attention=attended, moved=forward.moved - scores)
         return self._launched(self._uncovered(PassSeconds(forward, input, weight, again), listed), routed)
 
     def _launched(self, passes: PassSeconds, routed: bool) -> PassSeconds:
         """`passes` with the seconds in which the device waits for its host to launch operators."""
-        # counted: operators of the forward; those of both halves of the backward, and of selective
-        # recomputation, over those. Those of experts follow the router's, for whose counts the host may wait.
+        # counted: operators of the forward; those of both halves of the backward, and of recomputation where
+        # products are saved, over those. Those of experts follow the router's, for whose counts the host may
+        # wait.
         count, experts = (22 if self.stack.fused_attention else 30), (25 if routed else 0)
-        ratios = 1.0, 1.2, 0.4, 1.0 if self.spec.recompute.policy == "full" else 8 / (count + experts)
+        whole = self.spec.recompute.policy == "full" or "matmul" in self.repeats
+        ratios = 1.0, 1.2, 0.4, 1.0 if whole else 8 / (count + experts)
         launched = []
         for seconds, ratio in zip(passes, ratios, strict=True):
             ahead, behind = ratio * count * self.launch, ratio * experts * self.launch
@@ -285,7 +292,10 @@ class LayerCost:
         policy, selective = self.spec.recompute.policy, self.stack.selective
         if policy == "none" or (policy == "selective" and selective in ("attention", "latents")):
             return listed
-        if policy == "selective" and selective == "half":
+        if self.repeats:
+            called = layer_messages(replace(self.shape, repeated=self.repeats), routed)
+            again = [m for m in called if m.phase is Phase.RECOMPUTE]
+        elif policy == "selective" and selective == "half":
             again = [m.times(0.5) for m in again if m.axis == "tensor"]
         elif policy == "selective":
             again = [_dispatch(self.shape, Phase.FORWARD, 1, merged)] if routed else []

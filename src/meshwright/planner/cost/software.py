@@ -14,6 +14,7 @@ from pydantic.dataclasses import dataclass
 
 from meshwright.hardware.sourced import read_tables
 from meshwright.spec.errors import UserError, did_you_mean
+from meshwright.spec.layout import ScheduleName
 from meshwright.spec.records import Count, Integer, NotNegative, Record
 
 Operators = Literal["unfused", "eager", "fused", "compiled"]
@@ -90,6 +91,8 @@ class SoftwareStack(Record):
     selective: Literal["attention", "half", "elementwise", "latents"]
     """Operators that selective recomputation repeats: attention, half the products, elementwise ones, or
     these and the products that latents of attention are widened by."""
+    schedules: tuple[ScheduleName, ...]
+    """Pipeline schedules that it has; none of a program without pipelines."""
     scatter_pipeline: bool
     """Tensor ranks send a slice each between stages, and gather it there (Narayanan et al. 2021, 4.1)."""
     gradient_bytes: Count

@@ -115,10 +115,15 @@ class Candidate:
         return max(self.memories, key=lambda memory: memory.allocated)
 
     @property
+    def room(self) -> float:
+        """Memory of one rank's device in bytes."""
+        return room(self.cluster)
+
+    @property
     def fits_probability(self) -> float:
         """Probability that the fullest rank fits its device."""
         wider = spread(self.cluster, self.costs.stack)
-        return fits_probability(self.memory.device, room(self.cluster), wider)
+        return fits_probability(self.memory.device, self.room, wider)
 
     @cached_property
     def uneven(self) -> dict[str, list[float]] | None:

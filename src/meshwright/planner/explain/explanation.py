@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
 from meshwright.planner.cost.model import CostModel
-from meshwright.planner.cost.uncertainty import room
+from meshwright.planner.cost.uncertainty import fitting, spread
 from meshwright.planner.explain.candidate import Candidate
 from meshwright.planner.explain.link_load import AxisLoad, communication
 from meshwright.planner.explain.neighbours import changes, neighbours
@@ -17,30 +16,28 @@ from meshwright.spec import RunSpec
 
 
 class Explanation(Candidate):
-    """A layout on a cluster, explained in seconds and bytes, and compared with `others` by their words.
+    """A layout on a cluster, explained in seconds and bytes, and compared with its neighbours.
 
-    `capacity` is how many bytes of a rank may be filled, and `most` how many neighbours are listed; all are
-    searched for what would change the choice.
+    `limit` is how many bytes of a rank may be filled at most, and `most` how many neighbours are listed; all
+    are searched for what would change the choice.
     """
 
     def __init__(
-        self, spec: RunSpec, costs: CostModel, others: dict[str, RunSpec], capacity: float, most: int | None
+        self, spec: RunSpec, costs: CostModel, limit: float | None = None, most: int | None = None
     ) -> None:
         super().__init__(spec, costs)
-        self.capacity, near = capacity, changes(spec)
-        known = [(other.layout, other.recompute) for other in near.values()]
-        near_or_other = near | {
-            words: other for words, other in others.items() if (other.layout, other.recompute) not in known
-        }
+        sure = fitting(self.room, spread(self.cluster, costs.stack))
+        filled = sure if self.fits(sure) else self.room
+        self.capacity = filled if limit is None else min(filled, limit)
+        """Bytes that a rank of this layout and its neighbours may need, as of plans: what fits with the
+        probability that a plan must have, or all of the device where this layout is less sure to fit."""
         self.candidates = {
-            words: Candidate(other, costs, self.times) for words, other in near_or_other.items()
+            words: Candidate(other, costs, self.times)
+            for words, other in changes(spec, costs.stack.schedules).items()
         }
-        """The layouts that `assumptions` compares, by words: all neighbours, then the other plans given."""
-        self.count = len(near)
-        """Number of all neighbours."""
-        listed = {words: self.candidates[words] for words in near}
-        self.neighbours = neighbours(self, listed, capacity, most)
-        self.assumptions = assumptions(self, self.candidates, capacity)
+        """All neighbours, by words for the difference."""
+        self.neighbours = neighbours(self, self.candidates, self.capacity, most)
+        self.assumptions = assumptions(self, self.candidates, self.capacity)
 
     @cached_property
     def axes(self) -> tuple[AxisLoad, ...]:
@@ -80,6 +77,7 @@ class Explanation(Candidate):
             "time": self.parts_by_rank,
             "mean_time": self.mean_parts,
             "memory": [memory.to_json() for memory in self.memories],
+            "room": self.room,
             "capacity": self.capacity,
             "fits": self.fits(self.capacity),
             "communication": [load.to_json() for load in self.axes],
@@ -87,30 +85,6 @@ class Explanation(Candidate):
         }
 
 
-def explain(
-    spec: RunSpec,
-    costs: CostModel,
-    others: Sequence[RunSpec] = (),
-    capacity: float | None = None,
-    most: int | None = None,
-) -> Explanation:
-    """Explain a run's layout on a cluster with as many devices as it has ranks.
-
-    `others` are layouts of the same run that it is compared with besides its neighbours; those with another
-    number of ranks or another batch are left out. `capacity` is how many bytes of a rank may be filled, by
-    default all of a device's, and `most` how many neighbours are listed, by default all. Raises `UserError`
-    where ranks and devices differ in number.
-    """
-    compared = {describe(other): other for other in others if _comparable(other, spec)}
-    return Explanation(spec, costs, compared, room(costs.cluster) if capacity is None else capacity, most)
-
-
 def describe(spec: RunSpec) -> str:
     """A plan in one line: its layout, microbatch and recompute policy."""
     return f"{spec.layout.describe()}, micro_batch={spec.micro_batch}, recompute={spec.recompute.policy}"
-
-
-def _comparable(one: RunSpec, other: RunSpec) -> bool:
-    """True for different layouts of one batch on the same number of ranks."""
-    same = [(each.layout.world_size, each.train.batch_tokens, each.data.seq_len) for each in (one, other)]
-    return same[0] == same[1] and (one.layout, one.recompute) != (other.layout, other.recompute)

@@ -105,15 +105,15 @@ Update = dict[str, Any]
 _ON_OFF = {True: "on", False: "off"}
 
 
-def changes(spec: RunSpec) -> dict[str, RunSpec]:
+def changes(spec: RunSpec, schedules: Sequence[str] = get_args(ScheduleName)) -> dict[str, RunSpec]:
     """Words for a change -> the run with it: every one that the rules accept, once; all else stays.
 
-    The microbatch stays too, where it is not the change.
+    The microbatch stays too, where it is not the change. A schedule becomes one of `schedules`.
     """
     base = spec.layout.model_copy(update={"micro_batch": spec.micro_batch})
     found: dict[str, RunSpec] = {}
     seen = [base]
-    for update in _updates(spec, base):
+    for update in _updates(spec, base, schedules):
         layout = base.model_copy(update=update)
         changed = spec.model_copy(update={"layout": layout})
         if _legal(changed) and not _same(layout, base) and layout not in seen:
@@ -139,9 +139,9 @@ def _difference(layout: Layout, update: Update) -> str:
     return ", ".join(steps)
 
 
-def _updates(spec: RunSpec, layout: Layout) -> Iterator[Update]:
+def _updates(spec: RunSpec, layout: Layout, schedules: Sequence[str]) -> Iterator[Update]:
     """Changes of one thing; some are illegal, or equal to others."""
-    yield from _traded(layout, ("replicate", "dp", "cp", "tp", "pp"))
+    yield from _traded(layout, ("replicate", "dp", "cp", "tp", *["pp"] * bool(schedules)))
     if layout.ep * layout.etp > 1:
         yield from _traded(layout, ("ep", "etp"))
     yield from _scaled("ep", layout.ep)
@@ -149,7 +149,7 @@ def _updates(spec: RunSpec, layout: Layout) -> Iterator[Update]:
     if layout.shard_ranks > 1:
         yield from ({"zero": stage} for stage in range(4))
     if layout.pp > 1:
-        yield from _schedules(layout)
+        yield from _schedules(layout, schedules)
     yield from _scaled("micro_batch", spec.micro_batch)
     if layout.cp > 1:
         modes = context_modes(layout.cp, layout.local_kv_heads(spec.model.kv_heads))
@@ -166,9 +166,9 @@ def _traded(layout: Layout, axes: Sequence[str]) -> Iterator[Update]:
             yield {more: 2 * getattr(layout, more), less: ranks // 2}
 
 
-def _schedules(layout: Layout) -> Iterator[Update]:
+def _schedules(layout: Layout, schedules: Sequence[str]) -> Iterator[Update]:
     """Another schedule, with as many stages a rank as it has, or another number of stages."""
-    for name in get_args(ScheduleName):
+    for name in schedules:
         chunks = 1 if name in ONE_STAGE else 2 if name in TWO_STAGES else max(2, layout.chunks)
         yield {"schedule": name} if chunks == layout.chunks else {"schedule": name, "virtual": chunks}
     if layout.schedule in LOOPED:

@@ -16,6 +16,7 @@ from meshwright.hardware.cluster import NETWORKS
 from meshwright.planner.cost.kernels import computed
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.step import StepTime
+from meshwright.planner.cost.uncertainty import room
 from meshwright.planner.explain.candidate import TIE, Candidate
 
 MOST = 50
@@ -109,8 +110,11 @@ def figures(costs: CostModel, capacity: float) -> list[Figure]:
             found.append(Figure(name, value, partial(linked, network)))
     if stack.launch:
         found.append(Figure("speed of the host", f"{stack.launch * 1e6:.3g} us a launch", launch))
-    memory = Figure("memory capacity", f"{capacity / 1e9:.4g} GB", lambda factor: (costs, capacity * factor))
-    return [*found, memory]
+    memory = f"{room(cluster) / 1e9:.4g} GB"
+    if capacity < room(cluster):
+        memory += f", of which a plan may fill {capacity / 1e9:.4g}"
+    found.append(Figure("memory capacity", memory, lambda factor: (costs, capacity * factor)))
+    return found
 
 
 def _first(holds: Callable[[int], bool], tried: Sequence[int]) -> int:

@@ -30,7 +30,7 @@ from meshwright.planner.traffic.layer_shape import balance_counts
 from meshwright.schedule import Action, Kind, make
 from meshwright.spec import RunSpec
 from meshwright.spec.layout import HOLD_ALL, SPLIT
-from meshwright.spec.parameters import Parameter, Piece
+from meshwright.spec.parameters import Parameter, Piece, parameters
 
 STEP_COUNT, EXACT_COUNT, BIAS = 4, 8, 4
 """Bytes of Adam's step count, of one count of the experts' load, of a router's bias."""
@@ -108,6 +108,14 @@ def states_at(view: RankView, shards: Sequence[StateShard]) -> States:
         biases = view.routed * moe.experts if moe.bias else 0
         balance = EXACT_COUNT * balance_counts(model, moe) + BIAS * biases
     return States(parameters, masters, _gradients(view, shards), optimiser, balance)
+
+
+def checkpoint_bytes(spec: RunSpec) -> int:
+    """Bytes of parameters and moments of all ranks, in the format of the masters."""
+    every = [p for unit in parameters(spec.model).values() for p in unit]
+    return widths(spec).master * sum(
+        p.size * (1 + len(spec.train.moments_of(p.name, len(p.shape)))) for p in every
+    )
 
 
 def units(view: RankView) -> list[StateShard]:

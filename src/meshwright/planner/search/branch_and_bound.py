@@ -4,7 +4,7 @@ Branches wait in a queue in the order of their least seconds (`planner/cost/lowe
 is split into its choices (`planner/search/tree.py`), until it is a pipeline whose schedule is simulated,
 which times all its shardings at once. When the least of the first branch is above the k-th best time so far,
 no other can be among the best k (Land & Doig 1960). Branches whose least memory is above the device's are
-dropped as they come up. A first pass over common layouts finds good plans early, which cut most of the second
+dropped as they come up, and where those of all layouts are above it, nothing is searched. A first pass over common layouts finds good plans early, which cut most of the second
 pass.
 """
 
@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.layout_space import LayoutSpace
 from meshwright.planner.memory.generic import Generic
+from meshwright.planner.search.least_memory import least_memory
 from meshwright.planner.search.results import Progress, SearchCounts, SearchResult
 from meshwright.planner.search.tree import Branch, SearchTree
 
@@ -46,7 +47,8 @@ def search(
     collects = gc.isenabled()
     gc.disable()  # many small objects are made, and few that refer to each other
     try:
-        found.again = True
+        least = least_memory(space, costs, memory, tree.capacity)
+        found.again = least is not None and least.device <= tree.capacity
         while found.again:  # seldom twice: then the fastest is known
             found.again = False
             for common in (True, False):

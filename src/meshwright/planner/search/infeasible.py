@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import prod
+from math import inf, prod
 from typing import Any
 
 from meshwright.hardware.find import catalogue
@@ -111,7 +111,7 @@ def _key(key: str) -> str:
 
 
 def _legal(problem: SearchProblem) -> bool:
-    return problem.least_memory() is not None
+    return problem.least_memory(enough=inf) is not None
 
 
 def _changes(problem: SearchProblem, least: Memory) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 from meshwright.hardware.cluster import Cluster
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import SoftwareStack
-from meshwright.planner.cost.stages import model_contents
 from meshwright.planner.cost.uncertainty import fitting, room, spread
-from meshwright.planner.layout_space import POLICIES, DataMesh, LayerLayout, LayoutSpace
+from meshwright.planner.layout_space import POLICIES, LayoutSpace
 from meshwright.planner.memory.exact import memory_model
 from meshwright.planner.memory.generic import Memory
 from meshwright.planner.search.branch_and_bound import search
+from meshwright.planner.search.least_memory import least_memory
 from meshwright.planner.search.results import SearchResult
 from meshwright.spec import ModelSpec, RunSpec
 
@@ -60,24 +59,12 @@ class SearchProblem:
         idle = self.stack.selective == "attention" and self.stack.fused_attention
         policies = [name for name in POLICIES if name != "selective" or not idle]
         levels = [level.devices for level in self.cluster.levels]
-        return LayoutSpace(self.base, self.ranks, self.fixed, policies, levels)
+        return LayoutSpace(self.base, self.ranks, self.fixed, policies, levels, self.stack.schedules)
 
-    def least_memory(self) -> Memory | None:
-        """Bytes that a rank needs at least, in the layout that needs least; None if no layout is legal.
-
-        They are those of equal shares of the model and of a microbatch.
-        """
-        space, memory, best = self.space(), memory_model(self.costs), None
-        model = model_contents(self.base.model)
-        for inner, mesh in _smallest(space):
-            blocks = None
-            for sharding in space.shardings(inner, mesh, most_shared=True):
-                spec = space.spec(inner, mesh, sharding)
-                blocks = blocks or self.costs.blocks(spec)  # which do not depend on the sharding
-                needs = memory.lower_bound(spec, blocks, model)
-                if best is None or needs.device < best.device:
-                    best = needs
-        return best
+    def least_memory(self, enough: float = 0.0) -> Memory | None:
+        """Bytes that a rank needs at least, in the layout that needs least or in the first with at most
+        `enough`; None if no layout is legal."""
+        return least_memory(self.space(), self.costs, memory_model(self.costs), enough)
 
     def search(self, top: int = 5, any_will_do: bool = False, **told: Any) -> SearchResult:
         """The `top` fastest layouts that fit, or any one; `told` are the search's `progress` and `counts`."""
@@ -87,10 +74,7 @@ class SearchProblem:
         )
 
     def fits(self) -> bool:
-        """True if some layout fits; the search is spared where the least memory is too much."""
-        least = self.least_memory()
-        if least is None or least.device > self.capacity:
-            return False
+        """True if some layout fits."""
         return bool(self.search(any_will_do=True).best)
 
     def resized(self, count: int) -> SearchProblem:
@@ -112,22 +96,3 @@ class SearchProblem:
     def without(self, key: str) -> SearchProblem:
         """The run with one key of the layout no longer fixed."""
         return replace(self, fixed={name: value for name, value in self.fixed.items() if name != key})
-
-
-def _smallest(space: LayoutSpace) -> Iterator[tuple[LayerLayout, DataMesh]]:
-    """Meshes with the smallest microbatch, the recompute policy that saves most, and whole experts.
-
-    Experts are cut only where there are no more whole ones to deal out.
-    """
-    least: dict[tuple[Any, ...], LayerLayout] = {}
-    for inner in space.inner():  # in the order of microbatches, and of policies from none to full
-        key = inner[:3]
-        if key not in least or inner.micro_batch <= least[key].micro_batch:
-            least[key] = inner
-    pairs = space.experts(space.ranks)
-    most = max((ep for ep, _ in pairs), default=1)
-    for inner in least.values():
-        for ep, etp in pairs:
-            if etp == 1 or ep == most or "etp" in space.fixed:
-                for mesh in space.meshes(inner, ep, etp):
-                    yield inner, mesh
