@@ -6,16 +6,18 @@ import pytest
 import torch
 
 from covering import marked, name
-from equality import equal_to_one_device
+from equality import Counted, equal_to_one_device, verify_and_count
+from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.spec.errors import UserError
+from meshwright.train.step import Trainer
 from meshwright.verify.narrow import narrow
 from meshwright.verify.reference import reference_steps
 from meshwright.verify.reference_data import batches
 from meshwright.verify.reference_weights import initial_weights
 from meshwright.verify.verify import exact
 from ranks import Ranks
-from small import spec_of
+from small import first_batches, spec_of
 
 BASE: dict[str, object] = {
     "model.hidden": 128, "model.ffn": 256, "model.heads": 8, "model.kv_heads": 4, "model.head_dim": 64,
@@ -50,6 +52,47 @@ def test_every_recipe_equals_one_device(ranks: Ranks, case: dict[str, object]) -
         case = case | {"model__mla__v_dim": 48, "model__head_dim": 96}  # 128 channels of a head
     kinds = equal_to_one_device(ranks, spec_of(BASE, **case), 1e-9)
     assert "step 2 parameter" in kinds
+
+
+GATHERED: list[dict[str, object]] = [
+    {"precision__compute": "fp8", "layout__dp": 4, "layout__zero": 3, "layout__replicate": 2},
+    {"precision__compute": "fp8", "layout__dp": 2, "layout__zero": 1, "layout__pp": 2},
+    {"precision__compute": "fp8-blockwise", "layout__dp": 2, "layout__zero": 3, "model__hidden": 256},
+    {"precision__compute": "fp8", "layout__dp": 4, "layout__ep": 2, "layout__zero": 2} | EXPERTS,
+]
+
+
+@pytest.mark.parametrize("case", GATHERED, ids=name)
+def test_weights_may_be_gathered_in_8_bits(ranks: Ranks, case: dict[str, object]) -> None:
+    """Bytes of the second step: in the first one `fp8` knows no scales."""
+    sizes = {"data__seq_len": 128, "train__batch_tokens": 8 * 128, "precision__fp8_gather": "true"}
+    spec = spec_of(BASE, **(case | sizes))
+    equal_to_one_device(ranks, spec, 1e-9, run=verify_and_count_second)
+
+
+def verify_and_count_second(mesh: Mesh, spec: RunSpec) -> Counted:
+    """`verify_and_count`, where the bytes of the first step are those of the second."""
+    result, stage, (first, second) = verify_and_count(mesh, spec)
+    assert spec.precision.compute != "fp8" or first != second
+    return result, stage, [second, second]
+
+
+def losses(mesh: Mesh, spec: RunSpec) -> list[float]:
+    trainer = Trainer(spec, mesh)
+    trainer.initialise()
+    return [trainer.step(batch, number).loss for number, batch in enumerate(first_batches(spec, mesh, 3), 1)]
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-blockwise"])
+def test_a_gather_in_8_bits_changes_no_bit(ranks: Ranks, recipe: str) -> None:
+    base = BASE | {"data.corpus": "synthetic", "train.lr": 0.05, "train.warmup_steps": 0, "model.hidden": 256}
+    found = []
+    for gather in ("true", "false"):
+        spec = spec_of(
+            base, precision__compute=recipe, layout__dp=2, layout__zero=3, precision__fp8_gather=gather
+        )
+        found.append(ranks.run(spec.layout, losses, spec))
+    assert found[0] == found[1]
 
 
 def test_gradients_may_have_either_format(ranks: Ranks) -> None:

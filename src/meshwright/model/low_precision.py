@@ -76,10 +76,10 @@ def _tiles(x: Tensor, rows: int, columns: int) -> Tensor:
     return x.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
 
 
-def _untiled(tiles: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `_tiles`, in the format and shape of `like`."""
+def _untiled(tiles: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The inverse of `_tiles`, in the shape of `like` and in its format, or another."""
     whole = tiles.flatten(-2).flatten(-3, -2)
-    return whole[..., : like.shape[-2], : like.shape[-1]].to(like.dtype)
+    return whole[..., : like.shape[-2], : like.shape[-1]].to(dtype or like.dtype)
 
 
 def in_parts(rounded: Callable[[Tensor], Tensor], x: Tensor, rows: int = 1, columns: int = 1) -> Tensor:
@@ -90,6 +90,13 @@ def in_parts(rounded: Callable[[Tensor], Tensor], x: Tensor, rows: int = 1, colu
     size = max(1, PART // (x.numel() // x.shape[dim]) // unit) * unit
     found = [rounded(part) for part in x.split(size, dim)]
     return torch.cat(found, dim)
+
+
+def scales_of_tiles(x: Tensor, form: Form, rows: int, columns: int) -> Tensor:
+    """The scale of each number's tile of `rows` x `columns`: (..., R, C)."""
+    tiles = _tiles(x, rows, columns)
+    scales = scale_of(tiles.abs().amax((-3, -1), keepdim=True), form.largest)
+    return _untiled(scales.expand_as(tiles), x, torch.float32)
 
 
 def to_numbers(x: Tensor, form: Form, scales: Tensor) -> Tensor:

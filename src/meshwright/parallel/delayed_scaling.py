@@ -62,6 +62,10 @@ class DelayedScaling:
             self._scales[:, place] = torch.where(largest[:, place] > 0, scales, 1.0)
         self._products.scaled = True
 
+    def assume(self) -> None:
+        """Take scales for known before any step, in a rehearsal."""
+        self._products.scaled = True
+
     def state(self) -> list[list[list[float]]]:
         """The history for a checkpoint: steps, oldest first, x matrices x operands."""
         return [each.tolist() for each in self._history]

@@ -26,6 +26,7 @@ from torch.autograd import _unsafe_preserve_version_counter as preserve_version 
 
 from meshwright.parallel.collectives import DONE, start_all_gather
 from meshwright.parallel.flat_param import ParamSlot, Stored, stored
+from meshwright.parallel.fp8_gather import Fp8Gather
 from meshwright.parallel.mesh import Axis, Mesh, Pending
 from meshwright.parallel.precision import Formats
 
@@ -56,8 +57,10 @@ class Unit:
         replicas: Axis,
         formats: Formats,
         observer: UnitObserver | None = None,
+        fp8: Fp8Gather | None = None,
     ) -> None:
         """Parameters are sharded over `shards`, or whole; gradients are summed over `replicas`, too."""
+        self._fp8 = fp8
         self._observer = observer or UnitObserver()
         self.slots, self.shards, self.replicas = slots, shards, replicas
         self.formats, self.mesh = formats, mesh
@@ -98,6 +101,10 @@ class Unit:
         shape = (*slot.part[:dim], self.ranks, *slot.part[dim:])
         return self.full[begin : begin + slot.padded * self.ranks].view(shape)
 
+    def whole_rows(self, slot: ParamSlot) -> Tensor:
+        """One parameter's part of `full`, by the rank that stores it."""
+        return self._whole(slot).movedim(slot.dim, 0)
+
     def _compute_parameter(self, slot: ParamSlot) -> nn.Parameter:
         rows = self._whole(slot).flatten(slot.dim, slot.dim + 1)
         parameter = nn.Parameter(rows.narrow(slot.dim, 0, slot.piece.local_shape[slot.dim]))
@@ -132,8 +139,9 @@ class Unit:
             self._gathering = (DONE, self.stored)
             return
         with self._observer.gathering(self):
-            part = self.stored.to(self.formats.compute)
-            whole = torch.empty(self.ranks * self.part, dtype=part.dtype, device=part.device)
+            rounds = self._fp8 is not None and self._fp8.ready
+            part = self._fp8.pack(self) if self._fp8 and rounds else self.stored.to(self.formats.compute)
+            whole = torch.empty(self.ranks * part.numel(), dtype=part.dtype, device=part.device)
             self._gathering = (start_all_gather(whole, part, self.shards), whole)
             del part
         self._notify("gathered", whole)
@@ -149,14 +157,17 @@ class Unit:
         self._gathering = None
         if self.full.untyped_storage().nbytes() == 0:
             self._resize(self._storage_bytes)
-        parts = whole.view(self.ranks, self.part)
+        parts = whole.view(self.ranks, -1)
         # Autograd saved views of `full`; they hold the same values again, so their version stays.
         with self._observer.gathering(self), torch.no_grad(), preserve_version(self.full):
             if self.ranks == 1:
                 self.full.copy_(whole)
+            elif whole.dtype is torch.uint8:
+                assert self._fp8 is not None
+                self._fp8.unpack(self, parts)
             else:
                 for slot in self.slots:
-                    target = self._whole(slot).movedim(slot.dim, 0)
+                    target = self.whole_rows(slot)
                     target.copy_(parts[:, slot.start : slot.start + slot.padded].view(target.shape))
         self.ready = True
 

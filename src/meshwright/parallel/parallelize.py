@@ -11,11 +11,12 @@ from meshwright.model.decoder import Decoder
 from meshwright.model.hooks import Hooks
 from meshwright.model.init import init_part_
 from meshwright.model.moe import Moe
-from meshwright.model.products import Products, products_of
+from meshwright.model.products import LowPrecision, Products, products_of
 from meshwright.parallel.context_parallel import context_parallel_hooks
 from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.deferred_wgrad import WeightGradStore
 from meshwright.parallel.expert_parallel import expert_parallel_hooks
+from meshwright.parallel.fp8_gather import Fp8Gather
 from meshwright.parallel.fsdp_unit import UnitObserver
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline_parallel import Pipeline
@@ -64,7 +65,10 @@ def parallelize(
     balance.attach(decoder, [index for stage in own for index in stage.blocks])
     apart = "embed.weight" if model.tied and schedule.rank_of[0] != schedule.rank_of[-1] else None
     units, recipe = unit_modules(decoder, own), formats(spec.precision)
-    states = DataParallel(units, mesh, recipe, pieces, names, apart, observer)
+    fp8 = None
+    if spec.precision.fp8_gather and isinstance(products, LowPrecision):
+        fp8 = Fp8Gather(products)
+    states = DataParallel(units, mesh, recipe, pieces, names, apart, observer, fp8)
     modules = {stage.index: DecoderStage(decoder, stage, spec, mesh) for stage in own}
     pipeline = Pipeline(
         modules, mesh, partial(schedule_of, layout), store, states.begin_microbatch, states.take

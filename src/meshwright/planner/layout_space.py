@@ -288,10 +288,21 @@ class LayoutSpace:
                 dp = mesh.data // replicate
                 if replicate == 1 and mesh.order == "replicate-pp-dp-tp" and "order" not in self.fixed:
                     continue  # equal to the first order
-                if self.fixed.get("dp", dp) == dp and dp * inner.cp * inner.tp % (mesh.ep * mesh.etp) == 0:
+                if (
+                    self.fixed.get("dp", dp) == dp
+                    and dp * inner.cp * inner.tp % (mesh.ep * mesh.etp) == 0
+                    and self._gathers_blocks(inner, mesh, zero, dp)
+                ):
                     yield Sharding(zero, replicate)
                     if most_shared:
                         break
+
+    def _gathers_blocks(self, inner: LayerLayout, mesh: DataMesh, zero: int, dp: int) -> bool:
+        """True if ranks store whole blocks of the weights that they gather in 8 bits, or gather others."""
+        if not self.base.precision.fp8_gather:
+            return True
+        stage = {"tp": inner.tp, "sequence_parallel": inner.sequence_parallel, "cp": inner.cp}
+        return self._rounds_alike(**stage, dp=dp, zero=zero, ep=mesh.ep, etp=mesh.etp)
 
     def spec(
         self, inner: LayerLayout, mesh: DataMesh, sharding: Sharding = NO_SHARDING, cut: StageSplit = NO_CUT

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import ceil, prod
 
 from meshwright.schedule import Schedule, schedule_of
 from meshwright.spec import RunSpec
+from meshwright.spec.low_precision_rules import is_rounded
 from meshwright.spec.parameters import Parameter, Piece, expert_piece, piece_of
+from meshwright.spec.precision import FP8_TILE, WORD
 from meshwright.spec.sections import SavedOp, SelectiveRecompute
 from meshwright.spec.stages import Stage, parameters_of, stages
 from meshwright.units import DTYPE_BYTES
@@ -91,6 +94,23 @@ def part_elements(piece: Piece, ranks: int) -> int:
     """Elements of a piece that each of `ranks` ranks stores, padding included."""
     rows = piece.local_shape[piece.rows_dim]
     return ceil(rows / ranks) * (prod(piece.local_shape) // rows)
+
+
+def gathered_bytes(spec: RunSpec, pieces: Iterable[Piece], ranks: int) -> int:
+    """Bytes of a rank's part of a unit that `ranks` ranks gather (`parallel/fp8_gather.py`)."""
+    width, precision, found = widths(spec).compute, spec.precision, 0
+    for piece in pieces:
+        elements = part_elements(piece, ranks)
+        if not (precision.fp8_gather and is_rounded(piece.key, len(piece.global_shape))):
+            found += elements * width
+            continue
+        found += elements
+        if precision.compute == "fp8-blockwise":
+            columns = piece.local_shape[-1]
+            rows = elements // columns // (piece.local_shape[0] if piece.experts is not None else 1)
+            tiles = ceil(rows / FP8_TILE) * ceil(columns / FP8_TILE)
+            found += tiles * (elements // (rows * columns))
+    return ceil(found / WORD) * WORD if precision.fp8_gather else found
 
 
 def recomputed(spec: RunSpec, kind: SavedOp) -> bool:

@@ -7,7 +7,7 @@ from math import gcd
 
 from meshwright.spec.errors import UserError
 from meshwright.spec.parameters import Parameter, block_parameters
-from meshwright.spec.precision import BLOCKS, BLOCKS_OF_TOKENS, DELAYED
+from meshwright.spec.precision import BLOCKS, BLOCKS_OF_TOKENS, DELAYED, FP8_TILE
 from meshwright.spec.sections import Sections
 
 KERNEL = 16
@@ -18,10 +18,14 @@ Rule = Callable[[Sections], None]
 """Raises `UserError` for a run that breaks it."""
 
 
+def is_rounded(name: str, dims: int) -> bool:
+    """True for parameters whose products are in low precision: the matrices of blocks but for routers."""
+    return dims >= 2 and name.startswith("blocks.") and ".router." not in name
+
+
 def rounded_in_blocks(parameter: Parameter) -> bool:
-    """True for the matrices of blocks whose products are in low precision: all but routers."""
-    matrix = len(parameter.shape) >= 2 and parameter.name.startswith("blocks.")
-    return matrix and ".router." not in parameter.name
+    """True for parameters whose products are in low precision."""
+    return is_rounded(parameter.name, len(parameter.shape))
 
 
 def rounded_parameters(spec: Sections) -> Iterator[Parameter]:
@@ -106,6 +110,24 @@ def delayed_scales_are_not_compiled(spec: Sections) -> None:
         )
 
 
+def gathered_rows_are_whole_blocks(spec: Sections) -> None:
+    """A rank rounds blocks of weights that it stores all rows of."""
+    layout, precision = spec.layout, spec.precision
+    if not precision.fp8_gather or precision.compute != "fp8-blockwise" or not layout.zero:
+        return
+    for parameter in rounded_parameters(spec):
+        dim = 1 if parameter.expert else 0
+        split = (parameter.expert or parameter.split is not None) and parameter.dim == dim
+        ranks = layout.expert_data_ranks if parameter.expert else layout.shard_ranks
+        rows = parameter.shape[dim] // ((layout.etp if parameter.expert else layout.tp) if split else 1)
+        if ranks > 1 and rows % (ranks * FP8_TILE):
+            raise UserError(
+                f"precision.fp8_gather: true takes weights of which each rank stores multiples of {FP8_TILE} "
+                f"rows, and {parameter.name} has {rows} on {ranks} ranks of ZeRO; try precision.compute = "
+                f"'fp8', or precision.fp8_gather = false"
+            )
+
+
 def breaks(rule: Rule, spec: Sections) -> bool:
     """True if a run breaks a rule."""
     try:
@@ -120,4 +142,5 @@ LOW_PRECISION_RULES: tuple[Rule, ...] = (
     tokens_are_whole_blocks,
     key_heads_are_not_shared,
     delayed_scales_are_not_compiled,
+    gathered_rows_are_whole_blocks,
 )

@@ -22,6 +22,17 @@ DELAYED = ("fp8", "nvfp4")
 """Recipes with scales of whole tensors, which follow from the steps before."""
 
 
+FP8_GATHERS = ("fp8", "fp8-blockwise")
+"""Recipes that compute with the same 8 bits of a weight forward and backward, so that ranks may gather
+these."""
+
+FP8_TILE = 128
+"""Rows and columns of a weight that share a scale in fp8-blockwise."""
+
+WORD = 8
+"""A message of weights in 8 bits ends at a multiple of so many bytes."""
+
+
 class PrecisionSpec(FrozenModel):
     """Number formats of the computation and of the reduction of gradients."""
 
@@ -37,6 +48,9 @@ class PrecisionSpec(FrozenModel):
     fp8_gradients: Literal["e4m3", "e5m2"] | None = Field(
         None, description="format of gradients in products of fp8; default e5m2 for fp8, e4m3 for the others"
     )
+    fp8_gather: bool = Field(
+        False, description="gather weights in 8 bits, with compute = fp8 or fp8-blockwise"
+    )
     amax_history: PositiveInt = Field(
         16, le=1024, description="steps whose largest number sets the scale of a tensor, in fp8 and nvfp4"
     )
@@ -50,6 +64,11 @@ class PrecisionSpec(FrozenModel):
             raise UserError(
                 f"precision.fp8_gradients: {self.fp8_gradients!r} has no effect with precision.compute = "
                 f"{self.compute!r}; give fp8, fp8-rowwise or fp8-blockwise there, or leave it out"
+            )
+        if self.fp8_gather and self.compute not in FP8_GATHERS:
+            raise UserError(
+                f"precision.fp8_gather: true does not go with precision.compute = {self.compute!r}, as the 8 "
+                f"bits that a weight is gathered in should serve both passes; give {' or '.join(FP8_GATHERS)}"
             )
         return self
 

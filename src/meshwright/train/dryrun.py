@@ -86,6 +86,8 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
         with memory:
             trainer = Trainer(spec, mesh, _BufferAccount(memory, spec.microbatches > 1))
             _tell(memory, trainer)
+            if trainer.scaling is not None:
+                trainer.scaling.assume()  # steps after the first one are like each other
             first, second = _batch(spec), _batch(spec)
             trainer.expect(first)
             setup = _counts(mesh, groups, memory, started)

@@ -301,7 +301,7 @@ def test_a_layout_that_does_not_fit_says_so() -> None:
 
 
 def test_neighbours_may_fill_as_much_as_plans() -> None:
-    """What fits with 80%, or the whole device of a layout that is less sure to fit itself."""
+    """Up to what fits with 80%, or the whole device of a layout that is less sure to fit itself."""
     sure = run({"dp": 16, "replicate": 2, "zero": 3, "micro_batch": 1})
     tight = run({"dp": 16, "zero": 3, "micro_batch": 4})
     for spec, fills in ((sure, 85.9 / (1 + 0.8416 * 0.12)), (tight, 85.9)):

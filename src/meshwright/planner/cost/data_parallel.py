@@ -18,6 +18,7 @@ from meshwright.planner.cost.precision import PRECISIONS
 from meshwright.planner.group_shapes import GroupShape, axes
 from meshwright.planner.rank_view import widths
 from meshwright.spec import RunSpec
+from meshwright.spec.low_precision_rules import rounded_parameters
 
 AXES = ("shard", "expert_data", "replicate")
 """Axes of data ranks, each with messages of its own."""
@@ -74,6 +75,9 @@ def data_seconds(
     width, gradient = float(stack.gather_bytes), float(stack.gradient_bytes)
     if stack.ours:
         width, gradient = formats.compute, formats.reduce
+        if spec.precision.fp8_gather:
+            rounded = sum(parameter.size for parameter in rounded_parameters(spec))
+            width -= (width - 1) * rounded / spec.model.parameters
     if stack.low_states and costs.format in PRECISIONS:
         width = PRECISIONS[costs.format].gathered
     unpack = kernels.moved(stack.unpacked)

@@ -92,7 +92,7 @@ class _Step:
             self.whole.add(unit)
             self.coming.discard(unit)
             if unit.ranks > 1:
-                self.buffers -= unit.whole * self.width.compute
+                self.buffers -= unit.ranks * unit.sent
         for unit in self.groups[ahead] if ahead else []:
             if unit.zero == 3 and unit not in self.whole:
                 self._begin(unit)
@@ -100,7 +100,7 @@ class _Step:
     def _begin(self, unit: StateShard) -> None:
         if unit.ranks > 1 and unit not in self.coming:
             self.coming.add(unit)
-            self.buffers += unit.whole * self.width.compute
+            self.buffers += unit.ranks * unit.sent
 
     def release(self, units: Iterable[StateShard]) -> None:
         """Free those of some units that were gathered."""

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from meshwright.planner.rank_view import RankView, Widths, part_elements, place_of, widths
+from meshwright.planner.rank_view import RankView, Widths, gathered_bytes, part_elements, place_of, widths
 from meshwright.planner.traffic.layer_shape import balance_counts
 from meshwright.schedule import Action, Kind, make
 from meshwright.spec import RunSpec
@@ -68,6 +68,8 @@ class StateShard:
     """Elements of the part with weight decay."""
     zero: int
     """The stage of ZeRO."""
+    sent: int
+    """Bytes of a rank's part as it is gathered."""
 
     @property
     def whole(self) -> int:
@@ -131,7 +133,8 @@ def units(view: RankView) -> list[StateShard]:
             if pieces:
                 sizes = [(part_elements(piece, ranks), len(piece.global_shape) >= 2) for piece in pieces]
                 decays = sum(size for size, decay in sizes if decay)
-                yield StateShard("", routed, ranks, sum(size for size, _ in sizes), decays, zero)
+                sent = gathered_bytes(view.spec, pieces, ranks)
+                yield StateShard("", routed, ranks, sum(size for size, _ in sizes), decays, zero, sent)
 
     every = view.pieces()
     kinds = {id(listed): listed for listed in every.values()}  # blocks of one kind share a list

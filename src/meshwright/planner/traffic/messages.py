@@ -16,7 +16,7 @@ from math import prod
 from typing import Literal, NamedTuple, TypeVar
 
 from meshwright.planner.group_shapes import GroupShape, axes
-from meshwright.planner.rank_view import RankView, part_elements, place_of, share, widths
+from meshwright.planner.rank_view import RankView, gathered_bytes, part_elements, place_of, share, widths
 from meshwright.planner.traffic.layer_shape import LayerShape, admitted, balance_counts, layer_shape
 from meshwright.schedule import Kind, steps
 from meshwright.spec import RunSpec
@@ -329,7 +329,8 @@ def _unit_messages(spec: RunSpec, pieces: Sequence[Piece], routed: bool, gathers
     each_microbatch = [layout.pp == 1 and zero >= stage for stage in (3, 2)]
     gathered, reduced = (Phase.MICROBATCH if often else Phase.STEP for often in each_microbatch)
     reductions = spec.microbatches if each_microbatch[1] else 1
-    yield call(axis, "all_gather", parts * part, width.compute, group, gathered, count=gathers)
+    sent = gathered_bytes(spec, pieces, parts) / width.compute
+    yield call(axis, "all_gather", parts * sent, width.compute, group, gathered, count=gathers)
     yield call(axis, "reduce_scatter", parts * part, width.reduce, group, reduced, count=reductions)
     yield call("replicate", "all_reduce", part, width.master, groups.replicate, Phase.STEP)
 

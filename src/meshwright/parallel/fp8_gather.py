@@ -1,0 +1,103 @@
+"""Weights gathered in 8 bits: ZeRO's ranks round what they store, and send the numbers and their scales.
+
+Splits nothing.
+Wire          of the blocks' matrices 1 byte a parameter instead of 2, and for fp8-blockwise 1 for each
+              128 x 128, in the all-gathers of parameters.
+Saves         those bytes. A weight that was rounded once is rounded to itself by the products that use it,
+              so results are equal, bit for bit (PyTorch's float8 all-gather for FSDP2, 2024).
+
+Each rank's message has the unit's other parameters first, in the compute format, then the numbers of all
+matrices, then the exponents of their scales, and ends at a multiple of 8 bytes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshwright.model.low_precision import E4M3, scales_of_tiles, to_numbers
+from meshwright.model.products import ROLES, LowPrecision
+from meshwright.parallel.flat_param import ParamSlot
+from meshwright.spec.low_precision_rules import is_rounded
+from meshwright.spec.precision import FP8_TILE, WORD
+
+if TYPE_CHECKING:
+    from meshwright.parallel.fsdp_unit import Unit
+
+BIAS = 127
+"""Of the exponents of scales, as in OCP's E8M0 (2023)."""
+
+
+class Fp8Gather:
+    """Packs a rank's part of a unit into bytes, and unpacks those of all ranks."""
+
+    def __init__(self, products: LowPrecision) -> None:
+        self._products = products
+
+    @property
+    def ready(self) -> bool:
+        """True if scales are known, as they are not in a run's first step with scales of whole tensors."""
+        return self._products.scaled
+
+    def pack(self, unit: Unit) -> Tensor:
+        """The message of this rank, in bytes."""
+        others: list[Tensor] = []
+        numbers: list[Tensor] = []
+        exponents: list[Tensor] = []
+        for slot in unit.slots:
+            own = unit.stored[slot.start : slot.start + slot.padded].to(unit.formats.compute)
+            if not is_rounded(slot.key, len(slot.global_shape)):
+                others.append(own.view(torch.uint8))
+                continue
+            scales = self._scales(unit, slot, own)
+            numbers.append(to_numbers(own.view(slot.part), E4M3, scales).flatten().view(torch.uint8))
+            if scales.ndim:
+                tiles = scales[..., ::FP8_TILE, ::FP8_TILE].flatten()
+                exponents.append((torch.frexp(tiles).exponent - 1 + BIAS).to(torch.uint8))
+        message = torch.cat([*others, *numbers, *exponents])
+        return F.pad(message, (0, -len(message) % WORD))
+
+    def _scales(self, unit: Unit, slot: ParamSlot, own: Tensor) -> Tensor:
+        """The scale of a whole matrix, or one for each of its numbers on this rank (slot.part)."""
+        if self._products.recipe == "fp8":
+            scaling, place = self._products.scalings[unit.parameters[slot.key]], ROLES.index("weight")
+            least, most = own.aminmax()
+            seen = scaling.seen[place]
+            seen.copy_(torch.maximum(seen, torch.maximum(most, -least)))
+            return scaling.scales[place]
+        return scales_of_tiles(own.view(slot.part), E4M3, FP8_TILE, FP8_TILE)
+
+    def unpack(self, unit: Unit, messages: Tensor) -> None:
+        """Write the parameters of all ranks' `messages` (ranks, bytes) into the unit's whole copy."""
+        width, start = unit.formats.compute.itemsize, 0
+        rounded = [slot for slot in unit.slots if is_rounded(slot.key, len(slot.global_shape))]
+        for slot in unit.slots:
+            if slot not in rounded:
+                end = start + slot.padded * width
+                self._write(unit, slot, messages[:, start:end].view(unit.formats.compute))
+                start = end
+        exponents = start + sum(slot.padded for slot in rounded)
+        for slot in rounded:
+            end, scaling = start + slot.padded, None
+            numbers = messages[:, start:end].view(torch.float8_e4m3fn).view(-1, *slot.part).float()
+            start = end
+            if self._products.recipe == "fp8":
+                scaling = self._products.scalings[unit.parameters[slot.key]].scales[ROLES.index("weight")]
+            else:
+                *experts, rows, columns = slot.part
+                tiles = -(-rows // FP8_TILE), -(-columns // FP8_TILE)
+                count = tiles[0] * tiles[1] * (experts[0] if experts else 1)
+                found = messages[:, exponents : exponents + count].float() - BIAS
+                exponents += count
+                scaling = torch.exp2(found).view(-1, *experts, *tiles)
+                scaling = scaling.repeat_interleave(FP8_TILE, -2).repeat_interleave(FP8_TILE, -1)
+                scaling = scaling[..., :rows, :columns]
+            self._write(unit, slot, (numbers * scaling).flatten(1))
+
+    @staticmethod
+    def _write(unit: Unit, slot: ParamSlot, parts: Tensor) -> None:
+        target = unit.whole_rows(slot)
+        target.copy_(parts.view(target.shape))
