@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from meshwright.parallel.fsdp_unit import Unit
 
 BIAS = 127
-"""Of the exponents of scales, as in OCP's E8M0 (2023)."""
+"""Offset of the exponents of scales, as in OCP's E8M0 (2023)."""
 
 
 class Fp8Gather:
