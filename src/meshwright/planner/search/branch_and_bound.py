@@ -4,8 +4,8 @@ Branches wait in a queue in the order of their least seconds (`planner/cost/lowe
 is split into its choices (`planner/search/tree.py`), until it is a pipeline whose schedule is simulated,
 which times all its shardings at once. When the least of the first branch is above the k-th best time so far,
 no other can be among the best k (Land & Doig 1960). Branches whose least memory is above the device's are
-dropped as they come up, and where those of all layouts are above it, nothing is searched. A first pass over common layouts finds good plans early, which cut most of the second
-pass.
+dropped as they come up, and where that of all layouts is above it, nothing is searched. A first pass over
+common layouts finds good plans early, which cut most of the second pass.
 """
 
 from __future__ import annotations
