@@ -219,6 +219,13 @@ def test_a_price_beyond_any_is_refused() -> None:
         main([*WISH, "--price", "1e300"])
 
 
+def test_the_money_of_a_token_is_not_rounded_to_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "tiny", *WISH[2:], "--tokens", "1", "--no-why", "--top", "1"]) == 0
+    shown = capsys.readouterr().out
+    (money,) = re.findall(r"1 token takes the first \S+ days, (\S+) USD", " ".join(shown.split()))
+    assert 0 < float(money) < 1 and f" {money} " in shown.partition("layout\n")[2].splitlines()[0]
+
+
 def test_plan_and_explain_say_the_same_of_a_layout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -183,6 +183,16 @@ def test_a_program_has_its_own_schedules(stack: str, has: set[str]) -> None:
     assert {each.spec.layout.schedule for each in near if each.spec.layout.pp > 1} == has
 
 
+def test_dotted_keys_count_as_their_flags() -> None:
+    given = [("data.seq_len", "4096"), ("train.batch_tokens", "262144"), ("train.tokens", "1000000000000")]
+    flags, keys = (
+        api.plan("llama3-8b", "h100", gpus=8, top=1, **wish)
+        for wish in ({"seq_len": 4096, "batch_tokens": "256k", "tokens": "1T"}, {"overrides": given})
+    )
+    told = flags.to_json(why=False), keys.to_json(why=False)
+    assert told[0]["best"] == told[1]["best"] and told[0]["best"]["days"] is not None
+
+
 def test_stages_are_at_most_as_many_as_asked() -> None:
     found = api.plan("llama3-8b", "h100", overrides=[("layout.pp", "2")], max_stages=2, **WISH).plans
     assert all(each.spec.layout.pp * each.spec.layout.chunks == 2 for each in found)
@@ -337,7 +347,7 @@ def test_racks_are_used_in_equal_parts(count: int) -> None:
         ("llama3-8b", "h100", {"stack": "megatron"}, "there is no stack 'megatron'"),
         ("llama3-8b", "h100", {"objective": "speed"}, "is not one of time, cost, longest-context, largest-"),
         ("llama3-8b", "h100", {"max_stages": 0}, "--max-stages: must be at least 1, got 0"),
-        ("llama3-8b", "h100", {"top": 0}, "--top: must be at least 1, got 0"),
+        ("llama3-8b", "h100", {"top": 0}, "--top: must be from 1 to 20 layouts, got 0"),
         ("llama3-8b", "h100", {"tokens": "x"}, "--tokens: 'x' is not valid"),
         ("llama3-8b", "h100", {"tokens": 0.0}, "--tokens: '0.0' is not valid: a number of at least 1"),
         ("llama3-8b", "h100", {"tokens": -1e12}, "--tokens: '-1000000000000.0' is not valid"),
@@ -355,6 +365,33 @@ def test_racks_are_used_in_equal_parts(count: int) -> None:
             "try --gpus 256 or 512, or --batch-tokens 151552, which are 37 sequences",
         ),
         ("llama3-405b", "h100", {"batch_tokens": "16M", "gpus": 10**6}, "try --gpus 524288 or 1048576"),
+        ("llama3-8b", "h100", {"top": 50}, "--top: must be from 1 to 20 layouts, got 50"),
+        *[
+            ("llama3-8b", "h100", {"overrides": given, **more}, says)
+            for given, more, says in [
+                ([("data.seq_len", "2048")], {}, "--seq-len: 4096 is given .* --data.seq_len 2048; give one"),
+                ([("train.batch_tokens", "8192")], {}, "--batch-tokens: 256k .* --train.batch_tokens 8192;"),
+                ([("train.tokens", "9")], {"tokens": "2T"}, "--tokens: 2T is given .* --train.tokens 9;"),
+                ([("train.steps", "9")], {"tokens": "2T"}, "--tokens: 2T is given .* --train.steps 9;"),
+                (
+                    [("model.preset", "tiny")],
+                    {},
+                    "MODEL: llama3-8b is given .* --model.preset tiny; give one",
+                ),
+                (
+                    [("data.seq_len", "2048")],
+                    {"seq_len": None, "objective": "longest-context"},
+                    "--seq-len: 2048 is given, but the objective",
+                ),
+                (
+                    [("layout.schedule", "zb-v")],
+                    {"max_stages": 1},
+                    "layout.schedule: zb-v has no effect, .* with --max-stages 1; leave one of them out",
+                ),
+                ([("layout.virtual", "3")], {"gpus": 1}, "layout.virtual: 3 has no effect, .*; leave it out"),
+                ([("layout.tp", "32")], {}, "without layout.tp there are some, and with layout.tp = 8"),
+            ]
+        ],
     ],
 )
 def test_a_mistake_is_one_sentence(model: str, where: str, wish: dict[str, Any], says: str) -> None:

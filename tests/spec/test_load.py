@@ -195,6 +195,14 @@ RULES = [
     ({"layout": {"micro_batch": 3}}, ["layout.micro_batch", "3", "16", "try 4"]),
     ({"train": {"steps": 5, "stop_at": 6}}, ["train.stop_at", "6", "5"]),
     ({"train": {"steps": 5, "warmup_steps": 6}}, ["train.warmup_steps", "6", "5"]),
+    (
+        {"train": {"schedule": "wsd", "steps": 6, "warmup_steps": 5, "decay_fraction": 1}},
+        ["train.decay_fraction", "decay of 6", "warm-up of 5", "try 0.166"],
+    ),
+    ({"train": {"schedule": "linear", "decay": "1-sqrt"}}, ["train.decay:", "no effect", "'linear'"]),
+    ({"train": {"schedule": "linear", "decay_fraction": 0.5}}, ["train.decay_fraction", "no effect"]),
+    ({"train": {"schedule": "constant", "min_lr_ratio": 0.5}}, ["train.min_lr_ratio", "'constant'"]),
+    ({"train": {"optimiser": "lion", "eps": 1e-3}}, ["train.eps", "no effect", "'lion'", "1e-08"]),
 ]
 
 

@@ -271,11 +271,9 @@ def _notes(plans: Plans) -> list[str]:
         )
     if plans.tokens is not None:
         training = best.training(plans.tokens)
-        money = "" if training.usd is None else f", {training.usd:,.0f} USD"
-        notes.append(
-            f"{short(plans.tokens)} tokens take the first {show.text(training.days)} days{money}. "
-            f"{training.words}."
-        )
+        money = "" if training.usd is None else f", {show.text(training.usd)} USD"
+        many = "1 token takes" if plans.tokens == 1 else f"{short(plans.tokens)} tokens take"
+        notes.append(f"{many} the first {show.text(training.days)} days{money}. {training.words}.")
     return notes
 
 

@@ -242,6 +242,11 @@ class LayoutSpace:
         """True if the model has a cut for `pp` ranks, of which only the first is made."""
         return bool(self._cuts.get(pp)) or next(self._made_cuts(pp), None) is not None
 
+    @property
+    def has_pipelines(self) -> bool:
+        """True if the model has a cut for more than one pipeline rank."""
+        return any(pp > 1 and self._is_cut(pp) for pp in self._pick("pp", divisors(self.ranks)))
+
     def _made_cuts(self, pp: int) -> Iterator[StageSplit]:
         model, given, virtual = self.model, self.fixed.get("stages"), self.fixed.get("virtual")
         if pp == 1:

@@ -287,6 +287,39 @@ def steps_are_within(spec: Sections) -> None:
         check_at_most(f"train.{key}", getattr(train, key), "the number of steps", train.total_steps)
 
 
+def warm_up_ends_before_the_decay(spec: Sections) -> None:
+    """A warm-up is over before the decay of wsd begins."""
+    train, total = spec.train, spec.train.total_steps
+    if train.schedule != "wsd":
+        return
+    warmup = train.warmup_steps if train.warmup_steps is not None else max(1, round(0.02 * total))
+    decay = round(train.decay_fraction * total)
+    if warmup + decay > total:
+        fits = int(1000 * (total - warmup) / total) / 1000
+        raise UserError(
+            f"train.decay_fraction: {train.decay_fraction:g} of {total} steps is a decay of {decay}, which "
+            f"overlaps the warm-up of {warmup}; try {fits:g}, or less in train.warmup_steps"
+        )
+
+
+def keys_of_training_have_an_effect(spec: Sections) -> None:
+    """Keys of one schedule or optimiser go with it; a default counts as not given."""
+    train = spec.train
+    idle = (
+        ("decay", "schedule", train.schedule != "wsd"),
+        ("decay_fraction", "schedule", train.schedule != "wsd"),
+        ("min_lr_ratio", "schedule", train.schedule == "constant"),
+        ("eps", "optimiser", train.optimiser == "lion"),
+    )
+    for key, of, has_none in idle:
+        value, default = getattr(train, key), type(train).model_fields[key].default
+        if has_none and value != default:
+            raise UserError(
+                f"train.{key}: {value} has no effect with train.{of} = {getattr(train, of)!r}; leave it out, "
+                f"or give {default}, the default"
+            )
+
+
 def one_corpus_or_a_mixture(spec: Sections) -> None:
     """A mixture replaces the corpus; the default corpus counts as not given."""
     data = spec.data
@@ -344,6 +377,8 @@ RULES: tuple[Callable[[Sections], None], ...] = (
     batch_is_whole,
     compiled_backwards_are_whole,
     steps_are_within,
+    warm_up_ends_before_the_decay,
+    keys_of_training_have_an_effect,
     one_corpus_or_a_mixture,
     rollbacks_have_checkpoints,
     *LOW_PRECISION_RULES,

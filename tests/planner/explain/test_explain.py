@@ -13,7 +13,7 @@ from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import STACKS
 from meshwright.planner.cost.step import ScheduleTimes, step_time
 from meshwright.planner.explain.candidate import TIE, Candidate
-from meshwright.planner.explain.explanation import Explanation
+from meshwright.planner.explain.explanation import Explanation, describe
 from meshwright.planner.explain.link_load import communication
 from meshwright.planner.explain.neighbours import TERMS, changes
 from meshwright.planner.explain.sensitivity import MOST, figures
@@ -301,7 +301,7 @@ def test_a_layout_that_does_not_fit_says_so() -> None:
 
 
 def test_neighbours_may_fill_as_much_as_plans() -> None:
-    """Up to what fits with 80%, or the whole device of a layout that is less sure to fit itself."""
+    """Bytes that fit with 80%, or the whole device of a layout that is less sure to fit itself."""
     sure = run({"dp": 16, "replicate": 2, "zero": 3, "micro_batch": 1})
     tight = run({"dp": 16, "zero": 3, "micro_batch": 4})
     for spec, fills in ((sure, 85.9 / (1 + 0.8416 * 0.12)), (tight, 85.9)):
@@ -323,6 +323,34 @@ def test_the_text_is_within_its_columns_and_json_is_plain(name: str) -> None:
     assert told["step_seconds"] == found.time.seconds
     assert len(told["neighbours"]) == len(found.neighbours)
     assert [each["bytes"] for each in told["communication"]] == [each.bytes for each in found.axes]
+
+
+def test_layouts_that_differ_look_different() -> None:
+    base = {"dp": 2, "cp": 2, "tp": 2, "pp": 2, "ep": 2, "micro_batch": 1, "schedule": "zb-v"}
+    plain = (
+        "dp=2 x cp=2 x tp=2 x pp=2 x ep=2, zero=0, schedule=zb-v, virtual=2, micro_batch=1, recompute=none"
+    )
+    assert describe(run(base, MODELS["experts"])) == plain
+    for more, policy, says in (
+        ({"stages": "balanced"}, {}, "virtual=2, stages=balanced, micro"),
+        ({"stages": (9, 9, 9, 5)}, {}, "virtual=2, stages=9,9,9,5, micro"),
+        (
+            {"context_mode": "gather", "sequence_parallel": False},
+            {},
+            "context_mode=gather, sequence_parallel=off,",
+        ),
+        ({"expert_parts": 2}, {}, "virtual=2, expert_parts=2, micro"),
+        ({}, {"policy": "selective", "save": ["attention"]}, "=selective, recompute.save=attention"),
+        ({}, {"policy": "selective", "save": []}, "=selective, recompute.save=nothing"),
+    ):
+        spec = RunSpec.model_validate(
+            run(base | more, MODELS["experts"]).to_json() | {"recompute": policy or {"policy": "none"}}
+        )
+        assert says in describe(spec), describe(spec)
+    parts = run({"dp": 8, "ep": 8, "expert_parts": 2}, MODELS["experts"])
+    assert "what layout.expert_parts = 2 hides is not modelled" in " ".join(
+        text(Explanation(parts, engines(parts))).split()
+    )
 
 
 def test_a_cluster_of_another_size_is_a_sentence() -> None:

@@ -158,6 +158,8 @@ class Candidate:
             found.append(f"the rates of {device.name} are assumed (no published run is on it)")
         if "assumed" in self.cluster.source:
             found.append("the network of its servers is assumed")
+        if (parts := self.spec.layout.expert_parts) > 1:
+            found.append(f"what layout.expert_parts = {parts} hides is not modelled: seconds are those of 1")
         return found
 
     def fits(self, capacity: float) -> bool:

@@ -13,6 +13,7 @@ from meshwright.planner.explain.link_load import AxisLoad, communication
 from meshwright.planner.explain.neighbours import changes, neighbours
 from meshwright.planner.explain.sensitivity import assumptions
 from meshwright.spec import RunSpec
+from meshwright.spec.sections import SelectiveRecompute
 
 
 class Explanation(Candidate):
@@ -86,5 +87,19 @@ class Explanation(Candidate):
 
 
 def describe(spec: RunSpec) -> str:
-    """A plan in one line: its layout, microbatch and recompute policy."""
-    return f"{spec.layout.describe()}, micro_batch={spec.micro_batch}, recompute={spec.recompute.policy}"
+    """A plan in one line: its layout, microbatch and recomputation, with keys that are not defaults."""
+    layout, recompute = spec.layout, spec.recompute
+    words = [layout.describe()]
+    if layout.pp > 1 and layout.stages != "even":
+        cut = layout.stages if isinstance(layout.stages, str) else ",".join(map(str, layout.stages))
+        words.append(f"stages={cut}")
+    if layout.cp > 1 and layout.context_mode != "ring":
+        words.append(f"context_mode={layout.context_mode}")
+    if layout.tp > 1 and not layout.sequence_parallel:
+        words.append("sequence_parallel=off")
+    if layout.expert_parts > 1:
+        words.append(f"expert_parts={layout.expert_parts}")
+    words += [f"micro_batch={spec.micro_batch}", f"recompute={recompute.policy}"]
+    if isinstance(recompute, SelectiveRecompute) and recompute != SelectiveRecompute():
+        words.append(f"recompute.save={'+'.join(recompute.save) or 'nothing'}")
+    return ", ".join(words)

@@ -11,7 +11,9 @@ from meshwright.hardware.find import catalogue
 from meshwright.planner.cost.uncertainty import room
 from meshwright.planner.memory.generic import Memory
 from meshwright.planner.search.problem import SearchProblem
+from meshwright.planner.search.results import AXES
 from meshwright.spec import UserError
+from meshwright.spec.arithmetic import divisors, nearest
 from meshwright.spec.load import from_tree
 
 _NO_KEYS = {"policy": "recompute.policy", "max_stages": "--max-stages"}
@@ -52,6 +54,8 @@ def _no_layout(problem: SearchProblem) -> str:
         given = ", ".join(f"{_key(key)} = {value}" for key, value in fixed.items())
         loose = [key for key in fixed if _legal(problem.without(key))]
         hint = f"; without {' or '.join(map(_key, loose))} there are some" if loose else ""
+        if near := [f"{_key(key)} = {size}" for key in loose if (size := _nearest(problem, key))]:
+            hint += f", and with {' or '.join(near)}"
         return f"{problem.model_name}: no layout of {problem.ranks:,} ranks has {given}{hint}"
     ways = []
     if counts := _shared_counts(problem):
@@ -66,6 +70,15 @@ def _no_layout(problem: SearchProblem) -> str:
         f"{base.data.seq_len:,} tokens among {problem.ranks:,} ranks; try "
         f"{', or '.join(ways) or 'a power of two of devices and sequences'}"
     )
+
+
+def _nearest(problem: SearchProblem, key: str) -> int | None:
+    """The size nearest to that of a fixed axis, or microbatch, for which some layout is legal."""
+    total = problem.base.batch_sequences if key == "micro_batch" else problem.ranks
+    if key not in (*AXES, "micro_batch"):
+        return None
+    fits = [size for size in divisors(total) if _legal(replace(problem, fixed={**problem.fixed, key: size}))]
+    return nearest(problem.fixed[key], fits) if fits else None
 
 
 def _node(problem: SearchProblem) -> int:

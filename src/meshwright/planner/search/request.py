@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
@@ -21,6 +21,9 @@ from meshwright.spec.errors import did_you_mean
 from meshwright.spec.load import Overrides, fixed_layout, from_tree, read_tree
 from meshwright.spec.presets import PRESETS
 from meshwright.units import amount, duration
+
+_MOST_SHOWN = 20
+"""Layouts that are shown at most: a search for many more takes minutes."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +71,22 @@ class PlanRequest:
         keys["max_stages"] = self.max_stages
         fixed = {name: value for name, value in keys.items() if value is not None}
         problem = SearchProblem(base, kind, stack, fixed, self.max_memory)
-        return [problem.resized(count) for count in sizes], note
+        problems = [problem.resized(count) for count in sizes]
+        _check_pipelines(problems)
+        return problems, note
+
+    @property
+    def _given(self) -> dict[str, str]:
+        """Dotted keys with their texts, without those that are taken back."""
+        return {key: text for key, text in self.overrides if text != "none"}
 
     @property
     def total_tokens(self) -> float | None:
         """Tokens that are trained on in all. Raises `UserError`."""
-        return None if self.tokens is None else _read("--tokens", self.tokens, amount)
+        if self.tokens is None:
+            text = self._given.get("train.tokens")
+            return None if text is None else _read("--train.tokens", text, float)
+        return _read("--tokens", self.tokens, amount)
 
     @property
     def most_seconds(self) -> float:
@@ -83,21 +96,25 @@ class PlanRequest:
     def _check(self, kind: Cluster) -> None:
         if self.objective not in OBJECTIVES:
             raise UserError(f"--objective: '{self.objective}' is not one of {', '.join(OBJECTIVES)}")
-        if self.top < 1:
-            raise UserError(f"--top: must be at least 1, got {self.top}")
+        if not 1 <= self.top <= _MOST_SHOWN:
+            raise UserError(f"--top: must be from 1 to {_MOST_SHOWN} layouts, got {self.top}")
         if self.max_stages is not None and self.max_stages < 1:
             raise UserError(f"--max-stages: must be at least 1, got {self.max_stages}")
         if self.most_seconds < inf:
             for missing, words in (
                 (self.objective != "cost", "it finds the least money for a time; give --objective cost"),
-                (self.tokens is None, "it is the time for --tokens, which is missing; give it, such as 15T"),
+                (
+                    self.total_tokens is None,
+                    "it is the time for --tokens, which is missing; give it, such as 15T",
+                ),
                 (".." not in str(self.gpus), "it chooses the devices; give a range, such as --gpus 64..1024"),
             ):
                 if missing:
                     raise UserError(f"--within: {words}")
-        if self.objective == "longest-context" and self.seq_len is not None:
+        length = self._given.get("data.seq_len") if self.seq_len is None else f"{self.seq_len:,}"
+        if self.objective == "longest-context" and length is not None:
             raise UserError(
-                f"--seq-len: {self.seq_len:,} is given, but the objective 'longest-context' looks for the "
+                f"--seq-len: {length} is given, but the objective 'longest-context' looks for the "
                 f"longest; leave one of them out"
             )
         if self.objective == "cost" and kind.price is None:
@@ -109,23 +126,39 @@ class PlanRequest:
     def _base_run(self, cluster: Cluster) -> tuple[RunSpec, str | None]:
         """The run without its layout, and its batch in words where it was rounded. Raises `UserError`."""
         tree, source = self._tables(cluster)
+        given = self._given
+        for key in ("model.preset", "model.hf") if not source and "model" in tree else ():
+            if not isinstance(self.model, RunSpec) and given.get(key, str(self.model)) != str(self.model):
+                raise _twice("MODEL", self.model, key, given[key])
         tree.pop("layout", None)
         train = tree.get("train", {})
         others = [(key, text) for key, text in self.overrides if not key.startswith("layout.")]
         first = from_tree({**tree, "train": {**train, "batch_tokens": MAX_BATCH}}, others, source)
         seq_len = self.seq_len
         if seq_len is None:
-            given = "seq_len" in tree.get("data", {}) or "data.seq_len" in dict(others)
-            seq_len = first.data.seq_len if given else min(first.model.max_seq_len, 8192)
+            told = "seq_len" in tree.get("data", {}) or "data.seq_len" in given
+            seq_len = first.data.seq_len if told else min(first.model.max_seq_len, 8192)
+        elif "data.seq_len" in given and first.data.seq_len != seq_len:
+            raise _twice("--seq-len", seq_len, "data.seq_len", given["data.seq_len"])
         if seq_len < 1:
             raise UserError(f"--seq-len: must be at least 1 token, got {seq_len}")
-        wanted = self.batch_tokens if self.batch_tokens is not None else train.get("batch_tokens")
+        batch = given.get("train.batch_tokens", train.get("batch_tokens"))
+        wanted = self.batch_tokens if self.batch_tokens is not None else batch
         if wanted is None:
             raise UserError(
                 "--batch-tokens: is missing (tokens of one optimiser step); give it, such as --batch-tokens "
                 "4M"
             )
         tokens, note = batch_of(wanted, seq_len)
+        if "train.batch_tokens" in given and batch_of(given["train.batch_tokens"], seq_len)[0] != tokens:
+            raise _twice("--batch-tokens", wanted, "train.batch_tokens", given["train.batch_tokens"])
+        if self.tokens is not None:
+            for key, same in (
+                ("train.steps", False),
+                ("train.tokens", given.get("train.tokens") == f"{self.total_tokens:.0f}"),
+            ):
+                if key in given and not same:
+                    raise _twice("--tokens", self.tokens, key, given[key])
         others += [("data.seq_len", str(seq_len)), ("train.batch_tokens", str(tokens))]
         return from_tree(tree, others, source), note
 
@@ -149,6 +182,31 @@ class PlanRequest:
         raise UserError(
             f"MODEL: '{name}' is neither a preset, nor an HF folder or config.json, nor a run file{hint}"
         )
+
+
+def _twice(flag: str, value: object, key: str, other: str) -> UserError:
+    """The error for a key that is given with another value than its flag."""
+    return UserError(f"{flag}: {value} is given together with --{key} {other}; give one of them")
+
+
+def _check_pipelines(problems: Sequence[SearchProblem]) -> None:
+    """Raise `UserError` for keys of pipelines where no layout has one."""
+    first, fixed = problems[0], problems[0].fixed
+    plain = {"schedule": "1f1b", "virtual": 1}
+    idle = [key for key, value in plain.items() if fixed.get(key, value) != value]
+    if not idle or fixed.get("pp", 1) > 1 or any(each.space().has_pipelines for each in problems):
+        return
+    others = [
+        f"layout.{key} = {fixed[key]}"
+        for key in ("pp", "schedule", "virtual")
+        if key in fixed and key != idle[0]
+    ]
+    others += [f"--max-stages {fixed['max_stages']}"] if "max_stages" in fixed else []
+    raise UserError(
+        f"layout.{idle[0]}: {fixed[idle[0]]} has no effect, as no layout of {problems[-1].ranks:,} x "
+        f"{first.cluster.device.name} has a pipeline by {first.stack.name}"
+        f"{' with ' * bool(others)}{' and '.join(others)}; leave {'one of them' if others else 'it'} out"
+    )
 
 
 def batch_of(wanted: int | str, seq_len: int) -> tuple[int, str | None]:

@@ -16,7 +16,7 @@ NEAR = 0.02
 """Share by which the predicted step of a simpler layout may be longer than the fastest, to be preferred."""
 _ROUNDING = 1 - 1e-9
 """Bounds, times and bytes are sums in another order than the exact ones."""
-_AXES = ("replicate", "dp", "cp", "tp", "pp", "ep", "etp")
+AXES = ("replicate", "dp", "cp", "tp", "pp", "ep", "etp")
 
 
 def kind(spec: RunSpec) -> tuple[Any, ...]:
@@ -34,7 +34,7 @@ def simplicity(spec: RunSpec) -> tuple[bool, int, bool, int]:
     """Sort key, the simplest first: a pipeline, axes larger than 1, recomputation, and how many of schedule,
     cut and order of the axes are other than 1f1b, even and the default."""
     layout = spec.layout
-    used = sum(getattr(layout, axis) > 1 for axis in _AXES)
+    used = sum(getattr(layout, axis) > 1 for axis in AXES)
     odd = [layout.schedule != "1f1b", layout.stages != "even", layout.order != "pp-replicate-dp-tp"]
     return layout.pp > 1, used, spec.recompute.policy != "none", sum(odd)
 
