@@ -37,8 +37,7 @@ from torch import Tensor, nn
 
 from meshwright.parallel.collectives import start_all_reduce, start_reduce_scatter
 from meshwright.parallel.flat_param import Stored, make_slots
-from meshwright.parallel.fp8_gather import Fp8Gather
-from meshwright.parallel.fsdp_unit import Unit, UnitObserver
+from meshwright.parallel.fsdp_unit import Encoding, Unit, UnitObserver
 from meshwright.parallel.grad_norm import sum_of_squares
 from meshwright.parallel.mesh import Axis, Mesh, Pending
 from meshwright.parallel.precision import Formats
@@ -76,9 +75,9 @@ class DataParallel:
         names: Mapping[nn.Parameter, str],
         apart: str | None = None,
         observer: UnitObserver | None = None,
-        fp8: Fp8Gather | None = None,
+        encoding: Encoding | None = None,
     ) -> None:
-        self._observer, self._fp8 = observer, fp8
+        self._observer, self._encoding = observer, encoding
         self.mesh, self.formats, self._pieces, self._names, self.apart = mesh, formats, pieces, names, apart
         self.zero = mesh.layout.zero if max(mesh.shard.size, mesh.expert_data.size) > 1 else 0
         self.each_microbatch = mesh.pipeline.size == 1
@@ -129,7 +128,7 @@ class DataParallel:
             shards = ranks if self.zero and ranks.size > 1 else None
             replicas = mesh.replicate if shards is not None or mesh.replicate.size > 1 else ranks
             slots = make_slots(own, ranks.size, ranks.rank) if shards is not None else make_slots(own, 1, 0)
-            yield Unit(slots, mesh, shards, replicas, self.formats, self._observer, self._fp8)
+            yield Unit(slots, mesh, shards, replicas, self.formats, self._observer, self._encoding)
 
     # When things move -------------------------------------------------------------------------------
 

@@ -12,8 +12,6 @@ matrices, then the exponents of their scales, and ends at a multiple of 8 bytes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,11 +19,9 @@ from torch import Tensor
 from meshwright.model.low_precision import E4M3, scales_of_tiles, to_numbers
 from meshwright.model.products import ROLES, LowPrecision
 from meshwright.parallel.flat_param import ParamSlot
+from meshwright.parallel.fsdp_unit import Unit
 from meshwright.spec.low_precision_rules import is_rounded
 from meshwright.spec.precision import FP8_TILE, WORD
-
-if TYPE_CHECKING:
-    from meshwright.parallel.fsdp_unit import Unit
 
 BIAS = 127
 """Offset of the exponents of scales, as in OCP's E8M0 (2023)."""

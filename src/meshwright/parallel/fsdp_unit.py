@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from torch.autograd import _unsafe_preserve_version_counter as preserve_version 
 
 from meshwright.parallel.collectives import DONE, start_all_gather
 from meshwright.parallel.flat_param import ParamSlot, Stored, stored
-from meshwright.parallel.fp8_gather import Fp8Gather
 from meshwright.parallel.mesh import Axis, Mesh, Pending
 from meshwright.parallel.precision import Formats
 
@@ -46,6 +45,20 @@ class UnitObserver:
         """Called when a buffer was allocated, resized, or changed its purpose."""
 
 
+class Encoding(Protocol):
+    """Bytes in which ranks gather a unit, in the place of its parameters in the compute format."""
+
+    @property
+    def ready(self) -> bool:
+        """True if a gather may begin in it."""
+
+    def pack(self, unit: Unit) -> Tensor:
+        """The message of this rank, in bytes."""
+
+    def unpack(self, unit: Unit, messages: Tensor) -> None:
+        """Write the parameters of all ranks' `messages` (ranks, bytes) into the unit's whole copy."""
+
+
 class Unit:
     """Storage and buffers of one unit on one rank; `data_parallel.DataParallel` decides when to fill them."""
 
@@ -57,10 +70,10 @@ class Unit:
         replicas: Axis,
         formats: Formats,
         observer: UnitObserver | None = None,
-        fp8: Fp8Gather | None = None,
+        encoding: Encoding | None = None,
     ) -> None:
         """Parameters are sharded over `shards`, or whole; gradients are summed over `replicas`, too."""
-        self._fp8 = fp8
+        self._encoding = encoding
         self._observer = observer or UnitObserver()
         self.slots, self.shards, self.replicas = slots, shards, replicas
         self.formats, self.mesh = formats, mesh
@@ -139,8 +152,8 @@ class Unit:
             self._gathering = (DONE, self.stored)
             return
         with self._observer.gathering(self):
-            rounds = self._fp8 is not None and self._fp8.ready
-            part = self._fp8.pack(self) if self._fp8 and rounds else self.stored.to(self.formats.compute)
+            encoding = self._encoding if self._encoding and self._encoding.ready else None
+            part = encoding.pack(self) if encoding else self.stored.to(self.formats.compute)
             whole = torch.empty(self.ranks * part.numel(), dtype=part.dtype, device=part.device)
             self._gathering = (start_all_gather(whole, part, self.shards), whole)
             del part
@@ -163,8 +176,8 @@ class Unit:
             if self.ranks == 1:
                 self.full.copy_(whole)
             elif whole.dtype is torch.uint8:
-                assert self._fp8 is not None
-                self._fp8.unpack(self, parts)
+                assert self._encoding is not None
+                self._encoding.unpack(self, parts)
             else:
                 for slot in self.slots:
                     target = self.whole_rows(slot)
