@@ -381,12 +381,12 @@ def test_racks_are_used_in_equal_parts(count: int) -> None:
                 (
                     [("data.seq_len", "2048")],
                     {"seq_len": None, "objective": "longest-context"},
-                    "--seq-len: 2048 is given, but the objective",
+                    "--seq-len: 2,048 is given, but the objective",
                 ),
                 (
                     [("layout.schedule", "zb-v")],
                     {"max_stages": 1},
-                    "layout.schedule: zb-v has no effect, .* with --max-stages 1; leave one of them out",
+                    "layout.schedule: zb-v has no effect, .* with --max-stages = 1; leave one of them out",
                 ),
                 ([("layout.virtual", "3")], {"gpus": 1}, "layout.virtual: 3 has no effect, .*; leave it out"),
                 ([("layout.tp", "32")], {}, "without layout.tp there are some, and with layout.tp = 8"),

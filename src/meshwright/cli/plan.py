@@ -83,8 +83,8 @@ _STACK = Flag("stack", "the software that runs it", "NAME", _stack, "meshwright"
     Flag("batch-tokens", "tokens of an optimiser step, such as 16M; default the run's", "B", str),
     Flag(
         "top",
-        "layouts to show, which differ in the size of an axis (cp, tp, pp, ep, etp, and so of the data "
-        "axis), in whether parameters are sharded (ZeRO-3 without a pipeline), or in the recompute policy; "
+        "layouts to show, at most 20: they differ in the size of axes (cp, tp, pp, ep, etp, and so of data "
+        "ranks), in whether parameters are sharded (ZeRO-3 without a pipeline), or in the recompute policy; "
         "of those that differ in less (replicate, other stages of ZeRO, schedule, stages, microbatch, modes, "
         "order) the best one counts",
         "K",

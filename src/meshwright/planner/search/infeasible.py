@@ -51,10 +51,10 @@ def _no_layout(problem: SearchProblem) -> str:
     if fixed:
         if (broken := _broken_rule(problem)) is not None:
             return broken
-        given = ", ".join(f"{_key(key)} = {value}" for key, value in fixed.items())
+        given = ", ".join(f"{key_name(key)} = {value}" for key, value in fixed.items())
         loose = [key for key in fixed if _legal(problem.without(key))]
-        hint = f"; without {' or '.join(map(_key, loose))} there are some" if loose else ""
-        if near := [f"{_key(key)} = {size}" for key in loose if (size := _nearest(problem, key))]:
+        hint = f"; without {' or '.join(map(key_name, loose))} there are some" if loose else ""
+        if near := [f"{key_name(key)} = {size}" for key in loose if (size := _nearest(problem, key))]:
             hint += f", and with {' or '.join(near)}"
         return f"{problem.model_name}: no layout of {problem.ranks:,} ranks has {given}{hint}"
     ways = []
@@ -119,7 +119,8 @@ def _broken_rule(problem: SearchProblem) -> str | None:
     return None
 
 
-def _key(key: str) -> str:
+def key_name(key: str) -> str:
+    """A fixed key as users give it."""
     return _NO_KEYS.get(key, f"layout.{key}")
 
 
@@ -131,7 +132,7 @@ def _changes(problem: SearchProblem, least: Memory) -> Iterator[str]:
     """The nearest changes that would do, each on its own."""
     for key in problem.fixed:
         if problem.without(key).fits():
-            yield f"it fits without {_key(key)} = {problem.fixed[key]}"
+            yield f"it fits without {key_name(key)} = {problem.fixed[key]}"
     if problem.limit is not None and replace(problem, limit=None).fits():
         yield "it fits without the limit on memory"
     if least.activations + least.logits > 0.1 * least.device:

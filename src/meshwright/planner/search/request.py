@@ -14,6 +14,7 @@ from meshwright.hardware import find as hardware
 from meshwright.hardware.cluster import Cluster
 from meshwright.planner import OBJECTIVES
 from meshwright.planner.cost.software import stack_named
+from meshwright.planner.search.infeasible import key_name
 from meshwright.planner.search.problem import SearchProblem
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.base import MAX_BATCH
@@ -100,21 +101,18 @@ class PlanRequest:
             raise UserError(f"--top: must be from 1 to {_MOST_SHOWN} layouts, got {self.top}")
         if self.max_stages is not None and self.max_stages < 1:
             raise UserError(f"--max-stages: must be at least 1, got {self.max_stages}")
+        tokens, length = self.total_tokens, self.seq_len or self._given.get("data.seq_len")
         if self.most_seconds < inf:
             for missing, words in (
                 (self.objective != "cost", "it finds the least money for a time; give --objective cost"),
-                (
-                    self.total_tokens is None,
-                    "it is the time for --tokens, which is missing; give it, such as 15T",
-                ),
+                (tokens is None, "it is the time for --tokens, which is missing; give it, such as 15T"),
                 (".." not in str(self.gpus), "it chooses the devices; give a range, such as --gpus 64..1024"),
             ):
                 if missing:
                     raise UserError(f"--within: {words}")
-        length = self._given.get("data.seq_len") if self.seq_len is None else f"{self.seq_len:,}"
-        if self.objective == "longest-context" and length is not None:
+        if self.objective == "longest-context" and length:
             raise UserError(
-                f"--seq-len: {length} is given, but the objective 'longest-context' looks for the "
+                f"--seq-len: {int(length):,} is given, but the objective 'longest-context' looks for the "
                 f"longest; leave one of them out"
             )
         if self.objective == "cost" and kind.price is None:
@@ -127,19 +125,15 @@ class PlanRequest:
         """The run without its layout, and its batch in words where it was rounded. Raises `UserError`."""
         tree, source = self._tables(cluster)
         given = self._given
-        for key in ("model.preset", "model.hf") if not source and "model" in tree else ():
-            if not isinstance(self.model, RunSpec) and given.get(key, str(self.model)) != str(self.model):
-                raise _twice("MODEL", self.model, key, given[key])
         tree.pop("layout", None)
         train = tree.get("train", {})
         others = [(key, text) for key, text in self.overrides if not key.startswith("layout.")]
         first = from_tree({**tree, "train": {**train, "batch_tokens": MAX_BATCH}}, others, source)
         seq_len = self.seq_len
+        self._check_agreement(None if source or isinstance(self.model, RunSpec) else str(self.model))
         if seq_len is None:
             told = "seq_len" in tree.get("data", {}) or "data.seq_len" in given
             seq_len = first.data.seq_len if told else min(first.model.max_seq_len, 8192)
-        elif "data.seq_len" in given and first.data.seq_len != seq_len:
-            raise _twice("--seq-len", seq_len, "data.seq_len", given["data.seq_len"])
         if seq_len < 1:
             raise UserError(f"--seq-len: must be at least 1 token, got {seq_len}")
         batch = given.get("train.batch_tokens", train.get("batch_tokens"))
@@ -150,17 +144,26 @@ class PlanRequest:
                 "4M"
             )
         tokens, note = batch_of(wanted, seq_len)
-        if "train.batch_tokens" in given and batch_of(given["train.batch_tokens"], seq_len)[0] != tokens:
-            raise _twice("--batch-tokens", wanted, "train.batch_tokens", given["train.batch_tokens"])
-        if self.tokens is not None:
-            for key, same in (
-                ("train.steps", False),
-                ("train.tokens", given.get("train.tokens") == f"{self.total_tokens:.0f}"),
-            ):
-                if key in given and not same:
-                    raise _twice("--tokens", self.tokens, key, given[key])
         others += [("data.seq_len", str(seq_len)), ("train.batch_tokens", str(tokens))]
         return from_tree(tree, others, source), note
+
+    def _check_agreement(self, model: str | None) -> None:
+        """Raise `UserError` for a dotted key that says otherwise than MODEL or its flag."""
+        for flag, value, key in (
+            ("MODEL", model, "model.preset"),
+            ("MODEL", model, "model.hf"),
+            ("--seq-len", self.seq_len, "data.seq_len"),
+            ("--batch-tokens", self.batch_tokens, "train.batch_tokens"),
+            ("--tokens", self.tokens, "train.tokens"),
+            ("--tokens", self.tokens, "train.steps"),
+        ):
+            if value is None or (text := self._given.get(key)) is None:
+                continue
+            same = {value}
+            if flag != "MODEL":  # 16M may be 16 x 2^20 or 16 x 10^6
+                same = {f"{_read(flag, value, partial(amount, unit=unit)):.0f}" for unit in (1000, 1024)}
+            if text not in same or key == "train.steps":
+                raise UserError(f"{flag}: {value} is given together with --{key} {text}; give one of them")
 
     def _tables(self, cluster: Cluster) -> tuple[dict[str, Any], str]:
         """The tables of the run that `model` stands for, and the run file, if it is one.
@@ -184,28 +187,17 @@ class PlanRequest:
         )
 
 
-def _twice(flag: str, value: object, key: str, other: str) -> UserError:
-    """The error for a key that is given with another value than its flag."""
-    return UserError(f"{flag}: {value} is given together with --{key} {other}; give one of them")
-
-
 def _check_pipelines(problems: Sequence[SearchProblem]) -> None:
     """Raise `UserError` for keys of pipelines where no layout has one."""
-    first, fixed = problems[0], problems[0].fixed
-    plain = {"schedule": "1f1b", "virtual": 1}
-    idle = [key for key, value in plain.items() if fixed.get(key, value) != value]
-    if not idle or fixed.get("pp", 1) > 1 or any(each.space().has_pipelines for each in problems):
+    last, fixed = problems[-1], problems[-1].fixed
+    idle = next((key for key in ("schedule", "virtual") if fixed.get(key, "1f1b") not in ("1f1b", 1)), None)
+    if idle is None or fixed.get("pp", 1) > 1 or any(each.space().has_pipelines for each in problems):
         return
-    others = [
-        f"layout.{key} = {fixed[key]}"
-        for key in ("pp", "schedule", "virtual")
-        if key in fixed and key != idle[0]
-    ]
-    others += [f"--max-stages {fixed['max_stages']}"] if "max_stages" in fixed else []
+    others = [key for key in ("pp", "schedule", "virtual", "max_stages") if key in fixed and key != idle]
+    given = "".join(f", with {key_name(key)} = {fixed[key]}" for key in others)
     raise UserError(
-        f"layout.{idle[0]}: {fixed[idle[0]]} has no effect, as no layout of {problems[-1].ranks:,} x "
-        f"{first.cluster.device.name} has a pipeline by {first.stack.name}"
-        f"{' with ' * bool(others)}{' and '.join(others)}; leave {'one of them' if others else 'it'} out"
+        f"layout.{idle}: {fixed[idle]} has no effect, as no layout of {last.ranks:,} ranks has a pipeline by "
+        f"{last.stack.name}{given}; leave {'one of them' if others else 'it'} out"
     )
 
 
