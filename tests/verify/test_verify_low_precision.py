@@ -135,6 +135,7 @@ def tree_of(given: dict[str, object]) -> dict[str, dict[str, object]]:
         ({"precision__compute": "fp8", "layout__tp": 8}, "layout.tp: 8 ranks share .*; try layout.tp = 4"),
         ({"precision__compute": "nvfp4", "train__compile": "true"}, "or train.compile = false"),
         ({"precision__compute": "bf16", "precision__fp8_gradients": "e5m2"}, "has no effect with"),
+        ({"precision__compute": "bf16", "precision__high": "fp32"}, "has no effect with"),
     ],
 )
 def test_what_a_recipe_does_not_fit_is_told(flags: dict[str, object], words: str) -> None:

@@ -175,7 +175,7 @@ class LayoutSpace:
         """True if the rules of low precision take these axes."""
         if not self.base.precision.low:
             return True
-        run = self.base.model_copy(update={"layout": Layout.model_validate(axes)})
+        run = self.base.model_copy(update={"layout": Layout.model_validate({"zero": 3} | axes)})
         return not any(breaks(rule, run) for rule in LOW_PRECISION_RULES)
 
     def _context(self, tp: int, shared: bool) -> list[int]:

@@ -65,6 +65,11 @@ class PrecisionSpec(FrozenModel):
                 f"precision.fp8_gradients: {self.fp8_gradients!r} has no effect with precision.compute = "
                 f"{self.compute!r}; give fp8, fp8-rowwise or fp8-blockwise there, or leave it out"
             )
+        if self.high != "bf16" and self.compute not in BLOCKS:
+            raise UserError(
+                f"precision.high: {self.high!r} has no effect with precision.compute = {self.compute!r}, "
+                f"the format of everything; give one of {', '.join(BLOCKS)} there, or leave it out"
+            )
         if self.fp8_gather and self.compute not in FP8_GATHERS:
             raise UserError(
                 f"precision.fp8_gather: true does not go with precision.compute = {self.compute!r}, as the 8 "
