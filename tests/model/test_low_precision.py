@@ -25,7 +25,7 @@ from meshwright.model.low_precision import (
     round_tiles,
     scale_of,
 )
-from meshwright.model.products import KernelProducts, LowPrecision, Scaling, products_of, rotate
+from meshwright.model.low_precision_linear import KernelProducts, LowPrecision, Scaling, products_of, rotate
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import PrecisionSpec
 

@@ -18,7 +18,7 @@ from meshwright.model.attention import Attend, attend, attention_mask
 from meshwright.model.chunked_cross_entropy import linear_cross_entropy
 from meshwright.model.embedding import embed_tokens
 from meshwright.model.linear import Linear, apply_linear, project
-from meshwright.model.products import Products
+from meshwright.model.low_precision_linear import Products
 from meshwright.model.router import Routing, admit_by_capacity
 from meshwright.model.token_dispatcher import TokenDispatcher
 from meshwright.spec import MoeSpec

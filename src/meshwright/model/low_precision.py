@@ -45,20 +45,25 @@ ROOM = 8.0
 scales of their own, so that this costs no digit; the rotation makes numbers up to 4 times larger."""
 
 
+def power_of_two(exponent: Tensor) -> Tensor:
+    """2 to an integer from -126 to 127, in fp32, from its bits: exact on every device."""
+    return ((exponent.int() + 127) << 23).view(torch.float32)
+
+
 def scale_of(largest: Tensor, most: float) -> Tensor:
-    """The least power of two by which numbers up to `largest` are divided to be at most `most`; NaN for
-    those that are not finite."""
+    """The least power of two by which numbers up to `largest` (fp32) are divided to be at most `most`; NaN
+    for those that are not finite."""
     mantissa, exponent = torch.frexp(largest)
     most_mantissa, most_exponent = math.frexp(most)
     power = exponent - most_exponent + (mantissa > most_mantissa)
-    return torch.exp2(power.clamp_(min=LEAST_SCALE).to(largest.dtype)) + (largest - largest)
+    return power_of_two(power.clamp_(min=LEAST_SCALE)) + (largest - largest)
 
 
 def round_e2m1(x: Tensor, up: Tensor | None = None) -> Tensor:
-    """Round numbers up to 6 to 0, 0.5, 1, 1.5, 2, 3, 4 or 6: to the nearest, ties to even; or away from
-    zero where `up`, uniform in [0, 1), is below the part of the step that is cut off."""
+    """Round numbers of fp32 up to 6 to 0, 0.5, 1, 1.5, 2, 3, 4 or 6: to the nearest, ties to even; or away
+    from zero where `up`, uniform in [0, 1), is below the part of the step that is cut off."""
     _, exponent = torch.frexp(x)
-    step = torch.exp2((exponent - 1).clamp_(min=0).to(x.dtype) - 1)
+    step = power_of_two((exponent - 1).clamp_(min=0) - 1)
     steps = x / step
     if up is None:
         return steps.round_() * step

@@ -14,7 +14,7 @@ from collections import deque
 import torch
 
 from meshwright.model.low_precision import E2M1, E4M3, ROOM, scale_of
-from meshwright.model.products import ROLES, LowPrecision, Scaling
+from meshwright.model.low_precision_linear import ROLES, LowPrecision, Scaling
 from meshwright.parallel.collectives import start_all_reduce
 from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.mesh import Mesh

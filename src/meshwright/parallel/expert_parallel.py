@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from meshwright.model.hooks import Admit, ExpertsHooks, MoeHooks
-from meshwright.model.products import Products
+from meshwright.model.low_precision_linear import Products
 from meshwright.model.token_dispatcher import TokenDispatcher, assign_rows
 from meshwright.model.with_backward import with_backward
 from meshwright.parallel.collectives import start_all_to_all

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from meshwright.parallel.mesh import Mesh
+from meshwright.spec.low_precision_rules import is_rounded
 from meshwright.spec.parameters import Piece
 from meshwright.spec.sharded_tensor import ShardedTensor
 
@@ -54,6 +55,11 @@ class ParamSlot(ShardedTensor):
     def decay(self) -> bool:
         """True if weight decay applies: not to norms and biases."""
         return len(self.global_shape) >= 2
+
+    @property
+    def rounded(self) -> bool:
+        """True if its products are those that low precision rounds."""
+        return is_rounded(self.key, len(self.global_shape))
 
     def indices(self) -> list[Tensor]:
         """For each dim, the global index of each local index."""

@@ -12,15 +12,16 @@ matrices, then the exponents of their scales, and ends at a multiple of 8 bytes.
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.model.low_precision import E4M3, scales_of_tiles, to_numbers
-from meshwright.model.products import ROLES, LowPrecision
+from meshwright.model.low_precision import E4M3, power_of_two, scales_of_tiles, to_numbers
+from meshwright.model.low_precision_linear import ROLES, LowPrecision
 from meshwright.parallel.flat_param import ParamSlot
 from meshwright.parallel.fsdp_unit import Unit
-from meshwright.spec.low_precision_rules import is_rounded
 from meshwright.spec.precision import FP8_TILE, WORD
 
 BIAS = 127
@@ -45,7 +46,7 @@ class Fp8Gather:
         exponents: list[Tensor] = []
         for slot in unit.slots:
             own = unit.stored[slot.start : slot.start + slot.padded].to(unit.formats.compute)
-            if not is_rounded(slot.key, len(slot.global_shape)):
+            if not slot.rounded:
                 others.append(own.view(torch.uint8))
                 continue
             scales = self._scales(unit, slot, own)
@@ -69,31 +70,24 @@ class Fp8Gather:
     def unpack(self, unit: Unit, messages: Tensor) -> None:
         """Write the parameters of all ranks' `messages` (ranks, bytes) into the unit's whole copy."""
         width, start = unit.formats.compute.itemsize, 0
-        rounded = [slot for slot in unit.slots if is_rounded(slot.key, len(slot.global_shape))]
         for slot in unit.slots:
-            if slot not in rounded:
-                end = start + slot.padded * width
-                self._write(unit, slot, messages[:, start:end].view(unit.formats.compute))
+            if not slot.rounded:
+                target, end = unit.whole_rows(slot), start + slot.padded * width
+                target.copy_(messages[:, start:end].view(unit.formats.compute).view(target.shape))
                 start = end
+        rounded = [slot for slot in unit.slots if slot.rounded]
         exponents = start + sum(slot.padded for slot in rounded)
         for slot in rounded:
-            end, scaling = start + slot.padded, None
+            end, target = start + slot.padded, unit.whole_rows(slot)
             numbers = messages[:, start:end].view(torch.float8_e4m3fn).view(-1, *slot.part).float()
             start = end
             if self._products.recipe == "fp8":
-                scaling = self._products.scalings[unit.parameters[slot.key]].scales[ROLES.index("weight")]
+                scales = self._products.scalings[unit.parameters[slot.key]].scales[ROLES.index("weight")]
             else:
                 *experts, rows, columns = slot.part
-                tiles = -(-rows // FP8_TILE), -(-columns // FP8_TILE)
-                count = tiles[0] * tiles[1] * (experts[0] if experts else 1)
-                found = messages[:, exponents : exponents + count].float() - BIAS
-                exponents += count
-                scaling = torch.exp2(found).view(-1, *experts, *tiles)
-                scaling = scaling.repeat_interleave(FP8_TILE, -2).repeat_interleave(FP8_TILE, -1)
-                scaling = scaling[..., :rows, :columns]
-            self._write(unit, slot, (numbers * scaling).flatten(1))
-
-    @staticmethod
-    def _write(unit: Unit, slot: ParamSlot, parts: Tensor) -> None:
-        target = unit.whole_rows(slot)
-        target.copy_(parts.view(target.shape))
+                tiles = *experts, -(-rows // FP8_TILE), -(-columns // FP8_TILE)
+                found = power_of_two(messages[:, exponents : exponents + prod(tiles)].int() - BIAS)
+                exponents += prod(tiles)
+                each = found.view(-1, *tiles).repeat_interleave(FP8_TILE, -2).repeat_interleave(FP8_TILE, -1)
+                scales = each[..., :rows, :columns]
+            target.copy_((numbers * scales).view(target.shape))

@@ -10,8 +10,8 @@ import torch
 from meshwright.model.decoder import Decoder
 from meshwright.model.hooks import Hooks
 from meshwright.model.init import init_part_
+from meshwright.model.low_precision_linear import LowPrecision, Products, products_of
 from meshwright.model.moe import Moe
-from meshwright.model.products import LowPrecision, Products, products_of
 from meshwright.parallel.context_parallel import context_parallel_hooks
 from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.deferred_wgrad import WeightGradStore

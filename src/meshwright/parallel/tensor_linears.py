@@ -11,7 +11,7 @@ from itertools import zip_longest
 
 from torch import Tensor
 
-from meshwright.model.products import Products
+from meshwright.model.low_precision_linear import Products
 from meshwright.model.with_backward import with_backward
 from meshwright.parallel.collectives import (
     DONE,

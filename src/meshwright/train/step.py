@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshwright.data.loader import Batch
-from meshwright.model.products import LowPrecision
+from meshwright.model.low_precision_linear import LowPrecision
 from meshwright.parallel.collectives import start_all_reduce, sum_scalars
 from meshwright.parallel.context_parallel import share
 from meshwright.parallel.delayed_scaling import DelayedScaling

@@ -20,12 +20,12 @@ from meshwright.hardware.measurements import attention_seconds
 from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.kernels import WORD, KernelCosts
-from meshwright.planner.cost.precision import NEEDED, precision
+from meshwright.planner.cost.precision import our_precision, precision
 from meshwright.planner.cost.software import SoftwareStack
 from meshwright.planner.rank_view import share
 from meshwright.planner.traffic.layer_shape import LayerShape, layer_shape
 from meshwright.planner.traffic.messages import Message, Overlap, Phase, Where, end_messages, layer_messages
-from meshwright.spec import ModelSpec, RunSpec, UserError
+from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.parameters import block_parameters
 from meshwright.units import FORMAT_BYTES
 
@@ -67,16 +67,11 @@ class LayerCost:
 
     def __post_init__(self) -> None:
         spec, stack, kernels = self.spec, self.stack, self.kernels
-        needed = NEEDED.get(self.format) if stack.ours and kernels.device.kind != "cpu" else None
-        if needed and needed not in kernels.device.peak:
-            raise UserError(
-                f"precision.compute: {self.format!r} has no kernels on {kernels.device.name}, which computes "
-                f"in {', '.join(kernels.device.peak)}; try bf16"
-            )
-        self.precision = precision(self.format, stack.ours)
+        ours = stack.ours
+        self.precision = our_precision(self.format, kernels.device) if ours else precision(self.format)
         self.width = max(2.0, FORMAT_BYTES[self.precision.products])
         shape = layer_shape(spec, on_cpu=kernels.device.kind == "cpu")
-        selects = stack.ours and spec.recompute.policy == "selective"  # of others `selective` names operators
+        selects = ours and spec.recompute.policy == "selective"  # of others `selective` names operators
         self.repeats = shape.repeated if selects else frozenset[str]()
         self.shape = shape = replace(shape, width=self.width, repeated=frozenset(), busiest=self.busiest)
         self.length, self.tokens, self.own = shape.length, shape.tokens, shape.own

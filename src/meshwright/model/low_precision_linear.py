@@ -1,8 +1,8 @@
 """The three matrix products of a linear layer, in the format of its operands or in low precision.
 
-Of a recipe of low precision (`low_precision.py`) the operands are rounded along the dim that is summed, and
-products are summed in fp32. fp8 and fp8-rowwise have kernels on GPUs; all else is the product of the rounded
-operands, with the same result but for the order of sums. nvfp4 rounds gradients stochastically, and rotates
+A recipe of low precision (`low_precision.py`) rounds the operands along the dim that is summed, and products
+are summed in fp32. fp8 and fp8-rowwise have kernels on GPUs; all else is the product of the rounded operands,
+with the same result but for the order of sums. nvfp4 rounds gradients stochastically, and rotates
 both operands of the gradient of a weight.
 
 Shapes: N tokens, O outputs, I inputs of a linear layer, R rows of experts.
@@ -160,10 +160,10 @@ class KernelProducts(LowPrecision):
     ) -> list[Tensor]:
         if not self.scaled:
             return super().forward(x, weights, biases, parameters)
-        left = self._rounded(x.flatten(0, -2), "input", -1, *parameters[: len(weights)])
+        left = self.rounded(x.flatten(0, -2), "input", -1, *parameters[: len(weights)])
         products = []
         for weight, bias, parameter in zip_longest(weights, biases, parameters[: len(weights)]):
-            product = scaled_mm(left, self._rounded(weight, "weight", -1, parameter), x.dtype)
+            product = scaled_mm(left, self.rounded(weight, "weight", -1, parameter), x.dtype)
             product = product.view(*x.shape[:-1], -1)
             products.append(product if bias is None else product.add_(bias))
         return products
@@ -173,8 +173,8 @@ class KernelProducts(LowPrecision):
             return super().of_input(grads, weights, parameters)
         products = []
         for grad, weight, parameter in zip_longest(grads, weights, parameters[: len(weights)]):
-            right = turned(self._rounded(weight, "weight", -2, parameter))
-            products.append(scaled_mm(self._rounded(grad, "gradient", -1, parameter), right, grad.dtype))
+            right = turned(self.rounded(weight, "weight", -2, parameter))
+            products.append(scaled_mm(self.rounded(grad, "gradient", -1, parameter), right, grad.dtype))
         total = products[0]
         for product in products[1:]:
             total.add_(product)
@@ -183,10 +183,11 @@ class KernelProducts(LowPrecision):
     def of_weight(self, grad_NO: Tensor, x_NI: Tensor, parameter: nn.Parameter | None) -> Tensor:
         if not self.scaled or self.recipe == "fp8-rowwise":
             return super().of_weight(grad_NO, x_NI, parameter)
-        left = turned(self._rounded(grad_NO, "gradient", -2, parameter))
-        return scaled_mm(left, turned(self._rounded(x_NI, "input", -2, parameter)), x_NI.dtype)
+        left = turned(self.rounded(grad_NO, "gradient", -2, parameter))
+        return scaled_mm(left, turned(self.rounded(x_NI, "input", -2, parameter)), x_NI.dtype)
 
-    def _rounded(self, x: Tensor, role: Role, dim: int, *parameters: nn.Parameter | None) -> Rounded:
+    def rounded(self, x: Tensor, role: Role, dim: int, *parameters: nn.Parameter | None) -> Rounded:
+        """An operand (R, C) for the kernel."""
         form = self.forms[role]
         if self.recipe == "fp8":
             scales = self._scale(x, role, *parameters)
@@ -241,7 +242,9 @@ def products_of(precision: PrecisionSpec, device: torch.device) -> Products:
             f"precision.compute: {precision.compute!r} needs a GPU of compute capability {needed}, and "
             f"{torch.cuda.get_device_name(device)} has {own[0]}.{own[1]}; try {' or '.join(fits or ['bf16'])}"
         )
-    return (KernelProducts if precision.compute in ("fp8", "fp8-rowwise") else LowPrecision)(precision)
+    # torch's kernel for scales of rows returns bf16 only.
+    kernels = precision.compute in ("fp8", "fp8-rowwise") and precision.high == "bf16"
+    return (KernelProducts if kernels else LowPrecision)(precision)
 
 
 SIGNS = 1, 1, -1, 1, -1, -1, 1, 1, -1, 1, 1, 1, -1, -1, 1, -1
