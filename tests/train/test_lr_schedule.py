@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from meshwright.spec.sections import TrainSpec
+from meshwright.spec.train import TrainSpec
 from meshwright.train.lr_schedule import learning_rate, peak_rate
 
 

@@ -20,7 +20,7 @@ from meshwright.model.norm import RmsNorm
 from meshwright.model.router import Router
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import ModelSpec, MoeSpec, RunSpec
-from meshwright.spec.sections import TrainSpec
+from meshwright.spec.train import TrainSpec
 from meshwright.train import lr_schedule
 from meshwright.verify.reference import mean_loss, rate_of_step, update
 from meshwright.verify.reference_decoder import ReferenceDecoder, Routing

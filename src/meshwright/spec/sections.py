@@ -5,15 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
-from meshwright.spec.base import MAX_BATCH, MAX_LENGTH, FrozenModel
-from meshwright.spec.errors import UserError
+from meshwright.spec.base import MAX_LENGTH, FrozenModel
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.precision import PrecisionSpec
-
-Tracker = Literal["tensorboard", "wandb", "trackio"]
+from meshwright.spec.train import TrainSpec
 
 
 class DataSpec(FrozenModel):
@@ -39,86 +37,6 @@ class DataSpec(FrozenModel):
     cache: str | None = Field(
         None, min_length=1, description="folder of tokenized corpora; default ~/.cache/meshwright"
     )
-
-
-class TrainSpec(FrozenModel):
-    """Length, learning rate and optimiser of the run."""
-
-    steps: PositiveInt | None = Field(
-        None, description="optimiser steps in all, also on resume (default 100)"
-    )
-    tokens: PositiveInt | None = Field(None, description="tokens in all, instead of steps")
-    stop_at: PositiveInt | None = Field(None, description="stop after this step; the schedule is unchanged")
-    batch_tokens: PositiveInt = Field(
-        8192, le=MAX_BATCH, description="tokens of one optimiser step over all ranks"
-    )
-    seed: int = Field(0, ge=0, lt=2**63)
-    lr: PositiveFloat = 3e-4
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = Field(
-        "cosine",
-        description="after warm-up: cosine or linear to min_lr_ratio, stable then decay, or constant",
-    )
-    warmup_steps: int | None = Field(None, ge=0, description="default 2% of the steps")
-    decay_fraction: float = Field(0.2, ge=0, le=1, description="share of the steps that wsd decays in")
-    decay: Literal["linear", "1-sqrt", "cosine"] = Field(
-        "linear", description="shape of wsd's decay: 1-sqrt falls fast and ends slowly (Haegele et al. 2024)"
-    )
-    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="last learning rate / lr, but for constant")
-    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
-        "none", description="scale lr with batch_tokens / lr_base_batch_tokens (Goyal 2017; Malladi 2022)"
-    )
-    lr_base_batch_tokens: PositiveInt = 8192
-    optimiser: Literal["adamw", "lion", "muon"] = Field(
-        "adamw",
-        description="AdamW (Loshchilov & Hutter 2019); Lion (Chen et al. 2023), which takes an lr 3 to 10 "
-        "times smaller, a weight_decay as much larger, and beta2 = 0.99; or Muon (Jordan et al. 2024) for "
-        "the matrices of blocks and AdamW for the rest, with AdamW's lr, and beta1 = 0.95",
-    )
-    weight_decay: float = Field(0.1, ge=0, description="decoupled; not on norms and biases")
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    eps: PositiveFloat = 1e-8
-    clip: PositiveFloat | None = Field(
-        1.0, description="largest global gradient norm; 'none' for no clipping"
-    )
-    eval_every: int = Field(0, ge=0, description="steps between validations; 0 validates at the end only")
-    eval_tokens: PositiveInt | None = Field(
-        10_000_000, description="held-out tokens of a validation at most; 'none' for all of them"
-    )
-    log_every: PositiveInt = 1
-    compile: bool = Field(False, description="torch.compile each block")
-    trackers: tuple[Tracker, ...] = ()
-
-    @model_validator(mode="after")
-    def _one_length(self) -> TrainSpec:
-        if self.steps is not None and self.tokens is not None:
-            raise UserError(
-                f"train.tokens: {self.tokens} is given together with train.steps = {self.steps}; give one of "
-                f"them, and 'none' for one that a run file or an earlier run has"
-            )
-        return self
-
-    @property
-    def moments(self) -> tuple[str, ...]:
-        """Names of the optimiser's states of parameters."""
-        return ("exp_avg",) if self.optimiser == "lion" else ("exp_avg", "exp_avg_sq")
-
-    def moments_of(self, parameter: str, dims: int) -> tuple[str, ...]:
-        """Names of the states of one parameter: those of matrices of blocks are fewer with Muon."""
-        matrix = dims >= 2 and parameter.startswith("blocks.")
-        return ("exp_avg",) if self.optimiser == "muon" and matrix else self.moments
-
-    @property
-    def total_steps(self) -> int:
-        """Optimiser steps of the whole run; `tokens` are rounded up to whole steps."""
-        if self.tokens is not None:
-            return -(-self.tokens // self.batch_tokens)
-        return self.steps if self.steps is not None else 100
-
-    @property
-    def last_step(self) -> int:
-        """The step after which this start of the run stops."""
-        return min(self.stop_at or self.total_steps, self.total_steps)
 
 
 class NoRecompute(FrozenModel):

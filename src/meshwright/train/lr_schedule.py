@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from meshwright.spec.sections import TrainSpec
+from meshwright.spec.train import TrainSpec
 
 
 def peak_rate(train: TrainSpec) -> float:

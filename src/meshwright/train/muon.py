@@ -24,7 +24,7 @@ from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.flat_param import ParamSlot
 from meshwright.parallel.fsdp_unit import Unit
 from meshwright.parallel.mesh import Axis, Mesh
-from meshwright.spec.sections import TrainSpec
+from meshwright.spec.train import TrainSpec
 from meshwright.train.optimiser import AdamW, Part
 
 COEFFICIENTS = 3.4445, -4.775, 2.0315

@@ -11,7 +11,7 @@ from torch import Tensor
 from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.flat_param import Stored
 from meshwright.parallel.fsdp_unit import Unit
-from meshwright.spec.sections import TrainSpec
+from meshwright.spec.train import TrainSpec
 
 _CHUNK = 2**20
 """Elements that Lion updates at a time, so that its temporaries stay small."""

@@ -16,7 +16,7 @@ from meshwright.spec import RunSpec, UserError
 from meshwright.spec.differences import as_in_file, differences
 from meshwright.spec.precision import PrecisionSpec
 from meshwright.spec.records import Number, Positive, read
-from meshwright.spec.sections import TrainSpec
+from meshwright.spec.train import TrainSpec
 from meshwright.train.step import Trainer
 
 FREE = {

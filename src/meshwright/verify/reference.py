@@ -15,7 +15,7 @@ from torch import Tensor
 
 from meshwright.data.loader import Batch
 from meshwright.spec import RunSpec
-from meshwright.spec.sections import TrainSpec
+from meshwright.spec.train import TrainSpec
 from meshwright.verify.reference_decoder import ReferenceDecoder, Routing
 from meshwright.verify.reference_low_precision import ReferenceLinears
 from meshwright.verify.reference_router import move_bias, router_losses, router_statistics

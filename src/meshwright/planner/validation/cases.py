@@ -21,7 +21,8 @@ from meshwright.planner.validation.infer_program import cluster_of, format_of, p
 from meshwright.planner.validation.table import PredictionError, Row, check
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.precision import PrecisionSpec
-from meshwright.spec.sections import DataSpec, TrainSpec
+from meshwright.spec.sections import DataSpec
+from meshwright.spec.train import TrainSpec
 
 _AGREE = {"step_seconds": 1.0, "tokens_per_sec_per_gpu": 1.1, "tflops_per_gpu": 1.5}
 """Largest ratio of a measurement's seconds to those of the first that a row has. FLOPs may include
