@@ -8,8 +8,9 @@ import pytest
 
 from meshwright.hardware.find import cluster
 from meshwright.planner.cost.expert_balance import busiest
-from meshwright.planner.cost.layer import LayerCost, merged_share
+from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.model import CostModel
+from meshwright.planner.cost.published_messages import merged_share
 from meshwright.planner.cost.software import STACKS, SoftwareStack
 from meshwright.planner.cost.step import step_time
 from meshwright.planner.memory.generic import Generic

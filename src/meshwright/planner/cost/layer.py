@@ -11,7 +11,7 @@ around a ring run beside its attention, and only the rest counts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
@@ -21,10 +21,11 @@ from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.kernels import WORD, KernelCosts
 from meshwright.planner.cost.precision import our_precision, precision
+from meshwright.planner.cost.published_messages import dispatch, merged_share, published_messages
 from meshwright.planner.cost.software import SoftwareStack
 from meshwright.planner.rank_view import share
-from meshwright.planner.traffic.layer_shape import LayerShape, layer_shape
-from meshwright.planner.traffic.messages import Message, Overlap, Phase, Where, end_messages, layer_messages
+from meshwright.planner.traffic.layer_shape import layer_shape
+from meshwright.planner.traffic.messages import Message, Overlap, Phase, end_messages, layer_messages
 from meshwright.spec import ModelSpec, RunSpec
 from meshwright.spec.parameters import block_parameters
 from meshwright.units import FORMAT_BYTES
@@ -32,9 +33,6 @@ from meshwright.units import FORMAT_BYTES
 # Each literal says where it is from. `source:` a publication or a program. `counted:` a count of reads and
 # writes that gives it.
 
-_MERGED = 0.9
-"""Share of the network's bandwidth that dispatches of merged copies attain. Source: DeepSeek-AI 2025 (DeepEP,
-table of its README: 43 to 58 GB/s over interfaces of 50 GB/s)."""
 PRICED_AS = {"sequence": "expert"}
 """Axes whose seconds count as another's: ranks that share sequences send the router's statistics."""
 
@@ -288,7 +286,7 @@ class LayerCost:
             listed = [*layer_messages(self.shape, routed)]
         else:
             sent = self.precision.sent if self.precision.cast else self.width
-            listed = [*_published(self.shape, routed, sent, merged)]
+            listed = [*published_messages(self.shape, routed, sent, merged)]
         again = [m for m in listed if m.phase is Phase.FORWARD]
         policy, selective = self.spec.recompute.policy, self.stack.selective
         if policy == "none" or (policy == "selective" and selective in ("attention", "latents")):
@@ -299,7 +297,7 @@ class LayerCost:
         elif policy == "selective" and selective == "half":
             again = [m.times(0.5) for m in again if m.axis == "tensor"]
         elif policy == "selective":
-            again = [_dispatch(self.shape, Phase.FORWARD, 1, merged)] if routed else []
+            again = [dispatch(self.shape, Phase.FORWARD, 1, merged)] if routed else []
         return listed + [replace(m, phase=Phase.RECOMPUTE) for m in again]
 
     def end_messages(self, head: bool) -> list[Message]:
@@ -385,59 +383,6 @@ class LayerCost:
         host = self.stack.ends / 2 * self.launch
         weight = Seconds(moved=2 * moved + packed, tensor=sent)  # counted: in fp32
         return PassSeconds(Seconds(moved=moved, host=host, tensor=sent), Seconds(), weight)
-
-
-def _published(shape: LayerShape, routed: bool, sent: float, merged: float) -> Iterator[Message]:
-    """Messages of a layer in published programs, together where large ones cost the same in one call or two.
-
-    Latent attention gathers the residual stream, the backward of gathered keys and values takes two gathers,
-    and what accompanies tokens to their experts is left out.
-    """
-    layout, maps, ring = shape.layout, shape.maps(routed), shape.ring
-    keys = 2 * shape.tokens * shape.kv
-    where: Where = "moe" if routed else "dense"
-    stream = partial(Message, "tensor", elements=shape.stream, width=shape.width, group=shape.groups.tensor)
-    context = partial(Message, "context", width=shape.width, where=where)
-    for phase, times in ((Phase.FORWARD, 1), (Phase.INPUT, 2)):
-        yield stream(shape.reduction, phase=phase, where=where, count=maps, overlaps=Overlap.COMPUTE)
-        if layout.sequence_parallel:
-            gathered = replace(stream("all_gather", phase=phase, where=where, count=maps), width=sent)
-            yield replace(gathered, overlaps=Overlap.COMPUTE)
-        moved = 2 * shape.tokens * (shape.q + shape.kv)
-        yield context("all_to_all", moved, group=shape.ulysses, phase=phase, count=times)
-        if layout.context_mode == "gather":
-            yield context("all_gather", keys * ring.ranks, group=ring, phase=phase, count=times)
-        elif ring.ranks > 1:
-            sends = times * (ring.ranks - 1)
-            yield context("send", keys, group=ring, phase=phase, count=sends, overlaps=Overlap.ATTENTION)
-        if routed:
-            yield _dispatch(shape, phase, 2, merged)
-    if layout.sequence_parallel:  # inputs, for the gradients of their weights
-        again = stream("all_gather", phase=Phase.WEIGHT, where=where, count=maps, overlaps=Overlap.PRODUCT)
-        yield replace(again, width=sent)
-
-
-def _dispatch(shape: LayerShape, phase: Phase, count: int, merged: float) -> Message:
-    """Tokens to their experts, or back."""
-    size = merged * shape.copies * shape.model.hidden, shape.width, shape.groups.expert
-    return Message("expert", "all_to_all", *size, phase, "moe", count, Overlap.COMPUTE)
-
-
-def merged_share(shape: LayerShape, links: CollectiveCosts) -> float:
-    """Share of its copies that a token is sent in, once to each node that has experts of it.
-
-    Within one node, once to each rank. Experts are chosen evenly; groups limit the nodes of a token. Between
-    nodes the kernels that do so use more of the network than a ring does.
-    """
-    group, moe = shape.groups.expert, shape.moe
-    places, slower = group.ranks, 1.0
-    for level, _, inner in links.members(group):
-        if level is not links.cluster.levels[0]:
-            places, slower = group.ranks // inner, links.cluster.device.rates.network / _MERGED
-    distinct = places * (1 - (1 - 1 / places) ** moe.top_k)
-    if moe.groups > 1 and places > 1:
-        distinct = min(distinct, moe.top_groups)
-    return min(1.0, distinct / moe.top_k) * slower
 
 
 def _sizes(model: ModelSpec, routed: bool) -> tuple[int, int, int]:

@@ -52,20 +52,57 @@ def model_of(row: Row, length: int) -> ModelSpec:
         raise PredictionError(
             f"the model '{short(row.words['model'])}' has {other}; decoders of attention layers are predicted"
         )
-    hidden, layers, size = row.whole("hidden"), row.whole("layers"), row.numbers.get("params_b")
-    name = _plain(row.words["model"].split("(")[0])
-    if preset := next((preset for preset in PRESETS if _plain(preset) == name), None):
-        known = ModelSpec.model_validate({"preset": preset})
-        contradiction = _contradiction(row, preset, known)
-        if not contradiction:
-            (row.infer if hidden is None else row.derive)("shape", preset)
-            return known
-        if hidden is None:
-            raise PredictionError(
-                f"{contradiction}; give the whole shape with hidden, or leave that cell empty"
-            )
-    if hidden is None:
+    if (preset := _preset(row)) is not None:
+        return preset
+    if (hidden := row.whole("hidden")) is None:
         raise PredictionError(_UNKNOWN)
+    candidates, layers, size = (
+        _candidates(row, hidden, length),
+        row.whole("layers"),
+        row.numbers.get("params_b"),
+    )
+    chosen = candidates[0]
+    if layers is None:
+        row.infer("layers", chosen.layers)
+    elif size is not None and layers > 1:  # one layer may be of a model of that size
+        chosen = min(candidates, key=lambda model: _difference(model, size))
+        if (difference := _difference(chosen, size)) > _NEAR:
+            raise PredictionError(
+                f"its {size:g} billion parameters are {difference:.0%} off the {chosen.parameters / 1e9:.4g} "
+                "billion of its shape"
+            )
+    for name, value in {**_shape(chosen), "activation": chosen.activation, "tied": chosen.tied}.items():
+        if (
+            row.whole(name) is None
+            and name not in row.inferred
+            and (chosen.moe is not None or name not in _OF_EXPERTS)
+        ):
+            row.derive(name, value)
+    return chosen
+
+
+def _preset(row: Row) -> ModelSpec | None:
+    """The preset that a row names; None if none has its name, or the row has another shape of its own.
+
+    Raises `PredictionError` if a row without a shape contradicts the preset.
+    """
+    name, hidden = _plain(row.words["model"].split("(")[0]), row.whole("hidden")
+    preset = next((preset for preset in PRESETS if _plain(preset) == name), None)
+    if preset is None:
+        return None
+    known = ModelSpec.model_validate({"preset": preset})
+    contradiction = _contradiction(row, preset, known)
+    if not contradiction:
+        (row.infer if hidden is None else row.derive)("shape", preset)
+        return known
+    if hidden is None:
+        raise PredictionError(f"{contradiction}; give the whole shape with hidden, or leave that cell empty")
+    return None
+
+
+def _candidates(row: Row, hidden: int, length: int) -> list[ModelSpec]:
+    """The models that the shape of a row may be: of each family, tied and not, the likelier ones first."""
+    layers, size = row.whole("layers"), row.numbers.get("params_b")
     heads = row.whole_or("heads", max(1, hidden // 128))  # source: assumed, heads of 128 channels
     vocabulary, experts = row.whole_or("vocab", _VOCABULARY), row.whole("experts") or 0
     top_k = row.whole_or("top_k", 2) if experts > 1 else 0
@@ -95,24 +132,7 @@ def model_of(row: Row, length: int) -> ModelSpec:
         for tied in (True, False):
             shape["tied"] = tied
             candidates.append(ModelSpec.model_validate({**shape, "layers": layers or _depth(shape, size)}))
-    chosen = candidates[0]
-    if layers is None:
-        row.infer("layers", chosen.layers)
-    elif size is not None and layers > 1:  # one layer may be of a model of that size
-        chosen = min(candidates, key=lambda model: _difference(model, size))
-        if (difference := _difference(chosen, size)) > _NEAR:
-            raise PredictionError(
-                f"its {size:g} billion parameters are {difference:.0%} off the {chosen.parameters / 1e9:.4g} "
-                "billion of its shape"
-            )
-    for name, value in {**_shape(chosen), "activation": chosen.activation, "tied": chosen.tied}.items():
-        if (
-            row.whole(name) is None
-            and name not in row.inferred
-            and (chosen.moe is not None or name not in _OF_EXPERTS)
-        ):
-            row.derive(name, value)
-    return chosen
+    return candidates
 
 
 def _difference(model: ModelSpec, size: float) -> float:
