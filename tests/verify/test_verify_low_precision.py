@@ -136,6 +136,10 @@ def tree_of(given: dict[str, object]) -> dict[str, dict[str, object]]:
         ({"precision__compute": "nvfp4", "train__compile": "true"}, "or train.compile = false"),
         ({"precision__compute": "bf16", "precision__fp8_gradients": "e5m2"}, "has no effect with"),
         ({"precision__compute": "bf16", "precision__high": "fp32"}, "has no effect with"),
+        (
+            {"precision__compute": "fp8", "precision__fp8_gather": "true", "layout__dp": 2},
+            "layout.zero: 0 keeps whole weights on every rank, so .*; try layout.zero = 3",
+        ),
     ],
 )
 def test_what_a_recipe_does_not_fit_is_told(flags: dict[str, object], words: str) -> None:

@@ -111,8 +111,13 @@ def delayed_scales_are_not_compiled(spec: Sections) -> None:
 
 
 def gathered_rows_are_whole_blocks(spec: Sections) -> None:
-    """A rank rounds blocks of weights that it stores all rows of."""
+    """A rank rounds blocks of weights that it stores all rows of, and there is something to gather."""
     layout, precision = spec.layout, spec.precision
+    if precision.fp8_gather and layout.shard_ranks > 1 and not layout.zero:
+        raise UserError(
+            "layout.zero: 0 keeps whole weights on every rank, so that precision.fp8_gather = true has none to "
+            "gather; try layout.zero = 3, or precision.fp8_gather = false"
+        )
     if not precision.fp8_gather or precision.compute != "fp8-blockwise" or not layout.zero:
         return
     for parameter in rounded_parameters(spec):
