@@ -115,7 +115,7 @@ def gathered_rows_are_whole_blocks(spec: Sections) -> None:
     layout, precision = spec.layout, spec.precision
     if precision.fp8_gather and layout.shard_ranks > 1 and not layout.zero:
         raise UserError(
-            "layout.zero: 0 keeps whole weights on every rank, so that precision.fp8_gather = true has none to "
+            "layout.zero: 0 keeps whole weights on every rank, so precision.fp8_gather = true has none to "
             "gather; try layout.zero = 3, or precision.fp8_gather = false"
         )
     if not precision.fp8_gather or precision.compute != "fp8-blockwise" or not layout.zero:
