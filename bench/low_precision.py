@@ -1,6 +1,6 @@
 """Loss curves of one run in bf16 and in recipes of low precision: a folder with a run for each, and a page.
 
-    python bench/low_precision.py --out curves [--run examples/first.toml] [--steps 1000]
+    python bench/low_precision.py --out curves [--run bench/low_precision.toml] [--steps 1000]
         [--recipes bf16,fp8,fp8-rowwise,fp8-blockwise,mxfp8,nvfp4] [--train.batch_tokens 1024 ...]
 
 Runs have the same initial weights and samples. One that has ended is not repeated, so an interrupted bench
@@ -47,7 +47,7 @@ def losses(out: Path, run: Path, keys: list[tuple[str, str]]) -> tuple[list[floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--run", type=Path, default=Path("examples/first.toml"))
+    parser.add_argument("--run", type=Path, default=Path("bench/low_precision.toml"))
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--recipes", default=RECIPES)
     options, rest = parser.parse_known_args()

@@ -137,7 +137,12 @@ def tree_of(given: dict[str, object]) -> dict[str, dict[str, object]]:
         ({"precision__compute": "bf16", "precision__fp8_gradients": "e5m2"}, "has no effect with"),
         ({"precision__compute": "bf16", "precision__high": "fp32"}, "has no effect with"),
         (
-            {"precision__compute": "fp8", "precision__fp8_gather": "true", "layout__dp": 2},
+            {
+                "precision__compute": "fp8",
+                "precision__fp8_gather": "true",
+                "layout__dp": 2,
+                "train__batch_tokens": 1024,
+            },
             "layout.zero: 0 keeps whole weights on every rank, so .*; try layout.zero = 3",
         ),
     ],
