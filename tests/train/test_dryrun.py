@@ -122,6 +122,32 @@ def test_formulas_hold_on_random_layouts(seed: int) -> None:
     assert sum(sum(held.values()) for held in found.by_module.values()) == found.peak
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_formulas_hold_of_weights_in_bf16(seed: int) -> None:
+    kind = ("adamw", "lion", "muon")[seed % 3]
+    bf16 = {"precision__compute": "bf16", "precision__master": "bf16", "train__optimiser": kind}
+    spec, rank = draw(seed, **bf16)
+    place = rank * spec.layout.pp // spec.layout.world_size
+    found, planned = rehearse(spec, rank, CPU), states(spec, place)
+    assert {kind: found.most[kind] for kind in STATES} == {kind: getattr(planned, kind) for kind in STATES}
+    sent = traffic(spec, place)
+    if kind == "muon":  # ranks of a stage are dealt unequal parts
+        found.wire.pop(("shard", "all_to_all"), None), sent.pop(("shard", "all_to_all"), None)
+    assert found.wire == pytest.approx(sent, rel=1e-12)
+
+
+@pytest.mark.parametrize(("zero", "saved"), [(0, 4), (1, 2), (2, 2), (3, 2)])
+def test_weights_in_bf16_save_their_masters(zero: int, saved: int) -> None:
+    """Bytes of stored weights and of the copy that computes, of a parameter on one rank or on all."""
+    found = []
+    for master in ("fp32", "bf16"):
+        spec = spec_of(BASE, layout__dp=4, layout__zero=zero, precision__master=master)
+        held = states(spec, 0)
+        found.append(held.parameters + held.masters)
+    of_rank = 1 if zero == 0 else 4
+    assert (found[0] - found[1]) * of_rank / spec.model.parameters == pytest.approx(saved, rel=0.02)
+
+
 def test_blocks_are_recomputed_whichever_microbatch_came_before() -> None:
     """Ulysses' sight is one of each microbatch, and a backward of one follows the forward of another."""
     layout = {"cp": 2, "context_mode": "ring+ulysses", "pp": 2, "schedule": "interleaved", "virtual": 2}

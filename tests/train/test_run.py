@@ -140,6 +140,16 @@ RESUMED: list[dict[str, object]] = [
     )
     for compute in ("fp32", "bf16")
 ]
+ROUNDED: list[dict[str, object]] = [
+    {
+        "precision__compute": "bf16",
+        "precision__master": "bf16",
+        "layout__dp": 2,
+        "layout__zero": zero,
+        "train__optimiser": kind,
+    }
+    for kind, zero in (("adamw", 1), ("lion", 0), ("muon", 3))
+]
 QUICK = [case for number, case in enumerate(RESUMED) if number % 4 in (0, 3)]
 """Each layout in one of the formats."""
 LOW: list[dict[str, object]] = [

@@ -40,6 +40,8 @@ def load_run(run: Path, dtype: torch.dtype | None = None) -> Decoder:
     decoder = Decoder(spec.model)
     if spec.precision.base == "fp64":
         decoder = decoder.double()
+    elif spec.precision.master == "bf16":
+        decoder = decoder.bfloat16()
     with torch.no_grad():
         tensors = {f"model/{name}": tensor.data for name, tensor in decoder.tensors().items()}
         store = CheckpointStore(folder, keep=1)

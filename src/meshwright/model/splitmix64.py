@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-_GOLDEN = 0x9E3779B97F4A7C15
+GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 
@@ -22,7 +22,7 @@ def shift(bits: Tensor, by: int) -> Tensor:
 
 def stream(index: Tensor, key: int) -> Tensor:
     """The state of the stream `key` at each index, before it is mixed; a new tensor."""
-    return (index * signed(_GOLDEN)).add_(signed(key))
+    return (index * signed(GOLDEN)).add_(signed(key))
 
 
 def mix64_(bits: Tensor) -> Tensor:

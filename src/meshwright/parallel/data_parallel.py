@@ -265,7 +265,7 @@ class DataParallel:
             return
         packed = unit.take_packed()
         if unit.shards is None and unit.replicas.size == 1:
-            unit.set_gradient(packed.to(self.formats.master))
+            unit.set_gradient(packed.to(self.formats.exact))
             self._unsquared.append(unit)
             return
         sent = unit.to_send(packed)
@@ -284,16 +284,16 @@ class DataParallel:
 
     def _replicated(self, unit: Unit, summed: Tensor, packed: Tensor) -> None:
         """The all-reduce of a unit that is not sharded has ended."""
-        if packed.dtype == self.formats.master:
+        if packed.dtype == self.formats.exact:
             unit.set_gradient(packed if summed is packed else packed.copy_(summed))
         else:
-            unit.set_gradient(summed.to(self.formats.master))
+            unit.set_gradient(summed.to(self.formats.exact))
         self._unsquared.append(unit)
 
     def _scattered(self, unit: Unit, part: Tensor, _sent: Tensor, last: bool) -> None:
         """A reduce-scatter has ended; `_sent`, its input, had to live until now."""
         if unit.gradient is None:
-            unit.set_gradient(part.to(self.formats.master))
+            unit.set_gradient(part.to(self.formats.exact))
         else:
             unit.gradient.add_(part)
         assert unit.gradient is not None

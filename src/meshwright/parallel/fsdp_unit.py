@@ -6,8 +6,8 @@ Each rank stores rows of every parameter in one flat buffer, so that a unit cros
     stored    flat (P/n,) master format     what the optimiser updates; each parameter is a DTensor view of it
     full      flat (P,)   compute format    what the forward reads; each module parameter is a view of it
     packed    flat (P,)   reduce format     gradients, in the order in which the reduce-scatter cuts them; in
-                          or master         the master format where several microbatches are added up first
-    gradient  flat (P/n,) master format     the sum over all ranks and microbatches
+                          or exact          exact where several microbatches are added up first
+    gradient  flat (P/n,) exact format      the sum over all ranks and microbatches
 
 n is the number of ranks that share the storage: 1 for ZeRO-0, the shard axis otherwise. Rows are dealt as
 DTensor's `Shard(0)` deals them (ceil(rows / n) to each rank until none is left); the flat buffers are padded
@@ -208,11 +208,11 @@ class Unit:
     def expect(self, gradients: Mapping[str, int], several: bool) -> None:
         """Set how many gradients of each parameter come before the unit is done.
 
-        With `several` more than one is added up before the reduction: in the master format, so that rounding
+        With `several` more than one is added up before the reduction: in the exact format, so that rounding
         to the format of the wire happens once.
         """
         self.waiting = dict(gradients)
-        self._packed_format = self.formats.master if several else self.formats.reduce
+        self._packed_format = self.formats.exact if several else self.formats.reduce
 
     def pack(self, slot: ParamSlot, grad: Tensor) -> None:
         """Copy a parameter's gradient into `packed`, or add it if one has arrived before."""

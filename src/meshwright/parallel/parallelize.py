@@ -129,4 +129,6 @@ def initialise(states: DataParallel, model: ModelSpec, seed: int) -> None:
             whole = torch.Size(slot.global_shape)
             init_part_(local, model, seed=seed, name=slot.key, index_vectors=indices, shape=whole)
             local[indices[0] >= whole[0]] = 0.0  # padding
+            if states.formats.rounded:
+                local.copy_(local.float().bfloat16())
         unit.expire()

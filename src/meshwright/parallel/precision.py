@@ -1,7 +1,9 @@
 """Number formats: what parameters are stored, computed and summed in, and fp16's loss scale.
 
 Mixed precision without autocast (Micikevicius et al. 2018): master weights stay in fp32 and are cast as they
-are gathered, so every operation runs in the compute format by the type of its inputs.
+are gathered, so every operation runs in the compute format by the type of its inputs. With
+`precision.master = "bf16"` weights are stored in bf16, the compute format, and each update is rounded
+stochastically (`train/stochastic_rounding.py`).
 """
 
 from __future__ import annotations
@@ -17,19 +19,23 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 @dataclass(frozen=True)
 class Formats:
-    """master: parameters and optimiser; compute: forward and backward; reduce: gradients on the wire."""
+    """master: stored parameters; compute: forward and backward; reduce: gradients on the wire; exact: sums of
+    gradients, and moments. `rounded` is true if stored parameters are numbers of bf16, whatever holds them.
+    """
 
     master: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
+    exact: torch.dtype
+    rounded: bool = False
 
 
 def formats(precision: PrecisionSpec) -> Formats:
     """The formats of a run, but for products in low precision; fp64 is fp64 throughout."""
-    compute = DTYPES[precision.base]
+    compute, rounded = DTYPES[precision.base], precision.master == "bf16"
     if compute == torch.float64:
-        return Formats(compute, compute, compute)
-    return Formats(torch.float32, compute, DTYPES[precision.reduce])
+        return Formats(compute, compute, compute, compute, rounded)
+    return Formats(DTYPES[precision.master], compute, DTYPES[precision.reduce], torch.float32, rounded)
 
 
 def use_fast_fp32_matmul(device: torch.device) -> bool:

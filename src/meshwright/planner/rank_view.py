@@ -18,7 +18,7 @@ from meshwright.units import DTYPE_BYTES
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes of an element: in compute, of master weights, of reduced gradients, of exact sums."""
+    """Bytes of an element: in compute, of stored weights, of reduced gradients, of exact sums and moments."""
 
     compute: int
     master: int
@@ -31,7 +31,7 @@ def widths(spec: RunSpec) -> Widths:
     compute = DTYPE_BYTES[spec.precision.base]
     if compute == 8:
         return Widths(8, 8, 8, 8)
-    return Widths(compute, 4, DTYPE_BYTES[spec.precision.reduce], 4)
+    return Widths(compute, DTYPE_BYTES[spec.precision.master], DTYPE_BYTES[spec.precision.reduce], 4)
 
 
 @dataclass(frozen=True)

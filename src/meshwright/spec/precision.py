@@ -54,6 +54,11 @@ class PrecisionSpec(FrozenModel):
     amax_history: PositiveInt = Field(
         16, le=1024, description="steps whose largest number sets the scale of a tensor, in fp8 and nvfp4"
     )
+    master: Literal["fp32", "bf16"] = Field(
+        "fp32",
+        description="format of the weights that the optimiser updates; bf16 takes 2 bytes instead of 4 and "
+        "the copy that computes, and rounds each update stochastically",
+    )
     reduce: Literal["fp32", "bf16"] = Field("fp32", description="format that gradients are summed in")
     loss_scale: PositiveFloat = Field(65536.0, description="first loss scale of fp16")
     loss_scale_window: PositiveInt = Field(1000, description="good steps before fp16's loss scale doubles")
@@ -69,6 +74,12 @@ class PrecisionSpec(FrozenModel):
             raise UserError(
                 f"precision.high: {self.high!r} has no effect with precision.compute = {self.compute!r}, "
                 f"the format of everything; give one of {', '.join(BLOCKS)} there, or leave it out"
+            )
+        if self.master == "bf16" and self.base not in ("bf16", "fp64"):
+            key = "high" if self.low else "compute"
+            raise UserError(
+                f"precision.master: 'bf16' does not go with precision.{key} = {self.base!r}, in which weights "
+                f"would be rounded to bf16 before each use; give bf16 there, or precision.master = 'fp32'"
             )
         if self.fp8_gather and self.compute not in FP8_GATHERS:
             raise UserError(

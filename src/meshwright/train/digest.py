@@ -21,6 +21,9 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.spec.parameters import parameters
 from meshwright.train.step import Trainer
 
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> integers of that width."""
+
 
 def parameters_sha256(trainer: Trainer) -> str:
     """SHA-256 over names, formats, shapes and summed hashes of all parameters.
@@ -50,7 +53,7 @@ def _sum_of_hashes(local: Tensor, slot: ParamSlot) -> Tensor:
     key = int.from_bytes(hashlib.sha256(slot.key.encode()).digest()[:8], "little")
     first, *rest = slot.indices()
     first = first[first < slot.global_shape[0]]  # beyond the whole is padding
-    bits = local[: len(first)].contiguous().view({4: torch.int32, 8: torch.int64}[local.element_size()])
+    bits = local[: len(first)].contiguous().view(_INTEGERS[local.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     for rows, index in flat_indices([first, *rest], slot.global_shape, local.device):
         total += mix64_(mix64_(stream(index, key)).bitwise_xor_(bits[rows])).sum()

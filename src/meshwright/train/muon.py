@@ -183,5 +183,6 @@ class Muon(AdamW):
             momentum.lerp_(part.gradient, 1 - self.train.beta1)
             step = torch.lerp(part.gradient, momentum, self.train.beta1)  # Nesterov's
             exchange.update(step)
-            part.flat.mul_(1 - rate * part.decay).sub_(step, alpha=rate)
+            for flat, _, _, own in self.pieces(part, step):
+                flat.mul_(1 - rate * part.decay).sub_(own, alpha=rate)
         super().step(rate)

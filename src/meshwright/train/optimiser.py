@@ -7,14 +7,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.flat_param import Stored
 from meshwright.parallel.fsdp_unit import Unit
 from meshwright.spec.train import TrainSpec
+from meshwright.train.stochastic_rounding import chunks_of, draws, round_
 
-_CHUNK = 2**20
-"""Elements that Lion updates at a time, so that its temporaries stay small."""
+_CHUNK = {"cpu": 2**18, "cuda": 2**24}
+"""Elements that are updated at a time where that takes temporaries, so that these stay small."""
 
 
 class Part(NamedTuple):
@@ -44,7 +46,7 @@ class Optimiser:
     def __init__(self, states: DataParallel, train: TrainSpec) -> None:
         self.states, self.train, self.updates = states, train, 0
         self.moments = {
-            name: [unit.stored.new_zeros(unit.part - self.begins(name, unit)) for unit in states.units]
+            name: [self._zeros(unit.part - self.begins(name, unit)) for unit in states.units]
             for name in train.moments
         }
         """Name -> for each unit the flat buffer of the moment, or of what it has from `begins` on."""
@@ -60,6 +62,29 @@ class Optimiser:
                     )
                     place = slice(start, end)
                     self.parts.append(Part(unit, place, unit.stored[place], moments, decay))
+
+    def _zeros(self, count: int) -> Tensor:
+        return torch.zeros(count, dtype=self.states.formats.exact, device=self.states.mesh.device)
+
+    def pieces(self, part: Part, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """(parameters, gradient, each moment, each of `more`) of a part, a chunk at a time, to be updated in
+        place.
+
+        Parameters in bf16 are a copy in the moments' format, which is rounded and stored after its update.
+        """
+        tensors, most = (part.flat, part.gradient, *part.moments, *more), _CHUNK[part.flat.device.type]
+        if not self.states.formats.rounded:
+            yield from zip(*(each.split(most) for each in tensors), strict=True)
+            return
+        slots = [slot for slot in part.unit.slots if part.place.start <= slot.start < part.place.stop]
+        start = 0
+        for chunk in chunks_of(slots, most):
+            end = start + sum(rows.elements for rows in chunk)
+            stored, *rest = (each[start:end] for each in tensors)
+            wide = stored.to(self.states.formats.exact, copy=True)
+            yield wide, *rest
+            stored.copy_(round_(wide, draws(chunk, self.train.seed, self.updates + 1, stored.device)))
+            start = end
 
     @staticmethod
     def begins(moment: str, unit: Unit) -> int:
@@ -87,12 +112,18 @@ class Optimiser:
 
 
 class AdamW(Optimiser):
-    """PyTorch's fused AdamW (Loshchilov & Hutter 2019), with decoupled decay."""
+    """PyTorch's fused AdamW (Loshchilov & Hutter 2019), with decoupled decay.
+
+    One call updates all parts, or with weights in bf16 a chunk of one.
+    """
 
     def __init__(self, states: DataParallel, train: TrainSpec) -> None:
         super().__init__(states, train)
         device, groups = states.mesh.device, dict[float, list[Tensor]]()
         self._adam_parts = [part for part in self.parts if len(part.moments) == len(self.moments)]
+        self._adam: torch.optim.AdamW | None = None
+        if states.formats.rounded:
+            return
         for part in self._adam_parts:
             groups.setdefault(part.decay, []).append(part.flat)
         if not groups:  # a stage may hold nothing
@@ -113,19 +144,34 @@ class AdamW(Optimiser):
 
     def step(self, rate: float) -> None:
         """Update the stored parameters from the units' gradients at learning rate `rate`."""
-        for group in self._adam.param_groups:
-            group["lr"] = rate
-        for part in self._adam_parts:
-            part.flat.grad = part.gradient
-        self._adam.step()
-        for part in self._adam_parts:
-            part.flat.grad = None
+        if self._adam is None:
+            self._step_in_chunks(rate)
+        else:
+            for group in self._adam.param_groups:
+                group["lr"] = rate
+            for part in self._adam_parts:
+                part.flat.grad = part.gradient
+            self._adam.step()
+            for part in self._adam_parts:
+                part.flat.grad = None
         self.updates += 1
+
+    @torch.no_grad()
+    def _step_in_chunks(self, rate: float) -> None:
+        train, device = self.train, self.states.mesh.device
+        for part in self._adam_parts:
+            for flat, gradient, first, second in self.pieces(part):
+                count = torch.full((), self.updates, dtype=torch.float32, device=device)
+                adamw(
+                    [flat], [gradient], [first], [second], [], [count], fused=True, amsgrad=False, lr=rate,
+                    beta1=train.beta1, beta2=train.beta2, weight_decay=part.decay, eps=train.eps,
+                    maximize=False,
+                )  # fmt: skip
 
     def resume(self, updates: int) -> None:
         """Go on after `updates` updates; the moments are restored by themselves."""
         super().resume(updates)
-        for part in self._adam_parts:
+        for part in self._adam_parts if self._adam is not None else ():
             self._adam.state[part.flat]["step"].fill_(updates)
 
 
@@ -137,8 +183,7 @@ class Lion(Optimiser):
         """Update the stored parameters from the units' gradients at learning rate `rate`."""
         beta1, beta2 = self.train.beta1, self.train.beta2
         for part in self.parts:
-            tensors = part.flat, part.gradient, *part.moments
-            for flat, gradient, momentum in zip(*(each.split(_CHUNK) for each in tensors), strict=True):
+            for flat, gradient, momentum in self.pieces(part):
                 direction = torch.lerp(momentum, gradient, 1 - beta1).sign_()
                 flat.mul_(1 - rate * part.decay).sub_(direction, alpha=rate)
                 momentum.lerp_(gradient, 1 - beta2)

@@ -100,7 +100,7 @@ class _Comparison:
         self.vote = Vote(self.trainer)
         self.state = gather_state(self.trainer)
         if mesh.rank == 0:
-            drawn = initial_weights(spec.model, spec.train.seed)
+            drawn = initial_weights(spec.model, spec.train.seed, spec.precision.master)
             words = "step 0: the initial value of {} differs"
             self.found.close(0, "initial weight", self.state["parameter"], drawn, MASTER_TOLERANCE, words)
 

@@ -18,6 +18,7 @@ from meshwright.spec import RunSpec
 from meshwright.spec.train import TrainSpec
 from meshwright.verify.reference_decoder import ReferenceDecoder, Routing
 from meshwright.verify.reference_low_precision import ReferenceLinears
+from meshwright.verify.reference_rounding import stochastic
 from meshwright.verify.reference_router import move_bias, router_losses, router_statistics
 from meshwright.verify.reference_sums import ReferenceSums
 
@@ -71,6 +72,8 @@ def reference_steps(
         for (name, parameter), grad in zip(parameters.items(), found, strict=True):
             own = [kept[name] for kept in moments.values() if name in kept]
             update(parameter, grad * clip_factor, own, spec.train, number)
+            if spec.precision.master == "bf16":
+                parameter.data = stochastic(parameter, spec.train.seed, number, name)
         for layer, routing in routings.items():
             if moe is not None and moe.bias:
                 move_bias(moe, routing, biases[f"blocks.{layer}.mlp.router.bias"])

@@ -15,12 +15,17 @@ from torch import Tensor
 
 from meshwright.spec import ModelSpec
 from meshwright.spec.parameters import parameters
+from meshwright.verify.reference_rounding import nearest
 
 
-def initial_weights(model: ModelSpec, seed: int) -> dict[str, Tensor]:
-    """Return every parameter by its name in `Decoder.named_parameters`, whole and in float64."""
+def initial_weights(model: ModelSpec, seed: int, master: str = "fp32") -> dict[str, Tensor]:
+    """Return every parameter by its name in `Decoder.named_parameters`, whole and in float64.
+
+    With `master` "bf16" they are rounded to the nearest numbers of that format.
+    """
+    kept = nearest if master == "bf16" else Tensor.double
     return {
-        parameter.name: _initial(model, seed, parameter.name, parameter.shape)
+        parameter.name: kept(_initial(model, seed, parameter.name, parameter.shape))
         for unit in parameters(model).values()
         for parameter in unit
     }

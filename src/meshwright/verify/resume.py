@@ -101,7 +101,7 @@ class _Watch(Observers):
         self.run: TrainingRun | None = None
         self._reference: Iterator[ReferenceStep] = iter(())
         if mesh.rank == 0:
-            initial = initial_weights(spec.model, spec.train.seed)
+            initial = initial_weights(spec.model, spec.train.seed, spec.precision.master)
             weights = {name: weight.to(mesh.device) for name, weight in initial.items()}
             self._reference = reference_steps(spec, weights, batches(spec))
 

@@ -25,6 +25,9 @@ AXES = ("shard", "expert_data", "replicate")
 _UPDATE_BYTES = 12.0
 """Bytes per parameter that an optimiser moves in fp32 without moments: it reads the gradient and the master,
 and writes the master. Each moment is read and written, 8 bytes more."""
+_ROUNDED_BYTES = 106.0
+"""Bytes more with weights in bf16, where a chunk is copied to fp32 and back, and rounded by operators that are
+not fused. Counted: 52 to make the bits that decide, 34 to round by them, 20 for the copies."""
 _AROUND_BYTES = 10.0
 """Bytes per parameter of a step besides: the copy that computes is written, the norm reads gradients again,
 and they are cleared."""
@@ -93,10 +96,11 @@ def data_seconds(
             gathers[axis] += _messages(links, "all_gather", elements * width, group, count)
             gathers[axis] += elements * unpack if group.ranks > 1 else 0.0
         mine = elements / (group.ranks if layout.zero else 1)
-        across = formats.master if stack.ours and layout.zero and group.ranks > 1 else gradient
+        across = formats.exact if stack.ours and layout.zero and group.ranks > 1 else gradient
         reduces["replicate"] += links.collective("all_reduce", mine * across, groups.replicate)
         whole += mine
     moved = _UPDATE_BYTES + 8 * (2 if spec.train.optimiser == "adamw" else 1)
+    moved += _ROUNDED_BYTES if stack.ours and spec.precision.master == "bf16" else 0
     optimiser = whole * kernels.updated(moved + _AROUND_BYTES, _AROUND_BYTES)
     often = spec.microbatches if layout.pp == 1 else 0
     gather, reduce, units = sum(gathers.values()), sum(reduces.values()), max(1, held.units)

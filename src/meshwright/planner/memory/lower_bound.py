@@ -104,22 +104,22 @@ class LowerBound(Generic):
         several, zero = spec.microbatches > 1, layout.zero
         ranks = (layout.shard_ranks, layout.expert_data_ranks) if zero else (1, 1)
         waits = met and several and (zero < 2 or layout.pp > 1)
-        packed = width.master if several else width.reduce
+        packed = width.exact if several else width.reduce
         parameters = optimiser = buffers = 0.0
         during = after = 0.0
         """Gradients while a last microbatch's activations are there, and at the end of the step."""
         for whole, n in zip((elements.dense / shares, elements.routed / shares), ranks, strict=True):
             part = whole / n
-            optimiser += (2 if spec.train.optimiser == "adamw" else 1) * part * width.master
+            optimiser += (2 if spec.train.optimiser == "adamw" else 1) * part * width.exact
             parameters += part * width.master
             if zero < 3 and not (n == 1 and width.compute == width.master):
                 parameters += whole * width.compute
             if n == 1:
                 during += whole * packed
-                after += whole * (packed if packed == width.master else packed + width.master)
+                after += whole * (packed if packed == width.exact else packed + width.exact)
                 continue
-            during += whole * packed if waits else part * width.master if several else 0.0
-            after += part * width.master
+            during += whole * packed if waits else part * width.exact if several else 0.0
+            after += part * width.exact
             if zero == 3 and layout.pp > 1:
                 buffers += whole * width.compute
         if zero == 1 and layout.pp > 1 and ranks[0] > 1:

@@ -163,14 +163,14 @@ class _Step:
         self.summed.add(unit)
         sent = unit.whole * width.reduce
         if unit.ranks == 1:
-            if self.packed_bytes[unit] != unit.whole * width.master:
-                self.gradients += unit.part * width.master if new else 0
-            elif width.reduce != width.master and self.sends(unit):
+            if self.packed_bytes[unit] != unit.whole * width.exact:
+                self.gradients += unit.part * width.exact if new else 0
+            elif width.reduce != width.exact and self.sends(unit):
                 self.buffers -= sent
             return
-        stays = new and width.reduce == width.master  # the part that was received becomes the gradient
+        stays = new and width.reduce == width.exact  # the part that was received becomes the gradient
         if new:
-            self.gradients += unit.part * width.master
+            self.gradients += unit.part * width.exact
         if stays:
             self.buffers -= unit.part * width.reduce
         self.look(0)

@@ -2,20 +2,20 @@
 
 A unit (the embedding, a block without routed experts, its routed experts, the head) has its parameters in
 one buffer, of which each of n ranks stores a part; rows that n does not divide are padded. With b bytes to
-compute in, r for reductions and m for masters, its P numbers, padding included, take (cf. Rajbhandari et al.
-2020, section 3):
+compute in, r for reductions, m for stored weights and e for exact sums (m is 2 with `precision.master` = bf16,
+else m = e), its P numbers, padding included, take (cf. Rajbhandari et al. 2020, section 3):
 
                     compute copy    stored      gradients               two moments
-    n = 1           P b, or none    P m         P r, and P m or none    2 P m
-    ZeRO-1          P b             P m / n     P r, or P m             2 P m / n
-    ZeRO-2          P b             P m / n     P m / n                 2 P m / n
-    ZeRO-3          none            P m / n     P m / n                 2 P m / n
+    n = 1           P b, or none    P m         P r, and P e or none    2 P e
+    ZeRO-1          P b             P m / n     P r, or P e             2 P e / n
+    ZeRO-2          P b             P m / n     P e / n                 2 P e / n
+    ZeRO-3          none            P m / n     P e / n                 2 P e / n
 
 "or none" where both formats are equal: then both are the same memory. With several microbatches, gradients
 of ZeRO-1, and of a pipeline in ZeRO-2 and 3 too, wait whole for the step's last microbatch and are added up
-in the format of the masters: P m instead of P r, also for n = 1, where that is then their only memory.
+exactly: P e instead of P r, also for n = 1, where that is then their only memory.
 Otherwise they are reduced as they arise. AdamW has two moments, and counts its steps in a number of 4 bytes
-for each buffer with weight decay, and for each without; Lion has one, and Muon has one of matrices of blocks.
+for each buffer with weight decay, and for each without, but for weights in bf16; Lion has one, and Muon has one of matrices of blocks.
 """
 
 from __future__ import annotations
@@ -101,10 +101,11 @@ def states_at(view: RankView, shards: Sequence[StateShard]) -> States:
             parameters += 0 if unit.zero == 3 else unit.whole * width.compute
         matrices = unit.decays if unit.name.startswith("blocks.") else 0
         one = {"adamw": 0, "muon": matrices, "lion": unit.part}[kind]  # elements with one moment
-        optimiser += width.master * (2 * unit.part - one)
-        optimiser += STEP_COUNT * (
-            (unit.decays > 0 and not one) + (one < unit.part and unit.decays < unit.part)
-        )
+        optimiser += width.exact * (2 * unit.part - one)
+        if view.spec.precision.master == "fp32":
+            optimiser += STEP_COUNT * (
+                (unit.decays > 0 and not one) + (one < unit.part and unit.decays < unit.part)
+            )
     balance = 0
     if moe is not None:
         biases = view.routed * moe.experts if moe.bias else 0
@@ -113,10 +114,12 @@ def states_at(view: RankView, shards: Sequence[StateShard]) -> States:
 
 
 def checkpoint_bytes(spec: RunSpec) -> int:
-    """Bytes of parameters and moments of all ranks, in the format of the masters."""
+    """Bytes of parameters and moments of all ranks, as they are stored."""
     every = [p for unit in parameters(spec.model).values() for p in unit]
-    return widths(spec).master * sum(
-        p.size * (1 + len(spec.train.moments_of(p.name, len(p.shape)))) for p in every
+    width = widths(spec)
+    return sum(
+        p.size * (width.master + width.exact * len(spec.train.moments_of(p.name, len(p.shape))))
+        for p in every
     )
 
 
@@ -161,7 +164,7 @@ def packed_width(view: RankView, unit: StateShard) -> int:
     width, spec = widths(view.spec), view.spec
     both_ends = spec.layout.pp > 1 and spec.model.tied and view.embed and view.head and unit.name == "embed"
     several = waits(spec, unit) and (spec.microbatches > 1 or both_ends)
-    return width.master if several else width.reduce
+    return width.exact if several else width.reduce
 
 
 def _gradients(view: RankView, shards: Sequence[StateShard]) -> int:
@@ -176,8 +179,8 @@ def _gradients(view: RankView, shards: Sequence[StateShard]) -> int:
 
     def finish(unit: StateShard) -> None:
         nonlocal held, most
-        if unit not in summed and (unit.ranks > 1 or packed[unit] != unit.whole * width.master):
-            held += unit.part * width.master
+        if unit not in summed and (unit.ranks > 1 or packed[unit] != unit.whole * width.exact):
+            held += unit.part * width.exact
         summed.add(unit)
         most = max(most, held)
 

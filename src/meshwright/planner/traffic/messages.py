@@ -332,7 +332,7 @@ def _unit_messages(spec: RunSpec, pieces: Sequence[Piece], routed: bool, gathers
     sent = gathered_bytes(spec, pieces, parts) / width.compute
     yield call(axis, "all_gather", parts * sent, width.compute, group, gathered, count=gathers)
     yield call(axis, "reduce_scatter", parts * part, width.reduce, group, reduced, count=reductions)
-    yield call("replicate", "all_reduce", part, width.master, groups.replicate, Phase.STEP)
+    yield call("replicate", "all_reduce", part, width.exact, groups.replicate, Phase.STEP)
 
 
 def _muon_messages(view: RankView) -> Iterator[Message]:
@@ -342,7 +342,7 @@ def _muon_messages(view: RankView) -> Iterator[Message]:
     spec, groups = view.spec, axes(view.spec.layout)
     if spec.train.optimiser != "muon":
         return
-    call = partial(Message, width=widths(spec).master, phase=Phase.STEP, where="step")
+    call = partial(Message, width=widths(spec).exact, phase=Phase.STEP, where="step")
     kinds = (
         (False, "shard", groups.shard, "tensor", groups.tensor),
         (True, "expert_data", groups.expert_data, "expert", GroupShape(spec.layout.etp, 1)),
@@ -364,17 +364,17 @@ def _muon_messages(view: RankView) -> Iterator[Message]:
 def _step_messages(view: RankView) -> Iterator[Message]:
     """Sums once a step: gradients of parameters that several ranks hold, and numbers that all ranks need."""
     spec, groups, moe = view.spec, axes(view.spec.layout), view.spec.model.moe
-    call, master = partial(Message, phase=Phase.STEP, where="step"), widths(spec).master
+    call, exact = partial(Message, phase=Phase.STEP, where="step"), widths(spec).exact
     summed, tied, parts = Counter[int](), 0, spec.layout.shard_ranks if spec.layout.zero else 1
     for parameter, piece in (held for unit in view.pieces().values() for held in unit):
         size = part_elements(piece, parts)
         summed[piece.copies] += size * piece.summed
         tied += size * (spec.model.tied and parameter.name == "embed.weight")
     for copies, elements in summed.items():
-        yield call("tensor", "all_reduce", elements, master, GroupShape(copies, groups.tensor.stride))
+        yield call("tensor", "all_reduce", elements, exact, GroupShape(copies, groups.tensor.stride))
     if view.embed != view.head:
         ends = GroupShape(2, groups.pipeline.stride * (spec.layout.pp - 1))
-        yield call("pipeline", "all_reduce", tied, master, ends)
+        yield call("pipeline", "all_reduce", tied, exact, ends)
     numbers = _TOTALS + (balance_counts(spec.model, moe) if moe is not None else 0)
     world = GroupShape(spec.layout.world_size, 1)
     yield call("world", "scalars", numbers, _COUNT, world)
