@@ -166,8 +166,8 @@ LOW: list[dict[str, object]] = [
         ("fp8-rowwise", {"layout__pp": 2}),
     )
 ]
-RESUMED += LOW
-QUICK += LOW
+RESUMED += LOW + ROUNDED
+QUICK += LOW + ROUNDED
 
 
 @pytest.mark.parametrize("flags", marked(RESUMED, QUICK))

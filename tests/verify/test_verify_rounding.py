@@ -8,6 +8,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
+from test_verify_optimisers import BASE, LAYOUTS
 
 from covering import marked, name
 from equality import equal_to_one_device
@@ -23,7 +24,6 @@ from meshwright.verify.reference_rounding import stochastic
 from meshwright.verify.reference_weights import initial_weights
 from ranks import Ranks
 from small import first_batches, spec_of
-from test_verify_optimisers import BASE, LAYOUTS
 
 BF16: dict[str, object] = {
     "precision.compute": "bf16", "precision.master": "bf16", "data.corpus": "synthetic",
@@ -162,5 +162,5 @@ def initial(mesh: Mesh, spec: RunSpec) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])
 def test_wider_computation_is_refused(compute: str) -> None:
-    with pytest.raises(UserError, match="precision.master: 'bf16' does not go with precision.compute"):
+    with pytest.raises(UserError, match=r"precision.master: 'bf16' does not go with precision.compute"):
         spec_of(BASE, precision__compute=compute, precision__master="bf16")

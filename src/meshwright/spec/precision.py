@@ -78,8 +78,9 @@ class PrecisionSpec(FrozenModel):
         if self.master == "bf16" and self.base not in ("bf16", "fp64"):
             key = "high" if self.low else "compute"
             raise UserError(
-                f"precision.master: 'bf16' does not go with precision.{key} = {self.base!r}, in which weights "
-                f"would be rounded to bf16 before each use; give bf16 there, or precision.master = 'fp32'"
+                f"precision.master: 'bf16' does not go with precision.{key} = {self.base!r}, in which "
+                f"weights would be rounded to bf16 before each use; give bf16 there, or precision.master = "
+                f"'fp32'"
             )
         if self.fp8_gather and self.compute not in FP8_GATHERS:
             raise UserError(

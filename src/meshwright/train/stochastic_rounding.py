@@ -1,4 +1,4 @@
-"""Weights in bf16 without fp32 masters: updated in a wider format a chunk at a time, and rounded stochastically.
+"""Weights in bf16 without fp32 masters: updated in a wider format by chunks, and rounded stochastically.
 
 A step of the optimiser is often smaller than half the gap between neighbours in bf16, and rounding to nearest
 loses it. Rounded up with the probability of the fraction of the gap, it is right on average (Gupta et al.

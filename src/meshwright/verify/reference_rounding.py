@@ -1,9 +1,9 @@
 """Stochastic rounding of weights to bf16 on one device: a part of the reference of `meshwright verify`.
 
-Written from the rule of docs/optimisers.md in exact arithmetic on float64. An element at fraction f of the gap
-between its neighbours in bf16 is rounded away from zero if 2^16 f + draw >= 2^16. The draw is 16 of the 64 bits
-that splitmix64 (Steele et al. 2014) makes of the seed, the number of the update, the parameter's name and the
-element's place.
+Written from the rule of docs/optimisers.md in exact arithmetic on float64. An element at fraction f of the
+gap between its neighbours in bf16 is rounded away from zero if 2^16 f + draw >= 2^16. The draw is 16 of the
+64 bits that splitmix64 (Steele et al. 2014) makes of the seed, the number of the update, the parameter's name
+and the element's place.
 """
 
 from __future__ import annotations

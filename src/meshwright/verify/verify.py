@@ -62,7 +62,9 @@ def _side_by_side(
     reference = None
     if mesh.control.rank == 0:
         reference = compute(spec, mesh.device)
-        comparison.add(0, "initial weight", initial, initial_weights(spec.model, spec.train.seed, spec.precision.master))
+        comparison.add(
+            0, "initial weight", initial, initial_weights(spec.model, spec.train.seed, spec.precision.master)
+        )
     loader = Loader(corpus, spec, mesh.data_rank, spec.layout.data_ranks)
     computed: list[ReferenceStep] = []
     for number in range(1, steps + 1):
@@ -153,7 +155,8 @@ def exact(spec: RunSpec, steps: int) -> RunSpec:
 def one_device(spec: RunSpec, device: torch.device) -> Iterator[ReferenceStep]:
     """Compute the steps of the reference, on the device of the first rank."""
     weights = {
-        name: tensor.to(device) for name, tensor in initial_weights(spec.model, spec.train.seed, spec.precision.master).items()
+        name: tensor.to(device)
+        for name, tensor in initial_weights(spec.model, spec.train.seed, spec.precision.master).items()
     }
     thinned = (thin(batch, number, spec) for number, batch in enumerate(batches(spec), 1))
     return reference_steps(spec, weights, thinned)

@@ -26,8 +26,8 @@ _UPDATE_BYTES = 12.0
 """Bytes per parameter that an optimiser moves in fp32 without moments: it reads the gradient and the master,
 and writes the master. Each moment is read and written, 8 bytes more."""
 _ROUNDED_BYTES = 106.0
-"""Bytes more with weights in bf16, where a chunk is copied to fp32 and back, and rounded by operators that are
-not fused. Counted: 52 to make the bits that decide, 34 to round by them, 20 for the copies."""
+"""Bytes more with weights in bf16, where a chunk is copied to fp32 and back, and rounded by operators that
+are not fused. Counted: 52 to make the bits that decide, 34 to round by them, 20 for the copies."""
 _AROUND_BYTES = 10.0
 """Bytes per parameter of a step besides: the copy that computes is written, the norm reads gradients again,
 and they are cleared."""

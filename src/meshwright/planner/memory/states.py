@@ -2,8 +2,8 @@
 
 A unit (the embedding, a block without routed experts, its routed experts, the head) has its parameters in
 one buffer, of which each of n ranks stores a part; rows that n does not divide are padded. With b bytes to
-compute in, r for reductions, m for stored weights and e for exact sums (m is 2 with `precision.master` = bf16,
-else m = e), its P numbers, padding included, take (cf. Rajbhandari et al. 2020, section 3):
+compute in, r for reductions, m for stored weights and e for exact sums (m is 2 with `precision.master` =
+bf16, else m = e), its P numbers, padding included, take (cf. Rajbhandari et al. 2020, section 3):
 
                     compute copy    stored      gradients               two moments
     n = 1           P b, or none    P m         P r, and P e or none    2 P e
@@ -15,7 +15,8 @@ else m = e), its P numbers, padding included, take (cf. Rajbhandari et al. 2020,
 of ZeRO-1, and of a pipeline in ZeRO-2 and 3 too, wait whole for the step's last microbatch and are added up
 exactly: P e instead of P r, also for n = 1, where that is then their only memory.
 Otherwise they are reduced as they arise. AdamW has two moments, and counts its steps in a number of 4 bytes
-for each buffer with weight decay, and for each without, but for weights in bf16; Lion has one, and Muon has one of matrices of blocks.
+for each buffer with weight decay, and for each without, but for weights in bf16; Lion has one, and Muon has
+one of matrices of blocks.
 """
 
 from __future__ import annotations
