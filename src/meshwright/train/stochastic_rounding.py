@@ -102,7 +102,7 @@ def draws(chunk: Sequence[Rows], seed: int, update: int, device: torch.device) -
 
 
 def _quads(rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of each row, and of each four columns of a row, its share of the states before they are mixed."""
+    """The shares that each row, and each four columns of a row, have of the states before they are mixed."""
     slot = rows.slot
     *outer, columns = slot.global_shape
     begin, end = slot.offset[-1], slot.offset[-1] + rows.columns
