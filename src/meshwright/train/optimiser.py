@@ -171,8 +171,9 @@ class AdamW(Optimiser):
     def resume(self, updates: int) -> None:
         """Go on after `updates` updates; the moments are restored by themselves."""
         super().resume(updates)
-        for part in self._adam_parts if self._adam is not None else ():
-            self._adam.state[part.flat]["step"].fill_(updates)
+        if self._adam is not None:
+            for part in self._adam_parts:
+                self._adam.state[part.flat]["step"].fill_(updates)
 
 
 class Lion(Optimiser):

@@ -39,7 +39,7 @@ class Rows(NamedTuple):
 
     slot: ParamSlot
     first: int
-    count: int
+    height: int
 
     @property
     def columns(self) -> int:
@@ -49,7 +49,7 @@ class Rows(NamedTuple):
     @property
     def elements(self) -> int:
         """Elements of all rows."""
-        return self.count * self.columns
+        return self.height * self.columns
 
 
 def chunks_of(slots: Sequence[ParamSlot], most: int) -> Iterator[list[Rows]]:
@@ -106,7 +106,7 @@ def _quads(rows: Rows, device: torch.device) -> tuple[Tensor, Tensor]:
     slot = rows.slot
     *outer, columns = slot.global_shape
     begin, end = slot.offset[-1], slot.offset[-1] + rows.columns
-    number = torch.arange(rows.first, rows.first + rows.count, device=device)
+    number = torch.arange(rows.first, rows.first + rows.height, device=device)
     row, stride = torch.zeros_like(number), 1
     for size, here, offset in zip(
         reversed(outer), reversed(slot.part[:-1]), reversed(slot.offset[:-1]), strict=True

@@ -35,7 +35,8 @@ def stochastic(values: Tensor, seed: int, update: int, name: str) -> Tensor:
 def _draws(shape: tuple[int, ...], seed: int, update: int, name: str) -> NDArray[np.float64]:
     """Whole numbers from 0 to 2^16 - 1."""
     rows, columns = prod(shape[:-1]), shape[-1]
-    row, column = np.divmod(np.arange(rows * columns, dtype=np.uint64), np.uint64(columns))
+    index, width = np.arange(rows * columns, dtype=np.uint64), np.uint64(columns)
+    row, column = index // width, index % width
     place = row * np.uint64(ceil(columns / 4)) + column // np.uint64(4)
     start = hashlib.sha256(f"{seed}:{name}:{update}".encode()).digest()[:8]
     bits = np.uint64(int.from_bytes(start, "little")) + place * np.uint64(0x9E3779B97F4A7C15)
