@@ -169,16 +169,16 @@ class Muon(AdamW):
 
     def __init__(self, states: DataParallel, train: TrainSpec) -> None:
         super().__init__(states, train)
-        self._exchanges: list[tuple[Part, _Exchange]] = []
+        self.exchanges: list[tuple[Part, _Exchange]] = []
         for part in self.parts:
             if len(part.moments) == 1:
                 matrices = matrices_of(part.unit)
-                self._exchanges.append((part, _Exchange(part.unit, states.mesh, matrices)))
+                self.exchanges.append((part, _Exchange(part.unit, states.mesh, matrices)))
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
         """Update the stored parameters from the units' gradients at learning rate `rate`."""
-        for part, exchange in self._exchanges:
+        for part, exchange in self.exchanges:
             (momentum,) = part.moments
             momentum.lerp_(part.gradient, 1 - self.train.beta1)
             step = torch.lerp(part.gradient, momentum, self.train.beta1)  # Nesterov's
