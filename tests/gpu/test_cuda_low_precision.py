@@ -19,6 +19,7 @@ from meshwright.spec.precision import PrecisionSpec
 from meshwright.train.callbacks import Observers
 from meshwright.train.loop import TrainingRun
 from meshwright.train.stochastic_rounding import round_
+from meshwright.verify.precision import verify_in_own_precision
 
 __all__ = ["world"]  # the fixture of this name
 
@@ -97,7 +98,7 @@ def test_a_rotation_is_that_of_the_cpu() -> None:
 def test_each_recipe_of_this_gpu_trains(
     world: dist.ProcessGroup, tmp_path: Path, recipe: str, compiled: str
 ) -> None:
-    """Loss falls and a run repeats; a recipe that the GPU has not is refused with the nearest that it has."""
+    """Loss falls, a run repeats, and rounding explains its gradients; recipes that it has not are refused."""
     spec = spec_of(
         precision__compute=recipe, model__hidden=128, model__ffn=256, model__heads=8, model__head_dim=64,
         train__compile=compiled, train__lr=1e-3,
@@ -110,3 +111,5 @@ def test_each_recipe_of_this_gpu_trains(
     assert math.isfinite(result["final_loss"]) and result["final_loss"] < math.log(2048)
     again = TrainingRun(spec, mesh_of(spec), tmp_path, Observers([])).execute("auto")
     assert again["parameters_sha256"] == result["parameters_sha256"]
+    found = verify_in_own_precision(spec, mesh_of(spec), 2)
+    assert found is not None and found["equal"], found["first"]

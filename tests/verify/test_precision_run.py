@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright import api
+from meshwright.model import low_precision
 from meshwright.model.chunked_cross_entropy import _LinearCrossEntropy
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec, UserError, load
@@ -21,6 +22,7 @@ from meshwright.verify import precision as subject
 from meshwright.verify import reference_decoder
 from meshwright.verify.reference_data import batches
 from meshwright.verify.reference_decoder import choose_experts
+from meshwright.verify.reference_low_precision import ReferenceLinears
 from meshwright.verify.reference_weights import initial_weights
 from meshwright.verify.rounding import exact_gradients, rounded_gradients
 from ranks import Ranks
@@ -102,9 +104,9 @@ def test_a_few_draws_send_tokens_to_other_experts() -> None:
         return chosen[-1]
 
     with patch.object(reference_decoder, "choose_experts", choose):
-        exact_gradients(spec, weights, batch)
+        exact_gradients(spec, weights, batch, ReferenceLinears(spec))
         for draw in range(4):
-            rounded_gradients(spec, weights, batch, 1024.0, draw)
+            rounded_gradients(spec, weights, batch, ReferenceLinears(spec), 1024.0, draw)
     layers = len(chosen) // 5
     exact, *draws = (torch.stack(chosen[place : place + layers]) for place in range(0, len(chosen), layers))
     moved = [int((draw != exact).any(-1).sum()) for draw in draws]
@@ -119,7 +121,60 @@ def test_a_right_layout_is_equal_compiled(ranks: Ranks, layout: str, compute: st
     assert result["equal"], result["first"]["sentence"]
 
 
+LOW: dict[str, object] = BASE | {
+    "model.hidden": 128, "model.ffn": 256, "model.heads": 4, "model.kv_heads": 4, "model.head_dim": 64,
+    "data.seq_len": 128, "train.batch_tokens": 4 * 128,
+}  # fmt: skip
+LOW_LAYOUTS: dict[str, dict[str, object]] = {
+    "tp": {"layout__tp": 2, "layout__dp": 2, "layout__zero": 1},
+    "pp": {"layout__pp": 2, "layout__dp": 2, "layout__zero": 3, "recompute__policy": "full"},
+    "cp": {"layout__cp": 2, "data__seq_len": 512, "train__batch_tokens": 2 * 512},
+    "gather": {"layout__dp": 2, "layout__zero": 3, "precision__fp8_gather": "true"},
+    "gather-1": {"layout__dp": 2, "layout__zero": 1, "precision__fp8_gather": "true"},
+    "ep": {"layout__ep": 2, "layout__dp": 2, "model__moe__experts": 4, "model__moe__top_k": 2,
+           "model__moe__ffn": 256},
+}  # fmt: skip
+RECIPES = ("fp8", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4")
+QUICK_LOW = {("tp", "fp8"), ("pp", "nvfp4"), ("cp", "mxfp8"), ("gather-1", "fp8"), ("ep", "fp8-blockwise")}
+
+
+@pytest.mark.parametrize(
+    ("layout", "recipe"),
+    [
+        pytest.param(*case, marks=[] if case in QUICK_LOW else pytest.mark.full)
+        for case in product(LOW_LAYOUTS, RECIPES)
+        if case[1] == "fp8" or not case[0].startswith("gather")
+    ],
+)
+def test_low_precision_rounds_as_its_reference(ranks: Ranks, layout: str, recipe: str) -> None:
+    result = found(ranks, base=LOW, **LOW_LAYOUTS[layout], precision__compute=recipe)
+    assert result["equal"], result["first"]["sentence"]
+    assert result["precision"] == recipe
+    noise = [row for row in result["rows"] if row["kind"].endswith("gradient noise")]
+    assert all(row["tolerance"] < 3 for row in noise), noise
+
+
 # Planted mistakes ----------------------------------------------------------------------------------------
+
+
+def towards_zero(mesh: Mesh, spec: RunSpec, steps: int) -> dict[str, Any] | None:
+    """The comparison where numbers in 8 bits are rounded towards zero, which makes all of them smaller."""
+
+    def truncated(x: Tensor, form: low_precision.Form, scales: Tensor) -> Tensor:
+        near = to_numbers(x, form, scales).float()
+        exact = x.float() / scales
+        return torch.where(near.abs() > exact.abs(), near * (1 - 2.0**-3), near).to(form.dtype)
+
+    to_numbers = low_precision.to_numbers
+    with patch.object(low_precision, "to_numbers", truncated):
+        return subject.verify_in_own_precision(spec, mesh, steps)
+
+
+def test_operands_that_are_rounded_towards_zero_are_found(ranks: Ranks) -> None:
+    spec = spec_of(LOW, layout__dp=2, precision__compute="fp8")
+    result: dict[str, Any] = ranks.run(spec.layout, towards_zero, spec, 2)[0]
+    assert not result["equal"] and result["first"]["step"] == 2  # the first step is not rounded
+    assert "rounding explains" in result["first"]["sentence"]
 
 
 def with_weight_in_logits_gradients(mesh: Mesh, spec: RunSpec, steps: int) -> dict[str, Any] | None:

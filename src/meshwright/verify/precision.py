@@ -21,7 +21,7 @@ from meshwright.data.loader import Batch, Loader
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import formats
 from meshwright.parallel.waiting import while_others_wait
-from meshwright.spec import RunSpec, UserError
+from meshwright.spec import RunSpec
 from meshwright.spec.tiling import tiled
 from meshwright.train.gather_full import gather_full
 from meshwright.train.step import Step, Trainer
@@ -31,6 +31,7 @@ from meshwright.verify.measured import MARGIN, Measurements, compare_gradients
 from meshwright.verify.narrow import narrow
 from meshwright.verify.reference import SAMPLES, update
 from meshwright.verify.reference_data import batches
+from meshwright.verify.reference_low_precision import ReferenceLinears
 from meshwright.verify.reference_weights import initial_weights
 from meshwright.verify.rounding import exact_gradients, rounded_gradients
 from meshwright.verify.samples import compare_samples, gather_samples
@@ -48,6 +49,9 @@ slope, so that a spread which so few draws happen to show too small would be a f
 MOST_WORK = 1e10
 """Parameters x tokens of a step that are checked as they are: less than in float64, since each step is
 computed so many times."""
+
+SLOWER = 10
+"""How many times as long a product takes whose operands are rounded to few bits, in small models."""
 
 LEAST_TOKENS = 2048
 """Tokens of a step of a narrowed copy at least: with fewer, chance moves the slope of all gradients more."""
@@ -68,19 +72,12 @@ class _Taken(NamedTuple):
 
 
 def verify_in_own_precision(spec: RunSpec, mesh: Mesh, steps: int) -> dict[str, object] | None:
-    """Run `steps` steps of the layout in the run's precision; the first rank gets the result.
-
-    Raises `UserError` for products in low precision.
-    """
-    if spec.precision.low:
-        raise UserError(
-            f"--precision run: does not go with precision.compute = {spec.precision.compute!r}, whose "
-            f"operands are rounded in float64, too, where both sides are equal; leave --precision out"
-        )
+    """Run `steps` steps of the layout in the run's precision; the first rank gets the result."""
     tree = exact(spec, steps).to_json()
     tree["precision"] = spec.to_json()["precision"]
     tree["train"]["compile"] = spec.train.compile
-    own, note = narrow(RunSpec.model_validate(tree), MOST_WORK, LEAST_TOKENS)
+    most = MOST_WORK / (SLOWER if spec.precision.low else 1)
+    own, note = narrow(RunSpec.model_validate(tree), most, LEAST_TOKENS)
     with tiled(small_tiles(own)):
         found = _Comparison(own, mesh).steps(steps)
     if mesh.rank:
@@ -94,6 +91,7 @@ class _Comparison:
 
     def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
         self.spec, self.mesh, self.found = spec, mesh, Measurements()
+        self.linears = ReferenceLinears(spec)
         self.trainer = Trainer(spec, mesh)
         self.trainer.initialise()
         self.trainer.compile_stages(evaluate=False)
@@ -204,11 +202,15 @@ class _Comparison:
         weights = {name: weight.to(compute) for name, weight in before["parameter"].items()}
         weights = {**weights, **before["router bias"]}
         moved = batch.to(self.mesh.device)
-        true = exact_gradients(spec, weights, moved)
+        true = exact_gradients(spec, weights, moved, self.linears)
         scale = taken.done.loss_scale
         count = DRAWS if spec.train.batch_tokens >= FEW_TOKENS else 2 * DRAWS
         first = 2 * DRAWS * number
-        draws = [rounded_gradients(spec, weights, moved, scale, first + draw) for draw in range(count)]
+        draws = [
+            rounded_gradients(spec, weights, moved, self.linears, scale, first + draw)
+            for draw in range(count)
+        ]
+        self.linears.end_step()
         eps = torch.finfo(compute).eps
         size = abs(true.loss) or 1.0
         least = eps / 4 if compute.itemsize == 2 else 4 * eps
@@ -252,13 +254,15 @@ class _Comparison:
 
 def stale_copies(trainer: Trainer) -> Iterator[str]:
     """Names of parameters whose compute copy, as the last step used it, is not the rounding of this rank's
-    part of the master; copies that the step has freed again are not looked at."""
+    part of the master; copies that the step has freed again, or that were gathered in 8 bits, are not looked
+    at."""
+    in_8_bits = trainer.spec.precision.fp8_gather
     for unit in trainer.states.units:
         if unit.aliased or not unit.ready:
             continue
         rank = unit.shards.rank if unit.shards else 0
         for slot in unit.slots:
-            if slot.rows:
+            if slot.rows and not (in_8_bits and slot.rounded):
                 own = unit.parameters[slot.key].narrow(slot.dim, rank * slot.part[slot.dim], slot.rows)
                 if not torch.equal(own, unit.local(unit.stored, slot).to(own.dtype)):
                     yield slot.key

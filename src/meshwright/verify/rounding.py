@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from meshwright.parallel.precision import formats
 from meshwright.spec import RunSpec
 from meshwright.verify.reference import IGNORE, loss_and_objective
 from meshwright.verify.reference_decoder import ReferenceDecoder
+from meshwright.verify.reference_low_precision import ReferenceLinears
 
 SUMS = 16
 """Roundings that one of a wide format stands for: there the sums of a product round as its results do."""
@@ -37,16 +39,30 @@ class Gradients(NamedTuple):
     by_name: dict[str, Tensor]
 
 
-def exact_gradients(spec: RunSpec, weights: Mapping[str, Tensor], batch: Batch) -> Gradients:
-    """The gradients at these parameters and routers' biases, in float64."""
+def exact_gradients(
+    spec: RunSpec, weights: Mapping[str, Tensor], batch: Batch, linears: ReferenceLinears
+) -> Gradients:
+    """The gradients at these parameters and routers' biases, in float64.
+
+    `linears` rounds operands of low precision, and notes their largest numbers.
+    """
     held = {name: weight.double() for name, weight in weights.items()}
-    return _gradients(ReferenceDecoder(spec.model, held), batch, 1.0)
+    linears.begin_step(targets_of(batch))
+    return _gradients(ReferenceDecoder(spec.model, held, linears=linears), batch, 1.0)
 
 
 def rounded_gradients(
-    spec: RunSpec, weights: Mapping[str, Tensor], batch: Batch, loss_scale: float, draw: int
+    spec: RunSpec,
+    weights: Mapping[str, Tensor],
+    batch: Batch,
+    linears: ReferenceLinears,
+    loss_scale: float,
+    draw: int,
 ) -> Gradients:
     """One draw of what the run's precision makes of the gradients.
+
+    Operands of low precision are those of moved numbers, so that a draw has some that round another way;
+    their scales are those of `linears`.
 
     A backward in a half format runs with the power of two in one over the number of targets, and the loss
     scale; there the logits' gradients are rounded to nearest, without chance: those of targets are all alike,
@@ -79,8 +95,10 @@ def rounded_gradients(
         y: Tensor = _Rounded.apply(x, nearest if half and path == "head" else rounded)
         return y
 
-    decoder = ReferenceDecoder(spec.model, {name: w.to(wide) for name, w in weights.items()}, tap)
-    targets = max(1, int((batch.targets != IGNORE).sum()))
+    own = copy(linears)
+    own.seen, own.factor = {}, 1.0  # gradients are in the run's own scale here
+    decoder = ReferenceDecoder(spec.model, {name: w.to(wide) for name, w in weights.items()}, tap, own)
+    targets = max(1, targets_of(batch))
     scale = targets * 2.0 ** math.frexp(1 / targets)[1] * loss_scale
     while True:
         loss, found = _gradients(decoder, batch, scale)
@@ -89,6 +107,11 @@ def rounded_gradients(
         if scale <= targets or all(bool(grad.isfinite().all()) for grad in found.values()):
             return Gradients(loss, found)
         scale /= 2  # one that the run had room for
+
+
+def targets_of(batch: Batch) -> int:
+    """The number of targets that are predicted."""
+    return int((batch.targets != IGNORE).sum())
 
 
 class _Rounded(torch.autograd.Function):
