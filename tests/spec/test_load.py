@@ -202,6 +202,10 @@ RULES = [
     ({"train": {"schedule": "linear", "decay": "1-sqrt"}}, ["train.decay:", "no effect", "'linear'"]),
     ({"train": {"schedule": "linear", "decay_fraction": 0.5}}, ["train.decay_fraction", "no effect"]),
     ({"train": {"schedule": "constant", "min_lr_ratio": 0.5}}, ["train.min_lr_ratio", "'constant'"]),
+    (
+        {"train": {"offload_dir": "/scratch"}},
+        ["train.offload_dir", "no effect", "'none'", "or give none, the default"],
+    ),
     ({"train": {"optimiser": "lion", "eps": 1e-3}}, ["train.eps", "no effect", "'lion'", "1e-08"]),
 ]
 

@@ -174,7 +174,7 @@ def one_step(mesh: Mesh, spec: RunSpec) -> dict[str, Any]:
     mesh.wire.clear()
     trainer.step(batch, 1)
     sent = dict(mesh.wire.bytes)
-    return {"wire": sent, "held": trainer.states.memory(), "moments": trainer.optimiser.memory()}
+    return {"wire": sent, "held": trainer.states.memory(), "moments": trainer.optimiser.memory()["optimiser"]}
 
 
 @pytest.mark.parametrize(

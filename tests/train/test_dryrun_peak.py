@@ -25,6 +25,7 @@ from meshwright.planner.memory.generic import Memory
 from meshwright.spec import RunSpec, load
 from meshwright.train import dryrun
 from meshwright.train.memory_tracker import FakeMemory
+from meshwright.train.offload import MomentMemory
 from meshwright.train.step import Step, Trainer
 
 CPU = torch.device("cpu")
@@ -46,8 +47,8 @@ LLAMA: dict[str, object] = {
 class SecondStep(Trainer):
     """Takes a step before the one whose peak counts."""
 
-    def __init__(self, spec: RunSpec, mesh: Mesh, observer: UnitObserver) -> None:
-        super().__init__(spec, mesh, observer)
+    def __init__(self, spec: RunSpec, mesh: Mesh, observer: UnitObserver, memory: MomentMemory) -> None:
+        super().__init__(spec, mesh, observer, memory)
         assert isinstance(observer, dryrun._BufferAccount)
         self._memory: FakeMemory = observer._memory
 

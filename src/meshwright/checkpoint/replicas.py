@@ -103,12 +103,14 @@ class Replicas:
         places = self._places()
         origin = list(map(int, np.unravel_index(source, self.sizes)))
         whole = local.contiguous()
+        if local.device.type != self.mesh.device_type:  # moments that are offloaded
+            whole = whole.to(self.mesh.device_type)
         sent = whole.view(-1).view(torch.uint8)  # backends do not know every dtype
         names = self.mesh.mesh_dim_names
         for step, dim in enumerate(self.dims):
             if places[step + 1 :] == origin[step + 1 :]:
                 name, rank, group = names[dim] if names else "storage", places[step], self.mesh.get_group(dim)
-                axis = Axis(name, self.mesh.size(dim), rank, group, local.device, wire)
+                axis = Axis(name, self.mesh.size(dim), rank, group, sent.device, wire)
                 start_broadcast(sent, origin[step], axis).wait()
         if whole is not local:
             local.copy_(whole)

@@ -210,7 +210,7 @@ def _show(plans: Plans, limit: float | None, why: bool) -> None:
     """Print the plans; `limit` is --max-memory in bytes."""
     from meshwright.planner.cost.uncertainty import room
     from meshwright.planner.search.objectives import described
-    from meshwright.report.plan_text import routing
+    from meshwright.report.plan_text import offload, routing
 
     best = plans.best
     model = best.spec.model.preset or best.spec.model.hf or best.spec.model.family
@@ -237,6 +237,8 @@ def _show(plans: Plans, limit: float | None, why: bool) -> None:
         show.line(sentence)
     if words := routing(best):
         show.line(f"Routing: {words}.")
+    if words := offload(best):
+        show.line(f"Offload: {words}.")
     show.line(
         f"The first: a step takes {low:.4g} to {high:.4g} s in 9 of 10 cases; its MFU is "
         f"{best.causal_mfu:.1%} with half of attention's FLOPs, which is what a causal mask leaves."

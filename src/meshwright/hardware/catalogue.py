@@ -74,6 +74,7 @@ class _ClusterTable(Record):
     nic: Positive
     kind: DeviceKind = "cuda"
     power: Known = None
+    host_link: Known = None
     price: Known = None
     price_source: str = ""
     assumed: str = ""
@@ -84,7 +85,17 @@ class _ClusterTable(Record):
         peak = {format: rate * _TERA for format, rate in self.peak.items()}
         memory, bandwidth, cache = self.memory * _GIB, self.bandwidth * _GIGA, self.cache * _MIB
         device = Device(
-            self.device, peak, memory, bandwidth, cache, self.units, self.source, rates, self.kind, self.power
+            self.device,
+            peak,
+            memory,
+            bandwidth,
+            cache,
+            self.units,
+            self.source,
+            rates,
+            self.kind,
+            self.power,
+            self.host_link and self.host_link * _GIGA,
         )
         node, nics = self.node, Network(self.nics, self.nic * _GIGABIT)
         levels = [Level(node.name, node.devices, Link(link.latency, node.bandwidth * _GIGA), kind=node.kind)]

@@ -144,6 +144,8 @@ class Device(Record):
     kind: DeviceKind = "cuda"
     power: Positive | None = None
     """Maximum watts, where the source states them."""
+    host_link: Positive | None = None
+    """Bytes per second between the device and its host's memory, one way, where they are known."""
 
     def clock(self, format: str) -> float:
         """Factor on the attained shares of a format's peak: with less power for it the clock is lower.

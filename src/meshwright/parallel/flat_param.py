@@ -134,12 +134,23 @@ def stored(slot: ParamSlot, local: Tensor, mesh: Mesh, sharded: bool) -> Stored:
         if split:
             shape[piece.dim] = piece.size * piece.parts
     assert storage.mesh_dim_names is not None
+    elsewhere = local.device.type != mesh.device.type
     tensor = DTensor.from_local(
-        local,
+        local.to("meta") if elsewhere else local,  # which would be copied to the mesh's device
         storage,
         [placements.get(name, Replicate()) for name in storage.mesh_dim_names],
         run_check=False,
         shape=torch.Size(shape),
         stride=torch.empty(shape, device="meta").stride(),
     )
+    if elsewhere:
+        tensor = over_host(tensor, local)
     return UnpaddedDTensor(tensor, slot.global_shape[0]) if shape[0] > slot.global_shape[0] else tensor
+
+
+def over_host(described: DTensor, local: Tensor) -> DTensor:
+    """The DTensor that `described` is, over the memory of `local`, which may be outside its mesh's device.
+
+    It is for reading and writing the local part: collectives of its own would want it on the mesh's device.
+    """
+    return DTensor(local, described._spec, requires_grad=False)

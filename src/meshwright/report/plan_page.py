@@ -16,7 +16,7 @@ from meshwright.planner.explain.sensitivity import MOST
 from meshwright.report import format as fmt
 from meshwright.report.chart import Points, scatter
 from meshwright.report.page import render
-from meshwright.report.plan_text import ranked, routing
+from meshwright.report.plan_text import offload, ranked, routing
 from meshwright.report.record import write_atomically
 from meshwright.report.timeline import timeline_data
 from meshwright.spec import RunSpec
@@ -98,7 +98,14 @@ def write_explanation(
         "plan.html",
         title=f"{model} on {cluster.in_words}",
         explained=explained,
-        notes=[*notes, *([f"Routing: {words}."] if (words := routing(explained)) else [])],
+        notes=[
+            *notes,
+            *(
+                f"{name}: {words}."
+                for name, words in (("Routing", routing(explained)), ("Offload", offload(explained)))
+                if words
+            ),
+        ],
         describe=describe,
         time_colours=TIME_COLOURS,
         memory_colours=MEMORY_COLOURS,

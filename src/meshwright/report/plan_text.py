@@ -50,6 +50,18 @@ def routing(found: Candidate) -> str:
     )
 
 
+def offload(found: Candidate) -> str:
+    """A clause on where moments are and what that costs; an empty text where they are on the device."""
+    if (away := found.offloaded) is None:
+        return ""
+    place = {"host": "in the host's memory", "disk": "in a mapped file"}[found.spec.train.offload]
+    return (
+        f"moments {place}, {gigabytes(away['bytes'])} a rank and {gigabytes(away['node_bytes'])} a node; the "
+        f"optimiser takes {seconds(away['seconds'])}, and {seconds(away['seconds_on_device'])} with "
+        f"moments on the device"
+    )
+
+
 def head(found: Explanation) -> list[str]:
     """The layout, its step, and the probability that it fits."""
     spec, costs, (low, high) = found.spec, found.costs, found.interval
@@ -65,6 +77,7 @@ def head(found: Explanation) -> list[str]:
         "memory": f"{gigabytes(found.memory.device)} of {gigabytes(found.room)} on pipeline rank "
         f"{found.memory.rank}; fits with a probability of {percent(found.fits_probability)}",
         "routing": routing(found),
+        "offload": offload(found),
         "never measured": "; ".join(found.never_measured),
     }
     width = max(map(len, facts)) + 2

@@ -310,13 +310,14 @@ def keys_of_training_have_an_effect(spec: Sections) -> None:
         ("decay_fraction", "schedule", train.schedule != "wsd"),
         ("min_lr_ratio", "schedule", train.schedule == "constant"),
         ("eps", "optimiser", train.optimiser == "lion"),
+        ("offload_dir", "offload", train.offload != "disk"),
     )
     for key, of, has_none in idle:
         value, default = getattr(train, key), type(train).model_fields[key].default
         if has_none and value != default:
             raise UserError(
                 f"train.{key}: {value} has no effect with train.{of} = {getattr(train, of)!r}; leave it out, "
-                f"or give {default}, the default"
+                f"or give {'none' if default is None else default}, the default"
             )
 
 

@@ -39,6 +39,8 @@ class Tiling:
     """Elements of a gradient whose norm is taken in their own format."""
     init_elements: int = 2**18
     """Elements of a parameter taken at a time: drawn, with about 10 MiB of temporaries."""
+    moment_elements: int = 2**24
+    """Elements of a moment that come to a device at a time from where they are offloaded to."""
     piece_bytes: int = 64 * 2**20
     """Bytes of one piece of a tensor in a checkpoint, which has a hash of its own."""
     image_bytes: int = 2**30

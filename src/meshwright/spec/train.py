@@ -52,6 +52,12 @@ class TrainSpec(FrozenModel):
     clip: PositiveFloat | None = Field(
         1.0, description="largest global gradient norm; 'none' for no clipping"
     )
+    offload: Literal["none", "host", "disk"] = Field(
+        "none",
+        description="where the optimiser's moments are: on the device; in the host's memory, for GPUs; or in "
+        "a mapped file",
+    )
+    offload_dir: str | None = Field(None, description="folder of that file; default the run's --out")
     eval_every: int = Field(0, ge=0, description="steps between validations; 0 validates at the end only")
     eval_tokens: PositiveInt | None = Field(
         10_000_000, description="held-out tokens of a validation at most; 'none' for all of them"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,6 +35,7 @@ from meshwright.planner.traffic.layer_shape import admitted
 from meshwright.schedule import Action, Kind
 from meshwright.spec import RunSpec
 from meshwright.train.memory_tracker import COLLECTIVES, MESSAGES, PLAIN, FakeMemory
+from meshwright.train.offload import MomentMemory
 from meshwright.train.step import Trainer
 
 PARAMETERS, MASTERS, GRADIENTS, OPTIMISER, BALANCE, BATCH, ACTIVATIONS, BUFFERS = KINDS = (
@@ -84,7 +85,8 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
         mesh = build_mesh(spec.layout, device, heads, groups, experts)
         assert mesh is not None
         with memory:
-            trainer = Trainer(spec, mesh, _BufferAccount(memory, spec.microbatches > 1))
+            observer = _BufferAccount(memory, spec.microbatches > 1)
+            trainer = Trainer(spec, mesh, observer, _FakeMoments(spec.train, device, mesh.control))
             _tell(memory, trainer)
             if trainer.scaling is not None:
                 trainer.scaling.assume()  # steps after the first one are like each other
@@ -160,6 +162,15 @@ class _FakeGroups(Groups):
 
     def _make(self, rows: list[Row], own: Row | None, purpose: str) -> dist.ProcessGroup | None:
         return None if own is None else dist.new_group(list(own), backend="fake")
+
+
+class _FakeMoments(MomentMemory):
+    """Moments on the faked device wherever the run has them; `_tell` says where that is."""
+
+    bounces = False
+
+    def zeros(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        return [torch.zeros(size, dtype=dtype, device=self._device) for size in sizes]
 
 
 def _batch(spec: RunSpec) -> Batch:
@@ -247,7 +258,10 @@ def _tell(memory: FakeMemory, trainer: Trainer) -> None:
     optimiser, decoder, spec = trainer.optimiser, trainer.decoder, trainer.spec
     for unit, *moments in zip(trainer.states.units, *optimiser.moments.values(), strict=True):
         for moment in moments:
-            memory.mark(moment, OPTIMISER, _unit_of(unit.slots))
+            if spec.train.offload == "none":
+                memory.mark(moment, OPTIMISER, _unit_of(unit.slots))
+            elif len(moment):
+                memory.elsewhere(moment)
     for tensor in trainer.balance.tensors():
         memory.mark(tensor, BALANCE)
     memory.settle(0, OPTIMISER)  # Adam's step counts

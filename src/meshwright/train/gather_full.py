@@ -43,7 +43,7 @@ def gather_full(
     rows = mesh.control.gather([kinds, places])
     if mesh.rank > 0:
         if parts:
-            joined = torch.cat([part.reshape(-1).view(torch.uint8) for part in parts])
+            joined = torch.cat([part.to(mesh.device).reshape(-1).view(torch.uint8) for part in parts])
             start_send(joined, 0, mesh.world).wait()
         return {}
     whole = into if into is not None else {}

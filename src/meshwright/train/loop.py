@@ -31,6 +31,7 @@ from meshwright.train.callbacks import Observers
 from meshwright.train.digest import SampleRecord, parameters_sha256
 from meshwright.train.guard import Guard
 from meshwright.train.metrics import Metrics
+from meshwright.train.offload import MomentMemory
 from meshwright.train.saves import Saves
 from meshwright.train.signals import stop_signals
 from meshwright.train.step import Step, Trainer
@@ -67,7 +68,8 @@ class TrainingRun:
             "give all hosts the same corpus, tokenizer and data.cache",
         )
         self.loader = Loader(self.corpus, spec, mesh.data_rank, spec.layout.data_ranks)
-        self.trainer = Trainer(spec, mesh)
+        memory = MomentMemory(spec.train, mesh.device, mesh.control, out)
+        self.trainer = Trainer(spec, mesh, memory=memory)
         self.samples = SampleRecord(mesh)
         folder = spec.checkpoint.folder(out)
         self.store = CheckpointStore(

@@ -229,6 +229,13 @@ class FakeMemory(TorchDispatchMode):
         )
         self._hold(key, storage.nbytes(), kind, module)
 
+    def elsewhere(self, tensor: Tensor) -> None:
+        """Take the storage of `tensor` from the count: the program has it outside the device."""
+        held = self._held[tensor.untyped_storage()._cdata]
+        self.total -= held.size
+        self.kinds[held.kind] -= held.size
+        held.size = 0
+
     def mark(self, tensor: Tensor, kind: str, module: str | None = None, only: str | None = None) -> None:
         """Set the kind of the storage of `tensor`; with `only`, just if its kind is `only` now."""
         held = self._held.get(tensor.untyped_storage()._cdata)

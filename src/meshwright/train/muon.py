@@ -25,7 +25,8 @@ from meshwright.parallel.flat_param import ParamSlot
 from meshwright.parallel.fsdp_unit import Unit
 from meshwright.parallel.mesh import Axis, Mesh
 from meshwright.spec.train import TrainSpec
-from meshwright.train.optimiser import AdamW, Part
+from meshwright.train.offload import MomentMemory
+from meshwright.train.optimiser import AdamW, Part, cuts_of
 
 COEFFICIENTS = 3.4445, -4.775, 2.0315
 """Factors of x, x^3 and x^5 in each Newton-Schulz step. Source: Jordan et al. 2024."""
@@ -167,8 +168,8 @@ class Muon(AdamW):
         """Where the buffer of a moment begins in those of a unit: matrices have no second one."""
         return unit.decayed if moment == "exp_avg_sq" and matrices_of(unit) else 0
 
-    def __init__(self, states: DataParallel, train: TrainSpec) -> None:
-        super().__init__(states, train)
+    def __init__(self, states: DataParallel, train: TrainSpec, memory: MomentMemory) -> None:
+        super().__init__(states, train, memory)
         self.exchanges: list[tuple[Part, _Exchange]] = []
         for part in self.parts:
             if len(part.moments) == 1:
@@ -179,10 +180,13 @@ class Muon(AdamW):
     def step(self, rate: float) -> None:
         """Update the stored parameters from the units' gradients at learning rate `rate`."""
         for part, exchange in self.exchanges:
-            (momentum,) = part.moments
-            momentum.lerp_(part.gradient, 1 - self.train.beta1)
-            step = torch.lerp(part.gradient, momentum, self.train.beta1)  # Nesterov's
+            step = torch.empty_like(part.gradient)
+            cuts = cuts_of(part, self.staging.length if self.staging else len(step))
+            for (_, start, end), (momentum,) in zip(cuts, self.moments_at(cuts), strict=True):
+                gradient = part.gradient[start:end]
+                momentum.lerp_(gradient, 1 - self.train.beta1)
+                torch.lerp(gradient, momentum, self.train.beta1, out=step[start:end])  # Nesterov's
             exchange.update(step)
-            for flat, _, _, own in self.pieces(part, step):
+            for _, flat, _, own in self.pieces([part._replace(moments=())], step):
                 flat.mul_(1 - rate * part.decay).sub_(own, alpha=rate)
         super().step(rate)

@@ -52,7 +52,7 @@ def bad_state(trainer: Trainer) -> str | None:
     """
     biases = {name: bias.to_local() for name, bias in trainer.balance.biases().items()}
     flats = [flat for _, _, flat in buffers(trainer)]
-    sums = [tensor.sum().double() for tensor in (*flats, *biases.values())]
+    sums = [tensor.sum().double().to(trainer.mesh.device) for tensor in (*flats, *biases.values())]
     if not sums or bool(torch.stack(sums).isfinite().all()):
         return None
     for prefix, unit, flat in buffers(trainer):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.flat_param import Stored
 from meshwright.parallel.fsdp_unit import Unit
 from meshwright.spec.train import TrainSpec
-from meshwright.train.stochastic_rounding import chunks_of, draws, round_
+from meshwright.train.offload import MomentMemory, Span, Staging
+from meshwright.train.stochastic_rounding import Rows, chunks_of, draws, round_
 
 _CHUNK = {"cpu": 2**18, "cuda": 2**24}
 """Elements that are updated at a time where that takes temporaries, so that these stay small."""
@@ -36,6 +37,16 @@ class Part(NamedTuple):
         return self.unit.gradient[self.place]
 
 
+Cut = tuple[Part, int, int]
+"""A part, and the elements from one to another of it."""
+
+
+def cuts_of(part: Part, most: int) -> list[Cut]:
+    """A part in chunks of `most` elements at most."""
+    size = len(part.flat)
+    return [(part, start, min(start + most, size)) for start in range(0, size, most)]
+
+
 class Optimiser:
     """The moments of the parameters that a rank stores; a subclass updates both.
 
@@ -43,13 +54,19 @@ class Optimiser:
     biases are not decayed.
     """
 
-    def __init__(self, states: DataParallel, train: TrainSpec) -> None:
+    def __init__(self, states: DataParallel, train: TrainSpec, memory: MomentMemory) -> None:
         self.states, self.train, self.updates = states, train, 0
-        self.moments = {
-            name: [self._zeros(unit.part - self.begins(name, unit)) for unit in states.units]
-            for name in train.moments
-        }
+        sizes = {name: [u.part - self.begins(name, u) for u in states.units] for name in train.moments}
+        flats = iter(
+            memory.zeros([size for listed in sizes.values() for size in listed], states.formats.exact)
+        )
+        self.moments = {name: [next(flats) for _ in listed] for name, listed in sizes.items()}
         """Name -> for each unit the flat buffer of the moment, or of what it has from `begins` on."""
+        self.staging: Staging | None = None
+        if memory.staged:
+            rows = [slot.part[-1] for unit in states.units for slot in unit.slots]
+            least = max(rows, default=0) if states.formats.rounded else 0  # chunks end at whole rows
+            self.staging = Staging([*self.moments.values()], memory, states.mesh.device, least)
         self.parts: list[Part] = []
         for index, unit in enumerate(states.units):
             for start, end, decay in ((0, unit.decayed, train.weight_decay), (unit.decayed, unit.part, 0.0)):
@@ -63,28 +80,42 @@ class Optimiser:
                     place = slice(start, end)
                     self.parts.append(Part(unit, place, unit.stored[place], moments, decay))
 
-    def _zeros(self, count: int) -> Tensor:
-        return torch.zeros(count, dtype=self.states.formats.exact, device=self.states.mesh.device)
-
-    def pieces(self, part: Part, *more: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """(parameters, gradient, each moment, each of `more`) of a part, a chunk at a time, to be updated in
-        place.
+    def pieces(self, parts: Sequence[Part], *more: Tensor) -> Iterator[tuple[Any, ...]]:
+        """(part, parameters, gradient, each moment, each of `more`) of a chunk at a time, to be updated.
 
         Parameters in bf16 are a copy in the moments' format, which is rounded and stored after its update.
         """
-        tensors, most = (part.flat, part.gradient, *part.moments, *more), _CHUNK[part.flat.device.type]
-        if not self.states.formats.rounded:
-            yield from zip(*(each.split(most) for each in tensors), strict=True)
+        most, rounded = _CHUNK[self.states.mesh.device.type], self.states.formats.rounded
+        most = min(most, self.staging.length) if self.staging else most
+        cuts: list[Cut] = []
+        chunks: list[list[Rows]] = []
+        for part in parts:
+            if not rounded:
+                cuts += (found := cuts_of(part, most))
+                chunks += [[]] * len(found)
+                continue
+            slots = [slot for slot in part.unit.slots if part.place.start <= slot.start < part.place.stop]
+            start = 0
+            for chunk in chunks_of(slots, most):
+                end = start + sum(rows.elements for rows in chunk)
+                cuts.append((part, start, end))
+                chunks.append(chunk)
+                start = end
+        for (part, start, end), chunk, moments in zip(cuts, chunks, self.moments_at(cuts), strict=True):
+            flat = stored = part.flat[start:end]
+            if rounded:
+                flat = stored.to(self.states.formats.exact, copy=True)
+            yield part, flat, part.gradient[start:end], *moments, *(each[start:end] for each in more)
+            if rounded:
+                stored.copy_(round_(flat, draws(chunk, self.train.seed, self.updates + 1, stored.device)))
+
+    def moments_at(self, cuts: Sequence[Cut]) -> Iterator[tuple[Tensor, ...]]:
+        """The moments of parts from an element to another, on the device, to be updated in place."""
+        if self.staging is not None:
+            yield from self.staging.through([Span(part.moments, start, end) for part, start, end in cuts])
             return
-        slots = [slot for slot in part.unit.slots if part.place.start <= slot.start < part.place.stop]
-        start = 0
-        for chunk in chunks_of(slots, most):
-            end = start + sum(rows.elements for rows in chunk)
-            stored, *rest = (each[start:end] for each in tensors)
-            wide = stored.to(self.states.formats.exact, copy=True)
-            yield wide, *rest
-            stored.copy_(round_(wide, draws(chunk, self.train.seed, self.updates + 1, stored.device)))
-            start = end
+        for part, start, end in cuts:
+            yield tuple(moment[start:end] for moment in part.moments)
 
     @staticmethod
     def begins(moment: str, unit: Unit) -> int:
@@ -106,23 +137,26 @@ class Optimiser:
                 for name, tensor in unit.tensors(flat):
                     yield f"{moment}/{name}", tensor
 
-    def memory(self) -> int:
-        """Bytes of the moments that this rank holds."""
-        return sum(flat.untyped_storage().nbytes() for buffers in self.moments.values() for flat in buffers)
+    def memory(self) -> dict[str, int]:
+        """Bytes of moments that this rank holds: "optimiser" on its device, "offloaded" elsewhere."""
+        held = sum(flat.nbytes for buffers in self.moments.values() for flat in buffers)
+        if self.train.offload == "none":
+            return {"optimiser": held}
+        return {"optimiser": self.staging.nbytes() if self.staging else 0, "offloaded": held}
 
 
 class AdamW(Optimiser):
     """PyTorch's fused AdamW (Loshchilov & Hutter 2019), with decoupled decay.
 
-    One call updates all parts, or with weights in bf16 a chunk of one.
+    One call updates all parts, or with weights in bf16, and with staged moments, a chunk of one.
     """
 
-    def __init__(self, states: DataParallel, train: TrainSpec) -> None:
-        super().__init__(states, train)
+    def __init__(self, states: DataParallel, train: TrainSpec, memory: MomentMemory) -> None:
+        super().__init__(states, train, memory)
         device, groups = states.mesh.device, dict[float, list[Tensor]]()
         self._adam_parts = [part for part in self.parts if len(part.moments) == len(self.moments)]
         self._adam: torch.optim.AdamW | None = None
-        if states.formats.rounded:
+        if states.formats.rounded or memory.staged:
             return
         for part in self._adam_parts:
             groups.setdefault(part.decay, []).append(part.flat)
@@ -159,14 +193,13 @@ class AdamW(Optimiser):
     @torch.no_grad()
     def _step_in_chunks(self, rate: float) -> None:
         train, device = self.train, self.states.mesh.device
-        for part in self._adam_parts:
-            for flat, gradient, first, second in self.pieces(part):
-                count = torch.full((), self.updates, dtype=torch.float32, device=device)
-                adamw(
-                    [flat], [gradient], [first], [second], [], [count], fused=True, amsgrad=False, lr=rate,
-                    beta1=train.beta1, beta2=train.beta2, weight_decay=part.decay, eps=train.eps,
-                    maximize=False,
-                )  # fmt: skip
+        for part, flat, gradient, first, second in self.pieces(self._adam_parts):
+            count = torch.full((), self.updates, dtype=torch.float32, device=device)
+            adamw(
+                [flat], [gradient], [first], [second], [], [count], fused=True, amsgrad=False, lr=rate,
+                beta1=train.beta1, beta2=train.beta2, weight_decay=part.decay, eps=train.eps,
+                maximize=False,
+            )  # fmt: skip
 
     def resume(self, updates: int) -> None:
         """Go on after `updates` updates; the moments are restored by themselves."""
@@ -183,9 +216,8 @@ class Lion(Optimiser):
     def step(self, rate: float) -> None:
         """Update the stored parameters from the units' gradients at learning rate `rate`."""
         beta1, beta2 = self.train.beta1, self.train.beta2
-        for part in self.parts:
-            for flat, gradient, momentum in self.pieces(part):
-                direction = torch.lerp(momentum, gradient, 1 - beta1).sign_()
-                flat.mul_(1 - rate * part.decay).sub_(direction, alpha=rate)
-                momentum.lerp_(gradient, 1 - beta2)
+        for part, flat, gradient, momentum in self.pieces(self.parts):
+            direction = torch.lerp(momentum, gradient, 1 - beta1).sign_()
+            flat.mul_(1 - rate * part.decay).sub_(direction, alpha=rate)
+            momentum.lerp_(gradient, 1 - beta2)
         self.updates += 1

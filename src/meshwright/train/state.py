@@ -23,6 +23,7 @@ FREE = {
     "model": {"preset", "hf", "family"},
     "train": {
         "steps", "tokens", "stop_at", "log_every", "eval_every", "eval_tokens", "compile", "trackers",
+        "offload", "offload_dir",
     },
     "precision": {"loss_scale", "loss_scale_window"},
 }  # fmt: skip

@@ -30,6 +30,7 @@ from meshwright.spec import RunSpec
 from meshwright.spec.precision import DELAYED
 from meshwright.train.lr_schedule import learning_rate
 from meshwright.train.muon import Muon
+from meshwright.train.offload import MomentMemory
 from meshwright.train.optimiser import AdamW, Lion, Optimiser
 
 
@@ -65,14 +66,23 @@ class Totals(NamedTuple):
 class Trainer:
     """A decoder, its states and its optimiser on one rank of a mesh."""
 
-    def __init__(self, spec: RunSpec, mesh: Mesh, observer: UnitObserver | None = None) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        mesh: Mesh,
+        observer: UnitObserver | None = None,
+        memory: MomentMemory | None = None,
+    ) -> None:
+        """`memory` is where the moments are, by default the place of `spec` without a run's folder."""
         self.spec, self.mesh = spec, mesh
         self.decoder, self.states, self.balance, self.pipeline, products = parallelize(spec, mesh, observer)
         self.scaling = None
         if spec.precision.compute in DELAYED and isinstance(products, LowPrecision):
             self.scaling = DelayedScaling(spec, mesh, self.states, products)
         kinds: dict[str, type[Optimiser]] = {"adamw": AdamW, "lion": Lion, "muon": Muon}
-        self.optimiser = kinds[spec.train.optimiser](self.states, spec.train)
+        self.optimiser = kinds[spec.train.optimiser](
+            self.states, spec.train, memory or MomentMemory(spec.train, mesh.device, mesh.control)
+        )
         self.loss_scale = LossScale(spec.precision)
         self.rest = 1.0
         """1/N for N targets, divided by the power of two in it that is in the loss already."""

@@ -53,19 +53,22 @@ class Rows(NamedTuple):
 
 
 def chunks_of(slots: Sequence[ParamSlot], most: int) -> Iterator[list[Rows]]:
-    """Adjacent parameters of a flat buffer, in lists of about `most` elements that end at whole rows."""
+    """Adjacent parameters of a flat buffer, in lists of at most `most` elements, or of one row.
+
+    They end at whole rows.
+    """
     chunk: list[Rows] = []
     room = most
     for slot in slots:
         columns = slot.part[-1]
         rows, first = (slot.padded // columns if columns else 0), 0
         while first < rows:
+            if chunk and room < columns:
+                yield chunk
+                chunk, room = [], most
             count = min(rows - first, max(1, room // columns))
             chunk.append(Rows(slot, first, count))
             first, room = first + count, room - count * columns
-            if room <= 0 or first < rows:
-                yield chunk
-                chunk, room = [], most
     if chunk:
         yield chunk
 

@@ -127,7 +127,10 @@ class Vote:
 
 
 def _sums(group: list[_Copies]) -> list[Tensor]:
-    return [torch.stack([checksum(flat) for flat in copies.flats]).sum() for copies in group]
+    return [
+        torch.stack([checksum(flat).to(copies.axis.device) for flat in copies.flats]).sum()
+        for copies in group
+    ]
 
 
 def _all_copies(trainer: Trainer) -> Iterator[_Copies]:

@@ -42,6 +42,7 @@ def small_tiles(spec: RunSpec) -> Tiling:
         part_rows_summed=_several(group * queries),
         norm_row=32,
         init_elements=_several(of_rank),
+        moment_elements=_several(of_rank),
         piece_bytes=piece,
         image_bytes=3 * piece,
         write_bytes=piece,

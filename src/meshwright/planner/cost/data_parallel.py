@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.model import CostModel
+from meshwright.planner.cost.offload import copy_seconds
 from meshwright.planner.cost.precision import PRECISIONS
 from meshwright.planner.group_shapes import GroupShape, axes
 from meshwright.planner.rank_view import widths
@@ -102,6 +103,7 @@ def data_seconds(
     moved = _UPDATE_BYTES + 8 * (2 if spec.train.optimiser == "adamw" else 1)
     moved += _ROUNDED_BYTES if stack.ours and spec.precision.master == "bf16" else 0
     optimiser = whole * kernels.updated(moved + _AROUND_BYTES, _AROUND_BYTES)
+    optimiser = max(optimiser, copy_seconds(spec, costs, whole))
     often = spec.microbatches if layout.pp == 1 else 0
     gather, reduce, units = sum(gathers.values()), sum(reduces.values()), max(1, held.units)
     contention, slower = stack.numbers.contention, 1.0

@@ -8,12 +8,15 @@ from typing import Any
 from meshwright.planner.cost.expert_balance import busiest
 from meshwright.planner.cost.kernels import peak
 from meshwright.planner.cost.model import CostModel
+from meshwright.planner.cost.offload import check_offload
 from meshwright.planner.cost.stages import PlacedStages, placed_stages
 from meshwright.planner.cost.step import ScheduleTimes, StepTime
 from meshwright.planner.cost.uncertainty import fits_probability, interval, regime, room, spread
 from meshwright.planner.memory.exact import memory_model, shortened
 from meshwright.planner.memory.generic import Memory
 from meshwright.planner.memory.in_flight import expert_activations
+from meshwright.planner.memory.states import moment_bytes, units
+from meshwright.planner.rank_view import place_of
 from meshwright.spec import RunSpec, UserError
 
 TIE = 1e-3
@@ -46,6 +49,7 @@ class Candidate:
                 f"{costs.cluster.name} has {devices:,} device{'s' * (devices > 1)}; give a cluster of "
                 f"{ranks:,}"
             )
+        check_offload(spec, costs.cluster)
         self.spec, self.costs, self.cluster = spec, costs, costs.cluster
         self.times = times if times is not None else ScheduleTimes()
 
@@ -144,6 +148,24 @@ class Candidate:
         }
 
     @property
+    def offloaded(self) -> dict[str, float] | None:
+        """Bytes of moments outside the device, of the fullest rank and of a node of such ranks; seconds of
+        the busiest rank's optimiser, and with moments on the device. None where they are there."""
+        spec = self.spec
+        if spec.train.offload == "none":
+            return None
+        view = place_of(spec, self.memory.rank)
+        size = moment_bytes(view, units(view))
+        here = spec.model_copy(update={"train": spec.train.model_copy(update={"offload": "none"})})
+        before = StepTime(here, self.costs, self.times, self._placed).parts_of(self.time.rank)
+        return {
+            "bytes": size,
+            "node_bytes": size * min(self.cluster.node, self.cluster.count),
+            "seconds": self.parts["optimiser"],
+            "seconds_on_device": before["optimiser"],
+        }
+
+    @property
     def never_measured(self) -> list[str]:
         """Clauses about what the seconds rest on that no run has measured."""
         device, stack, profiled = self.cluster.device, self.costs.stack, self.cluster.measured is not None
@@ -183,4 +205,5 @@ class Candidate:
             "causal_mfu": self.causal_mfu,
             "fits_probability": self.fits_probability,
             "uneven_routing": self.uneven,
+            "offloaded": self.offloaded,
         }

@@ -37,9 +37,10 @@ class Exact(LowerBound):
 
     def _rank(self, view: RankView, kept: Activations, rank: int) -> Memory:
         shards = units(view)
-        held = states_at(view, shards)
+        on_cpu = self.costs.cluster.device.kind == "cpu"
+        held = states_at(view, shards, staged=not on_cpu)
         if view.spec.layout.pp == 1:
-            moment = fullest_moment(view, shards, kept, casts=self.costs.cluster.device.kind == "cpu")
+            moment = fullest_moment(view, shards, kept, casts=on_cpu)
         else:  # microbatches are at every stage of their passes, so that everything is held at once
             head = kept.at_head if view.head else 0
             block = kept.in_block - (kept.head if view.head else 0) if view.layers else 0

@@ -152,6 +152,8 @@ class Generic:
         gradients = width * (whole if waits else sharded)
         master = 4 * sharded if recipe.optimiser > 8 else 0
         optimiser = (1 if spec.train.optimiser == "adamw" else 0.5) * (recipe.optimiser * sharded - master)
+        if spec.train.offload != "none":
+            optimiser = 0.0
         buffers = 0.0
         unit = max(blocks.largest_unit, whole / max(1, held.units))
         if layout.zero == 3:

@@ -110,7 +110,8 @@ class LowerBound(Generic):
         """Gradients while a last microbatch's activations are there, and at the end of the step."""
         for whole, n in zip((elements.dense / shares, elements.routed / shares), ranks, strict=True):
             part = whole / n
-            optimiser += (2 if spec.train.optimiser == "adamw" else 1) * part * width.exact
+            if spec.train.offload == "none":
+                optimiser += (2 if spec.train.optimiser == "adamw" else 1) * part * width.exact
             parameters += part * width.master
             if zero < 3 and not (n == 1 and width.compute == width.master):
                 parameters += whole * width.compute

@@ -16,7 +16,8 @@ of ZeRO-1, and of a pipeline in ZeRO-2 and 3 too, wait whole for the step's last
 exactly: P e instead of P r, also for n = 1, where that is then their only memory.
 Otherwise they are reduced as they arise. AdamW has two moments, and counts its steps in a number of 4 bytes
 for each buffer with weight decay, and for each without, but for weights in bf16; Lion has one, and Muon has
-one of matrices of blocks.
+one of matrices of blocks. Moments that `train.offload` keeps elsewhere take no bytes of the device, but for
+the pieces of them that pass through a GPU in an update (`train/offload.py`), which then needs no such counts.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ from meshwright.schedule import Action, Kind, make
 from meshwright.spec import RunSpec
 from meshwright.spec.layout import HOLD_ALL, SPLIT
 from meshwright.spec.parameters import Parameter, Piece, parameters
+from meshwright.spec.tiling import tiling
 
+SLOTS = 3
+"""Pieces of each offloaded moment on a device: one comes, one is updated, one goes back."""
 STEP_COUNT, EXACT_COUNT, BIAS = 4, 8, 4
 """Bytes of Adam's step count, of one count of the experts' load, of a router's bias."""
 
@@ -88,11 +92,17 @@ def states(spec: RunSpec, pipeline_rank: int = 0) -> States:
     return states_at(view, units(view))
 
 
-def states_at(view: RankView, shards: Sequence[StateShard]) -> States:
-    """States of a rank that holds `shards`."""
+def states_at(view: RankView, shards: Sequence[StateShard], staged: bool = False) -> States:
+    """States of a rank that holds `shards`; `staged` if offloaded moments pass through its device."""
     width, model, moe = widths(view.spec), view.spec.model, view.spec.model.moe
-    kind = view.spec.train.optimiser
+    train = view.spec.train
     parameters = masters = optimiser = 0
+    staged = staged and train.offload != "none"
+    if train.offload == "none":
+        optimiser = moment_bytes(view, shards)
+    elif staged and shards:
+        length = min(tiling().moment_elements, max(unit.part for unit in shards))
+        optimiser = SLOTS * len(train.moments) * length * width.exact
     for unit in shards:
         stored = unit.part * width.master
         if unit.aliased(width):
@@ -100,10 +110,8 @@ def states_at(view: RankView, shards: Sequence[StateShard]) -> States:
         else:
             masters += stored
             parameters += 0 if unit.zero == 3 else unit.whole * width.compute
-        matrices = unit.decays if unit.name.startswith("blocks.") else 0
-        one = {"adamw": 0, "muon": matrices, "lion": unit.part}[kind]  # elements with one moment
-        optimiser += width.exact * (2 * unit.part - one)
-        if view.spec.precision.master == "fp32":
+        one = _single(view, unit)
+        if view.spec.precision.master == "fp32" and not staged:
             optimiser += STEP_COUNT * (
                 (unit.decays > 0 and not one) + (one < unit.part and unit.decays < unit.part)
             )
@@ -112,6 +120,17 @@ def states_at(view: RankView, shards: Sequence[StateShard]) -> States:
         biases = view.routed * moe.experts if moe.bias else 0
         balance = EXACT_COUNT * balance_counts(model, moe) + BIAS * biases
     return States(parameters, masters, _gradients(view, shards), optimiser, balance)
+
+
+def moment_bytes(view: RankView, shards: Sequence[StateShard]) -> int:
+    """Bytes of the moments of a rank that holds `shards`, wherever they are."""
+    return widths(view.spec).exact * sum(2 * unit.part - _single(view, unit) for unit in shards)
+
+
+def _single(view: RankView, unit: StateShard) -> int:
+    """Elements of a unit's part that have one moment."""
+    matrices = unit.decays if unit.name.startswith("blocks.") else 0
+    return {"adamw": 0, "muon": matrices, "lion": unit.part}[view.spec.train.optimiser]
 
 
 def checkpoint_bytes(spec: RunSpec) -> int:

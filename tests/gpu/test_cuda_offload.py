@@ -1,0 +1,66 @@
+"""Moments of a GPU's run in pinned host memory, or in a mapped file: the numbers are those on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.launch.env import process_group
+from meshwright.parallel.mesh import Mesh, build_mesh
+from meshwright.spec import RunSpec, load
+from meshwright.spec.tiling import Tiling, tiled
+from meshwright.train.callbacks import Observers
+from meshwright.train.loop import TrainingRun
+from meshwright.train.nonfinite import bad_state
+from meshwright.train.vote import Vote
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[dist.ProcessGroup]:
+    with process_group(None, "cuda") as group:
+        yield group
+
+
+def spec_of(**flags: object) -> RunSpec:
+    base = {"data.corpus": "synthetic", "data.seq_len": 128, "train.batch_tokens": 1024, "train.steps": 4}
+    given = base | {key.replace("__", "."): value for key, value in flags.items()}
+    return load(None, [(key, str(value)) for key, value in given.items()])
+
+
+def run_of(spec: RunSpec, out: Path) -> TrainingRun:
+    mesh = build_mesh(spec.layout, torch.device("cuda", 0))
+    assert isinstance(mesh, Mesh)
+    with tiled(Tiling(moment_elements=100_000)):
+        return TrainingRun(spec, mesh, out, Observers([]))
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+@pytest.mark.parametrize("optimiser", ["adamw", "lion", "muon"])
+def test_offloaded_moments_change_no_bit(tmp_path: Path, kind: str, optimiser: str) -> None:
+    given = {"train__optimiser": optimiser, "model__preset": "tiny", "precision__compute": "bf16"}
+    whole = run_of(spec_of(**given), tmp_path / "whole")
+    wanted = whole.execute(None)
+    away = spec_of(**given, train__offload=kind)
+    half = run_of(spec_of(**given, train__offload=kind, train__stop_at=2), tmp_path / "away")
+    half.execute(None)
+    run = run_of(away, tmp_path / "away")
+    found = run.execute("auto")
+    assert found["parameters_sha256"] == wanted["parameters_sha256"]
+    for mine, other in zip(run.trainer.optimiser.tensors(), whole.trainer.optimiser.tensors(), strict=True):
+        assert mine[0] == other[0] and mine[1].dtype == other[1].dtype
+        moved, kept = (getattr(each, "padded", each).to_local() for each in (mine[1], other[1]))
+        assert moved.device.type == "cpu" and torch.equal(moved, kept.cpu())
+    assert bad_state(run.trainer) is None and Vote(run.trainer)() is None
+    staging = run.trainer.optimiser.staging
+    assert staging is not None and staging.nbytes() == found["memory"]["optimiser"]
+    assert found["memory"]["offloaded"] == wanted["memory"]["optimiser"] > staging.nbytes()
+    assert found["peak_memory_bytes"] > 0

@@ -1,0 +1,70 @@
+"""Moments in the host's memory: the bytes that they save, and the seconds of their way over the link."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright import api
+from meshwright.hardware.find import cluster
+from meshwright.planner.memory.states import moment_bytes, units
+from meshwright.planner.rank_view import place_of
+from meshwright.report.plan_text import offload
+from meshwright.spec import RunSpec, UserError
+
+
+def spec_of(**train: object) -> RunSpec:
+    tree = {
+        "model": {"preset": "base"},
+        "train": {"batch_tokens": 8 * 4096, **train},
+        "data": {"seq_len": 1024},
+        "layout": {"dp": 8, "zero": 1},
+        "precision": {"compute": "bf16"},
+    }
+    return RunSpec.model_validate(tree)
+
+
+@pytest.mark.parametrize(("kind", "link"), [("adamw", 2), ("lion", 1)])
+@pytest.mark.parametrize("name", ["a100", "h100"])
+def test_a_step_waits_for_the_link_and_the_device_holds_less(name: str, kind: str, link: int) -> None:
+    devices = cluster(name, 8)
+    usual, away = (
+        api.estimate(spec_of(optimiser=kind, offload=offload), devices) for offload in ("none", "host")
+    )
+    speed = devices.device.host_link
+    assert speed == {"a100": 32e9, "h100": 64e9}[name]
+    spec = away.spec
+    view = place_of(spec, 0)
+    size = moment_bytes(view, units(view))
+    staged = 3 * link * 4 * min(2**24, max(unit.part for unit in units(view)))
+    assert usual.memory.optimiser - away.memory.optimiser == pytest.approx(
+        size - staged, abs=1000
+    )  # AdamW's counts
+    found = away.offloaded
+    assert found is not None and usual.offloaded is None
+    assert found["bytes"] == size and found["node_bytes"] == 8 * size
+    assert found["seconds"] == pytest.approx(link * 4 * spec.model.parameters / 8 / speed, rel=1e-3)
+    assert found["seconds_on_device"] == usual.parts["optimiser"] < found["seconds"]
+    assert "moments in the host's memory" in offload(away) and offload(usual) == ""
+
+
+@pytest.mark.parametrize(
+    ("where", "kind", "says"),
+    [
+        ("h100", "disk", "train.offload: 'disk' cannot be planned for H100"),
+        ("cpu", "host", "train.offload: 'host' has no effect on"),
+        ("tpu-v5p", "host", "train.offload: 'host' cannot be planned for tpu-v5p"),
+    ],
+)
+def test_what_has_no_known_cost_is_refused(where: str, kind: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        api.plan(spec_of(offload=kind), where, gpus=8)
+    with pytest.raises(UserError, match=says):
+        api.estimate(spec_of(offload=kind), cluster(where, 8))
+
+
+def test_the_search_finds_what_fits_with_offloaded_moments() -> None:
+    wish = {"gpus": 4, "batch_tokens": "1M", "seq_len": 4096}
+    with pytest.raises(UserError, match="nothing fits"):
+        api.plan("llama3-8b", "l4", **wish)
+    found = api.plan("llama3-8b", "l4", overrides=[("train.offload", "host")], **wish)
+    assert found.best.offloaded is not None and found.best.fits(found.capacity)
