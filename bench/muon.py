@@ -27,20 +27,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.parallel.collectives import start_all_gather
+from meshwright.parallel.fsdp_unit import Unit
 from meshwright.parallel.mesh import build_mesh
 from meshwright.spec import RunSpec
 from meshwright.train.muon import RMS, STEPS, Muon, matrices_of, orthogonalised
-from meshwright.train.optimiser import Part
 from meshwright.train.step import Trainer
 
 
-def gathered_update(part: Part, flat: Tensor) -> None:
-    """Replace the matrices in a part's `flat` tensor by orthogonal ones, each scaled, made on every rank."""
-    axis = part.unit.shards
+def gathered_update(unit: Unit, flat: Tensor) -> None:
+    """Replace a unit's matrices in `flat` by orthogonal ones, each scaled, made on every rank."""
+    axis = unit.shards
     assert axis is not None
     every = flat.new_empty(axis.size, len(flat))
     start_all_gather(every.view(-1), flat, axis).wait()
-    for matrix in matrices_of(part.unit):
+    for matrix in matrices_of(unit):
         place = slice(matrix.start, matrix.start + matrix.size)
         whole = every[:, place].reshape(-1, matrix.part[1])[: matrix.rows]
         step = orthogonalised(whole) * (RMS * max(whole.shape) ** 0.5)
@@ -48,11 +48,11 @@ def gathered_update(part: Part, flat: Tensor) -> None:
         flat[place] = padded.view(axis.size, matrix.size)[axis.rank]
 
 
-def flops_of(parts: list[Part]) -> int:
-    """FLOPs of making all matrices of these parts orthogonal."""
+def flops_of(units: list[Unit]) -> int:
+    """FLOPs of making all matrices of these units orthogonal."""
     total = 0
-    for part in parts:
-        for matrix in matrices_of(part.unit):
+    for unit in units:
+        for matrix in matrices_of(unit):
             rows, columns = sorted((matrix.rows, matrix.part[1]))
             total += STEPS * (4 * rows * rows * columns + 2 * rows**3)
     return total
@@ -75,8 +75,8 @@ def work(rank: int, store: str, options: argparse.Namespace) -> None:
     assert mesh is not None
     optimiser = Trainer(spec, mesh).optimiser
     assert isinstance(optimiser, Muon)
-    parts = [part for part, _ in optimiser.exchanges]
-    sources = [torch.randn_like(part.flat) for part in parts]
+    exchanges = [exchange for _, exchange in optimiser.exchanges]
+    sources = [torch.randn(exchange.unit.decayed) for exchange in exchanges]
     seconds: dict[str, list[float]] = {"dealt": [], "gathered": []}
     results: dict[str, list[Tensor]] = {}
     for turn in range(options.rounds + 1):
@@ -84,8 +84,8 @@ def work(rank: int, store: str, options: argparse.Namespace) -> None:
             flats = [source.clone() for source in sources]
             dist.barrier()
             began = time.perf_counter()
-            for (part, exchange), flat in zip(optimiser.exchanges, flats, strict=True):
-                exchange.update(flat) if side == "dealt" else gathered_update(part, flat)
+            for exchange, flat in zip(exchanges, flats, strict=True):
+                exchange.update(flat) if side == "dealt" else gathered_update(exchange.unit, flat)
             dist.barrier()
             taken += [time.perf_counter() - began] if turn else []  # the first warms up
             results[side] = flats
@@ -93,8 +93,9 @@ def work(rank: int, store: str, options: argparse.Namespace) -> None:
         torch.testing.assert_close(dealt, gathered, rtol=1e-4, atol=1e-6)
     if rank == 0:
         median = {side: round(statistics.median(taken), 4) for side, taken in seconds.items()}
-        ratio, flops = round(median["gathered"] / median["dealt"], 3), flops_of(parts) / 1e12
-        own = sum(part.flat.numel() for part in parts)
+        ratio = round(median["gathered"] / median["dealt"], 3)
+        flops = flops_of([each.unit for each in exchanges]) / 1e12
+        own = sum(source.numel() for source in sources)
         received = {
             "dealt": 2 * own * (options.ranks - 1) // options.ranks,
             "gathered": own * (options.ranks - 1),

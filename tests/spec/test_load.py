@@ -175,6 +175,28 @@ RULES = [
         ["layout.stages", "[2, 1]", "3 blocks", "model.layers = 4", "try 2,2"],
     ),
     ({"layout": {"tp": 3}}, ["layout.tp", "3", "model.heads = 8", "try 4"]),
+    (
+        {"train": {"lr_factors": {"blocks.*.atn.q.weight": 0.5}}},
+        ["train.lr_factors.blocks.*.atn.q.weight: matches no parameter", "the nearest are", ".attn.q.weight"],
+    ),
+    (
+        {"train": {"weight_decays": {"*.attn.?.weight": 1, "*.attn.q.*": 0, "blocks.0.attn*": 2}}},
+        ["train.weight_decays.blocks.0.attn*: 2 and 1 of '*.attn.?.weight'", "both match blocks.0.attn.q"],
+    ),
+    (
+        {"model": {"mup_base_hidden": 64, "tied": True}},
+        ["model.mup_base_hidden: 64", "model.tied", "give model.tied = false"],
+    ),
+    (
+        {
+            "model": {
+                "mup_base_hidden": 64,
+                "kv_heads": 8,
+                "mla": {"q_rank": 16, "kv_rank": 8, "rope_dim": 4, "v_dim": 8},
+            }
+        },
+        ["model.mup_base_hidden: 64", "model.mla", "ranks of latents"],
+    ),
     ({"layout": {"tp": 2}, "model": {"ffn": 689}}, ["layout.tp", "2", "model.ffn = 689", "try 1"]),
     (
         {"layout": {"tp": 6}, "model": {"heads": 12, "kv_heads": 4, "hidden": 96, "ffn": 96}},
@@ -301,6 +323,12 @@ def test_flags_are_read_by_the_type_of_their_key() -> None:
     assert spec.train.batch_tokens == 16384
     assert from_tree({}, [("data.mixture.stdlib", "0.5")]).data.mixture == {"stdlib": 0.5}
     assert from_tree({}, [("data.mixture.../a.jsonl", "2")]).data.mixture == {"../a.jsonl": 2}
+    factors = [("train.lr_factors.embed.*", "0"), ("train.lr_factors.*.nrom?weight", "0.5")]
+    with pytest.raises(UserError, match=r"--train\.lr_factors\.\*\.nrom\?weight: matches no"):
+        from_tree({}, factors)
+    assert from_tree({}, factors[:1]).train.lr_factors == {"embed.*": 0.0}
+    filled = {"train": {"lr_factors": {"embed.*": 2, "head.*": 3}}}
+    assert from_tree(filled, [("train.lr_factors.embed.*", "none")]).train.lr_factors == {"head.*": 3}
     assert from_tree({"train": {"tokens": 1e9}}).train.tokens == 10**9
     assert spec.recompute.policy == "selective"
 

@@ -166,8 +166,19 @@ LOW: list[dict[str, object]] = [
         ("fp8-rowwise", {"layout__pp": 2}),
     )
 ]
-RESUMED += LOW + ROUNDED
-QUICK += LOW + ROUNDED
+GROUPED = [
+    {
+        "model__mup_base_hidden": 8,
+        "train__lr_factors__blocks.1.attn.?.weight": 0.5,
+        "train__weight_decays__*norm*": 0.1,
+        "layout__dp": 2,
+        "layout__zero": 2,
+        "train__optimiser": kind,
+    }
+    for kind in ("adamw", "muon")
+]
+RESUMED += LOW + ROUNDED + GROUPED
+QUICK += LOW + ROUNDED + GROUPED
 
 
 @pytest.mark.parametrize("flags", marked(RESUMED, QUICK))
@@ -227,6 +238,7 @@ def test_the_sample_record_knows_order_and_layout_does_not_matter(
     [
         ({"model__hidden": 48}, "model.hidden was 32 and is 48"),
         ({"train__beta2": 0.5}, "train.beta2 was 0.95 and is 0.5"),
+        ({"train__lr_factors__embed.*": 0.5}, ": train.lr_factors.embed.* was 'none' and is 0.5"),
         ({"precision__compute": "bf16"}, "precision.compute was 'fp32' and is 'bf16'"),
         ({"data__seq_len": 8, "train__batch_tokens": 128}, "trained on other data"),
     ],

@@ -292,6 +292,11 @@ virtual = 2
 stages = [0, 1, 1, 0]
 micro_batch = 1
 """
+PATTERNS = """
+[train.lr_factors]
+"blocks.11.*" = 0.5
+"head.*" = 2
+"""  # a narrowed copy has fewer blocks
 
 
 @pytest.mark.parametrize(
@@ -302,6 +307,7 @@ micro_batch = 1
         (SELECTIVE, BASE),
         (SELECTIVE, BASE | {"recompute.policy": "full"}),
         (SELECTIVE, BASE | {"recompute.save": "matmul", "layout.virtual": 2}),
+        (PATTERNS, {"model.preset": "moe-tiny", "model.layers": 12, "train.lr_factors.blocks.10.*": 0.5}),
     ],
 )
 def test_each_command_of_a_sweep_is_that_of_its_layout(

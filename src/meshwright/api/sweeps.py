@@ -121,9 +121,9 @@ def command_of(
     spec: RunSpec, small: RunSpec, given: tuple[Sequence[str], Overrides], steps: int, precision: str
 ) -> str:
     """Return the command that compares the `small` run; the `given` words and dotted flags make `spec`."""
-    words, flags = given[0], dict(given[1])
+    words, flags, known = given[0], dict(given[1]), known_keys()
     for key, (_, value) in differences(spec.to_json(), small.to_json()).items():
-        if value is None and not known_keys()[key].optional:
+        if value is None and key in known and not known[key].optional:
             flags.pop(key, None)  # a key of another recompute policy
         elif key not in ("model.preset", "model.hf"):
             flags[key] = _as_flag(value)

@@ -19,6 +19,7 @@ from torch import Tensor
 from meshwright.model.decoder import Decoder
 from meshwright.model.splitmix64 import mix64_, shift, stream
 from meshwright.spec import ModelSpec
+from meshwright.spec.mup import init_factor
 from meshwright.spec.tiling import tiling
 
 
@@ -34,16 +35,17 @@ def init_value(spec: ModelSpec, name: str) -> InitValue:
 
     Norm weights are one, biases zero, the rest N(0, init_std). The projections that write to the residual
     stream (attn.o, every down) are divided by sqrt(2 * layers), so that its variance does not grow with depth
-    (Radford et al. 2019, GPT-2, §2.3).
+    (Radford et al. 2019, GPT-2, §2.3). muP makes those of wider models smaller (`spec/mup.py`).
     """
     *path, leaf = name.split(".")
     if leaf == "bias":
         return InitValue(0.0, 0.0)
     if path[-1].endswith("norm"):
         return InitValue(1.0, 0.0)
+    std = spec.init_std * init_factor(spec, name)
     if path[-2:] == ["attn", "o"] or "down" in (path[-1], leaf):
-        return InitValue(0.0, spec.init_std / math.sqrt(2 * spec.layers))
-    return InitValue(0.0, spec.init_std)
+        return InitValue(0.0, std / math.sqrt(2 * spec.layers))
+    return InitValue(0.0, std)
 
 
 def fill_(

@@ -53,7 +53,7 @@ class ParamSlot(ShardedTensor):
 
     @property
     def decay(self) -> bool:
-        """True if weight decay applies: not to norms and biases."""
+        """True for a matrix, which `train.weight_decay` acts on; not for norms and biases."""
         return len(self.global_shape) >= 2
 
     @property
@@ -69,7 +69,7 @@ class ParamSlot(ShardedTensor):
 def make_slots(parameters: list[tuple[Piece, Owners]], ranks: int, rank: int) -> list[ParamSlot]:
     """Shard the rows of each piece over `ranks`, as DTensor's `Shard(0)` does, or `Shard(1)` for experts.
 
-    Parameters with weight decay come first; within each half those whose gradients the tensor axis must sum
+    Matrices come first; within each half those whose gradients the tensor axis must sum
     come last.
     """
     slots, start = [], 0

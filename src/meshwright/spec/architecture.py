@@ -88,6 +88,12 @@ class Architecture(FrozenModel):
     mlp_bias: bool = False
     tied: bool = Field(False, description="the embedding is also the output head")
     init_std: float = Field(0.02, gt=0)
+    mup_base_hidden: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_WIDTH,
+        description="muP (Yang et al. 2022): the hidden that train.lr and init_std were found at",
+    )
     moe: MoeSpec | None = Field(None, description="experts in place of the feed-forward layer")
     mla: MlaSpec | None = Field(None, description="attention over latents in place of grouped queries")
 

@@ -10,10 +10,13 @@ Tree = Mapping[str, Any]
 
 
 def differences(first: Tree, second: Tree) -> dict[str, tuple[Any, Any]]:
-    """Return the values of both trees by dotted key, where they differ; None where a tree has no such key."""
+    """Return the values of both trees by dotted key, where they differ; None where a tree has no such key.
+
+    A tree without a table is like one in which that is empty.
+    """
     one, other = _flat(first), _flat(second)
     pairs = {key: (one.get(key), other.get(key)) for key in sorted({*one, *other})}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    return {key: (a, b) for key, (a, b) in pairs.items() if a != b and (a, b) not in (({}, None), (None, {}))}
 
 
 def as_in_file(value: Any) -> str:

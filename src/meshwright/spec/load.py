@@ -147,7 +147,10 @@ def _overlay(tree: dict[str, Any], name: str, text: str) -> None:
             # A value of another type, such as "none", makes way for the table of the flag.
             node[step] = {}
         node = node[step]
-    node[last] = None if name in optional_tables() else _value(key, text)
+    if key is None and name not in optional_tables() and _is_none(text):
+        node.pop(last, None)
+    else:
+        node[last] = None if name in optional_tables() else _value(key, text)
 
 
 def _flag_key(name: str, text: str) -> Key | None:

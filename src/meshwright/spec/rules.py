@@ -13,6 +13,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.layout import SPLIT, TWO_STAGES, virtual_problem
 from meshwright.spec.low_precision_rules import LOW_PRECISION_RULES
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.parameter_groups import GROUP_RULES
 from meshwright.spec.records import show
 from meshwright.spec.sections import Sections
 from meshwright.spec.stages import even
@@ -383,6 +384,7 @@ RULES: tuple[Callable[[Sections], None], ...] = (
     one_corpus_or_a_mixture,
     rollbacks_have_checkpoints,
     *LOW_PRECISION_RULES,
+    *GROUP_RULES,
 )
 
 

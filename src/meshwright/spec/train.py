@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from meshwright.spec.base import MAX_BATCH, FrozenModel
 from meshwright.spec.errors import UserError
@@ -46,6 +46,13 @@ class TrainSpec(FrozenModel):
         "the matrices of blocks and AdamW for the rest, with AdamW's lr, and beta1 = 0.95",
     )
     weight_decay: float = Field(0.1, ge=0, description="decoupled; not on norms and biases")
+    lr_factors: dict[str, NonNegativeFloat] = Field(
+        default_factory=dict,
+        description="factors on the learning rate, by patterns of parameters' names; 0 freezes",
+    )
+    weight_decays: dict[str, NonNegativeFloat] = Field(
+        default_factory=dict, description="decay in place of the usual one, by patterns of parameters' names"
+    )
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
     eps: PositiveFloat = 1e-8

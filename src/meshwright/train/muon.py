@@ -24,7 +24,7 @@ from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.flat_param import ParamSlot
 from meshwright.parallel.fsdp_unit import Unit
 from meshwright.parallel.mesh import Axis, Mesh
-from meshwright.spec.train import TrainSpec
+from meshwright.spec import RunSpec
 from meshwright.train.offload import MomentMemory
 from meshwright.train.optimiser import AdamW, Part, cuts_of
 
@@ -89,6 +89,7 @@ class _Exchange:
     """Whole matrices of a unit's flat buffers, dealt to the ranks that share its storage."""
 
     def __init__(self, unit: Unit, mesh: Mesh, matrices: Sequence[_Matrix]) -> None:
+        self.unit = unit
         self.axis: Axis | None = unit.shards
         ranks, rank = (unit.shards.size, unit.shards.rank) if unit.shards else (1, 0)
         # The largest first, each to the rank with least, by sizes that all ranks know.
@@ -168,25 +169,30 @@ class Muon(AdamW):
         """Where the buffer of a moment begins in those of a unit: matrices have no second one."""
         return unit.decayed if moment == "exp_avg_sq" and matrices_of(unit) else 0
 
-    def __init__(self, states: DataParallel, train: TrainSpec, memory: MomentMemory) -> None:
-        super().__init__(states, train, memory)
-        self.exchanges: list[tuple[Part, _Exchange]] = []
-        for part in self.parts:
-            if len(part.moments) == 1:
-                matrices = matrices_of(part.unit)
-                self.exchanges.append((part, _Exchange(part.unit, states.mesh, matrices)))
+    def __init__(self, states: DataParallel, spec: RunSpec, memory: MomentMemory) -> None:
+        super().__init__(states, spec, memory)
+        self.exchanges: list[tuple[list[Part], _Exchange]] = []
+        for unit in states.units:
+            if matrices := matrices_of(unit):
+                parts = [part for part in self.parts if part.unit is unit and len(part.moments) == 1]
+                self.exchanges.append((parts, _Exchange(unit, states.mesh, matrices)))
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
         """Update the stored parameters from the units' gradients at learning rate `rate`."""
-        for part, exchange in self.exchanges:
-            step = torch.empty_like(part.gradient)
-            cuts = cuts_of(part, self.staging.length if self.staging else len(step))
-            for (_, start, end), (momentum,) in zip(cuts, self.moments_at(cuts), strict=True):
+        for parts, exchange in self.exchanges:
+            assert exchange.unit.gradient is not None
+            step = torch.empty_like(exchange.unit.gradient[: exchange.unit.decayed])
+            most = self.staging.length if self.staging else len(step)
+            cuts = [cut for part in parts for cut in cuts_of(part, most)]
+            for (part, start, end), (momentum,) in zip(cuts, self.moments_at(cuts), strict=True):
                 gradient = part.gradient[start:end]
                 momentum.lerp_(gradient, 1 - self.train.beta1)
-                torch.lerp(gradient, momentum, self.train.beta1, out=step[start:end])  # Nesterov's
+                nesterov = step[part.place][start:end]
+                torch.lerp(gradient, momentum, self.train.beta1, out=nesterov)
             exchange.update(step)
-            for _, flat, _, own in self.pieces([part._replace(moments=())], step):
-                flat.mul_(1 - rate * part.decay).sub_(own, alpha=rate)
+            for part in parts:
+                own_rate = rate * part.group.factor
+                for _, flat, _, own in self.pieces([part._replace(moments=())], step[part.place]):
+                    flat.mul_(1 - own_rate * part.group.decay).sub_(own, alpha=own_rate)
         super().step(rate)

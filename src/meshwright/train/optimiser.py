@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from meshwright.parallel.data_parallel import DataParallel
-from meshwright.parallel.flat_param import Stored
+from meshwright.parallel.flat_param import ParamSlot, Stored
 from meshwright.parallel.fsdp_unit import Unit
-from meshwright.spec.train import TrainSpec
+from meshwright.spec import RunSpec
+from meshwright.spec.parameter_groups import Group, group_of
 from meshwright.train.offload import MomentMemory, Span, Staging
 from meshwright.train.stochastic_rounding import Rows, chunks_of, draws, round_
 
@@ -21,14 +23,14 @@ _CHUNK = {"cpu": 2**18, "cuda": 2**24}
 
 
 class Part(NamedTuple):
-    """The decayed, or the undecayed, parameters of a unit that this rank stores, as one flat tensor."""
+    """Adjacent parameters of a unit that are updated alike, as one flat tensor of what this rank stores."""
 
     unit: Unit
     place: slice
     """Its place in the unit's buffers."""
     flat: Tensor
     moments: tuple[Tensor, ...]
-    decay: float
+    group: Group
 
     @property
     def gradient(self) -> Tensor:
@@ -50,13 +52,12 @@ def cuts_of(part: Part, most: int) -> list[Cut]:
 class Optimiser:
     """The moments of the parameters that a rank stores; a subclass updates both.
 
-    An update is of single elements, so that it does not depend on how parameters are sharded. Norms and
-    biases are not decayed.
+    An update is of single elements, so that it does not depend on how parameters are sharded.
     """
 
-    def __init__(self, states: DataParallel, train: TrainSpec, memory: MomentMemory) -> None:
-        self.states, self.train, self.updates = states, train, 0
-        sizes = {name: [u.part - self.begins(name, u) for u in states.units] for name in train.moments}
+    def __init__(self, states: DataParallel, spec: RunSpec, memory: MomentMemory) -> None:
+        self.states, self.train, self.updates = states, spec.train, 0
+        sizes = {name: [u.part - self.begins(name, u) for u in states.units] for name in spec.train.moments}
         flats = iter(
             memory.zeros([size for listed in sizes.values() for size in listed], states.formats.exact)
         )
@@ -69,16 +70,21 @@ class Optimiser:
             self.staging = Staging([*self.moments.values()], memory, states.mesh.device, least)
         self.parts: list[Part] = []
         for index, unit in enumerate(states.units):
-            for start, end, decay in ((0, unit.decayed, train.weight_decay), (unit.decayed, unit.part, 0.0)):
-                if start < end:
-                    begins = {name: self.begins(name, unit) for name in self.moments}
-                    moments = tuple(
-                        self.moments[name][index][start - begin : end - begin]
-                        for name, begin in begins.items()
-                        if begin <= start
-                    )
-                    place = slice(start, end)
-                    self.parts.append(Part(unit, place, unit.stored[place], moments, decay))
+            begins = {name: self.begins(name, unit) for name in self.moments}
+
+            def alike(slot: ParamSlot) -> tuple[bool, Group]:
+                return slot.decay, group_of(spec, slot.key, len(slot.global_shape))
+
+            for (_, group), slots in groupby(unit.slots, alike):
+                listed = list(slots)
+                start, end = listed[0].start, listed[-1].start + listed[-1].padded
+                moments = tuple(
+                    self.moments[name][index][start - begin : end - begin]
+                    for name, begin in begins.items()
+                    if begin <= start
+                )
+                place = slice(start, end)
+                self.parts.append(Part(unit, place, unit.stored[place], moments, group))
 
     def pieces(self, parts: Sequence[Part], *more: Tensor) -> Iterator[tuple[Any, ...]]:
         """(part, parameters, gradient, each moment, each of `more`) of a chunk at a time, to be updated.
@@ -151,19 +157,22 @@ class AdamW(Optimiser):
     One call updates all parts, or with weights in bf16, and with staged moments, a chunk of one.
     """
 
-    def __init__(self, states: DataParallel, train: TrainSpec, memory: MomentMemory) -> None:
-        super().__init__(states, train, memory)
-        device, groups = states.mesh.device, dict[float, list[Tensor]]()
+    def __init__(self, states: DataParallel, spec: RunSpec, memory: MomentMemory) -> None:
+        super().__init__(states, spec, memory)
+        train, device, groups = spec.train, states.mesh.device, dict[Group, list[Tensor]]()
         self._adam_parts = [part for part in self.parts if len(part.moments) == len(self.moments)]
         self._adam: torch.optim.AdamW | None = None
         if states.formats.rounded or memory.staged:
             return
         for part in self._adam_parts:
-            groups.setdefault(part.decay, []).append(part.flat)
+            groups.setdefault(part.group, []).append(part.flat)
         if not groups:  # a stage may hold nothing
-            groups[0.0] = [torch.zeros(0, device=device)]
+            groups[Group(1.0, 0.0)] = [torch.zeros(0, device=device)]
         self._adam = torch.optim.AdamW(
-            [{"params": flats, "weight_decay": decay} for decay, flats in groups.items()],
+            [
+                {"params": flats, "weight_decay": group.decay, "factor": group.factor}
+                for group, flats in groups.items()
+            ],
             lr=train.lr,
             betas=(train.beta1, train.beta2),
             eps=train.eps,
@@ -182,7 +191,7 @@ class AdamW(Optimiser):
             self._step_in_chunks(rate)
         else:
             for group in self._adam.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * group["factor"]
             for part in self._adam_parts:
                 part.flat.grad = part.gradient
             self._adam.step()
@@ -196,9 +205,9 @@ class AdamW(Optimiser):
         for part, flat, gradient, first, second in self.pieces(self._adam_parts):
             count = torch.full((), self.updates, dtype=torch.float32, device=device)
             adamw(
-                [flat], [gradient], [first], [second], [], [count], fused=True, amsgrad=False, lr=rate,
-                beta1=train.beta1, beta2=train.beta2, weight_decay=part.decay, eps=train.eps,
-                maximize=False,
+                [flat], [gradient], [first], [second], [], [count], fused=True, amsgrad=False,
+                lr=rate * part.group.factor, beta1=train.beta1, beta2=train.beta2,
+                weight_decay=part.group.decay, eps=train.eps, maximize=False,
             )  # fmt: skip
 
     def resume(self, updates: int) -> None:
@@ -217,7 +226,8 @@ class Lion(Optimiser):
         """Update the stored parameters from the units' gradients at learning rate `rate`."""
         beta1, beta2 = self.train.beta1, self.train.beta2
         for part, flat, gradient, momentum in self.pieces(self.parts):
+            own_rate = rate * part.group.factor
             direction = torch.lerp(momentum, gradient, 1 - beta1).sign_()
-            flat.mul_(1 - rate * part.decay).sub_(direction, alpha=rate)
+            flat.mul_(1 - own_rate * part.group.decay).sub_(direction, alpha=own_rate)
             momentum.lerp_(gradient, 1 - beta2)
         self.updates += 1

@@ -29,7 +29,7 @@ FREE = {
 }  # fmt: skip
 """Keys that may differ between a checkpoint and the run that resumes from it."""
 
-TRAINING = {"moe.aux_loss", "moe.z_loss", "moe.bias_rate", "moe.capacity_factor"}
+TRAINING = {"mup_base_hidden", "moe.aux_loss", "moe.z_loss", "moe.bias_rate", "moe.capacity_factor"}
 """Keys of a model that say how it is trained: an imported one may get other values."""
 
 

@@ -81,7 +81,7 @@ class Trainer:
             self.scaling = DelayedScaling(spec, mesh, self.states, products)
         kinds: dict[str, type[Optimiser]] = {"adamw": AdamW, "lion": Lion, "muon": Muon}
         self.optimiser = kinds[spec.train.optimiser](
-            self.states, spec.train, memory or MomentMemory(spec.train, mesh.device, mesh.control)
+            self.states, spec, memory or MomentMemory(spec.train, mesh.device, mesh.control)
         )
         self.loss_scale = LossScale(spec.precision)
         self.rest = 1.0

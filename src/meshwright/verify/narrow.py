@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from math import lcm
+from typing import Any
 
 from meshwright.spec import Layout, MlaSpec, ModelSpec, MoeSpec, RunSpec
+from meshwright.spec.parameters import parameters
 from meshwright.spec.precision import BLOCKS
 from meshwright.spec.stages import stages
 
@@ -53,6 +56,7 @@ def narrow(spec: RunSpec, most_work: float = MOST_WORK, least_tokens: int = 0) -
     if layout.pp > 1 and layout.stages != "even":
         tree["layout"]["stages"] = cut  # the run's, since a balanced one of the copy would be another
     tree["train"]["batch_tokens"] = seq_len * micro * microbatches * layout.data_ranks
+    _drop_patterns(tree)
     small = RunSpec.model_validate(tree)
     return small, _note(small, spec)
 
@@ -77,8 +81,18 @@ def narrow_for_all(spec: RunSpec, ranks: int) -> tuple[RunSpec, str | None]:
         tree["model"]["sliding_window"] = min(window, max(1, seq_len // 4))
     tree["data"]["seq_len"] = seq_len
     tree["train"]["batch_tokens"] = seq_len * _reduced(spec.batch_sequences, 2 * ranks, ranks)
+    _drop_patterns(tree)
     small = RunSpec.model_validate(tree)
     return small, _note(small, spec)
+
+
+def _drop_patterns(tree: dict[str, Any]) -> None:
+    """Remove patterns of `[train]` that match none of the parameters that are left."""
+    units = parameters(ModelSpec.model_validate(tree["model"])).values()
+    names = [parameter.name for unit in units for parameter in unit]
+    for key in ("lr_factors", "weight_decays"):
+        table = tree["train"][key].items()
+        tree["train"][key] = {p: value for p, value in table if any(fnmatchcase(n, p) for n in names)}
 
 
 def _note(small: RunSpec, spec: RunSpec) -> str:
@@ -129,6 +143,7 @@ def _narrow_model(spec: RunSpec, layout: Layout, layers: int) -> dict[str, objec
         **model.model_dump(mode="json"),
         "layers": layers,
         "hidden": hidden,
+        "mup_base_hidden": model.mup_base_hidden and max(1, hidden * model.mup_base_hidden // model.hidden),
         "ffn": _reduced(model.ffn, ffn, layout.tp * lcm(ranks, block)),
         "heads": heads,
         "kv_heads": kv_heads,

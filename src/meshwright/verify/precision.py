@@ -31,6 +31,7 @@ from meshwright.verify.measured import MARGIN, Measurements, compare_gradients
 from meshwright.verify.narrow import narrow
 from meshwright.verify.reference import SAMPLES, update
 from meshwright.verify.reference_data import batches
+from meshwright.verify.reference_groups import factor_and_decay
 from meshwright.verify.reference_low_precision import ReferenceLinears
 from meshwright.verify.reference_weights import initial_weights
 from meshwright.verify.rounding import exact_gradients, rounded_gradients
@@ -236,7 +237,7 @@ class _Comparison:
             target = before["parameter"][name].double().clone()
             kinds = spec.train.moments_of(name, grad.ndim)
             moments = [before[kind][name].double() for kind in kinds]
-            update(target, grad * clip, moments, spec.train, number)
+            update(target, grad * clip, moments, spec.train, number, *factor_and_decay(spec, name, grad.ndim))
             for kind, tensor in zip((*kinds, "parameter"), (*moments, target), strict=True):
                 wanted[kind][name] = tensor
         for kind, which in zip(spec.train.moments, ("first", "second"), strict=False):

@@ -17,6 +17,7 @@ from meshwright.data.loader import Batch
 from meshwright.spec import RunSpec
 from meshwright.spec.train import TrainSpec
 from meshwright.verify.reference_decoder import ReferenceDecoder, Routing
+from meshwright.verify.reference_groups import factor_and_decay
 from meshwright.verify.reference_low_precision import ReferenceLinears
 from meshwright.verify.reference_rounding import stochastic
 from meshwright.verify.reference_router import move_bias, router_losses, router_statistics
@@ -71,7 +72,8 @@ def reference_steps(
         clip_factor = 1.0 if spec.train.clip is None else min(1.0, spec.train.clip / (float(norm) + 1e-6))
         for (name, parameter), grad in zip(parameters.items(), found, strict=True):
             own = [kept[name] for kept in moments.values() if name in kept]
-            update(parameter, grad * clip_factor, own, spec.train, number)
+            factor, decay = factor_and_decay(spec, name, parameter.ndim)
+            update(parameter, grad * clip_factor, own, spec.train, number, factor, decay)
             if spec.precision.master == "bf16":
                 parameter.data = stochastic(parameter, spec.train.seed, number, name)
         for layer, routing in routings.items():
@@ -109,9 +111,22 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def update(parameter: Tensor, grad: Tensor, moments: Sequence[Tensor], train: TrainSpec, number: int) -> None:
-    """The step of the run's optimiser on one parameter, in place; vectors are not decayed."""
-    rate, decay = rate_of_step(train, number), train.weight_decay if parameter.ndim >= 2 else 0.0
+def update(
+    parameter: Tensor,
+    grad: Tensor,
+    moments: Sequence[Tensor],
+    train: TrainSpec,
+    number: int,
+    factor: float = 1.0,
+    decay: float | None = None,
+) -> None:
+    """The step of the run's optimiser on one parameter, in place, at `factor` times the learning rate.
+
+    By default matrices are decayed by `train.weight_decay`, and vectors are not.
+    """
+    if decay is None:
+        decay = train.weight_decay if parameter.ndim >= 2 else 0.0
+    rate = factor * rate_of_step(train, number)
     kind = "adamw" if len(moments) == 2 else train.optimiser
     direction = {"adamw": _adamw, "lion": _lion, "muon": _muon}[kind](grad, moments, train, number)
     parameter.sub_(rate * (direction + decay * parameter))

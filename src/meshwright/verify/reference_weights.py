@@ -35,6 +35,8 @@ def _initial(model: ModelSpec, seed: int, name: str, shape: tuple[int, ...]) -> 
     """Norms are one, biases zero, other weights N(0, init_std).
 
     Those that write to the residual stream are divided by sqrt(2 * layers) (Radford et al. 2019, §2.3).
+    With muP, variances fall as 1 / fan-in, and those of the head and of routers as its square (Yang et al.
+    2022, table 3).
     """
     if name.endswith(".bias"):
         return torch.zeros(shape, dtype=torch.float64)
@@ -42,6 +44,10 @@ def _initial(model: ModelSpec, seed: int, name: str, shape: tuple[int, ...]) -> 
         return torch.ones(shape, dtype=torch.float64)
     writes_residual = name.endswith((".attn.o.weight", ".down.weight", ".experts.down"))
     std = model.init_std / math.sqrt(2 * model.layers) if writes_residual else model.init_std
+    if model.mup_base_hidden is not None and not name.startswith("embed."):
+        widening = model.hidden / model.mup_base_hidden
+        finite = name.startswith("head.") or "router" in name  # numbers of outputs
+        std /= widening if finite else math.sqrt(widening)
     return _normals(seed, name, math.prod(shape)).mul_(std).reshape(shape)
 
 

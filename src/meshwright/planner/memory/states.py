@@ -15,23 +15,26 @@ bf16, else m = e), its P numbers, padding included, take (cf. Rajbhandari et al.
 of ZeRO-1, and of a pipeline in ZeRO-2 and 3 too, wait whole for the step's last microbatch and are added up
 exactly: P e instead of P r, also for n = 1, where that is then their only memory.
 Otherwise they are reduced as they arise. AdamW has two moments, and counts its steps in a number of 4 bytes
-for each buffer with weight decay, and for each without, but for weights in bf16; Lion has one, and Muon has
-one of matrices of blocks. Moments that `train.offload` keeps elsewhere take no bytes of the device, but for
-the pieces of them that pass through a GPU in an update (`train/offload.py`), which then needs no such counts.
+for each run of adjacent parameters of a unit that are updated alike (matrices and the rest, where no pattern
+divides them), but for weights in bf16; Lion has one, and Muon has one of matrices of blocks. Moments that
+`train.offload` keeps elsewhere take no bytes of the device, but for the pieces of them that pass through a
+GPU in an update (`train/offload.py`), which then needs no such counts.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from itertools import groupby
 
 from meshwright.planner.rank_view import RankView, Widths, gathered_bytes, part_elements, place_of, widths
 from meshwright.planner.traffic.layer_shape import balance_counts
 from meshwright.schedule import Action, Kind, make
 from meshwright.spec import RunSpec
 from meshwright.spec.layout import HOLD_ALL, SPLIT
+from meshwright.spec.parameter_groups import group_of
 from meshwright.spec.parameters import Parameter, Piece, parameters
 from meshwright.spec.tiling import tiling
 
@@ -75,6 +78,8 @@ class StateShard:
     """The stage of ZeRO."""
     sent: int
     """Bytes of a rank's part as it is gathered."""
+    counts: int
+    """Counts of steps that AdamW has of it."""
 
     @property
     def whole(self) -> int:
@@ -110,11 +115,8 @@ def states_at(view: RankView, shards: Sequence[StateShard], staged: bool = False
         else:
             masters += stored
             parameters += 0 if unit.zero == 3 else unit.whole * width.compute
-        one = _single(view, unit)
         if view.spec.precision.master == "fp32" and not staged:
-            optimiser += STEP_COUNT * (
-                (unit.decays > 0 and not one) + (one < unit.part and unit.decays < unit.part)
-            )
+            optimiser += STEP_COUNT * unit.counts
     balance = 0
     if moe is not None:
         biases = view.routed * moe.experts if moe.bias else 0
@@ -149,7 +151,7 @@ def units(view: RankView) -> list[StateShard]:
     experts = layout.expert_data_ranks if moe is not None else 1
     zero = layout.zero if max(layout.shard_ranks, experts) > 1 else 0
 
-    def shards(listed: list[tuple[Parameter, Piece]]) -> Iterator[StateShard]:
+    def shards(unit: str, listed: list[tuple[Parameter, Piece]]) -> Iterator[StateShard]:
         for routed, ranks in ((False, layout.shard_ranks), (True, experts)):
             ranks = ranks if zero else 1
             pieces = [piece for _, piece in listed if (piece.experts is not None) == routed]
@@ -157,12 +159,30 @@ def units(view: RankView) -> list[StateShard]:
                 sizes = [(part_elements(piece, ranks), len(piece.global_shape) >= 2) for piece in pieces]
                 decays = sum(size for size, decay in sizes if decay)
                 sent = gathered_bytes(view.spec, pieces, ranks)
-                yield StateShard("", routed, ranks, sum(size for size, _ in sizes), decays, zero, sent)
+                part, counts = sum(size for size, _ in sizes), _adam_counts(view.spec, unit, pieces)
+                yield StateShard(unit, routed, ranks, part, decays, zero, sent, counts)
 
     every = view.pieces()
-    kinds = {id(listed): listed for listed in every.values()}  # blocks of one kind share a list
-    of_kind = {kind: list(shards(listed)) for kind, listed in kinds.items()}
+    if view.spec.train.lr_factors or view.spec.train.weight_decays:  # patterns may name a block
+        return [shard for name, listed in every.items() for shard in shards(name, listed)]
+    kinds = {id(listed): (name, listed) for name, listed in every.items()}  # blocks of one kind share a list
+    of_kind = {kind: list(shards(*named)) for kind, named in kinds.items()}
     return [replace(shard, name=name) for name, listed in every.items() for shard in of_kind[id(listed)]]
+
+
+def _adam_counts(spec: RunSpec, unit: str, pieces: Iterable[Piece]) -> int:
+    """Runs of adjacent parameters, in the order of a unit's buffers, that AdamW updates alike.
+
+    Blocks share their pieces, which then have the names of another block.
+    """
+    alike = []
+    for piece in sorted(pieces, key=lambda piece: (len(piece.global_shape) < 2, piece.summed)):
+        name, dims = piece.key, len(piece.global_shape)
+        if name.startswith("blocks."):
+            name = f"{unit}.{name.split('.', 2)[2]}"
+        if len(spec.train.moments_of(name, dims)) == 2:
+            alike.append((dims >= 2, group_of(spec, name, dims)))
+    return sum(1 for _ in groupby(alike))
 
 
 def waits(spec: RunSpec, unit: StateShard) -> bool:

@@ -1,0 +1,79 @@
+"""Learning rate and weight decay of each parameter: patterns of names in `[train]`, and factors of muP.
+
+In a pattern `*` stands for any characters and `?` for one. Of several that match a name the one with most
+other characters holds, wherever it stands: so a table means the same in any order.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from meshwright.spec.errors import UserError
+from meshwright.spec.mup import rate_factor, widths_are_known
+from meshwright.spec.parameters import parameters
+from meshwright.spec.sections import Sections
+
+
+class Group(NamedTuple):
+    """How a parameter is updated."""
+
+    factor: float
+    """Factor on the learning rate."""
+    decay: float
+    """Weight decay; a step shrinks the parameter by rate x factor x decay of it."""
+
+
+def group_of(spec: Sections, name: str, dims: int) -> Group:
+    """The group of the parameter `name` (as in `Decoder.named_parameters`) of `dims` dims.
+
+    muP divides the decay by its factor, so that rate x decay is as at the base (Wang & Aitchison 2024, arXiv
+    2405.13698); that of `train.lr_factors` acts on both.
+    """
+    train, width = spec.train, rate_factor(spec.model, spec.train.optimiser, name, dims)
+    usual = train.weight_decay if dims >= 2 else 0.0
+    decay = _chosen(train.weight_decays, name, usual)
+    return Group(_chosen(train.lr_factors, name, 1.0) * width, decay / width)
+
+
+def _chosen(table: Mapping[str, float], name: str, usual: float) -> float:
+    """The value of the most specific pattern that matches `name`, or `usual` if there is none."""
+    matching = [pattern for pattern in table if fnmatchcase(name, pattern)]
+    return table[max(matching, key=_specific)] if matching else usual
+
+
+def _specific(pattern: str) -> int:
+    """Number of characters that stand for themselves."""
+    return len(pattern) - pattern.count("*") - pattern.count("?")
+
+
+def patterns_match_parameters(spec: Sections) -> None:
+    """Each pattern matches a parameter, and no two that match one are as specific with other values."""
+    tables = {"lr_factors": spec.train.lr_factors, "weight_decays": spec.train.weight_decays}
+    if not any(tables.values()):
+        return
+    names = [parameter.name for unit in parameters(spec.model).values() for parameter in unit]
+    for key, table in tables.items():
+        for pattern in table:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.0)
+                raise UserError(
+                    f"train.{key}.{pattern}: matches no parameter of the model; the nearest are "
+                    f"{', '.join(near)}"
+                )
+        for name in names:
+            matching = [pattern for pattern in table if fnmatchcase(name, pattern)]
+            best = [pattern for pattern in matching if _specific(pattern) == max(map(_specific, matching))]
+            for one, other in itertools.pairwise(best):
+                if table[one] == table[other]:
+                    continue
+                raise UserError(
+                    f"train.{key}.{other}: {table[other]:g} and {table[one]:g} of '{one}', which is as "
+                    f"specific, both match {name}; give '{name}' too, or one of them a longer pattern"
+                )
+
+
+GROUP_RULES = (patterns_match_parameters, widths_are_known)

@@ -1,0 +1,67 @@
+"""Rates and decays of single parameters, by patterns and by muP."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from meshwright.model.init import init_value
+from meshwright.spec import RunSpec
+from meshwright.spec.parameter_groups import Group, group_of
+
+
+def spec_of(train: dict[str, Any], model: dict[str, Any] | None = None) -> RunSpec:
+    return RunSpec.model_validate({"model": {"preset": "moe-tiny"} | (model or {}), "train": train})
+
+
+def test_the_most_specific_pattern_holds_in_any_order() -> None:
+    patterns = {"*": 2.0, "blocks.*": 3.0, "blocks.1.*": 4.0, "*.mlp.router.weight": 5.0}
+    wanted = {
+        "embed.weight": 2.0, "blocks.0.attn_norm.weight": 3.0, "blocks.1.attn.q.weight": 4.0,
+        "blocks.1.mlp.router.weight": 5.0,
+    }  # fmt: skip
+    for listed in itertools.permutations(patterns.items()):
+        spec = spec_of({"lr_factors": dict(listed), "weight_decays": {"blocks.?.attn_norm.*": 0.25}})
+        assert {name: group_of(spec, name, 2).factor for name in wanted} == wanted
+    assert group_of(spec, "blocks.0.attn_norm.weight", 1) == Group(3.0, 0.25)
+    assert group_of(spec, "blocks.0.mlp_norm.weight", 1) == Group(3.0, 0.0)
+    assert group_of(spec, "embed.weight", 2) == Group(2.0, 0.1)
+
+
+def test_without_patterns_matrices_are_decayed_at_the_rate_of_the_run() -> None:
+    assert group_of(spec_of({}), "embed.weight", 2) == Group(1.0, 0.1)
+    assert group_of(spec_of({}), "blocks.0.mlp.experts.down", 3) == Group(1.0, 0.1)
+    assert group_of(spec_of({}), "head.norm.weight", 1) == Group(1.0, 0.0)
+
+
+@pytest.mark.parametrize(("optimiser", "hidden"), [("adamw", 1 / 4), ("lion", 1 / 4), ("muon", 1 / 2)])
+def test_mup_is_table_3(optimiser: str, hidden: float) -> None:
+    """A model four times as wide as its base; rates x decay are those of the base."""
+    plain = spec_of({"optimiser": optimiser})
+    factors = {"blocks.0.attn.q.weight": 3.0}
+    spec = spec_of(
+        {"optimiser": optimiser, "lr_factors": factors},
+        {"mup_base_hidden": plain.model.hidden // 4},
+    )
+    wanted = {
+        "embed.weight": (2, 1.0, 1.0), "head.norm.weight": (1, 1.0, 1.0), "head.weight": (2, 1 / 4, 1 / 4),
+        "blocks.0.mlp.router.weight": (2, 1 / 4, 1 / 4), "blocks.0.attn.o.weight": (2, hidden, 1 / 2),
+        "blocks.0.mlp.experts.down": (3, hidden, 1 / 2), "blocks.0.attn.q.weight": (2, 3 * hidden, 1 / 2),
+    }  # fmt: skip
+    for name, (dims, factor, std) in wanted.items():
+        group = group_of(spec, name, dims)
+        assert group.factor == factor, name
+        assert group.factor * group.decay == pytest.approx(factors.get(name, 1) * (0.1 if dims > 1 else 0))
+        assert init_value(spec.model, name).std == pytest.approx(std * init_value(plain.model, name).std), (
+            name
+        )
+
+
+def test_a_model_of_the_bases_width_is_the_base() -> None:
+    plain = spec_of({})
+    base = spec_of({}, {"mup_base_hidden": plain.model.hidden})
+    for name, dims in (("embed.weight", 2), ("head.weight", 2), ("blocks.0.attn.q.weight", 2)):
+        assert group_of(base, name, dims) == group_of(plain, name, dims)
+        assert init_value(base.model, name) == init_value(plain.model, name)
