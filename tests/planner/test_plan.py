@@ -444,3 +444,20 @@ def test_a_very_deep_model_that_fits_nothing_is_answered_soon() -> None:
         api.plan("llama3-8b", "h100", overrides=[("model.layers", "6000")], **deep)
     assert "\n" not in str(error.value)
     assert time.process_time() - begin < 60
+
+
+@pytest.mark.parametrize("tokens", [3e8, 4e9])
+def test_days_count_the_slower_start_of_a_growing_batch(tokens: float) -> None:
+    flags = [("layout.pp", "4"), ("layout.micro_batch", "1"), ("train.batch_warmup", "32768:1e8,65536:1e9")]
+    best = api.plan("llama3-8b", "h100", overrides=flags, top=1, **WISH).best
+    seconds = seen = 0.0
+    for size, until in ((32768, 1e8), (65536, 1e9), (best.spec.train.batch_tokens, tokens)):
+        tree = best.spec.to_json()
+        tree["train"] |= {"batch_tokens": size, "batch_warmup": []}
+        trained = max(0.0, min(until, tokens) - seen)
+        seconds += trained / size * Plan(RunSpec.model_validate(tree), best.costs).step_seconds
+        seen += trained
+    steady = Plan(best.spec.at_step(10**9), best.costs)
+    ratio = seconds / (tokens / steady.tokens_per_second)
+    assert ratio > 1.02
+    assert best.training(tokens).days / steady.training(tokens).days == pytest.approx(ratio, rel=1e-3)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from test_run import Notes, spec_of
@@ -24,7 +25,7 @@ from meshwright.train.spikes import SpikeDetector
 from ranks import Ranks
 
 Range = tuple[int, int]
-"""Batches from a first up to an end."""
+"""Samples from a first up to an end."""
 RULE = RecoverySpec(on_spike="stop", spike_window=50, spike_steps=3)
 
 
@@ -84,17 +85,19 @@ def test_steps_take_the_batches_that_were_not_skipped(corpus: Path) -> None:
     for _ in range(6):
         first = chance.randrange(60)
         end = first + chance.randrange(1, 20)
-        loader.skip(first, end)
+        loader.skip(first * SEQUENCES, end * SEQUENCES)
         left = [batch for batch in left if not first <= batch < end]
-        assert [loader.batch_of(step) for step in range(50)] == left[:50]
+        assert [loader.first_sample(step) // SEQUENCES for step in range(50)] == left[:50]
         assert all(end < first for (_, end), (first, _) in pairwise(loader.skipped))
         assert loader.step(7).ids.equal(Loader(open_corpus(spec), spec, 0, 1).step(left[7]).ids)
     loader.close()
 
 
 STEPS = 27
-POISONED = range(16, 19)
-"""Numbers of the batches that make the loss spike, in steps 17 to 19."""
+SEQUENCES = 8
+"""Samples of a batch of `spec_of`."""
+POISONED = range(16 * SEQUENCES, 19 * SEQUENCES)
+"""Numbers of the samples that make the loss spike, in steps 17 to 19."""
 FLAGS: dict[str, object] = {
     "train__steps": STEPS, "checkpoint__every": 5, "checkpoint__keep": 9, "recovery__spike_window": 8,
     "train__schedule": "constant", "train__warmup_steps": 0, "train__lr": 1e-3, "recovery__spike_sigmas": 2,
@@ -102,13 +105,17 @@ FLAGS: dict[str, object] = {
 }  # fmt: skip
 
 
-def poison(run: TrainingRun, batches: Collection[int]) -> None:
-    """Replace the targets of these batches by one rare token, whatever step takes them."""
+def of_batches(first: int, end: int) -> Range:
+    return first * SEQUENCES, end * SEQUENCES
+
+
+def poison(run: TrainingRun, samples: Collection[int]) -> None:
+    """Replace the targets of batches that begin with one of these samples by one rare token."""
     make, loader = run.loader._make, run.loader
 
     def poisoned(step: int) -> Batch:
         batch = make(step)
-        if loader.batch_of(step) in batches:
+        if loader.first_sample(step) in samples:
             batch.targets[batch.targets >= 0] = 299
         return batch
 
@@ -118,7 +125,7 @@ def poison(run: TrainingRun, batches: Collection[int]) -> None:
 def spiked(
     mesh: Mesh, spec: RunSpec, out: Path, bad: Collection[int], resume: str | None, skipped: Sequence[Range]
 ) -> tuple[dict[str, Any], list[Any], str]:
-    """Result, events and error of a run with these `bad` batches, which leaves out the `skipped` ones."""
+    """Result, events and error of a run with these `bad` samples, which leaves out the `skipped` ones."""
     notes = Notes()
     run = TrainingRun(spec, mesh, out, Observers([notes]))
     poison(run, bad)
@@ -139,14 +146,14 @@ def run_spiked(
 def never_seen(
     ranks: Ranks, spec: RunSpec, out: Path, skipped: Sequence[Range], bad: Collection[int] = POISONED
 ) -> dict[str, Any]:
-    """The result of a run that never saw these batches."""
+    """The result of a run that never saw the `skipped` samples."""
     calm = spec.model_copy(update={"recovery": RecoverySpec()})
     return ranks.run(spec.layout, spiked, calm, out, bad, None, skipped)[0][0]
 
 
 def rollbacks(events: list[Any]) -> list[tuple[int, int, Range]]:
     told = [fields for kind, fields in events if kind == "rollback"]
-    return [(fields["from"], fields["step"], tuple(fields["skipped_batches"])) for fields in told]
+    return [(fields["from"], fields["step"], tuple(fields["skipped_samples"])) for fields in told]
 
 
 @pytest.mark.parametrize(
@@ -164,8 +171,8 @@ def test_a_rollback_trains_as_if_the_batches_had_never_been(
     spec = spec_of(corpus, **flags, recovery__spike_skip=most)
     result, events, _ = run_spiked(ranks, spec, tmp_path / "spiked")
     assert [fields["first_step"] for kind, fields in events if kind == "spike"] == [17]
-    assert rollbacks(events) == [(19, 15, skipped)]
-    calm = never_seen(ranks, spec, tmp_path / "calm", [skipped])
+    assert rollbacks(events) == [(19, 15, of_batches(*skipped))]
+    calm = never_seen(ranks, spec, tmp_path / "calm", [of_batches(*skipped)])
     assert result["steps"] == calm["steps"] == STEPS
     assert result["parameters_sha256"] == calm["parameters_sha256"]
     assert result["samples_sha256"] == calm["samples_sha256"]
@@ -191,10 +198,12 @@ def test_a_resume_leaves_out_what_was_skipped(
 def test_a_second_spike_before_a_save_goes_back_to_the_same_step(
     ranks: Ranks, corpus: Path, tmp_path: Path
 ) -> None:
-    spec, bad = spec_of(corpus, **FLAGS), [*range(16, 22), *range(30, 33)]
+    spec = spec_of(corpus, **FLAGS)
+    bad = [*range(*of_batches(16, 22)), *range(*of_batches(30, 33))]
     result, events, _ = run_spiked(ranks, spec, tmp_path / "spiked", bad)
-    assert rollbacks(events) == [(19, 15, (15, 19)), (18, 15, (19, 22)), (26, 20, (27, 33))]
-    calm = never_seen(ranks, spec, tmp_path / "calm", [(27, 33), (15, 22)])
+    left_out = [of_batches(15, 19), of_batches(19, 22), of_batches(27, 33)]
+    assert rollbacks(events) == [(19, 15, left_out[0]), (18, 15, left_out[1]), (26, 20, left_out[2])]
+    calm = never_seen(ranks, spec, tmp_path / "calm", [left_out[2], of_batches(15, 22)])
     assert result["parameters_sha256"] == calm["parameters_sha256"]
     assert result["samples_sha256"] == calm["samples_sha256"]
 
@@ -224,3 +233,27 @@ def test_spikes_are_ignored_by_default(ranks: Ranks, corpus: Path, tmp_path: Pat
     spec = spec_of(corpus, **(FLAGS | {"recovery__on_spike": "ignore"}))
     result, events, _ = run_spiked(ranks, spec, tmp_path)
     assert result["steps"] == STEPS and not [kind for kind, _ in events if kind == "spike"]
+
+
+def spiked_as_before(mesh: Mesh, *run: Any) -> tuple[dict[str, Any], list[Any], str]:
+    """`spiked`, with checkpoints as they were before `train.batch_warmup`: they count skipped batches."""
+    metadata = TrainingRun._metadata
+
+    def counted(self: TrainingRun, samples: str) -> dict[str, Any]:
+        kept = metadata(self, samples)
+        ranges = kept["guard"].pop("skipped_samples")
+        kept["guard"]["skipped_batches"] = [(first // SEQUENCES, end // SEQUENCES) for first, end in ranges]
+        return kept
+
+    with patch.object(TrainingRun, "_metadata", counted):
+        return spiked(mesh, *run)
+
+
+def test_a_resume_from_a_checkpoint_that_counts_batches(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
+    spec, part = spec_of(corpus, **FLAGS), spec_of(corpus, **FLAGS, train__stop_at=22)
+    whole, _, _ = run_spiked(ranks, spec, tmp_path / "whole")
+    ranks.run(part.layout, spiked_as_before, part, tmp_path / "halves", POISONED, None, ())
+    both, events, _ = run_spiked(ranks, spec, tmp_path / "halves", (), "auto")
+    assert not rollbacks(events)
+    assert both["samples_sha256"] == whole["samples_sha256"]
+    assert both["parameters_sha256"] == whole["parameters_sha256"]

@@ -104,8 +104,8 @@ def _train_with_others(
     if not specs:
         raise UserError(
             f"--nodes: {spec.layout.describe()} cannot be run by {least} to {most} hosts of {ranks} ranks; "
-            f"tp x cp x pp must divide the ranks, and the data ranks the {spec.batch_sequences} sequences of "
-            f"a batch"
+            f"tp x cp x pp must divide the ranks, and the data ranks the {spec.shared_sequences} sequences "
+            f"of a batch"
         )
     own, interface = own_address(address)
     flags = ["--out", str(out), *(["--quiet"] if quiet else [])]

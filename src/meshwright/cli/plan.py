@@ -221,6 +221,7 @@ def _show(plans: Plans, limit: float | None, why: bool) -> None:
     if plans.model_found is not None:
         show.line(f"the largest that fits: {described(plans.model_found)}")
     batch = plans.note or f"{best.spec.train.batch_tokens:,} tokens"
+    batch += best.spec.train.warmup_in_words
     show.line(f"batch {batch}; sequences of {best.spec.data.seq_len:,}")
     if plans.objective == "longest-context" and best.spec.batch_sequences == 1:
         show.line("the batch is one sequence: with a larger --batch-tokens longer ones may fit")

@@ -53,6 +53,7 @@ def check(call: Call) -> None:
         f"{show.count(spec.microbatches, 'microbatch')} of "
         f"{show.count(spec.micro_batch, 'sequence')} on each rank; "
         f"{show.count(spec.train.total_steps, 'step')} of {spec.train.batch_tokens:,} tokens"
+        f"{spec.train.warmup_in_words}"
     )
     show.result(call, facts, lambda _: show.line(sentence))
 

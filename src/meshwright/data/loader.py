@@ -45,14 +45,15 @@ class Batch:
 class Loader:
     """The batches of data rank `rank` of `ranks`.
 
-    Slot j of batch b holds global sample b * batch_sequences + j, whatever the number of ranks; a rank reads
-    its contiguous share of the slots. Step s takes batch s, or where batches were skipped the s-th that was
-    not.
+    Step s takes the global samples from that on which follows those of the steps before, one for each slot of
+    its batch, whatever the number of ranks; skipped samples are left out of the count. A rank reads its
+    contiguous share of the slots.
     """
 
     def __init__(self, corpus: Corpus, spec: RunSpec, rank: int, ranks: int) -> None:
-        if not 0 <= rank < ranks or spec.batch_sequences % ranks:
-            raise ValueError(f"rank {rank} of {ranks} for a batch of {spec.batch_sequences} sequences")
+        if not 0 <= rank < ranks or spec.shared_sequences % ranks:
+            raise ValueError(f"rank {rank} of {ranks} for a batch of {spec.shared_sequences} sequences")
+        self._train = spec.train
         self._corpus = corpus
         self._order = corpus.order(spec.train.seed)
         self._sequences = spec.batch_sequences
@@ -62,26 +63,35 @@ class Loader:
         self._next: tuple[int, Future[Batch]] | None = None
         self._failure: Exception | None = None
         self.skipped: list[tuple[int, int]] = []
-        """Batches that no step takes, as ranges [first, end) that are apart from each other, in order."""
+        """Global samples that no step takes, as ranges [first, end) that are apart from each other, in order.
+        """
 
     def skip(self, first: int, end: int) -> None:
-        """Leave out the batches from `first` up to `end`, too; for steps that are asked for after this."""
+        """Leave out the samples from `first` up to `end`, too; for steps that are asked for after this."""
         apart = [pair for pair in self.skipped if pair[1] < first or end < pair[0]]
         touched = [(first, end), *(pair for pair in self.skipped if pair not in apart)]
         self.restore(sorted([*apart, (min(touched)[0], max(end for _, end in touched))]))
 
     def restore(self, skipped: Iterable[Sequence[int]]) -> None:
-        """Set the skipped batches, as `skipped` lists them."""
-        self._next = None  # made of other batches
+        """Set the skipped samples, as `skipped` lists them."""
+        self._next = None  # made of other samples
         self.skipped = [(first, end) for first, end in skipped]
 
-    def batch_of(self, step: int) -> int:
-        """Return the number of the batch that a step takes."""
-        number = step
+    def first_sample(self, step: int) -> int:
+        """Return the number of the first global sample that a step takes, from 0."""
+        return int(self._samples(step, np.zeros(1, dtype=np.int64))[0])
+
+    def end_of_samples(self, step: int) -> int:
+        """Return the number of the last global sample that a step takes, plus 1."""
+        last = self._train.batch_of_step(step + 1) // self._seq_len - 1
+        return int(self._samples(step, np.array([last]))[0]) + 1
+
+    def _samples(self, step: int, slots: I64) -> I64:
+        """Return the numbers of the global samples in slots of a step."""
+        numbers = self._train.tokens_after(step) // self._seq_len + slots
         for first, end in self.skipped:
-            if number >= first:
-                number += end - first
-        return number
+            numbers = np.where(numbers >= first, numbers + (end - first), numbers)
+        return numbers
 
     def step(self, step: int) -> Batch:
         """Return this rank's samples of optimiser step `step`, from 0: a function of (seed, step, skipped).
@@ -135,10 +145,9 @@ class Loader:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _make(self, step: int) -> Batch:
-        share = self._sequences // self._ranks
+        share = self._train.batch_of_step(step + 1) // self._seq_len // self._ranks
         slot = self._rank * share + np.arange(share)
-        sample = self.batch_of(step) * self._sequences + slot
-        ids = self._corpus.train.ids(*self._order.at(sample))
+        ids = self._corpus.train.ids(*self._order.at(self._samples(step, slot)))
         return _batch(self._corpus.train.gather(ids), ids, slot)
 
 

@@ -151,7 +151,7 @@ def resolve(
         return from_tree(tree, fit_layout(tree, overrides, ranks), source, ranks)
     alone = from_tree(tree, fit_layout(tree, overrides, 1), source)
     for ranks in range(count_devices(), 1, -1):
-        share, rest = divmod(alone.batch_sequences, ranks)
+        share, rest = divmod(alone.shared_sequences, ranks)
         if rest == 0 and share % (alone.layout.micro_batch or 1) == 0:
             return from_tree(tree, fit_layout(tree, overrides, ranks), source)
     return alone

@@ -148,7 +148,7 @@ class LayoutSpace:
             for shared in [wanted] if wanted is not None else [True, False] if tp > 1 else [True]:
                 for cp in self._pick("cp", self._context(tp, shared)):
                     sizes = self._pick(
-                        "micro_batch", _shares(self.base.batch_sequences, self.ranks // (tp * cp))
+                        "micro_batch", _shares(self.base.shared_sequences, self.ranks // (tp * cp))
                     )
                     local = max(1, self.model.kv_heads // tp)
                     for mode in context_modes(cp, local, mode_wanted):
@@ -204,7 +204,7 @@ class LayoutSpace:
         left = self.ranks // (inner.tp * inner.cp)
         for pp in self._pick("pp", divisors(left)):
             data = left // pp
-            whole = self.base.batch_sequences % (data * inner.micro_batch) == 0
+            whole = self.base.shared_sequences % (data * inner.micro_batch) == 0
             if whole and data * inner.cp * inner.tp % (ep * etp) == 0 and self._is_cut(pp):
                 wanted = self.fixed.get("order")
                 for order in [wanted] if wanted else self._orders(inner, pp, data, ep * etp):

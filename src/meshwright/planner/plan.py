@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from math import log
 from typing import Any
 
@@ -43,11 +44,24 @@ class Plan(Candidate):
         return None if price is None else price * self.cluster.count / 3600 / self.tokens_per_second
 
     def training(self, tokens: float) -> TrainingTime:
-        """Days and USD of training on so many tokens, with failures. Raises `UserError`."""
+        """Days and USD of training on so many tokens, with failures and the batch's warm-up. Raises
+        `UserError`."""
         size, train = checkpoint_bytes(self.spec), self.spec.train
+        longer = tokens + self._lost_in_warmup(tokens)
         return training_time(
-            size, self.cluster.count, self.step_seconds, train.batch_tokens, tokens, self.cluster.price
+            size, self.cluster.count, self.step_seconds, train.batch_tokens, longer, self.cluster.price
         )
+
+    def _lost_in_warmup(self, tokens: float) -> float:
+        """Tokens that whole batches would train on in the time that smaller ones take longer for theirs."""
+        stages, lost = self.spec.train.batch_stages, 0.0
+        for stage, following in pairwise(stages):
+            trained = min(tokens, following.tokens_before) - stage.tokens_before
+            if trained > 0:
+                spec = self.spec.at_step(stage.steps_before + 1)
+                slower = Candidate(spec, self.costs, self.times).tokens_per_second
+                lost += trained * (self.tokens_per_second / slower - 1)
+        return lost
 
     def to_json(self, tokens: float | None = None) -> dict[str, Any]:
         """Plain values; with a number of tokens also days and USD of training on them, with failures."""

@@ -67,8 +67,9 @@ def head(found: Explanation) -> list[str]:
     spec, costs, (low, high) = found.spec, found.costs, found.interval
     cluster, model, data = found.cluster, spec.model, spec.data
     facts = {
-        "run": f"{model.preset or model.hf or model.family}, {spec.train.batch_tokens:,} tokens a step in "
-        f"sequences of {data.seq_len:,}, in {costs.format or spec.precision.compute}",
+        "run": f"{model.preset or model.hf or model.family}, {spec.train.batch_tokens:,} tokens a step"
+        f"{spec.train.warmup_in_words} in sequences of {data.seq_len:,}, in "
+        f"{costs.format or spec.precision.compute}",
         "layout": describe(spec),
         "on": f"{cluster.in_words} ({cluster.name}), stack {costs.stack.name}",
         "step": f"{seconds(found.seconds)}, in 9 of 10 cases within {seconds(low)} to {seconds(high)}; "

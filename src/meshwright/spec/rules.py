@@ -267,18 +267,21 @@ def sharding_has_ranks(spec: Sections) -> None:
 
 
 def batch_is_whole(spec: Sections) -> None:
-    """Each rank has a whole number of samples and of microbatches of a batch."""
-    tokens, length, ranks = spec.train.batch_tokens, spec.data.seq_len, spec.layout.data_ranks
+    """Each rank has a whole number of samples and of microbatches of every batch."""
+    length, ranks, micro = spec.data.seq_len, spec.layout.data_ranks, spec.layout.micro_batch
     unit = length * ranks
-    if tokens % unit:
-        fits = max(unit, round(tokens / unit) * unit)
-        raise UserError(
-            f"train.batch_tokens: {tokens} is not a multiple of data.seq_len {length} x "
-            f"{ranks} data-parallel ranks = {unit}; try {fits}"
-        )
-    if spec.layout.micro_batch is not None:
-        what = f"train.batch_tokens / data.seq_len / {ranks} data-parallel ranks"
-        check_divides("layout.micro_batch", spec.layout.micro_batch, what, spec.rank_sequences)
+    for stage in spec.train.batch_stages:
+        tokens, last = stage.batch_tokens, stage is spec.train.batch_stages[-1]
+        key = "train.batch_tokens" if last else "train.batch_warmup"
+        what = f"{tokens} is" if last else f"batches of {tokens} tokens are"
+        if tokens % unit:
+            raise UserError(
+                f"{key}: {what} not a multiple of data.seq_len {length} x "
+                f"{ranks} data-parallel ranks = {unit}; try {max(unit, round(tokens / unit) * unit)}"
+            )
+        if micro is not None:
+            share = f"{key} / data.seq_len / {ranks} data-parallel ranks"
+            check_divides("layout.micro_batch", micro, share, tokens // unit)
 
 
 def steps_are_within(spec: Sections) -> None:
@@ -412,7 +415,7 @@ def near_worlds(spec: Sections, ranks: int, flag: str) -> str:
     """Suggest `flag` with the ranks of the layout, or another `layout.dp` that the rules accept."""
     layout, words = spec.layout, f"try {flag} {spec.layout.world_size}"
     others = layout.world_size // layout.dp
-    sizes = set(divisors(spec.batch_sequences)) - {layout.dp}
+    sizes = set(divisors(spec.shared_sequences)) - {layout.dp}
     for dp in sorted(sizes, key=lambda size: (abs(size * others - ranks), -size)):
         try:
             check(spec.model_copy(update={"layout": layout.model_copy(update={"dp": dp})}))

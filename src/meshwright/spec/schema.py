@@ -131,6 +131,8 @@ def _describe(leaf: Node) -> str:
         return "|".join(map(str, choices))
     if leaf["type"] == "array":
         items = leaf["items"]
+        if items.get("type") == "array":
+            return f"list of lists of {_describe(items['items'])}s"
         return f"list of {_describe(items)}" + ("" if _choices(items) else "s")
     if leaf["type"] == "object":
         return f"table of {_describe(leaf['additionalProperties'])}s"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from math import gcd
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -153,29 +154,44 @@ class Sections(FrozenModel):
 
     @property
     def batch_sequences(self) -> int:
-        """Samples of one optimiser step, over all ranks."""
+        """Samples of one optimiser step, over all ranks; after the batch's warm-up, as all that follow."""
         return self.train.batch_tokens // self.data.seq_len
 
     @property
+    def shared_sequences(self) -> int:
+        """The greatest number that divides the samples of every step; `batch_sequences` without a warm-up."""
+        return gcd(*(stage.batch_tokens for stage in self.train.batch_stages)) // self.data.seq_len
+
+    @property
     def rank_sequences(self) -> int:
-        """Samples of one optimiser step that one data rank reads."""
+        """Samples of one optimiser step that one data rank reads, after the batch's warm-up."""
         return self.batch_sequences // self.layout.data_ranks
 
     @property
     def micro_batch(self) -> int:
         """Samples of one microbatch: `layout.micro_batch`, or as many as stay within 8,192 tokens.
 
-        A pipeline that has enough samples gets at least 2 x pp microbatches.
+        A pipeline that has enough samples gets at least 2 x pp microbatches. All steps of a warm-up of the
+        batch have microbatches of one size, and differ in their number.
         """
         if self.layout.micro_batch is not None:
             return self.layout.micro_batch
         most = max(1, 8192 // self.data.seq_len)
         if self.layout.pp > 1:
             most = min(most, max(1, self.rank_sequences // (2 * self.layout.pp)))
-        sizes = range(1, min(most, self.rank_sequences) + 1)
-        return max(size for size in sizes if not self.rank_sequences % size)
+        shared = self.shared_sequences // self.layout.data_ranks
+        return max(size for size in range(1, min(most, shared) + 1) if not shared % size)
 
     @property
     def microbatches(self) -> int:
-        """Gradient accumulation: microbatches of one rank in one optimiser step."""
+        """Gradient accumulation: microbatches of a rank in an optimiser step, after the batch's warm-up."""
         return self.rank_sequences // self.micro_batch
+
+    def at_step(self, number: int) -> Self:
+        """The run in which all batches are as large as that of optimiser step `number`, from 1."""
+        if not self.train.batch_warmup:
+            return self
+        batch = {"batch_tokens": self.train.batch_of_step(number), "batch_warmup": ()}
+        train = self.train.model_copy(update=batch)
+        layout = self.layout.model_copy(update={"micro_batch": self.micro_batch})
+        return self.model_copy(update={"train": train, "layout": layout})

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from meshwright.spec.base import MAX_BATCH, FrozenModel
+from meshwright.spec.batch_warmup import BatchStage, Warmup, batch_stages, check_warmup, read_warmup
 from meshwright.spec.errors import UserError
 
 Tracker = Literal["tensorboard", "wandb", "trackio"]
@@ -23,6 +24,11 @@ class TrainSpec(FrozenModel):
     batch_tokens: PositiveInt = Field(
         8192, le=MAX_BATCH, description="tokens of one optimiser step over all ranks"
     )
+    batch_warmup: Warmup = Field(
+        (),
+        description="smaller batches at first: the tokens of a batch and the tokens seen at which its stage "
+        "ends, for each stage before batch_tokens: 4096:100000,8192:300000",
+    )
     seed: int = Field(0, ge=0, lt=2**63)
     lr: PositiveFloat = 3e-4
     schedule: Literal["cosine", "linear", "wsd", "constant"] = Field(
@@ -36,7 +42,7 @@ class TrainSpec(FrozenModel):
     )
     min_lr_ratio: float = Field(0.1, ge=0, le=1, description="last learning rate / lr, but for constant")
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
-        "none", description="scale lr with batch_tokens / lr_base_batch_tokens (Goyal 2017; Malladi 2022)"
+        "none", description="scale lr with the step's batch / lr_base_batch_tokens (Goyal 2017; Malladi 2022)"
     )
     lr_base_batch_tokens: PositiveInt = 8192
     optimiser: Literal["adamw", "lion", "muon"] = Field(
@@ -73,6 +79,16 @@ class TrainSpec(FrozenModel):
     compile: bool = Field(False, description="torch.compile each block")
     trackers: tuple[Tracker, ...] = ()
 
+    @field_validator("batch_warmup", mode="before")
+    @classmethod
+    def _stages(cls, given: Any) -> Warmup:
+        return read_warmup(given)
+
+    @model_validator(mode="after")
+    def _batches_grow(self) -> TrainSpec:
+        check_warmup(self.batch_warmup, self.batch_tokens)
+        return self
+
     @model_validator(mode="after")
     def _one_length(self) -> TrainSpec:
         if self.steps is not None and self.tokens is not None:
@@ -96,8 +112,37 @@ class TrainSpec(FrozenModel):
     def total_steps(self) -> int:
         """Optimiser steps of the whole run; `tokens` are rounded up to whole steps."""
         if self.tokens is not None:
-            return -(-self.tokens // self.batch_tokens)
+            return self.steps_for(self.tokens)
         return self.steps if self.steps is not None else 100
+
+    @property
+    def batch_stages(self) -> tuple[BatchStage, ...]:
+        """Stages of the batch's size, of which the last has no end."""
+        return batch_stages(self.batch_warmup, self.batch_tokens)
+
+    def batch_of_step(self, number: int) -> int:
+        """Tokens of the batch of optimiser step `number`, from 1."""
+        return next(
+            stage.batch_tokens for stage in reversed(self.batch_stages) if stage.steps_before < max(1, number)
+        )
+
+    def tokens_after(self, steps: int) -> int:
+        """Tokens of the first `steps` batches."""
+        stage = next(stage for stage in reversed(self.batch_stages) if stage.steps_before <= steps)
+        return stage.tokens_before + (steps - stage.steps_before) * stage.batch_tokens
+
+    def steps_for(self, tokens: int) -> int:
+        """The fewest steps whose batches have `tokens` tokens."""
+        stage = next(stage for stage in reversed(self.batch_stages) if stage.tokens_before <= tokens)
+        return stage.steps_before + -(-(tokens - stage.tokens_before) // stage.batch_tokens)
+
+    @property
+    def warmup_in_words(self) -> str:
+        """A clause on the batch's warm-up, to stand behind `batch_tokens`; an empty text without one."""
+        if not self.batch_warmup:
+            return ""
+        first = self.batch_stages[-1].steps_before + 1
+        return f" (from step {first:,}; the batch's warm-up begins with {self.batch_warmup[0][0]:,})"
 
     @property
     def last_step(self) -> int:

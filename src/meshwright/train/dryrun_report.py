@@ -71,6 +71,8 @@ def _assumed(spec: RunSpec) -> list[str]:
         found.append("routing is even: every expert gets equally many tokens from every rank")
     if spec.data.pack and spec.data.document_mask:
         found.append("each sample holds two documents")
+    if spec.train.batch_warmup:
+        found.append(f"the step is one of {spec.train.batch_tokens:,} tokens{spec.train.warmup_in_words}")
     if spec.train.compile:
         found.append("blocks are run as they are, not compiled")
     return found

@@ -25,7 +25,7 @@ MOST_NAMED = 5
 class Guard:
     """Checks of one rank on the numbers of a run; every method is called on all ranks together.
 
-    The skipped batches, the number of rollbacks and the statistics of the loss are a part of checkpoints.
+    The skipped samples, the number of rollbacks and the statistics of the loss are a part of checkpoints.
     """
 
     def __init__(self, trainer: Trainer, loader: Loader, observers: Observers) -> None:
@@ -138,12 +138,12 @@ class Guard:
 
         `before` is `state()` before the rollback: what was skipped then stays so.
         """
-        self._loader.restore(before["skipped_batches"])
-        end = self._loader.batch_of(step - 1) + 1
-        begin = max(self._loader.batch_of(goal), end - self.recovery.spike_skip)
+        self._loader.restore(before["skipped_samples"])
+        begin = self._loader.first_sample(max(goal, step - self.recovery.spike_skip))
+        end = self._loader.end_of_samples(step - 1)
         self._loader.skip(begin, end)
         self.rollbacks = before["rollbacks"] + 1
-        self._observers.on_event("rollback", {"step": goal, "from": step, "skipped_batches": [begin, end]})
+        self._observers.on_event("rollback", {"step": goal, "from": step, "skipped_samples": [begin, end]})
 
     # Corrupted states ---------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class Guard:
     def state(self) -> dict[str, Any]:
         """State for a checkpoint, as JSON."""
         return {
-            "skipped_batches": self._loader.skipped,
+            "skipped_samples": self._loader.skipped,
             "rollbacks": self.rollbacks,
             "spikes": self._spikes.state(),
         }
@@ -198,8 +198,12 @@ class Guard:
         """Continue from `state()`, None of a checkpoint without one; refuse loaded tensors that are not
         finite."""
         self._refuse_bad_state(f"in {where}", "resume from an earlier one with --resume and its step")
-        kept = kept or {"skipped_batches": [], "rollbacks": 0, "spikes": SpikeDetector(self.recovery).state()}
-        self._loader.restore(kept["skipped_batches"])
+        kept = kept or {"skipped_samples": [], "rollbacks": 0, "spikes": SpikeDetector(self.recovery).state()}
+        if "skipped_batches" in kept:  # saved before batches could grow: all had the same size
+            size = self._trainer.spec.batch_sequences
+            self._loader.restore([(first * size, end * size) for first, end in kept["skipped_batches"]])
+        else:
+            self._loader.restore(kept["skipped_samples"])
         self.rollbacks = kept["rollbacks"]
         self._spikes.restore(kept["spikes"])
         self._voted = -1

@@ -7,9 +7,10 @@ import math
 from meshwright.spec.train import TrainSpec
 
 
-def peak_rate(train: TrainSpec) -> float:
-    """`lr` scaled with the batch: linearly (Goyal et al. 2017) or by its root (Malladi et al. 2022)."""
-    ratio = train.batch_tokens / train.lr_base_batch_tokens
+def peak_rate(train: TrainSpec, step: int) -> float:
+    """`lr` scaled with the batch of the step: linearly (Goyal et al. 2017) or by its root (Malladi et al.
+    2022)."""
+    ratio = train.batch_of_step(step) / train.lr_base_batch_tokens
     return train.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[train.lr_scaling]
 
 
@@ -22,7 +23,7 @@ def learning_rate(train: TrainSpec, step: int) -> float:
     """
     total = train.total_steps
     warmup = train.warmup_steps if train.warmup_steps is not None else max(1, round(0.02 * total))
-    peak = peak_rate(train)
+    peak = peak_rate(train, step)
     if step <= warmup:
         return peak * step / warmup
     if train.schedule == "constant":

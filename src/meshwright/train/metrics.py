@@ -43,7 +43,7 @@ class Metrics:
     def row(self, step: int, result: Step, seconds: float) -> Row | None:
         """Take note of a step's duration, and return its row of metrics if it is to be logged."""
         train = self.spec.train
-        speed = train.batch_tokens / seconds
+        speed = train.batch_of_step(step) / seconds
         self._speeds.append(speed)
         if step % train.log_every and step != train.last_step:
             return None
@@ -53,7 +53,7 @@ class Metrics:
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": result.rate,
-            "tokens": step * train.batch_tokens,
+            "tokens": train.tokens_after(step),
             "tokens_per_second": speed,
             "mfu": self._mfu(speed),
             "memory_bytes": peak_memory_bytes(self.mesh.device),

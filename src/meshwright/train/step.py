@@ -86,6 +86,8 @@ class Trainer:
         self.loss_scale = LossScale(spec.precision)
         self.rest = 1.0
         """1/N for N targets, divided by the power of two in it that is in the loss already."""
+        self.sequences = spec.batch_sequences
+        """Samples of the last batch, over all ranks."""
         self._targets: tuple[Batch, int] | None = None
         """The batch that comes next, with the targets of all ranks in it."""
 
@@ -131,7 +133,8 @@ class Trainer:
         self.states.begin_step(len(micros))
         if self.scaling is not None:
             self.scaling.begin_step()
-        sequence = share_of_a_sequence(self.spec.batch_sequences)
+        self.sequences = batch.tokens.shape[0] * self.spec.layout.data_ranks
+        sequence = share_of_a_sequence(self.sequences)
         self.balance.begin_step(sequence * self.loss_scale.value / self.rest)
         for stage in self.pipeline.stages.values():
             stage.target_weight = power * self.loss_scale.value
@@ -205,7 +208,7 @@ class Trainer:
 
     def layers_balance(self) -> dict[int, LayerBalance]:
         """The balance of the last step in each layer with experts, of every stage, in order of layers."""
-        return self.balance.statistics(self.spec.batch_sequences, self.spec.data.seq_len)
+        return self.balance.statistics(self.sequences, self.spec.data.seq_len)
 
     @torch.no_grad()
     def nll(self, batch: Batch) -> Tensor:

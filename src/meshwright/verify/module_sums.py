@@ -54,7 +54,8 @@ class ModuleSums(StepTracer):
         """Weights of the rank's tokens (N,) of a microbatch."""
         spec, mesh = self._trainer.spec, self._trainer.mesh
         first = microbatch * spec.micro_batch
-        whole = _weights_of_tokens(self._slots[first : first + sequences], spec)
+        slots = self._slots[first : first + sequences]
+        whole = _weights_of_tokens(slots, self._trainer.sequences, spec.data.seq_len)
         return own_tokens(whole, spec, mesh.context.rank, mesh.tensor.rank, length).to(device)
 
     def gathered(self) -> list[tuple[list[int], list[Row]]]:
@@ -79,8 +80,9 @@ def own_tokens(values: Tensor, spec: RunSpec, context_rank: int, tensor_rank: in
     return own.flatten(-2).unflatten(-1, (parts, -1))[..., tensor_rank if parts > 1 else 0, :]
 
 
-def _weights_of_tokens(slots: Tensor, spec: RunSpec) -> Tensor:
-    by_sequence, by_position = weights(spec.batch_sequences, SEQUENCE), weights(spec.data.seq_len, POSITION)
+def _weights_of_tokens(slots: Tensor, sequences: int, length: int) -> Tensor:
+    """Weights (n, T) of the tokens of n slots, in a batch of so many sequences."""
+    by_sequence, by_position = weights(sequences, SEQUENCE), weights(length, POSITION)
     return by_sequence[slots, None] * by_position
 
 
@@ -128,7 +130,8 @@ def _expected(
     data_rank, context_rank, tensor_rank = place
     first = data_rank * (spec.batch_sequences // spec.layout.data_ranks) + microbatch * spec.micro_batch
     slots = torch.arange(first, first + spec.micro_batch)
-    token = own_tokens(_weights_of_tokens(slots, spec), spec, context_rank, tensor_rank, length)
+    whole = _weights_of_tokens(slots, spec.batch_sequences, spec.data.seq_len)
+    token = own_tokens(whole, spec, context_rank, tensor_rank, length)
     dots, squares = own_tokens(sums[:, :, slots], spec, context_rank, tensor_rank, length).unbind(1)
     return torch.stack([dots @ token, squares.sum(1)], 1).tolist()
 

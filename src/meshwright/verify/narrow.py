@@ -8,6 +8,7 @@ from math import lcm
 from typing import Any
 
 from meshwright.spec import Layout, MlaSpec, ModelSpec, MoeSpec, RunSpec
+from meshwright.spec.batch_warmup import one_step_each
 from meshwright.spec.parameters import parameters
 from meshwright.spec.precision import BLOCKS
 from meshwright.spec.stages import stages
@@ -31,7 +32,7 @@ def narrow(spec: RunSpec, most_work: float = MOST_WORK, least_tokens: int = 0) -
     rows, key-value heads of a rank and their queries, experts of a rank); a window that cuts. Made smaller:
     layers, widths, the number of experts, the vocabulary, the sequence, the microbatch, and the experts'
     capacity to an even share, so that some overflow. Microbatches are so large that a step has `least_tokens`
-    tokens, where the run's are.
+    tokens, where the run's are. Stages of a warm-up of the batch have a step each.
     """
     if spec.model.parameters * spec.train.batch_tokens <= most_work:
         return spec, None
@@ -42,9 +43,11 @@ def narrow(spec: RunSpec, most_work: float = MOST_WORK, least_tokens: int = 0) -
         cut = _narrow_cut([base + (stage < rest) for stage in range(count)])
     else:
         cut = _narrow_cut([len(stage.blocks) for stage in stages(spec.model, layout, spec.data.seq_len)])
-    unit = 2 * layout.cp * layout.tp * _block(spec)
+    unit, early = 2 * layout.cp * layout.tp * _block(spec), spec.train.batch_stages[:-1]
     seq_len = _reduced(spec.data.seq_len, max(128, 16 * layout.cp), unit)
-    microbatches = _reduced(spec.microbatches, max(4, 2 * layout.pp), layout.pp)
+    counts = _growing([spec.at_step(stage.steps_before + 1).microbatches for stage in early], layout.pp)
+    least = max(4, 2 * layout.pp, 1 + max(counts, default=0))
+    microbatches = _reduced(spec.microbatches, least, layout.pp)
     rows = -(-least_tokens // (seq_len * microbatches * layout.data_ranks))
     micro = min(spec.micro_batch, max(3, rows))
     tree = spec.to_json()
@@ -55,7 +58,9 @@ def narrow(spec: RunSpec, most_work: float = MOST_WORK, least_tokens: int = 0) -
     tree["layout"]["micro_batch"] = micro
     if layout.pp > 1 and layout.stages != "even":
         tree["layout"]["stages"] = cut  # the run's, since a balanced one of the copy would be another
-    tree["train"]["batch_tokens"] = seq_len * micro * microbatches * layout.data_ranks
+    of_microbatches = seq_len * micro * layout.data_ranks
+    tree["train"]["batch_tokens"] = of_microbatches * microbatches
+    tree["train"]["batch_warmup"] = one_step_each([of_microbatches * count for count in counts])
     _drop_patterns(tree)
     small = RunSpec.model_validate(tree)
     return small, _note(small, spec)
@@ -80,7 +85,10 @@ def narrow_for_all(spec: RunSpec, ranks: int) -> tuple[RunSpec, str | None]:
     if (window := spec.model.sliding_window) is not None and window < spec.data.seq_len:
         tree["model"]["sliding_window"] = min(window, max(1, seq_len // 4))
     tree["data"]["seq_len"] = seq_len
-    tree["train"]["batch_tokens"] = seq_len * _reduced(spec.batch_sequences, 2 * ranks, ranks)
+    early = _growing([size // spec.data.seq_len for size, _ in spec.train.batch_warmup[:1]], ranks)
+    sequences = _reduced(spec.batch_sequences, max(2 * ranks, 1 + max(early, default=0)), ranks)
+    tree["train"]["batch_tokens"] = seq_len * sequences
+    tree["train"]["batch_warmup"] = one_step_each([seq_len * size for size in early])
     _drop_patterns(tree)
     small = RunSpec.model_validate(tree)
     return small, _note(small, spec)
@@ -106,6 +114,14 @@ def _note(small: RunSpec, spec: RunSpec) -> str:
 def _reduced(size: int, least: int, unit: int) -> int:
     """The smallest number from `least` on that leaves the remainder of `size` by `unit`; at most `size`."""
     return min(size, least + (size - least) % unit)
+
+
+def _growing(sizes: Sequence[int], unit: int) -> list[int]:
+    """Return small numbers that grow as `sizes` do, and leave the same remainders by `unit`."""
+    found: list[int] = []
+    for size in sizes:
+        found.append(_reduced(size, max(found, default=0) + 1, unit))
+    return found
 
 
 def _narrow_cut(blocks: Sequence[int]) -> list[int]:

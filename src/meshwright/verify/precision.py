@@ -190,7 +190,7 @@ class _Comparison:
         spec, found = self.spec, self.found
         batch = thin(next(whole), number, spec)
         fields = {name: getattr(batch, name) for name in SAMPLES}
-        for each in compare_samples(number, samples, fields, spec):
+        for each in compare_samples(number, samples, fields, spec.at_step(number)):
             words = f"step {number}: the {each.name} of the samples differ {each.detail}".rstrip()
             found.add(number, "samples", each.name, each.relative, 0.0, words)
         compute = formats(spec.precision).compute

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from torch import Tensor
 from meshwright.data.loader import Batch
 from meshwright.spec import RunSpec
 from meshwright.spec.train import TrainSpec
+from meshwright.verify.reference_batches import batch_sizes
 from meshwright.verify.reference_decoder import ReferenceDecoder, Routing
 from meshwright.verify.reference_groups import factor_and_decay
 from meshwright.verify.reference_low_precision import ReferenceLinears
@@ -170,10 +172,11 @@ def rate_of_step(train: TrainSpec, step: int) -> float:
 
     Linear warm-up to the peak; then half a cosine (Loshchilov & Hutter 2017) or a line down to `min_lr_ratio`
     of the peak, or in the last steps one of these or 1 - sqrt (Hu et al. 2024; Haegele et al. 2024), or the
-    peak for ever.
+    peak for ever. The peak is scaled with the step's own batch.
     """
     exponent = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[train.lr_scaling]
-    peak = train.lr * (train.batch_tokens / train.lr_base_batch_tokens) ** exponent
+    batch = next(islice(batch_sizes(train), step - 1, None))
+    peak = train.lr * (batch / train.lr_base_batch_tokens) ** exponent
     total, warmup = train.total_steps, train.warmup_steps
     if warmup is None:
         warmup = max(1, round(0.02 * total))

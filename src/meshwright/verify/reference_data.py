@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
 from meshwright.data.loader import Batch
 from meshwright.spec import RunSpec
+from meshwright.verify.reference_batches import batch_sizes
 
 _WORD = 2**64 - 1
 _DOCUMENTS, _SHORTEST, _LONGEST = 4096, 16, 1024
@@ -32,9 +33,11 @@ def batches(spec: RunSpec) -> Iterator[Batch]:
     text = _TrainingText(spec)
     samples = list(_spans(spec, text.starts))
     seed = _hash(spec.train.seed, *_SOURCE)
-    slots = range(spec.batch_sequences)
-    for step in count():
-        places = [divmod(step * len(slots) + slot, len(samples)) for slot in slots]
+    read = 0
+    for tokens in batch_sizes(spec.train):
+        slots = range(tokens // spec.data.seq_len)
+        places = [divmod(read + slot, len(samples)) for slot in slots]
+        read += len(slots)
         ids = [_permuted(place, len(samples), _hash(seed, epoch)) for epoch, place in places]
         columns = zip(*(_sample(spec, text, *samples[number]) for number in ids), strict=True)
         yield Batch(*(torch.tensor(column) for column in (*columns, ids, slots)))

@@ -38,6 +38,7 @@ def thin(batch: Batch, step: int, spec: RunSpec) -> Batch:
     are dropped, evenly, until their number is that of `_hard_to_round`. Which ones depends on the step, the
     slots and the tokens' places only, so a part of a batch loses the targets that it loses in the whole.
     """
+    spec = spec.at_step(step)
     kept = _kept(step, spec)[batch.slots.numpy()]
     return replace(batch, targets=batch.targets.masked_fill(torch.from_numpy(~kept), _NOT_PREDICTED))
 
@@ -78,6 +79,7 @@ def empty_slots(spec: RunSpec) -> list[int]:
     (or of the only one), where a rank has several microbatches. The numbers of ranks and microbatches choose
     these. Layouts with equal empty slots have equal batches.
     """
+    spec = spec.at_step(EMPTY_STEP)
     ranks, sequences, micros = spec.layout.data_ranks, spec.rank_sequences, spec.microbatches
     draw = random.Random(f"{ranks} ranks of {micros} microbatches")
     order = draw.sample(range(ranks), ranks)

@@ -18,6 +18,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.router_balance import LayerBalance
 from meshwright.parallel.waiting import while_others_wait
 from meshwright.spec import RunSpec
+from meshwright.spec.batch_warmup import one_step_each
 from meshwright.spec.tiling import tiled
 from meshwright.train.gather_full import gather_full
 from meshwright.train.step import Trainer
@@ -80,10 +81,12 @@ def _side_by_side(
         if reference is None:
             continue
         wanted = computed.pop()
-        comparison.note(number, "samples", compare_samples(number, samples, wanted["samples"], spec))
+        comparison.note(
+            number, "samples", compare_samples(number, samples, wanted["samples"], spec.at_step(number))
+        )
         for kind in KINDS:
             if kind in PHASES:
-                comparison.note(number, kind, differences(number, kind, sums, wanted, spec))
+                comparison.note(number, kind, differences(number, kind, sums, wanted, spec.at_step(number)))
             elif kind in wanted:  # optimisers have moments of their own
                 comparison.add(number, kind, found[kind], wanted[kind])
         drift = math.inf if divergence is not None else 0.0
@@ -138,6 +141,7 @@ def _tensors(balance: dict[int, LayerBalance]) -> dict[str, Tensor]:
 def exact(spec: RunSpec, steps: int) -> RunSpec:
     """Return the run in float64 and uncompiled, on synthetic documents, with at least `steps` steps.
 
+    Stages of a warm-up of the batch have a step each: the first ones, so that `steps` steps reach the last.
     Products in low precision stay, of operands that are computed in float64.
     """
     tree = spec.to_json()
@@ -149,6 +153,8 @@ def exact(spec: RunSpec, steps: int) -> RunSpec:
     tree["data"] = {"corpus": "synthetic", **kept}
     total = max(spec.train.total_steps, steps)
     tree["train"] |= {"compile": False, "steps": total, "tokens": None, "stop_at": None}
+    sizes = [size for size, _ in spec.train.batch_warmup]
+    tree["train"]["batch_warmup"] = one_step_each(sizes[: max(1, steps - 1)])
     return RunSpec.model_validate(tree)
 
 

@@ -62,3 +62,15 @@ def test_the_run_that_is_looked_at_needs_what_the_whole_one_does(name: str, rank
     else:
         assert memory_model(on).peak(many) == memory_model(on).peak(few)
         assert Generic(on).peak(many) == Generic(on).peak(few)
+
+
+def test_memory_is_that_of_the_fullest_step_of_a_growing_batch() -> None:
+    """Three microbatches on two ranks make an uneven round, of which more is held than of even ones."""
+    on = CostModel(cluster("h100", 2))
+    sizes = {count: memory_model(on).ranks(run("interleaved", 2, count)) for count in (1, 3, 4)}
+    assert sizes[3][0].allocated > sizes[4][0].allocated
+    tree = run("interleaved", 2, 4).to_json()
+    tree["train"]["batch_warmup"] = [[64, 64], [192, 200]]
+    grown = RunSpec.model_validate(tree)
+    assert memory_model(on).ranks(grown)[0] == sizes[3][0]
+    assert Generic(on).ranks(grown)[0] == Generic(on).ranks(run("interleaved", 2, 3))[0]

@@ -29,8 +29,8 @@ def memory_model(costs: CostModel) -> Generic:
 class Exact(LowerBound):
     """Memory of this program, as dry runs count it."""
 
-    def ranks(self, spec: RunSpec) -> list[Memory]:
-        """Bytes of each rank of the pipeline."""
+    def in_step(self, spec: RunSpec) -> list[Memory]:
+        """Bytes of each rank of the pipeline in a step of `train.batch_tokens`."""
         short = shortened(spec)
         kept = activations(short)
         return [self._rank(place_of(short, rank), kept, rank) for rank in range(spec.layout.pp)]
@@ -63,7 +63,7 @@ def shortened(spec: RunSpec) -> RunSpec:
     if count == spec.microbatches:
         return spec
     tokens = spec.train.batch_tokens // spec.microbatches * count
-    train = spec.train.model_copy(update={"batch_tokens": tokens})
+    train = spec.train.model_copy(update={"batch_tokens": tokens, "batch_warmup": ()})
     layout = spec.layout.model_copy(update={"micro_batch": spec.micro_batch})
     return spec.model_copy(update={"train": train, "layout": layout})
 

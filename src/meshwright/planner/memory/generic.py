@@ -83,7 +83,12 @@ class Generic:
         return max(self.ranks(spec), key=lambda memory: memory.allocated)
 
     def ranks(self, spec: RunSpec) -> list[Memory]:
-        """Bytes of each rank of the pipeline."""
+        """Bytes of each rank of the pipeline, in the fullest of the steps of a warm-up of the batch."""
+        steps = [self.in_step(spec.at_step(stage.steps_before + 1)) for stage in spec.train.batch_stages]
+        return [max(each, key=lambda memory: memory.allocated) for each in zip(*steps, strict=True)]
+
+    def in_step(self, spec: RunSpec) -> list[Memory]:
+        """Bytes of each rank of the pipeline in a step of `train.batch_tokens`."""
         blocks, placed = self.costs.blocks(spec), placed_stages(spec)
         flights = in_flight(spec.layout, held_microbatches(spec))
         splits = spec.layout.schedule in SPLIT

@@ -66,7 +66,7 @@ def _no_layout(problem: SearchProblem) -> str:
             "multiple of it"
         )
     return (
-        f"{problem.model_name}: no layout shares {base.batch_sequences:,} sequences of "
+        f"{problem.model_name}: no layout shares {base.shared_sequences:,} sequences of "
         f"{base.data.seq_len:,} tokens among {problem.ranks:,} ranks; try "
         f"{', or '.join(ways) or 'a power of two of devices and sequences'}"
     )
@@ -74,7 +74,7 @@ def _no_layout(problem: SearchProblem) -> str:
 
 def _nearest(problem: SearchProblem, key: str) -> int | None:
     """The size nearest to that of a fixed axis, or microbatch, for which some layout is legal."""
-    total = problem.base.batch_sequences if key == "micro_batch" else problem.ranks
+    total = problem.base.shared_sequences if key == "micro_batch" else problem.ranks
     if key not in (*AXES, "micro_batch"):
         return None
     fits = [size for size in divisors(total) if _legal(replace(problem, fixed={**problem.fixed, key: size}))]
@@ -100,7 +100,7 @@ def _shared_sequences(problem: SearchProblem) -> int | None:
     length = problem.base.data.seq_len
     sequences = problem.ranks // (problem.ranks & -problem.ranks)
     while sequences <= problem.ranks:
-        more = sequences > problem.base.batch_sequences
+        more = sequences > problem.base.shared_sequences
         if more and _legal(problem.with_batch(length, sequences * length)):
             return sequences
         sequences *= 2

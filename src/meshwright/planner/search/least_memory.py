@@ -63,6 +63,6 @@ def _large(space: LayoutSpace, mesh: DataMesh) -> tuple[int, ...]:
     They are all of a rank's sequences; half of them without a pipeline; and in a pipeline the smallest
     that keeps gradients of its stages from meeting (`planner/memory/states.py`).
     """
-    share = space.base.batch_sequences // mesh.data
+    share = space.base.shared_sequences // mesh.data
     most = 2 if mesh.pp == 1 else 2 * mesh.pp - 1
     return share, share // max(count for count in divisors(share) if count <= most)

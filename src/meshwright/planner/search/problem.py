@@ -82,9 +82,10 @@ class SearchProblem:
         return replace(self, cluster=self.cluster.resized(count))
 
     def with_batch(self, seq_len: int, batch_tokens: int) -> SearchProblem:
-        """The run with another batch. Raises `UserError`."""
+        """The run with another batch, which has no warm-up. Raises `UserError`."""
         tree = self.base.to_json()
-        tree["data"]["seq_len"], tree["train"]["batch_tokens"] = seq_len, batch_tokens
+        tree["data"]["seq_len"] = seq_len
+        tree["train"] |= {"batch_tokens": batch_tokens, "batch_warmup": []}
         return replace(self, base=RunSpec.model_validate(tree))
 
     def with_model(self, model: ModelSpec) -> SearchProblem:

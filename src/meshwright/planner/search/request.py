@@ -130,7 +130,9 @@ class PlanRequest:
         tree.pop("layout", None)
         train = tree.get("train", {})
         others = [(key, text) for key, text in self.overrides if not key.startswith("layout.")]
-        first = from_tree({**tree, "train": {**train, "batch_tokens": MAX_BATCH}}, others, source)
+        alone = [(key, text) for key, text in others if key != "train.batch_warmup"]
+        largest = {**train, "batch_tokens": MAX_BATCH, "batch_warmup": []}
+        first = from_tree({**tree, "train": largest}, alone, source)
         seq_len = self.seq_len
         self._check_agreement(None if source or isinstance(self.model, RunSpec) else str(self.model))
         if seq_len is None:
