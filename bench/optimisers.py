@@ -1,7 +1,7 @@
 """Validation loss of a run file by optimiser, learning rate and seed, at the same tokens.
 
     python bench/optimisers.py [--run examples/first.toml] [--steps 300] [--seeds 3] [--dp 2]
-        [--adamw 2e-3,4e-3] [--muon 2e-3,4e-3] [--lion 2e-4,4e-4]
+        [--adamw 2e-3,4e-3] [--adamw8bit 2e-3,4e-3] [--muon 2e-3,4e-3] [--lion 2e-4,4e-4]
 
 Each optimiser gets its own learning rates, since what is best for one is not for another, its paper's
 momentum, and all else of the run file. The rate that is best with seed 0 is run with the other seeds. Prints
@@ -21,6 +21,7 @@ from meshwright.spec import load
 
 PAPERS = {
     "adamw": [],
+    "adamw8bit": [],
     "lion": [("train.beta2", "0.99")],
     "muon": [("train.beta1", "0.95")],
 }
@@ -45,7 +46,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--dp", type=int, help="ranks; default: those of the run file")
-    for name, rates in (("adamw", "2e-3,4e-3"), ("lion", "2e-4,4e-4"), ("muon", "2e-3,4e-3")):
+    for name in PAPERS:
+        rates = "2e-4,4e-4" if name == "lion" else "2e-3,4e-3"
         parser.add_argument(f"--{name}", default=rates, help="learning rates; an empty text leaves it out")
     options = parser.parse_args()
     for optimiser in PAPERS:

@@ -228,6 +228,18 @@ RULES = [
         {"train": {"offload_dir": "/scratch"}},
         ["train.offload_dir", "no effect", "'none'", "or give none, the default"],
     ),
+    (
+        {
+            "model": {"preset": "moe-tiny", "layers": 2, "moe": {"experts": 4, "top_k": 2, "ffn": 48}},
+            "layout": {"dp": 16, "etp": 16},
+            "train": {"optimiser": "adamw8bit"},
+        },
+        ["layout.etp: 16 slices", "48 channels", "6 channels each", "try layout.etp = 8", "'adamw8bit'"],
+    ),
+    (
+        {"train": {"optimiser": "adamw8bit", "offload": "disk"}},
+        ["train.offload", "'disk'", "'adamw8bit'", "in 8 bits", "'adamw'"],
+    ),
     ({"train": {"optimiser": "lion", "eps": 1e-3}}, ["train.eps", "no effect", "'lion'", "1e-08"]),
 ]
 

@@ -148,6 +148,15 @@ def test_weights_in_bf16_save_their_masters(zero: int, saved: int) -> None:
     assert (found[0] - found[1]) * of_rank / spec.model.parameters == pytest.approx(saved, rel=0.02)
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_moments_in_8_bits_take_what_is_planned(seed: int) -> None:
+    rounded = {"precision__compute": "bf16", "precision__master": "bf16"} if seed % 3 == 2 else {}
+    flags: dict[str, object] = {"train__optimiser": "adamw8bit", **rounded}
+    spec, rank = draw(seed, **flags)
+    place = rank * spec.layout.pp // spec.layout.world_size
+    assert rehearse(spec, rank, CPU).most["optimiser"] == states(spec, place).optimiser
+
+
 def test_blocks_are_recomputed_whichever_microbatch_came_before() -> None:
     """Ulysses' sight is one of each microbatch, and a backward of one follows the forward of another."""
     layout = {"cp": 2, "context_mode": "ring+ulysses", "pp": 2, "schedule": "interleaved", "virtual": 2}

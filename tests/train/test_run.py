@@ -177,8 +177,17 @@ GROUPED = [
     }
     for kind in ("adamw", "muon")
 ]
-RESUMED += LOW + ROUNDED + GROUPED
-QUICK += LOW + ROUNDED + GROUPED
+EIGHT_BIT: list[dict[str, object]] = [
+    {"train__optimiser": "adamw8bit", "precision__compute": "bf16", **layout}
+    for layout in (
+        {"layout__dp": 2, "layout__zero": 3, "layout__tp": 2},
+        {"layout__dp": 2, "layout__ep": 2, **EXPERTS},
+        {"layout__dp": 2, "layout__zero": 2, "precision__master": "bf16"},
+    )
+]
+MORE = LOW + ROUNDED + GROUPED + EIGHT_BIT
+RESUMED += MORE
+QUICK += MORE
 
 
 @pytest.mark.parametrize("flags", marked(RESUMED, QUICK))

@@ -64,10 +64,10 @@ def flipped(
     def spoil(*arguments: Any) -> Step:
         result = step(*arguments)
         if run.done + 1 == flip_step and mesh.rank == rank:
-            for prefix, unit, flat in buffers(run.trainer):
-                for slot in unit.slots:
+            for prefix, buffer in buffers(run.trainer):
+                for slot in buffer.slots:
                     if prefix + slot.key == name:
-                        flip(flat, slot.start, 20)
+                        flip(buffer.flat, slot.start, 20)
         return result
 
     run.trainer.step = spoil  # type: ignore[method-assign]

@@ -73,8 +73,17 @@ LAYOUTS: dict[str, dict[str, object]] = {
     "tied": {"model__tied": "true", "layout__pp": 2, "layout__schedule": "1f1b"},
     "ep": {"layout__ep": 2, "layout__dp": 2, **MOE},
     "wire": {"precision__reduce": "bf16", "layout__dp": 4, "layout__zero": 3},
+    "8-bit": {"train__optimiser": "adamw8bit", "layout__tp": 2, "layout__dp": 2, "layout__zero": 2},
 }
-QUICK = {("zero1", "bf16"), ("zero3", "fp16"), ("tp", "fp32"), ("pp", "bf16"), ("ep", "bf16")}
+QUICK = {
+    ("zero1", "bf16"),
+    ("zero3", "fp16"),
+    ("tp", "fp32"),
+    ("pp", "bf16"),
+    ("ep", "bf16"),
+    ("8-bit", "bf16"),
+    ("8-bit", "fp16"),
+}
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ BASE = {
     "layout.micro_batch": 2,
 }  # fmt: skip
 EXPERTS = {"model__moe__experts": 4, "model__moe__top_k": 2, "model__moe__ffn": 16}
+EIGHT_BIT: dict[str, object] = {"train__optimiser": "adamw8bit"}
 Result = dict[str, Any]
 Plant = Callable[[], AbstractContextManager[object]]
 
@@ -66,11 +67,12 @@ LAYOUTS: list[tuple[dict[str, object], dict[str, object]]] = [
     ({"layout__pp": 2, "model__tied": "true"}, {"layout__dp": 2, "layout__zero": 1}),
     ({"layout__dp": 2, "layout__cp": 2}, {"layout__dp": 2, "layout__tp": 2}),
     (EXPERTS | {"layout__dp": 2, "layout__ep": 2}, EXPERTS | {"layout__dp": 4, "layout__micro_batch": 1}),
+    ({"layout__dp": 2, "layout__zero": 3} | EIGHT_BIT, {"layout__tp": 2} | EIGHT_BIT),
 ]
 
 
 @pytest.mark.parametrize("imported", [False, True], ids=["checkpoint", "export"])
-@pytest.mark.parametrize("layouts", LAYOUTS, ids=["zero3-tp", "pp-zero1", "cp-tp", "ep-dp"])
+@pytest.mark.parametrize("layouts", LAYOUTS, ids=["zero3-tp", "pp-zero1", "cp-tp", "ep-dp", "8-bit"])
 def test_a_run_that_is_loaded_on_another_layout_is_equal(
     ranks: Ranks, tmp_path: Path, layouts: tuple[dict[str, object], dict[str, object]], imported: bool
 ) -> None:

@@ -43,6 +43,8 @@ LAYOUTS: list[dict[str, object]] = [
 ]
 CASES = [{"train__optimiser": kind} | layout for layout in LAYOUTS for kind in ("adamw", "lion", "muon")]
 QUICK = [CASES[index] for index in (2, 6, 10, 12, 14, 16, 18, 20, 21)]
+CASES += (EIGHT_BIT := [{"train__optimiser": "adamw8bit"} | layout for layout in LAYOUTS])
+QUICK += EIGHT_BIT[1::3]
 
 
 @pytest.mark.parametrize("case", marked(CASES, QUICK), ids=name)

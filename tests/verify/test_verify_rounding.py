@@ -35,6 +35,7 @@ LOW = {
 }  # fmt: skip
 CASES: list[dict[str, object]] = [
     *({"train__optimiser": "adamw", **layout} for layout in LAYOUTS),
+    *({"train__optimiser": "adamw8bit", **layout} for layout in LAYOUTS[1:12:2]),
     *({"train__optimiser": "lion", **layout} for layout in LAYOUTS[2:8:2]),
     *({"train__optimiser": "muon", **layout} for layout in LAYOUTS[3:12:3]),
     {"layout__dp": 4, "layout__zero": 3, **ODD},

@@ -69,7 +69,7 @@ def _check_tokenizer(run: Path, state: dict[str, Any]) -> None:
 
 
 def import_run(folder: Path, out: Path) -> None:
-    """Make the run's folder `out` with a checkpoint of step 0 from an HF folder: its weights, moments of 0.
+    """Make the run's folder `out` with a checkpoint of step 0 from an HF folder: its weights alone.
 
     Weights in float64 stay so, and are those of a run in that precision; others become float32. The
     tokenizer's files and generation_config.json come along. Raises `UserError`, also when `out` holds a run
@@ -85,9 +85,6 @@ def import_run(folder: Path, out: Path) -> None:
     for name, value in weights:
         value = value if value.dtype is torch.float64 else value.float()
         tensors[f"model/{name}"] = value
-        if name.endswith(".router.bias"):  # no gradient moves it
-            continue
-        tensors[f"optim/exp_avg/{name}"] = tensors[f"optim/exp_avg_sq/{name}"] = torch.zeros_like(value)
     try:
         out.mkdir(parents=True, exist_ok=True)
         copy_side_files(beside, folder, out)

@@ -8,6 +8,7 @@ from math import ceil, prod
 
 from meshwright.schedule import Schedule, schedule_of
 from meshwright.spec import RunSpec
+from meshwright.spec.eight_bit import LARGEST_BLOCK
 from meshwright.spec.low_precision_rules import is_rounded
 from meshwright.spec.parameters import Parameter, Piece, expert_piece, piece_of
 from meshwright.spec.precision import FP8_TILE, WORD
@@ -32,6 +33,14 @@ def widths(spec: RunSpec) -> Widths:
     if compute == 8:
         return Widths(8, 8, 8, 8)
     return Widths(compute, DTYPE_BYTES[spec.precision.master], DTYPE_BYTES[spec.precision.reduce], 4)
+
+
+def moment_width(spec: RunSpec) -> float:
+    """Bytes of the moments of a number of a matrix of a block; in 8 bits, with the largest blocks."""
+    width = widths(spec).exact
+    if spec.train.optimiser == "adamw8bit":
+        return 2 * (1 + width / LARGEST_BLOCK)
+    return (2 if spec.train.optimiser == "adamw" else 1) * width
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.spec.arithmetic import check_at_most, check_divides, divisors, nearest
 from meshwright.spec.base import MAX_RANKS
+from meshwright.spec.eight_bit import EIGHT_BIT_RULES
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import SPLIT, TWO_STAGES, virtual_problem
 from meshwright.spec.low_precision_rules import LOW_PRECISION_RULES
@@ -386,6 +387,7 @@ RULES: tuple[Callable[[Sections], None], ...] = (
     keys_of_training_have_an_effect,
     one_corpus_or_a_mixture,
     rollbacks_have_checkpoints,
+    *EIGHT_BIT_RULES,
     *LOW_PRECISION_RULES,
     *GROUP_RULES,
 )

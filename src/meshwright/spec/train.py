@@ -45,9 +45,10 @@ class TrainSpec(FrozenModel):
         "none", description="scale lr with the step's batch / lr_base_batch_tokens (Goyal 2017; Malladi 2022)"
     )
     lr_base_batch_tokens: PositiveInt = 8192
-    optimiser: Literal["adamw", "lion", "muon"] = Field(
+    optimiser: Literal["adamw", "adamw8bit", "lion", "muon"] = Field(
         "adamw",
-        description="AdamW (Loshchilov & Hutter 2019); Lion (Chen et al. 2023), which takes an lr 3 to 10 "
+        description="AdamW (Loshchilov & Hutter 2019), also with moments of matrices in 8 bits (adamw8bit, "
+        "Dettmers et al. 2022); Lion (Chen et al. 2023), which takes an lr 3 to 10 "
         "times smaller, a weight_decay as much larger, and beta2 = 0.99; or Muon (Jordan et al. 2024) for "
         "the matrices of blocks and AdamW for the rest, with AdamW's lr, and beta1 = 0.95",
     )

@@ -256,12 +256,11 @@ class _Watch(ActionHook):
 def _tell(memory: FakeMemory, trainer: Trainer) -> None:
     """Mark a trainer's tensors, and install the callbacks that follow its step."""
     optimiser, decoder, spec = trainer.optimiser, trainer.decoder, trainer.spec
-    for unit, *moments in zip(trainer.states.units, *optimiser.moments.values(), strict=True):
-        for moment in moments:
-            if spec.train.offload == "none":
-                memory.mark(moment, OPTIMISER, _unit_of(unit.slots))
-            elif len(moment):
-                memory.elsewhere(moment)
+    for buffer in optimiser.buffers():
+        if spec.train.offload == "none":
+            memory.mark(buffer.flat, OPTIMISER, _unit_of(buffer.unit.slots))
+        elif len(buffer.flat):
+            memory.elsewhere(buffer.flat)
     for tensor in trainer.balance.tensors():
         memory.mark(tensor, BALANCE)
     memory.settle(0, OPTIMISER)  # Adam's step counts

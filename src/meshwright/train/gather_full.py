@@ -28,7 +28,8 @@ def gather_full(
 
     Collective over the mesh; each rank passes the tensors of its own stages. Of ranks that hold the same part
     the first sends it, and a rank sends all its parts as one message. The whole tensors are written to those
-    of `into`, or else to new ones on rank 0's device. A new tensor is NaN where no rank has a part of it.
+    of `into`, or else to new ones on rank 0's device. A new tensor is NaN, or 0 for integers, where no rank
+    has a part of it.
     """
     places: list[Place] = []
     parts: list[Tensor] = []
@@ -50,7 +51,8 @@ def gather_full(
     for rank, (theirs, held) in enumerate(rows):
         for name, (shape, dtype) in theirs.items():
             if name not in whole:
-                whole[name] = torch.full(shape, math.nan, dtype=DTYPES[dtype], device=mesh.device)
+                empty = math.nan if DTYPES[dtype].is_floating_point else 0
+                whole[name] = torch.full(shape, empty, dtype=DTYPES[dtype], device=mesh.device)
         received = parts if rank == 0 else _receive(rank, theirs, held, mesh)
         for (name, offset, local_shape), part in zip(held, received, strict=True):
             target = whole[name].detach()

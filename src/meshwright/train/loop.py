@@ -188,7 +188,13 @@ class TrainingRun:
             self.trainer.initialise()
             return
 
-        kept = self.store.load(step, state.tensors(self.trainer), self._check_same_run)
+        tensors = state.tensors(self.trainer)
+
+        def check(kept: Row) -> None:
+            self._check_same_run(kept)
+            state.leave_out_moments_of_an_import(tensors, kept)
+
+        kept = self.store.load(step, tensors, check)
         self._restore(kept)
         if step is not None and latest != step:
             self.store.go_back(step)

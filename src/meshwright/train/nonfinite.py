@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshwright.data.loader import Batch
-from meshwright.parallel.fsdp_unit import Unit
+from meshwright.train.optimiser import StateBuffer
 from meshwright.train.step import Trainer
 from meshwright.train.trace import BACKWARD, FORWARD, Place, StepTracer
 
@@ -35,12 +35,12 @@ class Origin:
         return f"{self.what} on rank {self.rank} ({self.host})"
 
 
-def buffers(trainer: Trainer) -> Iterator[tuple[str, Unit, Tensor]]:
-    """(prefix of names, unit, flat buffer) of parameters and moments that this rank stores."""
-    for index, unit in enumerate(trainer.states.units):
-        yield "", unit, unit.stored
-        for moment, flats in trainer.optimiser.moments.items():
-            yield f"{moment} of ", unit, flats[index]
+def buffers(trainer: Trainer) -> Iterator[tuple[str, StateBuffer]]:
+    """(prefix of names, flat buffer) of parameters and the optimiser's states that this rank stores."""
+    for unit in trainer.states.units:
+        yield "", StateBuffer("", unit, unit.stored, unit.slots)
+    for buffer in trainer.optimiser.buffers():
+        yield f"{buffer.kind} of ", buffer
 
 
 @torch.no_grad()
@@ -51,13 +51,13 @@ def bad_state(trainer: Trainer) -> str | None:
     only where a sum is not.
     """
     biases = {name: bias.to_local() for name, bias in trainer.balance.biases().items()}
-    flats = [flat for _, _, flat in buffers(trainer)]
+    flats = [buffer.flat for _, buffer in buffers(trainer)]
     sums = [tensor.sum().double().to(trainer.mesh.device) for tensor in (*flats, *biases.values())]
     if not sums or bool(torch.stack(sums).isfinite().all()):
         return None
-    for prefix, unit, flat in buffers(trainer):
-        for slot in unit.slots_in(flat):
-            if not _finite(unit.local(flat, slot)):
+    for prefix, buffer in buffers(trainer):
+        for slot in buffer.slots:
+            if not _finite(buffer.local(slot)):
                 return prefix + slot.key
     return next((name for name, bias in biases.items() if not _finite(bias)), None)
 

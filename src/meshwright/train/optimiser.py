@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from meshwright.parallel.data_parallel import DataParallel
-from meshwright.parallel.flat_param import ParamSlot, Stored
+from meshwright.parallel.flat_param import ParamSlot, Stored, stored
 from meshwright.parallel.fsdp_unit import Unit
 from meshwright.spec import RunSpec
 from meshwright.spec.parameter_groups import Group, group_of
@@ -37,6 +38,24 @@ class Part(NamedTuple):
         """The gradient, clipped."""
         assert self.unit.gradient is not None
         return self.unit.gradient[self.place]
+
+
+class StateBuffer(NamedTuple):
+    """A flat buffer of a unit on this rank, with the places in it of the parameters that it has."""
+
+    kind: str
+    """Name of the state, such as `exp_avg`; empty for the parameters themselves."""
+    unit: Unit
+    flat: Tensor
+    slots: Sequence[ParamSlot]
+
+    def part(self, slot: ParamSlot) -> Tensor:
+        """The part of a parameter, padding included."""
+        return self.flat[slot.start : slot.start + slot.padded]
+
+    def local(self, slot: ParamSlot) -> Tensor:
+        """This rank's rows of a parameter, as a view."""
+        return self.part(slot).view(slot.part).narrow(slot.dim, 0, slot.rows)
 
 
 Cut = tuple[Part, int, int]
@@ -137,15 +156,24 @@ class Optimiser:
         self.updates = updates
 
     def tensors(self) -> Iterator[tuple[str, Stored]]:
-        """(`exp_avg/name` or `exp_avg_sq/name`, moment) of each parameter, in the optimiser's memory."""
-        for moment, buffers in self.moments.items():
-            for unit, flat in zip(self.states.units, buffers, strict=True):
-                for name, tensor in unit.tensors(flat):
-                    yield f"{moment}/{name}", tensor
+        """(`exp_avg/name`, such a state) of each parameter, in the optimiser's memory."""
+        for buffer in self.buffers():
+            unit = buffer.unit
+            for slot in buffer.slots:
+                local = buffer.local(slot)
+                yield f"{buffer.kind}/{slot.key}", stored(slot, local, unit.mesh, unit.shards is not None)
+
+    def buffers(self) -> Iterator[StateBuffer]:
+        """The flat buffers of all states."""
+        for moment, flats in self.moments.items():
+            for unit, flat in zip(self.states.units, flats, strict=True):
+                begin = unit.part - len(flat)
+                slots = [replace(slot, start=slot.start - begin) for slot in unit.slots_in(flat)]
+                yield StateBuffer(moment, unit, flat, slots)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of moments that this rank holds: "optimiser" on its device, "offloaded" elsewhere."""
-        held = sum(flat.nbytes for buffers in self.moments.values() for flat in buffers)
+        """Bytes of states that this rank holds: "optimiser" on its device, "offloaded" elsewhere."""
+        held = sum(buffer.flat.nbytes for buffer in self.buffers())
         if self.train.offload == "none":
             return {"optimiser": held}
         return {"optimiser": self.staging.nbytes() if self.staging else 0, "offloaded": held}

@@ -41,6 +41,16 @@ def tensors(trainer: Trainer) -> dict[str, Stored]:
     return found
 
 
+def leave_out_moments_of_an_import(tensors: dict[str, Stored], state: dict[str, Any]) -> None:
+    """Remove the optimiser's states where the checkpoint is of weights that no run of ours has trained yet.
+
+    Those of a new trainer are zeros already, and optimisers keep them in forms of their own.
+    """
+    if state["data_digest"] is None:
+        for name in [name for name in tensors if name.startswith("optim/")]:
+            del tensors[name]
+
+
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
 

@@ -28,6 +28,7 @@ from meshwright.parallel.precision import LossScale
 from meshwright.parallel.router_balance import LayerBalance
 from meshwright.spec import RunSpec
 from meshwright.spec.precision import DELAYED
+from meshwright.train.adamw_8bit import AdamW8bit
 from meshwright.train.lr_schedule import learning_rate
 from meshwright.train.muon import Muon
 from meshwright.train.offload import MomentMemory
@@ -79,7 +80,9 @@ class Trainer:
         self.scaling = None
         if spec.precision.compute in DELAYED and isinstance(products, LowPrecision):
             self.scaling = DelayedScaling(spec, mesh, self.states, products)
-        kinds: dict[str, type[Optimiser]] = {"adamw": AdamW, "lion": Lion, "muon": Muon}
+        kinds: dict[str, type[Optimiser]] = {
+            "adamw": AdamW, "adamw8bit": AdamW8bit, "lion": Lion, "muon": Muon
+        }  # fmt: skip
         self.optimiser = kinds[spec.train.optimiser](
             self.states, spec, memory or MomentMemory(spec.train, mesh.device, mesh.control)
         )

@@ -136,15 +136,15 @@ def _sums(group: list[_Copies]) -> list[Tensor]:
 def _all_copies(trainer: Trainer) -> Iterator[_Copies]:
     """Every tensor of this rank and an axis over which it is equal, in the order of units."""
     mesh, states = trainer.mesh, trainer.states
-    for prefix, unit, flat in buffers(trainer):
-        parts = [(prefix + slot.key, flat[slot.start : slot.start + slot.padded]) for slot in unit.slots]
-        yield _Copies(unit.replicas, parts, [flat])
+    for prefix, buffer in buffers(trainer):
+        parts = [(prefix + slot.key, buffer.part(slot)) for slot in buffer.slots]
+        yield _Copies(buffer.unit.replicas, parts, [buffer.flat] if parts else [])
         for axis in (mesh.tensor, mesh.copies):
-            slots = zip(parts, unit.slots, strict=True)
+            slots = zip(parts, buffer.slots, strict=True)
             same = [part for part, slot in slots if _ranks_alike(slot, mesh) is axis]
             yield _Copies(axis, same, [tensor for _, tensor in same])
         if mesh.ends is not None and states.apart is not None:
-            same = [part for part, slot in zip(parts, unit.slots, strict=True) if slot.key == states.apart]
+            same = [part for part, slot in zip(parts, buffer.slots, strict=True) if slot.key == states.apart]
             yield _Copies(mesh.ends, same, [tensor for _, tensor in same])
     for name, bias in trainer.balance.biases().items():
         for axis in (mesh.shard, mesh.replicate, mesh.tensor):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from meshwright.train import state
+from meshwright.train.eight_bit import SIGNED, UNSIGNED, dequantised
 from meshwright.train.gather_full import gather_full
 from meshwright.train.step import Trainer
 
@@ -13,11 +15,19 @@ State = dict[str, dict[str, Tensor]]
 
 
 def gather_state(trainer: Trainer) -> State:
-    """Gather parameters, routers' biases and moments on rank 0; collective over the mesh."""
+    """Gather parameters, routers' biases and moments on rank 0; collective over the mesh.
+
+    Moments in 8 bits are dequantised.
+    """
     found: State = {kind: {} for kind in ("parameter", "router bias", *trainer.optimiser.moments)}
     for key, tensor in gather_full(state.tensors(trainer).items(), trainer.mesh).items():
         kind, _, name = key.removeprefix("optim/").partition("/")
         if kind == "model":
             kind = "router bias" if name.endswith(".router.bias") else "parameter"
-        found[kind][name] = tensor
+        found.setdefault(kind, {})[name] = tensor
+    for kind, values in (("exp_avg", SIGNED), ("exp_avg_sq", UNSIGNED)):
+        for name, scales in found.pop(f"{kind}_scale", {}).items():
+            codes, held = found[kind][name], scales.new_tensor(values, dtype=torch.float32).to(scales.dtype)
+            blocks = dequantised(codes.view(scales.numel(), -1), scales.view(-1), held)
+            found[kind][name] = blocks.view(codes.shape)
     return found

@@ -22,14 +22,17 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import formats
 from meshwright.parallel.waiting import while_others_wait
 from meshwright.spec import RunSpec
+from meshwright.spec.eight_bit import blocks_of
 from meshwright.spec.tiling import tiled
 from meshwright.train.gather_full import gather_full
+from meshwright.train.nonfinite import buffers
 from meshwright.train.step import Step, Trainer
 from meshwright.train.vote import Vote
 from meshwright.verify.gather_state import State, gather_state
 from meshwright.verify.measured import MARGIN, Measurements, compare_gradients
 from meshwright.verify.narrow import narrow
 from meshwright.verify.reference import SAMPLES, update
+from meshwright.verify.reference_adamw8bit import settled
 from meshwright.verify.reference_data import batches
 from meshwright.verify.reference_groups import factor_and_decay
 from meshwright.verify.reference_low_precision import ReferenceLinears
@@ -167,14 +170,9 @@ class _Comparison:
 
     def _own(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's stored parameters, moments and routers' biases, by name."""
-        states = self.trainer.states
-        for index, unit in enumerate(states.units):
-            for kind, flat in [
-                ("", unit.stored),
-                *((f"{kind} of ", flats[index]) for kind, flats in self.trainer.optimiser.moments.items()),
-            ]:
-                for slot in unit.slots_in(flat):
-                    yield kind + slot.key, unit.local(flat, slot)
+        for prefix, buffer in buffers(self.trainer):
+            for slot in buffer.slots:
+                yield prefix + slot.key, buffer.local(slot)
         for name, bias in self.trainer.balance.biases().items():
             yield name, bias.to_local()
 
@@ -233,11 +231,23 @@ class _Comparison:
         found.add(number, "grad norm", "grad norm", off, MASTER_TOLERANCE, words)
         clip = 1.0 if spec.train.clip is None else min(1.0, spec.train.clip / (norm + 1e-6))
         wanted: State = {kind: {} for kind in (*spec.train.moments, "parameter")}
+        blocks = blocks_of(spec.model)
         for name, grad in grads.items():
             target = before["parameter"][name].double().clone()
             kinds = spec.train.moments_of(name, grad.ndim)
             moments = [before[kind][name].double() for kind in kinds]
             update(target, grad * clip, moments, spec.train, number, *factor_and_decay(spec, name, grad.ndim))
+            if spec.train.optimiser == "adamw8bit" and grad.ndim >= 2:
+                moments = [
+                    settled(
+                        self.state[kind][name].double(),
+                        moment,
+                        kind == "exp_avg",
+                        blocks[name],
+                        MASTER_TOLERANCE,
+                    )
+                    for kind, moment in zip(kinds, moments, strict=True)
+                ]
             for kind, tensor in zip((*kinds, "parameter"), (*moments, target), strict=True):
                 wanted[kind][name] = tensor
         for kind, which in zip(spec.train.moments, ("first", "second"), strict=False):

@@ -17,6 +17,7 @@ from torch import Tensor
 from meshwright.data.loader import Batch
 from meshwright.spec import RunSpec
 from meshwright.spec.train import TrainSpec
+from meshwright.verify.reference_adamw8bit import round_moments
 from meshwright.verify.reference_batches import batch_sizes
 from meshwright.verify.reference_decoder import ReferenceDecoder, Routing
 from meshwright.verify.reference_groups import factor_and_decay
@@ -76,6 +77,7 @@ def reference_steps(
             own = [kept[name] for kept in moments.values() if name in kept]
             factor, decay = factor_and_decay(spec, name, parameter.ndim)
             update(parameter, grad * clip_factor, own, spec.train, number, factor, decay)
+            round_moments(moments, spec, name)
             if spec.precision.master == "bf16":
                 parameter.data = stochastic(parameter, spec.train.seed, number, name)
         for layer, routing in routings.items():

@@ -29,6 +29,10 @@ and writes the master. Each moment is read and written, 8 bytes more."""
 _ROUNDED_BYTES = 106.0
 """Bytes more with weights in bf16, where a chunk is copied to fp32 and back, and rounded by operators that
 are not fused. Counted: 52 to make the bits that decide, 34 to round by them, 20 for the copies."""
+_EIGHT_BIT_BYTES = 258.0
+"""Bytes per parameter that AdamW with moments in 8 bits moves in operators that are not fused, instead of the
+28 of AdamW. Counted: 33 to dequantise and update a moment, 68 to quantise it, 8 for squares of gradients, 48
+for the update (`train/adamw_8bit.py`). Programs with one kernel for all read and write two codes."""
 _AROUND_BYTES = 10.0
 """Bytes per parameter of a step besides: the copy that computes is written, the norm reads gradients again,
 and they are cleared."""
@@ -100,7 +104,9 @@ def data_seconds(
         across = formats.exact if stack.ours and layout.zero and group.ranks > 1 else gradient
         reduces["replicate"] += links.collective("all_reduce", mine * across, groups.replicate)
         whole += mine
-    moved = _UPDATE_BYTES + 8 * (2 if spec.train.optimiser == "adamw" else 1)
+    moved = _UPDATE_BYTES + 8 * (1 if spec.train.optimiser in ("lion", "muon") else 2)
+    if spec.train.optimiser == "adamw8bit":
+        moved = _EIGHT_BIT_BYTES if stack.ours else _UPDATE_BYTES + 4
     moved += _ROUNDED_BYTES if stack.ours and spec.precision.master == "bf16" else 0
     optimiser = whole * kernels.updated(moved + _AROUND_BYTES, _AROUND_BYTES)
     optimiser = max(optimiser, copy_seconds(spec, costs, whole))

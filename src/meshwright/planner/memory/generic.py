@@ -17,6 +17,7 @@ from meshwright.planner.cost.data_parallel import StoredParameters
 from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.stages import Contents, placed_stages, stored, together
+from meshwright.planner.rank_view import moment_width, widths
 from meshwright.schedule.in_flight import in_flight
 from meshwright.spec import Layout, RunSpec
 from meshwright.spec.layout import HOLD_ALL, SPLIT
@@ -156,7 +157,8 @@ class Generic:
         waits = layout.zero < 2 or (stack.whole_gradients and layout.pp > 1 and spec.microbatches > 1)
         gradients = width * (whole if waits else sharded)
         master = 4 * sharded if recipe.optimiser > 8 else 0
-        optimiser = (1 if spec.train.optimiser == "adamw" else 0.5) * (recipe.optimiser * sharded - master)
+        of_adamw = moment_width(spec) / (2 * widths(spec).exact)
+        optimiser = of_adamw * (recipe.optimiser * sharded - master)
         if spec.train.offload != "none":
             optimiser = 0.0
         buffers = 0.0

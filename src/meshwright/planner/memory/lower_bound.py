@@ -18,7 +18,7 @@ from meshwright.planner.cost.stages import Contents, stored
 from meshwright.planner.memory.activations import Activations, Sizes, activations, head_peaks
 from meshwright.planner.memory.generic import Generic, Memory
 from meshwright.planner.memory.in_flight import weight_gradient_inputs
-from meshwright.planner.rank_view import widths
+from meshwright.planner.rank_view import moment_width, widths
 from meshwright.spec import RunSpec
 
 
@@ -111,7 +111,7 @@ class LowerBound(Generic):
         for whole, n in zip((elements.dense / shares, elements.routed / shares), ranks, strict=True):
             part = whole / n
             if spec.train.offload == "none":
-                optimiser += (2 if spec.train.optimiser == "adamw" else 1) * part * width.exact
+                optimiser += moment_width(spec) * part
             parameters += part * width.master
             if zero < 3 and not (n == 1 and width.compute == width.master):
                 parameters += whole * width.compute

@@ -16,9 +16,11 @@ of ZeRO-1, and of a pipeline in ZeRO-2 and 3 too, wait whole for the step's last
 exactly: P e instead of P r, also for n = 1, where that is then their only memory.
 Otherwise they are reduced as they arise. AdamW has two moments, and counts its steps in a number of 4 bytes
 for each run of adjacent parameters of a unit that are updated alike (matrices and the rest, where no pattern
-divides them), but for weights in bf16; Lion has one, and Muon has one of matrices of blocks. Moments that
-`train.offload` keeps elsewhere take no bytes of the device, but for the pieces of them that pass through a
-GPU in an update (`train/offload.py`), which then needs no such counts.
+divides them), but for weights in bf16; Lion has one, and Muon has one of matrices of blocks. In 8 bits
+(`adamw8bit`) a moment of a matrix takes a byte for a number and e for a block of them, and a rank has two
+maps besides, each of 256 values and thresholds and 65536 codes. Moments that `train.offload` keeps elsewhere
+take no bytes of the device, but for the pieces of them that pass through a GPU in an update
+(`train/offload.py`), which then needs no such counts.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from meshwright.planner.rank_view import RankView, Widths, gathered_bytes, part_
 from meshwright.planner.traffic.layer_shape import balance_counts
 from meshwright.schedule import Action, Kind, make
 from meshwright.spec import RunSpec
+from meshwright.spec.eight_bit import MAP_SIZE, PREFIXES, block_of
 from meshwright.spec.layout import HOLD_ALL, SPLIT
 from meshwright.spec.parameter_groups import group_of
 from meshwright.spec.parameters import Parameter, Piece, parameters
@@ -74,6 +77,8 @@ class StateShard:
     part: int
     decays: int
     """Elements of the part with weight decay."""
+    blocks: int
+    """Blocks of these that share a scale in 8-bit moments."""
     zero: int
     """The stage of ZeRO."""
     sent: int
@@ -126,7 +131,11 @@ def states_at(view: RankView, shards: Sequence[StateShard], staged: bool = False
 
 def moment_bytes(view: RankView, shards: Sequence[StateShard]) -> int:
     """Bytes of the moments of a rank that holds `shards`, wherever they are."""
-    return widths(view.spec).exact * sum(2 * unit.part - _single(view, unit) for unit in shards)
+    exact = widths(view.spec).exact
+    if view.spec.train.optimiser == "adamw8bit":
+        numbers = (unit.decays + exact * (unit.blocks + unit.part - unit.decays) for unit in shards)
+        return 2 * (sum(numbers) + 2 * MAP_SIZE * exact + PREFIXES)
+    return exact * sum(2 * unit.part - _single(view, unit) for unit in shards)
 
 
 def _single(view: RankView, unit: StateShard) -> int:
@@ -137,12 +146,13 @@ def _single(view: RankView, unit: StateShard) -> int:
 
 def checkpoint_bytes(spec: RunSpec) -> int:
     """Bytes of parameters and moments of all ranks, as they are stored."""
-    every = [p for unit in parameters(spec.model).values() for p in unit]
-    width = widths(spec)
-    return sum(
-        p.size * (width.master + width.exact * len(spec.train.moments_of(p.name, len(p.shape))))
-        for p in every
-    )
+    width, total = widths(spec), 0
+    for p in (p for unit in parameters(spec.model).values() for p in unit):
+        each = width.exact * p.size
+        if spec.train.optimiser == "adamw8bit" and len(p.shape) >= 2:
+            each = p.size + width.exact * (p.size // block_of(p, spec.model.heads))
+        total += width.master * p.size + each * len(spec.train.moments_of(p.name, len(p.shape)))
+    return total
 
 
 def units(view: RankView) -> list[StateShard]:
@@ -154,13 +164,16 @@ def units(view: RankView) -> list[StateShard]:
     def shards(unit: str, listed: list[tuple[Parameter, Piece]]) -> Iterator[StateShard]:
         for routed, ranks in ((False, layout.shard_ranks), (True, experts)):
             ranks = ranks if zero else 1
-            pieces = [piece for _, piece in listed if (piece.experts is not None) == routed]
-            if pieces:
-                sizes = [(part_elements(piece, ranks), len(piece.global_shape) >= 2) for piece in pieces]
-                decays = sum(size for size, decay in sizes if decay)
+            held = [(p, piece) for p, piece in listed if (piece.experts is not None) == routed]
+            if held:
+                pieces = [piece for _, piece in held]
+                part = sum(part_elements(piece, ranks) for piece in pieces)
+                matrices = [(p, part_elements(piece, ranks)) for p, piece in held if len(p.shape) >= 2]
+                decays = sum(size for _, size in matrices)
+                blocks = sum(size // block_of(p, view.spec.model.heads) for p, size in matrices)
                 sent = gathered_bytes(view.spec, pieces, ranks)
-                part, counts = sum(size for size, _ in sizes), _adam_counts(view.spec, unit, pieces)
-                yield StateShard(unit, routed, ranks, part, decays, zero, sent, counts)
+                counts = _adam_counts(view.spec, unit, pieces)
+                yield StateShard(unit, routed, ranks, part, decays, blocks, zero, sent, counts)
 
     every = view.pieces()
     if view.spec.train.lr_factors or view.spec.train.weight_decays:  # patterns may name a block
@@ -180,7 +193,8 @@ def _adam_counts(spec: RunSpec, unit: str, pieces: Iterable[Piece]) -> int:
         name, dims = piece.key, len(piece.global_shape)
         if name.startswith("blocks."):
             name = f"{unit}.{name.split('.', 2)[2]}"
-        if len(spec.train.moments_of(name, dims)) == 2:
+        of_adamw = spec.train.optimiser != "adamw8bit" or dims < 2
+        if of_adamw and len(spec.train.moments_of(name, dims)) == 2:
             alike.append((dims >= 2, group_of(spec, name, dims)))
     return sum(1 for _ in groupby(alike))
 
