@@ -9,6 +9,7 @@ import pytest
 
 from meshwright.model.init import init_value
 from meshwright.spec import RunSpec
+from meshwright.spec.hf_write import write_hf_config
 from meshwright.spec.parameter_groups import Group, group_of
 
 
@@ -65,3 +66,11 @@ def test_a_model_of_the_bases_width_is_the_base() -> None:
     for name, dims in (("embed.weight", 2), ("head.weight", 2), ("blocks.0.attn.q.weight", 2)):
         assert group_of(base, name, dims) == group_of(plain, name, dims)
         assert init_value(base.model, name) == init_value(plain.model, name)
+
+
+def test_mup_is_not_in_what_is_exported() -> None:
+    """It has no factors in the forward."""
+    plain, mup = (
+        RunSpec.model_validate({"model": {"preset": "tiny", "mup_base_hidden": base}}) for base in (None, 64)
+    )
+    assert write_hf_config(mup.model, "float32") == write_hf_config(plain.model, "float32")

@@ -43,7 +43,8 @@ def _check_reads_back(model: ModelSpec, config: dict[str, Any]) -> None:
     """Raise `UserError` for the first field with another value in the model that `config` describes."""
     fields = model_fields(Config(f"the config.json of HF's {model.family}", config, "model.family"))
     described = ModelSpec.model_validate({"preset": None, **fields})
-    ignored = {"preset", "hf", "moe", "moe.bias_rate", "moe.z_loss"}  # the last two act in training only
+    trained = {"mup_base_hidden", "moe.bias_rate", "moe.z_loss"}  # these act in training only
+    ignored = {"preset", "hf", "moe", *trained}
     if model.position == "learned":
         ignored |= {"rope_theta", "rope_scaling"}
     if model.family == "mixtral":
