@@ -239,6 +239,13 @@ def test_a_checkpoint_has_the_moments_that_one_rank_holds(kind: str) -> None:
     )
 
 
+def test_a_checkpoint_has_the_moving_average() -> None:
+    tree = {"model": {"preset": "tiny"}, "train": {"ema": 0.99}, "precision": {"compute": "bf16"}}
+    spec = RunSpec.model_validate(tree)
+    saved = api.estimate(spec, cluster("h100", 1)).to_json(1e6)["failures"]["checkpoint_bytes"]
+    assert saved == 36_203_520 / 3 * 4  # one number more beside the weight and two moments
+
+
 def test_of_a_published_run_the_effective_share_is_as_it_was() -> None:
     """Llama 3: more than 90% on 16,384 devices, with 8 failures a day (arXiv 2407.21783)."""
     found = training_time(12 * 405e9, 16384, 5.0, 2**24, 15.6e12, 2.0)

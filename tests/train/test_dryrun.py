@@ -136,6 +136,17 @@ def test_formulas_hold_of_weights_in_bf16(seed: int) -> None:
     assert found.wire == pytest.approx(sent, rel=1e-12)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_formulas_hold_of_a_moving_average(seed: int) -> None:
+    spec, rank = draw(seed, train__ema=0.99)
+    place = rank * spec.layout.pp // spec.layout.world_size
+    found, planned = rehearse(spec, rank, CPU), states(spec, place)
+    assert {kind: found.most[kind] for kind in STATES} == {kind: getattr(planned, kind) for kind in STATES}
+    without, _ = draw(seed)
+    assert planned.optimiser > states(without, place).optimiser
+    assert found.wire == pytest.approx(traffic(spec, place), rel=1e-12)
+
+
 @pytest.mark.parametrize(("zero", "saved"), [(0, 4), (1, 2), (2, 2), (3, 2)])
 def test_weights_in_bf16_save_their_masters(zero: int, saved: int) -> None:
     """Bytes of stored weights and of the copy that computes, of a parameter on one rank or on all."""

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from meshwright.model.decoder import Decoder
 
 Result = dict[str, Any]
+WEIGHTS = ("trained", "ema")
+"""Sets of weights in a checkpoint: those of the last step, and their moving average."""
 
 
 def generate(
@@ -26,18 +28,22 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
+    weights: str = "trained",
 ) -> str:
     """Return the continuation of `prompt` by the newest checkpoint of a run's folder, or by an HF folder.
 
-    `temperature` 0 takes the likeliest token. Raises `UserError` if the folder has no model or tokenizer.
+    `temperature` 0 takes the likeliest token; `weights` 'ema' takes the moving average of a run's. Raises
+    `UserError` if the folder has no model or tokenizer.
     """
     run = _existing(run, "the folder of a run or of an HF model")
     from meshwright.data.tokenizer import Tokenizer
     from meshwright.infer.generate import generate as continue_tokens
 
     if (run / "run.json").is_file():
-        decoder = load_run(run)
+        decoder = load_run(run, weights=weights)
     elif (run / "config.json").is_file():
+        if weights != "trained":
+            raise UserError(f"--weights: {run} is an HF folder, which has one set of weights; give 'trained'")
         decoder = load_hf(run)
     else:
         raise UserError(f"{run}: is neither a run's folder (run.json) nor an HF folder (config.json)")
@@ -116,8 +122,11 @@ def data_verify(folder: Path) -> Result:
     return facts | {"damaged": len(problems), "problems": problems}
 
 
-def export(run: Path, folder: Path, dtype: str | None = None) -> None:
-    """Write a run's newest checkpoint as an HF folder, in 'float32', 'bfloat16' or 'float16', or as saved."""
+def export(run: Path, folder: Path, dtype: str | None = None, *, weights: str = "trained") -> None:
+    """Write a run's newest checkpoint as an HF folder, in 'float32', 'bfloat16' or 'float16', or as saved.
+
+    `weights` 'ema' writes the moving average of the weights (`train.ema`).
+    """
     run = _existing(run, "the folder of a run")
     import torch
 
@@ -127,7 +136,7 @@ def export(run: Path, folder: Path, dtype: str | None = None) -> None:
     if dtype is not None and dtype not in known:
         raise UserError(f"dtype: {dtype!r} is not one of {', '.join(known)}")
 
-    decoder = load_run(run)
+    decoder = load_run(run, weights=weights)
     tokenizer = run / "tokenizer.json"
     export_hf(
         folder,
@@ -187,8 +196,13 @@ def load_hf(folder: Path | str) -> Decoder:
     return load_folder(Path(folder))
 
 
-def load_run(run: Path, dtype: torch.dtype | None = None) -> Decoder:
-    """Return the decoder of a run's newest checkpoint, on one device, in eval mode."""
+def load_run(run: Path, dtype: torch.dtype | None = None, *, weights: str = "trained") -> Decoder:
+    """Return the decoder of a run's newest checkpoint, on one device, in eval mode.
+
+    `weights` is 'trained', or 'ema' for their moving average (`train.ema`).
+    """
+    if weights not in WEIGHTS:
+        raise UserError(f"weights: {weights!r} is not one of {', '.join(WEIGHTS)}")
     from meshwright.infer.load import load_run as load_decoder
 
-    return load_decoder(Path(run), dtype)
+    return load_decoder(Path(run), dtype, average=weights == "ema")

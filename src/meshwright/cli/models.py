@@ -19,6 +19,10 @@ from meshwright.cli.parser import (
 )
 
 DTYPES = ("float32", "bfloat16", "float16")
+_WEIGHTS = Flag(
+    "weights", "those of the last step, or their moving average", "trained|ema", choice("trained", "ema"),
+    default="trained",
+)  # fmt: skip
 _RUN = Argument("RUN", "the folder of a run")
 _CHECKPOINTS = Argument("DIR", "the folder of a run, or of its checkpoints")
 
@@ -33,6 +37,7 @@ _CHECKPOINTS = Argument("DIR", "the folder of a run, or of its checkpoints")
     Flag("top-k", "draw from the K likeliest tokens", "K", whole(1)),
     Flag("top-p", "draw from the likeliest tokens that add up to P", "P", fraction),
     Flag("seed", "seed of the draws", "N", whole(0), default=0),
+    _WEIGHTS,
     JSON,
 )
 def generate(call: Call) -> None:
@@ -49,6 +54,7 @@ def generate(call: Call) -> None:
     _RUN,
     Argument("FOLDER", "the folder to write; it must not exist, or be empty"),
     Flag("dtype", "number format of the weights", "|".join(DTYPES), choice(*DTYPES), default=DTYPES[0]),
+    _WEIGHTS,
     JSON,
 )
 def export(call: Call) -> None:

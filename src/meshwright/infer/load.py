@@ -18,13 +18,14 @@ from meshwright.spec.errors import NumericalError
 from meshwright.spec.load import load
 from meshwright.spec.sections import DataSpec
 from meshwright.spec.special_tokens import check_within, copy_side_files, side_files
-from meshwright.train.state import check_fields, check_same_model, imported_state
+from meshwright.train.state import check_fields, check_same_model, has_average, imported_state
 
 
-def load_run(run: Path, dtype: torch.dtype | None = None) -> Decoder:
+def load_run(run: Path, dtype: torch.dtype | None = None, average: bool = False) -> Decoder:
     """Return the decoder of the run's newest whole checkpoint, on one device, in eval mode.
 
-    `dtype` is that of its parameters, by default as saved. Raises `UserError` if the run's record describes
+    `dtype` is that of its parameters, by default as saved. `average` takes the moving average of the weights
+    (`train.ema`) in their place, in the format of its own. Raises `UserError` if the run's record describes
     another model than the checkpoint (it has no hash, and a changed constant would compute other text), if
     the run's tokenizer is not the one that the checkpoint was trained with, and if a parameter is not finite.
     """
@@ -36,14 +37,23 @@ def load_run(run: Path, dtype: torch.dtype | None = None) -> Decoder:
     def check(state: dict[str, Any]) -> None:
         check_fields(state, folder)
         check_same_model(spec, state, str(run))
+        if average and not has_average(state):
+            raise UserError(
+                f"--weights: 'ema' needs a moving average of the weights, which the checkpoint of step "
+                f"{state['step']} in {folder} lacks; give 'trained', or train on with --train.ema 0.999"
+            )
 
     decoder = Decoder(spec.model)
     if spec.precision.base == "fp64":
         decoder = decoder.double()
-    elif spec.precision.master == "bf16":
+    elif spec.precision.master == "bf16" and not average:
         decoder = decoder.bfloat16()
     with torch.no_grad():
-        tensors = {f"model/{name}": tensor.data for name, tensor in decoder.tensors().items()}
+        averaged = {name for name, _ in decoder.named_parameters()} if average else set()
+        tensors = {
+            f"{'ema' if name in averaged else 'model'}/{name}": tensor.data
+            for name, tensor in decoder.tensors().items()
+        }
         store = CheckpointStore(folder, keep=1)
         state = store.load(None, tensors, check)
     for warning in store.warnings:

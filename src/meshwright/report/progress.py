@@ -116,7 +116,10 @@ class Progress:
 
     def on_eval(self, row: dict[str, Any]) -> None:
         loss, bits = fmt.fixed(row.get("val_loss")), fmt.fixed(row.get("val_bits_per_byte"))
-        self._line(f"validation at {self._of(int(row['step']))}  loss {loss}  {bits} bits per byte")
+        average = (
+            f"  of the averaged weights {fmt.fixed(row['val_loss_ema'])}" if "val_loss_ema" in row else ""
+        )
+        self._line(f"validation at {self._of(int(row['step']))}  loss {loss}  {bits} bits per byte{average}")
 
     def on_event(self, kind: str, fields: dict[str, Any]) -> None:
         if kind != "warning":  # shown by Python's warnings, also if progress is off

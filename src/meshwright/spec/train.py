@@ -72,6 +72,12 @@ class TrainSpec(FrozenModel):
         "a mapped file",
     )
     offload_dir: str | None = Field(None, description="folder of that file; default the run's --out")
+    ema: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="decay of a moving average of the weights, kept beside them; 'none' for no average",
+    )
     eval_every: int = Field(0, ge=0, description="steps between validations; 0 validates at the end only")
     eval_tokens: PositiveInt | None = Field(
         10_000_000, description="held-out tokens of a validation at most; 'none' for all of them"

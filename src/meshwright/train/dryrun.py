@@ -261,6 +261,9 @@ def _tell(memory: FakeMemory, trainer: Trainer) -> None:
             memory.mark(buffer.flat, OPTIMISER, _unit_of(buffer.unit.slots))
         elif len(buffer.flat):
             memory.elsewhere(buffer.flat)
+    if trainer.ema is not None:
+        for unit, average in zip(trainer.states.units, trainer.ema.flats, strict=True):
+            memory.mark(average, OPTIMISER, _unit_of(unit.slots))
     for tensor in trainer.balance.tensors():
         memory.mark(tensor, BALANCE)
     memory.settle(0, OPTIMISER)  # Adam's step counts

@@ -7,6 +7,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from meshwright.data.corpus import Corpus, open_corpus
 from meshwright.data.loader import Batch, Loader
 from meshwright.data.verification import Check
 from meshwright.parallel.collectives import start_all_reduce
+from meshwright.parallel.flat_param import Stored
 from meshwright.parallel.mesh import Mesh
 from meshwright.profile.machine import free_memory
 from meshwright.spec import RunSpec, UserError
@@ -188,13 +190,7 @@ class TrainingRun:
             self.trainer.initialise()
             return
 
-        tensors = state.tensors(self.trainer)
-
-        def check(kept: Row) -> None:
-            self._check_same_run(kept)
-            state.leave_out_moments_of_an_import(tensors, kept)
-
-        kept = self.store.load(step, tensors, check)
+        kept = self._load(partial(self.store.load, step))
         self._restore(kept)
         if step is not None and latest != step:
             self.store.go_back(step)
@@ -217,7 +213,7 @@ class TrainingRun:
             self.snapshots.clear()
             return False
         try:
-            kept = self.snapshots.load(step, state.tensors(self.trainer), self._check_same_run)
+            kept = self._load(partial(self.snapshots.load, step))
         except BadCheckpointError as error:
             self.store.warnings.append(f"{error}; the last checkpoint is used instead")
             self.snapshots.clear()
@@ -229,6 +225,18 @@ class TrainingRun:
         for step in range(self.samples.steps, self.done):
             self.samples.note(self.loader.step(step))
         return True
+
+    def _load(self, load: Callable[[dict[str, Stored], Callable[[Row], None]], Row]) -> Row:
+        """Fill the run's tensors; which of them there are is known once the checkpoint's state is read."""
+        tensors = state.tensors(self.trainer)
+
+        def check(kept: Row) -> None:
+            self._check_same_run(kept)
+            there = state.tensors_in(self.trainer, kept)
+            tensors.clear()
+            tensors.update(there)
+
+        return load(tensors, check)
 
     def _check_same_run(self, kept: Row) -> None:
         state.check_fields(kept, self.store.directory)
@@ -319,19 +327,29 @@ class TrainingRun:
         if self.corpus.validation.target_tokens == 0:
             return
         self.heartbeat.phase("evaluate")
+        nll, tokens = self._validation_nll()
         max_tokens = self.spec.train.eval_tokens
-        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        for batch in self.control.together(lambda: self.loader.validation_batches(max_tokens)):
-            total += self.trainer.nll(batch)
-        start_all_reduce(total, self.mesh.world, "scalars").wait()
-        nll, tokens = total.tolist()
         size = self.control.together(lambda: self.loader.validation_bytes(max_tokens))
         self.validation = {
             "step": self.done,
             "val_loss": nll / tokens,
             "val_bits_per_byte": nll / math.log(2) / size if size else None,
         }
+        if self.trainer.ema is not None:
+            with self.trainer.ema.in_place_of_weights():
+                nll, tokens = self._validation_nll()
+            self.validation["val_loss_ema"] = nll / tokens
         self.observers.on_eval(self.validation)
+
+    def _validation_nll(self) -> tuple[float, float]:
+        """The negative log-likelihood, in nats, and the number of the held-out tokens, over all ranks."""
+        max_tokens = self.spec.train.eval_tokens
+        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        for batch in self.control.together(lambda: self.loader.validation_batches(max_tokens)):
+            total += self.trainer.nll(batch)
+        start_all_reduce(total, self.mesh.world, "scalars").wait()
+        nll, tokens = total.tolist()
+        return nll, tokens
 
     def _keep_snapshot(self) -> None:
         """Keep the state in memory, where that is due."""
@@ -393,6 +411,7 @@ class TrainingRun:
             "final_loss": self.loss,
             "val_loss": self.validation.get("val_loss"),
             "val_bits_per_byte": self.validation.get("val_bits_per_byte"),
+            **({"val_loss_ema": self.validation.get("val_loss_ema")} if self.trainer.ema else {}),
             **self.metrics.summary(),
             "parameters": self.spec.model.parameters,
             "parameters_sha256": parameters_sha256(self.trainer),

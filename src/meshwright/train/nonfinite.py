@@ -36,16 +36,19 @@ class Origin:
 
 
 def buffers(trainer: Trainer) -> Iterator[tuple[str, StateBuffer]]:
-    """(prefix of names, flat buffer) of parameters and the optimiser's states that this rank stores."""
+    """(prefix of names, flat buffer) of parameters, the optimiser's states and averages of this rank."""
     for unit in trainer.states.units:
         yield "", StateBuffer("", unit, unit.stored, unit.slots)
     for buffer in trainer.optimiser.buffers():
         yield f"{buffer.kind} of ", buffer
+    if trainer.ema is not None:
+        for unit, flat in zip(trainer.states.units, trainer.ema.flats, strict=True):
+            yield "ema of ", StateBuffer("ema", unit, flat, unit.slots)
 
 
 @torch.no_grad()
 def bad_state(trainer: Trainer) -> str | None:
-    """Name of a parameter, moment or router bias of this rank that is not finite; None where all are.
+    """Name of a parameter, moment, average or router bias of this rank that is not finite, or None.
 
     One pass sums each buffer, since a sum is finite only if every term is; elements are looked at one by one
     only where a sum is not.

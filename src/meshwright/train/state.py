@@ -23,7 +23,7 @@ FREE = {
     "model": {"preset", "hf", "family"},
     "train": {
         "steps", "tokens", "stop_at", "log_every", "eval_every", "eval_tokens", "compile", "trackers",
-        "offload", "offload_dir",
+        "offload", "offload_dir", "ema",
     },
     "precision": {"loss_scale", "loss_scale_window"},
 }  # fmt: skip
@@ -38,17 +38,25 @@ def tensors(trainer: Trainer) -> dict[str, Stored]:
     found = {f"model/{name}": tensor for name, tensor in trainer.states.parameters()}
     found.update({f"model/{name}": tensor for name, tensor in trainer.balance.biases().items()})
     found.update({f"optim/{name}": tensor for name, tensor in trainer.optimiser.tensors()})
+    found.update({f"ema/{name}": tensor for name, tensor in trainer.ema.tensors()} if trainer.ema else {})
     return found
 
 
-def leave_out_moments_of_an_import(tensors: dict[str, Stored], state: dict[str, Any]) -> None:
-    """Remove the optimiser's states where the checkpoint is of weights that no run of ours has trained yet.
+def tensors_in(trainer: Trainer, state: dict[str, Any]) -> dict[str, Stored]:
+    """The `tensors` that a checkpoint of this state has.
 
-    Those of a new trainer are zeros already, and optimisers keep them in forms of their own.
+    One whose run kept no moving average has none. One of weights that no run of ours has trained yet, which
+    has no digest of data, has no states of an optimiser: those of a new trainer are zeros already.
     """
-    if state["data_digest"] is None:
-        for name in [name for name in tensors if name.startswith("optim/")]:
-            del tensors[name]
+    found = tensors(trainer)
+    without = [] if has_average(state) else ["ema/"]
+    without += ["optim/"] if state["data_digest"] is None else []
+    return {name: tensor for name, tensor in found.items() if not name.startswith(tuple(without))}
+
+
+def has_average(state: dict[str, Any]) -> bool:
+    """True if a checkpoint of this state has a moving average of the weights."""
+    return state["spec"]["train"].get("ema") is not None
 
 
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
@@ -137,6 +145,8 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     trainer.loss_scale.restore(state["loss_scale"])
     if trainer.scaling is not None:
         trainer.scaling.restore(state.get("amax_history", []))
+    if trainer.ema is not None and not has_average(state):
+        trainer.ema.begin()
     for unit in trainer.states.units:
         unit.expire()
 

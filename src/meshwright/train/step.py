@@ -29,6 +29,7 @@ from meshwright.parallel.router_balance import LayerBalance
 from meshwright.spec import RunSpec
 from meshwright.spec.precision import DELAYED
 from meshwright.train.adamw_8bit import AdamW8bit
+from meshwright.train.ema import Ema
 from meshwright.train.lr_schedule import learning_rate
 from meshwright.train.muon import Muon
 from meshwright.train.offload import MomentMemory
@@ -86,6 +87,7 @@ class Trainer:
         self.optimiser = kinds[spec.train.optimiser](
             self.states, spec, memory or MomentMemory(spec.train, mesh.device, mesh.control)
         )
+        self.ema = None if spec.train.ema is None else Ema(self.states, spec.train.ema)
         self.loss_scale = LossScale(spec.precision)
         self.rest = 1.0
         """1/N for N targets, divided by the power of two in it that is in the loss already."""
@@ -102,6 +104,8 @@ class Trainer:
     def initialise(self) -> None:
         """Draw the initial weights."""
         initialise(self.states, self.spec.model, self.spec.train.seed)
+        if self.ema is not None:
+            self.ema.begin()
 
     def expect(self, batch: Batch) -> None:
         """Count the targets of a batch over all ranks, ahead of the step that takes it."""
@@ -201,6 +205,8 @@ class Trainer:
             clip_factor = min(1.0, clip / (norm + 1e-6)) if clip is not None else 1.0
             self.states.scale_gradients(clip_factor * self.gradient_factor)
             self.optimiser.step(rate)
+            if self.ema is not None:
+                self.ema.update()
             self.balance.update()
         if self.scaling is not None:
             self.scaling.end_step(finite)

@@ -154,12 +154,14 @@ _PHRASES = {
     "loaded router bias": "{} as loaded",
     "loaded exp_avg": "the first moment of {} as loaded",
     "loaded exp_avg_sq": "the second moment of {} as loaded",
+    "loaded ema": "the moving average of {} as loaded",
     "output": "the module's {}",  # this and the next two are of `meshwright.testing`
     "parameter gradient": "the gradient of {}",
     "input gradient": "the gradient of {}",
     "parameter": "the update of {}",
     "exp_avg": "the first moment of {}",
     "exp_avg_sq": "the second moment of {}",
+    "ema": "the moving average of {}",
 }
 
 _THOUGH = {

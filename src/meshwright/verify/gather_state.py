@@ -11,15 +11,17 @@ from meshwright.train.gather_full import gather_full
 from meshwright.train.step import Trainer
 
 State = dict[str, dict[str, Tensor]]
-"""Whole tensors by kind (parameter, router bias, or a moment) and name; empty but on rank 0."""
+"""Whole tensors by kind (parameter, router bias, a moment, or ema) and name; empty but on rank 0."""
 
 
 def gather_state(trainer: Trainer) -> State:
-    """Gather parameters, routers' biases and moments on rank 0; collective over the mesh.
+    """Gather parameters, routers' biases, moments and averages on rank 0; collective over the mesh.
 
     Moments in 8 bits are dequantised.
     """
-    found: State = {kind: {} for kind in ("parameter", "router bias", *trainer.optimiser.moments)}
+    averages = ("ema",) if trainer.ema is not None else ()
+    kinds = ("parameter", "router bias", *trainer.optimiser.moments, *averages)
+    found: State = {kind: {} for kind in kinds}
     for key, tensor in gather_full(state.tensors(trainer).items(), trainer.mesh).items():
         kind, _, name = key.removeprefix("optim/").partition("/")
         if kind == "model":

@@ -31,7 +31,7 @@ from meshwright.train.vote import Vote
 from meshwright.verify.gather_state import State, gather_state
 from meshwright.verify.measured import MARGIN, Measurements, compare_gradients
 from meshwright.verify.narrow import narrow
-from meshwright.verify.reference import SAMPLES, update
+from meshwright.verify.reference import SAMPLES, averaged, update
 from meshwright.verify.reference_adamw8bit import settled
 from meshwright.verify.reference_data import batches
 from meshwright.verify.reference_groups import factor_and_decay
@@ -169,7 +169,7 @@ class _Comparison:
         self.found.add(number, "skipped step", every[rank][0], math.inf, 0.0, words)
 
     def _own(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's stored parameters, moments and routers' biases, by name."""
+        """This rank's stored parameters, moments, averages and routers' biases, by name."""
         for prefix, buffer in buffers(self.trainer):
             for slot in buffer.slots:
                 yield prefix + slot.key, buffer.local(slot)
@@ -253,6 +253,13 @@ class _Comparison:
         for kind, which in zip(spec.train.moments, ("first", "second"), strict=False):
             words = f"step {number}: the {which} moment of {{}} is not that of its gradients"
             found.close(number, kind, self.state[kind], wanted[kind], MASTER_TOLERANCE, words)
+        if spec.train.ema is not None:
+            pairs = (
+                (name, each.double(), self.state["parameter"][name]) for name, each in before["ema"].items()
+            )
+            averages = {name: averaged(each, end.double(), spec.train.ema) for name, each, end in pairs}
+            words = f"step {number}: the moving average of {{}} is not that of its weights"
+            found.close(number, "ema", self.state["ema"], averages, MASTER_TOLERANCE, words)
         for name, target in wanted["parameter"].items():
             start, end = before["parameter"][name].double(), self.state["parameter"][name].double()
             moved = float((target - start).abs().max()) or 1.0

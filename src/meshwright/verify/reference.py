@@ -40,7 +40,7 @@ def reference_steps(
     spec: RunSpec, weights: Mapping[str, Tensor], batches: Iterable[Batch]
 ) -> Iterator[ReferenceStep]:
     """Take an optimiser step on each batch; yields the samples, loss, gradients, gradient norm,
-    parameters and moments, routers' statistics and biases after it, and the sums of each module.
+    parameters, moments and averages, routers' statistics and biases after it, and the sums of each module.
 
     `weights` are the initial parameters and routers' biases (by default 0), with the names of
     `Decoder.tensors`; they are copied. Steps are computed on their device.
@@ -57,6 +57,7 @@ def reference_steps(
     for name, parameter in parameters.items():
         for kind in spec.train.moments_of(name, parameter.ndim):
             moments[kind][name] = torch.zeros_like(parameter)
+    averages = {name: weight.detach().clone() for name, weight in parameters.items() if spec.train.ema}
     linears = ReferenceLinears(spec)
     decoder = ReferenceDecoder(spec.model, held, linears=linears)
     device = held["embed.weight"].device
@@ -80,6 +81,8 @@ def reference_steps(
             round_moments(moments, spec, name)
             if spec.precision.master == "bf16":
                 parameter.data = stochastic(parameter, spec.train.seed, number, name)
+            if spec.train.ema is not None:
+                averages[name] = averaged(averages[name], parameter.detach(), spec.train.ema)
         for layer, routing in routings.items():
             if moe is not None and moe.bias:
                 move_bias(moe, routing, biases[f"blocks.{layer}.mlp.router.bias"])
@@ -92,6 +95,7 @@ def reference_steps(
             "grad norm": {"grad norm": norm.cpu()},
             "parameter": {name: parameter.detach().clone() for name, parameter in parameters.items()},
             **{kind: {name: each.clone() for name, each in kept.items()} for kind, kept in moments.items()},
+            **({"ema": dict(averages)} if averages else {}),
             "balance": statistics,
             "router bias": {name: bias.clone() for name, bias in biases.items()},
         }
@@ -112,6 +116,11 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean of -log p(target) over the targets (n, T) that are predicted, a scalar; 0 without any."""
     total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
     return total / max(1, int((targets != IGNORE).sum()))
+
+
+def averaged(average: Tensor, weights: Tensor, decay: float) -> Tensor:
+    """The exponential moving average of the weights after a step (Polyak & Juditsky 1992)."""
+    return decay * average + (1 - decay) * weights
 
 
 @torch.no_grad()

@@ -119,6 +119,8 @@ class _Watch(Observers):
         for kind, tensors in found.items():
             if self.imported and kind in self.spec.train.moments:
                 wanted[kind] = {name: torch.zeros_like(moment) for name, moment in wanted[kind].items()}
+            if self.imported and kind == "ema":
+                wanted[kind] = wanted["parameter"]
             self.comparison.add(self.saved, f"loaded {kind}", tensors, wanted[kind])
         if self.imported:
             weights = wanted["parameter"] | wanted["router bias"]

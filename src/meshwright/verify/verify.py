@@ -101,7 +101,7 @@ def _side_by_side(
 
 KINDS = (
     "forward", "balance", "loss", "backward", "gradient", "grad norm",
-    "router bias", "parameter", "exp_avg", "exp_avg_sq",
+    "router bias", "parameter", "exp_avg", "exp_avg_sq", "ema",
 )  # fmt: skip
 """The kinds of values that are compared in each step, in the order in which a step computes them."""
 

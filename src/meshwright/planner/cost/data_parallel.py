@@ -33,6 +33,8 @@ _EIGHT_BIT_BYTES = 258.0
 """Bytes per parameter that AdamW with moments in 8 bits moves in operators that are not fused, instead of the
 28 of AdamW. Counted: 33 to dequantise and update a moment, 68 to quantise it, 8 for squares of gradients, 48
 for the update (`train/adamw_8bit.py`). Programs with one kernel for all read and write two codes."""
+_EMA_BYTES = 12.0
+"""Bytes per parameter of a moving average in fp32: it is read and written, the master is read."""
 _AROUND_BYTES = 10.0
 """Bytes per parameter of a step besides: the copy that computes is written, the norm reads gradients again,
 and they are cleared."""
@@ -108,6 +110,7 @@ def data_seconds(
     if spec.train.optimiser == "adamw8bit":
         moved = _EIGHT_BIT_BYTES if stack.ours else _UPDATE_BYTES + 4
     moved += _ROUNDED_BYTES if stack.ours and spec.precision.master == "bf16" else 0
+    moved += _EMA_BYTES if spec.train.ema is not None else 0
     optimiser = whole * kernels.updated(moved + _AROUND_BYTES, _AROUND_BYTES)
     optimiser = max(optimiser, copy_seconds(spec, costs, whole))
     often = spec.microbatches if layout.pp == 1 else 0

@@ -161,6 +161,7 @@ class Generic:
         optimiser = of_adamw * (recipe.optimiser * sharded - master)
         if spec.train.offload != "none":
             optimiser = 0.0
+        optimiser += 4 * sharded if spec.train.ema is not None else 0
         buffers = 0.0
         unit = max(blocks.largest_unit, whole / max(1, held.units))
         if layout.zero == 3:

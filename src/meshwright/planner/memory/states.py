@@ -20,7 +20,8 @@ divides them), but for weights in bf16; Lion has one, and Muon has one of matric
 (`adamw8bit`) a moment of a matrix takes a byte for a number and e for a block of them, and a rank has two
 maps besides, each of 256 values and thresholds and 65536 codes. Moments that `train.offload` keeps elsewhere
 take no bytes of the device, but for the pieces of them that pass through a GPU in an update
-(`train/offload.py`), which then needs no such counts.
+(`train/offload.py`), which then needs no such counts. A moving average of the weights (`train.ema`) takes
+what one moment does, on the device.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class States:
     """The copy that the optimiser updates, where it is another one."""
     gradients: int
     optimiser: int
-    """Moments, and AdamW's counts of steps."""
+    """Moments, AdamW's counts of steps, and the moving average of the weights."""
     balance: int
     """The routers' biases, and counts of the experts' load."""
 
@@ -120,6 +121,7 @@ def states_at(view: RankView, shards: Sequence[StateShard], staged: bool = False
         else:
             masters += stored
             parameters += 0 if unit.zero == 3 else unit.whole * width.compute
+        optimiser += width.exact * unit.part if train.ema is not None else 0
         if view.spec.precision.master == "fp32" and not staged:
             optimiser += STEP_COUNT * unit.counts
     balance = 0
@@ -145,13 +147,15 @@ def _single(view: RankView, unit: StateShard) -> int:
 
 
 def checkpoint_bytes(spec: RunSpec) -> int:
-    """Bytes of parameters and moments of all ranks, as they are stored."""
+    """Bytes of parameters, moments and moving averages of all ranks, as they are stored."""
     width, total = widths(spec), 0
+    averages = int(spec.train.ema is not None)
     for p in (p for unit in parameters(spec.model).values() for p in unit):
         each = width.exact * p.size
+        total += (width.master + width.exact * averages) * p.size
         if spec.train.optimiser == "adamw8bit" and len(p.shape) >= 2:
             each = p.size + width.exact * (p.size // block_of(p, spec.model.heads))
-        total += width.master * p.size + each * len(spec.train.moments_of(p.name, len(p.shape)))
+        total += each * len(spec.train.moments_of(p.name, len(p.shape)))
     return total
 
 
