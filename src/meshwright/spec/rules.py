@@ -316,13 +316,15 @@ def keys_of_training_have_an_effect(spec: Sections) -> None:
         ("min_lr_ratio", "schedule", train.schedule == "constant"),
         ("eps", "optimiser", train.optimiser == "lion"),
         ("offload_dir", "offload", train.offload != "disk"),
+        ("zclip_alpha", "zclip", train.zclip is None),
+        ("zclip_warmup", "zclip", train.zclip is None),
     )
     for key, of, has_none in idle:
         value, default = getattr(train, key), type(train).model_fields[key].default
         if has_none and value != default:
             raise UserError(
-                f"train.{key}: {value} has no effect with train.{of} = {getattr(train, of)!r}; leave it out, "
-                f"or give {'none' if default is None else default}, the default"
+                f"train.{key}: {value} has no effect with train.{of} = {getattr(train, of) or 'none'!r}; "
+                f"leave it out, or give {'none' if default is None else default}, the default"
             )
 
 

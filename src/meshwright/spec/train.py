@@ -72,6 +72,13 @@ class TrainSpec(FrozenModel):
         "a mapped file",
     )
     offload_dir: str | None = Field(None, description="folder of that file; default the run's --out")
+    zclip: PositiveFloat | None = Field(
+        None,
+        description="clip gradient norms that are so many standard deviations above their moving average "
+        "(ZClip, Kumar et al. 2025, who take 2.5); 'none' for no such limit",
+    )
+    zclip_alpha: float = Field(0.97, gt=0, lt=1, description="decay of ZClip's moving averages")
+    zclip_warmup: int = Field(25, ge=2, description="steps whose norms begin ZClip's moving averages")
     ema: float | None = Field(
         None,
         gt=0,

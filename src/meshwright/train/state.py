@@ -17,6 +17,7 @@ from meshwright.spec.differences import as_in_file, differences
 from meshwright.spec.precision import PrecisionSpec
 from meshwright.spec.records import Number, Positive, read
 from meshwright.spec.train import TrainSpec
+from meshwright.train.clipping import ZClipState
 from meshwright.train.step import Trainer
 
 FREE = {
@@ -88,6 +89,7 @@ class _State(TypedDict):
     updates: Count
     loss_scale: _Scale
     amax_history: NotRequired[list[list[list[Number]]]]
+    zclip: NotRequired[ZClipState]
 
 
 def check_fields(state: dict[str, Any], where: Path) -> None:
@@ -118,6 +120,7 @@ def metadata(
         "updates": trainer.optimiser.updates,
         "loss_scale": trainer.loss_scale.state(),
         **({"amax_history": trainer.scaling.state()} if trainer.scaling else {}),
+        **({"zclip": trainer.clipping.zclip.state()} if trainer.clipping.zclip else {}),
     }
 
 
@@ -145,6 +148,8 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     trainer.loss_scale.restore(state["loss_scale"])
     if trainer.scaling is not None:
         trainer.scaling.restore(state.get("amax_history", []))
+    if trainer.clipping.zclip is not None and "zclip" in state:  # an imported model has none
+        trainer.clipping.zclip.restore(state["zclip"])
     if trainer.ema is not None and not has_average(state):
         trainer.ema.begin()
     for unit in trainer.states.units:

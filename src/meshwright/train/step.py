@@ -29,6 +29,7 @@ from meshwright.parallel.router_balance import LayerBalance
 from meshwright.spec import RunSpec
 from meshwright.spec.precision import DELAYED
 from meshwright.train.adamw_8bit import AdamW8bit
+from meshwright.train.clipping import Clipping
 from meshwright.train.ema import Ema
 from meshwright.train.lr_schedule import learning_rate
 from meshwright.train.muon import Muon
@@ -88,6 +89,7 @@ class Trainer:
             self.states, spec, memory or MomentMemory(spec.train, mesh.device, mesh.control)
         )
         self.ema = None if spec.train.ema is None else Ema(self.states, spec.train.ema)
+        self.clipping = Clipping(spec.train)
         self.loss_scale = LossScale(spec.precision)
         self.rest = 1.0
         """1/N for N targets, divided by the power of two in it that is in the loss already."""
@@ -201,9 +203,7 @@ class Trainer:
         finite = math.isfinite(norm) and math.isfinite(totals.loss)
         rate = learning_rate(self.spec.train, number)
         if finite:
-            clip = self.spec.train.clip
-            clip_factor = min(1.0, clip / (norm + 1e-6)) if clip is not None else 1.0
-            self.states.scale_gradients(clip_factor * self.gradient_factor)
+            self.states.scale_gradients(self.clipping.factor(norm) * self.gradient_factor)
             self.optimiser.step(rate)
             if self.ema is not None:
                 self.ema.update()

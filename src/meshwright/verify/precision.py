@@ -33,6 +33,7 @@ from meshwright.verify.measured import MARGIN, Measurements, compare_gradients
 from meshwright.verify.narrow import narrow
 from meshwright.verify.reference import SAMPLES, averaged, update
 from meshwright.verify.reference_adamw8bit import settled
+from meshwright.verify.reference_clipping import ReferenceClipping
 from meshwright.verify.reference_data import batches
 from meshwright.verify.reference_groups import factor_and_decay
 from meshwright.verify.reference_low_precision import ReferenceLinears
@@ -99,7 +100,7 @@ class _Comparison:
         self.trainer = Trainer(spec, mesh)
         self.trainer.initialise()
         self.trainer.compile_stages(evaluate=False)
-        self.vote = Vote(self.trainer)
+        self.vote, self.clipping = Vote(self.trainer), ReferenceClipping(spec.train)
         self.state = gather_state(self.trainer)
         if mesh.rank == 0:
             drawn = initial_weights(spec.model, spec.train.seed, spec.precision.master)
@@ -229,26 +230,17 @@ class _Comparison:
         off = abs(taken.done.grad_norm / norm - 1) if norm else taken.done.grad_norm
         words = f"step {number}: the norm is {taken.done.grad_norm:.6g}, that of the gradients {norm:.6g}"
         found.add(number, "grad norm", "grad norm", off, MASTER_TOLERANCE, words)
-        clip = 1.0 if spec.train.clip is None else min(1.0, spec.train.clip / (norm + 1e-6))
+        clipped = self.clipping.clip(grads)
         wanted: State = {kind: {} for kind in (*spec.train.moments, "parameter")}
-        blocks = blocks_of(spec.model)
-        for name, grad in grads.items():
+        for name, grad in clipped.items():
             target = before["parameter"][name].double().clone()
             kinds = spec.train.moments_of(name, grad.ndim)
-            moments = [before[kind][name].double() for kind in kinds]
-            update(target, grad * clip, moments, spec.train, number, *factor_and_decay(spec, name, grad.ndim))
+            moments = {kind: before[kind][name].double() for kind in kinds}
+            groups = factor_and_decay(spec, name, grad.ndim)
+            update(target, grad, [*moments.values()], spec.train, number, *groups)
             if spec.train.optimiser == "adamw8bit" and grad.ndim >= 2:
-                moments = [
-                    settled(
-                        self.state[kind][name].double(),
-                        moment,
-                        kind == "exp_avg",
-                        blocks[name],
-                        MASTER_TOLERANCE,
-                    )
-                    for kind, moment in zip(kinds, moments, strict=True)
-                ]
-            for kind, tensor in zip((*kinds, "parameter"), (*moments, target), strict=True):
+                moments = {kind: self._as_held(kind, name, moment) for kind, moment in moments.items()}
+            for kind, tensor in {**moments, "parameter": target}.items():
                 wanted[kind][name] = tensor
         for kind, which in zip(spec.train.moments, ("first", "second"), strict=False):
             words = f"step {number}: the {which} moment of {{}} is not that of its gradients"
@@ -268,6 +260,11 @@ class _Comparison:
             off = float((end - target).abs().max()) / moved
             words = f"step {number}: the update of {name} is not that of its gradient ({off:.1e} off)"
             found.add(number, "parameter", name, off, tolerance, words)
+
+    def _as_held(self, kind: str, name: str, moment: Tensor) -> Tensor:
+        """A moment rounded to 8 bits; where two values are as near, the one that the layout holds."""
+        held, block = self.state[kind][name].double(), blocks_of(self.spec.model)[name]
+        return settled(held, moment, kind == "exp_avg", block, MASTER_TOLERANCE)
 
 
 def stale_copies(trainer: Trainer) -> Iterator[str]:

@@ -19,6 +19,7 @@ from meshwright.spec import RunSpec
 from meshwright.spec.train import TrainSpec
 from meshwright.verify.reference_adamw8bit import round_moments
 from meshwright.verify.reference_batches import batch_sizes
+from meshwright.verify.reference_clipping import ReferenceClipping, norm_of
 from meshwright.verify.reference_decoder import ReferenceDecoder, Routing
 from meshwright.verify.reference_groups import factor_and_decay
 from meshwright.verify.reference_low_precision import ReferenceLinears
@@ -58,7 +59,7 @@ def reference_steps(
         for kind in spec.train.moments_of(name, parameter.ndim):
             moments[kind][name] = torch.zeros_like(parameter)
     averages = {name: weight.detach().clone() for name, weight in parameters.items() if spec.train.ema}
-    linears = ReferenceLinears(spec)
+    linears, clipping = ReferenceLinears(spec), ReferenceClipping(spec.train)
     decoder = ReferenceDecoder(spec.model, held, linears=linears)
     device = held["embed.weight"].device
     for number, batch in enumerate(batches, 1):
@@ -72,12 +73,12 @@ def reference_steps(
             for name, value in router_statistics(moe, routing).items():
                 statistics[f"blocks.{layer} {name}"] = value
         found = torch.autograd.grad(objective, list(parameters.values()))
-        norm = torch.stack([grad.square().sum() for grad in found]).sum().sqrt()
-        clip_factor = 1.0 if spec.train.clip is None else min(1.0, spec.train.clip / (float(norm) + 1e-6))
-        for (name, parameter), grad in zip(parameters.items(), found, strict=True):
+        gradients = dict(zip(parameters, found, strict=True))
+        clipped = clipping.clip(gradients)
+        for name, parameter in parameters.items():
             own = [kept[name] for kept in moments.values() if name in kept]
             factor, decay = factor_and_decay(spec, name, parameter.ndim)
-            update(parameter, grad * clip_factor, own, spec.train, number, factor, decay)
+            update(parameter, clipped[name], own, spec.train, number, factor, decay)
             round_moments(moments, spec, name)
             if spec.precision.master == "bf16":
                 parameter.data = stochastic(parameter, spec.train.seed, number, name)
@@ -91,8 +92,8 @@ def reference_steps(
             "samples": {name: getattr(batch, name) for name in SAMPLES},
             **sums.tables,
             "loss": {"loss": loss.detach().cpu()},
-            "gradient": dict(zip(parameters, found, strict=True)),
-            "grad norm": {"grad norm": norm.cpu()},
+            "gradient": gradients,
+            "grad norm": {"grad norm": norm_of(gradients)},
             "parameter": {name: parameter.detach().clone() for name, parameter in parameters.items()},
             **{kind: {name: each.clone() for name, each in kept.items()} for kind, kept in moments.items()},
             **({"ema": dict(averages)} if averages else {}),
