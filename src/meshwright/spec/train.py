@@ -72,6 +72,11 @@ class TrainSpec(FrozenModel):
         "a mapped file",
     )
     offload_dir: str | None = Field(None, description="folder of that file; default the run's --out")
+    clip_parameter: PositiveFloat | None = Field(
+        None,
+        description="largest norm of each parameter's gradient, clipped before all together; 'none' for no "
+        "such limit",
+    )
     zclip: PositiveFloat | None = Field(
         None,
         description="clip gradient norms that are so many standard deviations above their moving average "

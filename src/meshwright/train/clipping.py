@@ -1,12 +1,22 @@
-"""Limits of the gradient's norm: a fixed one, and one that follows the norms of the steps before."""
+"""Limits of gradients' norms: of all gradients together, fixed or following the steps before, and of each
+parameter's.
+
+Wire          the squares of the norms of all parameters, 8 bytes each, join the numbers that a step sums over
+              all ranks; nothing without `train.clip_parameter`.
+"""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
+import torch
+from torch import Tensor
 from typing_extensions import TypedDict
 
+from meshwright.parallel.data_parallel import DataParallel
+from meshwright.spec import ModelSpec
+from meshwright.spec.parameters import parameters
 from meshwright.spec.records import NotNegative
 from meshwright.spec.train import TrainSpec
 
@@ -56,16 +66,62 @@ class ZClip:
         self._mean, self._variance = float(state["mean"]), float(state["variance"])
 
 
-class Clipping:
-    """The limits of a run; the least of them holds."""
+class ParameterNorms:
+    """The norm of each parameter's gradient, whole over all ranks.
 
-    def __init__(self, train: TrainSpec) -> None:
-        self.fixed = math.inf if train.clip is None else train.clip
+    An element counts on one rank only, as in the norm of all (`parallel/grad_norm.py`).
+    """
+
+    def __init__(self, states: DataParallel, model: ModelSpec) -> None:
+        self._states = states
+        names = [parameter.name for unit in parameters(model).values() for parameter in unit]
+        self._places = {name: place for place, name in enumerate(names)}
+        self.squares: list[float] = []
+        """Squares of all parameters' norms in this step, without `Trainer.gradient_factor`."""
+
+    def own_squares(self) -> Tensor:
+        """This rank's share of the squares, in float64 on the device."""
+        states = self._states
+        squares = torch.zeros(len(self._places), dtype=torch.float64, device=states.mesh.device)
+        for unit in states.units:
+            for slot in unit.counted_slots(states.elsewhere):
+                norm = torch.linalg.vector_norm(unit.gradient_of(slot), dtype=torch.float64)
+                squares[self._places[slot.key]] += norm.square()
+        return squares
+
+    def clip(self, largest: float, gradient_factor: float) -> float:
+        """Scale each gradient whose norm is larger down to `largest`; returns the norm of all after that.
+
+        Norms are those of gradients times `gradient_factor`.
+        """
+        norms = [math.sqrt(square) * gradient_factor for square in self.squares]
+        factors = [min(1.0, largest / (norm + 1e-6)) for norm in norms]
+        for unit in self._states.units:
+            for slot in unit.slots:
+                if factors[self._places[slot.key]] < 1.0:
+                    unit.gradient_of(slot).mul_(factors[self._places[slot.key]])
+        return math.hypot(*(norm * factor for norm, factor in zip(norms, factors, strict=True)))
+
+
+class Clipping:
+    """The limits of a run: first that of each parameter, then the least of those of all gradients."""
+
+    def __init__(self, train: TrainSpec, states: DataParallel, model: ModelSpec) -> None:
+        self.train, self.states = train, states
+        self.parameters = None if train.clip_parameter is None else ParameterNorms(states, model)
         self.zclip = (
             None if train.zclip is None else ZClip(train.zclip, train.zclip_alpha, train.zclip_warmup)
         )
 
+    def clip(self, norm: float, gradient_factor: float) -> None:
+        """Make gradients of what the backward left, times `gradient_factor`, and clip them; `norm` is the
+        finite norm of all of them together."""
+        if self.parameters is not None and self.train.clip_parameter is not None:
+            norm = self.parameters.clip(self.train.clip_parameter, gradient_factor)
+        self.states.scale_gradients(self.factor(norm) * gradient_factor)
+
     def factor(self, norm: float) -> float:
         """Factor of all gradients in a step whose gradient has this finite norm."""
-        limit = min(self.fixed, math.inf if self.zclip is None else self.zclip.limit(norm))
+        fixed = math.inf if self.train.clip is None else self.train.clip
+        limit = min(fixed, math.inf if self.zclip is None else self.zclip.limit(norm))
         return min(1.0, limit / (norm + 1e-6))

@@ -89,7 +89,7 @@ class Trainer:
             self.states, spec, memory or MomentMemory(spec.train, mesh.device, mesh.control)
         )
         self.ema = None if spec.train.ema is None else Ema(self.states, spec.train.ema)
-        self.clipping = Clipping(spec.train)
+        self.clipping = Clipping(spec.train, self.states, spec.model)
         self.loss_scale = LossScale(spec.precision)
         self.rest = 1.0
         """1/N for N targets, divided by the power of two in it that is in the loss already."""
@@ -159,20 +159,25 @@ class Trainer:
     ) -> Totals:
         """The step's numbers over all ranks, given each rank's share of its loss: one sum on the device.
 
-        Joined to them are the targets of the `following` batch, and the counts of the experts' balance.
+        Joined to them are the targets of the `following` batch, the counts of the experts' balance, and the
+        squares of each parameter's norm where that is clipped.
         """
         targets = self._own_targets(following) if following is not None else 0
         numbers = loss.new_zeros(len(Totals._fields))
         values: tuple[Tensor | float, ...] = (self.states.squares(), loss, targets, failed, stop)
         for place, value in enumerate(values):
             numbers[place] = value
-        counts = self.balance.counts
-        joined = numbers if counts is None else torch.cat([numbers, counts.flatten()])
+        counts, norms = self.balance.counts, self.clipping.parameters
+        own = numbers if norms is None else torch.cat([numbers, norms.own_squares()])
+        joined = own if counts is None else torch.cat([own, counts.flatten()])
         start_all_reduce(joined, self.mesh.world, "scalars").wait()
         if counts is not None:
-            counts.copy_(joined[len(numbers) :].view_as(counts))
+            counts.copy_(joined[len(own) :].view_as(counts))
         with self.mesh.heartbeat.waits("the device"):
-            found = Totals(*joined[: len(numbers)].tolist())
+            on_host = joined[: len(own)].tolist()
+        found = Totals(*on_host[: len(numbers)])
+        if norms is not None:
+            norms.squares = on_host[len(numbers) :]
         if not math.isfinite(found.squares):  # a row's norm may be beyond fp32 where no element is
             (squares,) = sum_scalars([float(self.states.squares(exact=True))], self.mesh.world)
             found = found._replace(squares=squares)
@@ -203,7 +208,7 @@ class Trainer:
         finite = math.isfinite(norm) and math.isfinite(totals.loss)
         rate = learning_rate(self.spec.train, number)
         if finite:
-            self.states.scale_gradients(self.clipping.factor(norm) * self.gradient_factor)
+            self.clipping.clip(norm, self.gradient_factor)
             self.optimiser.step(rate)
             if self.ema is not None:
                 self.ema.update()

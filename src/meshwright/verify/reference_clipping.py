@@ -21,6 +21,10 @@ class ReferenceClipping:
     def clip(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The clipped gradients of the next step."""
         clipped = dict(gradients)
+        if self._train.clip_parameter is not None:
+            for name, gradient in gradients.items():
+                own = float(norm_of({name: gradient}))
+                clipped[name] = gradient * min(1.0, self._train.clip_parameter / (own + 1e-6))
         norm = norm_of(clipped)
         factor = torch.ones((), dtype=torch.float64)
         if self._train.zclip is not None:

@@ -21,7 +21,7 @@ from meshwright.planner.traffic.layer_shape import LayerShape, admitted, balance
 from meshwright.schedule import Kind, steps
 from meshwright.spec import RunSpec
 from meshwright.spec.low_precision_rules import rounded_parameters
-from meshwright.spec.parameters import Piece
+from meshwright.spec.parameters import Piece, parameters
 from meshwright.spec.precision import DELAYED
 from meshwright.spec.tiling import loss_rows
 
@@ -376,6 +376,8 @@ def _step_messages(view: RankView) -> Iterator[Message]:
         ends = GroupShape(2, groups.pipeline.stride * (spec.layout.pp - 1))
         yield call("pipeline", "all_reduce", tied, exact, ends)
     numbers = _TOTALS + (balance_counts(spec.model, moe) if moe is not None else 0)
+    if spec.train.clip_parameter is not None:
+        numbers += sum(len(unit) for unit in parameters(spec.model).values())
     world = GroupShape(spec.layout.world_size, 1)
     yield call("world", "scalars", numbers, _COUNT, world)
     if spec.precision.compute in DELAYED:
