@@ -119,6 +119,8 @@ def test_the_average_can_be_exported(ranks: Ranks, corpus: Path, tmp_path: Path)
             api.export(tmp_path / name, tmp_path / f"{name}-hf", weights="ema")
         tokens = torch.arange(8).unsqueeze(0)
         assert torch.equal(api.load_hf(tmp_path / f"{name}-hf")(tokens), decoder(tokens))
+        with pytest.raises(UserError, match=r"--weights: .* is an HF folder, which has one set of weights"):
+            api.generate(tmp_path / f"{name}-hf", "a", weights="ema")
 
 
 def skipped(mesh: Mesh, spec: RunSpec) -> bool:
