@@ -136,6 +136,15 @@ def test_formulas_hold_of_weights_in_bf16(seed: int) -> None:
     assert found.wire == pytest.approx(sent, rel=1e-12)
 
 
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4"])
+def test_formulas_hold_of_delayed_scaling(recipe: str) -> None:
+    flags = {"model.heads": 4, "model.head_dim": 16, "model.hidden": 64, "model.ffn": 64}
+    spec = spec_of(BASE | flags, layout__pp=2, precision__compute=recipe, precision__amax_history=5)
+    found, planned = rehearse(spec, 1, CPU), states(spec, 1)
+    assert {kind: found.most[kind] for kind in STATES} == {kind: getattr(planned, kind) for kind in STATES}
+    assert planned.scaling > 0
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_formulas_hold_of_a_moving_average(seed: int) -> None:
     spec, rank = draw(seed, train__ema=0.99)

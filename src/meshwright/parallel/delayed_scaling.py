@@ -9,8 +9,6 @@ Saves         a message before each product.
 
 from __future__ import annotations
 
-from collections import deque
-
 import torch
 
 from meshwright.model.low_precision import E2M1, E4M3, ROOM, scale_of
@@ -30,7 +28,9 @@ class DelayedScaling:
         names = [parameter.name for parameter in rounded_parameters(spec)]
         self._scales = torch.ones(len(names), len(ROLES), device=mesh.device)
         self._seen = torch.zeros_like(self._scales)
-        self._history = deque[torch.Tensor](maxlen=spec.precision.amax_history)
+        self._history = self._seen.new_zeros(spec.precision.amax_history, *self._seen.shape)
+        self._steps = 0
+        """Steps that were noted; step s is in row s mod the length of the history."""
         places = {name: place for place, name in enumerate(names)}
         products.scalings = {
             unit.parameters[slot.key]: Scaling(self._scales[place], self._seen[place])
@@ -47,13 +47,14 @@ class DelayedScaling:
         """Take the largest numbers of all ranks into the history, unless the step was skipped."""
         start_all_reduce(self._seen, self._mesh.world, "amax").wait()
         if applied:
-            self._history.append(self._seen.clone())
+            self._history[self._steps % len(self._history)].copy_(self._seen)
+            self._steps += 1
             self._rescale()
         self._seen.zero_()
         self._products.noting = False
 
     def _rescale(self) -> None:
-        largest = torch.stack([*self._history]).amax(0)
+        largest = self._history.amax(0)  # rows that no step has filled yet are 0
         for place, role in enumerate(ROLES):
             if self._products.recipe == "nvfp4":
                 scales = scale_of(largest[:, place] * ROOM, E2M1.largest * E4M3.largest)
@@ -66,14 +67,23 @@ class DelayedScaling:
         """Take scales for known before any step, in a rehearsal."""
         self._products.scaled = True
 
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that this rank holds."""
+        return self._scales, self._seen, self._history
+
     def state(self) -> list[list[list[float]]]:
         """The history for a checkpoint: steps, oldest first, x matrices x operands."""
-        return [each.tolist() for each in self._history]
+        length = len(self._history)
+        steps = range(max(0, self._steps - length), self._steps)
+        return [self._history[step % length].tolist() for step in steps]
 
     def restore(self, state: list[list[list[float]]]) -> None:
-        """Continue from `state()`."""
-        self._history.clear()
-        self._history.extend(torch.tensor(each, device=self._mesh.device) for each in state)
+        """Continue from `state()`, of which the newest steps are kept."""
+        kept = state[-len(self._history) :]
+        self._history.zero_()
+        for row, each in zip(self._history, kept, strict=False):
+            row.copy_(torch.tensor(each))
+        self._steps = len(kept)
         self._products.scaled = bool(state)
         if state:
             self._rescale()

@@ -38,11 +38,12 @@ from meshwright.train.memory_tracker import COLLECTIVES, MESSAGES, PLAIN, FakeMe
 from meshwright.train.offload import MomentMemory
 from meshwright.train.step import Trainer
 
-PARAMETERS, MASTERS, GRADIENTS, OPTIMISER, BALANCE, BATCH, ACTIVATIONS, BUFFERS = KINDS = (
-    "parameters", "masters", "gradients", "optimiser", "balance", "batch", "activations", "buffers",
+PARAMETERS, MASTERS, GRADIENTS, OPTIMISER, BALANCE, SCALING, BATCH, ACTIVATIONS, BUFFERS = KINDS = (
+    "parameters", "masters", "gradients", "optimiser", "balance", "scaling",
+    "batch", "activations", "buffers",
 )  # fmt: skip
 COMPONENTS = (*KINDS, MESSAGES, PLAIN)
-STATES = (PARAMETERS, MASTERS, GRADIENTS, OPTIMISER, BALANCE)
+STATES = (PARAMETERS, MASTERS, GRADIENTS, OPTIMISER, BALANCE, SCALING)
 
 
 @dataclass(frozen=True)
@@ -266,6 +267,8 @@ def _tell(memory: FakeMemory, trainer: Trainer) -> None:
             memory.mark(average, OPTIMISER, _unit_of(unit.slots))
     for tensor in trainer.balance.tensors():
         memory.mark(tensor, BALANCE)
+    for tensor in trainer.scaling.tensors() if trainer.scaling else ():
+        memory.mark(tensor, SCALING)
     memory.settle(0, OPTIMISER)  # Adam's step counts
     trainer.pipeline.watch = _Watch(memory)
     names = {module: name for name, module in decoder.named_modules()}

@@ -49,3 +49,11 @@ def test_the_stages_of_a_pipeline_hold_all_of_the_model() -> None:
     spec = load(None, small(layout__pp=2, layout__zero=0))
     assert not spec.model.tied
     assert sum(states(spec, rank).masters for rank in range(2)) == 4 * spec.model.parameters
+
+
+def test_delayed_scaling_keeps_its_history_on_every_rank() -> None:
+    """24 bytes of a matrix, and 12 for each step of the history: 3 operands of 7 matrices in 8 blocks."""
+    flags = {"precision__compute": "fp8", "precision__amax_history": 16, "layout__zero": 3}
+    held, usual = states(load(None, small(**flags))), states(load(None, small(layout__zero=3)))
+    assert held.scaling == held.total - usual.total == 7 * 8 * (24 + 12 * 16)
+    assert usual.scaling == 0

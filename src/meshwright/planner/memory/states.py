@@ -38,14 +38,16 @@ from meshwright.schedule import Action, Kind, make
 from meshwright.spec import RunSpec
 from meshwright.spec.eight_bit import MAP_SIZE, PREFIXES, block_of
 from meshwright.spec.layout import HOLD_ALL, SPLIT
+from meshwright.spec.low_precision_rules import rounded_parameters
 from meshwright.spec.parameter_groups import group_of
 from meshwright.spec.parameters import Parameter, Piece, parameters
+from meshwright.spec.precision import DELAYED
 from meshwright.spec.tiling import tiling
 
 SLOTS = 3
 """Pieces of each offloaded moment on a device: one comes, one is updated, one goes back."""
-STEP_COUNT, EXACT_COUNT, BIAS = 4, 8, 4
-"""Bytes of Adam's step count, of one count of the experts' load, of a router's bias."""
+STEP_COUNT, EXACT_COUNT, BIAS, SCALE = 4, 8, 4, 4
+"""Bytes of Adam's step count, of one count of the experts' load, of a router's bias, of a tensor's scale."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class States:
     """Moments, AdamW's counts of steps, and the moving average of the weights."""
     balance: int
     """The routers' biases, and counts of the experts' load."""
+    scaling: int
+    """Delayed scaling's scales, the largest numbers of this step, and those of the steps before."""
 
     @property
     def total(self) -> int:
@@ -128,7 +132,16 @@ def states_at(view: RankView, shards: Sequence[StateShard], staged: bool = False
     if moe is not None:
         biases = view.routed * moe.experts if moe.bias else 0
         balance = EXACT_COUNT * balance_counts(model, moe) + BIAS * biases
-    return States(parameters, masters, _gradients(view, shards), optimiser, balance)
+    gradients = _gradients(view, shards)
+    return States(parameters, masters, gradients, optimiser, balance, _scaling(view.spec))
+
+
+def _scaling(spec: RunSpec) -> int:
+    """Bytes of the scales of whole tensors, which every rank has of all matrices."""
+    if spec.precision.compute not in DELAYED:
+        return 0
+    operands = 3 * sum(1 for _ in rounded_parameters(spec))
+    return SCALE * operands * (2 + spec.precision.amax_history)
 
 
 def moment_bytes(view: RankView, shards: Sequence[StateShard]) -> int:
