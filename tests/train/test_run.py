@@ -1,4 +1,4 @@
-"""Whole runs: stop and resume, another layout on resume, the record of samples, skipped steps."""
+"""Whole runs: the record of samples, what observers are told, steps that are skipped, compiled blocks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,9 +14,6 @@ import pytest
 import torch
 
 import small
-from covering import marked
-from meshwright import api
-from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.loader import Batch
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
@@ -127,106 +123,6 @@ def calls_of_a_run(mesh: Mesh, spec: RunSpec, out: Path) -> list[object]:
 def test_stages_compile_before_the_first_step(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
     spec = spec_of(corpus, train__steps=2)
     assert ranks.run(spec.layout, calls_of_a_run, spec, tmp_path)[0] == [("compile", True), 1, 2]
-
-
-RESUMED: list[dict[str, object]] = [
-    {**{f"layout__{key}": size for key, size in axes.items()}, "precision__compute": compute}
-    for axes in (
-        {"dp": 1},
-        {"dp": 2},
-        {"dp": 2, "zero": 1},
-        {"dp": 4, "zero": 3},
-        {"pp": 2, "dp": 2, "zero": 2},
-    )
-    for compute in ("fp32", "bf16")
-]
-ROUNDED: list[dict[str, object]] = [
-    {
-        "precision__compute": "bf16",
-        "precision__master": "bf16",
-        "layout__dp": 2,
-        "layout__zero": zero,
-        "train__optimiser": kind,
-    }
-    for kind, zero in (("adamw", 1), ("lion", 0), ("muon", 3))
-]
-QUICK = [case for number, case in enumerate(RESUMED) if number % 4 in (0, 3)]
-"""Each layout in one of the formats."""
-LOW: list[dict[str, object]] = [
-    {
-        "precision__compute": compute,
-        "model__ffn": 48,
-        "precision__amax_history": 3,
-        "train__eval_every": 2,
-        **layout,
-    }
-    for compute, layout in (
-        ("fp8", {"layout__dp": 2, "layout__zero": 3}),
-        ("nvfp4", {"layout__tp": 2, "model__kv_heads": 4, "model__ffn": 64}),
-        ("fp8-rowwise", {"layout__pp": 2}),
-    )
-]
-GROUPED = [
-    {
-        "model__mup_base_hidden": 8,
-        "train__lr_factors__blocks.1.attn.?.weight": 0.5,
-        "train__weight_decays__*norm*": 0.1,
-        "layout__dp": 2,
-        "layout__zero": 2,
-        "train__optimiser": kind,
-    }
-    for kind in ("adamw", "muon")
-]
-EIGHT_BIT: list[dict[str, object]] = [
-    {"train__optimiser": "adamw8bit", "precision__compute": "bf16", **layout}
-    for layout in (
-        {"layout__dp": 2, "layout__zero": 3, "layout__tp": 2},
-        {"layout__dp": 2, "layout__ep": 2, **EXPERTS},
-        {"layout__dp": 2, "layout__zero": 2, "precision__master": "bf16"},
-    )
-]
-MORE = LOW + ROUNDED + GROUPED + EIGHT_BIT
-RESUMED += MORE
-QUICK += MORE
-
-
-@pytest.mark.parametrize("flags", marked(RESUMED, QUICK))
-def test_stop_and_resume_are_bitwise_equal(
-    ranks: Ranks, corpus: Path, tmp_path: Path, flags: dict[str, object]
-) -> None:
-    whole, _ = start(ranks, spec_of(corpus, **flags), tmp_path / "whole")
-    half, _ = start(ranks, spec_of(corpus, **flags, train__stop_at=HALF), tmp_path / "halves")
-    assert half["steps"] == HALF
-    both, _ = start(ranks, spec_of(corpus, **flags), tmp_path / "halves", "auto")
-    assert both["steps"] == STEPS
-    assert both["parameters_sha256"] == whole["parameters_sha256"] != half["parameters_sha256"]
-    assert both["samples_sha256"] == whole["samples_sha256"] != half["samples_sha256"]
-    assert both["final_loss"] == whole["final_loss"]
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ({"dp": 4, "zero": 3}, {"dp": 2, "zero": 1}),
-        ({"dp": 2, "zero": 1}, {"dp": 1}),
-        ({"dp": 1}, {"dp": 2, "replicate": 2, "zero": 2}),
-        ({"dp": 2, "replicate": 2, "zero": 3}, {"dp": 4}),
-        ({"dp": 2, "zero": 1}, {"pp": 2, "dp": 2}),
-        ({"dp": 2, "zero": 3, "pp": 2}, {"dp": 2, "zero": 1, "pp": 2, "order": "replicate-dp-pp-tp"}),
-    ],
-)
-def test_resume_on_another_layout(
-    ranks: Ranks, corpus: Path, tmp_path: Path, before: dict[str, object], after: dict[str, object]
-) -> None:
-    def flags(layout: dict[str, object]) -> dict[str, object]:
-        return {f"layout__{key}": value for key, value in layout.items()}
-
-    whole, wanted = start(ranks, spec_of(corpus, **flags(before)), tmp_path / "whole")
-    start(ranks, spec_of(corpus, **flags(before), train__stop_at=HALF), tmp_path / "moved")
-    moved, found = start(ranks, spec_of(corpus, **flags(after)), tmp_path / "moved", "auto")
-    assert moved["samples_sha256"] == whole["samples_sha256"]
-    for name, tensor in found.items():  # the first rank's: all of them but in a pipeline
-        torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-5, msg=name)
 
 
 def test_the_sample_record_knows_order_and_layout_does_not_matter(
@@ -416,71 +312,3 @@ def test_compiled_blocks_train_alike(
     compiled, _ = ranks.run(spec.layout, run_compiled, spec, tmp_path / "compiled", backend)[0]
     assert compiled["final_loss"] == pytest.approx(plain["final_loss"], abs=1e-4)
     assert compiled["samples_sha256"] == plain["samples_sha256"]
-
-
-def trained(mesh: Mesh, spec: RunSpec, out: Path) -> dict[str, torch.Tensor]:
-    """Every parameter and moment of the run's last step, whole."""
-    run = TrainingRun(spec, mesh, out, Observers([]))
-    run.execute(None)
-    return {name: tensor.full_tensor() for name, tensor in state.tensors(run.trainer).items()}
-
-
-def loaded(mesh: Mesh, spec: RunSpec, out: Path) -> dict[str, str]:
-    """Digests of the same, loaded under another layout."""
-    trainer = Trainer(spec, mesh)
-    tensors = state.tensors(trainer)
-    CheckpointStore(out / "checkpoints", 1, mesh.background).load(None, tensors)
-    return digests({name: tensor.full_tensor() for name, tensor in tensors.items()})
-
-
-def digests(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    """Digests of tensors' type, shape and bytes: as good as the tensor for equality, and quick to send."""
-    return {
-        name: f"{tensor.dtype} {tuple(tensor.shape)} {sha256(tensor.numpy().tobytes()).hexdigest()}"
-        for name, tensor in tensors.items()
-    }
-
-
-@pytest.mark.parametrize("tied", ["false", pytest.param("true", marks=pytest.mark.full)])
-def test_a_checkpoint_of_tensor_and_context_ranks_loads_anywhere(
-    ranks: Ranks, corpus: Path, tmp_path: Path, tied: str
-) -> None:
-    def at(**layout: object) -> RunSpec:
-        flags = {f"layout__{key}": value for key, value in layout.items()}
-        model = {"model__vocab_size": 301, "model__kv_heads": 2, "model__tied": tied}  # 2 and 4 leave a rest
-        return spec_of(corpus, **flags, **model, train__steps=2)
-
-    wanted = ranks.run((spec := at(tp=2, cp=2, zero=2)).layout, trained, spec, tmp_path)[0]
-    for spec in (at(dp=4, zero=3), at(tp=4), at()):
-        for found in ranks.run(spec.layout, loaded, spec, tmp_path):
-            assert found == digests(wanted)
-
-
-@pytest.mark.parametrize("tied", ["true", pytest.param("false", marks=pytest.mark.full)])
-def test_a_checkpoint_of_a_pipeline_loads_anywhere(
-    ranks: Ranks, corpus: Path, tmp_path: Path, tied: str
-) -> None:
-    def at(**layout: object) -> RunSpec:
-        flags = {f"layout__{key}": value for key, value in layout.items()}
-        model = {"model__vocab_size": 301, "model__layers": 3, "model__tied": tied}
-        return spec_of(corpus, **flags, **model, train__steps=2, layout__micro_batch=1)
-
-    spec = at(pp=2, tp=2, dp=2, zero=2, schedule="1f1b")
-    wanted = {k: v for found in ranks.run(spec.layout, trained, spec, tmp_path) for k, v in found.items()}
-    for spec in (at(), at(dp=4, zero=3), at(pp=4, tp=2, stages="0,1,2,0"), at(pp=2, schedule="zb-v")):
-        found = {k: v for held in ranks.run(spec.layout, loaded, spec, tmp_path) for k, v in held.items()}
-        assert found == digests(wanted)
-
-
-def test_an_export_does_not_know_the_layout(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
-    """A run of two tensor ranks and a run of one device, both with the initial weights."""
-    for name, tp in (("split", 2), ("alone", 1)):
-        spec = spec_of(corpus, layout__tp=tp, train__steps=1, train__lr=1e-30, train__weight_decay=0)
-        ranks.run(spec.layout, trained, spec, tmp_path / name)
-        record = json.dumps({"spec": spec.to_json()})
-        (tmp_path / name / "run.json").write_text(record, encoding="utf-8")
-        api.export(tmp_path / name, tmp_path / f"{name}-hf")
-    files = sorted(path.name for path in (tmp_path / "alone-hf").iterdir())
-    assert "model.safetensors" in files
-    for file in files:
-        assert (tmp_path / "split-hf" / file).read_bytes() == (tmp_path / "alone-hf" / file).read_bytes()

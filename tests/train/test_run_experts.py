@@ -7,7 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_run import EXPERTS, digests, loaded, run_and_watch, spec_of, start, trained
+from test_run import EXPERTS, run_and_watch, spec_of, start
+from test_run_resume import digests, loaded, trained
 
 from meshwright.spec import RunSpec
 from ranks import Ranks
