@@ -60,7 +60,7 @@ def test_scaling_rules(rule: str, factor: float) -> None:
     train = TrainSpec.model_validate(
         {"lr": 0.5, "lr_scaling": rule, "batch_tokens": 4096, "lr_base_batch_tokens": 1024}
     )
-    assert peak_rate(train) == pytest.approx(0.5 * factor)
+    assert peak_rate(train, 1) == pytest.approx(0.5 * factor)
 
 
 def test_tokens_give_whole_steps_and_stopping_does_not_change_the_schedule() -> None:

@@ -278,7 +278,7 @@ def let_some_through(norm: nn.Module, x: Tensor) -> Tensor:
     return exact_rms(norm, x) + 1e-6 * x
 
 
-def scale_by_the_root(train: TrainSpec) -> float:
+def scale_by_the_root(train: TrainSpec, step: int) -> float:
     return train.lr * (train.batch_tokens / train.lr_base_batch_tokens) ** 0.5
 
 
