@@ -67,7 +67,7 @@ GROUPED = [
         "layout__zero": 2,
         "train__optimiser": kind,
     }
-    for kind in ("adamw", "muon")
+    for kind in ("adamw", "adamw8bit", "muon")
 ]
 EIGHT_BIT: list[dict[str, object]] = [
     {"train__optimiser": "adamw8bit", "precision__compute": "bf16", **layout}

@@ -67,7 +67,7 @@ def parameters_after(mesh: Mesh, spec: RunSpec, steps: int) -> dict[str, torch.T
 
 
 @pytest.mark.parametrize("master", ["fp32", "bf16"])
-@pytest.mark.parametrize("optimiser", ["adamw", "lion", "muon"])
+@pytest.mark.parametrize("optimiser", ["adamw", "adamw8bit", "lion", "muon"])
 def test_a_factor_of_0_freezes(ranks: Ranks, optimiser: str, master: str) -> None:
     frozen = {"train.lr_factors.embed.*": 0, "train.lr_factors.blocks.0.*": 0}
     spec = spec_of(
