@@ -72,7 +72,8 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # Detached: a deferred weight gradient must not keep the graph behind its inputs alive.
+        # Detached, and apart from ctx: a deferred weight gradient must not keep the graph behind its inputs
+        # alive.
         x, weight, gate_x, up_x, gate, up, down = (saved.detach() for saved in ctx.saved_tensors)
         sizes, scale, products = ctx.sizes, weight.to(x.dtype).unsqueeze(1), ctx.hooks.products
 
@@ -80,7 +81,7 @@ class _Experts(torch.autograd.Function):
             turned = products.operand(weight, "weight", -2, parameter).mT
             return grouped_mm(products.operand(grad, "gradient", -1, parameter), turned, sizes)
 
-        of_gate, of_up, of_down = ctx.parameters
+        of_gate, of_up, of_down = parameters = ctx.parameters
         grad_inner = of_input(grad, down, of_down)
         silu = F.silu(gate_x)
         grad_weight = (grad_inner * (silu * up_x)).sum(1, dtype=weight.dtype)
@@ -92,7 +93,7 @@ class _Experts(torch.autograd.Function):
 
         def weight_grads() -> list[Tensor]:
             inner = _inner(gate_x, up_x, weight)
-            found = zip((grad_gate, grad_up, grad), (x, x, inner), ctx.parameters, strict=True)
+            found = zip((grad_gate, grad_up, grad), (x, x, inner), parameters, strict=True)
             return [
                 grouped_outer(
                     products.rows(gradient, "gradient", each), products.rows(inputs, "input", each), sizes
@@ -100,7 +101,7 @@ class _Experts(torch.autograd.Function):
                 for gradient, inputs, each in found
             ]
 
-        if ctx.hooks.defer(ctx.parameters, weight_grads):
+        if ctx.hooks.defer(parameters, weight_grads):
             return grad_x, grad_weight, *[None] * 5
         return grad_x, grad_weight, *weight_grads(), None, None
 
