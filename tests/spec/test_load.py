@@ -240,6 +240,17 @@ RULES = [
         {"train": {"optimiser": "adamw8bit", "offload": "disk"}},
         ["train.offload", "'disk'", "'adamw8bit'", "in 8 bits", "'adamw'"],
     ),
+    (
+        {"train": {"lr_base_batch_tokens": 99}},
+        ["train.lr_base_batch_tokens", "no effect", "lr_scaling", "8192"],
+    ),
+    ({"train": {"lr_factors": {"embed.*": "0"}}}, ["train.lr_factors.embed.*", '"0"', "valid number"]),
+    ({"train": {"weight_decays": {"embed.*": True}}}, ["train.weight_decays.embed.*", "true", "number"]),
+    ({"train": {"offload": "disk", "offload_dir": ""}}, ["train.offload_dir", '""', "at least 1"]),
+    (
+        {"precision": {"compute": "mxfp8", "amax_history": 8}},
+        ["precision.amax_history: 8", "no effect", "'mxfp8'", "fp8 or nvfp4"],
+    ),
     ({"train": {"optimiser": "lion", "eps": 1e-3}}, ["train.eps", "no effect", "'lion'", "1e-08"]),
 ]
 

@@ -166,9 +166,20 @@ def test_a_folder_that_cannot_be_written_is_one_sentence(ranks: Ranks, tmp_path:
     assert words.startswith("train.offload_dir: ") and "give a folder that can be written" in words
 
 
-def test_the_host_of_a_cpu_is_where_moments_are(ranks: Ranks) -> None:
-    spec = spec_of(train__offload="host")
-    assert "has no effect on a CPU" in ranks.run(spec.layout, unwritable, spec)[0]
+def not_started(mesh: Mesh, spec: RunSpec, out: Path) -> str:
+    with pytest.raises(UserError) as raised:
+        TrainingRun(spec, mesh, out, Observers([]))
+    return str(raised.value)
+
+
+def test_the_host_of_a_cpu_is_where_moments_are(ranks: Ranks, tmp_path: Path) -> None:
+    """A CPU does not train with it, but verifies and rehearses what a GPU will train."""
+    spec = spec_of(train__offload="host", layout__dp=2, layout__zero=1)
+    assert "has no effect on a CPU" in ranks.run(spec.layout, not_started, spec, tmp_path)[0]
+    assert "step 2 exp_avg" in equal_to_one_device(ranks, spec, 1e-10)
+    on_disk = spec_of(train__offload="disk", layout__dp=2, layout__zero=1)
+    cpu = torch.device("cpu")
+    assert rehearse(spec, 0, cpu).most == rehearse(on_disk, 0, cpu).most
 
 
 def test_a_tensor_outside_its_meshs_device_shares_its_memory(ranks: Ranks) -> None:

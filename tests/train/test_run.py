@@ -177,6 +177,17 @@ def test_another_run_is_told_by_its_keys(corpus: Path) -> None:
     assert refused(spec_of(corpus, **EXPERTS), True) == ""
 
 
+def test_a_gather_in_8_bits_may_end_on_resume(corpus: Path) -> None:
+    """It changes no number, and a layout that it does not fit is one that a run may be resumed on."""
+    flags = {"model__ffn": 48, "precision__compute": "fp8", "layout__dp": 2, "layout__zero": 3}
+    kept = spec_of(corpus, **flags, precision__fp8_gather="true")
+    record = {"spec": kept.to_json(), "data_digest": "same"}
+    state.check_same_run(spec_of(corpus, **flags), record, "same", "it")
+    with pytest.raises(UserError, match=r"precision\.compute was 'fp8' and is 'bf16'"):
+        other = spec_of(corpus, **(flags | {"precision__compute": "bf16"}))
+        state.check_same_run(other, record, "same", "it")
+
+
 def run_and_watch(
     mesh: Mesh, spec: RunSpec, out: Path, resume: str | None = None
 ) -> tuple[list[Any], list[Any]]:

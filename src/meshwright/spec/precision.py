@@ -70,6 +70,13 @@ class PrecisionSpec(FrozenModel):
                 f"precision.fp8_gradients: {self.fp8_gradients!r} has no effect with precision.compute = "
                 f"{self.compute!r}; give fp8, fp8-rowwise or fp8-blockwise there, or leave it out"
             )
+        usual = type(self).model_fields["amax_history"].default
+        if self.amax_history != usual and self.compute not in DELAYED:
+            raise UserError(
+                f"precision.amax_history: {self.amax_history} has no effect with precision.compute = "
+                f"{self.compute!r}, whose scales follow from no step before; give {' or '.join(DELAYED)} "
+                f"there, or leave it out"
+            )
         if self.high != "bf16" and self.compute not in BLOCKS:
             raise UserError(
                 f"precision.high: {self.high!r} has no effect with precision.compute = {self.compute!r}, "

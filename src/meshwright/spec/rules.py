@@ -315,6 +315,7 @@ def keys_of_training_have_an_effect(spec: Sections) -> None:
         ("decay_fraction", "schedule", train.schedule != "wsd"),
         ("min_lr_ratio", "schedule", train.schedule == "constant"),
         ("eps", "optimiser", train.optimiser == "lion"),
+        ("lr_base_batch_tokens", "lr_scaling", train.lr_scaling == "none"),
         ("offload_dir", "offload", train.offload != "disk"),
         ("zclip_alpha", "zclip", train.zclip is None),
         ("zclip_warmup", "zclip", train.zclip is None),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from meshwright.spec.base import MAX_BATCH, FrozenModel
 from meshwright.spec.batch_warmup import BatchStage, Warmup, batch_stages, check_warmup, read_warmup
 from meshwright.spec.errors import UserError
 
+Factor = Annotated[float, Field(strict=True, ge=0)]
+"""A number of a table, which is neither a text nor a truth value."""
 Tracker = Literal["tensorboard", "wandb", "trackio"]
 
 
@@ -53,11 +55,11 @@ class TrainSpec(FrozenModel):
         "the matrices of blocks and AdamW for the rest, with AdamW's lr, and beta1 = 0.95",
     )
     weight_decay: float = Field(0.1, ge=0, description="decoupled; not on norms and biases")
-    lr_factors: dict[str, NonNegativeFloat] = Field(
+    lr_factors: dict[str, Factor] = Field(
         default_factory=dict,
         description="factors on the learning rate, by patterns of parameters' names; 0 freezes",
     )
-    weight_decays: dict[str, NonNegativeFloat] = Field(
+    weight_decays: dict[str, Factor] = Field(
         default_factory=dict, description="decay in place of the usual one, by patterns of parameters' names"
     )
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -71,7 +73,9 @@ class TrainSpec(FrozenModel):
         description="where the optimiser's moments are: on the device; in the host's memory, for GPUs; or in "
         "a mapped file",
     )
-    offload_dir: str | None = Field(None, description="folder of that file; default the run's --out")
+    offload_dir: str | None = Field(
+        None, min_length=1, description="folder of that file; default the run's --out"
+    )
     clip_parameter: PositiveFloat | None = Field(
         None,
         description="largest norm of each parameter's gradient, clipped before all together; 'none' for no "
@@ -161,7 +165,8 @@ class TrainSpec(FrozenModel):
         if not self.batch_warmup:
             return ""
         first = self.batch_stages[-1].steps_before + 1
-        return f" (from step {first:,}; the batch's warm-up begins with {self.batch_warmup[0][0]:,})"
+        when = "" if first <= self.total_steps else ", which this run does not reach"
+        return f" (from step {first:,}{when}; the batch's warm-up begins with {self.batch_warmup[0][0]:,})"
 
     @property
     def last_step(self) -> int:

@@ -70,6 +70,11 @@ class TrainingRun:
             "give all hosts the same corpus, tokenizer and data.cache",
         )
         self.loader = Loader(self.corpus, spec, mesh.data_rank, spec.layout.data_ranks)
+        if spec.train.offload == "host" and mesh.device.type == "cpu":
+            raise UserError(
+                "train.offload: 'host' has no effect on a CPU, whose moments are in the host's memory; give "
+                "'disk' or 'none'"
+            )
         memory = MomentMemory(spec.train, mesh.device, mesh.control, out)
         self.trainer = Trainer(spec, mesh, memory=memory)
         self.samples = SampleRecord(mesh)

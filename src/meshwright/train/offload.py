@@ -50,15 +50,9 @@ class MomentMemory:
         folder: Path | None = None,
         staged: bool | None = None,
     ) -> None:
-        """Raises `UserError` for `host` where the device is the host."""
         self._kind, self._device, self._control = train.offload, device, control
         self._folder = Path(train.offload_dir) if train.offload_dir else folder or Path(tempfile.gettempdir())
         self.staged = train.offload != "none" and device.type != "cpu" if staged is None else staged
-        if train.offload == "host" and not self.staged:
-            raise UserError(
-                "train.offload: 'host' has no effect on a CPU, whose moments are in the host's memory; give "
-                "'disk' or 'none'"
-            )
 
     @property
     def bounces(self) -> bool:
