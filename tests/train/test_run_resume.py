@@ -48,13 +48,12 @@ LOW: list[dict[str, object]] = [
     {
         "precision__compute": compute,
         "model__ffn": 48,
-        "precision__amax_history": 3,
         "train__eval_every": 2,
         **layout,
     }
     for compute, layout in (
-        ("fp8", {"layout__dp": 2, "layout__zero": 3}),
-        ("nvfp4", {"layout__tp": 2, "model__kv_heads": 4, "model__ffn": 64}),
+        ("fp8", {"precision__amax_history": 3, "layout__dp": 2, "layout__zero": 3}),
+        ("nvfp4", {"precision__amax_history": 3, "layout__tp": 2, "model__kv_heads": 4, "model__ffn": 64}),
         ("fp8-rowwise", {"layout__pp": 2}),
     )
 ]
