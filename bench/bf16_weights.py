@@ -1,7 +1,7 @@
 """Validation loss and seconds of an update with fp32 masters, and with weights in bf16 that are rounded.
 
     python bench/bf16_weights.py [--run examples/first.toml] [--steps 300] [--seeds 2]
-        [--optimisers adamw,lion,muon] [--batch-tokens 1024]
+        [--optimisers adamw,lion,muon] [--batch-tokens 1024] [--lr 5e-4]
 
 Weights in bf16 are rounded stochastically, as `precision.master = "bf16"` does, or to nearest, which no run
 does: here it shows what the draws are for. All else is the run file's, on one rank. Prints a JSON object for
@@ -54,6 +54,7 @@ def run_of(options: argparse.Namespace, name: str, kind: str, seed: int) -> RunS
     keys = [("train.optimiser", name), ("train.seed", str(seed)), ("train.steps", str(options.steps))]
     keys += [("train.eval_every", "0"), ("layout.dp", "1"), ("precision.compute", "bf16"), *PAPERS[name]]
     keys += [("train.batch_tokens", str(options.batch_tokens))] if options.batch_tokens else []
+    keys += [("train.lr", options.lr)] if options.lr else []
     return load(options.run, [*keys, ("precision.master", KINDS[kind])])
 
 
@@ -85,6 +86,7 @@ def main() -> None:
     parser.add_argument("--run", type=Path, default=Path("examples/first.toml"))
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-tokens", type=int, help="default: that of the run file")
+    parser.add_argument("--lr", help="default: that of the run file, or of the optimiser's paper")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--optimisers", default="adamw,lion,muon")
     options = parser.parse_args()

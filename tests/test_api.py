@@ -94,6 +94,13 @@ def test_generate_and_export_agree(run: Path, tmp_path: Path) -> None:
         assert torch.equal(decoder(tokens), api.load_run(run)(tokens))
 
 
+def test_a_run_on_synthetic_numbers_has_no_text_to_generate(tmp_path: Path) -> None:
+    base = {"data.corpus": "synthetic", "data.seq_len": 16, "train.batch_tokens": 64, "train.steps": 1}
+    api.train(small.spec_of(base), out=tmp_path / "run", quiet=True)
+    with pytest.raises(UserError, match=r"'synthetic'.* no tokenizer to read a prompt; generate from a run"):
+        api.generate(tmp_path / "run", "a")
+
+
 @pytest.mark.parametrize(("key", "value"), [("norm_eps", 0.5), ("rope_theta", 77.0), ("tied", True)])
 def test_a_record_that_was_changed_generates_and_exports_nothing(
     run: Path, tmp_path: Path, key: str, value: object

@@ -41,7 +41,7 @@ def test_the_loss_scale_halves_at_an_overflow_and_doubles_after_good_steps() -> 
 
 
 def test_only_fp16_scales_the_loss() -> None:
-    scale = LossScale(PrecisionSpec(compute="bf16", loss_scale=8.0))
+    scale = LossScale(PrecisionSpec(compute="bf16"))
     scale.update(finite=False)
     assert scale.value == 1
 

@@ -251,6 +251,12 @@ RULES = [
         {"precision": {"compute": "mxfp8", "amax_history": 8}},
         ["precision.amax_history: 8", "no effect", "'mxfp8'", "fp8 or nvfp4"],
     ),
+    (
+        {"precision": {"compute": "bf16", "loss_scale": 8.0}},
+        ["precision.loss_scale: 8.0", "no effect", "'bf16'", "give fp16"],
+    ),
+    ({"precision": {"compute": "fp8", "amax_history": 10**30}}, ["amax_history: 1000000", "1024"]),
+    ({"train": {"lr_factors": {"embed": {"weight": 0.5}}}}, ["lr_factors.embed:", '"embed.weight" = 0.5']),
     ({"train": {"optimiser": "lion", "eps": 1e-3}}, ["train.eps", "no effect", "'lion'", "1e-08"]),
 ]
 
@@ -271,6 +277,12 @@ def test_what_a_rule_proposes_is_accepted() -> None:
     assert from_tree({"layout": {"pp": 2, "virtual": 2, "schedule": "zb-v"}}).layout.chunks == 2
     assert from_tree({"layout": {"tp": 4}}).layout.world_size == 4
     assert from_tree({"layout": {"cp": 2, "context_mode": "ulysses"}}).layout.world_size == 2
+
+
+def test_none_empties_lists_and_tables_with_the_users_keys() -> None:
+    train = {"lr_factors": {"*": 0.5}, "trackers": ["wandb"], "batch_warmup": [[4096, 10000]]}
+    spec = from_tree({"train": train}, [(f"train.{key}", "none") for key in train])
+    assert (spec.train.lr_factors, spec.train.trackers, spec.train.batch_warmup) == ({}, (), ())
 
 
 def test_a_sentence_says_whether_the_flag_or_the_file_was_wrong() -> None:

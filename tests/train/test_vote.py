@@ -179,7 +179,8 @@ def good_runs() -> list[Any]:
                 flags |= test_verify_experts.ROUTERS[str(router)]
             marks = () if number in (3, 19) else pytest.mark.full
             compute = ("fp32", "bf16", "fp16")[number % 3]
-            flags |= {"precision__compute": compute, "precision__loss_scale": 256}
+            flags |= {"precision__compute": compute}
+            flags |= {"precision__loss_scale": 256} if compute == "fp16" else {}
             found.append(pytest.param(base, flags, id=f"{table}-{number}", marks=marks))
     return found
 

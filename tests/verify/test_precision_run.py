@@ -122,6 +122,51 @@ def test_a_few_draws_send_tokens_to_other_experts() -> None:
     assert 0 < sum(moved) / 4 < exact[..., 0].numel() / 20, moved
 
 
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [
+        ("zero3", {}),
+        pytest.param("tp", {"train__optimiser": "muon"}, marks=pytest.mark.full),
+        pytest.param("8-bit", {}, marks=pytest.mark.full),
+        pytest.param("pp", {"train__optimiser": "lion", "train__ema": 0.9}, marks=pytest.mark.full),
+    ],
+)
+def test_weights_in_bf16_are_rounded_with_the_draws_of_the_reference(
+    ranks: Ranks, layout: str, flags: dict[str, object]
+) -> None:
+    words = {"precision__compute": "bf16", "precision__master": "bf16"}
+    result = found(ranks, **LAYOUTS[layout] | words | flags)
+    assert result["equal"], result["first"]["sentence"]
+
+
+def one_update_is_lost(trainer: train_step.Trainer) -> None:
+    """The second update leaves a matrix as it was."""
+    step = trainer.optimiser.step
+
+    def lost(rate: float) -> None:
+        parameters = dict(trainer.states.parameters())
+        kept = parameters["blocks.1.mlp.up.weight"].to_local().clone()
+        step(rate)
+        if trainer.optimiser.updates == 2:
+            parameters["blocks.1.mlp.up.weight"].to_local().copy_(kept)
+
+    trainer.optimiser.step = lost  # type: ignore[method-assign]
+
+
+def other_draws(trainer: train_step.Trainer) -> None:
+    trainer.optimiser.train = trainer.optimiser.train.model_copy(update={"seed": 7})
+
+
+@pytest.mark.parametrize(("plant", "step"), [(one_update_is_lost, 2), (other_draws, 1)])
+def test_an_update_of_weights_in_bf16_that_is_lost_or_rounded_by_other_draws_is_found(
+    ranks: Ranks, plant: Plant, step: int
+) -> None:
+    flags = {"layout__dp": 2, "precision__compute": "bf16", "precision__master": "bf16"}
+    result = found(ranks, plant, **flags)
+    assert not result["equal"]
+    assert (result["first"]["step"], result["first"]["kind"]) == (step, "parameter"), result["first"]
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("compute", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("layout", ["zero1", "zero3", "tp", "pp"])
@@ -318,7 +363,8 @@ CASES: dict[str, tuple[Plant, str, tuple[int, str, str], list[str]]] = {
 def test_what_rounding_does_not_explain_is_named(ranks: Ranks, case: str) -> None:
     plant, compute, (step, kind, name), words = CASES[case]
     steps = 2 if step == 2 and kind != "skipped step" else 1
-    result = found(ranks, plant, steps, layout__dp=2, precision__compute=compute, precision__loss_scale=1024)
+    scale: dict[str, object] = {"precision__loss_scale": 1024} if compute == "fp16" else {}
+    result = found(ranks, plant, steps, layout__dp=2, precision__compute=compute, **scale)
     assert not result["equal"]
     first = result["first"]
     assert (first["step"], first["kind"]) == (step, kind), first["sentence"]

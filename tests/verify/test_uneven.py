@@ -98,6 +98,12 @@ def test_numbers_of_targets_are_hard_to_round_to_bf16(samples: int, vocabulary: 
         assert sum(sum(kept(part)) for part in parts) == found
 
 
+def test_a_slot_that_no_batch_has_is_left_to_the_comparison_of_samples() -> None:
+    batch = whole_batch()
+    batch.slots[3] = SEQUENCES + 2
+    assert kept(thin(batch, 2, layout_of(4, 2)))[3] == kept(thin(whole_batch(), 2, layout_of(4, 2)))[2]
+
+
 def test_steps_drop_other_targets_and_layouts_empty_other_ranks() -> None:
     spec, batch = layout_of(4, 2), whole_batch()
     third, fourth = (thin(batch, step, spec).targets for step in (3, 4))

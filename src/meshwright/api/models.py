@@ -36,6 +36,7 @@ def generate(
     `UserError` if the folder has no model or tokenizer.
     """
     run = _existing(run, "the folder of a run or of an HF model")
+    from meshwright.data.readers import SYNTHETIC
     from meshwright.data.tokenizer import Tokenizer
     from meshwright.infer.generate import generate as continue_tokens
 
@@ -48,6 +49,11 @@ def generate(
     else:
         raise UserError(f"{run}: is neither a run's folder (run.json) nor an HF folder (config.json)")
     if not (run / "tokenizer.json").is_file():
+        if (run / "run.json").is_file() and load(run).data.corpus == SYNTHETIC:
+            raise UserError(
+                f"{run}: its data.corpus is 'synthetic', numbers that stand for no text, so it has no "
+                f"tokenizer to read a prompt; generate from a run that was trained on text"
+            )
         raise UserError(f"{run}: has no tokenizer.json; copy the model's into this folder")
     tokenizer = Tokenizer.open(run / "tokenizer.json")
     try:

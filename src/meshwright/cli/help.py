@@ -67,8 +67,8 @@ def _keys() -> list[str]:
     """List every dotted key under its table: name, type, default, and its description below."""
     lines = textwrap.wrap(
         "keys: tables of the run file; as flags, --layout.dp 2 or --layout.dp=2, they override it. 'none' "
-        "unsets a key. For editors, the first line of a file can name the schema that meshwright spec "
-        "schema prints: #:schema FILE.",
+        "unsets a key, or empties a list. For editors, the first line of a file can name the schema that "
+        "meshwright spec schema prints: #:schema FILE.",
         WIDTH,
     )
     for table in RunSpec.model_fields:

@@ -36,8 +36,8 @@ def read_warmup(given: Any) -> Warmup:
     if len(found) < len(stages):
         raise UserError(
             f"{_KEY}: {show(given)} is not valid: it should be a list of stages, each the tokens of a batch "
-            f"and the tokens seen at which it ends, such as [[4096, 100000], [8192, 300000]] or, as a flag, "
-            f"4096:100000,8192:300000"
+            f"and the tokens seen at which it ends (whole numbers from 1 to 2^63 - 1), such as "
+            f"[[4096, 100000], [8192, 300000]] or, as a flag, 4096:100000,8192:300000"
         )
     return found
 

@@ -156,7 +156,7 @@ def _overlay(tree: dict[str, Any], name: str, text: str) -> None:
 def _flag_key(name: str, text: str) -> Key | None:
     """Return the key of a dotted flag; None for an entry of a table with the user's keys, or 'none'."""
     known = known_keys()
-    if name in known and "object" not in known[name].types:
+    if name in known and ("object" not in known[name].types or _is_none(text)):
         return known[name]
     if _table_of(name) or (name in optional_tables() and _is_none(text)):
         return None
@@ -166,7 +166,7 @@ def _flag_key(name: str, text: str) -> Key | None:
             f"--{name}: is a table of keys, not {text}; give its keys, such as --{first}, or none"
         )
     if name in known:
-        raise UserError(f"--{name}: is a table; give its entries, such as --{name}.NAME 0.5")
+        raise UserError(f"--{name}: is a table; give its entries, such as --{name}.NAME 0.5, or none")
     raise UserError(f"--{name}: unknown key{_nearest(name, known)}")
 
 
@@ -178,9 +178,14 @@ def _table_of(name: str) -> str:
 
 
 def _value(key: Key | None, text: str) -> Any:
-    """Return a flag's value as its key takes it: text as given, a list split at commas, the rest as TOML."""
-    if key is not None and key.optional and text.lower() == "none":
+    """Return a flag's value as its key takes it: text as given, a list split at commas, the rest as TOML.
+
+    'none' empties a list, and a table with the user's keys.
+    """
+    if key is not None and key.optional and _is_none(text):
         return None
+    if key is not None and key.types in (("array",), ("object",)) and _is_none(text):
+        return [] if key.types == ("array",) else {}
     if key is not None and (key.is_text or text in key.choices):
         return text
     if key is not None and "array" in key.types and not text.lstrip().startswith("["):
@@ -200,11 +205,20 @@ def _tidy(node: dict[str, Any], prefix: str, where: Where) -> None:
     for name, value in node.items():
         key = known_keys().get(prefix + name)
         may_be_none = key.optional if key else prefix + name in optional_tables()
+        if isinstance(value, dict) and _table_of(prefix + name):
+            entry = name
+            while isinstance(value, dict) and value:
+                inner, value = next(iter(value.items()))
+                entry += f".{inner}"
+            raise UserError(
+                f"{where(prefix + name)}: is a table, where a number should be; a name with dots needs "
+                f'quotes, as in "{entry}" = {show(value)}'
+            )
         if isinstance(value, dict) and not (key and key.is_text):
             _tidy(value, f"{prefix}{name}.", where)
         elif _is_none(value) and may_be_none:
             node[name] = None
-        elif isinstance(value, int) and not -(2**63) < value < 2**63:
+        elif isinstance(value, int) and not -(2**63) < value < 2**63 and not (key and "<=" in key.text):
             raise UserError(
                 f"{where(prefix + name)}: {show(value)} is not valid: it should be at most 2^63 - 1"
             )

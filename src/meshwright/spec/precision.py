@@ -70,13 +70,17 @@ class PrecisionSpec(FrozenModel):
                 f"precision.fp8_gradients: {self.fp8_gradients!r} has no effect with precision.compute = "
                 f"{self.compute!r}; give fp8, fp8-rowwise or fp8-blockwise there, or leave it out"
             )
-        usual = type(self).model_fields["amax_history"].default
-        if self.amax_history != usual and self.compute not in DELAYED:
-            raise UserError(
-                f"precision.amax_history: {self.amax_history} has no effect with precision.compute = "
-                f"{self.compute!r}, whose scales follow from no step before; give {' or '.join(DELAYED)} "
-                f"there, or leave it out"
-            )
+        for key, recipes, why in (
+            ("amax_history", DELAYED, "whose scales follow from no step before"),
+            ("loss_scale", ("fp16",), "which scales no loss"),
+            ("loss_scale_window", ("fp16",), "which scales no loss"),
+        ):
+            value = getattr(self, key)
+            if value != type(self).model_fields[key].default and self.compute not in recipes:
+                raise UserError(
+                    f"precision.{key}: {value} has no effect with precision.compute = {self.compute!r}, "
+                    f"{why}; give {' or '.join(recipes)} there, or leave it out"
+                )
         if self.high != "bf16" and self.compute not in BLOCKS:
             raise UserError(
                 f"precision.high: {self.high!r} has no effect with precision.compute = {self.compute!r}, "

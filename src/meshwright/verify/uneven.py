@@ -39,7 +39,8 @@ def thin(batch: Batch, step: int, spec: RunSpec) -> Batch:
     slots and the tokens' places only, so a part of a batch loses the targets that it loses in the whole.
     """
     spec = spec.at_step(step)
-    kept = _kept(step, spec)[batch.slots.numpy()]
+    # The slots of a broken loader may be beyond the batch: that is told where samples are compared.
+    kept = np.take(_kept(step, spec), batch.slots.numpy(), axis=0, mode="wrap")
     return replace(batch, targets=batch.targets.masked_fill(torch.from_numpy(~kept), _NOT_PREDICTED))
 
 
