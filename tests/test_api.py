@@ -94,6 +94,17 @@ def test_generate_and_export_agree(run: Path, tmp_path: Path) -> None:
         assert torch.equal(decoder(tokens), api.load_run(run)(tokens))
 
 
+def test_a_layout_of_its_own_generates_the_same_text(run: Path, tmp_path: Path) -> None:
+    """Real ranks, with other axes than the two that trained; an HF folder is imported first."""
+    prompts = ["document 3: word", "word5 word8 word41", "d"]
+    alone = api.generate(run, prompts, max_new_tokens=12)
+    assert len(set(alone)) > 1
+    assert api.generate(run, prompts, max_new_tokens=12, layout=[("layout.tp", "2")], batch=2) == alone
+    api.export(run, tmp_path / "hf")
+    layout = [("layout.pp", "2"), ("layout.dp", "2")]
+    assert api.generate(tmp_path / "hf", prompts, max_new_tokens=12, layout=layout) == alone
+
+
 def test_a_run_on_synthetic_numbers_has_no_text_to_generate(tmp_path: Path) -> None:
     base = {"data.corpus": "synthetic", "data.seq_len": 16, "train.batch_tokens": 64, "train.steps": 1}
     api.train(small.spec_of(base), out=tmp_path / "run", quiet=True)

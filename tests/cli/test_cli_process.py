@@ -242,8 +242,10 @@ def test_a_run_outlives_its_terminal_and_saves_when_all_its_processes_are_stoppe
 def test_an_output_without_unicode_gets_escapes(tmp_path: Path) -> None:
     program = (
         "import sys\nfrom meshwright import api\nfrom meshwright.cli.main import run\n"
-        "api.generate = lambda *_, **__: 'na\\u00efve \\u2028\\x1b[31m\\ud800 text\\n\\tend'\n"
-        "sys.argv = ['meshwright', 'generate', 'run', '--prompt', 'a']\nrun()\n"
+        "def tell(run, rows, how, layout, on_text):\n"
+        "    on_text(0, 'na\\u00efve \\u2028\\x1b[31m')\n    on_text(0, '\\ud800 text\\n\\tend')\n"
+        "api.generate_worker = tell\n"
+        "sys.argv = ['meshwright', 'generate', '.', '--prompt', 'a']\nrun()\n"
     )
     shown = subprocess.run(
         [sys.executable, "-c", program],

@@ -72,12 +72,24 @@ def test_a_launched_rank_prints_no_result(
 
 
 def test_generate_passes_its_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
-    generate = stand_in(monkeypatch, "generate", "def f(): pass")
+    row = {"prompt": "def", "text": "def f(): pass"}
+    generate = stand_in(monkeypatch, "generate_worker", [row])
     main(["generate", str(tmp_path), "--prompt", "def", "--top-k", "5", "--temperature", "0.7", "--json"])
-    assert generate.only[0] == (tmp_path,)
-    assert generate.only[1]["prompt"] == "def" and generate.only[1]["top_k"] == 5
-    assert generate.only[1]["temperature"] == 0.7
-    assert last_json(capsys) == {"prompt": "def", "text": "def f(): pass"}
+    run, rows, how, layout, on_text = generate.only[0]
+    assert (run, rows, layout, on_text) == (tmp_path, [{"prompt": "def"}], [], None)
+    assert (how.top_k, how.temperature, how.max_new_tokens) == (5, 0.7, 128)
+    assert last_json(capsys) == row
+
+
+def test_generate_starts_the_ranks_of_a_layout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They get the same command; a prompt may begin with dashes."""
+    (tmp_path / "run.json").write_text(json.dumps({"spec": from_tree({}).to_json()}))
+    start = stand_in(monkeypatch, "start_generation", None)
+    main(["generate", str(tmp_path), "--prompt=--x", "--batch", "3", "--layout.tp", "2", "--json"])
+    run, words, layout, ranks = start.only[0]
+    assert (run, layout, ranks) == (tmp_path, [("layout.tp", "2")], 2)
+    assert words[:2] == ["--prompt=--x", "--json"]
+    assert words[words.index("--batch") + 1] == "3" and "--top-k" not in words
 
 
 def test_checkpoint_verify_exits_with_1_and_a_line_for_each_damage(

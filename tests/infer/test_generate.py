@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from meshwright.infer import generate
+from meshwright.infer.sampling import Sampling
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
 from meshwright.spec import ModelSpec, UserError
@@ -67,7 +68,7 @@ def test_a_row_ends_at_the_stop_token() -> None:
 
 def test_sampling_follows_the_seed() -> None:
     decoder = make()
-    draws = [generate(decoder, PROMPT, 20, temperature=1.0, seed=seed) for seed in (1, 1, 2)]
+    draws = [generate(decoder, PROMPT, 20, Sampling(1.0, seed=seed)) for seed in (1, 1, 2)]
     assert draws[0] == draws[1] != draws[2]
 
 
@@ -76,7 +77,7 @@ def test_sampling_draws_from_the_distribution() -> None:
     decoder, rows = make(), 5_000
     with torch.no_grad():
         wanted = (decoder(torch.tensor([[5]]))[0, -1] / 0.7).softmax(-1)
-    found = generate(decoder, torch.full((rows, 1), 5), 1, temperature=0.7)
+    found = generate(decoder, torch.full((rows, 1), 5), 1, Sampling(0.7))
     frequencies = torch.bincount(found[:, 0], minlength=97) / rows
     assert bool(((frequencies - wanted).abs() <= 5 * (wanted / rows).sqrt() + 1e-12).all())
 
@@ -88,7 +89,7 @@ def test_top_k_and_top_p_keep_the_likeliest() -> None:
     prompt = torch.full((rows, 1), 5)
 
     def drawn(**options: float) -> set[int]:
-        return set(generate(decoder, prompt, 1, temperature=1.0, **options)[:, 0].tolist())
+        return set(generate(decoder, prompt, 1, Sampling(1.0, **options))[:, 0].tolist())
 
     assert drawn(top_k=3) == set(likely.indices[:3].tolist())
     assert drawn(top_k=1) == drawn(top_p=1e-9) == {int(likely.indices[0])}
@@ -114,4 +115,6 @@ def test_top_k_and_top_p_keep_the_likeliest() -> None:
 )
 def test_mistakes_are_named(arguments: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        generate(make("gpt"), **({"tokens": PROMPT, "max_new_tokens": 3} | arguments))
+        options = {"tokens": PROMPT, "max_new_tokens": 3} | arguments
+        of_prompt = {name: options.pop(name) for name in ("tokens", "max_new_tokens")}
+        generate(make("gpt"), **of_prompt, sampling=Sampling(**options))

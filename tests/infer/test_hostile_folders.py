@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from meshwright import api
 from meshwright.checkpoint.hf import export_hf
+from meshwright.data.tokenizer import byte_tokenizer
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
 from meshwright.spec import ModelSpec, UserError
@@ -36,6 +37,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("theirs") / "hf"
     spec = ModelSpec.model_validate(SMALL)
     export_hf(folder, spec, init_whole_(Decoder(spec), 0).tensors())
+    byte_tokenizer().save(folder, spec.max_seq_len)
     return folder
 
 

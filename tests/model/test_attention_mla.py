@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshwright.model.attention import KeyValueCache, attend, attention_mask, with_wide_values
+from meshwright.infer.paged_cache import PagedCache, places
+from meshwright.model.attention import attend, attention_mask, with_wide_values
 from meshwright.model.attention_cpu import blocked_attention
 from meshwright.model.attention_flash import pack
 from meshwright.model.attention_mla import LatentAttention
@@ -102,10 +103,11 @@ def test_the_cache_changes_nothing(q_rank: int | None, window: int | None) -> No
     attention, x = make(q_rank), tokens(20)
     table = rope_table(spec_of(q_rank), torch.arange(20), x.dtype)
     expected = attention(x, table, attention_mask(20, 20, window, None, x))
-    cache = KeyValueCache(spec_of(q_rank), 2, 20, x)
+    cache = PagedCache(attention, 6, x)
     found = []
     for first, last in ((0, 9), (9, 13), *((at, at + 1) for at in range(13, 20))):
         rope = table[0][first:last], table[1][first:last]
+        cache.places = places([[2, 3], [5, 4]], [first, first], last - first, x.device)
         mask = attention_mask(last - first, last, window, None, x)
         found.append(attention(x[:, first:last], rope, mask, cache))
     torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-11, atol=1e-11)
@@ -113,9 +115,11 @@ def test_the_cache_changes_nothing(q_rank: int | None, window: int | None) -> No
 
 def test_the_cache_holds_latents_only() -> None:
     attention, x = make(6), tokens(4)
-    cache = KeyValueCache(spec_of(6), 2, 4, x)
-    attention(x, rope_table(spec_of(6), torch.arange(4), x.dtype), None, cache)
-    (stored,) = cache.append(x.new_empty(2, 0, RANK + TURNING))
+    cache = PagedCache(attention, 6, x)
+    for first in range(4):
+        cache.places = places([[2], [5]], [first, first], 1, x.device)
+        attention(x[:, :1], rope_table(spec_of(6), torch.tensor([first]), x.dtype), None, cache)
+    (stored,) = cache.append(x.new_empty(2, 1, RANK + TURNING))
     assert stored.shape == (2, 4, RANK + TURNING)
 
 

@@ -10,12 +10,18 @@ print(api.generate(Path("runs/first"), "def "))
 from __future__ import annotations
 
 from meshwright.api.chaos_runs import chaos as chaos
+from meshwright.api.generation import Generation as Generation
+from meshwright.api.generation import generate as generate
+from meshwright.api.generation import generate_worker as generate_worker
+from meshwright.api.generation import generation_ranks as generation_ranks
+from meshwright.api.generation import read_prompts as read_prompts
+from meshwright.api.generation import start_generation as start_generation
+from meshwright.api.generation import write_rows as write_rows
 from meshwright.api.models import checkpoint_list as checkpoint_list
 from meshwright.api.models import checkpoint_verify as checkpoint_verify
 from meshwright.api.models import checkpoints_of as checkpoints_of
 from meshwright.api.models import data_verify as data_verify
 from meshwright.api.models import export as export
-from meshwright.api.models import generate as generate
 from meshwright.api.models import import_hf as import_hf
 from meshwright.api.models import load_hf as load_hf
 from meshwright.api.models import load_run as load_run

@@ -1,4 +1,4 @@
-"""Functions on tokens, checkpoints and trained models: tokenize, verify, export, import, generate."""
+"""Functions on tokens, checkpoints and trained models: tokenize, verify, export, import."""
 
 from __future__ import annotations
 
@@ -17,63 +17,6 @@ if TYPE_CHECKING:
 Result = dict[str, Any]
 WEIGHTS = ("trained", "ema")
 """Sets of weights in a checkpoint: those of the last step, and their moving average."""
-
-
-def generate(
-    run: Path,
-    prompt: str,
-    *,
-    max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    weights: str = "trained",
-) -> str:
-    """Return the continuation of `prompt` by the newest checkpoint of a run's folder, or by an HF folder.
-
-    `temperature` 0 takes the likeliest token; `weights` 'ema' takes the moving average of a run's. Raises
-    `UserError` if the folder has no model or tokenizer.
-    """
-    run = _existing(run, "the folder of a run or of an HF model")
-    from meshwright.data.readers import SYNTHETIC
-    from meshwright.data.tokenizer import Tokenizer
-    from meshwright.infer.generate import generate as continue_tokens
-
-    if (run / "run.json").is_file():
-        decoder = load_run(run, weights=weights)
-    elif (run / "config.json").is_file():
-        if weights != "trained":
-            raise UserError(f"--weights: {run} is an HF folder, which has one set of weights; give 'trained'")
-        decoder = load_hf(run)
-    else:
-        raise UserError(f"{run}: is neither a run's folder (run.json) nor an HF folder (config.json)")
-    if not (run / "tokenizer.json").is_file():
-        if (run / "run.json").is_file() and load(run).data.corpus == SYNTHETIC:
-            raise UserError(
-                f"{run}: its data.corpus is 'synthetic', numbers that stand for no text, so it has no "
-                f"tokenizer to read a prompt; generate from a run that was trained on text"
-            )
-        raise UserError(f"{run}: has no tokenizer.json; copy the model's into this folder")
-    tokenizer = Tokenizer.open(run / "tokenizer.json")
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"--prompt: is not valid text ({error.reason} at character {error.start})") from None
-    given = tokenizer.encode(prompt)
-    written = continue_tokens(
-        decoder,
-        tokenizer.prompt(given),
-        max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        stop_id=tokenizer.end_id,
-        limit=tokenizer.vocab_size,
-    )
-    # Some tokenizers drop the space before the first word that they decode, so decode everything and cut.
-    return tokenizer.decode([*given, *written])[len(tokenizer.decode(given)) :]
 
 
 def tokenize(
@@ -133,7 +76,7 @@ def export(run: Path, folder: Path, dtype: str | None = None, *, weights: str = 
 
     `weights` 'ema' writes the moving average of the weights (`train.ema`).
     """
-    run = _existing(run, "the folder of a run")
+    run = existing(run, "the folder of a run")
     import torch
 
     from meshwright.checkpoint.hf import export_hf
@@ -156,7 +99,7 @@ def export(run: Path, folder: Path, dtype: str | None = None, *, weights: str = 
 
 def import_hf(folder: Path, out: Path) -> None:
     """Make a run's folder from an HF folder; `train OUT --resume auto` continues from its step 0."""
-    folder = _existing(folder, "an HF folder with config.json and safetensors")
+    folder = existing(folder, "an HF folder with config.json and safetensors")
     from meshwright.infer.load import import_run
 
     import_run(folder, Path(out))
@@ -182,14 +125,15 @@ def checkpoint_verify(directory: Path, step: int | None = None) -> Result:
 
 def checkpoints_of(folder: Path) -> Path:
     """Return the folder of a run's checkpoints; a folder without a run is one of checkpoints itself."""
-    folder = _existing(folder, "the folder of a run, or of its checkpoints")
+    folder = existing(folder, "the folder of a run, or of its checkpoints")
     if (folder / "run.json").is_file():
         return load(folder).checkpoint.folder(folder)
     inner = folder / "checkpoints"  # the run's record is gone
     return inner if inner.is_dir() else folder
 
 
-def _existing(folder: Path | str, wanted: str) -> Path:
+def existing(folder: Path | str, wanted: str) -> Path:
+    """Return a folder as a path. Raises `UserError` with what is wanted if it is not there."""
     if not Path(folder).is_dir():
         raise UserError(f"{folder}: does not exist, or is not a folder; give {wanted}")
     return Path(folder)

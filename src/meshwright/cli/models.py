@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from meshwright.cli import output as show
@@ -17,6 +18,8 @@ from meshwright.cli.parser import (
     verb,
     whole,
 )
+from meshwright.launch.env import worker
+from meshwright.spec import UserError
 
 DTYPES = ("float32", "bfloat16", "float16")
 _WEIGHTS = Flag(
@@ -29,23 +32,54 @@ _CHECKPOINTS = Argument("DIR", "the folder of a run, or of its checkpoints")
 
 @verb(
     "generate",
-    "continue a prompt with a trained model",
-    Argument("RUN", "the folder of a run, or of an HF model"),
-    Flag("prompt", "the text to continue", "TEXT", str, required=True),
+    "continue prompts with a trained model, on any layout: --layout.tp 2",
+    Argument("RUN", "the folder of a run, or of an HF model", keys=True),
+    Flag("prompt", "the text to continue", "TEXT", str),
+    Flag("prompts", 'texts to continue, a JSON object such as {"prompt": "Once"} on each line', "FILE", Path),
+    Flag("out", "write the continuations to FILE, a JSON object a line, instead of stdout", "FILE", Path),
     Flag("max-new-tokens", "most tokens to generate", "N", whole(1), default=128),
     Flag("temperature", "0 takes the likeliest token", "T", number(0, float("inf")), default=0.0),
     Flag("top-k", "draw from the K likeliest tokens", "K", whole(1)),
     Flag("top-p", "draw from the likeliest tokens that add up to P", "P", fraction),
     Flag("seed", "seed of the draws", "N", whole(0), default=0),
+    Flag("batch", "most prompts that are continued at a time on a data rank", "N", whole(1), default=16),
+    Flag("cache-tokens", "most tokens whose keys and values are kept at a time", "N", whole(1)),
     _WEIGHTS,
     JSON,
 )
 def generate(call: Call) -> None:
-    """Continue a prompt with a trained model."""
+    """Continue prompts with a trained model, as ranks that this command starts, or as one of a torchrun."""
     from meshwright import api
 
-    text = api.generate(Path(call.words[0]), **call.flags)
-    show.result(call, {"prompt": call.flags["prompt"], "text": text}, lambda _: show.prose(text))
+    run, flags, place = Path(call.words[0]), dict(call.flags), worker()
+    prompt, file, out = flags.pop("prompt"), flags.pop("prompts"), flags.pop("out")
+    if (prompt is None) == (file is None):
+        raise UserError("--prompt: is the text to continue, and --prompts a file of texts; give one of them")
+    if prompt is not None and out is not None:
+        raise UserError("--out: takes the continuations of --prompts; remove it, or give --prompts")
+    how, ranks = api.Generation(**flags), api.generation_ranks(run, call.overrides)
+    rows = api.read_prompts(file) if file is not None else [{"prompt": prompt}]
+    if place is None and ranks > 1:
+        given = ["--prompts", str(file)] if file is not None else [f"--prompt={prompt}"]
+        given += ["--out", str(out)] if out is not None else []
+        given += ["--json"] if call.json else []
+        api.start_generation(run, [*given, *how.flags()], call.overrides, ranks)
+        return
+    streams = prompt is not None and not call.json
+    told = api.generate_worker(run, rows, how, call.overrides, _tell if streams else None)
+    if place is not None and place.rank:
+        return
+    if streams:
+        print(flush=True)
+    elif out is None:
+        print("\n".join(json.dumps(row) for row in told), flush=True)
+    else:
+        api.write_rows(out, told)
+        show.result(call, {"prompts": len(told), "out": str(out)})
+
+
+def _tell(_number: int, text: str) -> None:
+    show.prose(text, end="")
 
 
 @verb(

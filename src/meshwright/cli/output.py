@@ -47,9 +47,9 @@ def problems(sentences: Sequence[str]) -> int:
     return int(bool(sentences))
 
 
-def prose(words: str) -> None:
+def prose(words: str, end: str = "\n") -> None:
     """Print a text of a model's as it is, but for control characters other than line ends and tabs."""
-    print("".join(char if char in "\n\t" else one_line(char) for char in words))
+    print("".join(char if char in "\n\t" else one_line(char) for char in words), end=end, flush=True)
 
 
 def line(words: str, indent: int = 2) -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint.hf import import_hf
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.tokenizer import file_sha256
 from meshwright.model.decoder import Decoder
+from meshwright.parallel.control import Control
+from meshwright.parallel.flat_param import Stored, UnpaddedDTensor
 from meshwright.spec import ModelSpec, RunSpec, UserError
 from meshwright.spec.errors import NumericalError
 from meshwright.spec.load import load
@@ -25,11 +30,33 @@ def load_run(run: Path, dtype: torch.dtype | None = None, average: bool = False)
     """Return the decoder of the run's newest whole checkpoint, on one device, in eval mode.
 
     `dtype` is that of its parameters, by default as saved. `average` takes the moving average of the weights
-    (`train.ema`) in their place, in the format of its own. Raises `UserError` if the run's record describes
-    another model than the checkpoint (it has no hash, and a changed constant would compute other text), if
-    the run's tokenizer is not the one that the checkpoint was trained with, and if a parameter is not finite.
+    (`train.ema`) in their place, in the format of its own. Raises `UserError` as `load_tensors` does.
     """
     spec = load(run)
+    decoder = Decoder(spec.model)
+    if spec.precision.base == "fp64":
+        decoder = decoder.double()
+    elif spec.precision.master == "bf16" and not average:
+        decoder = decoder.bfloat16()
+    parameters = {name: parameter.data for name, parameter in decoder.named_parameters()}
+    load_tensors(run, spec, parameters, decoder.balance_biases(), average, Control())
+    return decoder.to(dtype=dtype).eval() if dtype is not None else decoder.eval()
+
+
+def load_tensors(
+    run: Path,
+    spec: RunSpec,
+    parameters: Mapping[str, Tensor | Stored],
+    biases: Mapping[str, Tensor | Stored],
+    average: bool,
+    ranks: Control,
+) -> None:
+    """Fill parameters and routers' biases by name from the run's newest whole checkpoint, of any layout.
+
+    All ranks call this, each with what it holds. Raises `UserError` if the run's record describes another
+    model than the checkpoint (it has no hash, and a changed constant would compute other text), if the run's
+    tokenizer is not the one that the checkpoint was trained with, and if a parameter is not finite.
+    """
     folder = spec.checkpoint.folder(run)
     if not folder.is_dir():
         raise UserError(f"{run}: has no checkpoint yet ({folder} is not there); train it first")
@@ -43,29 +70,28 @@ def load_run(run: Path, dtype: torch.dtype | None = None, average: bool = False)
                 f"{state['step']} in {folder} lacks; give 'trained', or train on with --train.ema 0.999"
             )
 
-    decoder = Decoder(spec.model)
-    if spec.precision.base == "fp64":
-        decoder = decoder.double()
-    elif spec.precision.master == "bf16" and not average:
-        decoder = decoder.bfloat16()
+    kind = "ema" if average else "model"
+    tensors = {f"{kind}/{name}": tensor for name, tensor in parameters.items()}
+    tensors |= {f"model/{name}": tensor for name, tensor in biases.items()}
+    store = CheckpointStore(folder, keep=1, control=ranks)
     with torch.no_grad():
-        averaged = {name for name, _ in decoder.named_parameters()} if average else set()
-        tensors = {
-            f"{'ema' if name in averaged else 'model'}/{name}": tensor.data
-            for name, tensor in decoder.tensors().items()
-        }
-        store = CheckpointStore(folder, keep=1)
         state = store.load(None, tensors, check)
     for warning in store.warnings:
         warnings.warn(warning, stacklevel=2)
     _check_tokenizer(run, state)
-    for name, tensor in decoder.tensors().items():
-        if not torch.isfinite(tensor).all():
-            raise NumericalError(
-                f"{run}: the parameter {name} has values that are not finite in the checkpoint of step "
-                f"{state['step']}; go on from an earlier one with `meshwright train {run} --resume STEP`"
-            )
-    return decoder.to(dtype=dtype).eval() if dtype is not None else decoder.eval()
+
+    def check_finite() -> None:
+        for name, tensor in {**parameters, **biases}.items():
+            if isinstance(tensor, UnpaddedDTensor):
+                tensor = tensor.padded
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if not torch.isfinite(local).all():
+                raise NumericalError(
+                    f"{run}: the parameter {name} has values that are not finite in the checkpoint of step "
+                    f"{state['step']}; go on from an earlier one with `meshwright train {run} --resume STEP`"
+                )
+
+    ranks.together(check_finite)
 
 
 def _check_tokenizer(run: Path, state: dict[str, Any]) -> None:
@@ -91,14 +117,17 @@ def import_run(folder: Path, out: Path) -> None:
     beside, given = side_files(folder, "import"), folder / "tokenizer.json"
     tokenizer = file_sha256(given) if given.is_file() else None
     model, weights = import_hf(folder)
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
+    dtypes: set[torch.dtype] = set()
     for name, value in weights:
-        value = value if value.dtype is torch.float64 else value.float()
-        tensors[f"model/{name}"] = value
+        is_bias = name.endswith(".router.bias")  # a router's own, in fp32 whatever the weights are
+        dtypes |= set() if is_bias else {value.dtype}
+        exact = value.dtype is torch.float64 and not is_bias
+        tensors[f"model/{name}"] = value if exact else value.float()
     try:
         out.mkdir(parents=True, exist_ok=True)
         copy_side_files(beside, folder, out)
-        spec = _imported_spec(model, out, {value.dtype for value in tensors.values()})
+        spec = _imported_spec(model, out, dtypes)
         store = CheckpointStore(spec.checkpoint.folder(out), keep=1)
         store.save(0, tensors, imported_state(spec, tokenizer))
         store.close()

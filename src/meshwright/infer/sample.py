@@ -6,6 +6,7 @@ import numpy as np
 
 from meshwright.data.corpus import Corpus
 from meshwright.infer.generate import generate
+from meshwright.infer.sampling import Sampling
 from meshwright.model.decoder import Decoder
 from meshwright.train.gather_full import gather_full
 from meshwright.train.step import Trainer
@@ -36,7 +37,7 @@ def held_out_sample(trainer: Trainer, corpus: Corpus) -> dict[str, str] | None:
         return None
     prompt = [int(token) for token in first.tokens[0, :PROMPT_TOKENS]]
     end, limit = corpus.tokenizer.end_id, corpus.tokenizer.vocab_size
-    text = generate(decoder, prompt, NEW_TOKENS, temperature=0.7, top_k=50, stop_id=end, limit=limit)
+    text = generate(decoder, prompt, NEW_TOKENS, Sampling(0.7, 50), end, limit)
     shown = [token for token in prompt if token != end]
     return {"prompt": corpus.tokenizer.decode(shown), "text": corpus.tokenizer.decode(text)}
 

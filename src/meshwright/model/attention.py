@@ -1,4 +1,4 @@
-"""Causal dot-product attention, its masks, and the key-value cache that generation appends to.
+"""Causal dot-product attention, its masks, and the interface of the cache that generation appends to.
 
 Shapes: B batch, T queries, S keys, H heads, K key-value heads, d channels of a query or key, v of a value.
 """
@@ -6,7 +6,7 @@ Shapes: B batch, T queries, S keys, H heads, K key-value heads, d channels of a 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,33 +14,26 @@ from torch import Tensor
 
 from meshwright.model.attention_cpu import blocked_attention
 from meshwright.model.attention_flash import Packed, flash_takes, pack, packed_attention
-from meshwright.spec import ModelSpec
 
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 """(q (B, T, H, d), k (B, S, K, d), v (B, S, K, v), mask) -> (B, T, H, v)."""
 
 
-class KeyValueCache:
-    """Keys and values of the positions that one block has processed; memory for `length` is allocated at
-    once.
+class KeyValueCache(Protocol):
+    """Keys and values of the positions that one block has processed: (B, S, K, d) each.
 
-    Holds keys and values (B, S, K, d) each. Multi-head latent attention instead holds one tensor (B, S, c +
-    r): the latent of c channels, then the rotary part of the keys, which all heads share.
+    For multi-head latent attention it is instead one tensor (B, S, c + r): the latent of c channels, then the
+    rotary part of the keys, which all heads share.
     """
 
-    def __init__(self, spec: ModelSpec, batch: int, length: int, like: Tensor) -> None:
-        shapes: list[tuple[int, ...]] = [(spec.kv_heads, spec.head_dim)] * 2
-        if spec.mla is not None:
-            shapes = [(spec.mla.kv_rank + spec.mla.rope_dim,)]
-        self._buffers = [like.new_empty(batch, length, *shape) for shape in shapes]
-        self.filled = 0
+    @property
+    def filled(self) -> int:
+        """The most positions that a row had before this forward."""
+        ...
 
     def append(self, *new: Tensor) -> list[Tensor]:
-        """Store the next T positions (B, T, ...) and return views of all S stored ones (B, S, ...)."""
-        first, self.filled = self.filled, self.filled + new[0].shape[1]
-        for buffer, x in zip(self._buffers, new, strict=True):
-            buffer[:, first : self.filled] = x
-        return [buffer[:, : self.filled] for buffer in self._buffers]
+        """Store the next T positions (B, T, ...), and return all that they attend to (B, S, ...)."""
+        ...
 
 
 def attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKv: Tensor, mask: Tensor | Packed | None) -> Tensor:

@@ -7,7 +7,7 @@ Everything computes in the dtype of the parameters; norms, softmax and the loss 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -108,22 +108,20 @@ class Decoder(nn.Module):
         tokens_BT: Tensor,
         positions_BT: Tensor | None = None,
         documents_BT: Tensor | None = None,
-        caches: Sequence[KeyValueCache] | None = None,
         targets_BT: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, T, V), or with `targets_BT` the sum of -log p(target), in nats, a scalar.
 
-        `positions_BT` default to those that follow the caches' (0 without caches). `documents_BT` are
-        document ids; attention does not cross documents. `caches`, one per block, are read and appended to.
-        Targets of -100 do not count.
+        `positions_BT` default to 0, 1, ... `documents_BT` are document ids; attention does not cross
+        documents. Targets of -100 do not count.
         """
-        seen, length = caches[0].filled if caches else 0, tokens_BT.shape[1]
+        length = tokens_BT.shape[1]
         if positions_BT is None:
-            positions_BT = torch.arange(seen, seen + length, device=tokens_BT.device)
+            positions_BT = torch.arange(length, device=tokens_BT.device)
         x_BTD = self.embed(tokens_BT, positions_BT)
-        rope, mask = self.rope_and_mask(length, positions_BT, documents_BT, x_BTD, seen)
-        for index, block in enumerate(self.blocks):
-            x_BTD = block(x_BTD, rope, mask, caches[index] if caches else None)
+        rope, mask = self.rope_and_mask(length, positions_BT, documents_BT, x_BTD)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, rope, mask)
         return self.head(x_BTD, targets_BT)
 
     def loss(
@@ -134,13 +132,12 @@ class Decoder(nn.Module):
         documents_BT: Tensor | None = None,
     ) -> Tensor:
         """Sum of -log p(target), in nats, over the targets that are not -100: a scalar, not averaged."""
-        return self(tokens_BT, positions_BT, documents_BT, None, targets_BT)
+        return self(tokens_BT, positions_BT, documents_BT, targets_BT)
 
     def rope_and_mask(
-        self, length: int, positions: Tensor, documents_BT: Tensor | None, like: Tensor, seen: int = 0
+        self, length: int, positions: Tensor, documents_BT: Tensor | None, like: Tensor
     ) -> tuple[Rope | None, Any]:
-        """Rotary tables and attention mask, shared by all blocks, of `length` tokens that follow `seen`
-        others."""
-        spec, keys = self.spec, seen + length
+        """Rotary tables and attention mask, shared by all blocks, of `length` tokens."""
+        spec = self.spec
         rope = rope_table(spec, positions, like.dtype) if spec.position == "rope" else None
-        return rope, self.hooks.mask(length, keys, spec.sliding_window, documents_BT, like, spec.head_dim)
+        return rope, self.hooks.mask(length, length, spec.sliding_window, documents_BT, like, spec.head_dim)

@@ -6,6 +6,7 @@ A rank computes the logits of its part of the vocabulary only, and sends two num
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.model.chunked_cross_entropy import VocabularyPart, linear_cross_entropy
@@ -41,17 +42,14 @@ class VocabParallel:
         return x_BTD + embedding(positions, position_weight)
 
     def predict(self, x_BTD: Tensor, weight: Tensor, targets_BT: Tensor | None, scale: float) -> Tensor:
-        """`scale` times the summed loss, a scalar; no rank gathers another's logits.
-
-        Raises ValueError without targets, since logits of a split vocabulary are not gathered.
-        """
-        if targets_BT is None:
-            raise ValueError(
-                "a decoder split over tensor ranks computes the loss only, not logits: pass targets"
-            )
+        """`scale` times the summed loss, a scalar, for which no rank gathers another's logits; or without
+        targets the logits (B, T, V) of all ranks, without their gradient."""
         shard = self._head
-        part = VocabularyPart(shard.first, shard.size - shard.padding, self._combine)
         x_BTD = self._enter(x_BTD)[0]  # one name, so that the shard of tokens is freed before the loss
+        if targets_BT is None:
+            parts = gather_rows(F.linear(x_BTD, weight).detach(), self._axis)
+            return torch.cat(list(parts), -1)[..., : shard.global_shape[0]]
+        part = VocabularyPart(shard.first, shard.size - shard.padding, self._combine)
         tokens, targets = x_BTD.flatten(0, 1), targets_BT.flatten()
         return linear_cross_entropy(tokens, weight, targets, part=part, scale=scale)
 

@@ -1,0 +1,267 @@
+"""Continuations of prompts by a trained model, on one device or on the ranks of a layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from meshwright.api.models import existing, import_hf, load_hf, load_run
+from meshwright.launch.scratch import scratch_folder
+from meshwright.spec import UserError, load
+from meshwright.spec.files import MAX_JSON, parse_json, read_text
+from meshwright.spec.load import Overrides, from_tree
+
+if TYPE_CHECKING:
+    from meshwright.data.tokenizer import Tokenizer
+    from meshwright.infer.batching import Request
+    from meshwright.infer.forward import Part
+    from meshwright.model.decoder import Decoder
+
+Row = dict[str, Any]
+OnText = Callable[[int, str], None]
+"""Is told the number of a prompt, and the next piece of its continuation."""
+
+WORKER = ("meshwright.infer.sharded", "torch._dynamo")
+"""Modules that the ranks need."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """How prompts are continued; see `generate`."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    weights: str = "trained"
+    batch: int = 16
+    cache_tokens: int | None = None
+
+    def flags(self) -> list[str]:
+        """These options as flags of `meshwright generate`."""
+        pairs = ((f"--{name.replace('_', '-')}", value) for name, value in vars(self).items())
+        return [word for name, value in pairs if value is not None for word in (name, str(value))]
+
+
+@overload
+def generate(run: Path, prompt: str, *, layout: Overrides = (), **options: Any) -> str: ...
+@overload
+def generate(run: Path, prompt: Sequence[str], *, layout: Overrides = (), **options: Any) -> list[str]: ...
+def generate(
+    run: Path, prompt: str | Sequence[str], *, layout: Overrides = (), **options: Any
+) -> str | list[str]:
+    """Return the continuation of `prompt`, or of each of several, by the newest checkpoint of a run's folder,
+    or by an HF folder.
+
+    `layout` has dotted flags, such as [("layout.tp", "2")], whatever layout trained the model; its ranks are
+    started. The options are `max_new_tokens` (128), `temperature` (0 takes the likeliest token), `top_k`,
+    `top_p`, `seed`, `weights` ('ema' takes the moving average of a run's), `batch` (16: the most prompts that
+    are continued at a time on a data rank) and `cache_tokens` (the most tokens of these whose keys and values
+    are kept at a time). Raises `UserError` if the folder has no model or tokenizer.
+    """
+    run, how = Path(run), Generation(**options)
+    rows: list[Row] = [{"prompt": text} for text in ([prompt] if isinstance(prompt, str) else prompt)]
+    ranks = generation_ranks(run, layout)
+    if ranks == 1:
+        found = generate_worker(run, rows, how)
+    else:
+        with scratch_folder() as folder:
+            given, out = folder / "prompts.jsonl", folder / "out.jsonl"
+            write_rows(given, rows)
+            words = ["--prompts", str(given), "--out", str(out), *how.flags()]
+            start_generation(run, words, layout, ranks)
+            found = read_prompts(out)
+    texts = [row["text"] for row in found]
+    return texts[0] if isinstance(prompt, str) else texts
+
+
+def generation_ranks(run: Path, layout: Overrides) -> int:
+    """Return the number of ranks of a generation on a layout.
+
+    Raises `UserError` where `run` is no folder, and for a layout that its model cannot take.
+    """
+    existing(run, "the folder of a run or of an HF model")
+    if not layout:
+        return 1
+    from meshwright.infer.sharded import spec_to_generate
+
+    if (run / "run.json").is_file():
+        return spec_to_generate(load(run), layout).layout.world_size
+    return spec_to_generate(from_tree({"model": {"hf": str(run)}}), layout).layout.world_size
+
+
+def start_generation(run: Path, words: Sequence[str], layout: Overrides, ranks: int) -> None:
+    """Run `meshwright generate` as so many ranks, of which the first has the terminal.
+
+    An HF folder is made a run's first, in a temporary folder, since ranks read their parts of checkpoints.
+    """
+    from meshwright.recover.supervisor import run_ranks
+
+    keys = [word for key, text in layout for word in (f"--{key}", text)]
+    with scratch_folder() as folder:
+        if not (run / "run.json").is_file():
+            import_hf(run, folder / "run")
+            run = folder / "run"
+        run_ranks(["generate", str(run), *words, *keys], ranks, preload=WORKER).raise_for_failure()
+
+
+def generate_worker(
+    run: Path, rows: Sequence[Row], how: Generation, layout: Overrides = (), on_text: OnText | None = None
+) -> list[Row]:
+    """Continue the "prompt" of each row, as one rank of the world of torchrun, or alone.
+
+    The first rank returns the rows, each with the keys "text", "prompt_tokens", "new_tokens" and "stopped"
+    (by the token that ends a text), and the others an empty list. `on_text` is told pieces of the
+    continuations of its own data rank's prompts, on the first rank.
+    """
+    from meshwright.infer.batching import Request
+    from meshwright.infer.generate import check_request, continue_requests
+    from meshwright.infer.sampling import Sampling
+
+    sampling = Sampling(how.temperature, how.top_k, how.top_p, how.seed)
+    tokenizer = _tokenizer(run)
+    given = [_encoded(tokenizer, row, number, len(rows)) for number, row in enumerate(rows)]
+    requests = [
+        Request(number, tokenizer.prompt(ids), how.max_new_tokens, tokenizer.end_id)
+        for number, ids in enumerate(given)
+    ]
+    with _decoder(run, how, layout) as (decoder, part):
+        for request in requests:
+            check_request(decoder.spec, request, _name(request.number, len(rows)))
+        mesh = part.mesh if part is not None else None
+        share = (mesh.data_rank, mesh.layout.data_ranks) if mesh is not None else (0, 1)
+        own = requests[share[0] :: share[1]]
+        stream = _Stream(tokenizer, given, on_text) if on_text is not None else None
+        continue_requests(
+            decoder, own, sampling, tokenizer.vocab_size, how.batch,
+            cache_tokens=how.cache_tokens, show=stream, part=part,
+        )  # fmt: skip
+        new = {request.number: request.new for request in own}
+        if mesh is not None:
+            first = mesh.tensor.rank == mesh.pipeline.rank == 0
+            for each in mesh.control.gather(list(new.items()) if first else []):
+                new.update(each)
+            if mesh.rank:
+                return []
+    found = []
+    for row, ids, request in zip(rows, given, requests, strict=True):
+        request.new = new[request.number]
+        text = _text(tokenizer, ids, request.text)
+        facts = {"prompt_tokens": len(request.prompt), "new_tokens": len(request.text)}
+        found.append({**row, "text": text, **facts, "stopped": len(request.text) < len(request.new)})
+    return found
+
+
+@contextmanager
+def _decoder(run: Path, how: Generation, layout: Overrides) -> Iterator[tuple[Decoder, Part | None]]:
+    """This rank's decoder and what part it is, which is None on one device."""
+    from meshwright.infer.sharded import load_sharded, spec_to_generate
+    from meshwright.launch.env import worker
+    from meshwright.launch.world import mesh_of
+
+    average = how.weights == "ema"
+    if not (run / "run.json").is_file():
+        if average:
+            raise UserError(f"--weights: {run} is an HF folder, which has one set of weights; give 'trained'")
+        if layout or worker() is not None:
+            raise UserError(
+                f"{run}: is an HF folder, of which ranks cannot read their parts; make a run of it with "
+                f"`meshwright import {run} --out DIR`, and give that"
+            )
+        yield load_hf(run), None
+        return
+    trained = load(run)
+    spec = spec_to_generate(trained, layout)
+    if spec.layout.world_size == 1 and worker() is None:
+        yield load_run(run, weights=how.weights), None
+        return
+    with mesh_of(spec) as mesh:
+        yield load_sharded(run, trained, spec, mesh, average)
+
+
+class _Stream:
+    """Tells the text of a continuation as it grows, without half characters."""
+
+    def __init__(self, tokenizer: Tokenizer, given: Sequence[Sequence[int]], on_text: OnText) -> None:
+        self._tokenizer, self._given, self._on_text = tokenizer, given, on_text
+        self._told: dict[int, int] = {}
+
+    def __call__(self, request: Request) -> None:
+        text = _text(self._tokenizer, self._given[request.number], request.text)
+        if not request.ended:
+            text = text.rstrip("\ufffd")  # bytes of a character whose others are still to come
+        told = self._told.get(request.number, 0)
+        if len(text) > told:
+            self._on_text(request.number, text[told:])
+            self._told[request.number] = len(text)
+
+
+def _text(tokenizer: Tokenizer, given: Sequence[int], new: Sequence[int]) -> str:
+    # Some tokenizers drop the space before the first word that they decode, so decode everything and cut.
+    return tokenizer.decode([*given, *new])[len(tokenizer.decode(given)) :]
+
+
+def _tokenizer(run: Path) -> Tokenizer:
+    from meshwright.data.readers import SYNTHETIC
+    from meshwright.data.tokenizer import Tokenizer
+
+    file, record = run / "tokenizer.json", run / "run.json"
+    if not record.is_file() and not (run / "config.json").is_file():
+        raise UserError(f"{run}: is neither a run's folder (run.json) nor an HF folder (config.json)")
+    if file.is_file():
+        return Tokenizer.open(file)
+    if record.is_file() and load(run).data.corpus == SYNTHETIC:
+        raise UserError(
+            f"{run}: its data.corpus is 'synthetic', numbers that stand for no text, so it has no tokenizer "
+            f"to read a prompt; generate from a run that was trained on text"
+        )
+    raise UserError(f"{run}: has no tokenizer.json; copy the model's into this folder")
+
+
+def _name(number: int, count: int) -> str:
+    return "the prompt" if count == 1 else f"prompt {number + 1} of {count}"
+
+
+def _encoded(tokenizer: Tokenizer, row: Mapping[str, Any], number: int, count: int) -> list[int]:
+    try:
+        row["prompt"].encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"--prompt: {_name(number, count)} is not valid text ({error.reason} at character {error.start})"
+        ) from None
+    return [int(token) for token in tokenizer.encode(row["prompt"])]
+
+
+def read_prompts(file: Path) -> list[Row]:
+    """Return the objects of a JSONL file, each with a text "prompt". Raises `UserError`."""
+    try:
+        lines = read_text(file, MAX_JSON).split("\n")
+    except (OSError, ValueError) as error:
+        raise UserError(f"--prompts: {file} cannot be read ({error})") from None
+    rows: list[Row] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = parse_json(line)
+        except ValueError as error:
+            raise UserError(f"--prompts: line {number} of {file} is not JSON ({error})") from None
+        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
+            raise UserError(
+                f'--prompts: line {number} of {file} has no text "prompt"; write objects such as '
+                f'{{"prompt": "Once"}}, one a line'
+            )
+        rows.append(row)
+    if not rows:
+        raise UserError(f'--prompts: {file} has no prompt; write objects such as {{"prompt": "Once"}}')
+    return rows
+
+
+def write_rows(file: Path, rows: Sequence[Row]) -> None:
+    """Write rows as JSONL."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

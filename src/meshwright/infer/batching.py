@@ -1,0 +1,152 @@
+"""Continuous batching: requests join and leave the batch between tokens (Yu et al. 2022, Orca).
+
+A turn is one forward: prompts of equal lengths, or a part of one, or the next token of all that have begun.
+Where pages run out, the request that began last gives its own back, and reads its prompt and its tokens again
+later (Kwon et al. 2023, recomputation).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from meshwright.infer.paged_cache import SCRATCH, PageTable
+
+MOST_PROMPT_TOKENS = 2048
+"""Tokens of prompts that one forward reads."""
+
+
+@dataclass
+class Request:
+    """A prompt and its continuation: at most `most` tokens, which end at the first `stop_id`, included."""
+
+    number: int
+    prompt: list[int]
+    most: int
+    stop_id: int | None = None
+    new: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    cached: int = 0
+    """Tokens whose keys and values are in the pages."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and continuation so far."""
+        return self.prompt + self.new
+
+    @property
+    def text(self) -> list[int]:
+        """The continuation without the token that ended it."""
+        stopped = bool(self.new) and self.new[-1] == self.stop_id
+        return self.new[:-1] if stopped else list(self.new)
+
+    @property
+    def ended(self) -> bool:
+        """True if no token is to follow."""
+        return len(self.new) >= self.most or (bool(self.new) and self.new[-1] == self.stop_id)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One forward of the decoder over B rows of T tokens each.
+
+    `pages` and `first` are the pages of each row's sequence, and the position of its first token.
+    `requests` number those whose next token is to be chosen, one for each row, or none.
+    """
+
+    tokens: list[list[int]]
+    pages: list[list[int]]
+    first: list[int]
+    requests: list[int]
+
+    @property
+    def positions(self) -> list[int]:
+        """Where each row's next token will stand."""
+        return [first + len(row) for first, row in zip(self.first, self.tokens, strict=True)]
+
+
+IDLE = Turn([[0]], [[SCRATCH]], [0], [])
+"""The turn of a rank without requests, while others of its experts have some."""
+
+Forward = Callable[[Turn], list[int]]
+"""Runs a turn, and returns the next token of each row if they are to be chosen."""
+
+
+class Batching:
+    """Requests under way, and those that wait."""
+
+    def __init__(self, forward: Forward, table: PageTable, most_rows: int) -> None:
+        self.forward, self.table, self.most_rows = forward, table, most_rows
+        self.waiting: deque[Request] = deque()
+        self.active: list[Request] = []
+        self._pressed = False
+        """True since a request gave its pages back, until one ends: who joined now would soon do so, too."""
+
+    def run(self, requests: Sequence[Request], together: Callable[[bool], bool] = bool) -> Iterator[Request]:
+        """Yield a request after each new token of it, until all have ended.
+
+        The pages must hold the longest of them. `together` gets whether this rank has work left, and says
+        whether any rank has whose turns must come with this one's.
+        """
+        self.waiting += (request for request in requests if not request.ended)
+        while together(bool(self.waiting or self.active)):
+            turn, rows = self._next()
+            for request, token in zip(rows, self.forward(turn), strict=False):
+                request.new.append(token)
+                yield request
+            for request in [request for request in self.active if request.ended]:
+                self.active.remove(request)
+                self.table.release(request.pages)
+                self._pressed = False
+
+    def _next(self) -> tuple[Turn, list[Request]]:
+        """The next turn, and the requests that it gives a token.
+
+        All that have begun lack the keys and values of one token, the last, once their prompts are read.
+        """
+        if not self.active and not self.waiting:
+            return IDLE, []
+        if reading := self._reading():
+            parts = [request.tokens[request.cached :][:MOST_PROMPT_TOKENS] for request in reading]
+            turn = self._turn(reading, parts)
+            whole = reading[0].cached == len(reading[0].tokens)
+            return (turn, reading) if whole else (replace(turn, requests=[]), [])
+        for request in list(self.active):
+            while request in self.active and not self.table.grow(request.pages, request.cached + 1):
+                self._put_back(self.active[-1])
+        return self._turn(self.active, [[request.tokens[-1]] for request in self.active]), list(self.active)
+
+    def _reading(self) -> list[Request]:
+        """Requests of equal lengths whose prompts are to be read now: one under way, or some that join."""
+        if self.active and len(self.active[-1].tokens) - self.active[-1].cached > 1:
+            return [self.active[-1]]
+        joined: list[Request] = []
+        while not self._pressed and self.waiting and len(self.active) < self.most_rows:
+            length = len(self.waiting[0].tokens)
+            if joined and (
+                length != len(joined[0].tokens) or length * (len(joined) + 1) > MOST_PROMPT_TOKENS
+            ):
+                break
+            if not self.table.grow(self.waiting[0].pages, length):
+                break
+            joined.append(self.waiting.popleft())
+            self.active.append(joined[-1])
+        return joined
+
+    def _put_back(self, request: Request) -> None:
+        self.active.remove(request)
+        self.table.release(request.pages)
+        request.cached, self._pressed = 0, True
+        self.waiting.appendleft(request)
+
+    def _turn(self, rows: Sequence[Request], tokens: list[list[int]]) -> Turn:
+        turn = Turn(
+            tokens,
+            [list(request.pages) for request in rows],
+            [request.cached for request in rows],
+            [request.number for request in rows],
+        )
+        for request, read in zip(rows, tokens, strict=True):
+            request.cached += len(read)
+        return turn

@@ -1,0 +1,117 @@
+"""Keys and values of many sequences in pages of one size (Kwon et al. 2023, PagedAttention).
+
+A sequence takes a page when it has filled the last one, so that sequences of any lengths share the memory
+without gaps. Attention reads a copy of the pages of a batch, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from meshwright.model.attention_gqa import Attention
+from meshwright.model.attention_mla import LatentAttention
+
+PAGE_TOKENS = 16
+"""Tokens of a page."""
+_RESERVED = 2
+NOTHING, SCRATCH = range(_RESERVED)
+"""Pages of no sequence: zeros, read where a row of a batch has no token; and what no one reads."""
+
+
+class PageTable:
+    """Which pages are free."""
+
+    def __init__(self, pages: int) -> None:
+        """`pages` are those that sequences can have."""
+        self.pages = _RESERVED + pages
+        self._unused, self._free = _RESERVED, list[int]()
+        """The first of the pages that no sequence has had yet, and those that were given back."""
+
+    def grow(self, own: list[int], tokens: int) -> bool:
+        """Add pages to a sequence's `own`, so that `tokens` fit; False, and nothing, if too few are free."""
+        missing = max(0, pages_of(tokens) - len(own))
+        fresh = max(0, missing - len(self._free))
+        if self._unused + fresh > self.pages:
+            return False
+        own += [self._free.pop() for _ in range(missing - fresh)]
+        own += range(self._unused, self._unused + fresh)
+        self._unused += fresh
+        return True
+
+    def release(self, own: list[int]) -> None:
+        """Free all pages of a sequence."""
+        self._free += reversed(own)
+        own.clear()
+
+
+def pages_of(tokens: int) -> int:
+    """Number of pages that hold so many tokens."""
+    return -(-tokens // PAGE_TOKENS)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the B x T tokens of one forward go, and what they attend to.
+
+    Slots are places of a token in all pages, page by page. `read` holds those of the S tokens that rows may
+    attend to, (B, S), or is None if these are the tokens of the forward themselves. `seen` is the most tokens
+    that a row had before.
+    """
+
+    write: Tensor
+    read: Tensor | None
+    seen: int
+
+
+def places(rows: Sequence[Sequence[int]], first: Sequence[int], count: int, device: torch.device) -> Places:
+    """The places of `count` tokens of each row, from position `first[b]` of the sequence with pages `rows[b]`
+    on."""
+    most = max(first) + count
+    width = pages_of(most)
+    table = torch.tensor([[*row[:width], *[NOTHING] * (width - len(row))] for row in rows])
+    slots = (table.unsqueeze(2) * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).flatten(1)[:, :most]
+    begins = torch.tensor(first).unsqueeze(1)
+    write = slots.gather(1, begins + torch.arange(count)).flatten().to(device)
+    if not max(first):
+        return Places(write, None, 0)
+    read = slots.masked_fill(torch.arange(most) >= begins + count, 0)
+    return Places(write, read.to(device), max(first))
+
+
+class PagedCache:
+    """Keys and values of one block, in pages.
+
+    Holds keys and values (slots, K, d) each, for the K heads that this rank computes. Multi-head latent
+    attention instead holds one tensor (slots, c + r): the latent of c channels, then the rotary part of the
+    keys, which all heads share. `places` are those of the forward under way.
+    """
+
+    places: Places
+
+    def __init__(self, attention: nn.Module, pages: int, like: Tensor) -> None:
+        """`attention` is that of the block, an `Attention` or a `LatentAttention`."""
+        if isinstance(attention, LatentAttention):
+            shapes: list[tuple[int, ...]] = [(attention.mla.kv_rank + attention.mla.rope_dim,)]
+        else:
+            assert isinstance(attention, Attention)
+            shapes = [(attention.k.weight.shape[0] // attention.head_dim, attention.head_dim)] * 2
+        self._buffers = [like.new_zeros(pages * PAGE_TOKENS, *shape) for shape in shapes]
+
+    @property
+    def filled(self) -> int:
+        """The most tokens that a row had before this forward."""
+        return self.places.seen
+
+    def append(self, *new: Tensor) -> list[Tensor]:
+        """Store T positions (B, T, ...) of each row, and return all that the rows attend to (B, S, ...)."""
+        at = self.places
+        for buffer, x in zip(self._buffers, new, strict=True):
+            buffer.index_copy_(0, at.write, x.flatten(0, 1))
+        if at.read is None:
+            return list(new)
+        rows = at.read.flatten()
+        return [buffer.index_select(0, rows).unflatten(0, at.read.shape) for buffer in self._buffers]

@@ -1,0 +1,124 @@
+"""Generation under every layout: the tokens of one device, and of transformers, for every family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_models import CASES, save_theirs
+from meshwright import api
+from meshwright.infer.batching import Request
+from meshwright.infer.generate import continue_requests
+from meshwright.infer.sampling import Sampling
+from meshwright.infer.sharded import load_sharded, spec_to_generate
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec import RunSpec, load
+from ranks import Ranks
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+NEW = 9
+PROMPTS = [[5, 17, 3, 96, 41, 5, 0, 71], [44], [7, 7, 30], [9, 9, 80, 2, 13], [61, 2, 90]]
+LAYOUTS: dict[str, dict[str, int]] = {
+    "tp=2": {"tp": 2},
+    "pp=2": {"pp": 2},
+    "dp=2": {"dp": 2},
+    "tp=2 pp=2": {"tp": 2, "pp": 2},
+    "tp=4": {"tp": 4},
+    "dp=2 ep=2": {"dp": 2, "ep": 2},
+    "dp=2 tp=2 ep=2": {"dp": 2, "tp": 2, "ep": 2},
+    "tp=2 etp=2": {"tp": 2, "etp": 2},
+    "dp=2 pp=3 ep=2": {"dp": 2, "pp": 3, "ep": 2},
+}
+QUICK = {
+    ("llama", "tp=2"), ("llama", "pp=2"), ("llama", "dp=2"), ("llama", "tp=2 pp=2"), ("gpt2", "tp=4"),
+    ("mistral window", "tp=2 pp=2"), ("mixtral", "dp=2 ep=2"), ("qwen3_moe", "dp=2 tp=2 ep=2"),
+    ("deepseek_v3", "tp=2 etp=2"), ("deepseek_v3", "dp=2 pp=3 ep=2"), ("qwen3 tied, biases", "tp=2 pp=2"),
+}  # fmt: skip
+Continued = list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A function from a case to its run's folder, imported from float64, and the tokens of transformers."""
+    made: dict[str, tuple[Path, Continued]] = {}
+
+    def family(case: str) -> tuple[Path, Continued]:
+        if case not in made:
+            folder = tmp_path_factory.mktemp("family")
+            theirs = save_theirs(folder / "float32", *CASES[case]).double()
+            theirs.save_pretrained(folder / "hf")
+            theirs.set_experts_implementation("eager")  # others take no float64
+            api.import_hf(folder / "hf", folder / "run")
+            made[case] = folder / "run", [their_tokens(theirs, prompt) for prompt in PROMPTS]
+        return made[case]
+
+    return family
+
+
+def their_tokens(theirs: Any, prompt: list[int]) -> list[int]:
+    """Greedy tokens of a model of transformers, one full forward for each."""
+    tokens = torch.tensor([prompt])
+    with torch.no_grad():
+        for _ in range(NEW):
+            tokens = torch.cat([tokens, theirs(tokens).logits[:, -1:].argmax(-1)], 1)
+    found: list[int] = tokens[0, len(prompt) :].tolist()
+    return found
+
+
+def continued(
+    mesh: Mesh, spec: RunSpec, run: Path, sampling: Sampling, cache_tokens: int | None = None
+) -> dict[int, list[int]]:
+    """The new tokens of this data rank's prompts, at most three of them at a time."""
+    decoder, part = load_sharded(run, load(run), spec, mesh)
+    requests = [Request(number, prompt, NEW) for number, prompt in enumerate(PROMPTS)]
+    own = requests[mesh.data_rank :: spec.layout.data_ranks]
+    continue_requests(decoder, own, sampling, None, 3, cache_tokens=cache_tokens, part=part)
+    return {request.number: request.new for request in own}
+
+
+def on_layout(ranks: Ranks, run: Path, axes: dict[str, int], *how: Any) -> Continued:
+    spec = spec_to_generate(load(run), [(f"layout.{axis}", str(size)) for axis, size in axes.items()])
+    new: dict[int, list[int]] = {}
+    for part in ranks.run(spec.layout, continued, spec, run, *how):
+        for number, tokens in part.items():
+            assert new.setdefault(number, tokens) == tokens, "ranks of one layout chose other tokens"
+    return [new[number] for number in range(len(PROMPTS))]
+
+
+def fits(case: str, layout: str) -> bool:
+    has_experts = CASES[case][0] in ("Mixtral", "Qwen3Moe", "DeepseekV3")
+    return has_experts or not {"ep", "etp"} & LAYOUTS[layout].keys()
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        pytest.param(case, layout, marks=[] if (case, layout) in QUICK else pytest.mark.full)
+        for case in CASES
+        for layout in LAYOUTS
+        if fits(case, layout)
+    ],
+)
+def test_greedy_tokens_are_those_of_transformers(ranks: Ranks, families: Any, case: str, layout: str) -> None:
+    run, theirs = families(case)
+    assert len({token for tokens in theirs for token in tokens}) > 4, "constant tokens would prove little"
+    assert on_layout(ranks, run, LAYOUTS[layout], Sampling()) == theirs
+
+
+@pytest.mark.parametrize("layout", ["tp=2 pp=2", "dp=2"])
+def test_draws_do_not_depend_on_the_layout(ranks: Ranks, families: Any, layout: str) -> None:
+    run, greedy = families("llama")
+    sampling = Sampling(temperature=1.3, top_k=40, top_p=0.95, seed=3)
+    alone = on_layout(ranks, run, {}, sampling)
+    assert alone != greedy
+    assert on_layout(ranks, run, LAYOUTS[layout], sampling) == alone
+
+
+def test_too_few_pages_change_no_token(ranks: Ranks, families: Any) -> None:
+    """Pages for 48 tokens: of three requests at a time, two must give theirs back."""
+    run, theirs = families("mistral window")
+    assert on_layout(ranks, run, {"tp": 2}, Sampling(), 48) == theirs
