@@ -12,6 +12,7 @@ import torch
 import small
 from meshwright import api
 from meshwright.checkpoint import Lease
+from meshwright.cli.main import main
 from meshwright.spec import RunSpec, UserError, load
 
 KEYS = {
@@ -94,15 +95,45 @@ def test_generate_and_export_agree(run: Path, tmp_path: Path) -> None:
         assert torch.equal(decoder(tokens), api.load_run(run)(tokens))
 
 
-def test_a_layout_of_its_own_generates_the_same_text(run: Path, tmp_path: Path) -> None:
+def test_a_layout_of_its_own_generates_the_same_text(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Real ranks, with other axes than the two that trained; an HF folder is imported first."""
     prompts = ["document 3: word", "word5 word8 word41", "d"]
     alone = api.generate(run, prompts, max_new_tokens=12)
     assert len(set(alone)) > 1
     assert api.generate(run, prompts, max_new_tokens=12, layout=[("layout.tp", "2")], batch=2) == alone
     api.export(run, tmp_path / "hf")
-    layout = [("layout.pp", "2"), ("layout.dp", "2")]
+    layout = {"layout.pp": 2, "layout.dp": 2}
     assert api.generate(tmp_path / "hf", prompts, max_new_tokens=12, layout=layout) == alone
+    assert capfd.readouterr().out == ""
+    with pytest.raises(UserError, match="is an HF folder, which has one set of weights"):
+        api.generate(tmp_path / "hf", prompts, weights="ema", layout=layout)
+
+
+def test_prompts_and_their_continuations_are_files(run: Path, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('\ufeff{"prompt": "document 3", "id": 7}\r\n\n{"prompt": "", "text": 1}\n')
+    words = ["generate", str(run), "--prompts", str(prompts), "--max-new-tokens", "3", "--out"]
+    assert main([*words, str(out)]) == 0
+    first, second = (json.loads(line) for line in out.read_text().splitlines())
+    assert (first["id"], first["new_tokens"], first["stopped"]) == (7, 3, False)
+    assert first["text"] == api.generate(run, "document 3", max_new_tokens=3)
+    assert second["text"] == api.generate(run, "", max_new_tokens=3)
+    kept = out.read_text()
+    for name, reason in ((prompts, "is the file of --prompts"), (tmp_path, "is a folder"),
+                         (tmp_path / "no" / "x", "there is no folder")):  # fmt: skip
+        with pytest.raises(UserError, match=f"--out: .*{reason}"):
+            main([*words, str(name)])
+    for text, reason in (
+        ("{", "line 1 .* is not JSON"),
+        ('{"a": 1}', 'no text "prompt"'),
+        ("\n", "no prompt"),
+    ):
+        prompts.write_text(text)
+        with pytest.raises(UserError, match=f"--prompts: .*{reason}"):
+            main([*words, str(out)])
+    assert out.read_text() == kept
 
 
 def test_a_run_on_synthetic_numbers_has_no_text_to_generate(tmp_path: Path) -> None:
@@ -174,7 +205,14 @@ def test_verify_on_real_processes(folder: Path, tmp_path: Path) -> None:
     ("call", "words"),
     [
         (lambda run, tmp: api.export(run, tmp / "hf", "int8"), "float32, bfloat16, float16"),
-        (lambda run, tmp: api.generate(run, "\ud800"), "--prompt"),
+        (lambda run, tmp: api.generate(run, "\ud800"), "the prompt is not valid text"),
+        (lambda run, tmp: api.generate(run, ["a", "\ud800"]), "prompt 2 of 2 is not valid text"),
+        (lambda run, tmp: api.generate(run, [1]), "prompt: 1 is not valid"),
+        (lambda run, tmp: api.generate(run, "a", batch=0), "batch: 0"),
+        (lambda run, tmp: api.generate(run, "a", max_new_tokens=1.5), "max_new_tokens: 1.5"),
+        (lambda run, tmp: api.generate(run, "a", max_new_tokens=10**30), "max_new_tokens: 10"),
+        (lambda run, tmp: api.generate(run, "a", top_k=3), "top_k 3 has no effect at temperature 0"),
+        (lambda run, tmp: api.generate(tmp, "a", layout={"layout.tp": 2}), "neither a run's folder"),
         (lambda run, tmp: api.generate(run, "a", seed=2**64), "seed"),
         (lambda run, tmp: api.generate(run, "a", max_new_tokens=10**12), "max_new_tokens"),
         (lambda run, tmp: api.verify(load(run), steps=0), "steps"),

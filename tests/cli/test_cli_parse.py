@@ -78,7 +78,7 @@ MISTAKES = [
     (["train", "a.toml", "b.toml"], ["'b.toml'", "too many", "usage: meshwright train [RUN]"]),
     (["generate", ".", "--top-k", "1"], ["--prompt", "--prompts", "give one of them"]),
     (["generate", ".", "--prompt", "x", "--out", "f"], ["--out", "--prompts"]),
-    (["generate", ".", "--prompts", "/no/file"], ["--prompts", "/no/file", "cannot be read"]),
+    (["generate", ".", "--prompt", "x"], ["neither a run's folder", "run.json"]),
     (["generate", "--prompt", "x"], ["RUN", "missing", "usage: meshwright generate RUN"]),
     (["generate", "/no/run", "--prompt", "x"], ["/no/run", "does not exist"]),
     (["generate", "x", "--prompt", "x", "--top-k", "0"], ["--top-k", "'0'", "at least 1"]),

@@ -244,7 +244,7 @@ def test_an_output_without_unicode_gets_escapes(tmp_path: Path) -> None:
         "import sys\nfrom meshwright import api\nfrom meshwright.cli.main import run\n"
         "def tell(run, rows, how, layout, on_text):\n"
         "    on_text(0, 'na\\u00efve \\u2028\\x1b[31m')\n    on_text(0, '\\ud800 text\\n\\tend')\n"
-        "api.generate_worker = tell\n"
+        "api.generate_worker = tell\napi.generation_ranks = lambda *_: 1\n"
         "sys.argv = ['meshwright', 'generate', '.', '--prompt', 'a']\nrun()\n"
     )
     shown = subprocess.run(

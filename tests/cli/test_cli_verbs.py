@@ -73,6 +73,7 @@ def test_a_launched_rank_prints_no_result(
 
 def test_generate_passes_its_flags(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
     row = {"prompt": "def", "text": "def f(): pass"}
+    (tmp_path / "run.json").write_text(json.dumps({"spec": from_tree({}).to_json()}))
     generate = stand_in(monkeypatch, "generate_worker", [row])
     main(["generate", str(tmp_path), "--prompt", "def", "--top-k", "5", "--temperature", "0.7", "--json"])
     run, rows, how, layout, on_text = generate.only[0]
@@ -86,10 +87,10 @@ def test_generate_starts_the_ranks_of_a_layout(monkeypatch: pytest.MonkeyPatch, 
     (tmp_path / "run.json").write_text(json.dumps({"spec": from_tree({}).to_json()}))
     start = stand_in(monkeypatch, "start_generation", None)
     main(["generate", str(tmp_path), "--prompt=--x", "--batch", "3", "--layout.tp", "2", "--json"])
-    run, words, layout, ranks = start.only[0]
-    assert (run, layout, ranks) == (tmp_path, [("layout.tp", "2")], 2)
-    assert words[:2] == ["--prompt=--x", "--json"]
-    assert words[words.index("--batch") + 1] == "3" and "--top-k" not in words
+    run, words, how, layout, ranks, rows = start.only[0]
+    assert (run, layout, ranks, rows) == (tmp_path, [("layout.tp", "2")], 2, None)
+    assert words == ["--prompt=--x", "--json"]
+    assert how.flags()[how.flags().index("--batch") + 1] == "3" and "--top-k" not in how.flags()
 
 
 def test_checkpoint_verify_exits_with_1_and_a_line_for_each_damage(

@@ -72,6 +72,21 @@ def test_sampling_follows_the_seed() -> None:
     assert draws[0] == draws[1] != draws[2]
 
 
+def test_a_temperature_near_0_takes_the_likeliest_token() -> None:
+    decoder = make()
+    assert generate(decoder, PROMPT, 12, Sampling(1e-320)) == generate(decoder, PROMPT, 12)
+
+
+def test_last_bits_of_logits_move_few_draws() -> None:
+    """All of 50,000 tokens are about as likely: an order by likelihood would be another one."""
+    draw = torch.Generator().manual_seed(0)
+    logits = 1e-6 * torch.randn(200, 50_000, generator=draw, dtype=torch.float64)
+    changed = logits + 1e-7 * torch.randn(logits.shape, generator=draw, dtype=torch.float64)
+    rows = range(200)
+    before, after = (Sampling(1.0).choose(each, rows, rows) for each in (logits, changed))
+    assert int((before != after).sum()) < 20
+
+
 def test_sampling_draws_from_the_distribution() -> None:
     """Frequencies of one drawn token over 5,000 rows, within five standard errors."""
     decoder, rows = make(), 5_000
@@ -110,6 +125,7 @@ def test_top_k_and_top_p_keep_the_likeliest() -> None:
         ({"temperature": -0.5}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"top_k": 0}, "top_k"),
+        ({"top_k": 2}, "top_k 2 has no effect at temperature 0"),
         ({"top_p": 0.0}, "top_p"),
     ],
 )

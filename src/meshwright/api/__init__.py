@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from meshwright.api.chaos_runs import chaos as chaos
 from meshwright.api.generation import Generation as Generation
+from meshwright.api.generation import check_out as check_out
 from meshwright.api.generation import generate as generate
 from meshwright.api.generation import generate_worker as generate_worker
 from meshwright.api.generation import generation_ranks as generation_ranks

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+from meshwright import atomic
 from meshwright.api.models import existing, import_hf, load_hf, load_run
 from meshwright.launch.scratch import scratch_folder
 from meshwright.spec import UserError, load
@@ -22,9 +24,13 @@ if TYPE_CHECKING:
     from meshwright.model.decoder import Decoder
 
 Row = dict[str, Any]
+Axes = Mapping[str, object] | Sequence[tuple[str, object]]
+"""Dotted keys of a layout with their values."""
 OnText = Callable[[int, str], None]
 """Is told the number of a prompt, and the next piece of its continuation."""
 
+MOST_TOKENS = 2**31 - 1
+"""Largest number of tokens, and of prompts at a time."""
 WORKER = ("meshwright.infer.sharded", "torch._dynamo")
 """Modules that the ranks need."""
 
@@ -42,6 +48,14 @@ class Generation:
     batch: int = 16
     cache_tokens: int | None = None
 
+    def __post_init__(self) -> None:
+        for name, least in (("max_new_tokens", 0), ("batch", 1), ("cache_tokens", 1)):
+            value = getattr(self, name)
+            if value is not None and not (type(value) is int and least <= value <= MOST_TOKENS):
+                raise UserError(
+                    f"{name}: {value!r} is not valid; it should be a whole number from {least} to 2^31 - 1"
+                )
+
     def flags(self) -> list[str]:
         """These options as flags of `meshwright generate`."""
         pairs = ((f"--{name.replace('_', '-')}", value) for name, value in vars(self).items())
@@ -49,65 +63,85 @@ class Generation:
 
 
 @overload
-def generate(run: Path, prompt: str, *, layout: Overrides = (), **options: Any) -> str: ...
+def generate(run: Path, prompt: str, *, layout: Axes = (), **options: Any) -> str: ...
 @overload
-def generate(run: Path, prompt: Sequence[str], *, layout: Overrides = (), **options: Any) -> list[str]: ...
-def generate(
-    run: Path, prompt: str | Sequence[str], *, layout: Overrides = (), **options: Any
-) -> str | list[str]:
+def generate(run: Path, prompt: Sequence[str], *, layout: Axes = (), **options: Any) -> list[str]: ...
+def generate(run: Path, prompt: str | Sequence[str], *, layout: Axes = (), **options: Any) -> str | list[str]:
     """Return the continuation of `prompt`, or of each of several, by the newest checkpoint of a run's folder,
     or by an HF folder.
 
-    `layout` has dotted flags, such as [("layout.tp", "2")], whatever layout trained the model; its ranks are
-    started. The options are `max_new_tokens` (128), `temperature` (0 takes the likeliest token), `top_k`,
-    `top_p`, `seed`, `weights` ('ema' takes the moving average of a run's), `batch` (16: the most prompts that
-    are continued at a time on a data rank) and `cache_tokens` (the most tokens of these whose keys and values
-    are kept at a time). Raises `UserError` if the folder has no model or tokenizer.
+    `layout` is such as {"layout.tp": 2}, or a list of such pairs, whatever layout trained the model; its
+    ranks are started. The options are `max_new_tokens` (128), `temperature` (0 takes the likeliest token),
+    `top_k`, `top_p`, `seed`, `weights` ('ema' takes the moving average of a run's), `batch` (16: the most
+    prompts that are continued at a time on a data rank) and `cache_tokens` (the most tokens of these whose
+    keys and values are kept at a time). Raises `UserError` if the folder has no model or tokenizer.
     """
     run, how = Path(run), Generation(**options)
     rows: list[Row] = [{"prompt": text} for text in ([prompt] if isinstance(prompt, str) else prompt)]
-    ranks = generation_ranks(run, layout)
-    if ranks == 1:
-        found = generate_worker(run, rows, how)
+    for row in rows:
+        if not isinstance(row["prompt"], str):
+            raise UserError(
+                f"prompt: {row['prompt']!r} is not valid; it should be a text, or a list of texts"
+            )
+    pairs = layout.items() if isinstance(layout, Mapping) else layout
+    keys = [(key, str(size)) for key, size in pairs]
+    ranks = generation_ranks(run, keys, how)
+    if ranks == 1 or not rows:
+        found = generate_worker(run, rows, how) if rows else []
     else:
         with scratch_folder() as folder:
-            given, out = folder / "prompts.jsonl", folder / "out.jsonl"
-            write_rows(given, rows)
-            words = ["--prompts", str(given), "--out", str(out), *how.flags()]
-            start_generation(run, words, layout, ranks)
+            out = folder / "out.jsonl"
+            start_generation(run, ["--out", str(out)], how, keys, ranks, rows)
             found = read_prompts(out)
     texts = [row["text"] for row in found]
     return texts[0] if isinstance(prompt, str) else texts
 
 
-def generation_ranks(run: Path, layout: Overrides) -> int:
+def generation_ranks(run: Path, layout: Overrides, how: Generation) -> int:
     """Return the number of ranks of a generation on a layout.
 
-    Raises `UserError` where `run` is no folder, and for a layout that its model cannot take.
+    Raises `UserError` where `run` is no folder of a model, or has not the weights that are asked for, and for
+    a layout that its model cannot take.
     """
     existing(run, "the folder of a run or of an HF model")
+    is_run = (run / "run.json").is_file()
+    if not is_run and not (run / "config.json").is_file():
+        raise UserError(f"{run}: is neither a run's folder (run.json) nor an HF folder (config.json)")
+    if not is_run and how.weights != "trained":
+        raise UserError(f"--weights: {run} is an HF folder, which has one set of weights; give 'trained'")
     if not layout:
         return 1
     from meshwright.infer.sharded import spec_to_generate
 
-    if (run / "run.json").is_file():
-        return spec_to_generate(load(run), layout).layout.world_size
-    return spec_to_generate(from_tree({"model": {"hf": str(run)}}), layout).layout.world_size
+    spec = load(run) if is_run else from_tree({"model": {"hf": str(run)}})
+    return spec_to_generate(spec, layout).layout.world_size
 
 
-def start_generation(run: Path, words: Sequence[str], layout: Overrides, ranks: int) -> None:
-    """Run `meshwright generate` as so many ranks, of which the first has the terminal.
+def start_generation(
+    run: Path,
+    words: Sequence[str],
+    how: Generation,
+    layout: Overrides,
+    ranks: int,
+    rows: Sequence[Row] | None = None,
+) -> None:
+    """Run `meshwright generate` with these `words` as so many ranks, of which the first has the terminal.
 
-    An HF folder is made a run's first, in a temporary folder, since ranks read their parts of checkpoints.
+    The ranks read `rows`, if given, from a file. An HF folder is made a run's first, in a temporary folder,
+    since ranks read their parts of checkpoints.
     """
     from meshwright.recover.supervisor import run_ranks
 
     keys = [word for key, text in layout for word in (f"--{key}", text)]
     with scratch_folder() as folder:
+        prompts = folder / "prompts.jsonl"
+        given = [] if rows is None else ["--prompts", str(prompts)]
+        write_rows(prompts, rows or [])
         if not (run / "run.json").is_file():
             import_hf(run, folder / "run")
             run = folder / "run"
-        run_ranks(["generate", str(run), *words, *keys], ranks, preload=WORKER).raise_for_failure()
+        argv = ["generate", str(run), *given, *words, *how.flags(), *keys]
+        run_ranks(argv, ranks, preload=WORKER).raise_for_failure()
 
 
 def generate_worker(
@@ -123,6 +157,7 @@ def generate_worker(
     from meshwright.infer.generate import check_request, continue_requests
     from meshwright.infer.sampling import Sampling
 
+    generation_ranks(run, layout, how)
     sampling = Sampling(how.temperature, how.top_k, how.top_p, how.seed)
     tokenizer = _tokenizer(run)
     given = [_encoded(tokenizer, row, number, len(rows)) for number, row in enumerate(rows)]
@@ -160,25 +195,30 @@ def generate_worker(
 @contextmanager
 def _decoder(run: Path, how: Generation, layout: Overrides) -> Iterator[tuple[Decoder, Part | None]]:
     """This rank's decoder and what part it is, which is None on one device."""
+    from meshwright.infer.packed_linears import pack_linears
     from meshwright.infer.sharded import load_sharded, spec_to_generate
     from meshwright.launch.env import worker
     from meshwright.launch.world import mesh_of
 
     average = how.weights == "ema"
     if not (run / "run.json").is_file():
-        if average:
-            raise UserError(f"--weights: {run} is an HF folder, which has one set of weights; give 'trained'")
         if layout or worker() is not None:
             raise UserError(
                 f"{run}: is an HF folder, of which ranks cannot read their parts; make a run of it with "
                 f"`meshwright import {run} --out DIR`, and give that"
             )
-        yield load_hf(run), None
+        yield pack_linears(load_hf(run)), None
         return
     trained = load(run)
-    spec = spec_to_generate(trained, layout)
-    if spec.layout.world_size == 1 and worker() is None:
-        yield load_run(run, weights=how.weights), None
+    spec, place = spec_to_generate(trained, layout), worker()
+    ranks = place.world_size if place is not None else 1
+    if spec.layout.world_size != ranks:
+        raise UserError(
+            f"--layout: {spec.layout.describe()} takes {spec.layout.world_size} ranks, and {ranks} were "
+            f"started; start that many, or give a layout of {ranks}, such as --layout.dp {ranks}"
+        )
+    if place is None:
+        yield pack_linears(load_run(run, weights=how.weights)), None
         return
     with mesh_of(spec) as mesh:
         yield load_sharded(run, trained, spec, mesh, average)
@@ -211,8 +251,6 @@ def _tokenizer(run: Path) -> Tokenizer:
     from meshwright.data.tokenizer import Tokenizer
 
     file, record = run / "tokenizer.json", run / "run.json"
-    if not record.is_file() and not (run / "config.json").is_file():
-        raise UserError(f"{run}: is neither a run's folder (run.json) nor an HF folder (config.json)")
     if file.is_file():
         return Tokenizer.open(file)
     if record.is_file() and load(run).data.corpus == SYNTHETIC:
@@ -232,7 +270,8 @@ def _encoded(tokenizer: Tokenizer, row: Mapping[str, Any], number: int, count: i
         row["prompt"].encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"--prompt: {_name(number, count)} is not valid text ({error.reason} at character {error.start})"
+            f"generate: {_name(number, count)} is not valid text ({error.reason} at character "
+            f"{error.start}); give whole characters of Unicode"
         ) from None
     return [int(token) for token in tokenizer.encode(row["prompt"])]
 
@@ -240,7 +279,7 @@ def _encoded(tokenizer: Tokenizer, row: Mapping[str, Any], number: int, count: i
 def read_prompts(file: Path) -> list[Row]:
     """Return the objects of a JSONL file, each with a text "prompt". Raises `UserError`."""
     try:
-        lines = read_text(file, MAX_JSON).split("\n")
+        lines = read_text(file, MAX_JSON).removeprefix("\ufeff").split("\n")
     except (OSError, ValueError) as error:
         raise UserError(f"--prompts: {file} cannot be read ({error})") from None
     rows: list[Row] = []
@@ -263,5 +302,24 @@ def read_prompts(file: Path) -> list[Row]:
 
 
 def write_rows(file: Path, rows: Sequence[Row]) -> None:
-    """Write rows as JSONL."""
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    """Write rows as JSONL; the file appears whole, or stays as it was. Raises `UserError`."""
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    try:
+        atomic.write(file, lines)
+    except OSError as error:
+        raise UserError(f"--out: {file} cannot be written ({error.strerror}); give another file") from error
+
+
+def check_out(file: Path, prompts: Path) -> None:
+    """Raise `UserError` if rows cannot be written to a file, or would replace the file of the prompts."""
+    problem = ""
+    if file.is_dir():
+        problem = "is a folder"
+    elif not file.parent.is_dir():
+        problem = f"cannot be written, as there is no folder {file.parent}"
+    elif not os.access(file.parent, os.W_OK) or (file.exists() and not file.is_file()):
+        problem = "cannot be written"
+    elif file.exists() and prompts.exists() and file.samefile(prompts):
+        problem = "is the file of --prompts"
+    if problem:
+        raise UserError(f"--out: {file} {problem}; give another file")

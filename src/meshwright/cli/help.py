@@ -48,7 +48,8 @@ def verb(entry: Verb) -> str:
     for flag in entry.flags:
         if flag.values is not None:
             lines += _section(f"values of --{flag.name}", [*flag.values().items()])
-    return "\n".join([*lines, "", *_keys()] if entry.keys else lines)
+    listed = [name for argument in entry.arguments for name in argument.listed]
+    return "\n".join([*lines, "", *_keys(listed)] if entry.keys else lines)
 
 
 def group(name: str, verbs: Sequence[Verb]) -> str:
@@ -63,8 +64,9 @@ def _summary(flag: Flag) -> str:
     return flag.summary if flag.default is None else f"{flag.summary} (default {flag.default})"
 
 
-def _keys() -> list[str]:
-    """List every dotted key under its table: name, type, default, and its description below."""
+def _keys(listed: Sequence[str]) -> list[str]:
+    """List dotted keys, by default every one, under their tables: name, type, default, description below."""
+    keys = [key for key in known_keys().values() if not listed or key.name in listed]
     lines = textwrap.wrap(
         "keys: tables of the run file; as flags, --layout.dp 2 or --layout.dp=2, they override it. 'none' "
         "unsets a key, or empties a list. For editors, the first line of a file can name the schema that "
@@ -72,8 +74,10 @@ def _keys() -> list[str]:
         WIDTH,
     )
     for table in RunSpec.model_fields:
+        if not any(key.name.startswith(f"{table}.") for key in keys):
+            continue
         lines += ["", *textwrap.wrap(f"[{table}]  {_about(table)}", WIDTH, subsequent_indent="  ")]
-        for key in known_keys().values():
+        for key in keys:
             lines += _key(key) if key.name.startswith(f"{table}.") else []
     return lines
 

@@ -20,6 +20,7 @@ from meshwright.cli.parser import (
 )
 from meshwright.launch.env import worker
 from meshwright.spec import UserError
+from meshwright.spec.layout import GENERATION_KEYS
 
 DTYPES = ("float32", "bfloat16", "float16")
 _WEIGHTS = Flag(
@@ -33,7 +34,7 @@ _CHECKPOINTS = Argument("DIR", "the folder of a run, or of its checkpoints")
 @verb(
     "generate",
     "continue prompts with a trained model, on any layout: --layout.tp 2",
-    Argument("RUN", "the folder of a run, or of an HF model", keys=True),
+    Argument("RUN", "the folder of a run, or of an HF model", keys=True, listed=GENERATION_KEYS),
     Flag("prompt", "the text to continue", "TEXT", str),
     Flag("prompts", 'texts to continue, a JSON object such as {"prompt": "Once"} on each line', "FILE", Path),
     Flag("out", "write the continuations to FILE, a JSON object a line, instead of stdout", "FILE", Path),
@@ -57,25 +58,30 @@ def generate(call: Call) -> None:
         raise UserError("--prompt: is the text to continue, and --prompts a file of texts; give one of them")
     if prompt is not None and out is not None:
         raise UserError("--out: takes the continuations of --prompts; remove it, or give --prompts")
-    how, ranks = api.Generation(**flags), api.generation_ranks(run, call.overrides)
+    how = api.Generation(**flags)
+    ranks = api.generation_ranks(run, call.overrides, how)
     rows = api.read_prompts(file) if file is not None else [{"prompt": prompt}]
+    if out is not None:
+        api.check_out(out, file)
     if place is None and ranks > 1:
-        given = ["--prompts", str(file)] if file is not None else [f"--prompt={prompt}"]
-        given += ["--out", str(out)] if out is not None else []
-        given += ["--json"] if call.json else []
-        api.start_generation(run, [*given, *how.flags()], call.overrides, ranks)
-        return
-    streams = prompt is not None and not call.json
-    told = api.generate_worker(run, rows, how, call.overrides, _tell if streams else None)
-    if place is not None and place.rank:
-        return
-    if streams:
-        print(flush=True)
-    elif out is None:
-        print("\n".join(json.dumps(row) for row in told), flush=True)
+        words = [] if prompt is None else [f"--prompt={prompt}"]
+        words += ["--out", str(out)] if out is not None else []
+        words += ["--json"] if call.json else []
+        given = rows if prompt is None else None
+        api.start_generation(run, words, how, call.overrides, ranks, given)
     else:
-        api.write_rows(out, told)
-        show.result(call, {"prompts": len(told), "out": str(out)})
+        streams = prompt is not None and not call.json
+        told = api.generate_worker(run, rows, how, call.overrides, _tell if streams else None)
+        if place is not None and place.rank:
+            return
+        if streams:
+            print(flush=True)
+        elif out is None:
+            print("\n".join(json.dumps(row) for row in told), flush=True)
+        else:
+            api.write_rows(out, told)
+    if out is not None and (place is None or not place.launched):
+        show.result(call, {"prompts": len(rows), "out": str(out)})
 
 
 def _tell(_number: int, text: str) -> None:

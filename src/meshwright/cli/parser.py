@@ -41,12 +41,16 @@ class Flag:
 
 @dataclass(frozen=True)
 class Argument:
-    """A positional argument, such as RUN or FOLDER; with `keys`, the run's keys may be given as flags."""
+    """A positional argument, such as RUN or FOLDER; with `keys`, the run's keys may be given as flags.
+
+    Help lists those in `listed`, by default all.
+    """
 
     name: str
     summary: str
     required: bool = True
     keys: bool = False
+    listed: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

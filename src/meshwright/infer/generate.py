@@ -107,7 +107,7 @@ def check_request(spec: ModelSpec, request: Request, name: str = "the prompt") -
         raise UserError(f"generate: max_new_tokens {most} is negative; give 0 or more")
     room = spec.max_seq_len - len(prompt)
     if spec.position == "learned" and most > room:
-        instead = f"at most {room} new ones" if room > 0 else f"one of fewer than {spec.max_seq_len} tokens"
+        instead = f"at most {room} new ones, or a shorter one" if room > 0 else "a shorter one"
         raise UserError(
             f"generate: {name} has {len(prompt)} tokens, which with {most} new ones are more than the "
             f"model's {spec.max_seq_len} learned positions; give {instead}"

@@ -41,24 +41,32 @@ class Sampling:
             raise UserError(f"generate: top_k {self.top_k} keeps no token; give 1 or more")
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             raise UserError(f"generate: top_p {self.top_p} is out of range; give more than 0 and at most 1")
+        for name in ("top_k", "top_p"):
+            if self.temperature == 0.0 and getattr(self, name) is not None:
+                raise UserError(
+                    f"generate: {name} {getattr(self, name)} has no effect at temperature 0, which takes the "
+                    f"likeliest token; give a temperature, such as 0.7, or remove it"
+                )
 
     def choose(self, logits_BV: Tensor, requests: Sequence[int], positions: Sequence[int]) -> Tensor:
         """Token ids (B,): row b is of request `requests[b]`, and its token will stand at `positions[b]`."""
         if self.temperature == 0.0:
             return logits_BV.argmax(-1)
-        scores = logits_BV.double() / self.temperature
+        exact = logits_BV.double()
+        scores = (exact - exact.amax(-1, keepdim=True)) / self.temperature
         if self.top_k is not None:
             least = scores.topk(min(self.top_k, scores.shape[-1])).values[:, -1:]
             scores = scores.masked_fill(scores < least, float("-inf"))
-        ordered, order = scores.softmax(-1).sort(descending=True, stable=True)
+        shares = scores.softmax(-1)
         if self.top_p is not None:
+            ordered, order = shares.sort(descending=True, stable=True)
             beyond = ordered.cumsum(-1) - ordered >= self.top_p  # the likeliest one always stays
-            ordered = ordered.masked_fill(beyond, 0.0)
-        ends = ordered.cumsum(-1)
+            shares = shares.masked_fill(torch.zeros_like(beyond).scatter(1, order, beyond), 0.0)
+        # In the order of ids: in that of shares, last bits that swap two tokens would move all draws between.
+        ends = shares.cumsum(-1)
         drawn = self._uniform(requests, positions).to(ends.device).unsqueeze(1) * ends[:, -1:]
-        # Of the first token whose share ends beyond what was drawn; one without a share is never that.
-        place = (ends <= drawn).sum(-1, keepdim=True)
-        return order.gather(1, place).squeeze(1)
+        # The first token whose share ends beyond what was drawn; one without a share is never that.
+        return (ends <= drawn).sum(-1)
 
     def _uniform(self, requests: Sequence[int], positions: Sequence[int]) -> Tensor:
         """Numbers (B,) in float64 from 0 to below 1, multiples of 2^-53."""

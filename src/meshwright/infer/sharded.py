@@ -1,7 +1,7 @@
 """A trained decoder cut over the ranks of a layout, whatever layout it was trained on, and its forward.
 
 Splits        heads, channels and vocabulary over tp, blocks over pp, experts over ep and etp, as in training;
-              and requests over dp x replicate. Caches of keys and values lie with the heads and the blocks.
+              and requests over dp. Caches of keys and values lie with the heads and the blocks.
 Wire          for B rows of a turn with T tokens of D channels: 2 all-reduces of B T D a block over tp, B T D
               from stage to stage, B V logits over tp, B tokens from the last stage to all; experts as in
               training.
@@ -23,11 +23,9 @@ from meshwright.parallel.collectives import gather_rows
 from meshwright.parallel.mesh import Axis, Mesh
 from meshwright.parallel.parallelize import parallelize
 from meshwright.spec import RunSpec, UserError
+from meshwright.spec.layout import GENERATION_KEYS
 from meshwright.spec.load import Overrides, fixed_layout, from_tree
 from meshwright.spec.stages import stages
-
-AXES = ("dp", "replicate", "tp", "pp", "ep", "etp", "stages", "order")
-"""Keys of a layout that generation takes."""
 
 
 def spec_to_generate(trained: RunSpec, overrides: Overrides) -> RunSpec:
@@ -37,16 +35,14 @@ def spec_to_generate(trained: RunSpec, overrides: Overrides) -> RunSpec:
     and for keys of the layout that are about training.
     """
     for key, _ in overrides:
-        table, _, name = key.partition(".")
-        if table != "layout":
+        if not key.startswith("layout."):
             raise UserError(f"--{key}: generation takes keys of [layout] only; remove it")
-        if name not in AXES:
+        if key not in GENERATION_KEYS:
             raise UserError(
-                f"--{key}: has no effect on generation, which takes layout.{', layout.'.join(AXES)}; "
-                f"remove it"
+                f"--{key}: has no effect on generation, which takes {', '.join(GENERATION_KEYS)}; remove it"
             )
     given = fixed_layout(overrides)
-    ways = given.get("dp", 1) * given.get("replicate", 1) * given.get("pp", 1)
+    ways = given.get("dp", 1) * given.get("pp", 1)
     stored = {"fp64": "fp64", "bf16": "bf16"} if trained.precision.master == "bf16" else {"fp64": "fp64"}
     compute = stored.get(trained.precision.base, "fp32")
     tree = {

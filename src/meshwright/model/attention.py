@@ -40,9 +40,21 @@ def attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKv: Tensor, mask: Tensor | Packed
     """Causal attention of the last T of S positions: (B, T, H, v). `mask` comes from `attention_mask`."""
     if isinstance(mask, Packed):
         return with_wide_values(packed_attention)(q_BTHd, k_BSKd, v_BSKv, mask)
+    if q_BTHd.shape[1] == 1 and not torch.is_grad_enabled():
+        return attend_one_query(q_BTHd, k_BSKd, v_BSKv, mask)
     if q_BTHd.device.type == "cpu":
         return blocked_attention(q_BTHd, k_BSKd, v_BSKv, mask)
     return sdpa(q_BTHd, k_BSKd, v_BSKv, mask)
+
+
+def attend_one_query(q_B1Hd: Tensor, k_BSKd: Tensor, v_BSKv: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention (B, 1, H, v) of one query a row to all keys that `mask`, (1 or B, 1, 1, S), leaves.
+
+    The query heads of a key head stand as its queries, so that no kernel copies keys for them.
+    """
+    q = q_B1Hd.unflatten(2, (k_BSKd.shape[2], -1)).squeeze(1)
+    out = F.scaled_dot_product_attention(q, k_BSKd.transpose(1, 2), v_BSKv.transpose(1, 2), attn_mask=mask)
+    return out.flatten(1, 2).unsqueeze(1)
 
 
 def with_wide_values(attend: Attend) -> Attend:

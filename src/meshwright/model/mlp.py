@@ -48,7 +48,7 @@ class Mlp(nn.Module):
         """The activations (B, T, F) that `down` is applied to."""
         if self.gate is not None:
             gate, up = self.hooks.project(x_BTD, (self.gate, self.up))
-            return _SiluProduct.apply(gate, up)
+            return _SiluProduct.apply(gate, up) if torch.is_grad_enabled() else F.silu(gate).mul_(up)
         (up,) = self.hooks.project(x_BTD, (self.up,))
         approximate = "tanh" if self.activation == "gelu_tanh" else "none"
         return F.gelu(up, approximate=approximate)

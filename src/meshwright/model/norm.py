@@ -79,7 +79,7 @@ class RmsNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(size))
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.device.type == "cpu":
+        if x.device.type == "cpu" and (x.dtype.itemsize < 4 or torch.is_grad_enabled()):
             return _RmsNormOnCpu.apply(x, self.weight, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 

@@ -129,4 +129,4 @@ def rotate(x_BTHd: Tensor, rope: Rope) -> Tensor:
 
     If the tables have fewer than d channels, the last ones of each head are rotated.
     """
-    return _Rotate.apply(x_BTHd, *rope)
+    return _Rotate.apply(x_BTHd, *rope) if torch.is_grad_enabled() else _turn(x_BTHd, *rope, 1)

@@ -28,6 +28,8 @@ SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v")
 """Schedules that defer gradients of weights."""
 
 Cut = Literal["even", "balanced"]
+GENERATION_KEYS = tuple(f"layout.{name}" for name in ("dp", "tp", "pp", "ep", "etp", "stages", "order"))
+"""Keys that generation takes."""
 
 Order = Literal["pp-replicate-dp-tp", "replicate-pp-dp-tp", "replicate-dp-pp-tp"]
 """Order of the axes in the numbers of ranks, outermost first; cp is inside dp."""

@@ -1,0 +1,60 @@
+"""Packed weights of linear layers: the same tokens, and no second copy."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from meshwright.infer import generate, packed_linears
+from meshwright.infer.packed_linears import pack_linears
+from meshwright.model.decoder import Decoder
+from meshwright.model.init import init_whole_
+from meshwright.spec import ModelSpec
+
+SMALL = {
+    "preset": None, "layers": 2, "hidden": 48, "ffn": 64, "heads": 4, "kv_heads": 2, "head_dim": 16,
+    "vocab_size": 97, "max_seq_len": 40, "init_std": 0.3,
+}  # fmt: skip
+SHAPES = {
+    "llama": {},
+    "tied, biases": {"tied": True, "qkv_bias": True, "mlp_bias": True, "out_bias": True},
+    "latents": {"kv_heads": 4, "mla": {"q_rank": 12, "kv_rank": 8, "rope_dim": 6, "v_dim": 10}},
+    "experts": {"moe": {"experts": 4, "top_k": 2, "ffn": 24, "shared_ffn": 16, "dense_first": 1}},
+    "gpt": {"norm": "layernorm", "activation": "gelu", "position": "learned", "qkv_bias": True},
+}
+PROMPTS = torch.tensor([[5, 17, 3, 96, 41, 5, 0], [9] * 7, [1, 2, 3, 4, 5, 6, 7]])
+
+
+def make(shape: str) -> Decoder:
+    spec = ModelSpec.model_validate(SMALL | SHAPES[shape])
+    decoder = init_whole_(Decoder(spec), seed=1).eval()
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if name.endswith("bias"):
+                parameter.uniform_(-0.3, 0.3)
+    return decoder
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_packed_weights_choose_the_same_tokens(shape: str) -> None:
+    """Equal, and not only close: these models leave no two tokens so near each other."""
+    decoder = make(shape)
+    expected = generate(decoder, PROMPTS, 20)
+    assert len(expected.unique()) > 5
+    with patch.object(packed_linears, "_SMALLEST", 0):
+        packed = pack_linears(decoder)
+    assert torch.equal(generate(packed, PROMPTS, 20), expected)
+    dense = [p for name, p in packed.named_parameters() if name.endswith(("attn.o.weight", "mlp.up.weight"))]
+    assert dense and all(p.is_meta for p in dense), "the weights would be in memory twice"
+
+
+@pytest.mark.parametrize(("dtype", "smallest"), [(torch.float64, 0), (torch.float32, 2**18)])
+def test_float64_and_small_weights_are_not_packed(dtype: torch.dtype, smallest: int) -> None:
+    decoder = make("llama").to(dtype)
+    expected = generate(decoder, PROMPTS, 5)
+    with patch.object(packed_linears, "_SMALLEST", smallest):
+        packed = pack_linears(decoder)
+    assert not any(parameter.is_meta for parameter in packed.parameters())
+    assert torch.equal(generate(packed, PROMPTS, 5), expected)
