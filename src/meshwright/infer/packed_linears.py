@@ -76,8 +76,8 @@ class PackedLinears:
 def pack_linears(decoder: Decoder) -> Decoder:
     """Let a decoder on a CPU compute dense layers with packed weights; from then on it can only generate.
 
-    Others stay as they are: embedding and head, experts, and the queries and latents of latent attention. So
-    does all of a decoder in float64.
+    Others stay as they are: the embedding and a head that is tied to it, experts, and the queries and latents
+    of latent attention. So does all of a decoder in float64.
     """
     first = next(decoder.parameters())
     if first.device.type != "cpu" or first.dtype is torch.float64 or not torch.backends.mkldnn.is_available():
@@ -96,4 +96,9 @@ def pack_linears(decoder: Decoder) -> Decoder:
             packed.add([dense.up] if dense.gate is None else [dense.gate, dense.up])
             packed.add([dense.down])
             dense.hooks = replace(dense.hooks, project=packed.project, output=packed.output)
+    head = decoder.head
+    if not decoder.spec.tied and head.weight.numel() >= _SMALLEST:
+        logits = _Packed([head.weight.data], [None])
+        head.weight = nn.Parameter(head.weight.to("meta"), requires_grad=False)
+        head.hooks = replace(head.hooks, predict=lambda x_BTD, *_: logits(x_BTD)[0])
     return decoder
