@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from copy import copy
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -69,21 +73,26 @@ def their_tokens(theirs: Any, prompt: list[int]) -> list[int]:
     return found
 
 
-def continued(
-    mesh: Mesh, spec: RunSpec, run: Path, sampling: Sampling, cache_tokens: int | None = None
-) -> dict[int, list[int]]:
+def continued(mesh: Mesh, spec: RunSpec, run: Path, sampling: Sampling) -> dict[int, list[int]]:
     """The new tokens of this data rank's prompts, at most three of them at a time."""
     decoder, part = load_sharded(run, load(run), spec, mesh)
     requests = [Request(number, prompt, NEW) for number, prompt in enumerate(PROMPTS)]
     own = requests[mesh.data_rank :: spec.layout.data_ranks]
-    continue_requests(decoder, own, sampling, None, 3, cache_tokens=cache_tokens, part=part)
+    continue_requests(decoder, own, sampling, None, 3, part=part)
     return {request.number: request.new for request in own}
 
 
+def spec_of(run: Path, axes: dict[str, int]) -> RunSpec:
+    trained = load(run)
+    keys = [(f"layout.{axis}", str(size)) for axis, size in axes.items()]
+    return spec_to_generate(trained.model, trained.precision, keys)
+
+
 def on_layout(ranks: Ranks, run: Path, axes: dict[str, int], *how: Any) -> Continued:
-    spec = spec_to_generate(load(run), [(f"layout.{axis}", str(size)) for axis, size in axes.items()])
+    """The continuation of each prompt; stages send their messages under NCCL's rules."""
+    spec, rules = spec_of(run, axes), "nccl" if "pp" in axes else "gloo"
     new: dict[int, list[int]] = {}
-    for part in ranks.run(spec.layout, continued, spec, run, *how):
+    for part in ranks.run(spec.layout, continued, spec, run, *how, rules=rules):
         for number, tokens in part.items():
             assert new.setdefault(number, tokens) == tokens, "ranks of one layout chose other tokens"
     return [new[number] for number in range(len(PROMPTS))]
@@ -118,7 +127,22 @@ def test_draws_do_not_depend_on_the_layout(ranks: Ranks, families: Any, layout: 
     assert on_layout(ranks, run, LAYOUTS[layout], sampling) == alone
 
 
-def test_too_few_pages_change_no_token(ranks: Ranks, families: Any) -> None:
-    """Pages for 48 tokens: of three requests at a time, two must give theirs back."""
-    run, theirs = families("mistral window")
-    assert on_layout(ranks, run, {"tp": 2}, Sampling(), 48) == theirs
+def a_slow_data_rank(mesh: Mesh, spec: RunSpec, run: Path) -> int:
+    """The rank that ends last, where the other data rank has ended long before a rank is given up."""
+    control = copy(mesh.control)
+    control.timeout = timedelta(seconds=1)
+    mesh = replace(mesh, control=control)
+    decoder, part = load_sharded(run, load(run), spec, mesh)
+    request = Request(mesh.rank, [1], 4)
+
+    def slow(_: Request) -> None:
+        time.sleep(0.8 * mesh.rank)
+
+    continue_requests(decoder, [request], Sampling(), None, 1, show=slow, part=part)
+    return len(mesh.control.gather(request.new))
+
+
+def test_data_ranks_wait_for_each_other_as_long_as_they_live(ranks: Ranks, families: Any) -> None:
+    run, _ = families("llama")
+    spec = spec_of(run, {"dp": 2})
+    assert ranks.run(spec.layout, a_slow_data_rank, spec, run) == [2, 0]

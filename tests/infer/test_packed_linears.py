@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from test_generate import SMALL
 
 from meshwright.infer import generate, packed_linears
 from meshwright.infer.packed_linears import pack_linears
@@ -13,10 +14,6 @@ from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
 from meshwright.spec import ModelSpec
 
-SMALL = {
-    "preset": None, "layers": 2, "hidden": 48, "ffn": 64, "heads": 4, "kv_heads": 2, "head_dim": 16,
-    "vocab_size": 97, "max_seq_len": 40, "init_std": 0.3,
-}  # fmt: skip
 SHAPES = {
     "llama": {},
     "tied, biases": {"tied": True, "qkv_bias": True, "mlp_bias": True, "out_bias": True},
@@ -51,10 +48,17 @@ def test_packed_weights_choose_the_same_tokens(shape: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "smallest"), [(torch.float64, 0), (torch.float32, 2**18)])
-def test_float64_and_small_weights_are_not_packed(dtype: torch.dtype, smallest: int) -> None:
+def test_weights_in_float64_and_small_ones_are_not_packed(dtype: torch.dtype, smallest: int) -> None:
     decoder = make("llama").to(dtype)
     expected = generate(decoder, PROMPTS, 5)
     with patch.object(packed_linears, "_SMALLEST", smallest):
         packed = pack_linears(decoder)
     assert not any(parameter.is_meta for parameter in packed.parameters())
     assert torch.equal(generate(packed, PROMPTS, 5), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_formats_generate_whether_or_not_this_cpu_has_products_of_them(dtype: torch.dtype) -> None:
+    decoder = make("llama").to(dtype)
+    with patch.object(packed_linears, "_SMALLEST", 0):
+        assert generate(pack_linears(decoder), PROMPTS, 5).shape == (3, 5)

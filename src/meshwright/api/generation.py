@@ -16,6 +16,7 @@ from meshwright.launch.scratch import scratch_folder
 from meshwright.spec import UserError, load
 from meshwright.spec.files import MAX_JSON, parse_json, read_text
 from meshwright.spec.load import Overrides, from_tree
+from meshwright.spec.precision import PrecisionSpec
 
 if TYPE_CHECKING:
     from meshwright.data.tokenizer import Tokenizer
@@ -113,8 +114,12 @@ def generation_ranks(run: Path, layout: Overrides, how: Generation) -> int:
         return 1
     from meshwright.infer.sharded import spec_to_generate
 
-    spec = load(run) if is_run else from_tree({"model": {"hf": str(run)}})
-    return spec_to_generate(spec, layout).layout.world_size
+    if is_run:
+        trained = load(run)
+        return spec_to_generate(trained.model, trained.precision, layout).layout.world_size
+    shortest = {"data": {"seq_len": 1}, "train": {"batch_tokens": 1}}  # that any model's positions hold
+    model = from_tree({"model": {"hf": str(run)}, **shortest}).model
+    return spec_to_generate(model, PrecisionSpec(), layout).layout.world_size
 
 
 def start_generation(
@@ -210,7 +215,7 @@ def _decoder(run: Path, how: Generation, layout: Overrides) -> Iterator[tuple[De
         yield pack_linears(load_hf(run)), None
         return
     trained = load(run)
-    spec, place = spec_to_generate(trained, layout), worker()
+    spec, place = spec_to_generate(trained.model, trained.precision, layout), worker()
     ranks = place.world_size if place is not None else 1
     if spec.layout.world_size != ranks:
         raise UserError(

@@ -30,10 +30,14 @@ class Request:
     cached: int = 0
     """Tokens whose keys and values are in the pages."""
 
-    @property
-    def tokens(self) -> list[int]:
-        """Prompt and continuation so far."""
-        return self.prompt + self.new
+    def __len__(self) -> int:
+        """Number of tokens of the prompt and the continuation so far."""
+        return len(self.prompt) + len(self.new)
+
+    def unread(self, most: int) -> list[int]:
+        """The next tokens, at most so many, whose keys and values are not in the pages."""
+        last = self.cached == len(self) - 1  # the usual case; a long text is not copied for it
+        return (self.new or self.prompt)[-1:] if last else (self.prompt + self.new)[self.cached :][:most]
 
     @property
     def text(self) -> list[int]:
@@ -108,25 +112,22 @@ class Batching:
         if not self.active and not self.waiting:
             return IDLE, []
         if reading := self._reading():
-            parts = [request.tokens[request.cached :][:MOST_PROMPT_TOKENS] for request in reading]
-            turn = self._turn(reading, parts)
-            whole = reading[0].cached == len(reading[0].tokens)
+            turn = self._turn(reading)
+            whole = reading[0].cached == len(reading[0])
             return (turn, reading) if whole else (replace(turn, requests=[]), [])
         for request in list(self.active):
             while request in self.active and not self.table.grow(request.pages, request.cached + 1):
                 self._put_back(self.active[-1])
-        return self._turn(self.active, [[request.tokens[-1]] for request in self.active]), list(self.active)
+        return self._turn(self.active), list(self.active)
 
     def _reading(self) -> list[Request]:
         """Requests of equal lengths whose prompts are to be read now: one under way, or some that join."""
-        if self.active and len(self.active[-1].tokens) - self.active[-1].cached > 1:
+        if self.active and len(self.active[-1]) - self.active[-1].cached > 1:
             return [self.active[-1]]
         joined: list[Request] = []
         while not self._pressed and self.waiting and len(self.active) < self.most_rows:
-            length = len(self.waiting[0].tokens)
-            if joined and (
-                length != len(joined[0].tokens) or length * (len(joined) + 1) > MOST_PROMPT_TOKENS
-            ):
+            length = len(self.waiting[0])
+            if joined and (length != len(joined[0]) or length * (len(joined) + 1) > MOST_PROMPT_TOKENS):
                 break
             if not self.table.grow(self.waiting[0].pages, length):
                 break
@@ -140,7 +141,9 @@ class Batching:
         request.cached, self._pressed = 0, True
         self.waiting.appendleft(request)
 
-    def _turn(self, rows: Sequence[Request], tokens: list[list[int]]) -> Turn:
+    def _turn(self, rows: Sequence[Request]) -> Turn:
+        """The forward of the tokens of each row that are not read yet, which count as read from here on."""
+        tokens = [request.unread(MOST_PROMPT_TOKENS) for request in rows]
         turn = Turn(
             tokens,
             [list(request.pages) for request in rows],

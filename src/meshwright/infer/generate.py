@@ -14,6 +14,7 @@ from meshwright.infer.paged_cache import PAGE_TOKENS, PageTable, pages_of
 from meshwright.infer.sampling import Sampling
 from meshwright.model.decoder import Decoder
 from meshwright.parallel.collectives import sum_scalars
+from meshwright.parallel.waiting import while_others_wait
 from meshwright.spec import ModelSpec, UserError
 
 Tokens = TypeVar("Tokens", list[int], Tensor)
@@ -72,10 +73,16 @@ def continue_requests(
         def together(busy: bool) -> bool:
             return sum_scalars([float(busy)], world)[0] > 0
 
-    with no_token_dropped(decoder):
+    def run() -> None:
         for request in Batching(forward, table, most_rows).run(requests, together):
             if show is not None:
                 show(request)
+
+    with no_token_dropped(decoder):
+        if part is None or part.mesh.layout.data_ranks == 1:
+            run()
+        else:  # one data rank may be done hours before another
+            while_others_wait(part.mesh.control, True, run)
 
 
 def _pages(requests: Sequence[Request], most_rows: int, cache_tokens: int | None) -> int:

@@ -7,7 +7,7 @@ Layers that share an input (queries, keys and values; gate and up) become one pr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -77,10 +77,16 @@ def pack_linears(decoder: Decoder) -> Decoder:
     """Let a decoder on a CPU compute dense layers with packed weights; from then on it can only generate.
 
     Others stay as they are: the embedding and a head that is tied to it, experts, and the queries and latents
-    of latent attention. So does all of a decoder in float64.
+    of latent attention. So does all of a decoder in a format that oneDNN has no product for on this CPU.
     """
-    first = next(decoder.parameters())
-    if first.device.type != "cpu" or first.dtype is torch.float64 or not torch.backends.mkldnn.is_available():
+    first, onednn = next(decoder.parameters()), torch.ops.mkldnn
+    supported: dict[torch.dtype, Callable[[], bool]] = {
+        torch.float32: lambda: True,
+        torch.bfloat16: onednn._is_mkldnn_bf16_supported,
+        torch.float16: onednn._is_mkldnn_fp16_supported,
+    }
+    available = first.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    if not available or first.dtype not in supported or not supported[first.dtype]():
         return decoder
     packed = PackedLinears()
     for block in decoder.blocks:

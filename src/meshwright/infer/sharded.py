@@ -22,17 +22,19 @@ from meshwright.model.hooks import MoeHooks
 from meshwright.parallel.collectives import gather_rows
 from meshwright.parallel.mesh import Axis, Mesh
 from meshwright.parallel.parallelize import parallelize
-from meshwright.spec import RunSpec, UserError
+from meshwright.spec import ModelSpec, RunSpec, UserError
 from meshwright.spec.layout import GENERATION_KEYS
 from meshwright.spec.load import Overrides, fixed_layout, from_tree
+from meshwright.spec.precision import PrecisionSpec
+from meshwright.spec.sections import DataSpec
 from meshwright.spec.stages import stages
 
 
-def spec_to_generate(trained: RunSpec, overrides: Overrides) -> RunSpec:
-    """The spec of a generation by the model of a run on the layout of flags, by default on one device.
+def spec_to_generate(model: ModelSpec, trained: PrecisionSpec, overrides: Overrides) -> RunSpec:
+    """The spec of a generation by a model on the layout of flags, by default on one device.
 
-    It computes in the format of the run's stored weights. Raises `UserError`, also for keys of other tables,
-    and for keys of the layout that are about training.
+    It computes in the format of the weights that a run with the precision `trained` has stored. Raises
+    `UserError`, also for keys of other tables, and for keys of the layout that are about training.
     """
     for key, _ in overrides:
         if not key.startswith("layout."):
@@ -43,13 +45,13 @@ def spec_to_generate(trained: RunSpec, overrides: Overrides) -> RunSpec:
             )
     given = fixed_layout(overrides)
     ways = given.get("dp", 1) * given.get("pp", 1)
-    stored = {"fp64": "fp64", "bf16": "bf16"} if trained.precision.master == "bf16" else {"fp64": "fp64"}
-    compute = stored.get(trained.precision.base, "fp32")
+    compute = "fp64" if trained.base == "fp64" else trained.master
+    length = min(model.max_seq_len, DataSpec().seq_len)  # rules ask for a batch, which generation has not
     tree = {
-        "model": trained.model.model_dump(mode="json"),
+        "model": model.model_dump(mode="json"),
         "layout": {"sequence_parallel": False, "micro_batch": 1},
-        "data": {"seq_len": trained.data.seq_len},
-        "train": {"batch_tokens": trained.data.seq_len * ways},
+        "data": {"seq_len": length},
+        "train": {"batch_tokens": length * ways},
         "recompute": {"policy": "none"},
         "precision": {"compute": compute, "master": "bf16" if compute == "bf16" else "fp32"},
     }
