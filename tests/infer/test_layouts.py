@@ -127,6 +127,13 @@ def test_draws_do_not_depend_on_the_layout(ranks: Ranks, families: Any, layout: 
     assert on_layout(ranks, run, LAYOUTS[layout], sampling) == alone
 
 
+def test_a_folder_whose_positions_are_few_takes_a_layout(families: Any) -> None:
+    """Fewer learned positions than a run has in a sample by default."""
+    run, _ = families("gpt2")
+    folder, how = run.parent / "hf", api.Generation()
+    assert api.generation_ranks(folder, [("layout.tp", "2"), ("layout.pp", "2")], how) == 4
+
+
 def a_slow_data_rank(mesh: Mesh, spec: RunSpec, run: Path) -> int:
     """The rank that ends last, where the other data rank has ended long before a rank is given up."""
     control = copy(mesh.control)
