@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -229,3 +230,18 @@ zygote._end_if_orphaned(0, [])
     ended = subprocess.run([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(tmp_path)})
     assert ended.returncode == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_the_folder_of_a_launcher_whose_last_thread_still_holds_it_is_waited_for(tmp_path: Path) -> None:
+    """A child of a process with threads may be told of its death before its locks are given up."""
+    folder = tmp_path / f"{PREFIX}1234567-a"
+    folder.mkdir()
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    program = "from meshwright.recover import zygote; zygote._end_if_orphaned(1234567, [])"
+    ending = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(tmp_path)})
+    with pytest.raises(subprocess.TimeoutExpired):
+        ending.wait(3)
+    os.close(descriptor)
+    assert ending.wait(30) == 1
+    assert not folder.exists()

@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -29,9 +30,26 @@ def scratch_folder() -> Iterator[Path]:
 
 def remove_left() -> None:
     """Remove the temporary folders of launchers that were killed."""
-    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for left in _folders():
         with suppress(OSError), _locked(left):  # it is in use, gone by now, or another user's
             shutil.rmtree(left, ignore_errors=True)
+
+
+def remove_folders_of(launcher: int, seconds: float = 10) -> None:
+    """Remove the temporary folders of a launcher that was killed, by its pid, and those of others.
+
+    The locks of a process with threads are held until its last thread is gone, which its children may be
+    told a little earlier; they are waited for at most so many seconds.
+    """
+    deadline = time.monotonic() + seconds
+    remove_left()
+    while _folders(f"{launcher}-") and time.monotonic() < deadline:
+        time.sleep(0.01)
+        remove_left()
+
+
+def _folders(owner: str = "") -> list[Path]:
+    return list(Path(tempfile.gettempdir()).glob(f"{PREFIX}{owner}*"))
 
 
 def _made(stack: ExitStack) -> Path | None:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from meshwright.launch.child import run_rank, tie_to_parent
-from meshwright.launch.scratch import remove_left
+from meshwright.launch.scratch import remove_folders_of
 from meshwright.recover.processes import send_signal
 from meshwright.spec.errors import STOP_SIGNALS
 
@@ -190,7 +190,7 @@ def _end_if_orphaned(supervisor: int, ranks: Collection[int]) -> None:
     for pid in ranks:
         with suppress(ChildProcessError):  # it was just reaped
             os.waitpid(pid, 0)
-    remove_left()
+    remove_folders_of(supervisor)
     os._exit(1)
 
 
