@@ -76,7 +76,10 @@ EIGHT_BIT: list[dict[str, object]] = [
         {"layout__dp": 2, "layout__zero": 2, "precision__master": "bf16"},
     )
 ]
-MORE = LOW + ROUNDED + GROUPED + EIGHT_BIT
+QAT: list[dict[str, object]] = [
+    {"precision__qat": "int4", "model__hidden": 64, "model__ffn": 64, "layout__tp": 2, "layout__dp": 2}
+]
+MORE = LOW + ROUNDED + GROUPED + EIGHT_BIT + QAT
 RESUMED += MORE
 QUICK += MORE
 
@@ -118,6 +121,20 @@ def test_resume_on_another_layout(
     assert moved["samples_sha256"] == whole["samples_sha256"]
     for name, tensor in found.items():  # the first rank's: all of them but in a pipeline
         torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-5, msg=name)
+
+
+def test_quantisation_aware_training_begins_and_ends_at_any_checkpoint(
+    ranks: Ranks, corpus: Path, tmp_path: Path
+) -> None:
+    digests = []
+    for name, second in (("plain", {}), ("aware", {"precision__qat": "fp8"})):
+        out = tmp_path / name
+        start(ranks, spec_of(corpus, train__stop_at=HALF), out)
+        done, _ = start(ranks, spec_of(corpus, train__stop_at=HALF + 1, **second), out, "auto")
+        digests.append(done["parameters_sha256"])
+        done, _ = start(ranks, spec_of(corpus), out, "auto")
+        assert done["steps"] == STEPS
+    assert digests[0] != digests[1]
 
 
 def trained(mesh: Mesh, spec: RunSpec, out: Path) -> dict[str, torch.Tensor]:

@@ -28,6 +28,7 @@ from meshwright.model.low_precision import (
     scale_of,
     to_numbers,
 )
+from meshwright.model.quantisation import fake_quantise, fake_quantise_tokens
 from meshwright.spec.errors import UserError
 from meshwright.spec.precision import BLOCKS, DELAYED, PrecisionSpec
 
@@ -37,7 +38,7 @@ Parameters = Sequence[nn.Parameter]
 
 
 class Products:
-    """Products in the format of their operands. `parameter` is that of the weight."""
+    """Products of operands that are not rounded. `parameter` is that of the weight."""
 
     low = False
 
@@ -53,10 +54,16 @@ class Products:
         self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], parameters: Parameters
     ) -> list[Tensor]:
         """x (..., I) by each of the weights (O, I), plus its bias: (..., O) each."""
-        return [F.linear(x, weight, bias) for weight, bias in zip_longest(weights, biases)]
+        own = parameters[: len(weights)]
+        x = self.operand(x, "input", -1, *own)
+        rounded = [self.operand(weight, "weight", -1, each) for weight, each in zip_longest(weights, own)]
+        return [F.linear(x, weight, bias) for weight, bias in zip_longest(rounded, biases)]
 
     def of_input(self, grads: Sequence[Tensor], weights: Sequence[Tensor], parameters: Parameters) -> Tensor:
         """The gradient (N, I) of the input: the sum of grads (N, O) by their weights (O, I)."""
+        own = parameters[: len(weights)]
+        weights = [self.operand(weight, "weight", -2, each) for weight, each in zip_longest(weights, own)]
+        grads = [self.operand(grad, "gradient", -1, each) for grad, each in zip_longest(grads, own)]
         total = grads[0] @ weights[0]
         for grad, weight in zip(grads[1:], weights[1:], strict=True):
             total.addmm_(grad, weight)
@@ -64,7 +71,8 @@ class Products:
 
     def of_weight(self, grad_NO: Tensor, x_NI: Tensor, parameter: nn.Parameter | None) -> Tensor:
         """The gradient (O, I) of a weight."""
-        return grad_NO.T @ x_NI
+        grad_NO = self.operand(grad_NO, "gradient", -2, parameter)
+        return grad_NO.T @ self.operand(x_NI, "input", -2, parameter)
 
 
 class Scaling(NamedTuple):
@@ -114,26 +122,6 @@ class LowPrecision(Products):
     def rows(self, x_RC: Tensor, role: Role, parameter: nn.Parameter | None) -> Tensor:
         return self.operand(x_RC, role, -2, parameter) if self.recipe == "fp8" else x_RC
 
-    def forward(
-        self, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], parameters: Parameters
-    ) -> list[Tensor]:
-        own = zip_longest(weights, parameters[: len(weights)])
-        rounded = [self.operand(weight, "weight", -1, parameter) for weight, parameter in own]
-        x = self.operand(x, "input", -1, *parameters[: len(weights)])
-        return super().forward(x, rounded, biases, parameters)
-
-    def of_input(self, grads: Sequence[Tensor], weights: Sequence[Tensor], parameters: Parameters) -> Tensor:
-        own = list(zip_longest(grads, weights, parameters[: len(weights)]))
-        return super().of_input(
-            [self.operand(grad, "gradient", -1, parameter) for grad, _, parameter in own],
-            [self.operand(weight, "weight", -2, parameter) for _, weight, parameter in own],
-            parameters,
-        )
-
-    def of_weight(self, grad_NO: Tensor, x_NI: Tensor, parameter: nn.Parameter | None) -> Tensor:
-        grad = self.operand(grad_NO, "gradient", -2, parameter)
-        return super().of_weight(grad, self.operand(x_NI, "input", -2, parameter), parameter)
-
     def _tile(self, role: Role, dim: int) -> tuple[int, int]:
         """Rows and columns that share a scale; 0 stands for all of them."""
         along = 0 if self.recipe == "fp8-rowwise" else self.block
@@ -150,6 +138,29 @@ class LowPrecision(Products):
             for scaling in scalings:
                 scaling.seen[place].copy_(torch.maximum(scaling.seen[place], largest))
         return scalings[0].scales[place]
+
+
+class FakeQuantised(Products):
+    """Products of weights, and inputs in some recipes, that are rounded as `quantise` would round them.
+
+    Gradients pass through the rounding (Bengio et al. 2013): those of inputs are by the rounded weights,
+    and those of weights by the rounded inputs. Scales are those of rows and groups of their columns,
+    whatever dim a product sums over.
+    """
+
+    low = True
+
+    def __init__(self, precision: PrecisionSpec) -> None:
+        assert precision.qat is not None
+        self.recipe, self.group = precision.qat, precision.qat_group
+
+    def operand(self, x: Tensor, role: Role, dim: int, *parameters: nn.Parameter | None) -> Tensor:
+        if role == "weight":
+            return fake_quantise(x, self.recipe, self.group)
+        return fake_quantise_tokens(x, self.recipe) if role == "input" else x
+
+    def rows(self, x_RC: Tensor, role: Role, parameter: nn.Parameter | None) -> Tensor:
+        return self.operand(x_RC, role, -2, parameter)
 
 
 class KernelProducts(LowPrecision):
@@ -231,6 +242,8 @@ CAPABILITY = {
 
 def products_of(precision: PrecisionSpec, device: torch.device) -> Products:
     """The products of a run on a device. Raises `UserError` for a GPU without the recipe's format."""
+    if precision.qat is not None:
+        return FakeQuantised(precision)
     if not precision.low:
         return Products()
     if device.type != "cuda":

@@ -173,7 +173,7 @@ class LayoutSpace:
 
     def _rounds_alike(self, **axes: int | bool) -> bool:
         """True if the rules of low precision take these axes."""
-        if not self.base.precision.low:
+        if not self.base.precision.low and self.base.precision.qat is None:
             return True
         run = self.base.model_copy(update={"layout": Layout.model_validate({"zero": 3} | axes)})
         return not any(breaks(rule, run) for rule in LOW_PRECISION_RULES)

@@ -65,6 +65,41 @@ def matrices_are_whole_blocks(spec: Sections) -> None:
         )
 
 
+def quantised_rows_are_whole(spec: Sections) -> None:
+    """Ranks cut a matrix between the groups of columns that share a scale, or not at all."""
+    qat, group = spec.precision.qat, spec.precision.qat_group
+    if qat is None:
+        return
+    for parameter, key in _matrices_and_axes(spec):
+        ranks = getattr(spec.layout, key) if key else 1
+        whole, columns = parameter.shape[-1], parameter.shape[-1] // ranks
+        if qat == "int4" and columns % group:
+            fits = [f"precision.qat_group = {size}" for size in (128, 64, 32) if columns % size == 0]
+            fewer = (n for n in range(ranks - 1, 0, -1) if ranks % n == 0 and whole // n % group == 0)
+            fits += [f"layout.{key} = {n}" for n in fewer]
+            instead = [*fits, "precision.qat = 'int8'"][0]
+            share = f"{whole} / {ranks} ranks = {columns}" if ranks > 1 else f"{whole}"
+            raise UserError(
+                f"precision.qat_group: {group} columns share a scale, and {parameter.name} has {share} "
+                f"columns; try {instead}, or other sides"
+            )
+        if qat != "int4" and ranks > 1:
+            raise UserError(
+                f"layout.{key}: {ranks} ranks cut the rows of {parameter.name}, each of which has one scale "
+                f"with precision.qat = {qat!r}; try layout.{key} = 1, or precision.qat = 'int4'"
+            )
+
+
+def _matrices_and_axes(spec: Sections) -> Iterator[tuple[Parameter, str]]:
+    """The matrices of each kind of block, and the axis that cuts their rows, or an empty text."""
+    kinds = {spec.model.has_experts(layer): layer for layer in range(spec.model.layers)}
+    for layer in kinds.values():
+        for parameter in filter(rounded_in_blocks, block_parameters(spec.model, layer)):
+            split = parameter.expert or parameter.split is not None
+            cut = split and parameter.dim == len(parameter.shape) - 1
+            yield parameter, ("etp" if parameter.expert else "tp") if cut else ""
+
+
 def tokens_are_whole_blocks(spec: Sections) -> None:
     """Blocks of tokens, whose gradients have one scale, are the same tokens in every layout."""
     layout, length, compute = spec.layout, spec.data.seq_len, spec.precision.compute
@@ -144,6 +179,7 @@ def breaks(rule: Rule, spec: Sections) -> bool:
 
 LOW_PRECISION_RULES: tuple[Rule, ...] = (
     matrices_are_whole_blocks,
+    quantised_rows_are_whole,
     tokens_are_whole_blocks,
     key_heads_are_not_shared,
     delayed_scales_are_not_compiled,

@@ -9,6 +9,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from meshwright.spec.base import FrozenModel
 from meshwright.spec.errors import UserError
 
+Quantised = Literal["int8", "int4", "int8-dynamic", "fp8"]
+
 Compute = Literal["fp64", "fp32", "bf16", "fp16", "fp8", "fp8-rowwise", "fp8-blockwise", "mxfp8", "nvfp4"]
 
 BLOCKS: dict[str, int] = {"fp8": 16, "fp8-rowwise": 16, "fp8-blockwise": 128, "mxfp8": 32, "nvfp4": 16}
@@ -59,6 +61,12 @@ class PrecisionSpec(FrozenModel):
         description="format of the weights that the optimiser updates; bf16 takes 2 bytes instead of 4 and "
         "the copy that computes, and rounds each update stochastically",
     )
+    qat: Quantised | None = Field(
+        None,
+        description="quantisation-aware training: forward products take the blocks' weights as `quantise` "
+        "rounds them by this recipe, and gradients pass through the rounding",
+    )
+    qat_group: Literal[32, 64, 128] = Field(32, description="columns that share a scale, with qat = int4")
     reduce: Literal["fp32", "bf16"] = Field("fp32", description="format that gradients are summed in")
     loss_scale: PositiveFloat = Field(65536.0, description="first loss scale of fp16")
     loss_scale_window: PositiveInt = Field(1000, description="good steps before fp16's loss scale doubles")
@@ -81,6 +89,16 @@ class PrecisionSpec(FrozenModel):
                     f"precision.{key}: {value} has no effect with precision.compute = {self.compute!r}, "
                     f"{why}; give {' or '.join(recipes)} there, or leave it out"
                 )
+        if self.qat is not None and self.low:
+            raise UserError(
+                f"precision.qat: {self.qat!r} does not go with precision.compute = {self.compute!r}, which "
+                f"rounds the same operands; give bf16 or fp32 there, or leave precision.qat out"
+            )
+        if self.qat != "int4" and self.qat_group != type(self).model_fields["qat_group"].default:
+            raise UserError(
+                f"precision.qat_group: {self.qat_group} has no effect with precision.qat = "
+                f"{self.qat or 'none'!r}, which has no groups; give int4 there, or leave it out"
+            )
         if self.high != "bf16" and self.compute not in BLOCKS:
             raise UserError(
                 f"precision.high: {self.high!r} has no effect with precision.compute = {self.compute!r}, "
@@ -99,6 +117,11 @@ class PrecisionSpec(FrozenModel):
                 f"bits that a weight is gathered in should serve both passes; give {' or '.join(FP8_GATHERS)}"
             )
         return self
+
+    @property
+    def side_block(self) -> int:
+        """The number that divides the sides of the blocks' matrices on a rank."""
+        return self.qat_group if self.qat == "int4" else BLOCKS.get(self.compute, 1)
 
     @property
     def low(self) -> bool:

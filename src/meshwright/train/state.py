@@ -26,7 +26,7 @@ FREE = {
         "steps", "tokens", "stop_at", "log_every", "eval_every", "eval_tokens", "compile", "trackers",
         "offload", "offload_dir", "ema",
     },
-    "precision": {"loss_scale", "loss_scale_window", "fp8_gather"},
+    "precision": {"loss_scale", "loss_scale_window", "fp8_gather", "qat", "qat_group"},
 }  # fmt: skip
 """Keys that may differ between a checkpoint and the run that resumes from it."""
 

@@ -10,7 +10,6 @@ from typing import Any
 from meshwright.spec import Layout, MlaSpec, ModelSpec, MoeSpec, RunSpec
 from meshwright.spec.batch_warmup import one_step_each
 from meshwright.spec.parameters import parameters
-from meshwright.spec.precision import BLOCKS
 from meshwright.spec.stages import stages
 
 MOST_WORK = 2e9
@@ -43,7 +42,7 @@ def narrow(spec: RunSpec, most_work: float = MOST_WORK, least_tokens: int = 0) -
         cut = _narrow_cut([base + (stage < rest) for stage in range(count)])
     else:
         cut = _narrow_cut([len(stage.blocks) for stage in stages(spec.model, layout, spec.data.seq_len)])
-    unit, early = 2 * layout.cp * layout.tp * _block(spec), spec.train.batch_stages[:-1]
+    unit, early = 2 * layout.cp * layout.tp * spec.precision.side_block, spec.train.batch_stages[:-1]
     seq_len = _reduced(spec.data.seq_len, max(128, 16 * layout.cp), unit)
     counts = _growing([spec.at_step(stage.steps_before + 1).microbatches for stage in early], layout.pp)
     least = max(4, 2 * layout.pp, 1 + max(counts, default=0))
@@ -80,7 +79,7 @@ def narrow_for_all(spec: RunSpec, ranks: int) -> tuple[RunSpec, str | None]:
         return alone, None
     folded = ranks if spec.model.moe is not None else 1
     widest = Layout(dp=ranks, tp=ranks, ep=folded, etp=folded)  # what divides by its axes does so by all
-    seq_len = _reduced(spec.data.seq_len, 8 * ranks, 2 * ranks * _block(spec))
+    seq_len = _reduced(spec.data.seq_len, 8 * ranks, 2 * ranks * spec.precision.side_block)
     tree["model"] = _narrow_model(spec, widest, _reduced(spec.model.layers, 2 * ranks, ranks))
     if (window := spec.model.sliding_window) is not None and window < spec.data.seq_len:
         tree["model"]["sliding_window"] = min(window, max(1, seq_len // 4))
@@ -138,19 +137,14 @@ def _narrow_cut(blocks: Sequence[int]) -> list[int]:
     return cut
 
 
-def _block(spec: RunSpec) -> int:
-    """Divisor of the sides of matrices and of sequences on a rank, for the scales of low precision."""
-    return BLOCKS.get(spec.precision.compute, 1)
-
-
 def _narrow_model(spec: RunSpec, layout: Layout, layers: int) -> dict[str, object]:
-    model, block = spec.model, _block(spec)
+    model, block = spec.model, spec.precision.side_block
     kv_heads = _narrow_kv_heads(model, layout)
     heads = model.heads // model.kv_heads * kv_heads
     head_dim = min(model.head_dim, 8)
-    if spec.precision.low and model.mla is not None:
+    if block > 1 and model.mla is not None:
         head_dim = model.head_dim
-    elif spec.precision.low:
+    elif block > 1:
         head_dim = next(d for d in range(8, model.head_dim + 1, 2) if kv_heads * d // layout.tp % block == 0)
     ranks, experts = _kept_by(layout.shard_ranks), _kept_by(layout.expert_data_ranks) if model.moe else 1
     hidden = _reduced(model.hidden, min(64, max(16, heads * head_dim)), lcm(ranks, experts, block))
@@ -199,7 +193,7 @@ def _narrow_kv_heads(model: ModelSpec, layout: Layout) -> int:
 
 def _narrow_experts(spec: RunSpec, moe: MoeSpec, layout: Layout, layers: int) -> dict[str, object]:
     """As few experts as their groups, the expert ranks and each token's choice leave, with few channels."""
-    model, block = spec.model, _block(spec)
+    model, block = spec.model, spec.precision.side_block
     unit = lcm(moe.groups, layout.ep)
     needed = max(2 * moe.top_k, moe.groups * -(-moe.top_k // moe.top_groups), 2 * moe.groups, 2 * layout.ep)
     fewest = -(-needed // unit) * unit

@@ -10,8 +10,17 @@
                     (NVIDIA 2025); gradients are rounded stochastically; tokens of the gradient of a weight
                     are rotated
 
-A scale is the least power of two at which the largest number fits. Tensor ranks that split the summed dim of
-a product have each its own scale in a row of fp8-rowwise.
+With `precision.qat` weights are rounded, whatever the format, and gradients pass through the rounding:
+
+    int8            codes from -128 to 127, and a scale in bf16 for a row
+    int4            codes from -8 to 7, and a scale in bf16 for a group of a row
+    int8-dynamic    int8, and tokens likewise with scales in fp32
+    fp8             e4m3 with a scale for a row, and tokens likewise
+
+The largest number of those is the middle of the two ends of the codes times the scale.
+
+In the other recipes a scale is the least power of two at which the largest number fits. Tensor ranks that
+split the summed dim of a product have each its own scale in a row of fp8-rowwise.
 
 Shapes: N tokens, O outputs, I inputs.
 """
@@ -48,6 +57,7 @@ class ReferenceLinears:
     def __init__(self, spec: RunSpec) -> None:
         precision, layout = spec.precision, spec.layout
         self.recipe = precision.compute
+        self.qat, self.group = precision.qat, precision.qat_group
         self.gradients = precision.fp8_gradients or ("e5m2" if self.recipe == "fp8" else "e4m3")
         self.window = precision.amax_history
         self.seen: dict[tuple[str, str], float] = {}
@@ -74,6 +84,11 @@ class ReferenceLinears:
 
     def __call__(self, name: str, x: Tensor, weight: Tensor) -> Tensor:
         """x (..., I) by the matrix (O, I) of this name: (..., O)."""
+        if self.qat is not None:
+            if self.qat in ("int8-dynamic", "fp8"):
+                x = straight_through(x, self.qat, x.shape[-1], torch.float32)
+            columns = self.group if self.qat == "int4" else weight.shape[-1]
+            return x @ straight_through(weight, self.qat, columns, torch.bfloat16).T
         if self.recipe in ("fp64", "fp32", "bf16", "fp16"):
             return x @ weight.T
         y: Tensor = _Linear.apply(x.flatten(0, -2), weight, name, self)
@@ -130,6 +145,21 @@ class ReferenceLinears:
         if self.recipe == "fp8-rowwise" or (".experts." in name and self.recipe != "fp8"):
             return x
         return self.rounded(rotated(x) if self.recipe == "nvfp4" else x, kind, name, 0, 1)
+
+
+def straight_through(x: Tensor, recipe: str, columns: int, scales: torch.dtype) -> Tensor:
+    """Rows rounded with a scale for so many columns, whose gradient is that of the rows as they are."""
+    parts = x.detach().float().reshape(-1, columns)
+    low, high = {"int8": (-128, 127), "int8-dynamic": (-128, 127), "int4": (-8, 7), "fp8": (-448, 448)}[
+        recipe
+    ]
+    scale = (parts.abs().amax(1, keepdim=True) / ((high - low) / 2)).to(scales).float()
+    scale = scale.clamp(min=2.0**-126)
+    if recipe == "fp8":
+        codes = (parts / scale).clamp(low, high).to(torch.float8_e4m3fn).float()
+    else:
+        codes = (parts * (1 / scale)).round().clamp(low, high)
+    return x + ((codes * scale).view(x.shape).to(x) - x).detach()
 
 
 class _Linear(torch.autograd.Function):

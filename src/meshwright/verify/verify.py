@@ -148,9 +148,10 @@ def exact(spec: RunSpec, steps: int) -> RunSpec:
     if spec.precision.low:
         tree["precision"]["high"] = "fp64"
     else:
-        tree["precision"] = {"compute": "fp64", "master": spec.precision.master}
-    kept = {key: tree["data"][key] for key in ("seq_len", "pack", "document_mask")}
-    tree["data"] = {"corpus": "synthetic", **kept}
+        kept = ("master", "qat", "qat_group")
+        tree["precision"] = {"compute": "fp64"} | {key: tree["precision"][key] for key in kept}
+    data = {key: tree["data"][key] for key in ("seq_len", "pack", "document_mask")}
+    tree["data"] = {"corpus": "synthetic", **data}
     total = max(spec.train.total_steps, steps)
     tree["train"] |= {"compile": False, "steps": total, "tokens": None, "stop_at": None}
     sizes = [size for size, _ in spec.train.batch_warmup]
