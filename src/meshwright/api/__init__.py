@@ -43,6 +43,8 @@ from meshwright.api.sweeps import sweep as sweep
 from meshwright.api.sweeps import sweep_worker as sweep_worker
 from meshwright.api.verify_runs import verify as verify
 from meshwright.api.verify_runs import verify_worker as verify_worker
+from meshwright.api.weights import average as average
+from meshwright.api.weights import merge as merge
 from meshwright.planner.plan import Plan as Plan
 from meshwright.planner.plan import Plans as Plans
 from meshwright.planner.plan import estimate as estimate

@@ -45,7 +45,7 @@ class HfWeights:
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
         self._folder, self._spec = folder, spec
-        self._shapes = _shapes(spec)
+        self._shapes = tensor_shapes(spec)
         self._files = _headers(folder)
         config = read_json_object(folder / "config.json", "model.hf")
         stacked = any(name.endswith(".experts.gate_up_proj") for name in self._files)
@@ -117,7 +117,7 @@ class HfWeights:
         return self._spec.family == "deepseek_v3" and f"{layer}.eh_proj.weight" in self._files
 
 
-def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return the shapes of `Decoder.tensors()`, without a decoder: a config.json may ask for any size."""
     shapes = {each.name: each.shape for unit in parameters(spec).values() for each in unit}
     if spec.moe is not None and spec.moe.bias:
@@ -213,7 +213,7 @@ def export_hf(
     folder = Path(folder)
     try:
         with atomic.folder(folder) as unfinished:
-            shapes = _shapes(spec)
+            shapes = tensor_shapes(spec)
             given = {name: tensor.shape for name, tensor in tensors.items()}
             _check_tensors("export: the decoder", shapes.items(), given)
             dtype = dtype or tensors["embed.weight"].dtype

@@ -25,6 +25,7 @@ from meshwright.cli import (
     train,
     validate,
     verify,
+    weights,
 )
 from meshwright.cli import help as helps
 from meshwright.cli import spec as specs
@@ -41,7 +42,8 @@ VERBS: tuple[Verb, ...] = (
     plan.plan, simulate.simulate, plan.explain, dryrun.dryrun, goodput.goodput, validate.validate,
     chaos.chaos,
     hardware.profile, hardware.clusters,
-    models.generate, models.export, models.import_hf, models.checkpoint_ls, models.checkpoint_verify,
+    models.generate, models.export, models.import_hf, weights.average, weights.merge,
+    models.checkpoint_ls, models.checkpoint_verify,
     specs.show_spec, specs.show_schema, specs.check, specs.presets,
 )  # fmt: skip
 _HELP = ("-h", "--help")

@@ -43,7 +43,8 @@ class Flag:
 class Argument:
     """A positional argument, such as RUN or FOLDER; with `keys`, the run's keys may be given as flags.
 
-    Help lists those in `listed`, by default all.
+    Help lists those in `listed`, by default all. The last may be `repeated`: it takes all words
+    that are left.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Argument:
     required: bool = True
     keys: bool = False
     listed: Sequence[str] = ()
+    repeated: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class Verb:
     def usage(self) -> str:
         """Usage in one line: the verb and its arguments."""
         words = [argument.name if argument.required else f"[{argument.name}]" for argument in self.arguments]
+        words += [f"[{argument.name} ...]" for argument in self.arguments if argument.repeated]
         words += [f"--{flag.name} {flag.value}" for flag in self.flags if flag.required]
         words += ["[--TABLE.KEY VALUE ...]"] if self.keys else []
         words += ["[FLAGS]"] if any(not flag.required for flag in self.flags) else []
@@ -143,6 +146,11 @@ positive = _reader(float, lambda value: 0 < value < math.inf, "a number above 0 
 
 fraction = _reader(float, lambda value: 0 < value <= 1, "a number above 0 and at most 1 is needed")
 """Reader of numbers within (0, 1]."""
+
+
+def several(read: Callable[[str], T]) -> Callable[[str], tuple[T, ...]]:
+    """Return a reader of values with commas between them, each of which `read` reads."""
+    return lambda text: tuple(read(part.strip()) for part in text.split(","))
 
 
 def tokens(unit: int = 1000) -> Callable[[str], int]:
@@ -203,24 +211,25 @@ def parse(verb: Verb, words: Sequence[str]) -> Call:
         if not word.startswith("--"):
             hint = did_you_mean(word[1:], [flag.name for flag in verb.flags])
             raise UserError(f"{word}: flags start with two dashes{hint}")
-        many = any(flag.name == name and flag.repeated for flag in verb.flags)
-        if (name in given and not many) or name in overrides:
+        listed = any(flag.name == name and flag.repeated for flag in verb.flags)
+        if (name in given and not listed) or name in overrides:
             raise UserError(f"--{name}: is given twice; give it once")
         if "." in name:
             overrides[name] = _key_value(verb, name, text if equals else None, queue)
         else:
             value = _flag_value(verb, name, text if equals else None, queue)
-            given[name] = [*given.get(name, ()), value] if many else value
+            given[name] = [*given.get(name, ()), value] if listed else value
     for flag in verb.flags:
         if flag.required and flag.name not in given:
             raise UserError(f"--{flag.name}: is missing; give --{flag.name} {flag.value} ({flag.summary})")
-    for argument, place in zip(verb.arguments, places, strict=False):
-        user_path(place, argument.name)
+    many = bool(verb.arguments) and verb.arguments[-1].repeated
+    for number, place in enumerate(places[: None if many else len(verb.arguments)]):
+        user_path(place, verb.arguments[min(number, len(verb.arguments) - 1)].name)
     needed = sum(argument.required for argument in verb.arguments)
     if len(places) < needed:
         missing = verb.arguments[len(places)]
         raise UserError(f"{missing.name}: is missing ({missing.summary}); usage: {verb.usage}")
-    if len(places) > len(verb.arguments):
+    if len(places) > len(verb.arguments) and not many:
         extra = places[len(verb.arguments)]
         raise UserError(f"'{extra}': is one word too many; usage: {verb.usage}")
     defaults = {flag.name: flag.default if flag.read else False for flag in verb.flags}

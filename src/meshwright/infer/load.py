@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshwright import atomic
 from meshwright.checkpoint.hf import import_hf
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.tokenizer import file_sha256
@@ -53,22 +54,15 @@ def load_tensors(
 ) -> None:
     """Fill parameters and routers' biases by name from the run's newest whole checkpoint, of any layout.
 
-    All ranks call this, each with what it holds. Raises `UserError` if the run's record describes another
-    model than the checkpoint (it has no hash, and a changed constant would compute other text), if the run's
-    tokenizer is not the one that the checkpoint was trained with, and if a parameter is not finite.
+    All ranks call this, each with what it holds. Raises `UserError` as `check_state` does, and if a parameter
+    is not finite.
     """
     folder = spec.checkpoint.folder(run)
     if not folder.is_dir():
         raise UserError(f"{run}: has no checkpoint yet ({folder} is not there); train it first")
 
     def check(state: dict[str, Any]) -> None:
-        check_fields(state, folder)
-        check_same_model(spec, state, str(run))
-        if average and not has_average(state):
-            raise UserError(
-                f"--weights: 'ema' needs a moving average of the weights, which the checkpoint of step "
-                f"{state['step']} in {folder} lacks; give 'trained', or train on with --train.ema 0.999"
-            )
+        check_state(run, spec, state, average)
 
     kind = "ema" if average else "model"
     tensors = {f"{kind}/{name}": tensor for name, tensor in parameters.items()}
@@ -78,29 +72,44 @@ def load_tensors(
         state = store.load(None, tensors, check)
     for warning in store.warnings:
         warnings.warn(warning, stacklevel=2)
-    _check_tokenizer(run, state)
 
-    def check_finite() -> None:
+    def check_values() -> None:
         for name, tensor in {**parameters, **biases}.items():
             if isinstance(tensor, UnpaddedDTensor):
                 tensor = tensor.padded
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if not torch.isfinite(local).all():
-                raise NumericalError(
-                    f"{run}: the parameter {name} has values that are not finite in the checkpoint of step "
-                    f"{state['step']}; go on from an earlier one with `meshwright train {run} --resume STEP`"
-                )
+            check_finite(run, state, name, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
-    ranks.together(check_finite)
+    ranks.together(check_values)
 
 
-def _check_tokenizer(run: Path, state: dict[str, Any]) -> None:
-    """Raise `UserError` for a tokenizer.json that is not the one of the checkpoint; old ones do not say."""
+def check_state(run: Path, spec: RunSpec, state: dict[str, Any], average: bool) -> None:
+    """Raise `UserError` unless a checkpoint of this state holds the weights that the run's record describes.
+
+    A record has no hash, and a changed constant would compute other text; so would another tokenizer than the
+    one that the checkpoint was trained with. `average` asks for a moving average of the weights.
+    """
+    folder = spec.checkpoint.folder(run)
+    check_fields(state, folder)
+    check_same_model(spec, state, str(run))
+    if average and not has_average(state):
+        raise UserError(
+            f"--weights: 'ema' needs a moving average of the weights, which the checkpoint of step "
+            f"{state['step']} in {folder} lacks; give 'trained', or train on with --train.ema 0.999"
+        )
     file, trained_with = run / "tokenizer.json", state.get("tokenizer_sha256")
     if trained_with is not None and file.is_file() and file_sha256(file) != trained_with:
         raise UserError(
             f"{file}: is not the tokenizer that the checkpoint of step {state['step']} was trained with; put "
             "that one back"
+        )
+
+
+def check_finite(run: Path, state: dict[str, Any], name: str, values: Tensor) -> None:
+    """Raise `NumericalError` if values of a parameter in a checkpoint of this state are not finite."""
+    if not torch.isfinite(values).all():
+        raise NumericalError(
+            f"{run}: the parameter {name} has values that are not finite in the checkpoint of step "
+            f"{state['step']}; go on from an earlier one with `meshwright train {run} --resume STEP`"
         )
 
 
@@ -111,11 +120,9 @@ def import_run(folder: Path, out: Path) -> None:
     tokenizer's files and generation_config.json come along. Raises `UserError`, also when `out` holds a run
     or cannot be written, and for a file that is a link out of the folder.
     """
-    if (out / "run.json").exists():
-        raise UserError(f"--out: {out} already holds a run; give another --out")
+    check_new(out)
     check_within(folder / "config.json", folder, "import")
-    beside, given = side_files(folder, "import"), folder / "tokenizer.json"
-    tokenizer = file_sha256(given) if given.is_file() else None
+    beside = side_files(folder, "import")
     model, weights = import_hf(folder)
     tensors: dict[str, Tensor] = {}
     dtypes: set[torch.dtype] = set()
@@ -123,32 +130,57 @@ def import_run(folder: Path, out: Path) -> None:
         is_bias = name.endswith(".router.bias")  # a router's own, in fp32 whatever the weights are
         dtypes |= set() if is_bias else {value.dtype}
         exact = value.dtype is torch.float64 and not is_bias
-        tensors[f"model/{name}"] = value if exact else value.float()
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        copy_side_files(beside, folder, out)
-        spec = _imported_spec(model, out, dtypes)
-        store = CheckpointStore(spec.checkpoint.folder(out), keep=1)
-        store.save(0, tensors, imported_state(spec, tokenizer))
-        store.close()
-        record = json.dumps({"spec": spec.to_json(), "imported": str(folder)})
-        (out / "run.json").write_text(record, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--out: {out} cannot be written ({error.strerror}); give another --out") from error
-
-
-def _imported_spec(model: ModelSpec, out: Path, dtypes: set[torch.dtype]) -> RunSpec:
-    """Return a run of `model` with default settings, the tokenizer in `out`, and a length that it takes.
-
-    It computes in float64 where the weights have that type.
-    """
+        tensors[name] = value if exact else value.float()
     length = DataSpec().seq_len
     if model.position == "learned":
         length = min(length, model.max_seq_len)
-    data: dict[str, object] = {"seq_len": length}
-    if (out / "tokenizer.json").is_file():
-        data["tokenizer"] = str((out / "tokenizer.json").resolve())
-    tree: dict[str, object] = {"model": {**model.model_dump(mode="json"), "hf": None}, "data": data}
-    if dtypes == {torch.float64}:
-        tree["precision"] = {"compute": "fp64"}
-    return RunSpec.model_validate({**tree, "train": {"batch_tokens": 16 * length}})
+    origin = {"imported": str(folder)}
+    write_run(out, model, tensors, {"seq_len": length}, beside, folder, origin, dtypes == {torch.float64})
+
+
+def check_new(out: Path) -> None:
+    """Raise `UserError` unless the folder that `--out` names is new or empty."""
+    if (out / "run.json").exists():
+        raise UserError(f"--out: {out} already holds a run; give another --out")
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"--out: {out} exists and is not an empty folder; give another --out")
+
+
+def write_run(
+    out: Path,
+    model: ModelSpec,
+    tensors: Mapping[str, Tensor],
+    data: Mapping[str, Any],
+    beside: Sequence[Path],
+    folder: Path,
+    origin: Mapping[str, Any],
+    exact: bool,
+) -> None:
+    """Write a run's folder with one checkpoint, of step 0, that holds weights and nothing else.
+
+    `tensors` are the parameters and routers' biases by name, in float32, or in float64 if `exact`, whose run
+    computes in that precision. `data` are keys of the run's `data`, besides its tokenizer; `beside` are files
+    of `folder` to copy, and `origin` is noted in run.json. The folder appears by one rename. Raises
+    `UserError` if `out` cannot be written.
+    """
+    given, tokenizer = folder / "tokenizer.json", None
+    if given in beside:
+        data, tokenizer = {**data, "tokenizer": str((out / given.name).resolve())}, file_sha256(given)
+    tree = {
+        "model": {**model.model_dump(mode="json"), "hf": None},
+        "data": dict(data),
+        "train": {"batch_tokens": 16 * int(data["seq_len"])},
+        **({"precision": {"compute": "fp64"}} if exact else {}),
+    }
+    spec = RunSpec.model_validate(tree)
+    try:
+        with atomic.folder(out) as unfinished:
+            copy_side_files(beside, folder, unfinished)
+            store = CheckpointStore(spec.checkpoint.folder(unfinished), keep=1)
+            named = {f"model/{name}": tensor for name, tensor in tensors.items()}
+            store.save(0, named, imported_state(spec, tokenizer))
+            store.close()
+            record = json.dumps({"spec": spec.to_json(), **origin})
+            (unfinished / "run.json").write_text(record, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out: {out} cannot be written ({error.strerror}); give another --out") from error
