@@ -1,10 +1,14 @@
 """Tokens a second of greedy generation beside transformers' `generate`, in turns, on this machine.
 
     python bench/generation.py [--preset small] [--prompt 64] [--new 64] [--batch 1,16] [--rounds 5]
-        [--dtype float32]
+        [--dtype float32] [--run RUN --text FILE] [--lookup N]
 
-One model with random weights, exported and opened by both, on one device. Each round takes both in
-turns; printed is a JSON object for each batch: the median tokens a second of each, and their ratio.
+One model, exported and opened by both, on one device: a preset with random weights and prompts of random
+tokens, or that of a run, which continues parts of a text. Each round takes both in turns, on prompts of its
+own. Printed is a JSON object for each batch: the median tokens a second of both, the median ratio of seconds
+and that of seconds of processors, which other programs of a busy machine change less, the share of
+continuations that are the same, and how many tokens a row gets in a turn of ours. With `--lookup` both read
+ahead; transformers does so for one prompt only.
 """
 
 from __future__ import annotations
@@ -14,25 +18,43 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from meshwright.checkpoint.hf import export_hf, load_hf
+from meshwright.data.tokenizer import Tokenizer
 from meshwright.infer import generate
+from meshwright.infer.forward import StageForward
+from meshwright.infer.load import load_run
 from meshwright.infer.packed_linears import pack_linears
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
 from meshwright.spec import load
 
 
-def seconds(run: Callable[[], object]) -> float:
-    """Seconds that a call takes."""
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
+def seconds(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float, float]:
+    """The result of a call, the seconds that it takes, and those of processors."""
+    began = time.perf_counter(), time.process_time()
+    found = run()
+    return found, time.perf_counter() - began[0], time.process_time() - began[1]
+
+
+def median_ratio(ours: list[float], theirs: list[float]) -> float:
+    """The median over rounds of how many times as long theirs took."""
+    return statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+
+
+def prompts(run: Path, text: Path, batch: int, length: int) -> torch.Tensor:
+    """Tokens (batch, length) of parts of a text that are as far from each other as they can be."""
+    tokens = Tokenizer.open(run / "tokenizer.json").encode(text.read_text(encoding="utf-8"))
+    step = (len(tokens) - length) // batch
+    parts = [[int(token) for token in tokens[row * step :][:length]] for row in range(batch)]
+    return torch.tensor(parts)
 
 
 def main() -> None:
@@ -43,34 +65,62 @@ def main() -> None:
     parser.add_argument("--batch", default="1,16", help="prompts at a time")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--run", type=Path, help="the folder of a run, in place of a preset")
+    parser.add_argument("--text", type=Path, help="what the prompts are parts of, with --run")
+    parser.add_argument("--lookup", type=int, default=0, help="most tokens that a turn reads ahead")
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
-    spec = load(None, [("model.preset", options.preset)]).model
+    if options.run is None:
+        spec = load(None, [("model.preset", options.preset)]).model
+        decoder = init_whole_(Decoder(spec), seed=0)
+    else:
+        decoder = load_run(options.run)
+        spec = decoder.spec
     with TemporaryDirectory() as folder:
-        export_hf(Path(folder) / "hf", spec, init_whole_(Decoder(spec), seed=0).tensors(), dtype=dtype)
+        export_hf(Path(folder) / "hf", spec, decoder.tensors(), dtype=dtype)
         ours = pack_linears(load_hf(Path(folder) / "hf", dtype))
         theirs = AutoModelForCausalLM.from_pretrained(Path(folder) / "hf", dtype=dtype).eval()
     for batch in map(int, options.batch.split(",")):
-        draw = torch.Generator().manual_seed(0)
-        tokens = torch.randint(0, spec.vocab_size, (batch, options.prompt), generator=draw)
+        count = batch * options.rounds
+        if options.run is None:
+            draw = torch.Generator().manual_seed(0)
+            every = torch.randint(0, spec.vocab_size, (count, options.prompt), generator=draw)
+        else:
+            every = prompts(options.run, options.text, count, options.prompt)
         length = {"min_new_tokens": options.new, "max_new_tokens": options.new}
-        runs: dict[str, Callable[[], torch.Tensor]] = {
-            "meshwright": lambda tokens=tokens: generate(ours, tokens, options.new),
-            "transformers": lambda tokens=tokens, length=length: theirs.generate(
+        if options.lookup:
+            length["prompt_lookup_num_tokens"] = options.lookup
+        runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+            "meshwright": lambda tokens: generate(ours, tokens, options.new, lookup=options.lookup),
+            "transformers": lambda tokens, length=length: theirs.generate(
                 tokens, attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=0, **length
             )[:, options.prompt :],
         }
-        found = {name: run() for name, run in runs.items()}  # also warms both up
         took: dict[str, list[float]] = {name: [] for name in runs}
-        for _ in range(options.rounds):
+        busy: dict[str, list[float]] = {name: [] for name in runs}
+        same, turns, turn = 0, 0, StageForward.__call__
+        for tokens in (every[:batch], *every.split(batch)):  # the first also warms both up
+            found = []
             for name, run in runs.items():
-                took[name].append(seconds(run))
-        rates = {name: batch * options.new / statistics.median(times) for name, times in took.items()}
-        ratio = statistics.median(b / a for a, b in zip(*took.values(), strict=True))
-        same = bool(torch.equal(found["meshwright"], found["transformers"]))
-        print(
-            json.dumps({"batch": batch, "tokens_per_second": rates, "ratio": ratio, "same": same}), flush=True
-        )
+                with patch.object(StageForward, "__call__", autospec=True, side_effect=turn) as called:
+                    new, wall, processors = seconds(partial(run, tokens))
+                found.append(new)
+                took[name].append(wall)
+                busy[name].append(processors)
+                turns += called.call_count
+            same += int((found[0] == found[1]).all(1).sum())
+        ours_took, theirs_took = (times[1:] for times in took.values())
+        row: dict[str, object] = {
+            "batch": batch,
+            "tokens_per_second": [
+                batch * options.new / statistics.median(times) for times in (ours_took, theirs_took)
+            ],
+            "ratio": median_ratio(ours_took, theirs_took),
+            "cpu_ratio": median_ratio(*(times[1:] for times in busy.values())),
+            "same": same / (batch + count),
+            "tokens_per_turn": options.new * (1 + options.rounds) / turns,
+        }
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

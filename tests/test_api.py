@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,6 +111,18 @@ def test_a_layout_of_its_own_generates_the_same_text(
     assert capfd.readouterr().out == ""
     with pytest.raises(UserError, match="is an HF folder, which has one set of weights"):
         api.generate(tmp_path / "hf", prompts, weights="ema", layout=layout)
+
+
+def test_a_closed_pipe_ends_the_ranks_of_a_generation_quietly(run: Path) -> None:
+    words = f"{sys.executable} -m meshwright generate {run} --layout.tp 2 --prompt document"
+    script = f"{words} --max-new-tokens 200 | head -c 1 > /dev/null; exit ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_more_ranks_than_a_host_has_memory_for_is_one_sentence(run: Path) -> None:
+    with pytest.raises(UserError, match=r"1000000 ranks on one host: .* give fewer ranks"):
+        api.generate(run, "document", layout={"layout.dp": 1_000_000})
 
 
 def test_prompts_and_their_continuations_are_files(run: Path, tmp_path: Path) -> None:

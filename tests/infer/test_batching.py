@@ -5,12 +5,13 @@ from __future__ import annotations
 from unittest.mock import patch
 
 import pytest
+import torch
 from test_generate import make
 
 from meshwright.infer import batching
 from meshwright.infer.batching import Batching, Request
 from meshwright.infer.generate import continue_requests
-from meshwright.infer.paged_cache import PageTable
+from meshwright.infer.paged_cache import PagedCache, PageTable, Run, places
 from meshwright.infer.sampling import Sampling
 from meshwright.spec import UserError
 
@@ -57,3 +58,16 @@ def test_pages_come_back_and_none_is_had_twice() -> None:
     assert not table.grow(second, 17) and len(second) == 1
     table.release(first)
     assert table.grow(second, 64) and len(set(second)) == 4
+
+
+def test_pages_of_rows_that_are_evenly_spaced_are_read_where_they_lie() -> None:
+    """And hold the same as a copy of the same pages, for rows that are not."""
+    attention = make("llama").blocks[0].get_submodule("attn")
+    cache = PagedCache(attention, 9, torch.zeros(0, dtype=torch.float64))
+    x = torch.randn(2, 20, 4, 16, dtype=torch.float64)
+    for rows, even in (([[2, 3], [5, 6]], True), ([[5, 6], [2, 3]], False), ([[2, 4], [5, 7]], False)):
+        for first, count in ((0, 18), (18, 2)):
+            cache.places = places(rows, [first] * 2, count, torch.device("cpu"))
+            found = cache.store(x[:, first : first + count])
+        assert isinstance(cache.places.read, Run) == even
+        assert torch.equal(found, x)

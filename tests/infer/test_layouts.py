@@ -73,12 +73,14 @@ def their_tokens(theirs: Any, prompt: list[int]) -> list[int]:
     return found
 
 
-def continued(mesh: Mesh, spec: RunSpec, run: Path, sampling: Sampling) -> dict[int, list[int]]:
+def continued(
+    mesh: Mesh, spec: RunSpec, run: Path, sampling: Sampling, lookup: int = 0
+) -> dict[int, list[int]]:
     """The new tokens of this data rank's prompts, at most three of them at a time."""
     decoder, part = load_sharded(run, load(run), spec, mesh)
     requests = [Request(number, prompt, NEW) for number, prompt in enumerate(PROMPTS)]
     own = requests[mesh.data_rank :: spec.layout.data_ranks]
-    continue_requests(decoder, own, sampling, None, 3, part=part)
+    continue_requests(decoder, own, sampling, None, 3, lookup=lookup, part=part)
     return {request.number: request.new for request in own}
 
 
@@ -125,6 +127,12 @@ def test_draws_do_not_depend_on_the_layout(ranks: Ranks, families: Any, layout: 
     alone = on_layout(ranks, run, {}, sampling)
     assert alone != greedy
     assert on_layout(ranks, run, LAYOUTS[layout], sampling) == alone
+
+
+@pytest.mark.parametrize(("case", "layout"), [("llama", "tp=2 pp=2"), ("deepseek_v3", "dp=2 pp=3 ep=2")])
+def test_guesses_change_no_token_on_a_layout(ranks: Ranks, families: Any, case: str, layout: str) -> None:
+    run, theirs = families(case)
+    assert on_layout(ranks, run, LAYOUTS[layout], Sampling(), 3) == theirs
 
 
 def test_a_folder_whose_positions_are_few_takes_a_layout(families: Any) -> None:

@@ -48,9 +48,10 @@ class Generation:
     weights: str = "trained"
     batch: int = 16
     cache_tokens: int | None = None
+    lookup: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("max_new_tokens", 0), ("batch", 1), ("cache_tokens", 1)):
+        for name, least in (("max_new_tokens", 0), ("batch", 1), ("cache_tokens", 1), ("lookup", 0)):
             value = getattr(self, name)
             if value is not None and not (type(value) is int and least <= value <= MOST_TOKENS):
                 raise UserError(
@@ -74,8 +75,9 @@ def generate(run: Path, prompt: str | Sequence[str], *, layout: Axes = (), **opt
     `layout` is such as {"layout.tp": 2}, or a list of such pairs, whatever layout trained the model; its
     ranks are started. The options are `max_new_tokens` (128), `temperature` (0 takes the likeliest token),
     `top_k`, `top_p`, `seed`, `weights` ('ema' takes the moving average of a run's), `batch` (16: the most
-    prompts that are continued at a time on a data rank) and `cache_tokens` (the most tokens of these whose
-    keys and values are kept at a time). Raises `UserError` if the folder has no model or tokenizer.
+    prompts that are continued at a time on a data rank), `cache_tokens` (the most tokens of these whose keys
+    and values are kept at a time) and `lookup` (the most tokens that a turn reads ahead). Raises `UserError`
+    if the folder has no model or tokenizer.
     """
     run, how = Path(run), Generation(**options)
     rows: list[Row] = [{"prompt": text} for text in ([prompt] if isinstance(prompt, str) else prompt)]
@@ -179,7 +181,7 @@ def generate_worker(
         stream = _Stream(tokenizer, given, on_text) if on_text is not None else None
         continue_requests(
             decoder, own, sampling, tokenizer.vocab_size, how.batch,
-            cache_tokens=how.cache_tokens, show=stream, part=part,
+            cache_tokens=how.cache_tokens, lookup=how.lookup, show=stream, part=part,
         )  # fmt: skip
         new = {request.number: request.new for request in own}
         if mesh is not None:

@@ -14,6 +14,18 @@ from meshwright.report.record import RUN, read_run
 from meshwright.spec import UserError
 from meshwright.spec.errors import Stopped
 
+NO_READER = 141
+"""Exit code where the reader of standard output has closed it: 128 + SIGPIPE, as of `yes | head`."""
+
+
+@contextmanager
+def stopped_without_reader() -> Iterator[None]:
+    """Block that prints as a rank: it raises `Stopped` with `NO_READER` where nobody reads any more."""
+    try:
+        yield
+    except BrokenPipeError as error:
+        raise Stopped("the reader of standard output has closed it", NO_READER) from error
+
 
 @dataclass
 class Ending:

@@ -29,6 +29,7 @@ from meshwright.cli import (
 )
 from meshwright.cli import help as helps
 from meshwright.cli import spec as specs
+from meshwright.cli.ending import NO_READER
 from meshwright.cli.parser import Verb, parse
 from meshwright.launch.child import leave
 from meshwright.launch.env import SUPERVISOR
@@ -78,11 +79,12 @@ def run() -> None:
     except KeyboardInterrupt as error:
         record(error)
         code = exit_code(error)
-        print(f"meshwright: {str(error) or 'stopped by SIGINT'}", file=sys.stderr)
+        if code != NO_READER:
+            print(f"meshwright: {str(error) or 'stopped by SIGINT'}", file=sys.stderr)
     except OSError as error:
         if not _output_fails():
             raise
-        code = 141  # 128 + SIGPIPE: the reader closed the pipe, as in `meshwright spec schema | head`
+        code = NO_READER  # as in `meshwright spec schema | head`
         if not isinstance(error, BrokenPipeError):
             output.error(
                 f"standard output: cannot be written ({error.strerror}); give it space, or another file"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 from meshwright.cli import output as show
+from meshwright.cli.ending import stopped_without_reader
 from meshwright.cli.parser import (
     JSON,
     Argument,
@@ -44,6 +46,7 @@ _CHECKPOINTS = Argument("DIR", "the folder of a run, or of its checkpoints")
     Flag("top-p", "draw from the likeliest tokens that add up to P", "P", fraction),
     Flag("seed", "seed of the draws", "N", whole(0), default=0),
     Flag("batch", "most prompts that are continued at a time on a data rank", "N", whole(1), default=16),
+    Flag("lookup", "most tokens that a turn guesses from earlier text", "N", whole(0), default=0),
     Flag("cache-tokens", "most tokens whose keys and values are kept at a time", "N", whole(1)),
     _WEIGHTS,
     JSON,
@@ -71,21 +74,27 @@ def generate(call: Call) -> None:
         api.start_generation(run, words, how, call.overrides, ranks, given)
     else:
         streams = prompt is not None and not call.json
-        told = api.generate_worker(run, rows, how, call.overrides, _tell if streams else None)
+        launched = place is not None and place.launched
+        tell = _tell_as_rank if launched else _tell
+        told = api.generate_worker(run, rows, how, call.overrides, tell if streams else None)
         if place is not None and place.rank:
             return
-        if streams:
-            print(flush=True)
-        elif out is None:
-            print("\n".join(json.dumps(row) for row in told), flush=True)
-        else:
+        if out is not None:
             api.write_rows(out, told)
+        else:
+            with stopped_without_reader() if launched else nullcontext():
+                print("" if streams else "\n".join(json.dumps(row) for row in told), flush=True)
     if out is not None and (place is None or not place.launched):
         show.result(call, {"prompts": len(rows), "out": str(out)})
 
 
 def _tell(_number: int, text: str) -> None:
     show.prose(text, end="")
+
+
+def _tell_as_rank(number: int, text: str) -> None:
+    with stopped_without_reader():
+        _tell(number, text)
 
 
 @verb(

@@ -1,6 +1,7 @@
 """Continuous batching: requests join and leave the batch between tokens (Yu et al. 2022, Orca).
 
 A turn is one forward: prompts of equal lengths, or a part of one, or the next token of all that have begun.
+With lookup, it also reads tokens that may follow (`lookup.py`), and those that do follow save turns.
 Where pages run out, the request that began last gives its own back, and reads its prompt and its tokens again
 later (Kwon et al. 2023, recomputation).
 """
@@ -11,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from meshwright.infer.lookup import Lookup
 from meshwright.infer.paged_cache import SCRATCH, PageTable
 
 MOST_PROMPT_TOKENS = 2048
@@ -26,6 +28,7 @@ class Request:
     most: int
     stop_id: int | None = None
     new: list[int] = field(default_factory=list)
+    lookup: Lookup = field(default_factory=Lookup)
     pages: list[int] = field(default_factory=list)
     cached: int = 0
     """Tokens whose keys and values are in the pages."""
@@ -56,32 +59,40 @@ class Turn:
     """One forward of the decoder over B rows of T tokens each.
 
     `pages` and `first` are the pages of each row's sequence, and the position of its first token.
-    `requests` number those whose next token is to be chosen, one for each row, or none.
+    `requests` number those whose next tokens are to be chosen, one for each row, or none: those that follow
+    each of a row's last `chosen` tokens.
     """
 
     tokens: list[list[int]]
     pages: list[list[int]]
     first: list[int]
     requests: list[int]
+    chosen: int = 1
 
     @property
     def positions(self) -> list[int]:
-        """Where each row's next token will stand."""
-        return [first + len(row) for first, row in zip(self.first, self.tokens, strict=True)]
+        """Where the tokens that are chosen will stand, row by row."""
+        ends = [first + len(row) for first, row in zip(self.first, self.tokens, strict=True)]
+        return [end - before for end in ends for before in reversed(range(self.chosen))]
 
 
 IDLE = Turn([[0]], [[SCRATCH]], [0], [])
 """The turn of a rank without requests, while others of its experts have some."""
 
-Forward = Callable[[Turn], list[int]]
-"""Runs a turn, and returns the next token of each row if they are to be chosen."""
+Forward = Callable[[Turn], list[list[int]]]
+"""Runs a turn, and returns the tokens that are chosen for each row, if any are to be."""
 
 
 class Batching:
     """Requests under way, and those that wait."""
 
-    def __init__(self, forward: Forward, table: PageTable, most_rows: int) -> None:
-        self.forward, self.table, self.most_rows = forward, table, most_rows
+    def __init__(
+        self, forward: Forward, table: PageTable, most_rows: int, reserve: bool = False, lookup: int = 0
+    ) -> None:
+        """`reserve` takes the pages of all tokens that a request may have when it joins, so that they follow
+        each other; `table` must hold them. `lookup` is the most tokens that a turn reads ahead."""
+        self.forward, self.table, self.most_rows, self.reserve = forward, table, most_rows, reserve
+        self.lookup = lookup
         self.waiting: deque[Request] = deque()
         self.active: list[Request] = []
         self._pressed = False
@@ -96,9 +107,15 @@ class Batching:
         self.waiting += (request for request in requests if not request.ended)
         while together(bool(self.waiting or self.active)):
             turn, rows = self._next()
-            for request, token in zip(rows, self.forward(turn), strict=False):
-                request.new.append(token)
-                yield request
+            for request, read, chosen in zip(rows, turn.tokens, self.forward(turn), strict=False):
+                ahead = read[len(read) - turn.chosen + 1 :]
+                request.cached -= len(ahead)
+                for token, guessed in zip(chosen, [*ahead, None], strict=True):
+                    request.new.append(token)
+                    yield request
+                    if request.ended or token != guessed:
+                        break
+                    request.cached += 1
             for request in [request for request in self.active if request.ended]:
                 self.active.remove(request)
                 self.table.release(request.pages)
@@ -115,10 +132,24 @@ class Batching:
             turn = self._turn(reading)
             whole = reading[0].cached == len(reading[0])
             return (turn, reading) if whole else (replace(turn, requests=[]), [])
+        began, ahead = list(self.active), self._ahead()
+        count = len(ahead[0])
         for request in list(self.active):
-            while request in self.active and not self.table.grow(request.pages, request.cached + 1):
+            while request in self.active and not self.table.grow(request.pages, request.cached + 1 + count):
                 self._put_back(self.active[-1])
-        return self._turn(self.active), list(self.active)
+        guesses = {request.number: tokens for request, tokens in zip(began, ahead, strict=True)}
+        rows = sorted(self.active, key=lambda request: request.pages[0])  # evenly spaced if possible
+        return self._turn(rows, [guesses[request.number] for request in rows]), rows
+
+    def _ahead(self) -> list[list[int]]:
+        """Tokens that may follow those of each active request, as many for each. Wrong ones cost time."""
+        room = min(request.most - len(request.new) - 1 for request in self.active)
+        most = min(self.lookup, room)
+        if most < 1:
+            return [[] for _ in self.active]
+        found = [request.lookup.following(request.prompt, request.new, most) for request in self.active]
+        count = max(map(len, found))
+        return [tokens + [0] * (count - len(tokens)) for tokens in found]
 
     def _reading(self) -> list[Request]:
         """Requests of equal lengths whose prompts are to be read now: one under way, or some that join."""
@@ -129,7 +160,8 @@ class Batching:
             length = len(self.waiting[0])
             if joined and (length != len(joined[0]) or length * (len(joined) + 1) > MOST_PROMPT_TOKENS):
                 break
-            if not self.table.grow(self.waiting[0].pages, length):
+            most = len(self.waiting[0].prompt) + self.waiting[0].most if self.reserve else length
+            if not self.table.grow(self.waiting[0].pages, most):
                 break
             joined.append(self.waiting.popleft())
             self.active.append(joined[-1])
@@ -141,14 +173,18 @@ class Batching:
         request.cached, self._pressed = 0, True
         self.waiting.appendleft(request)
 
-    def _turn(self, rows: Sequence[Request]) -> Turn:
-        """The forward of the tokens of each row that are not read yet, which count as read from here on."""
+    def _turn(self, rows: Sequence[Request], ahead: Sequence[list[int]] = ()) -> Turn:
+        """The forward of each row's tokens that are not read yet and of those `ahead`: all count as read from
+        here on."""
         tokens = [request.unread(MOST_PROMPT_TOKENS) for request in rows]
+        if ahead:
+            tokens = [[*own, *guessed] for own, guessed in zip(tokens, ahead, strict=True)]
         turn = Turn(
             tokens,
             [list(request.pages) for request in rows],
             [request.cached for request in rows],
             [request.number for request in rows],
+            1 + len(ahead[0]) if ahead else 1,
         )
         for request, read in zip(rows, tokens, strict=True):
             request.cached += len(read)

@@ -14,11 +14,14 @@ from meshwright.infer.batching import Turn
 from meshwright.infer.paged_cache import PAGE_TOKENS, PagedCache, Places, places
 from meshwright.infer.sampling import Sampling
 from meshwright.model.decoder import Decoder
-from meshwright.model.rope import rope_table
+from meshwright.model.rope import Rope, rope_table
 from meshwright.parallel.collectives import start_broadcast, start_receive, start_send
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import UserError
 from meshwright.spec.stages import Stage
+
+_LEAST_POSITIONS = 512
+"""Positions that the first rotary tables have."""
 
 
 class Part(NamedTuple):
@@ -51,6 +54,11 @@ class StageForward:
             self._like = next(decoder.parameters()).new_empty(0)
         else:
             self._like = torch.empty(0, dtype=part.dtype, device=part.mesh.device)
+        self._rope: Rope | None = None
+        # What a decoder that goes on to be trained keeps of a forward, such as casts, must not be made in
+        # inference mode, which begins each operator sooner.
+        trained = any(parameter.requires_grad for parameter in decoder.parameters())
+        self._mode = torch.no_grad if trained or part is not None else torch.inference_mode
         blocks = decoder.blocks[self.stage.first : self.stage.last]
         try:
             self._caches = [PagedCache(block.get_submodule("attn"), pages, self._like) for block in blocks]
@@ -60,19 +68,22 @@ class StageForward:
                 f"max_new_tokens, or fewer cache_tokens"
             ) from error
 
-    @torch.no_grad()
-    def __call__(self, turn: Turn) -> list[int]:
-        """The next token of each row of a turn whose requests are to get one; collective in a pipeline."""
+    def __call__(self, turn: Turn) -> list[list[int]]:
+        """The tokens that a turn chooses for each row, if it is to; collective in a pipeline."""
+        with self._mode():
+            return self._run(turn)
+
+    def _run(self, turn: Turn) -> list[list[int]]:
         device, stage, decoder = self._like.device, self.stage, self.decoder
         tokens_BT = torch.tensor(turn.tokens, device=device)
         count = tokens_BT.shape[1]
         begins = torch.tensor(turn.first, device=device).unsqueeze(1)
-        positions_BT = begins + torch.arange(count, device=device)
+        positions_BT = begins + torch.arange(count, device=device) if count > 1 else begins
         at = places(turn.pages, turn.first, count, device)
         x_BTD = decoder.embed(tokens_BT, positions_BT) if stage.embed else self._receive(tokens_BT)
         if stage.first < stage.last:
             spec = decoder.spec
-            rope = rope_table(spec, positions_BT, x_BTD.dtype) if spec.position == "rope" else None
+            rope = self._rope_of(positions_BT, max(turn.first) + count) if spec.position == "rope" else None
             mask = self._mask(at, turn.first, positions_BT, x_BTD)
             for block, cache in zip(decoder.blocks[stage.first : stage.last], self._caches, strict=True):
                 cache.places = at
@@ -82,13 +93,23 @@ class StageForward:
         if not turn.requests:
             return []
         if stage.head:
-            logits_BV = decoder.head(x_BTD[:, -1:])[:, 0, : self.limit]
-            chosen_B = self.sampling.choose(logits_BV, turn.requests, turn.positions)
+            logits_NV = decoder.head(x_BTD[:, -turn.chosen :]).flatten(0, 1)[:, : self.limit]
+            requests = [request for request in turn.requests for _ in range(turn.chosen)]
+            chosen_N = self.sampling.choose(logits_NV, requests, turn.positions)
         else:
-            chosen_B = torch.empty(len(turn.tokens), dtype=torch.int64, device=device)
+            chosen_N = torch.empty(len(turn.tokens) * turn.chosen, dtype=torch.int64, device=device)
         if self.pipeline is not None:
-            start_broadcast(chosen_B, self.pipeline.size - 1, self.pipeline).wait()
-        return [int(token) for token in chosen_B.tolist()]
+            start_broadcast(chosen_N, self.pipeline.size - 1, self.pipeline).wait()
+        rows: list[list[int]] = chosen_N.view(-1, turn.chosen).tolist()
+        return rows
+
+    def _rope_of(self, positions_BT: Tensor, count: int) -> Rope:
+        """Rotary tables (B, T, 1, d) for positions below `count`; those of all positions so far are kept."""
+        if self._rope is None or len(self._rope[0]) < count:
+            every = torch.arange(max(_LEAST_POSITIONS, 2 * count), device=positions_BT.device)
+            self._rope = rope_table(self.decoder.spec, every, self._like.dtype)
+        cosine, sine = self._rope
+        return cosine[positions_BT], sine[positions_BT]
 
     def _mask(self, at: Places, first: Sequence[int], positions_BT: Tensor, like: Tensor) -> Any:
         """The decoder's own mask for whole prompts; else None if rows see all that is read, or a bias (B, 1,
@@ -96,7 +117,7 @@ class StageForward:
         spec, count = self.decoder.spec, positions_BT.shape[1]
         if at.read is None:
             return self.decoder.hooks.mask(count, count, spec.sliding_window, None, like, spec.head_dim)
-        keys, window = at.read.shape[1], spec.sliding_window
+        keys, window = at.keys, spec.sliding_window
         if count == 1 and min(first) == max(first) and (window is None or window >= keys):
             return None
         other = torch.arange(keys, device=like.device)

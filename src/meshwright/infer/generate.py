@@ -29,18 +29,20 @@ def generate(
     sampling: Sampling | None = None,
     stop_id: int | None = None,
     limit: int | None = None,
+    lookup: int = 0,
 ) -> Tokens:
     """Continue `tokens`: a list gives the list of new tokens, (B, T) gives the new tokens (B, n).
 
     A row ends at `stop_id`, which is not part of a list's result; in a batch, rows that have ended go on with
-    `stop_id`; n is at most `max_new_tokens`. Only ids below `limit` are chosen. Raises `UserError` for an
+    `stop_id`; n is at most `max_new_tokens`. Only ids below `limit` are chosen. A turn reads at most `lookup`
+    tokens ahead. Raises `UserError` for an
     empty prompt, and for tokens beyond the vocabulary or the positions.
     """
     rows = [tokens] if isinstance(tokens, list) else tokens.tolist()
     requests = [Request(number, row, max_new_tokens, stop_id) for number, row in enumerate(rows)]
     for request in requests:
         check_request(decoder.spec, request)
-    continue_requests(decoder, requests, sampling or Sampling(), limit, len(rows))
+    continue_requests(decoder, requests, sampling or Sampling(), limit, len(rows), lookup=lookup)
     if isinstance(tokens, list):
         return requests[0].text
     most = max((len(request.new) for request in requests), default=0)
@@ -56,13 +58,15 @@ def continue_requests(
     most_rows: int,
     *,
     cache_tokens: int | None = None,
+    lookup: int = 0,
     show: Show | None = None,
     part: Part | None = None,
 ) -> None:
     """Continue requests until all have ended, at most `most_rows` of them at a time.
 
-    The caches hold `cache_tokens` tokens, by default those of the longest `most_rows` requests. With `part`
-    the decoder is this rank's, and the requests those of its data rank; all ranks of the mesh call this.
+    The caches hold `cache_tokens` tokens, by default those of the longest `most_rows` requests. A turn reads
+    at most `lookup` tokens ahead, which earlier text suggests; they change no token. With `part` the decoder
+    is this rank's, and the requests those of its data rank; all ranks of the mesh call this.
     """
     table = PageTable(_pages(requests, most_rows, cache_tokens))
     forward = StageForward(decoder, sampling, table.pages, limit, part)
@@ -74,7 +78,8 @@ def continue_requests(
             return sum_scalars([float(busy)], world)[0] > 0
 
     def run() -> None:
-        for request in Batching(forward, table, most_rows).run(requests, together):
+        batching = Batching(forward, table, most_rows, cache_tokens is None, lookup)
+        for request in batching.run(requests, together):
             if show is not None:
                 show(request)
 

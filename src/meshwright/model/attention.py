@@ -15,6 +15,9 @@ from torch import Tensor
 from meshwright.model.attention_cpu import blocked_attention
 from meshwright.model.attention_flash import Packed, flash_takes, pack, packed_attention
 
+_FEW = 16
+"""Queries of a row that are few: all the query heads of a key head then take part in one product with it."""
+
 Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 """(q (B, T, H, d), k (B, S, K, d), v (B, S, K, v), mask) -> (B, T, H, v)."""
 
@@ -40,21 +43,26 @@ def attend(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKv: Tensor, mask: Tensor | Packed
     """Causal attention of the last T of S positions: (B, T, H, v). `mask` comes from `attention_mask`."""
     if isinstance(mask, Packed):
         return with_wide_values(packed_attention)(q_BTHd, k_BSKd, v_BSKv, mask)
-    if q_BTHd.shape[1] == 1 and not torch.is_grad_enabled():
-        return attend_one_query(q_BTHd, k_BSKd, v_BSKv, mask)
+    queries, keys = q_BTHd.shape[1], k_BSKd.shape[1]
+    few = queries == 1 or (queries <= _FEW and queries < keys and mask is not None)
+    if few and not torch.is_grad_enabled():
+        return attend_few_queries(q_BTHd, k_BSKd, v_BSKv, mask)
     if q_BTHd.device.type == "cpu":
         return blocked_attention(q_BTHd, k_BSKd, v_BSKv, mask)
     return sdpa(q_BTHd, k_BSKd, v_BSKv, mask)
 
 
-def attend_one_query(q_B1Hd: Tensor, k_BSKd: Tensor, v_BSKv: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention (B, 1, H, v) of one query a row to all keys that `mask`, (1 or B, 1, 1, S), leaves.
+def attend_few_queries(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKv: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention (B, T, H, v) of few queries a row to all keys that `mask`, (1 or B, 1, T, S), leaves.
 
     The query heads of a key head stand as its queries, so that no kernel copies keys for them.
     """
-    q = q_B1Hd.unflatten(2, (k_BSKd.shape[2], -1)).squeeze(1)
+    queries, group = q_BTHd.shape[1], q_BTHd.shape[2] // k_BSKd.shape[2]
+    q = q_BTHd.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    if mask is not None and queries > 1:
+        mask = mask.repeat(1, 1, group, 1)
     out = F.scaled_dot_product_attention(q, k_BSKd.transpose(1, 2), v_BSKv.transpose(1, 2), attn_mask=mask)
-    return out.flatten(1, 2).unsqueeze(1)
+    return out.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def with_wide_values(attend: Attend) -> Attend:

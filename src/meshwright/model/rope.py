@@ -17,7 +17,7 @@ from meshwright.spec import ModelSpec
 from meshwright.spec.architecture import Llama3Rope, YarnRope
 
 Rope = tuple[Tensor, Tensor]
-"""(cosines (..., T, 1, d), sines (..., T, 1, d/2)): the angle's cosine stands twice, its sine once."""
+"""(cosines, sines), (..., T, 1, d) each: of each angle twice, the sines first negated."""
 
 
 def rope_table(spec: ModelSpec, positions: Tensor, dtype: torch.dtype) -> Rope:
@@ -26,7 +26,7 @@ def rope_table(spec: ModelSpec, positions: Tensor, dtype: torch.dtype) -> Rope:
     angles = positions.to(exact).unsqueeze(-1) * frequencies(spec, positions.device, exact)
     factor = attention_factor(spec)
     cosine, sine = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
-    return torch.cat([cosine, cosine], -1).unsqueeze(-2), sine.unsqueeze(-2)
+    return torch.cat([cosine, cosine], -1).unsqueeze(-2), torch.cat([-sine, sine], -1).unsqueeze(-2)
 
 
 def frequencies(spec: ModelSpec, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -115,12 +115,12 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cosine: Tensor, sine: Tensor, sign: int) -> Tensor:
-    still, half = x.shape[-1] - cosine.shape[-1], sine.shape[-1]
+    still, half = x.shape[-1] - cosine.shape[-1], cosine.shape[-1] // 2
     if still:
         return torch.cat([x[..., :still], _turn(x[..., still:], cosine, sine, sign)], -1)
     turned = x * cosine
-    turned[..., :half].addcmul_(x[..., half:], sine, value=-sign)
-    turned[..., half:].addcmul_(x[..., :half], sine, value=sign)
+    turned[..., :half].addcmul_(x[..., half:], sine[..., :half], value=sign)
+    turned[..., half:].addcmul_(x[..., :half], sine[..., half:], value=sign)
     return turned
 
 
@@ -130,3 +130,11 @@ def rotate(x_BTHd: Tensor, rope: Rope) -> Tensor:
     If the tables have fewer than d channels, the last ones of each head are rotated.
     """
     return _Rotate.apply(x_BTHd, *rope) if torch.is_grad_enabled() else _turn(x_BTHd, *rope, 1)
+
+
+def rotate_(x_BTHd: Tensor, rope: Rope) -> None:
+    """`rotate` in place, without a gradient and in few operators: few tokens take as long as their number."""
+    cosine, sine = rope
+    pairs = x_BTHd[..., x_BTHd.shape[-1] - cosine.shape[-1] :]
+    others = pairs.roll(cosine.shape[-1] // 2, -1)
+    pairs.mul_(cosine).addcmul_(others, sine)

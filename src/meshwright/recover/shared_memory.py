@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from itertools import chain
 
 from meshwright.parallel.heartbeat import BYTES
+from meshwright.spec import UserError
 
 
 class SharedMemory(ExitStack):
@@ -24,14 +25,23 @@ class SharedMemory(ExitStack):
 
     def __init__(self, ranks: int, peers: bool = False) -> None:
         super().__init__()
-        self.heartbeats = self._made("heartbeats")
-        os.ftruncate(self.heartbeats, ranks * BYTES)
-        mapped = self.enter_context(mmap.mmap(self.heartbeats, ranks * BYTES))
-        self.beats = self.enter_context(memoryview(mapped))
-        self.snapshots = [
-            [self._made(f"snapshot of rank {rank}") for _ in range(4 if peers else 2)]
-            for rank in range(ranks)
-        ]
+        with ExitStack() as made:
+            self.heartbeats = self._made(made, "heartbeats")
+            os.ftruncate(self.heartbeats, ranks * BYTES)
+            mapped = made.enter_context(mmap.mmap(self.heartbeats, ranks * BYTES))
+            self.beats = made.enter_context(memoryview(mapped))
+            try:
+                self.snapshots = [
+                    [self._made(made, f"snapshot of rank {rank}") for _ in range(4 if peers else 2)]
+                    for rank in range(ranks)
+                ]
+            except OSError as error:
+                raise UserError(
+                    f"{ranks} ranks on one host: the system has no memory to share for each "
+                    f"({error.strerror}); give fewer ranks, or more hosts, or raise the limit of open files "
+                    f"(`ulimit -n`)"
+                ) from error
+            self.push(made.pop_all().__exit__)
 
     @property
     def descriptors(self) -> list[int]:
@@ -43,9 +53,10 @@ class SharedMemory(ExitStack):
         for descriptor in chain.from_iterable(self.snapshots):
             os.ftruncate(descriptor, 0)
 
-    def _made(self, purpose: str) -> int:
+    @staticmethod
+    def _made(made: ExitStack, purpose: str) -> int:
         descriptor = new_memory(purpose)
-        self.callback(os.close, descriptor)
+        made.callback(os.close, descriptor)
         return descriptor
 
 
