@@ -1,8 +1,8 @@
 """Tokens that may follow a text: those after its last tokens, where these stood before.
 
 This is prompt lookup decoding (Saxena 2023). A forward over a token and n guesses takes little longer than
-one over the token, where weights are read from memory, and gives a token for each right guess, and one more. Only
-guesses that are chosen anyway are kept, so that no token changes.
+one over the token, where weights are read from memory, and gives a token for each right guess, and one more.
+Only guesses that are chosen anyway are kept, so that no token changes.
 """
 
 from __future__ import annotations
