@@ -9,13 +9,19 @@ own. Printed is a JSON object for each batch: the median tokens a second of both
 and that of seconds of processors, which other programs of a busy machine change less, the share of
 continuations that are the same, and how many tokens a row gets in a turn of ours. With `--lookup` both read
 ahead; transformers does so for one prompt only.
+
+With LLAMA_CPP, the folder of llama.cpp's programs, its llama-batched-bench takes turns, too, on the GGUF file
+of the same weights in the same format and on that in q8_0: `llama.cpp` has its tokens a second and the ratio
+of seconds of each. Its keys and values are in fp16, as is usual there, and it takes as many threads as torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,15 +32,16 @@ from unittest.mock import patch
 import torch
 from transformers import AutoModelForCausalLM
 
+from meshwright.checkpoint.gguf_file import export_gguf
 from meshwright.checkpoint.hf import export_hf, load_hf
-from meshwright.data.tokenizer import Tokenizer
+from meshwright.data.tokenizer import Tokenizer, byte_tokenizer
 from meshwright.infer import generate
 from meshwright.infer.forward import StageForward
 from meshwright.infer.load import load_run
 from meshwright.infer.packed_linears import pack_linears
 from meshwright.model.decoder import Decoder
 from meshwright.model.init import init_whole_
-from meshwright.spec import load
+from meshwright.spec import ModelSpec, load
 
 
 def seconds(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float, float]:
@@ -55,6 +62,36 @@ def prompts(run: Path, text: Path, batch: int, length: int) -> torch.Tensor:
     step = (len(tokens) - length) // batch
     parts = [[int(token) for token in tokens[row * step :][:length]] for row in range(batch)]
     return torch.tensor(parts)
+
+
+def llama_cpp_seconds(file: Path, prompt: int, new: int, batch: int) -> float:
+    """Seconds that llama.cpp reads prompts for and continues them, without loading the file."""
+    cells = str(batch * (prompt + new) + 64)
+    words = ["-npp", str(prompt), "-ntg", str(new), "-npl", str(batch), "-c", cells, "-m", str(file)]
+    program = Path(os.environ["LLAMA_CPP"]) / "llama-batched-bench"
+    threads = str(torch.get_num_threads())
+    command = [str(program), *words, "-t", threads, "-tb", threads, "--output-format", "jsonl"]
+    for _ in range(20):  # its last lines are lost where it ends before the thread that prints them
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        for line in told.splitlines():
+            if line.startswith("{") and line.endswith("}"):
+                row = json.loads(line)
+                return float(row["t_pp"] + row["t_tg"])
+    raise RuntimeError(f"{program} printed no row")
+
+
+def gguf_files(
+    folder: Path, spec: ModelSpec, tensors: dict[str, torch.Tensor], dtype: str, run: Path | None
+) -> dict[str, Path]:
+    """The GGUF files of a model by format of the weights; none without LLAMA_CPP."""
+    if "LLAMA_CPP" not in os.environ:
+        return {}
+    byte_tokenizer().save(folder)
+    tokenizer = (run or folder) / "tokenizer.json"
+    files = {kind: folder / f"{kind}.gguf" for kind in (dtype, "q8_0")}
+    for kind, file in files.items():
+        export_gguf(file, spec, tensors, tokenizer, kind)
+    return files
 
 
 def main() -> None:
@@ -80,47 +117,58 @@ def main() -> None:
         export_hf(Path(folder) / "hf", spec, decoder.tensors(), dtype=dtype)
         ours = pack_linears(load_hf(Path(folder) / "hf", dtype))
         theirs = AutoModelForCausalLM.from_pretrained(Path(folder) / "hf", dtype=dtype).eval()
-    for batch in map(int, options.batch.split(",")):
-        count = batch * options.rounds
-        if options.run is None:
-            draw = torch.Generator().manual_seed(0)
-            every = torch.randint(0, spec.vocab_size, (count, options.prompt), generator=draw)
-        else:
-            every = prompts(options.run, options.text, count, options.prompt)
-        length = {"min_new_tokens": options.new, "max_new_tokens": options.new}
-        if options.lookup:
-            length["prompt_lookup_num_tokens"] = options.lookup
-        runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-            "meshwright": lambda tokens: generate(ours, tokens, options.new, lookup=options.lookup),
-            "transformers": lambda tokens, length=length: theirs.generate(
-                tokens, attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=0, **length
-            )[:, options.prompt :],
-        }
-        took: dict[str, list[float]] = {name: [] for name in runs}
-        busy: dict[str, list[float]] = {name: [] for name in runs}
-        same, turns, turn = 0, 0, StageForward.__call__
-        for tokens in (every[:batch], *every.split(batch)):  # the first also warms both up
-            found = []
-            for name, run in runs.items():
-                with patch.object(StageForward, "__call__", autospec=True, side_effect=turn) as called:
-                    new, wall, processors = seconds(partial(run, tokens))
-                found.append(new)
-                took[name].append(wall)
-                busy[name].append(processors)
-                turns += called.call_count
-            same += int((found[0] == found[1]).all(1).sum())
-        ours_took, theirs_took = (times[1:] for times in took.values())
-        row: dict[str, object] = {
-            "batch": batch,
-            "tokens_per_second": [
-                batch * options.new / statistics.median(times) for times in (ours_took, theirs_took)
-            ],
-            "ratio": median_ratio(ours_took, theirs_took),
-            "cpu_ratio": median_ratio(*(times[1:] for times in busy.values())),
-            "same": same / (batch + count),
-            "tokens_per_turn": options.new * (1 + options.rounds) / turns,
-        }
-        print(json.dumps(row), flush=True)
+        files = gguf_files(Path(folder), spec, decoder.tensors(), options.dtype, options.run)
+        for batch in map(int, options.batch.split(",")):
+            count = batch * options.rounds
+            if options.run is None:
+                draw = torch.Generator().manual_seed(0)
+                every = torch.randint(0, spec.vocab_size, (count, options.prompt), generator=draw)
+            else:
+                every = prompts(options.run, options.text, count, options.prompt)
+            length = {"min_new_tokens": options.new, "max_new_tokens": options.new}
+            if options.lookup:
+                length["prompt_lookup_num_tokens"] = options.lookup
+            runs: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+                "meshwright": lambda tokens: generate(ours, tokens, options.new, lookup=options.lookup),
+                "transformers": lambda tokens, length=length: theirs.generate(
+                    tokens, attention_mask=torch.ones_like(tokens), do_sample=False, pad_token_id=0, **length
+                )[:, options.prompt :],
+            }
+            took: dict[str, list[float]] = {name: [] for name in runs}
+            llama: dict[str, list[float]] = {kind: [] for kind in files}
+            busy: dict[str, list[float]] = {name: [] for name in runs}
+            same, turns, turn = 0, 0, StageForward.__call__
+            for tokens in (every[:batch], *every.split(batch)):  # the first also warms both up
+                found = []
+                for name, run in runs.items():
+                    with patch.object(StageForward, "__call__", autospec=True, side_effect=turn) as called:
+                        new, wall, processors = seconds(partial(run, tokens))
+                    found.append(new)
+                    took[name].append(wall)
+                    busy[name].append(processors)
+                    turns += called.call_count
+                for kind, file in files.items():
+                    llama[kind].append(llama_cpp_seconds(file, options.prompt, options.new, batch))
+                same += int((found[0] == found[1]).all(1).sum())
+            ours_took, theirs_took = (times[1:] for times in took.values())
+            row: dict[str, object] = {
+                "batch": batch,
+                "tokens_per_second": [
+                    batch * options.new / statistics.median(times) for times in (ours_took, theirs_took)
+                ],
+                "ratio": median_ratio(ours_took, theirs_took),
+                "cpu_ratio": median_ratio(*(times[1:] for times in busy.values())),
+                "same": same / (batch + count),
+                "tokens_per_turn": options.new * (1 + options.rounds) / turns,
+            }
+            row["llama.cpp"] = {
+                kind: [
+                    batch * options.new / statistics.median(times[1:]),
+                    median_ratio(ours_took, times[1:]),
+                ]
+                for kind, times in llama.items()
+            }
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

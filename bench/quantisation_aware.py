@@ -27,7 +27,6 @@ from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Loader
 from meshwright.launch.world import mesh_of
 from meshwright.spec import load
-from meshwright.train import state
 from meshwright.train.step import Trainer
 
 Keys = list[tuple[str, str]]

@@ -31,6 +31,22 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 @contextmanager
+def file(target: Path) -> Iterator[Path]:
+    """Yield a temporary name next to `target`; when the body ends well, sync that file and rename it.
+
+    Raises `OSError`, and leaves what was at `target`.
+    """
+    temporary = _temporary(target)
+    try:
+        yield temporary
+        _sync(temporary)
+        os.replace(temporary, target)
+        _sync(target.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
 def folder(target: Path) -> Iterator[Path]:
     """Yield a temporary folder next to `target`; when the body ends well, sync it and rename it to `target`.
 

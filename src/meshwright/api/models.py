@@ -74,16 +74,21 @@ def data_verify(folder: Path) -> Result:
 def export(run: Path, folder: Path, dtype: str | None = None, *, weights: str = "trained") -> None:
     """Write a run's newest checkpoint as an HF folder, in 'float32', 'bfloat16' or 'float16', or as saved.
 
-    `weights` 'ema' writes the moving average of the weights (`train.ema`).
+    A `folder` whose name ends in .gguf is a file for llama.cpp, by default in 'float32', which may be in
+    'q8_0', too. `weights` 'ema' writes the moving average of the weights (`train.ema`).
     """
-    run = existing(run, "the folder of a run")
+    run, folder = existing(run, "the folder of a run"), Path(folder)
+    if folder.suffix == ".gguf":
+        _export_gguf(run, folder, dtype or "float32", weights)
+        return
     import torch
 
     from meshwright.checkpoint.hf import export_hf
 
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype is not None and dtype not in known:
-        raise UserError(f"dtype: {dtype!r} is not one of {', '.join(known)}")
+        hint = ", which is a format of GGUF files: name one that ends in .gguf" if dtype == "q8_0" else ""
+        raise UserError(f"dtype: {dtype!r} is not one of {', '.join(known)}{hint}")
 
     decoder = load_run(run, weights=weights)
     tokenizer = run / "tokenizer.json"
@@ -95,6 +100,18 @@ def export(run: Path, folder: Path, dtype: str | None = None, *, weights: str = 
         known[dtype] if dtype else None,
         side_files=run,
     )
+
+
+def _export_gguf(run: Path, file: Path, dtype: str, weights: str) -> None:
+    from meshwright.checkpoint.gguf_file import GGUF_DTYPES, check_gguf, export_gguf
+
+    if dtype not in GGUF_DTYPES:
+        raise UserError(f"dtype: {dtype!r} is not one of {', '.join(GGUF_DTYPES)}")
+    if not (run / "tokenizer.json").is_file():
+        raise UserError(f"{run}: has no tokenizer.json, which is a part of GGUF files; export to a folder")
+    check_gguf(file, load(run).model)
+    decoder = load_run(run, weights=weights)
+    export_gguf(file, decoder.spec, decoder.tensors(), run / "tokenizer.json", dtype)
 
 
 def import_hf(folder: Path, out: Path) -> None:

@@ -24,7 +24,7 @@ from meshwright.launch.env import worker
 from meshwright.spec import UserError
 from meshwright.spec.layout import GENERATION_KEYS
 
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("float32", "bfloat16", "float16", "q8_0")
 _WEIGHTS = Flag(
     "weights", "those of the last step, or their moving average", "trained|ema", choice("trained", "ema"),
     default="trained",
@@ -99,20 +99,27 @@ def _tell_as_rank(number: int, text: str) -> None:
 
 @verb(
     "export",
-    "write a run's model as an HF folder: config.json, safetensors, tokenizer",
+    "write a run's model as an HF folder, or as a GGUF file for llama.cpp",
     _RUN,
-    Argument("FOLDER", "the folder to write; it must not exist, or be empty"),
-    Flag("dtype", "number format of the weights", "|".join(DTYPES), choice(*DTYPES), default=DTYPES[0]),
+    Argument("TARGET", "a folder to write, new or empty, or a new file that ends in .gguf"),
+    Flag(
+        "dtype",
+        "number format of the weights; q8_0 for GGUF",
+        "|".join(DTYPES),
+        choice(*DTYPES),
+        default=DTYPES[0],
+    ),
     _WEIGHTS,
     JSON,
 )
 def export(call: Call) -> None:
-    """Write a run's model as an HF folder."""
+    """Write a run's model as an HF folder or a GGUF file."""
     from meshwright import api
 
-    run, folder = map(Path, call.words)
-    api.export(run, folder, **call.flags)
-    show.result(call, {"folder": str(folder)}, lambda _: print(f"wrote {folder}"))
+    run, target = map(Path, call.words)
+    api.export(run, target, **call.flags)
+    kind = "file" if target.suffix == ".gguf" else "folder"
+    show.result(call, {kind: str(target)}, lambda _: print(f"wrote {target}"))
 
 
 @verb(

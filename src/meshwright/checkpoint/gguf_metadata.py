@@ -1,0 +1,162 @@
+"""The architecture of a model as GGUF describes it to llama.cpp, and what llama.cpp does not compute.
+
+Names of architectures and keys: the GGUF specification (ggml-org/ggml, docs/gguf.md) and llama.cpp's
+converter (convert_hf_to_gguf.py). What llama.cpp computes: its graphs (src/models, version 0.5.0).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from meshwright.model.rope import attention_factor, frequencies
+from meshwright.spec import ModelSpec, UserError
+from meshwright.spec.architecture import LinearRope, Llama3Rope, YarnRope
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+ARCHITECTURES = {
+    "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
+    "gpt2": "gpt2", "deepseek_v3": "deepseek2",
+}  # fmt: skip
+"""Family -> llama.cpp's name for its architecture."""
+_BETAS = (32.0, 1.0)
+"""YaRN's `beta_fast` and `beta_slow` in llama.cpp, which reads them for other families only."""
+_LATENT_EPS = 1e-6
+"""Epsilon of the norms of latents, in DeepSeek's code and here; llama.cpp takes the model's."""
+_LITE = (26, 27)
+"""Numbers of layers at which llama.cpp takes a DeepSeek for one without a latent of queries."""
+
+
+def check_computed(spec: ModelSpec) -> None:
+    """Raise `UserError` for a model that llama.cpp computes otherwise, or not at all."""
+    arch = ARCHITECTURES[spec.family]
+    for key, what in _not_computed(spec):
+        raise UserError(
+            f"model.{key}: llama.cpp's {arch} does not compute {what}; export to a folder, for transformers "
+            "and vLLM"
+        )
+
+
+def _not_computed(spec: ModelSpec) -> Iterator[tuple[str, str]]:
+    """Yield keys of the model with what llama.cpp's graph of its family leaves out."""
+    scaling, moe = spec.rope_scaling, spec.moe
+    if spec.activation == "gelu":
+        yield "activation", "the exact GELU (it has gelu_tanh)"
+    if spec.family.startswith("qwen3") and spec.out_bias:
+        yield "out_bias", "a bias after attention"
+    if isinstance(scaling, Llama3Rope) and ARCHITECTURES[spec.family] != "llama":
+        yield "rope_scaling", "Llama 3's scaling of positions"
+    if isinstance(scaling, YarnRope) and not scaling.truncate:
+        yield "rope_scaling.truncate", "YaRN with a ramp between fractions of channels"
+    if isinstance(scaling, YarnRope) and (scaling.beta_fast, scaling.beta_slow) != _BETAS:
+        yield "rope_scaling", "YaRN with another beta_fast than 32 or another beta_slow than 1"
+    if spec.mla is not None and spec.norm_eps != _LATENT_EPS:
+        yield "norm_eps", f"latents whose norms have another epsilon ({_LATENT_EPS:g}) than the model's"
+    if isinstance(scaling, YarnRope) and spec.mla is not None and attention_factor(spec) != 1:
+        yield "rope_scaling.mscale", "YaRN with an mscale that is not mscale_all_dim"
+    if moe is None:
+        return
+    if spec.family == "qwen3_moe" and not moe.renormalise:
+        yield "moe.renormalise", "experts whose weights do not add up to 1"
+    if spec.family == "qwen3_moe" and not all(map(spec.has_experts, range(spec.layers))):
+        yield "moe", "layers without experts"
+    if spec.family == "deepseek_v3" and not moe.shared_ffn:
+        yield "moe.shared_ffn", "a mixture without a shared expert"
+    if spec.mla is not None and spec.mla.q_rank is not None and spec.layers in _LITE:
+        yield "layers", f"a latent of queries in a model of {spec.layers} layers"
+
+
+def write_metadata(writer: GGUFWriter, spec: ModelSpec) -> None:
+    """Add the keys of the architecture to a GGUF file.
+
+    The length is that of the sliding window where there is one: up to it all positions are attended to, which
+    is what llama.cpp computes.
+    """
+    writer.add_context_length(min(spec.max_seq_len, spec.sliding_window or spec.max_seq_len))
+    writer.add_embedding_length(spec.hidden)
+    writer.add_block_count(spec.layers)
+    writer.add_vocab_size(spec.vocab_size)
+    writer.add_feed_forward_length(spec.moe.ffn if spec.moe and spec.family == "mixtral" else spec.ffn)
+    writer.add_head_count(spec.heads)
+    if spec.norm == "layernorm":
+        writer.add_layer_norm_eps(spec.norm_eps)
+    else:
+        writer.add_layer_norm_rms_eps(spec.norm_eps)
+    if spec.position == "rope":
+        _write_positions(writer, spec)
+    if spec.mla is None:
+        writer.add_head_count_kv(spec.kv_heads)
+        writer.add_key_length(spec.head_dim)
+        writer.add_value_length(spec.head_dim)
+    else:
+        _write_latents(writer, spec)
+    if spec.moe is not None:
+        _write_experts(writer, spec)
+
+
+def _write_positions(writer: GGUFWriter, spec: ModelSpec) -> None:
+    import gguf
+
+    writer.add_rope_freq_base(spec.rope_theta)
+    writer.add_rope_dimension_count(spec.rope_dim)
+    scaling = spec.rope_scaling
+    if isinstance(scaling, LinearRope):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(scaling.factor)
+    if isinstance(scaling, YarnRope):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(scaling.factor)
+        writer.add_rope_scaling_orig_ctx_len(scaling.original_max_seq_len)
+        if spec.mla is not None:
+            writer.add_rope_scaling_yarn_log_mul(0.1 * scaling.mscale_all_dim)
+        else:  # llama.cpp multiplies it by YaRN's usual factor
+            usual = 0.1 * math.log(scaling.factor) + 1
+            writer.add_rope_scaling_attn_factors(attention_factor(spec) / usual)
+
+
+def _write_latents(writer: GGUFWriter, spec: ModelSpec) -> None:
+    """Add the keys of latent attention, which llama.cpp computes as one group of wide keys, the latents."""
+    assert spec.mla is not None
+    writer.add_head_count_kv(1)
+    writer.add_q_lora_rank(spec.mla.q_rank or 0)
+    writer.add_kv_lora_rank(spec.mla.kv_rank)
+    writer.add_key_length(spec.mla.kv_rank + spec.mla.rope_dim)
+    writer.add_value_length(spec.mla.kv_rank)
+    writer.add_key_length_mla(spec.head_dim)
+    writer.add_value_length_mla(spec.mla.v_dim)
+
+
+def _write_experts(writer: GGUFWriter, spec: ModelSpec) -> None:
+    import gguf
+
+    moe = spec.moe
+    assert moe is not None
+    writer.add_expert_count(moe.experts)
+    writer.add_expert_used_count(moe.top_k)
+    if spec.family == "mixtral":
+        return
+    writer.add_expert_feed_forward_length(moe.ffn)
+    if spec.family == "deepseek_v3":
+        writer.add_leading_dense_block_count(moe.dense_first)
+        writer.add_expert_shared_count(moe.shared_ffn // moe.ffn)
+        writer.add_expert_weights_scale(moe.scale)
+        writer.add_expert_weights_norm(moe.renormalise)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        if moe.top_groups < moe.groups:
+            writer.add_expert_group_count(moe.groups)
+            writer.add_expert_group_used_count(moe.top_groups)
+
+
+def rope_factors(spec: ModelSpec) -> Tensor | None:
+    """Return what Llama 3's scaling divides each frequency by, (rope_dim / 2,) fp32; None without it."""
+    if not isinstance(spec.rope_scaling, Llama3Rope):
+        return None
+    device, dtype = torch.device("cpu"), torch.float64
+    plain = spec.model_copy(update={"rope_scaling": None})
+    return (frequencies(plain, device, dtype) / frequencies(spec, device, dtype)).float()

@@ -1,0 +1,145 @@
+"""A byte-level BPE as GGUF describes it to llama.cpp.
+
+llama.cpp's program has the regular expressions of pre-tokenizers, by name (src/llama-vocab.cpp, version
+0.5.0). Its converter finds the name by a hash of a text's token ids, which no newly trained tokenizer can
+match. Here it is found by the pre-tokenizer itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+
+from meshwright.spec.errors import UserError
+from meshwright.spec.hf_json import read_json_object
+from meshwright.spec.special_tokens import find_bos, find_end
+from meshwright.spec.tokenizer_json import library_errors, read_tree
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_ENDS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"""
+    r""" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+)
+_CHINESE = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+NAMES: dict[tuple[str, ...], tuple[str, bool]] = {
+    ("ByteLevel regex",): ("gpt-2", False),
+    ("Digits", "ByteLevel regex"): ("smollm", False),
+    (rf"{_WORDS}\p{{N}}{{1,3}}{_ENDS}", "ByteLevel"): ("llama-bpe", True),
+    (rf"{_WORDS}\p{{N}}{_ENDS}", "ByteLevel"): ("qwen2", False),
+    (_CASED, "ByteLevel"): ("tekken", True),
+    (r"\p{N}{1,3}", _CHINESE, _DEEPSEEK, "ByteLevel"): ("deepseek-v3", False),
+}  # fmt: skip
+"""Steps of a pre-tokenizer -> llama.cpp's name, and whether words of the vocabulary need no merges."""
+
+
+@dataclass(frozen=True)
+class GgufTokenizer:
+    """Entries of the vocabulary by id, their types (of `gguf.TokenType`), merges, and the special tokens."""
+
+    pre: str
+    tokens: list[str]
+    types: list[int]
+    merges: list[str]
+    eos: int
+    bos: int | None
+    add_bos: bool
+
+    def write(self, writer: GGUFWriter) -> None:
+        """Add the keys of the tokenizer to a GGUF file."""
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(self.pre)
+        writer.add_token_list(self.tokens)
+        writer.add_token_types(self.types)
+        writer.add_token_merges(self.merges)
+        writer.add_eos_token_id(self.eos)
+        if self.bos is not None:
+            writer.add_bos_token_id(self.bos)
+        writer.add_add_bos_token(self.add_bos)
+
+
+def read_tokenizer(file: Path, vocab_size: int) -> GgufTokenizer:
+    """Return the tokenizer of a `tokenizer.json` for a model of `vocab_size` embeddings.
+
+    Raises `UserError` for one that llama.cpp does not know.
+    """
+    import gguf
+
+    with library_errors(f"export: {file} is not a tokenizer.json"):
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    tree = read_tree(backend, f"export: {file}")
+    merges = [" ".join(pair) if isinstance(pair, list) else pair for pair in tree["model"].get("merges", [])]
+    pre = _name(tree, merges, file)
+    given = file.with_name("tokenizer_config.json")
+    config = read_json_object(given, "export") if given.is_file() else {}
+    bos = find_bos(config, tree["post_processor"], backend.token_to_id, file, "export")
+    tokens = [f"[PAD{number}]" for number in range(vocab_size)]  # rows of the embedding without a token
+    types = [int(gguf.TokenType.UNUSED)] * vocab_size
+    for token, number in backend.get_vocab(with_added_tokens=True).items():
+        if number >= vocab_size:
+            raise UserError(
+                f"export: {file} has a token of id {number}, and the model has {vocab_size} embeddings; put "
+                "the model's own tokenizer there"
+            )
+        tokens[number], types[number] = token, int(gguf.TokenType.NORMAL)
+    for added in tree["added_tokens"]:
+        kind = gguf.TokenType.CONTROL if added["special"] else gguf.TokenType.USER_DEFINED
+        types[added["id"]] = int(kind)
+    return GgufTokenizer(
+        pre, tokens, types,
+        merges or ["Ġ Ġ"],  # a list is needed; this merge gives no token, so its bytes stay
+        find_end(config, backend.token_to_id, file, "export"), bos,
+        bos is not None and config.get("add_bos_token", True) is not False,
+    )  # fmt: skip
+
+
+def _name(tree: dict[str, Any], merges: list[str], file: Path) -> str:
+    """Return llama.cpp's name of a tokenizer's pre-tokenizer. Raises `UserError`."""
+    model, steps = tree["model"], _steps(tree["pre_tokenizer"])
+    problem = ""
+    marks = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+    if model["type"] != "BPE" or marks or not steps or not steps[-1].startswith("ByteLevel"):
+        problem = "is not a byte-level BPE"
+    elif (tree["normalizer"] or {"type": "NFC"})["type"] != "NFC":
+        problem = f"has the normalizer {tree['normalizer']['type']}"
+    elif steps == ("ByteLevel",) and not merges:
+        return "gpt-2"  # of single bytes: wherever a text is split, its tokens are the same
+    elif steps not in NAMES:
+        problem = f"has a pre-tokenizer that llama.cpp does not know ({' + '.join(steps)})"
+    elif bool(model.get("ignore_merges")) != NAMES[steps][1]:
+        problem = "takes words without merges otherwise than llama.cpp does"
+    if problem:
+        raise UserError(
+            f"export: {file} {problem}; export to a folder, for transformers and vLLM, or for llama.cpp's "
+            "convert_hf_to_gguf.py if the tokenizer is a published one"
+        )
+    return NAMES[steps][0]
+
+
+def _steps(step: dict[str, Any] | None) -> tuple[str, ...]:
+    """Return a pre-tokenizer's steps: the expressions of splits, and the kinds of others."""
+    if step is None:
+        return ()
+    if step["type"] == "Sequence":
+        return tuple(each for part in step["pretokenizers"] for each in _steps(part))
+    plain = {
+        "Split": step.get("behavior") == "Isolated" and not step.get("invert"),
+        "ByteLevel": not step.get("add_prefix_space"),
+        "Digits": step.get("individual_digits"),
+    }
+    if not plain.get(step["type"]):
+        return (f"{step['type']} with options",)
+    if step["type"] == "Split":
+        return (step["pattern"].get("Regex", "").replace("\r", r"\r").replace("\n", r"\n"),)
+    return ("ByteLevel regex" if step["type"] == "ByteLevel" and step["use_regex"] else step["type"],)
