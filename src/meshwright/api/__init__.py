@@ -35,6 +35,9 @@ from meshwright.api.planning import profile as profile
 from meshwright.api.planning import profile_worker as profile_worker
 from meshwright.api.planning import simulate as simulate
 from meshwright.api.planning import validate as validate
+from meshwright.api.quantisation import RECIPES as RECIPES
+from meshwright.api.quantisation import compare_quantisation as compare_quantisation
+from meshwright.api.quantisation import quantise as quantise
 from meshwright.api.runs import check_start as check_start
 from meshwright.api.runs import default_out as default_out
 from meshwright.api.runs import train as train

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,9 +19,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshwright import atomic
+from meshwright.checkpoint.hf_quantised import KEY, Quantisation, QuantisedLayers
 from meshwright.checkpoint.hf_state_dict import HfTensor, Shapes, hf_tensors
 from meshwright.checkpoint.hf_tokenizer import write_json, write_tokenizer
 from meshwright.model.decoder import Decoder
+from meshwright.model.dynamic_linear import round_inputs
+from meshwright.model.quantisation import DYNAMIC, Codes
 from meshwright.spec import ModelSpec, UserError
 from meshwright.spec.hf_json import read_json_object
 from meshwright.spec.hf_write import write_hf_config
@@ -40,7 +44,7 @@ class HfWeights:
 
     Opening checks, from the files' headers, that no tensor is missing or unknown, that every shape is the
     one that `spec` asks for, and every dtype a floating-point one; iterating checks that every value is
-    finite. Both raise `UserError` with the tensor's name.
+    finite. Both raise `UserError` with the tensor's name. Quantised weights are read in fp32.
     """
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
@@ -48,6 +52,10 @@ class HfWeights:
         self._shapes = tensor_shapes(spec)
         self._files = _headers(folder)
         config = read_json_object(folder / "config.json", "model.hf")
+        self.quantised = None
+        if config.get(KEY) is not None and not any(name.endswith("_scale_inv") for name in self._files):
+            self.quantised = QuantisedLayers(folder, config, self._files)
+            self._files = self.quantised.headers(self._files)
         stacked = any(name.endswith(".experts.gate_up_proj") for name in self._files)
         expected = hf_tensors(spec, stacked, paired=bool(config.get("rope_interleave", True)))
         self._pieces: list[HfTensor] = []
@@ -57,8 +65,7 @@ class HfWeights:
         """Yield (parameter, value), each once, in the dtype of the file."""
         stacked: list[Tensor] = []
         for piece in self._pieces:
-            with safe_open(self._files[piece.hf][0], framework="pt") as file:
-                tensor = file.get_tensor(piece.hf)
+            tensor = self._read(piece.hf)
             if not torch.isfinite(tensor).all():
                 raise UserError(
                     f"model.hf: the tensor {piece.hf} in {self._folder} has values that are not finite; give "
@@ -75,6 +82,20 @@ class HfWeights:
             stacked[0][piece.expert] = part
             if piece.expert == shape[0] - 1:
                 yield parameter, stacked.pop()
+
+    def rounded_inputs(self) -> list[str]:
+        """The parameters whose layers round their inputs, too, by the folder's recipe."""
+        if self.quantised is None or self.quantised.quantisation.recipe not in DYNAMIC:
+            return []
+        parameters = {piece.hf: piece.parameters[0] for piece in self._pieces}
+        return [parameters[name] for name in self.quantised.weights(parameters)]
+
+    def _read(self, name: str) -> Tensor:
+        dense = self.quantised.read(name) if self.quantised is not None else None
+        if dense is not None:
+            return dense
+        with safe_open(self._files[name][0], framework="pt") as file:
+            return file.get_tensor(name)
 
     def _stored_name(self, name: str) -> str:
         """Return a tensor's name in the files: GPT-2's published ones leave out `transformer.`."""
@@ -174,9 +195,17 @@ def import_hf(folder: Path | str) -> tuple[ModelSpec, HfWeights]:
 
 
 def load_hf(folder: Path | str, dtype: torch.dtype | None = None) -> Decoder:
-    """Return the decoder of an HF folder with its weights, in `dtype`, by default the one of its config."""
+    """Return the decoder of an HF folder with its weights, in `dtype`, by default the one of its config.
+
+    A quantised folder's is fp32 by default, in which codes times scales are exact; its layers round their
+    inputs if the recipe says so.
+    """
     spec, weights = import_hf(folder)
-    decoder = Decoder(spec).to(dtype or _config_dtype(Path(folder))).eval()
+    if dtype is None:
+        dtype = torch.float32 if weights.quantised is not None else _config_dtype(Path(folder))
+    decoder = Decoder(spec).to(dtype).eval()
+    if weights.quantised is not None:
+        round_inputs(decoder, weights.quantised.quantisation.recipe, weights.rounded_inputs())
     tensors = decoder.tensors()
     with torch.no_grad():
         for name, value in weights:
@@ -199,6 +228,7 @@ def export_hf(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int | None = None,
     side_files: Path | None = None,
+    quantised: tuple[Quantisation, Mapping[str, Codes]] | None = None,
 ) -> None:
     """Write a folder that transformers opens: config, weights, and the tokenizer if its file is given.
 
@@ -206,7 +236,8 @@ def export_hf(
     in several of at most `max_shard_bytes` each (by default 5 GB). The folder appears by one rename, whole or
     not at all. A `tokenizer_config.json` in the folder of the tokenizer's file names the end and the
     beginning of a text; it is copied, with the model's length if it has none. Other files of the tokenizer
-    and a generation_config.json are copied from the folder `side_files`. Raises `UserError` for a folder that
+    and a generation_config.json are copied from the folder `side_files`. With `quantised`, the files have
+    these codes in place of the tensors of their names. Raises `UserError` for a folder that
     exists and is not empty or that cannot be written, a model that no HF family computes, and tensors that
     are missing or misshapen.
     """
@@ -223,11 +254,14 @@ def export_hf(
             ends: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
             if tokenizer_file is not None:
                 ends = write_tokenizer(unfinished, tokenizer_file, spec.max_seq_len)
+            how, codes = quantised or (None, {})
+            config |= {KEY: how.config()} if how is not None else {}
             write_json(unfinished / "config.json", config | ends)
             if not (unfinished / "generation_config.json").exists():
                 write_json(unfinished / "generation_config.json", ends)
             shards = _deal(hf_tensors(spec), shapes, dtype, max_shard_bytes or tiling().shard_bytes)
-            _write_weights(unfinished, shards, tensors, dtype)
+            stored = partial(_stored, tensors=tensors, dtype=dtype, how=how, codes=codes)
+            _write_weights(unfinished, shards, stored)
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UserError(f"export: {folder} cannot be written ({reason}); give another folder") from error
@@ -257,15 +291,28 @@ def _check_tensors(
             raise UserError(f"{where} has a tensor {name}, which this model does not have")
 
 
+def _stored(
+    piece: HfTensor,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    how: Quantisation | None,
+    codes: Mapping[str, Codes],
+) -> dict[str, Tensor]:
+    """The tensors of a file that hold one of the model's: itself, or its codes."""
+    if how is not None and piece.hf in codes:
+        return how.stored(piece.hf, codes[piece.hf])
+    return {piece.hf: piece.join(tensors, dtype)}
+
+
 def _write_weights(
-    folder: Path, shards: list[list[HfTensor]], tensors: Mapping[str, Tensor], dtype: torch.dtype
+    folder: Path, shards: list[list[HfTensor]], stored: Callable[[HfTensor], dict[str, Tensor]]
 ) -> None:
     """Write one file for each shard, with an index for several; one of them in memory at a time."""
     weight_map: dict[str, str] = {}
     total = 0
     for number, shard in enumerate(shards, 1):
         name = WEIGHTS if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        joined = {piece.hf: piece.join(tensors, dtype) for piece in shard}
+        joined = {name: tensor for piece in shard for name, tensor in stored(piece).items()}
         save_file(joined, folder / name, metadata={"format": "pt"})
         shutil.copymode(folder / "config.json", folder / name)  # safetensors' are readable by the owner alone
         weight_map |= dict.fromkeys(joined, name)

@@ -20,6 +20,7 @@ from meshwright.cli import (
     models,
     output,
     plan,
+    quantise,
     runs,
     simulate,
     train,
@@ -43,7 +44,8 @@ VERBS: tuple[Verb, ...] = (
     plan.plan, simulate.simulate, plan.explain, dryrun.dryrun, goodput.goodput, validate.validate,
     chaos.chaos,
     hardware.profile, hardware.clusters,
-    models.generate, models.export, models.import_hf, weights.average, weights.merge,
+    models.generate, models.export, models.import_hf, quantise.quantise,
+    weights.average, weights.merge,
     models.checkpoint_ls, models.checkpoint_verify,
     specs.show_spec, specs.show_schema, specs.check, specs.presets,
 )  # fmt: skip

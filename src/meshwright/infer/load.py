@@ -117,13 +117,19 @@ def import_run(folder: Path, out: Path) -> None:
     """Make the run's folder `out` with a checkpoint of step 0 from an HF folder: its weights alone.
 
     Weights in float64 stay so, and are those of a run in that precision; others become float32. The
-    tokenizer's files and generation_config.json come along. Raises `UserError`, also when `out` holds a run
+    tokenizer's files and generation_config.json come along. Quantised weights become what they stand for.
+    Raises `UserError`, also for a folder whose recipe rounds inputs of layers, too, when `out` holds a run
     or cannot be written, and for a file that is a link out of the folder.
     """
     check_new(out)
     check_within(folder / "config.json", folder, "import")
     beside = side_files(folder, "import")
     model, weights = import_hf(folder)
+    if weights.rounded_inputs():
+        raise UserError(
+            f"import: {folder} is quantised by a recipe that rounds the inputs of layers, too, which a run "
+            f"does not; import the folder that it was made of"
+        )
     tensors: dict[str, Tensor] = {}
     dtypes: set[torch.dtype] = set()
     for name, value in weights:

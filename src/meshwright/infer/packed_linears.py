@@ -20,6 +20,7 @@ from meshwright.infer.paged_cache import PagedCache
 from meshwright.model.attention import attend
 from meshwright.model.attention_gqa import Attention
 from meshwright.model.decoder import Block, Decoder
+from meshwright.model.dynamic_linear import DynamicLinear
 from meshwright.model.linear import Linear, project
 from meshwright.model.mlp import Mlp
 from meshwright.model.moe import Moe
@@ -124,10 +125,12 @@ def pack_linears(decoder: Decoder) -> Decoder:
     """Let a decoder on a CPU compute dense layers by joint products; from then on it can only generate.
 
     Others stay as they are: the embedding and a head that is tied to it, experts, and the queries and latents
-    of latent attention. No weight is reordered in a format that oneDNN has no product for on this CPU.
+    of latent attention; and all of a decoder with layers that round their inputs. No weight is reordered in a
+    format that oneDNN has no product for on this CPU.
     """
     first, onednn = next(decoder.parameters()), torch.ops.mkldnn
-    if first.device.type != "cpu":
+    dynamic = any(isinstance(module, DynamicLinear) for module in decoder.modules())
+    if first.device.type != "cpu" or dynamic:
         return decoder
     supported: dict[torch.dtype, Callable[[], bool]] = {
         torch.float32: lambda: True,

@@ -42,16 +42,28 @@ class Codes(NamedTuple):
 def quantise(x: Tensor, recipe: Quantised, group: int = 0, scales: torch.dtype = torch.bfloat16) -> Codes:
     """The codes of (..., R, C) by a recipe with a scale for each `group` of columns, or for all (0)."""
     groups = x.float().unflatten(-1, (-1, group or x.shape[-1]))
+    scale = scales_of(groups, recipe).to(scales)
+    return Codes(codes_of(groups, scale, recipe).flatten(-2), scale.squeeze(-1))
+
+
+def scales_of(groups: Tensor, recipe: Quantised) -> Tensor:
+    """The scales (..., 1) of groups (..., C) of fp32, in fp32: not yet rounded to the format they have."""
     most = E4M3_LARGEST if recipe == "fp8" else (2 ** BITS[recipe] - 1) / 2
-    scale = (groups.abs().amax(-1, keepdim=True) / most).clamp(min=TINY).to(scales)
+    return (groups.abs().amax(-1, keepdim=True) / most).clamp(min=TINY)
+
+
+def codes_of(groups: Tensor, scale: Tensor, recipe: Quantised) -> Tensor:
+    """The nearest codes (..., C) of a weight's numbers in fp32, given their scales (..., 1)."""
     if recipe == "fp8":
-        scaled = groups / scale.float()
-        codes = scaled.clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn)
-    else:
-        half = 2 ** (BITS[recipe] - 1)
-        scaled = groups * (1 / scale.float())  # as torchao does for integers
-        codes = scaled.round().clamp(-half, half - 1).to(torch.int8)
-    return Codes(codes.flatten(-2), scale.squeeze(-1))
+        return _nearest(groups / scale.float(), recipe)
+    return _nearest(groups * (1 / scale.float()), recipe)  # as torchao does for integers
+
+
+def _nearest(scaled: Tensor, recipe: Quantised) -> Tensor:
+    if recipe == "fp8":
+        return scaled.clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn)
+    half = 2 ** (BITS[recipe] - 1)
+    return scaled.round().clamp(-half, half - 1).to(torch.int8)
 
 
 def fake_quantise(weight: Tensor, recipe: Quantised, group: int) -> Tensor:
@@ -60,7 +72,13 @@ def fake_quantise(weight: Tensor, recipe: Quantised, group: int) -> Tensor:
 
 
 def fake_quantise_tokens(x: Tensor, recipe: Quantised) -> Tensor:
-    """Inputs (..., N, C) of products, rounded with a scale for each token by the recipes that do so."""
+    """Inputs (..., N, C) of products, rounded with a scale for each token by the recipes that do so.
+
+    Scales are in fp32. The largest number of a token falls in the middle between two codes, so that the last
+    bit decides: numbers are divided by the scale, as compressed-tensors does.
+    """
     if recipe not in DYNAMIC:
         return x
-    return quantise(x, recipe, scales=torch.float32).values().to(x.dtype)
+    numbers = x.float()
+    scale = scales_of(numbers, recipe)
+    return (_nearest(numbers / scale, recipe).float() * scale).to(x.dtype)

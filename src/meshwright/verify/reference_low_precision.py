@@ -158,7 +158,8 @@ def straight_through(x: Tensor, recipe: str, columns: int, scales: torch.dtype) 
     if recipe == "fp8":
         codes = (parts / scale).clamp(low, high).to(torch.float8_e4m3fn).float()
     else:
-        codes = (parts * (1 / scale)).round().clamp(low, high)
+        inverse = scales is torch.bfloat16  # weights'; tokens are divided by their scales
+        codes = (parts * (1 / scale) if inverse else parts / scale).round().clamp(low, high)
     return x + ((codes * scale).view(x.shape).to(x) - x).detach()
 
 

@@ -1,0 +1,226 @@
+"""Quantisation of trained models: a folder that other programs open, and a table of what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from meshwright.api.models import existing, load_hf, load_run
+from meshwright.launch.scratch import scratch_folder
+from meshwright.spec import UserError, load
+from meshwright.spec.errors import did_you_mean
+from meshwright.spec.files import read_text
+from meshwright.spec.hf_json import read_json_object
+from meshwright.spec.precision import Quantised
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from meshwright.model.decoder import Decoder
+    from meshwright.spec import RunSpec
+
+Result = dict[str, Any]
+RECIPES: tuple[Quantised, ...] = get_args(Quantised)
+ALGORITHMS = ("rtn", "gptq")
+CALIBRATION_TOKENS = 65_536
+MOST_TEXT = 64 << 20
+"""Bytes of a text of calibration that are read."""
+LENGTH, ROWS = 2048, 8
+"""Most tokens of a sequence of calibration, and sequences at a time."""
+
+
+def quantise(
+    run: Path,
+    folder: Path,
+    recipe: str,
+    *,
+    group_size: int | None = None,
+    algorithm: str = "rtn",
+    calibration: Path | None = None,
+    calibration_tokens: int = CALIBRATION_TOKENS,
+    keep: Sequence[str] = (),
+    weights: str = "trained",
+) -> Result:
+    """Write the model of a run, or of an HF folder, as an HF folder with quantised linear layers.
+
+    `recipe` is 'int8', 'int4', 'int8-dynamic' or 'fp8'; columns of int4 share a scale in groups of
+    `group_size` (32, 64 or 128; by default `precision.qat_group` of a run that was trained for int4, or else
+    the largest that divides all widths). `algorithm` is 'rtn', round to nearest, or 'gptq', which takes
+    `calibration_tokens` tokens of a text file, or of a run's training data. `keep` are patterns of layers
+    that stay in bf16, as the embedding and the head do. Returns `folder`, `recipe`, `group_size`, `layers`
+    (how many are quantised), `kept` (names) and `bytes` (of all weights). Raises `UserError`.
+    """
+    run, folder = Path(run), Path(folder)
+    _one_of("recipe", recipe, RECIPES)
+    _one_of("algorithm", algorithm, ALGORITHMS)
+    if algorithm == "rtn" and calibration is not None:
+        raise UserError("--calibration: rtn takes no text; remove it, or give --algorithm gptq")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"FOLDER: {folder} exists and is not an empty folder; give another")
+    source = _Source(run, weights)
+    from meshwright.checkpoint.hf import export_hf
+    from meshwright.checkpoint.hf_quantised import stored_bytes
+    from meshwright.infer.quantise import calibrated, check_calibrated, nearest, plan_quantisation
+
+    how = plan_quantisation(source.model, recipe, source.group(recipe, group_size), keep)  # type: ignore[arg-type]
+    batches = []
+    if algorithm == "gptq":
+        check_calibrated(source.model)
+        batches = source.calibration(calibration, calibration_tokens)
+    import torch
+
+    decoder = source.decoder()
+    tensors = {name: tensor.detach().clone() for name, tensor in decoder.tensors().items()}
+    codes = calibrated(decoder, how, batches) if batches else nearest(source.model, tensors, how)
+    file = run / "tokenizer.json"
+    tokenizer = file if file.is_file() else None
+    export_hf(
+        folder, source.model, tensors, tokenizer, torch.bfloat16, side_files=run, quantised=(how, codes)
+    )
+    return {
+        "folder": str(folder),
+        "recipe": recipe,
+        "group_size": how.group or None,
+        "layers": len(codes),
+        "kept": list(how.kept),
+        "bytes": stored_bytes(source.model, {name: each.shape for name, each in tensors.items()}, how),
+    }
+
+
+def compare_quantisation(
+    run: Path,
+    *,
+    recipe: str | None = None,
+    group_size: int | None = None,
+    keep: Sequence[str] = (),
+    sensitivity: str = "block",
+    eval_tokens: int | None = None,
+    calibration: Path | None = None,
+    calibration_tokens: int = CALIBRATION_TOKENS,
+    weights: str = "trained",
+    told: Callable[[str, Result], None] | None = None,
+) -> Result:
+    """Measure a run's model in bf16 and by each recipe, on its held-out text.
+
+    Returns `table` (a row for each recipe, rounded to nearest and, for int4 of dense models, by GPTQ:
+    `bits_per_byte`, `change_percent`, `computed_bytes`, `file_bytes`, `tokens_per_second`) and `sensitivity`
+    (a row for each 'block' or 'linear' layer: what quantising it alone by `recipe`, by default int4, changes;
+    'none' leaves it out). A recipe that the model cannot take is left out, with its reason in `refused`.
+    `eval_tokens` is the number of held-out tokens, by default all. `told` is called with 'table' or
+    'sensitivity' and each row as it is found.
+    """
+    _one_of("recipe", recipe or "int4", RECIPES)
+    _one_of("sensitivity", sensitivity, ("block", "linear", "none"))
+    source = _Source(Path(run), weights)
+    spec = source.spec
+    if spec is None:
+        raise UserError(f"--compare: {run} is an HF folder, which has no held-out text; give a run")
+    from meshwright.data.corpus import open_corpus
+    from meshwright.infer.quantisation_table import HeldOut, Model, compare
+    from meshwright.infer.quantisation_table import sensitivity as measure
+    from meshwright.infer.quantise import plan_quantisation
+
+    model, plans, refused = spec.model, {}, {}
+    for each in RECIPES:
+        try:
+            size = group_size if each == "int4" else None
+            plans[each] = plan_quantisation(model, each, source.group(each, size), keep)
+        except UserError as error:
+            refused[each] = str(error)
+    measured: Quantised = recipe or "int4"  # type: ignore[assignment]
+    if not plans or (sensitivity != "none" and measured not in plans):
+        raise UserError(refused[measured])
+    corpus = open_corpus(spec)
+    if not corpus.validation.target_tokens or not corpus.has_text:
+        raise UserError(f"--compare: {run} has no held-out text; train it on text with data.val_fraction")
+    dense = model.moe is None and "int4" in plans
+    batches = source.calibration(calibration, calibration_tokens) if dense else []
+    measure_by = Model(source.decoder(), HeldOut.read(corpus, spec, eval_tokens), batches)
+    wanted = [(None, False), *((how, False) for how in plans.values())]
+    wanted += [(plans["int4"], True)] if dense else []
+    table = []
+    with scratch_folder() as folder:
+        for row in compare(measure_by, wanted, folder):
+            table.append(row)
+            if told is not None:
+                told("table", row)
+    rows: list[Result] = []
+    if sensitivity != "none":
+        rows = measure(measure_by, plans[measured], sensitivity == "block")
+    return {"table": table, "recipe": measured, "sensitivity": rows, "refused": refused}
+
+
+class _Source:
+    """A run's folder or an HF folder as the source of a model in fp32. Raises `UserError` for others."""
+
+    def __init__(self, run: Path, weights: str) -> None:
+        self.run, self.weights = existing(run, "the folder of a run or of an HF model"), weights
+        self.spec: RunSpec | None = None
+        if (run / "run.json").is_file():
+            self.spec = load(run)
+            self.model = self.spec.model
+            return
+        if not (run / "config.json").is_file():
+            raise UserError(f"{run}: is neither a run's folder (run.json) nor an HF folder (config.json)")
+        if weights != "trained":
+            raise UserError(f"--weights: {run} is an HF folder, which has one set of weights; give 'trained'")
+        if read_json_object(run / "config.json", "quantise").get("quantization_config") is not None:
+            raise UserError(f"quantise: {run} is quantised already; give the folder that it was made of")
+        from meshwright.checkpoint.hf import import_hf
+
+        self.model, _ = import_hf(run)
+
+    def group(self, recipe: str, given: int | None) -> int | None:
+        """The group that is asked for, or that the run was trained for."""
+        if given is None and recipe == "int4" and self.spec is not None and self.spec.precision.qat == recipe:
+            return self.spec.precision.qat_group
+        return given
+
+    def decoder(self) -> Decoder:
+        """The decoder in fp32."""
+        if self.spec is None:
+            return load_hf(self.run).float()
+        return load_run(self.run, weights=self.weights).float()
+
+    def calibration(self, file: Path | None, tokens: int) -> list[Tensor]:
+        """Tokens (B, T) of a text, or of a run's training data in the order of its steps."""
+        import torch
+
+        if file is not None:
+            return self._text(file, tokens)
+        if self.spec is None:
+            raise UserError(f"--calibration: {self.run} is an HF folder, which has no data; give a text file")
+        from meshwright.data.corpus import open_corpus
+        from meshwright.data.loader import Loader
+
+        needed = -(-tokens // self.spec.data.seq_len)
+        loader = Loader(open_corpus(self.spec), self.spec, 0, 1)
+        rows: list[Tensor] = []
+        while len(rows) < needed:
+            rows += loader.step(len(rows) // self.spec.batch_sequences).tokens
+        loader.close()
+        return list(torch.stack(rows[:needed]).split(ROWS))
+
+    def _text(self, file: Path, tokens: int) -> list[Tensor]:
+        import torch
+
+        from meshwright.data.tokenizer import Tokenizer
+
+        try:
+            text = read_text(file, MOST_TEXT)
+        except (OSError, ValueError) as error:
+            raise UserError(f"--calibration: {file} cannot be read ({error}); give a text file") from None
+        tokenizer = Tokenizer.open(self.run / "tokenizer.json")
+        ids = torch.tensor(tokenizer.encode(text)[:tokens], dtype=torch.int64)
+        length = min(LENGTH, self.model.max_seq_len, max(1, len(ids)))
+        rows = ids[: len(ids) // length * length].view(-1, length)
+        if not len(ids):
+            raise UserError(f"--calibration: {file} has no tokens; give a text file")
+        return list(rows.split(ROWS))
+
+
+def _one_of(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        hint = did_you_mean(value, known)
+        raise UserError(f"{name}: {value!r} is not one of {', '.join(known)}{hint}")

@@ -1,0 +1,106 @@
+"""The verb `quantise`: a trained model with few bits a weight, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshwright.api.quantisation import ALGORITHMS, CALIBRATION_TOKENS, RECIPES
+from meshwright.cli import output as show
+from meshwright.cli.parser import JSON, Argument, Call, Flag, choice, tokens, verb
+from meshwright.spec import UserError
+
+GROUPS = (32, 64, 128)
+WRITES = ("algorithm",)
+"""Flags without effect on --compare."""
+COMPARES = ("sensitivity", "eval_tokens")
+"""Flags without effect unless with --compare."""
+
+
+def _group(text: str) -> int:
+    if text not in map(str, GROUPS):
+        raise ValueError(f"it should be one of {', '.join(map(str, GROUPS))}")
+    return int(text)
+
+
+@verb(
+    "quantise",
+    "write a model with 8 or 4 bits a weight, or --compare what that costs",
+    Argument("RUN", "the folder of a run, or of an HF model"),
+    Argument("FOLDER", "the HF folder to write; it must not exist, or be empty", required=False),
+    Flag("recipe", "number format of linear layers; with --compare, of the sensitivity (int4)",
+         "|".join(RECIPES), choice(*RECIPES)),
+    Flag("group-size", "columns that share a scale in int4; default the largest that divides all widths",
+         "|".join(map(str, GROUPS)), _group),
+    Flag("algorithm", "round to nearest (the default), or GPTQ", "|".join(ALGORITHMS), choice(*ALGORITHMS)),
+    Flag("calibration", "text for GPTQ instead of a run's training data", "FILE", Path),
+    Flag("calibration-tokens", "tokens for GPTQ", "N", tokens(), default=CALIBRATION_TOKENS),
+    Flag("keep", "leave layers in bf16 whose names match, such as '*.down_proj'; may be repeated", "PATTERN",
+         str, default=(), repeated=True),
+    Flag("weights", "those of the last step, or their moving average", "trained|ema",
+         choice("trained", "ema"), default="trained"),
+    Flag("compare", "write nothing: print bits per byte, size and speed of each recipe"),
+    Flag("sensitivity", "with --compare, quantise one block (the default) or linear layer at a time",
+         "block|linear|none", choice("block", "linear", "none")),
+    Flag("eval-tokens", "with --compare, held-out tokens; default all", "N", tokens()),
+    JSON,
+)  # fmt: skip
+def quantise(call: Call) -> None:
+    """Write a quantised HF folder, or print a table of recipes."""
+    flags = dict(call.flags)
+    compares = flags.pop("compare")
+    if compares and len(call.words) > 1:
+        raise UserError("--compare: writes no folder; remove it, or the folder")
+    if not compares and len(call.words) == 1:
+        raise UserError("FOLDER: is missing; give the folder to write, or --compare")
+    if not compares and flags["recipe"] is None:
+        raise UserError(f"--recipe: is missing; give one of {', '.join(RECIPES)}")
+    others = WRITES if compares else COMPARES
+    for name in others:
+        if flags.pop(name) is not None:
+            without = "with --compare, which shows both" if compares else "without --compare"
+            raise UserError(f"--{name.replace('_', '-')}: has no effect {without}; remove it")
+    flags = {name: value for name, value in flags.items() if value is not None}
+    if flags["calibration_tokens"] < 1:
+        raise UserError("--calibration-tokens: 0 is not valid; it should be a whole number of at least 1")
+    from meshwright import api
+
+    if compares:
+        show.result(call, api.compare_quantisation(Path(call.words[0]), **flags), _tables)
+        return
+    run, folder = map(Path, call.words)
+    show.result(call, api.quantise(run, folder, **flags), _written)
+
+
+def _written(found: Mapping[str, Any]) -> None:
+    group = f" in groups of {found['group_size']}" if found["group_size"] else ""
+    print(f"wrote {found['folder']}")
+    print(f"{found['layers']} layers in {found['recipe']}{group}, {found['bytes'] / 1e6:.2f} MB of weights")
+
+
+def _tables(found: Mapping[str, Any]) -> None:
+    show.table(
+        [
+            {
+                "recipe": row["recipe"],
+                "group": row["group"] or "",
+                "bits per byte": f"{row['bits_per_byte']:.4f}",
+                "change": f"{row['change_percent']:+.2f}%",
+                "MB": f"{row['computed_bytes'] / 1e6:.2f}",
+                "MB on disk": f"{row['file_bytes'] / 1e6:.2f}",
+                "tokens/s": f"{row['tokens_per_second']:.0f}",
+            }
+            for row in found["table"]
+        ]
+    )
+    for recipe, why in found["refused"].items():
+        show.line(f"{recipe}: {why}")
+    if found["sensitivity"]:
+        print(f"\nonly one layer in {found['recipe']}, the rest in bf16:")
+        show.table(
+            [
+                {"layer": row["layer"], "change": f"{row['change_percent']:+.3f}%"}
+                for row in found["sensitivity"]
+            ]
+        )
