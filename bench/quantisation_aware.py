@@ -42,7 +42,7 @@ def held_out_loss(run: Path, qat: Keys) -> float:
         for unit in trainer.states.units:
             unit.expire()
         loader = Loader(open_corpus(spec), spec, 0, 1)
-        total = sum(trainer.nll(batch) for batch in loader.validation_batches(spec.train.eval_tokens))
+        total = sum(trainer.nll(batch) for batch in loader.validation.batches(spec.train.eval_tokens))
         loader.close()
     nll, tokens = torch.as_tensor(total).tolist()
     return float(nll / tokens)

@@ -126,7 +126,7 @@ def test_validation_covers_each_held_out_token_once(
     spec = make_spec({"pack": pack, "val_fraction": 0.3})
     corpus = open_corpus(spec)
     loaders = [Loader(corpus, spec, rank, ranks) for rank in range(ranks)]
-    batches = [list(loader.validation_batches(max_tokens)) for loader in loaders]
+    batches = [list(loader.validation.batches(max_tokens)) for loader in loaders]
     assert len({len(found) for found in batches}) == 1
     merged = joined([batch for found in batches for batch in found])
     order = merged.slots.argsort()
@@ -147,7 +147,7 @@ def test_validation_covers_each_held_out_token_once(
 
 def test_no_validation_yields_no_batches(make_spec: MakeSpec) -> None:
     spec = make_spec({"val_fraction": 0})
-    assert list(Loader(open_corpus(spec), spec, 0, 1).validation_batches()) == []
+    assert list(Loader(open_corpus(spec), spec, 0, 1).validation.batches()) == []
 
 
 def test_mixtures_are_loaded_in_proportion(make_spec: MakeSpec, folder: Any, tmp_path: Any) -> None:
@@ -196,7 +196,7 @@ def test_a_share_that_is_not_whole_is_a_bug(make_spec: MakeSpec) -> None:
 def test_validation_batches_are_as_large_as_a_step(make_spec: MakeSpec, ranks: int) -> None:
     spec = make_spec({"val_fraction": 0.5}, train={"batch_tokens": 32 * 16}, layout={"micro_batch": 2})
     corpus = open_corpus(spec)
-    sizes = [len(batch.ids) for batch in Loader(corpus, spec, ranks - 1, ranks).validation_batches()]
+    sizes = [len(batch.ids) for batch in Loader(corpus, spec, ranks - 1, ranks).validation.batches()]
     assert set(sizes[:-1]) == {16 // ranks} and len(sizes) > 1
     left = corpus.validation.samples - ranks * sum(sizes[:-1])
     assert sizes[-1] % 2 == 0 and 0 <= ranks * sizes[-1] - left < 2 * ranks
@@ -216,7 +216,7 @@ def test_a_short_validation_of_a_mixture_takes_of_each_source(
         shares = corpus.validation.shares(limit)
         assert sum(shares) == limit
         assert np.allclose(shares, limit * whole / whole.sum(), atol=1)
-        batches = list(Loader(corpus, spec, 0, 1).validation_batches(limit))
+        batches = list(Loader(corpus, spec, 0, 1).validation.batches(limit))
         counted = [(batch.targets != IGNORE).sum().item() for batch in batches]
         assert sum(counted) == limit
         spelt = b"".join(

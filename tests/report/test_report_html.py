@@ -103,6 +103,18 @@ def make_run(
     return write_report(out).read_text(encoding="utf-8")
 
 
+def test_a_mixture_has_a_curve_for_each_source(tmp_path: Path) -> None:
+    sources = [{"loss": 5.0, "bits_per_byte": 2.0}, {"loss": 4.0, "bits_per_byte": None}]
+    with Observers([RunRecord(tmp_path)]) as observer:
+        observer.on_start({"spec": load().to_json(), "step": 0, "last_step": 2, "device": "cpu"})
+        for step in (1, 2):
+            named = {"<prose>": sources[0], "code": sources[1 - step % 2]}
+            observer.on_eval({"step": step, "val_loss": 5.0, "val_bits_per_byte": 2.0, "val_sources": named})
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "Held-out bits per byte by source" in page and "&lt;prose&gt;" in page and "<prose>" not in page
+    assert "by source" not in make_run(tmp_path / "other", steps=20)
+
+
 RUNS: dict[str, dict[str, Any]] = {
     "whole": {},
     "without evaluations": {"evals": 0},

@@ -53,7 +53,7 @@ def evaluate(mesh: Mesh, spec: RunSpec) -> tuple[list[float], list[int], list[in
     loader = Loader(open_corpus(spec), spec, mesh.data_rank, spec.layout.data_ranks)
     total = torch.zeros(2, dtype=torch.float64)
     expected = []
-    for batch in loader.validation_batches(spec.train.eval_tokens):
+    for batch in loader.validation.batches(spec.train.eval_tokens):
         found = trainer.nll(batch)
         assert found.dtype == torch.float64 and found.device == mesh.device
         total += found

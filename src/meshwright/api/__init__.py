@@ -10,6 +10,9 @@ print(api.generate(Path("runs/first"), "def "))
 from __future__ import annotations
 
 from meshwright.api.chaos_runs import chaos as chaos
+from meshwright.api.evaluation import Evaluation as Evaluation
+from meshwright.api.evaluation import evaluate as evaluate
+from meshwright.api.evaluation import evaluate_run as evaluate_run
 from meshwright.api.generation import Generation as Generation
 from meshwright.api.generation import check_out as check_out
 from meshwright.api.generation import generate as generate
@@ -18,6 +21,7 @@ from meshwright.api.generation import generation_ranks as generation_ranks
 from meshwright.api.generation import read_prompts as read_prompts
 from meshwright.api.generation import start_generation as start_generation
 from meshwright.api.generation import write_rows as write_rows
+from meshwright.api.generation import write_text as write_text
 from meshwright.api.models import checkpoint_list as checkpoint_list
 from meshwright.api.models import checkpoint_verify as checkpoint_verify
 from meshwright.api.models import checkpoints_of as checkpoints_of

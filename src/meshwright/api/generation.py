@@ -46,12 +46,14 @@ class Generation:
     top_p: float | None = None
     seed: int = 0
     weights: str = "trained"
+    step: int | None = None
     batch: int = 16
     cache_tokens: int | None = None
     lookup: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("max_new_tokens", 0), ("batch", 1), ("cache_tokens", 1), ("lookup", 0)):
+        least_of = {"max_new_tokens": 0, "step": 0, "batch": 1, "cache_tokens": 1, "lookup": 0}
+        for name, least in least_of.items():
             value = getattr(self, name)
             if value is not None and not (type(value) is int and least <= value <= MOST_TOKENS):
                 raise UserError(
@@ -69,15 +71,15 @@ def generate(run: Path, prompt: str, *, layout: Axes = (), **options: Any) -> st
 @overload
 def generate(run: Path, prompt: Sequence[str], *, layout: Axes = (), **options: Any) -> list[str]: ...
 def generate(run: Path, prompt: str | Sequence[str], *, layout: Axes = (), **options: Any) -> str | list[str]:
-    """Return the continuation of `prompt`, or of each of several, by the newest checkpoint of a run's folder,
-    or by an HF folder.
+    """Return the continuation of `prompt`, or of each of several, by a checkpoint of a run's folder, or by an
+    HF folder.
 
     `layout` is such as {"layout.tp": 2}, or a list of such pairs, whatever layout trained the model; its
     ranks are started. The options are `max_new_tokens` (128), `temperature` (0 takes the likeliest token),
-    `top_k`, `top_p`, `seed`, `weights` ('ema' takes the moving average of a run's), `batch` (16: the most
-    prompts that are continued at a time on a data rank), `cache_tokens` (the most tokens of these whose keys
-    and values are kept at a time) and `lookup` (the most tokens that a turn reads ahead). Raises `UserError`
-    if the folder has no model or tokenizer.
+    `top_k`, `top_p`, `seed`, `weights` ('ema' takes the moving average of a run's), `step` (which of a run's
+    checkpoints, by default the newest), `batch` (16: the most prompts that are continued at a time on a data
+    rank), `cache_tokens` (the most tokens of these whose keys and values are kept at a time) and `lookup`
+    (the most tokens that a turn reads ahead). Raises `UserError` if the folder has no model or tokenizer.
     """
     run, how = Path(run), Generation(**options)
     rows: list[Row] = [{"prompt": text} for text in ([prompt] if isinstance(prompt, str) else prompt)]
@@ -112,6 +114,8 @@ def generation_ranks(run: Path, layout: Overrides, how: Generation) -> int:
         raise UserError(f"{run}: is neither a run's folder (run.json) nor an HF folder (config.json)")
     if not is_run and how.weights != "trained":
         raise UserError(f"--weights: {run} is an HF folder, which has one set of weights; give 'trained'")
+    if not is_run and how.step is not None:
+        raise UserError(f"--step: {run} is an HF folder, which has one set of weights; remove --step")
     if not layout:
         return 1
     from meshwright.infer.sharded import spec_to_generate
@@ -166,7 +170,7 @@ def generate_worker(
 
     generation_ranks(run, layout, how)
     sampling = Sampling(how.temperature, how.top_k, how.top_p, how.seed)
-    tokenizer = _tokenizer(run)
+    tokenizer = run_tokenizer(run)
     given = [_encoded(tokenizer, row, number, len(rows)) for number, row in enumerate(rows)]
     requests = [
         Request(number, tokenizer.prompt(ids), how.max_new_tokens, tokenizer.end_id)
@@ -225,10 +229,10 @@ def _decoder(run: Path, how: Generation, layout: Overrides) -> Iterator[tuple[De
             f"started; start that many, or give a layout of {ranks}, such as --layout.dp {ranks}"
         )
     if place is None:
-        yield pack_linears(load_run(run, weights=how.weights)), None
+        yield pack_linears(load_run(run, weights=how.weights, step=how.step)), None
         return
     with mesh_of(spec) as mesh:
-        yield load_sharded(run, trained, spec, mesh, average)
+        yield load_sharded(run, trained, spec, mesh, average, how.step)
 
 
 class _Stream:
@@ -253,7 +257,8 @@ def _text(tokenizer: Tokenizer, given: Sequence[int], new: Sequence[int]) -> str
     return tokenizer.decode([*given, *new])[len(tokenizer.decode(given)) :]
 
 
-def _tokenizer(run: Path) -> Tokenizer:
+def run_tokenizer(run: Path) -> Tokenizer:
+    """Return the tokenizer of a run or of an HF folder. Raises `UserError` if it has none."""
     from meshwright.data.readers import SYNTHETIC
     from meshwright.data.tokenizer import Tokenizer
 
@@ -310,15 +315,19 @@ def read_prompts(file: Path) -> list[Row]:
 
 def write_rows(file: Path, rows: Sequence[Row]) -> None:
     """Write rows as JSONL; the file appears whole, or stays as it was. Raises `UserError`."""
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write the file of --out, which appears whole, or stays as it was. Raises `UserError`."""
     try:
-        atomic.write(file, lines)
+        atomic.write(file, text)
     except OSError as error:
         raise UserError(f"--out: {file} cannot be written ({error.strerror}); give another file") from error
 
 
-def check_out(file: Path, prompts: Path) -> None:
-    """Raise `UserError` if rows cannot be written to a file, or would replace the file of the prompts."""
+def check_out(file: Path, prompts: Path | None = None) -> None:
+    """Raise `UserError` if nothing can be written to a file, or if it is the file of the prompts."""
     problem = ""
     if file.is_dir():
         problem = "is a folder"
@@ -326,7 +335,7 @@ def check_out(file: Path, prompts: Path) -> None:
         problem = f"cannot be written, as there is no folder {file.parent}"
     elif not os.access(file.parent, os.W_OK) or (file.exists() and not file.is_file()):
         problem = "cannot be written"
-    elif file.exists() and prompts.exists() and file.samefile(prompts):
+    elif prompts is not None and file.exists() and prompts.exists() and file.samefile(prompts):
         problem = "is the file of --prompts"
     if problem:
         raise UserError(f"--out: {file} {problem}; give another file")

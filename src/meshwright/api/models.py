@@ -71,15 +71,23 @@ def data_verify(folder: Path) -> Result:
     return facts | {"damaged": len(problems), "problems": problems}
 
 
-def export(run: Path, folder: Path, dtype: str | None = None, *, weights: str = "trained") -> None:
-    """Write a run's newest checkpoint as an HF folder, in 'float32', 'bfloat16' or 'float16', or as saved.
+def export(
+    run: Path,
+    folder: Path,
+    dtype: str | None = None,
+    *,
+    weights: str = "trained",
+    step: int | None = None,
+) -> None:
+    """Write a run's checkpoint as an HF folder, in 'float32', 'bfloat16' or 'float16', or as saved.
 
     A `folder` whose name ends in .gguf is a file for llama.cpp, by default in 'float32', which may be in
-    'q8_0', too. `weights` 'ema' writes the moving average of the weights (`train.ema`).
+    'q8_0', too. `weights` 'ema' writes the moving average of the weights (`train.ema`). `step` is which
+    checkpoint, by default the newest.
     """
     run, folder = existing(run, "the folder of a run"), Path(folder)
     if folder.suffix == ".gguf":
-        _export_gguf(run, folder, dtype or "float32", weights)
+        _export_gguf(run, folder, dtype or "float32", weights, step)
         return
     import torch
 
@@ -90,7 +98,7 @@ def export(run: Path, folder: Path, dtype: str | None = None, *, weights: str = 
         hint = ", which is a format of GGUF files: name one that ends in .gguf" if dtype == "q8_0" else ""
         raise UserError(f"dtype: {dtype!r} is not one of {', '.join(known)}{hint}")
 
-    decoder = load_run(run, weights=weights)
+    decoder = load_run(run, weights=weights, step=step)
     tokenizer = run / "tokenizer.json"
     export_hf(
         folder,
@@ -102,7 +110,7 @@ def export(run: Path, folder: Path, dtype: str | None = None, *, weights: str = 
     )
 
 
-def _export_gguf(run: Path, file: Path, dtype: str, weights: str) -> None:
+def _export_gguf(run: Path, file: Path, dtype: str, weights: str, step: int | None) -> None:
     from meshwright.checkpoint.gguf_file import GGUF_DTYPES, check_gguf, export_gguf
 
     if dtype not in GGUF_DTYPES:
@@ -110,7 +118,7 @@ def _export_gguf(run: Path, file: Path, dtype: str, weights: str) -> None:
     if not (run / "tokenizer.json").is_file():
         raise UserError(f"{run}: has no tokenizer.json, which is a part of GGUF files; export to a folder")
     check_gguf(file, load(run).model)
-    decoder = load_run(run, weights=weights)
+    decoder = load_run(run, weights=weights, step=step)
     export_gguf(file, decoder.spec, decoder.tensors(), run / "tokenizer.json", dtype)
 
 
@@ -163,8 +171,14 @@ def load_hf(folder: Path | str) -> Decoder:
     return load_folder(Path(folder))
 
 
-def load_run(run: Path, dtype: torch.dtype | None = None, *, weights: str = "trained") -> Decoder:
-    """Return the decoder of a run's newest checkpoint, on one device, in eval mode.
+def load_run(
+    run: Path,
+    dtype: torch.dtype | None = None,
+    *,
+    weights: str = "trained",
+    step: int | None = None,
+) -> Decoder:
+    """Return the decoder of a run's checkpoint, by default the newest, on one device, in eval mode.
 
     `weights` is 'trained', or 'ema' for their moving average (`train.ema`).
     """
@@ -172,4 +186,4 @@ def load_run(run: Path, dtype: torch.dtype | None = None, *, weights: str = "tra
         raise UserError(f"weights: {weights!r} is not one of {', '.join(WEIGHTS)}")
     from meshwright.infer.load import load_run as load_decoder
 
-    return load_decoder(Path(run), dtype, average=weights == "ema")
+    return load_decoder(Path(run), dtype, average=weights == "ema", step=step)

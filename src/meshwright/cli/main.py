@@ -15,6 +15,7 @@ from meshwright import __version__
 from meshwright.cli import (
     chaos,
     dryrun,
+    evaluate,
     goodput,
     hardware,
     models,
@@ -44,7 +45,7 @@ VERBS: tuple[Verb, ...] = (
     plan.plan, simulate.simulate, plan.explain, dryrun.dryrun, goodput.goodput, validate.validate,
     chaos.chaos,
     hardware.profile, hardware.clusters,
-    models.generate, models.export, models.import_hf, quantise.quantise,
+    models.generate, evaluate.evaluate, models.export, models.import_hf, quantise.quantise,
     weights.average, weights.merge,
     models.checkpoint_ls, models.checkpoint_verify,
     specs.show_spec, specs.show_schema, specs.check, specs.presets,

@@ -29,6 +29,7 @@ _WEIGHTS = Flag(
     "weights", "those of the last step, or their moving average", "trained|ema", choice("trained", "ema"),
     default="trained",
 )  # fmt: skip
+_STEP = Flag("step", "which checkpoint of a run; default the newest", "STEP", whole(0))
 _RUN = Argument("RUN", "the folder of a run")
 _CHECKPOINTS = Argument("DIR", "the folder of a run, or of its checkpoints")
 
@@ -49,6 +50,7 @@ _CHECKPOINTS = Argument("DIR", "the folder of a run, or of its checkpoints")
     Flag("lookup", "most tokens that a turn guesses from earlier text", "N", whole(0), default=0),
     Flag("cache-tokens", "most tokens whose keys and values are kept at a time", "N", whole(1)),
     _WEIGHTS,
+    _STEP,
     JSON,
 )
 def generate(call: Call) -> None:
@@ -110,6 +112,7 @@ def _tell_as_rank(number: int, text: str) -> None:
         default=DTYPES[0],
     ),
     _WEIGHTS,
+    _STEP,
     JSON,
 )
 def export(call: Call) -> None:

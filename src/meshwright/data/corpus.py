@@ -75,7 +75,12 @@ class Split:
 
     def bytes_for(self, max_tokens: int | None = None) -> int:
         """Return the UTF-8 bytes that the first `max_tokens` targets spell (default all); END spells none."""
-        return sum(part.byte_count(targets) for part, targets in self._first(max_tokens))
+        return sum(self.bytes_by_source(max_tokens))
+
+    def bytes_by_source(self, max_tokens: int | None = None) -> list[int]:
+        """Return those bytes of each source."""
+        shares = zip(self._windows, self.shares(max_tokens), strict=True)
+        return [part.byte_count(targets) if targets else 0 for part, targets in shares]
 
     def text_bytes(self, max_tokens: int | None = None) -> bytes:
         """Return the text that the first `max_tokens` targets spell, decoded from the tokens."""
@@ -85,9 +90,13 @@ class Split:
         shares = zip(self._windows, self.shares(max_tokens), strict=True)
         return [(part, targets) for part, targets in shares if targets]
 
-    def head(self, max_tokens: int | None = None) -> Head:
-        """Return the samples that hold the first `max_tokens` targets (default all)."""
-        return Head(self._windows, self._bounds, self.shares(max_tokens))
+    def head(self, max_tokens: int | None = None, source: int | None = None) -> Head:
+        """Return the samples that hold the first `max_tokens` targets (default all), or a source's part of
+        them."""
+        shares = self.shares(max_tokens)
+        if source is not None:
+            shares = [share if number == source else 0 for number, share in enumerate(shares)]
+        return Head(self._windows, self._bounds, shares)
 
     def sample_text(self, max_tokens: int | None, max_bytes: int) -> bytes:
         """Return whole documents of that text, the first ones of each source, at most `max_bytes` together.
@@ -134,7 +143,7 @@ class Head:
 class Corpus:
     """Result of `open_corpus`: the training samples and the held-out ones.
 
-    `has_text` is False for synthetic tokens, which spell nothing.
+    `names` are those of the sources. `has_text` is False for synthetic tokens, which spell nothing.
     `digest` is the SHA-256 of everything but the seed that decides samples: a resume with another is refused.
     """
 
@@ -142,7 +151,7 @@ class Corpus:
         self, spec: RunSpec, sources: Sequence[TokenSource], weights: Sequence[float], tokenizer: Tokenizer
     ) -> None:
         data = spec.data
-        self.tokenizer = tokenizer
+        self.tokenizer, self.names = tokenizer, _names(spec)
         self.has_text = not any(isinstance(source, SyntheticTokens) for source in sources)
         self.weights = tuple(weights)
         self.digest = digest_of(
@@ -182,6 +191,22 @@ class Corpus:
 
 
 def open_corpus(spec: RunSpec, check: Check = "files") -> Corpus:
+    """Open the corpora of a run, as `open_sources` does, which must have a sample to train on each."""
+    corpus = open_sources(spec, check)
+    for name, count in zip(corpus.names, corpus.train.tokens_by_source, strict=True):
+        if spec.data.pack and count < spec.data.seq_len:
+            raise UserError(
+                f"data.seq_len: {spec.data.seq_len} tokens of one sample are more than the {count} training "
+                f"tokens of {name}; give at most {count}, or more text, or data.pack = false"
+            )
+    return corpus
+
+
+def _names(spec: RunSpec) -> tuple[str, ...]:
+    return tuple(spec.data.mixture or (spec.data.corpus,))
+
+
+def open_sources(spec: RunSpec, check: Check = "files") -> Corpus:
     """Open the corpora of `data.corpus` or `data.mixture`; text is first tokenized into `data.cache`.
 
     Any number of processes may call it at once: one tokenizes, hashes files that were not verified yet, and
@@ -189,27 +214,18 @@ def open_corpus(spec: RunSpec, check: Check = "files") -> Corpus:
     verification: "lazy" is for ranks of a host on which another process has just opened the corpus. Raises
     `UserError`.
     """
-    mixture = spec.data.mixture or {spec.data.corpus: 1.0}
-    names, weights = list(mixture), list(mixture.values())
+    names, weights = list(_names(spec)), list(spec.data.mixture.values()) or [1.0]
     if SYNTHETIC not in names:
         shards = _open_shards(spec, names, check)
         _check_tokenizers(spec, names, shards)
-        corpus = Corpus(spec, shards, weights, shards[0].tokenizer)
-    elif len(names) > 1:
+        return Corpus(spec, shards, weights, shards[0].tokenizer)
+    if len(names) > 1:
         raise UserError(
             f"data.mixture: '{SYNTHETIC}' has no text and no tokenizer, and cannot be mixed; remove it"
         )
-    else:
-        vocab_size = spec.model.vocab_size
-        tokens = synthetic_tokens(spec.train.seed, vocab_size)
-        corpus = Corpus(spec, [tokens], weights, number_tokenizer(vocab_size))
-    for name, count in zip(names, corpus.train.tokens_by_source, strict=True):
-        if spec.data.pack and count < spec.data.seq_len:
-            raise UserError(
-                f"data.seq_len: {spec.data.seq_len} tokens of one sample are more than the {count} training "
-                f"tokens of {name}; give at most {count}, or more text, or data.pack = false"
-            )
-    return corpus
+    vocab_size = spec.model.vocab_size
+    tokens = synthetic_tokens(spec.train.seed, vocab_size)
+    return Corpus(spec, [tokens], weights, number_tokenizer(vocab_size))
 
 
 def xz_bits_per_byte(data: bytes) -> float:

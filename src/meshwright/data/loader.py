@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from meshwright.data.corpus import Corpus, Head
+from meshwright.data.corpus import Corpus, Head, Split
 from meshwright.data.packing import IGNORE, Samples
 from meshwright.data.permutation import I64
 from meshwright.spec import RunSpec
@@ -42,6 +42,53 @@ class Batch:
         return Batch(documents=self.documents, **moved)
 
 
+class SplitReader:
+    """The samples of a split in order, as batches of data rank `rank` of `ranks`."""
+
+    def __init__(self, split: Split, spec: RunSpec, rank: int, ranks: int) -> None:
+        self.split = split
+        self._rank, self._ranks = rank, ranks
+        self._micro_batch, self._rows = spec.micro_batch, spec.batch_sequences // ranks
+        self._seq_len = spec.data.seq_len
+        self._failure: Exception | None = None
+
+    def batches(self, max_tokens: int | None = None, source: int | None = None) -> Iterator[Batch]:
+        """Return the first `max_tokens` targets (default all), or a source's part of them, each once over all
+        ranks.
+
+        Every rank yields the same number of batches, each of as many sequences as its share of a step, but
+        for the last, which has as few as whole microbatches allow. Samples beyond the last have no targets.
+        Nor have those of a batch that cannot be read: other ranks wait for this one in collectives, so the
+        error is kept for `check`.
+        """
+        self._failure = None
+        return self._batches(self.split.head(max_tokens, source))
+
+    def _batches(self, head: Head) -> Iterator[Batch]:
+        micro, first = self._micro_batch, 0
+        while first < head.samples:
+            needed = -(-(head.samples - first) // (self._ranks * micro)) * micro
+            rows = min(self._rows, needed)
+            slot = first + self._rank * rows + np.arange(rows)
+            first += self._ranks * rows
+            real = slot < head.samples
+            try:
+                ids, allowed = head.at(np.minimum(slot, head.samples - 1))
+                samples = self.split.gather(ids)
+            except Exception as error:
+                self._failure = self._failure or error
+                ids, allowed = np.zeros_like(slot), np.zeros_like(slot)
+                samples = Samples(*(np.zeros((rows, self._seq_len), dtype=np.int64) for _ in Samples._fields))
+            limit = np.where(real, allowed, 0)
+            samples.targets[np.arange(samples.targets.shape[1]) >= limit[:, None]] = IGNORE
+            yield _batch(samples, np.where(real, ids, NO_SAMPLE), slot)
+
+    def check(self) -> None:
+        """Raise the error of a batch that was not read."""
+        if self._failure is not None:
+            raise self._failure
+
+
 class Loader:
     """The batches of data rank `rank` of `ranks`.
 
@@ -56,12 +103,11 @@ class Loader:
         self._train = spec.train
         self._corpus = corpus
         self._order = corpus.order(spec.train.seed)
-        self._sequences = spec.batch_sequences
         self._rank, self._ranks = rank, ranks
-        self._micro_batch, self._seq_len = spec.micro_batch, spec.data.seq_len
+        self._seq_len = spec.data.seq_len
+        self.validation = SplitReader(corpus.validation, spec, rank, ranks)
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
         self._next: tuple[int, Future[Batch]] | None = None
-        self._failure: Exception | None = None
         self.skipped: list[tuple[int, int]] = []
         """Global samples that no step takes, as ranges [first, end) that are apart from each other, in order.
         """
@@ -102,43 +148,6 @@ class Loader:
         batch = ready[1].result() if ready is not None and ready[0] == step else self._make(step)
         self._next = (step + 1, self._pool.submit(self._make, step + 1))
         return batch
-
-    def validation_batches(self, max_tokens: int | None = None) -> Iterator[Batch]:
-        """Return the held-out tokens, each once over all ranks: the first `max_tokens`, by default all.
-
-        Every rank yields the same number of batches, each of as many sequences as its share of a step, but
-        for the last, which has as few as whole microbatches allow. Samples beyond the last have no targets.
-        Nor have those of a batch that cannot be read: other ranks wait for this one in collectives, so the
-        error is kept for `validation_bytes`.
-        """
-        self._failure = None
-        return self._batches(self._corpus.validation.head(max_tokens))
-
-    def validation_bytes(self, max_tokens: int | None = None) -> int:
-        """Return the UTF-8 bytes that those tokens spell. Raises the error of a batch that was not read."""
-        if self._failure is not None:
-            raise self._failure
-        return self._corpus.validation.bytes_for(max_tokens)
-
-    def _batches(self, head: Head) -> Iterator[Batch]:
-        split = self._corpus.validation
-        micro, first = self._micro_batch, 0
-        while first < head.samples:
-            needed = -(-(head.samples - first) // (self._ranks * micro)) * micro
-            rows = min(self._sequences // self._ranks, needed)
-            slot = first + self._rank * rows + np.arange(rows)
-            first += self._ranks * rows
-            real = slot < head.samples
-            try:
-                ids, allowed = head.at(np.minimum(slot, head.samples - 1))
-                samples = split.gather(ids)
-            except Exception as error:
-                self._failure = self._failure or error
-                ids, allowed = np.zeros_like(slot), np.zeros_like(slot)
-                samples = Samples(*(np.zeros((rows, self._seq_len), dtype=np.int64) for _ in Samples._fields))
-            limit = np.where(real, allowed, 0)
-            samples.targets[np.arange(samples.targets.shape[1]) >= limit[:, None]] = IGNORE
-            yield _batch(samples, np.where(real, ids, NO_SAMPLE), slot)
 
     def close(self) -> None:
         """End the background thread."""

@@ -27,8 +27,10 @@ from meshwright.spec.special_tokens import check_within, copy_side_files, side_f
 from meshwright.train.state import check_fields, check_same_model, has_average, imported_state
 
 
-def load_run(run: Path, dtype: torch.dtype | None = None, average: bool = False) -> Decoder:
-    """Return the decoder of the run's newest whole checkpoint, on one device, in eval mode.
+def load_run(
+    run: Path, dtype: torch.dtype | None = None, average: bool = False, step: int | None = None
+) -> Decoder:
+    """Return the decoder of a run's checkpoint, by default the newest whole one, on one device, in eval mode.
 
     `dtype` is that of its parameters, by default as saved. `average` takes the moving average of the weights
     (`train.ema`) in their place, in the format of its own. Raises `UserError` as `load_tensors` does.
@@ -40,7 +42,7 @@ def load_run(run: Path, dtype: torch.dtype | None = None, average: bool = False)
     elif spec.precision.master == "bf16" and not average:
         decoder = decoder.bfloat16()
     parameters = {name: parameter.data for name, parameter in decoder.named_parameters()}
-    load_tensors(run, spec, parameters, decoder.balance_biases(), average, Control())
+    load_tensors(run, spec, parameters, decoder.balance_biases(), average, Control(), step)
     return decoder.to(dtype=dtype).eval() if dtype is not None else decoder.eval()
 
 
@@ -51,11 +53,12 @@ def load_tensors(
     biases: Mapping[str, Tensor | Stored],
     average: bool,
     ranks: Control,
-) -> None:
-    """Fill parameters and routers' biases by name from the run's newest whole checkpoint, of any layout.
+    step: int | None = None,
+) -> dict[str, Any]:
+    """Fill parameters and routers' biases by name from a checkpoint, of any layout, and return its state.
 
-    All ranks call this, each with what it holds. Raises `UserError` as `check_state` does, and if a parameter
-    is not finite.
+    It is that of `step`, by default the newest whole one. All ranks call this, each with what it holds.
+    Raises `UserError` as `check_state` does, where there is no such step, and if a parameter is not finite.
     """
     folder = spec.checkpoint.folder(run)
     if not folder.is_dir():
@@ -69,7 +72,7 @@ def load_tensors(
     tensors |= {f"model/{name}": tensor for name, tensor in biases.items()}
     store = CheckpointStore(folder, keep=1, control=ranks)
     with torch.no_grad():
-        state = store.load(None, tensors, check)
+        state = store.load(step, tensors, check)
     for warning in store.warnings:
         warnings.warn(warning, stacklevel=2)
 
@@ -80,6 +83,7 @@ def load_tensors(
             check_finite(run, state, name, tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
     ranks.together(check_values)
+    return state
 
 
 def check_state(run: Path, spec: RunSpec, state: dict[str, Any], average: bool) -> None:

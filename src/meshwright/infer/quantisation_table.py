@@ -17,7 +17,7 @@ from torch import Tensor
 from meshwright.checkpoint.hf import export_hf, load_hf
 from meshwright.checkpoint.hf_quantised import Quantisation, quantised_tensors, stored_bytes
 from meshwright.data.corpus import Corpus
-from meshwright.data.loader import Batch, Loader
+from meshwright.data.loader import Batch, SplitReader
 from meshwright.infer.forward import no_token_dropped
 from meshwright.infer.generate import generate
 from meshwright.infer.packed_linears import pack_linears
@@ -42,12 +42,10 @@ class HeldOut:
     @classmethod
     def read(cls, corpus: Corpus, spec: RunSpec, max_tokens: int | None) -> HeldOut:
         """The first `max_tokens` held-out tokens of a run's data, by default all."""
-        loader = Loader(corpus, spec, 0, 1)
-        try:
-            batches = list(loader.validation_batches(max_tokens))
-            return cls(batches, loader.validation_bytes(max_tokens), spec.micro_batch)
-        finally:
-            loader.close()
+        reader = SplitReader(corpus.validation, spec, 0, 1)
+        batches = list(reader.batches(max_tokens))
+        reader.check()
+        return cls(batches, reader.split.bytes_for(max_tokens), spec.micro_batch)
 
     @torch.no_grad()
     def bits_per_byte(self, decoder: Decoder) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ from meshwright.spec.load import Overrides, fixed_layout, from_tree
 from meshwright.spec.precision import PrecisionSpec
 from meshwright.spec.sections import DataSpec
 from meshwright.spec.stages import stages
+
+MOST_TOKENS = 8192
+"""Tokens of a microbatch of an evaluation."""
 
 
 def spec_to_generate(model: ModelSpec, trained: PrecisionSpec, overrides: Overrides) -> RunSpec:
@@ -58,20 +62,59 @@ def spec_to_generate(model: ModelSpec, trained: PrecisionSpec, overrides: Overri
     return from_tree(tree, overrides)
 
 
+def spec_to_evaluate(
+    model: ModelSpec, trained: PrecisionSpec, overrides: Overrides, data: DataSpec
+) -> RunSpec:
+    """Return the spec of an evaluation, that of a generation but for its data and its batches."""
+    spec = spec_to_generate(model, trained, overrides)
+    rows = max(1, MOST_TOKENS // data.seq_len)
+    ahead = 2 * spec.layout.pp if spec.layout.pp > 1 else 1  # microbatches that keep all stages at work
+    tree = spec.to_json()
+    tree["data"] = data.model_dump(mode="json")
+    tree["train"] = {"batch_tokens": rows * ahead * data.seq_len * spec.layout.data_ranks}
+    tree["layout"]["micro_batch"] = rows
+    return from_tree(tree)
+
+
+class ShardedDecoder:
+    """This rank's part of a decoder on a mesh; its weights are those of the last `load`."""
+
+    def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
+        self.spec, self.mesh = spec, mesh
+        self.decoder, self._states, self._balance, self.pipeline, _ = parallelize(spec, mesh)
+        _route_any_number(self.decoder.eval(), mesh.tensor)
+        every = stages(spec.model, spec.layout, spec.data.seq_len)
+        self.part = Part(every[mesh.pipeline.rank], mesh, self._states.formats.compute)
+
+    def load(
+        self, run: Path, trained: RunSpec, average: bool = False, step: int | None = None
+    ) -> dict[str, Any]:
+        """Take the weights of a run's checkpoint, by default the newest, and return its state.
+
+        All ranks call this. Raises `UserError` as `load_tensors` does.
+        """
+        parameters, biases = dict(self._states.parameters()), dict(self._balance.biases())
+        state = load_tensors(run, trained, parameters, biases, average, self.mesh.control, step)
+        for unit in self._states.units:
+            unit.expire()
+        return state
+
+
 def load_sharded(
-    run: Path, trained: RunSpec, spec: RunSpec, mesh: Mesh, average: bool = False
+    run: Path,
+    trained: RunSpec,
+    spec: RunSpec,
+    mesh: Mesh,
+    average: bool = False,
+    step: int | None = None,
 ) -> tuple[Decoder, Part]:
-    """This rank's part of the decoder of a run's newest checkpoint.
+    """This rank's part of the decoder of a run's checkpoint, by default the newest.
 
     All ranks call this. Raises `UserError` as `load_run` does.
     """
-    decoder, states, balance, _, _ = parallelize(spec, mesh)
-    load_tensors(run, trained, dict(states.parameters()), dict(balance.biases()), average, mesh.control)
-    for unit in states.units:
-        unit.expire()
-    _route_any_number(decoder, mesh.tensor)
-    every = stages(spec.model, spec.layout, spec.data.seq_len)
-    return decoder.eval(), Part(every[mesh.pipeline.rank], mesh, states.formats.compute)
+    model = ShardedDecoder(spec, mesh)
+    model.load(run, trained, average, step)
+    return model.decoder, model.part
 
 
 def _route_any_number(decoder: Decoder, tensor: Axis) -> None:

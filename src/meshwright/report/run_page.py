@@ -145,10 +145,28 @@ def _curves(run: RecordedRun) -> list[Chart]:
 
     return [
         Chart("loss", "Loss (nats per token)", curves, log=True, mark_gaps=True, wide=True),
+        *_by_source(evaluations),
         single("tokens_per_second", "Throughput (tokens/s)", "tokens/s", 2, from_zero=True),
         single("grad_norm", "Gradient norm", "grad norm", 3, log=True, mark_gaps=True),
         single("lr", "Learning rate", "lr", 4, from_zero=True),
     ]
+
+
+def _by_source(evaluations: Sequence[Row]) -> list[Chart]:
+    """Return a chart of the held-out text's bits per byte, with a curve for each source of a mixture."""
+    rows = [row for row in evaluations if isinstance(row.get("val_sources"), dict)]
+    names = dict.fromkeys(name for row in rows for name in row["val_sources"])
+    steps = [row["step"] for row in rows]
+    curves = [
+        Series(name, steps, [_bits(row["val_sources"].get(name)) for row in rows], colour, "dots")
+        for colour, name in enumerate(names)
+    ]
+    return [Chart("val-sources", "Held-out bits per byte by source", curves)] if curves else []
+
+
+def _bits(source: Any) -> float | None:
+    bits = source.get("bits_per_byte") if isinstance(source, dict) else None
+    return bits if fmt.is_number(bits) else None
 
 
 def _memory(result: dict[str, Any], peak: Any) -> dict[str, float]:

@@ -22,7 +22,6 @@ from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.corpus import Corpus, open_corpus
 from meshwright.data.loader import Batch, Loader
 from meshwright.data.verification import Check
-from meshwright.parallel.collectives import start_all_reduce
 from meshwright.parallel.flat_param import Stored
 from meshwright.parallel.mesh import Mesh
 from meshwright.profile.machine import free_memory
@@ -32,6 +31,7 @@ from meshwright.train import state
 from meshwright.train.callbacks import Observers
 from meshwright.train.digest import SampleRecord, parameters_sha256
 from meshwright.train.guard import Guard
+from meshwright.train.held_out import Likelihood, likelihoods, total
 from meshwright.train.metrics import Metrics
 from meshwright.train.offload import MomentMemory
 from meshwright.train.saves import Saves
@@ -332,29 +332,30 @@ class TrainingRun:
         if self.corpus.validation.target_tokens == 0:
             return
         self.heartbeat.phase("evaluate")
-        nll, tokens = self._validation_nll()
-        max_tokens = self.spec.train.eval_tokens
-        size = self.control.together(lambda: self.loader.validation_bytes(max_tokens))
+        parts = self._likelihoods()
+        found = total(parts)
         self.validation = {
             "step": self.done,
-            "val_loss": nll / tokens,
-            "val_bits_per_byte": nll / math.log(2) / size if size else None,
+            "val_loss": found.loss,
+            "val_bits_per_byte": found.bits_per_byte,
+            **({"val_sources": self._by_source(parts)} if len(parts) > 1 else {}),
         }
         if self.trainer.ema is not None:
             with self.trainer.ema.in_place_of_weights():
-                nll, tokens = self._validation_nll()
-            self.validation["val_loss_ema"] = nll / tokens
+                self.validation["val_loss_ema"] = total(self._likelihoods()).loss
         self.observers.on_eval(self.validation)
 
-    def _validation_nll(self) -> tuple[float, float]:
-        """The negative log-likelihood, in nats, and the number of the held-out tokens, over all ranks."""
+    def _likelihoods(self) -> list[Likelihood]:
         max_tokens = self.spec.train.eval_tokens
-        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        for batch in self.control.together(lambda: self.loader.validation_batches(max_tokens)):
-            total += self.trainer.nll(batch)
-        start_all_reduce(total, self.mesh.world, "scalars").wait()
-        nll, tokens = total.tolist()
-        return nll, tokens
+        return likelihoods(self.loader.validation, self.trainer.nll, self.mesh, max_tokens)
+
+    def _by_source(self, parts: Sequence[Likelihood]) -> Row:
+        """Return the loss and the bits per byte of each source that has held-out text."""
+        return {
+            name: {"loss": part.loss, "bits_per_byte": part.bits_per_byte}
+            for name, part in zip(self.corpus.names, parts, strict=True)
+            if part.tokens
+        }
 
     def _keep_snapshot(self) -> None:
         """Keep the state in memory, where that is due."""
@@ -416,6 +417,7 @@ class TrainingRun:
             "final_loss": self.loss,
             "val_loss": self.validation.get("val_loss"),
             "val_bits_per_byte": self.validation.get("val_bits_per_byte"),
+            **({"val_sources": self.validation["val_sources"]} if "val_sources" in self.validation else {}),
             **({"val_loss_ema": self.validation.get("val_loss_ema")} if self.trainer.ema else {}),
             **self.metrics.summary(),
             "parameters": self.spec.model.parameters,

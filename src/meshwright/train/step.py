@@ -24,6 +24,7 @@ from meshwright.parallel.loss_normalization import (
 )
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.parallelize import initialise, parallelize
+from meshwright.parallel.pipeline_parallel import Pipeline
 from meshwright.parallel.precision import LossScale
 from meshwright.parallel.router_balance import LayerBalance
 from meshwright.spec import RunSpec
@@ -224,27 +225,38 @@ class Trainer:
         """The balance of the last step in each layer with experts, of every stage, in order of layers."""
         return self.balance.statistics(self.sequences, self.spec.data.seq_len)
 
-    @torch.no_grad()
     def nll(self, batch: Batch) -> Tensor:
-        """This rank's share of the negative log-likelihood and of the targets, (2,) in float64 on the device.
-
-        The sums over all ranks are in nats, and the number of targets.
-        """
-        micros = list(microbatches(own_tokens(batch, self.mesh), self.spec.micro_batch, self.mesh.device))
-        for stage in self.pipeline.stages.values():
-            stage.target_weight = 1.0
-        losses = self.pipeline.forward(micros)
-        found = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        if losses and self.mesh.tensor.rank == 0:
-            found[0] = torch.stack(losses).double().sum()
-            found[1] = self._own_targets(batch)
-        return found
+        """This rank's share of the negative log-likelihood and of the targets; see `nll`."""
+        return nll(self.pipeline, self.spec.micro_batch, batch)
 
     def _own_targets(self, batch: Batch) -> int:
-        """Targets whose loss this rank computes, and no other of its tensor ranks counts."""
-        if not self.pipeline.has_end or self.mesh.tensor.rank > 0:
-            return 0
-        return count_targets(share(batch.targets, self.mesh.context))
+        return own_targets(self.pipeline, batch)
+
+
+@torch.no_grad()
+def nll(pipeline: Pipeline, micro_batch: int, batch: Batch) -> Tensor:
+    """Return this rank's share of a batch's negative log-likelihood and of its targets, (2,) in float64.
+
+    The sums over all ranks are in nats, and the number of targets. All ranks of the mesh call this, each with
+    the samples of its data rank.
+    """
+    mesh = pipeline.mesh
+    micros = list(microbatches(own_tokens(batch, mesh), micro_batch, mesh.device))
+    for stage in pipeline.stages.values():
+        stage.target_weight = 1.0
+    losses = pipeline.forward(micros)
+    found = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    if losses and mesh.tensor.rank == 0:
+        found[0] = torch.stack(losses).double().sum()
+        found[1] = own_targets(pipeline, batch)
+    return found
+
+
+def own_targets(pipeline: Pipeline, batch: Batch) -> int:
+    """Return the targets whose loss this rank computes, and no other of its tensor ranks counts."""
+    if not pipeline.has_end or pipeline.mesh.tensor.rank > 0:
+        return 0
+    return count_targets(share(batch.targets, pipeline.mesh.context))
 
 
 def kinds_of_microbatches(spec: RunSpec) -> Iterator[Batch]:

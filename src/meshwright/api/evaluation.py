@@ -1,0 +1,330 @@
+"""Likelihood of texts and scores of tasks by a trained model, on one device or on the ranks of a layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshwright.api.generation import Axes, Generation, generation_ranks, run_tokenizer
+from meshwright.api.models import WEIGHTS, import_hf
+from meshwright.launch.env import worker
+from meshwright.launch.scratch import scratch_folder
+from meshwright.report.record import read_run
+from meshwright.spec import RunSpec, UserError, load
+from meshwright.spec.load import Overrides
+
+if TYPE_CHECKING:
+    from meshwright.data.corpus import Corpus, Split
+    from meshwright.data.verification import Check
+    from meshwright.infer.harness import Tasks
+    from meshwright.infer.sharded import ShardedDecoder
+    from meshwright.parallel.mesh import Mesh
+
+Result = dict[str, Any]
+WORKER = ("meshwright.infer.scores", "meshwright.data.corpus", "torch._dynamo")
+"""Modules that the ranks need."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Choices of an evaluation; see `evaluate`."""
+
+    data: tuple[tuple[str, str], ...] = ()
+    only_data: bool = False
+    steps: str | tuple[int, ...] | None = None
+    weights: str = "trained"
+    tokens: int | None = None
+    seq_len: int | None = None
+    tasks: tuple[str, ...] = ()
+    limit: int | None = None
+    batch: int = 16
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.data]
+        for name, path in self.data:
+            if names.count(name) > 1:
+                raise UserError(f"--data: the name '{name}' is given twice; give each text its own")
+            if [other for _, other in self.data].count(path) > 1:
+                raise UserError(f"--data: {path} is given twice; give it once")
+            if not Path(path).exists():
+                raise UserError(f"--data: there is no file or folder {path}; give NAME=PATH")
+        if self.weights not in WEIGHTS:
+            raise UserError(f"--weights: {self.weights!r} is not one of {', '.join(WEIGHTS)}")
+        for name in ("tokens", "seq_len", "limit", "batch"):
+            value = getattr(self, name)
+            if value is not None and not (type(value) is int and value > 0):
+                raise UserError(
+                    f"--{name.replace('_', '-')}: {value!r} is not valid; give a whole number above 0"
+                )
+        if self.only_data and not self.data:
+            raise UserError("--only-data: leaves out the run's held-out text; add a --data, or remove it")
+        if self.limit is not None and not self.tasks:
+            raise UserError("--limit: is how many examples of each of --tasks; add --tasks, or remove it")
+
+    @property
+    def held_out(self) -> bool:
+        """True if the run's own held-out text is evaluated."""
+        return not self.only_data and (bool(self.data) or not self.tasks)
+
+    def flags(self) -> list[str]:
+        """These options as flags of `meshwright evaluate`."""
+        steps = self.steps if isinstance(self.steps, str | None) else ",".join(map(str, self.steps))
+        pairs = [
+            *(("data", f"{name}={path}") for name, path in self.data),
+            ("step", steps), ("weights", self.weights), ("tokens", self.tokens), ("seq-len", self.seq_len),
+            ("tasks", ",".join(self.tasks) or None), ("limit", self.limit), ("batch", self.batch),
+        ]  # fmt: skip
+        words = [f"--{name}={value}" for name, value in pairs if value is not None]
+        return [*words, "--only-data"] if self.only_data else words
+
+
+def evaluate(
+    run: Path,
+    *,
+    data: Mapping[str, str | Path] | None = None,
+    step: int | Sequence[int] | str | None = None,
+    tasks: Path | Sequence[str | Path] = (),
+    layout: Axes = (),
+    **options: Any,
+) -> Result:
+    """Return the likelihood of texts, and the scores of tasks, by a run's checkpoints or by an HF folder.
+
+    The texts are the run's own held-out ones by source, and those of `data`, {name: file or folder}. `step`
+    is one of the run's checkpoints, several of them or 'all', by default the newest. `tasks` is a file or a
+    folder of tasks of lm-eval, or such a path and names of tasks in it; alone, it takes the place of the
+    held-out text. `layout` is such as {"layout.tp": 2}; its ranks are started. The options are `weights`
+    ('trained' or 'ema'), `tokens` (the most tokens of a text), `seq_len` (tokens of a window, by default
+    those of the run's samples), `only_data` (True leaves out the held-out text), `limit` (examples of a task)
+    and `batch` (16: the most texts that are continued at a time on a data rank).
+
+    The result has `run`, `weights`, `layout` and `checkpoints`, a list of `step`, `domains` ({name: loss,
+    bits_per_byte, perplexity, tokens, bytes}) and `tasks` ({name: metrics}). Raises `UserError`.
+    """
+    steps = (step,) if isinstance(step, int) else step if isinstance(step, str | None) else tuple(step)
+    named = [tasks] if isinstance(tasks, str | Path) else tasks
+    how = Evaluation(
+        data=tuple((name, str(path)) for name, path in (data or {}).items()),
+        steps=steps,
+        tasks=tuple(map(str, named)),
+        **options,
+    )
+    pairs = layout.items() if isinstance(layout, Mapping) else layout
+    found = evaluate_run(Path(run), how, [(key, str(size)) for key, size in pairs])
+    assert found is not None  # this process is not one of several ranks
+    return found
+
+
+def evaluate_run(run: Path, how: Evaluation, layout: Overrides = ()) -> Result | None:
+    """Evaluate as `evaluate` does: start the ranks of the layout, or be one of a torchrun.
+
+    The result is None on all ranks but the first.
+    """
+    ranks, place = evaluation_ranks(run, how, layout), worker()
+    with scratch_folder() as folder:
+        source = run
+        if not (run / "run.json").is_file():
+            if place is not None:
+                raise UserError(
+                    f"{run}: is an HF folder, of which ranks cannot read their parts; make a run of it with "
+                    f"`meshwright import {run} --out DIR`, and give that"
+                )
+            import_hf(run, folder / "run")
+            source = folder / "run"
+        if place is not None or ranks == 1:
+            found = evaluate_worker(source, how, layout)
+            return None if found is None else {**found, "run": str(run)}
+        from meshwright.recover.supervisor import run_ranks
+
+        out = folder / "result.json"
+        keys = [word for key, text in layout for word in (f"--{key}", text)]
+        argv = ["evaluate", str(source), *how.flags(), *keys, "--out", str(out)]
+        run_ranks(argv, ranks, preload=WORKER).raise_for_failure()
+        return {**json.loads(out.read_text(encoding="utf-8")), "run": str(run)}
+
+
+def evaluation_ranks(run: Path, how: Evaluation, layout: Overrides) -> int:
+    """Return the number of ranks of an evaluation.
+
+    Raises `UserError` as `generation_ranks` does, and for what can be refused before any rank is started.
+    """
+    ranks = generation_ranks(run, layout, Generation(weights=how.weights))
+    is_run = (run / "run.json").is_file()
+    if not is_run and how.steps is not None:
+        raise UserError(f"--step: {run} is an HF folder, which has one set of weights; remove --step")
+    if how.held_out and not how.data and not has_held_out(run):
+        raise UserError(
+            f"{run}: was not trained on text that it could hold out; give --data NAME=PATH, or --tasks"
+        )
+    if is_run:
+        steps_of(run, how.steps)
+    if how.data or how.tasks:
+        run_tokenizer(run)
+    if how.tasks and worker() is None:
+        open_tasks(how)
+    return ranks
+
+
+def has_held_out(run: Path) -> bool:
+    """Return whether the folder is a run's whose data hold out text, and not an imported model's."""
+    if not (run / "run.json").is_file() or "imported" in read_run(run).info:
+        return False
+    return load(run).data.val_fraction > 0
+
+
+def steps_of(run: Path, steps: str | tuple[int, ...] | None) -> list[int]:
+    """Return the steps of checkpoints: the newest, 'all' up to it, or some, in order.
+
+    Raises `UserError` naming the steps that there are.
+    """
+    from meshwright.checkpoint.directory import latest_step, published
+
+    folder = load(run).checkpoint.folder(run)
+    there, newest = list(published(folder)), latest_step(folder)
+    if newest is None:
+        raise UserError(f"{run}: has no checkpoint yet ({folder} holds none); train it first")
+    if steps is None:
+        return [newest]
+    if isinstance(steps, str):
+        if steps != "all":
+            raise UserError(f"--step: {steps!r} is not valid; give a step, several such as 100,200, or all")
+        return [step for step in there if step <= newest]  # later ones were given up
+    for step in steps:
+        if step not in there:
+            raise UserError(
+                f"--step: {folder} has no checkpoint of step {step}; it has {', '.join(map(str, there))}"
+            )
+    return sorted(set(steps))
+
+
+def open_tasks(how: Evaluation) -> Tasks:
+    """Return the tasks of an evaluation. Raises `UserError`, also where lm-eval is not installed."""
+    if find_spec("lm_eval") is None:
+        raise UserError("--tasks: needs lm-eval, which is not installed; run pip install 'meshwright[eval]'")
+    from meshwright.infer.harness import Tasks
+
+    return Tasks(Path(how.tasks[0]), how.tasks[1:])
+
+
+def evaluate_worker(run: Path, how: Evaluation, layout: Overrides = ()) -> Result | None:
+    """Evaluate a run as one rank of the world of torchrun, or alone; None on all ranks but the first."""
+    from meshwright.infer.sharded import ShardedDecoder, spec_to_evaluate
+    from meshwright.launch.world import mesh_of
+
+    trained = load(run)
+    data = trained.data.model_copy(update={"seq_len": how.seq_len or trained.data.seq_len})
+    spec = spec_to_evaluate(trained.model, trained.precision, layout, data)
+    rows: list[Result] = []
+    with mesh_of(spec) as mesh:
+        control = mesh.control
+        texts = _Texts(run, how, trained, spec, mesh)
+        tasks = control.together(lambda: open_tasks(how)) if how.tasks else None
+        # Without a step, a damaged checkpoint makes way for the one before it.
+        steps = control.together(lambda: steps_of(run, how.steps)) if how.steps is not None else [None]
+        model = ShardedDecoder(spec, mesh)
+        for step in steps:
+            state = model.load(run, trained, how.weights == "ema", step)
+            row: Result = {"step": state["step"], "domains": texts.likelihoods(model, state)}
+            if tasks is not None:
+                from meshwright.infer.harness import DecoderLM
+
+                row["tasks"] = tasks.run(DecoderLM(model, run_tokenizer(run), how.batch), how.limit)
+            rows.append(row)
+        if mesh.rank:
+            return None
+    facts = {"run": str(run), "weights": how.weights, "layout": spec.layout.describe()}
+    return {**facts, "seq_len": spec.data.seq_len, "checkpoints": rows}
+
+
+class _Texts:
+    """The texts of an evaluation, open on a rank: the run's held-out ones, and those of --data."""
+
+    def __init__(self, run: Path, how: Evaluation, trained: RunSpec, spec: RunSpec, mesh: Mesh) -> None:
+        from meshwright.data.loader import SplitReader
+        from meshwright.launch.world import once_per_host
+
+        self._run, self._how, self._trained, self._data = run, how, trained, spec.data
+        self._micro_batch = spec.micro_batch
+        self._own: Corpus | None = None
+        self._digest = ""
+        once_per_host(mesh.control, lambda: self._open("files"))
+        splits = mesh.control.together(lambda: self._open("lazy"))
+        place = mesh.data_rank, spec.layout.data_ranks
+        self._readers = [(names, SplitReader(split, spec, *place), most) for names, split, most in splits]
+
+    def _open(self, check: Check) -> list[tuple[Sequence[str], Split, int | None]]:
+        """Return the names of domains, the split that has them as its sources, and the most targets of it."""
+        from meshwright.data.corpus import open_sources
+
+        found: list[tuple[Sequence[str], Split, int | None]] = []
+        how = self._how
+        if how.held_out and has_held_out(self._run):
+            own = open_sources(self._trained.model_copy(update={"data": self._data}), check)
+            self._own = own
+            self._digest = own.digest if how.seq_len is None else open_sources(self._trained, check).digest
+            found.append((own.names, own.validation, how.tokens or self._trained.train.eval_tokens))
+        for name, path in how.data:
+            if self._own is not None and name in self._own.names:
+                raise UserError(f"--data: '{name}' is the name of the run's own text; give another name")
+            found.append(((name,), self._given(path, check), how.tokens))
+        return found
+
+    def _given(self, path: str, check: Check) -> Split:
+        """Return all of the text of --data."""
+        from meshwright.data.corpus import open_sources
+        from meshwright.data.manifest import is_shards
+        from meshwright.data.shards import read_manifest
+        from meshwright.data.tokenizer import Tokenizer
+
+        file = self._run / "tokenizer.json"
+        try:
+            if is_shards(Path(path)):
+                end = read_manifest(Path(path), "tokenize the text again").end_id
+                if Tokenizer.open(Path(path) / file.name, end).digest != run_tokenizer(self._run).digest:
+                    raise UserError(
+                        f"{path} was tokenized with another tokenizer than {file}; give the text itself, or "
+                        "tokenize it with that file"
+                    )
+            changes = {"corpus": path, "mixture": {}, "tokenizer": str(file.resolve()), "val_fraction": 0.0}
+            data = self._data.model_copy(update=changes)
+            return open_sources(self._trained.model_copy(update={"data": data}), check).train
+        except UserError as error:
+            raise type(error)(f"--data: {str(error).removeprefix('data.corpus: ')}") from error
+
+    def likelihoods(self, model: ShardedDecoder, state: Mapping[str, Any]) -> Result:
+        """Return the likelihood of each domain by the weights of a checkpoint with this state."""
+        from meshwright.infer.forward import no_token_dropped
+        from meshwright.train.held_out import likelihoods
+        from meshwright.train.step import nll
+
+        self._check_own(state)
+        found: Result = {}
+        score = partial(nll, model.pipeline, self._micro_batch)
+        for names, reader, tokens in self._readers:
+            with no_token_dropped(model.decoder):
+                parts = likelihoods(reader, score, model.mesh, tokens)
+            found |= {name: part.to_json() for name, part in zip(names, parts, strict=True) if part.tokens}
+        return found
+
+    def _check_own(self, state: Mapping[str, Any]) -> None:
+        """Raise `UserError` unless the text is what the checkpoint's training held out."""
+        own = self._own
+        if own is None:
+            return
+        remedy = "put it back, or give --data NAME=PATH with --only-data"
+        trained_with = state.get("tokenizer_sha256")
+        if state["data_digest"] not in (None, self._digest):
+            raise UserError(
+                f"{self._run}: its text is not that of the checkpoint of step {state['step']} (data digest "
+                f"{state['data_digest'][:12]}, now {self._digest[:12]}), so what was held out is not known; "
+                f"{remedy}"
+            )
+        if own.has_text and trained_with not in (None, own.tokenizer.content_sha256):
+            raise UserError(
+                f"{self._run}: its text now gives another tokenizer than that of the checkpoint of step "
+                f"{state['step']}; {remedy}"
+            )
