@@ -255,8 +255,8 @@ def _check_local(name: str, config: Mapping[str, Any]) -> None:
     if own or (isinstance(path, str) and (path in LOCAL or Path(path).exists())):
         return
     raise UserError(
-        f"--tasks: '{name}' has the dataset_path {path!r}, and tasks read local files only; give dataset_path: json "
-        "with dataset_kwargs: data_files, or a folder"
+        f"--tasks: '{name}' has the dataset_path {path!r}, and tasks read local files only; give "
+        "dataset_path: json with dataset_kwargs: data_files, or a folder"
     )
 
 
