@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ TAUGHT: dict[str, object] = {**SHORT, "distil__top_k": 8, "distil__weight": 0.6}
 def teacher(ranks: Ranks, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a trained run, with its record."""
     out = tmp_path_factory.mktemp("teacher")
-    spec = spec_of(corpus, layout__dp=2, layout__zero=3, **SHORT, **BIGGER)
+    spec = spec_of(corpus, layout__dp=2, layout__zero=3, checkpoint__every=2, **SHORT, **BIGGER)
     start(ranks, spec, out)
     (out / "run.json").write_text(json.dumps({"spec": spec.to_json()}))
     return out
@@ -90,7 +91,7 @@ def test_a_resumed_student_ends_bitwise_as_one_that_was_not_stopped(
 
 
 def test_a_teacher_may_be_an_hf_folder(ranks: Ranks, corpus: Path, tmp_path: Path, teacher: Path) -> None:
-    """The same weights, with their tokenizer, give the same loss; the folder is imported once."""
+    """Equal weights, with their tokenizer, give an equal loss; the folder is imported once."""
     api.export(teacher, tmp_path / "hf")
     open_corpus(spec_of(corpus)).tokenizer.save(tmp_path / "hf", 16)
     losses = [
@@ -109,6 +110,17 @@ def test_a_teacher_with_another_tokenizer_is_refused(
         learned(ranks, spec, tmp_path / "run")
 
 
+def test_a_damaged_teacher_is_refused(ranks: Ranks, corpus: Path, tmp_path: Path, teacher: Path) -> None:
+    """No earlier checkpoint takes its place, which the record would not name."""
+    damaged = tmp_path / "damaged"
+    shutil.copytree(teacher, damaged)
+    newest = max((damaged / "checkpoints").glob("step-*"))
+    file = next(path for path in newest.rglob("*") if path.stat().st_size > 10_000)
+    file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(RanksFailedError, match=str(newest.name)):
+        learned(ranks, spec_of(corpus, distil__teacher=damaged, **TAUGHT), tmp_path / "run")
+
+
 def test_answers_that_do_not_fit_are_refused(
     ranks: Ranks, corpus: Path, tmp_path: Path, teacher: Path
 ) -> None:
@@ -125,6 +137,10 @@ def test_answers_that_do_not_fit_are_refused(
     ):
         with pytest.raises(RanksFailedError, match=words):
             learned(ranks, spec_of(corpus, **stored | flags), tmp_path / "run")
+    longer = spec_of(corpus, **stored | {"train__steps": 2, "train__warmup_steps": 1})
+    with pytest.raises(RanksFailedError, match=r"has no answer about sample \d+"):
+        learned(ranks, longer, tmp_path / "longer")
+    assert not (tmp_path / "longer" / "checkpoints").exists()
     file = out / FILES[1]
     content = bytearray(file.read_bytes())
     content[-1] ^= 1

@@ -37,8 +37,18 @@ def teaching(spec: RunSpec, mesh: Mesh, corpus: Corpus, out: Path) -> Teaching |
         return None
     if spec.distil.logits is not None:
         folder = user_path(spec.distil.logits, "distil.logits")
-        return mesh.control.together(lambda: StoredAnswers(folder, spec, mesh, corpus))
+        return mesh.control.together(lambda: _stored(folder, spec, mesh, corpus))
     return load_teacher(spec, mesh, corpus, out / IMPORTED)
+
+
+def _stored(folder: Path, spec: RunSpec, mesh: Mesh, corpus: Corpus) -> StoredAnswers:
+    """Open the answers in a folder, which must know the samples of the run's first and last step."""
+    found = StoredAnswers(folder, spec, mesh, corpus)
+    loader = Loader(corpus, spec, mesh.data_rank, spec.layout.data_ranks)
+    for step in (0, spec.train.last_step - 1):
+        found.check(loader.ids(step))
+    loader.close()
+    return found
 
 
 def load_teacher(spec: RunSpec, mesh: Mesh, corpus: Corpus, imported: Path) -> Teacher:
@@ -64,7 +74,7 @@ def load_teacher(spec: RunSpec, mesh: Mesh, corpus: Corpus, imported: Path) -> T
     teacher = Teacher(spec, own, mesh)
     teacher.identity = known
     tensors = dict(teacher.states.parameters()), dict(teacher.balance.biases())
-    load_tensors(folder, trained, *tensors, False, mesh.control)
+    load_tensors(folder, trained, *tensors, False, mesh.control, known["step"])
     for unit in teacher.states.units:
         unit.expire()
     return teacher

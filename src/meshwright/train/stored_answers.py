@@ -147,14 +147,15 @@ class StoredAnswers:
             raise UserError(f"distil.logits: {folder} cannot be read ({error}); write it anew") from None
 
     def __call__(self, batch: Batch) -> Taught | None:
-        rows = self._rows(batch.ids.numpy())
+        rows = self.check(batch.ids.numpy())
         log_p, tokens = (
             share(torch.from_numpy(file[rows]), self._mesh.context).to(self._mesh.device)
             for file in (self._log_p, self._tokens)
         )
         return Taught(self._how, log_p, tokens.long())
 
-    def _rows(self, ids: I64) -> NDArray[np.intp]:
+    def check(self, ids: I64) -> NDArray[np.intp]:
+        """Return the rows of samples with these numbers. Raises `UserError` for one without an answer."""
         rows = np.minimum(np.searchsorted(self._ids, ids), len(self._ids) - 1)
         missing = ids[self._ids[rows] != ids]
         if len(missing):
