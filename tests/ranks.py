@@ -32,8 +32,7 @@ from meshwright.launch.child import tie_to_parent
 from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.profile import links
 from meshwright.schedule import schedule_of
-from meshwright.spec import Layout, RunSpec
-from meshwright.spec.teacher import teacher_of
+from meshwright.spec import Layout
 from nccl_rules import InOrderGroups, PoolGroups, install
 from small import measure_peak_quickly
 
@@ -72,21 +71,13 @@ def _serve(rank: int, size: int, port: int, stacks: Path, inbox: Any, outbox: An
         number, layout, function, arguments, rules = job
         try:
             heads = _kv_heads(arguments)
+            split = layout.kv_copies(heads), layout.ulysses(heads)
             experts = any(getattr(model, "moe", None) is not None for model in _models(arguments))
-
-            def mesh_of(layout: Layout, heads: int, experts: bool, rules: str = rules) -> Mesh | None:
-                split = layout.kv_copies(heads), layout.ulysses(heads)
-                key = (layout.pp, layout.replicate, layout.dp, layout.cp, layout.tp, *split)
-                key += (layout.ep, layout.etp, experts, schedule_of(layout, 1).rank_of, rules)
-                if key not in meshes:
-                    meshes[key] = build_mesh(layout, torch.device("cpu"), heads, of_rules[rules], experts)
-                return meshes[key]
-
-            mesh = mesh_of(layout, heads, experts)
-            for teacher in filter(None, map(teacher_of, filter(_is_run, arguments))):
-                own = mesh_of(teacher.layout, teacher.model.kv_heads, teacher.model.moe is not None)
-                if mesh is not None and own is not None:
-                    mesh = dataclasses.replace(mesh, teacher=dataclasses.replace(own, layout=teacher.layout))
+            key = (layout.pp, layout.replicate, layout.dp, layout.cp, layout.tp, *split)
+            key += (layout.ep, layout.etp, experts, schedule_of(layout, 1).rank_of, rules)
+            if key not in meshes:
+                meshes[key] = build_mesh(layout, torch.device("cpu"), heads, of_rules[rules], experts)
+            mesh = meshes[key]
             result = None
             if mesh is not None:
                 mesh.wire.clear()
@@ -133,10 +124,6 @@ def _kv_heads(arguments: tuple[Any, ...]) -> int:
 
 def _models(arguments: tuple[Any, ...]) -> list[Any]:
     return [getattr(argument, "model", argument) for argument in arguments]
-
-
-def _is_run(argument: Any) -> bool:
-    return isinstance(argument, RunSpec)
 
 
 class RanksFailedError(Exception):

@@ -54,11 +54,6 @@ def sweep(
     from meshwright.report.record import write_atomically
     from meshwright.verify.sweep_layouts import SweepLayouts
 
-    if spec.distil is not None:
-        raise UserError(
-            "distil: a sweep is of the student's layouts, and its teacher's is not among them; give --distil "
-            "none"
-        )
     began = time.time()
     layouts = SweepLayouts(spec, ranks)
     if out is not None:

@@ -14,7 +14,6 @@ from typing import NoReturn
 from meshwright import __version__
 from meshwright.cli import (
     chaos,
-    distil,
     dryrun,
     evaluate,
     goodput,
@@ -47,7 +46,7 @@ VERBS: tuple[Verb, ...] = (
     chaos.chaos,
     hardware.profile, hardware.clusters,
     models.generate, evaluate.evaluate, models.export, models.import_hf, quantise.quantise,
-    weights.average, weights.merge, distil.distil,
+    weights.average, weights.merge,
     models.checkpoint_ls, models.checkpoint_verify,
     specs.show_spec, specs.show_schema, specs.check, specs.presets,
 )  # fmt: skip

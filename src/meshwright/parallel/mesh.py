@@ -195,8 +195,6 @@ class Mesh:
     control: Control
     background: Control
     heartbeat: Heartbeat
-    teacher: Mesh | None = None
-    """The mesh of a run's teacher, over the same ranks."""
 
     @property
     def rank(self) -> int:

@@ -36,8 +36,6 @@ from meshwright.train.lr_schedule import learning_rate
 from meshwright.train.muon import Muon
 from meshwright.train.offload import MomentMemory
 from meshwright.train.optimiser import AdamW, Lion, Optimiser
-from meshwright.train.own_tokens import microbatches, own_tokens
-from meshwright.train.teacher import Teaching
 
 
 @dataclass(frozen=True)
@@ -78,14 +76,9 @@ class Trainer:
         mesh: Mesh,
         observer: UnitObserver | None = None,
         memory: MomentMemory | None = None,
-        teacher: Teaching | None = None,
     ) -> None:
-        """`memory` is where the moments are, by default the place of `spec` without a run's folder.
-
-        `teacher` is there if and only if the spec asks for distillation.
-        """
-        assert (teacher is not None) == (spec.distil is not None)
-        self.spec, self.mesh, self.teacher = spec, mesh, teacher
+        """`memory` is where the moments are, by default the place of `spec` without a run's folder."""
+        self.spec, self.mesh = spec, mesh
         self.decoder, self.states, self.balance, self.pipeline, products = parallelize(spec, mesh, observer)
         self.scaling = None
         if spec.precision.compute in DELAYED and isinstance(products, LowPrecision):
@@ -146,10 +139,7 @@ class Trainer:
             self.expect(batch)
         assert self._targets is not None
         power, self.rest = power_and_rest(weight_of_a_target(self._targets[1]))
-        own = own_tokens(batch, self.mesh)
-        if self.teacher is not None:
-            own = replace(own, taught=self.teacher(batch))
-        micros = list(microbatches(own, self.spec.micro_batch, self.mesh.device))
+        micros = list(microbatches(own_tokens(batch, self.mesh), self.spec.micro_batch, self.mesh.device))
         self.states.begin_step(len(micros))
         if self.scaling is not None:
             self.scaling.begin_step()
@@ -282,3 +272,17 @@ def kinds_of_microbatches(spec: RunSpec) -> Iterator[Batch]:
     for end in ends:
         documents = (places >= end).long().expand(shape)
         yield Batch(zeros, zeros, places.expand(shape), documents, alone, alone)
+
+
+def own_tokens(batch: Batch, mesh: Mesh) -> Batch:
+    """A context rank's tokens of each sequence of a batch; `documents` stay those of whole sequences."""
+    axis = mesh.context
+    tokens, targets, positions = (share(x, axis) for x in (batch.tokens, batch.targets, batch.positions))
+    return replace(batch, tokens=tokens, targets=targets, positions=positions)
+
+
+def microbatches(batch: Batch, size: int, device: torch.device) -> Iterator[Batch]:
+    """Each microbatch in order, on the device."""
+    count = batch.tokens.shape[0]
+    for start in range(0, count, size):
+        yield batch.rows(start, min(start + size, count)).to(device)
