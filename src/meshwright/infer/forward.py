@@ -14,7 +14,7 @@ from meshwright.infer.batching import Turn
 from meshwright.infer.paged_cache import PAGE_TOKENS, PagedCache, Places, places
 from meshwright.infer.sampling import Sampling
 from meshwright.model.decoder import Decoder
-from meshwright.model.rope import Rope, rope_table
+from meshwright.model.rope import Rope, rope_table, with_signs
 from meshwright.parallel.collectives import start_broadcast, start_receive, start_send
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import UserError
@@ -107,7 +107,7 @@ class StageForward:
         """Rotary tables (B, T, 1, d) for positions below `count`; those of all positions so far are kept."""
         if self._rope is None or len(self._rope[0]) < count:
             every = torch.arange(max(_LEAST_POSITIONS, 2 * count), device=positions_BT.device)
-            self._rope = rope_table(self.decoder.spec, every, self._like.dtype)
+            self._rope = with_signs(rope_table(self.decoder.spec, every, self._like.dtype))
         cosine, sine = self._rope
         return cosine[positions_BT], sine[positions_BT]
 

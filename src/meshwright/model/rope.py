@@ -17,7 +17,8 @@ from meshwright.spec import ModelSpec
 from meshwright.spec.architecture import Llama3Rope, YarnRope
 
 Rope = tuple[Tensor, Tensor]
-"""(cosines, sines), (..., T, 1, d) each: of each angle twice, the sines first negated."""
+"""(cosines (..., T, 1, d), sines (..., T, 1, d/2)): the angle's cosine stands twice, its sine once.
+`with_signs` makes the sines (..., T, 1, d), first negated, which a training step would keep for nothing."""
 
 
 def rope_table(spec: ModelSpec, positions: Tensor, dtype: torch.dtype) -> Rope:
@@ -26,7 +27,13 @@ def rope_table(spec: ModelSpec, positions: Tensor, dtype: torch.dtype) -> Rope:
     angles = positions.to(exact).unsqueeze(-1) * frequencies(spec, positions.device, exact)
     factor = attention_factor(spec)
     cosine, sine = (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
-    return torch.cat([cosine, cosine], -1).unsqueeze(-2), torch.cat([-sine, sine], -1).unsqueeze(-2)
+    return torch.cat([cosine, cosine], -1).unsqueeze(-2), sine.unsqueeze(-2)
+
+
+def with_signs(rope: Rope) -> Rope:
+    """The tables that `rotate_` takes; `rotate` takes them, too."""
+    cosine, sine = rope
+    return cosine, torch.cat([-sine, sine], -1)
 
 
 def frequencies(spec: ModelSpec, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -119,8 +126,9 @@ def _turn(x: Tensor, cosine: Tensor, sine: Tensor, sign: int) -> Tensor:
     if still:
         return torch.cat([x[..., :still], _turn(x[..., still:], cosine, sine, sign)], -1)
     turned = x * cosine
-    turned[..., :half].addcmul_(x[..., half:], sine[..., :half], value=sign)
-    turned[..., half:].addcmul_(x[..., :half], sine[..., half:], value=sign)
+    sine = sine[..., -half:]
+    turned[..., :half].addcmul_(x[..., half:], sine, value=-sign)
+    turned[..., half:].addcmul_(x[..., :half], sine, value=sign)
     return turned
 
 
@@ -133,7 +141,8 @@ def rotate(x_BTHd: Tensor, rope: Rope) -> Tensor:
 
 
 def rotate_(x_BTHd: Tensor, rope: Rope) -> None:
-    """`rotate` in place, without a gradient and in few operators: few tokens take as long as their number."""
+    """`rotate` in place by tables `with_signs`, without a gradient and in few operators: few tokens take as
+    long as their number."""
     cosine, sine = rope
     pairs = x_BTHd[..., x_BTHd.shape[-1] - cosine.shape[-1] :]
     others = pairs.roll(cosine.shape[-1] // 2, -1)
