@@ -7,7 +7,6 @@ has imported what each of them needs: torch is imported once, and not once a ran
 
 from __future__ import annotations
 
-import dataclasses
 import faulthandler
 import gc
 import os
@@ -74,15 +73,17 @@ def _serve(rank: int, size: int, port: int, stacks: Path, inbox: Any, outbox: An
             split = layout.kv_copies(heads), layout.ulysses(heads)
             experts = any(getattr(model, "moe", None) is not None for model in _models(arguments))
             key = (layout.pp, layout.replicate, layout.dp, layout.cp, layout.tp, *split)
-            key += (layout.ep, layout.etp, experts, schedule_of(layout, 1).rank_of, rules)
+            islands = any(getattr(argument, "islands", 1) > 1 for argument in arguments)
+            key += (layout.ep, layout.etp, experts, islands, schedule_of(layout, 1).rank_of, rules)
             if key not in meshes:
-                meshes[key] = build_mesh(layout, torch.device("cpu"), heads, of_rules[rules], experts)
+                own = of_rules[rules], experts, islands
+                meshes[key] = build_mesh(layout, torch.device("cpu"), heads, *own)
             mesh = meshes[key]
             result = None
             if mesh is not None:
                 mesh.wire.clear()
                 made = distributed_c10d._world.group_count
-                result = function(dataclasses.replace(mesh, layout=layout), *arguments)
+                result = function(mesh.with_layout(layout), *arguments)
                 if layout.world_size < size and distributed_c10d._world.group_count != made:
                     raise AssertionError("groups are made by all ranks of the pool, or the next ones hang")
             outbox.put((number, rank, None, result))

@@ -54,6 +54,11 @@ def sweep(
     from meshwright.report.record import write_atomically
     from meshwright.verify.sweep_layouts import SweepLayouts
 
+    if spec.outer.every:
+        raise UserError(
+            f"outer.every: {spec.outer.every}: a sweep compares layouts that sum gradients; give outer.every "
+            f"= 0, and verify islands without --sweep"
+        )
     began = time.time()
     layouts = SweepLayouts(spec, ranks)
     if out is not None:

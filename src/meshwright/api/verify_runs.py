@@ -52,6 +52,11 @@ def verify(
         raise UserError(f"steps: {steps} steps compare nothing; give 1 or more")
     if onto is not None and through is None:
         raise UserError("--onto: is the layout to load on; add --through checkpoint, or --through export")
+    if spec.islands > 1 and (precision == "run" or through is not None):
+        raise UserError(
+            f"outer.every: {spec.outer.every}: islands are compared in float64 and without a checkpoint; "
+            f"remove {'--through' if through else '--precision'}, or give outer.every = 0"
+        )
     if precision == "run" and through is not None:
         raise UserError("--precision run: compares no checkpoints; remove --through or --precision")
     if through == "export":

@@ -75,7 +75,8 @@ def mesh_on(
     spec: RunSpec, device: torch.device, groups: Groups, limit: timedelta | None = None
 ) -> Iterator[Mesh]:
     """The mesh of a layout that takes all ranks of the world; `limit` is as in `mesh_of`."""
-    mesh = build_mesh(spec.layout, device, spec.model.kv_heads, groups, experts=spec.model.moe is not None)
+    experts, islands = spec.model.moe is not None, spec.islands > 1
+    mesh = build_mesh(spec.layout, device, spec.model.kv_heads, groups, experts, islands)
     assert mesh is not None  # the layout has as many ranks as the world
     if limit is None:
         yield mesh

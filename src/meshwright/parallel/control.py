@@ -59,16 +59,26 @@ class Connections:
         self._made: dict[str, Store] = {}
 
     def control(
-        self, purpose: str, size: int, scope: str, timeout: timedelta, heartbeat: Heartbeat | None = None
+        self,
+        purpose: str,
+        size: int,
+        scope: str,
+        timeout: timedelta,
+        heartbeat: Heartbeat | None = None,
+        rank: int | None = None,
     ) -> Control:
-        """A control over the first `size` ranks of the default group, its keys within `scope`."""
+        """A control over `size` ranks, its keys within `scope`; this one is number `rank` of them.
+
+        By default they are the first ranks of the default group.
+        """
 
         def connect() -> Store:
             if purpose not in self._made:
                 self._made[purpose] = _get_default_store().clone()  # type: ignore[attr-defined]  # stubs lack it
             return PrefixStore(f"{scope}/{purpose}", self._made[purpose])
 
-        return Control(purpose, dist.get_rank(), size, connect, timeout, heartbeat)
+        own = dist.get_rank() if rank is None else rank
+        return Control(purpose, own, size, connect, timeout, heartbeat)
 
 
 def new_scope() -> str:

@@ -41,3 +41,8 @@ def power_and_rest(weight: float) -> tuple[float, float]:
 def share_of_a_sequence(global_sequences: int) -> float:
     """Weight of one sequence in a mean over the sequences of the global batch."""
     return 1.0 / global_sequences
+
+
+def share_of_an_island(islands: int) -> float:
+    """Weight of one island in the mean over them: they read as many samples each."""
+    return 1.0 / islands

@@ -7,7 +7,7 @@ most sits closest (Narayanan et al. 2021, §3; Grattafiori et al. 2024, §3.3.2)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.control import Control, new_scope
 from meshwright.parallel.heartbeat import Heartbeat
-from meshwright.parallel.process_groups import Groups
+from meshwright.parallel.process_groups import Groups, Row
 from meshwright.schedule import Lane, lanes_of, schedule_of
 from meshwright.spec.layout import Layout
 
@@ -168,7 +168,9 @@ class Mesh:
     last rank of the pipeline, where the others have none. `world` is all ranks: it carries the few numbers of
     a step that all of them need. `control` carries host messages of all ranks, over the store and not a
     group; `background` is a second one for checkpoints that are written during training: on one they would
-    wait for each other. `heartbeat` shows this rank's steps and waits to its supervisor.
+    wait for each other. `heartbeat` shows this rank's steps and waits to its supervisor. `numbers` are those
+    that the ranks of the mesh have in the run, in order. `island` is the mesh of the ranks that train
+    together between two exchanges of parameters, in which `replicate` is of one rank; None without islands.
     """
 
     layout: Layout
@@ -195,11 +197,19 @@ class Mesh:
     control: Control
     background: Control
     heartbeat: Heartbeat
+    numbers: Sequence[int]
+    island: Mesh | None = None
 
     @property
     def rank(self) -> int:
         """This rank's number."""
         return self.world.rank
+
+    def with_layout(self, layout: Layout) -> Mesh:
+        """The mesh for a layout of the same axes that differs otherwise, such as in its ZeRO stage."""
+        own = layout.model_copy(update={"replicate": 1})
+        island = None if self.island is None else replace(self.island, layout=own)
+        return replace(self, layout=layout, island=island)
 
     @property
     def data_rank(self) -> int:
@@ -213,11 +223,13 @@ def build_mesh(
     kv_heads: int | None = None,
     groups: Groups | None = None,
     experts: bool = True,
+    islands: bool = False,
 ) -> Mesh | None:
     """Build the mesh of `layout` over the first `layout.world_size` ranks of the default group.
 
     `kv_heads` are those of the model, by default as many as any layout can deal out, and `experts` tells
-    whether it has any. `groups` are those that other meshes of this process have made.
+    whether it has any. `groups` are those that other meshes of this process have made. With `islands` each
+    replica gets a mesh of its own, too.
 
     Every rank of the default group calls this, since making a group is collective; a rank that is not part of
     the mesh gets None.
@@ -230,14 +242,7 @@ def build_mesh(
     groups, scope = groups or Groups(device.type), new_scope()
     wire = TrafficCounter(groups.heartbeat)
     grid = rank_grid(layout)
-    storage = groups.device_mesh(grid, ("replicate", "shard", "tp"))
-    split = expert_storage = storage
-    if experts:
-        expert_grid = _expert_grid(layout, grid, experts)
-        expert_storage = groups.device_mesh(expert_grid, ("replicate", "expert_data", "ep", "etp"))
-    if copies > 1:
-        heads_grid = grid.unflatten(-1, (-1, copies))
-        split = groups.device_mesh(heads_grid, ("replicate", "shard", "parts", "copies"))
+    storages = _storages(groups, layout, grid, copies, experts, ("replicate",))
 
     def axis(line: _Line) -> Axis | None:
         found = groups.along(line.grid, line.dim, line.purpose)
@@ -254,7 +259,10 @@ def build_mesh(
     lines = _lines(layout, grid, heads, experts)
     axes: dict[str, Any] = {"ends": None} | {key: axis(line) for key, line in lines.items()}
     group = groups.world(tuple(range(size)))
-    if storage is None or split is None or expert_storage is None:
+    rows = grid.transpose(0, 1).reshape(layout.replicate, -1)
+    island = groups.along(rows, 1, "island") if islands else None
+    island_storages = _storages(groups, layout, grid, copies, experts, ()) if islands else {}
+    if None in storages.values():
         return None
     for purpose in ("control", "background"):
         seen = groups.heartbeat if purpose == "control" else None  # a thread of its own waits in the other
@@ -262,7 +270,45 @@ def build_mesh(
     axes["world"] = Axis("world", size, dist.get_rank(), group if size > 1 else None, device, wire)
     over = {lane: (axis, tag) for tag, (lane, axis) in enumerate(lanes.items()) if axis is not None}
     axes["heartbeat"] = groups.heartbeat
-    return Mesh(layout, device, storage, split, expert_storage, wire, lanes=over, **axes)
+    mesh = Mesh(layout, device, wire=wire, lanes=over, numbers=range(size), **storages, **axes)
+    if island is None:
+        return mesh
+    return replace(mesh, island=_island(mesh, groups, scope, island, island_storages)).with_layout(layout)
+
+
+def _island(
+    mesh: Mesh,
+    groups: Groups,
+    scope: str,
+    members: tuple[Row, dist.ProcessGroup | None],
+    storages: Mapping[str, Any],
+) -> Mesh:
+    """The mesh of this rank's island, of these ranks and their group: all its axes but two are the run's."""
+    numbers, group = members
+    rank, own = numbers.index(mesh.rank), f"{scope}/island/{mesh.replicate.rank}"
+    seen: dict[str, Heartbeat | None] = {"control": groups.heartbeat, "background": None}
+    controls: dict[str, Any] = {
+        purpose: groups.connections.control(purpose, len(numbers), own, groups.timeout, heartbeat, rank)
+        for purpose, heartbeat in seen.items()
+    }
+    world = Axis("world", len(numbers), rank, group, mesh.device, mesh.wire)
+    alone = Axis("replicate", 1, 0, None, mesh.device, mesh.wire)
+    return replace(mesh, numbers=numbers, world=world, replicate=alone, **storages, **controls)
+
+
+def _storages(
+    groups: Groups, layout: Layout, grid: Tensor, copies: int, experts: bool, outer: tuple[str, ...]
+) -> dict[str, Any]:
+    """The meshes of stored parameters' DTensors, by field of `Mesh`; `outer` names their first dims."""
+    storage = groups.device_mesh(grid, (*outer, "shard", "tp"))
+    found = {"storage": storage, "split_storage": storage, "expert_storage": storage}
+    if experts:
+        expert_grid = _expert_grid(layout, grid, experts)
+        found["expert_storage"] = groups.device_mesh(expert_grid, (*outer, "expert_data", "ep", "etp"))
+    if copies > 1:
+        heads_grid = grid.unflatten(-1, (-1, copies))
+        found["split_storage"] = groups.device_mesh(heads_grid, (*outer, "shard", "parts", "copies"))
+    return found
 
 
 def rank_grid(layout: Layout) -> Tensor:

@@ -14,6 +14,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.layout import SPLIT, TWO_STAGES, virtual_problem
 from meshwright.spec.low_precision_rules import LOW_PRECISION_RULES
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.outer_rules import OUTER_RULES
 from meshwright.spec.parameter_groups import GROUP_RULES
 from meshwright.spec.records import show
 from meshwright.spec.sections import Sections
@@ -260,7 +261,7 @@ def ulysses_has_heads(spec: Sections) -> None:
 def sharding_has_ranks(spec: Sections) -> None:
     """Hybrid sharding needs a ZeRO stage that shards."""
     layout = spec.layout
-    if layout.replicate > 1 and layout.zero == 0:
+    if layout.replicate > 1 and layout.zero == 0 and not spec.outer.every:
         raise UserError(
             f"layout.replicate: {layout.replicate} copies of a ZeRO group need layout.zero of 1, 2 or 3; "
             f"for plain replication give layout.dp = {layout.replicate * layout.dp}"
@@ -314,7 +315,8 @@ def keys_of_training_have_an_effect(spec: Sections) -> None:
         ("decay", "schedule", train.schedule != "wsd"),
         ("decay_fraction", "schedule", train.schedule != "wsd"),
         ("min_lr_ratio", "schedule", train.schedule == "constant"),
-        ("eps", "optimiser", train.optimiser == "lion"),
+        ("eps", "optimiser", train.optimiser in ("lion", "sgd")),
+        ("beta2", "optimiser", train.optimiser == "sgd"),
         ("lr_base_batch_tokens", "lr_scaling", train.lr_scaling == "none"),
         ("offload_dir", "offload", train.offload != "disk"),
         ("zclip_alpha", "zclip", train.zclip is None),
@@ -393,6 +395,7 @@ RULES: tuple[Callable[[Sections], None], ...] = (
     *EIGHT_BIT_RULES,
     *LOW_PRECISION_RULES,
     *GROUP_RULES,
+    *OUTER_RULES,
 )
 
 

@@ -11,6 +11,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from meshwright.spec.base import MAX_LENGTH, FrozenModel
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
+from meshwright.spec.outer import OuterSpec
 from meshwright.spec.precision import PrecisionSpec
 from meshwright.spec.train import TrainSpec
 
@@ -147,6 +148,7 @@ class Sections(FrozenModel):
     data: DataSpec = Field(default_factory=lambda: DataSpec())
     train: TrainSpec = Field(default_factory=lambda: TrainSpec())
     layout: Layout = Field(default_factory=lambda: Layout())
+    outer: OuterSpec = Field(default_factory=lambda: OuterSpec())
     precision: PrecisionSpec = Field(default_factory=lambda: PrecisionSpec())
     recompute: RecomputeSpec = Field(default_factory=NoRecompute)
     checkpoint: CheckpointSpec = Field(default_factory=lambda: CheckpointSpec())
@@ -195,3 +197,26 @@ class Sections(FrozenModel):
         train = self.train.model_copy(update=batch)
         layout = self.layout.model_copy(update={"micro_batch": self.micro_batch})
         return self.model_copy(update={"train": train, "layout": layout})
+
+    @property
+    def islands(self) -> int:
+        """Groups of ranks that train by themselves between two exchanges of parameters; 1 without `outer`."""
+        return self.layout.replicate if self.outer.every else 1
+
+    def of_island(self) -> Self:
+        """The run of one island by itself: its own ranks, and its share of each batch."""
+        if self.islands == 1:
+            return self
+        count, train = self.islands, self.train
+        share = {
+            "batch_tokens": train.batch_tokens // count,
+            "batch_warmup": tuple((size // count, -(-end // count)) for size, end in train.batch_warmup),
+            "tokens": None if train.tokens is None else -(-train.tokens // count),
+        }
+        return self.model_copy(
+            update={
+                "layout": self.layout.model_copy(update={"replicate": 1}),
+                "train": train.model_copy(update=share),
+                "outer": OuterSpec(),
+            }
+        )

@@ -47,12 +47,13 @@ class TrainSpec(FrozenModel):
         "none", description="scale lr with the step's batch / lr_base_batch_tokens (Goyal 2017; Malladi 2022)"
     )
     lr_base_batch_tokens: PositiveInt = 8192
-    optimiser: Literal["adamw", "adamw8bit", "lion", "muon"] = Field(
+    optimiser: Literal["adamw", "adamw8bit", "lion", "muon", "sgd"] = Field(
         "adamw",
         description="AdamW (Loshchilov & Hutter 2019), also with moments of matrices in 8 bits (adamw8bit, "
         "Dettmers et al. 2022); Lion (Chen et al. 2023), which takes an lr 3 to 10 "
-        "times smaller, a weight_decay as much larger, and beta2 = 0.99; or Muon (Jordan et al. 2024) for "
-        "the matrices of blocks and AdamW for the rest, with AdamW's lr, and beta1 = 0.95",
+        "times smaller, a weight_decay as much larger, and beta2 = 0.99; Muon (Jordan et al. 2024) for "
+        "the matrices of blocks and AdamW for the rest, with AdamW's lr, and beta1 = 0.95; or SGD with "
+        "momentum beta1",
     )
     weight_decay: float = Field(0.1, ge=0, description="decoupled; not on norms and biases")
     lr_factors: dict[str, Factor] = Field(
@@ -124,7 +125,7 @@ class TrainSpec(FrozenModel):
     @property
     def moments(self) -> tuple[str, ...]:
         """Names of the optimiser's states of parameters."""
-        return ("exp_avg",) if self.optimiser == "lion" else ("exp_avg", "exp_avg_sq")
+        return ("exp_avg",) if self.optimiser in ("lion", "sgd") else ("exp_avg", "exp_avg_sq")
 
     def moments_of(self, parameter: str, dims: int) -> tuple[str, ...]:
         """Names of the states of one parameter: those of matrices of blocks are fewer with Muon."""

@@ -83,7 +83,7 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
     with _world(spec.layout.world_size, rank):
         heads, experts = spec.model.kv_heads, spec.model.moe is not None
         groups, started = _FakeGroups(device.type), time.process_time()
-        mesh = build_mesh(spec.layout, device, heads, groups, experts)
+        mesh = build_mesh(spec.layout, device, heads, groups, experts, spec.islands > 1)
         assert mesh is not None
         with memory:
             observer = _BufferAccount(memory, spec.microbatches > 1)

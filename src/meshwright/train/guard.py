@@ -68,7 +68,7 @@ class Guard:
             )
 
     def _warn(self, step: int, message: str) -> None:
-        if self._trainer.mesh.rank == 0:
+        if self._trainer.run_mesh.rank == 0:
             self._observers.on_event("warning", {"step": step, "message": message})
             warnings.warn(message, stacklevel=3)
 
@@ -93,8 +93,8 @@ class Guard:
         return NumericalError(
             f"the gradient was not finite in {self._in_a_row} steps in a row, up to step {step}, more than "
             f"recovery.max_skipped = {self.recovery.max_skipped}; not finite was first {first}; the state, "
-            f"which they left alone, is saved: resume from an earlier checkpoint, or train anew with a lower "
-            f"{scale}train.lr"
+            f"which they left alone, is {'not ' if self._trainer.outer else ''}saved: resume from an earlier "
+            f"checkpoint, or train anew with a lower {scale}train.lr"
         )
 
     # Loss spikes --------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class Guard:
         mesh, own = self._trainer.mesh, bad_state(self._trainer)
         if not sum_scalars([own is not None], mesh.world)[0]:
             return
-        named = mesh.control.gather(own and [mesh.rank, own])
+        named = mesh.control.gather(own and [mesh.numbers[mesh.rank], own])
         rank, name = mesh.control.broadcast(next((pair for pair in named if pair), None))
         raise NumericalError(f"{when} {name} is not finite on rank {rank}; {remedy}")
 
@@ -200,7 +200,7 @@ class Guard:
         self._refuse_bad_state(f"in {where}", "resume from an earlier one with --resume and its step")
         kept = kept or {"skipped_samples": [], "rollbacks": 0, "spikes": SpikeDetector(self.recovery).state()}
         if "skipped_batches" in kept:  # saved before batches could grow: all had the same size
-            size = self._trainer.spec.batch_sequences
+            size = self._trainer.run_spec.batch_sequences
             self._loader.restore([(first * size, end * size) for first, end in kept["skipped_batches"]])
         else:
             self._loader.restore(kept["skipped_samples"])

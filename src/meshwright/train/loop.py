@@ -7,6 +7,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -279,7 +280,7 @@ class TrainingRun:
         result = self.trainer.step(batch, self.done + 1, following, failure is not None, stop)
         self.done += 1
         if result.failures:
-            self.control.together(lambda: _raise(failure))
+            self.trainer.mesh.control.together(lambda: _raise(failure))
         self.loss = result.loss
         self._watch(result)
         seconds = time.perf_counter() - begun
@@ -311,7 +312,8 @@ class TrainingRun:
         self.skipped += not result.applied
         error = self.guard.after(self.done, result, self.batch)
         if error is not None:
-            self._save_last()
+            if self.trainer.outer is None:  # a save takes all islands
+                self._save_last()
             raise error
 
     def _roll_back(self, first: int) -> None:
@@ -332,7 +334,8 @@ class TrainingRun:
         if self.corpus.validation.target_tokens == 0:
             return
         self.heartbeat.phase("evaluate")
-        parts = self._likelihoods()
+        with self._model():
+            parts = self._likelihoods()
         found = total(parts)
         self.validation = {
             "step": self.done,
@@ -344,6 +347,10 @@ class TrainingRun:
             with self.trainer.ema.in_place_of_weights():
                 self.validation["val_loss_ema"] = total(self._likelihoods()).loss
         self.observers.on_eval(self.validation)
+
+    def _model(self) -> AbstractContextManager[None]:
+        """The run's model in place of the weights: with islands, what they last agreed on."""
+        return self.trainer.outer.in_place_of_weights() if self.trainer.outer else nullcontext()
 
     def _likelihoods(self) -> list[Likelihood]:
         max_tokens = self.spec.train.eval_tokens
@@ -413,6 +420,8 @@ class TrainingRun:
         self._validate()
         self.heartbeat.phase("end", self.done)
         self.metrics.measure_peak()
+        with self._model():
+            digest = parameters_sha256(self.trainer)
         return {
             "final_loss": self.loss,
             "val_loss": self.validation.get("val_loss"),
@@ -421,7 +430,7 @@ class TrainingRun:
             **({"val_loss_ema": self.validation.get("val_loss_ema")} if self.trainer.ema else {}),
             **self.metrics.summary(),
             "parameters": self.spec.model.parameters,
-            "parameters_sha256": parameters_sha256(self.trainer),
+            "parameters_sha256": digest,
             "samples_sha256": self.samples.digest(),
             "steps": self.done,
             "skipped_steps": self.skipped,

@@ -30,7 +30,7 @@ class Metrics:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer, self.spec, self.mesh = trainer, trainer.spec, trainer.mesh
+        self.trainer, self.spec, self.mesh = trainer, trainer.run_spec, trainer.run_mesh
         self.peak_flops = 0.0
         self._speeds: deque[float] = deque(maxlen=RECENT_STEPS)
 

@@ -259,3 +259,16 @@ class Lion(Optimiser):
             flat.mul_(1 - own_rate * part.group.decay).sub_(direction, alpha=own_rate)
             momentum.lerp_(gradient, 1 - beta2)
         self.updates += 1
+
+
+class Sgd(Optimiser):
+    """SGD with heavy-ball momentum beta1 (Polyak 1964; Sutskever et al. 2013), and decoupled decay."""
+
+    @torch.no_grad()
+    def step(self, rate: float) -> None:
+        """Update the stored parameters from the units' gradients at learning rate `rate`."""
+        for part, flat, gradient, momentum in self.pieces(self.parts):
+            own_rate = rate * part.group.factor
+            momentum.mul_(self.train.beta1).add_(gradient)
+            flat.mul_(1 - own_rate * part.group.decay).sub_(momentum, alpha=own_rate)
+        self.updates += 1

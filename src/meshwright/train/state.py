@@ -40,19 +40,55 @@ def tensors(trainer: Trainer) -> dict[str, Stored]:
     found.update({f"model/{name}": tensor for name, tensor in trainer.balance.biases().items()})
     found.update({f"optim/{name}": tensor for name, tensor in trainer.optimiser.tensors()})
     found.update({f"ema/{name}": tensor for name, tensor in trainer.ema.tensors()} if trainer.ema else {})
-    return found
+    if trainer.outer is None:
+        return found
+    trainer.outer.updates.to_local().fill_(trainer.optimiser.updates)
+    found["updates"] = trainer.outer.updates
+    own = {f"{island(trainer)}{name}": tensor for name, tensor in found.items()}
+    return {**own, **dict(trainer.outer.tensors())}
+
+
+def island(trainer: Trainer) -> str:
+    """Prefix of the names of what this rank's island has by itself: `island.0/`; empty without islands."""
+    return "" if trainer.outer is None else f"island.{trainer.run_mesh.replicate.rank}/"
 
 
 def tensors_in(trainer: Trainer, state: dict[str, Any]) -> dict[str, Stored]:
-    """The `tensors` that a checkpoint of this state has.
+    """The `tensors` that a checkpoint of this state has, by the names that they have there.
 
     One whose run kept no moving average has none. One of weights that no run of ours has trained yet, which
-    has no digest of data, has no states of an optimiser: those of a new trainer are zeros already.
+    has no digest of data, has no states of an optimiser: those of a new trainer are zeros already. Island k
+    takes what island k mod n of n had; where there were none, what all ranks had; and where there are none
+    now, all ranks take the run's model and what the first island had.
     """
+    saved = islands_in(state)
+    if trainer.outer is not None:
+        trainer.outer.expect(state["exchanges"] if _same_outer(trainer, state) else [])
     found = tensors(trainer)
+    if trainer.outer is not None:
+        own = island(trainer)
+        there = f"island.{trainer.run_mesh.replicate.rank % saved}/" if saved > 1 else ""
+        found = {
+            name.replace(own, there, 1) if name.startswith(own) else name: tensor
+            for name, tensor in found.items()
+            if saved > 1 or (name.startswith(own) and name != f"{own}updates")
+        }
+    elif saved > 1:
+        found = {f"island.0/{n}" if n.startswith("optim/") else n: tensor for n, tensor in found.items()}
     without = [] if has_average(state) else ["ema/"]
     without += ["optim/"] if state["data_digest"] is None else []
     return {name: tensor for name, tensor in found.items() if not name.startswith(tuple(without))}
+
+
+def islands_in(state: dict[str, Any]) -> int:
+    """Islands of the run of a checkpoint of this state; 1 without."""
+    spec = state["spec"]
+    return int(spec["layout"]["replicate"]) if spec.get("outer", {}).get("every") else 1
+
+
+def _same_outer(trainer: Trainer, state: dict[str, Any]) -> bool:
+    """True if a checkpoint of this state has been exchanged as this run exchanges."""
+    return islands_in(state) > 1 and state["spec"]["outer"] == trainer.run_spec.outer.model_dump(mode="json")
 
 
 def has_average(state: dict[str, Any]) -> bool:
@@ -90,6 +126,7 @@ class _State(TypedDict):
     loss_scale: _Scale
     amax_history: NotRequired[list[list[list[Number]]]]
     zclip: NotRequired[ZClipState]
+    exchanges: NotRequired[list[list[Count]]]
 
 
 def check_fields(state: dict[str, Any], where: Path) -> None:
@@ -112,8 +149,8 @@ def metadata(
     return {
         "step": step,
         "loss": loss if math.isfinite(loss) else None,
-        "spec": trainer.spec.to_json(),
-        "layout": trainer.spec.layout.describe(),
+        "spec": trainer.run_spec.to_json(),
+        "layout": trainer.run_spec.layout.describe(),
         "samples_sha256": samples,
         "data_digest": data_digest,
         "tokenizer_sha256": tokenizer,
@@ -121,6 +158,7 @@ def metadata(
         "loss_scale": trainer.loss_scale.state(),
         **({"amax_history": trainer.scaling.state()} if trainer.scaling else {}),
         **({"zclip": trainer.clipping.zclip.state()} if trainer.clipping.zclip else {}),
+        **({"exchanges": trainer.outer.state()} if trainer.outer else {}),
     }
 
 
@@ -144,7 +182,10 @@ def imported_state(spec: RunSpec, tokenizer: str | None) -> dict[str, Any]:
 
 def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     """Set what is not a tensor from `metadata`, after the tensors were loaded in place."""
-    trainer.optimiser.resume(int(state["updates"]))
+    updates = int(state["updates"])
+    if trainer.outer is not None and islands_in(state) > 1:
+        updates = int(trainer.outer.updates.to_local())
+    trainer.optimiser.resume(updates)
     trainer.loss_scale.restore(state["loss_scale"])
     if trainer.scaling is not None:
         trainer.scaling.restore(state.get("amax_history", []))
@@ -152,6 +193,8 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
         trainer.clipping.zclip.restore(state["zclip"])
     if trainer.ema is not None and not has_average(state):
         trainer.ema.begin()
+    if trainer.outer is not None and islands_in(state) == 1:
+        trainer.outer.begin()
     for unit in trainer.states.units:
         unit.expire()
 

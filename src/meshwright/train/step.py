@@ -23,6 +23,7 @@ from meshwright.parallel.loss_normalization import (
     weight_of_a_target,
 )
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.outer import Outer
 from meshwright.parallel.parallelize import initialise, parallelize
 from meshwright.parallel.pipeline_parallel import Pipeline
 from meshwright.parallel.precision import LossScale
@@ -35,7 +36,7 @@ from meshwright.train.ema import Ema
 from meshwright.train.lr_schedule import learning_rate
 from meshwright.train.muon import Muon
 from meshwright.train.offload import MomentMemory
-from meshwright.train.optimiser import AdamW, Lion, Optimiser
+from meshwright.train.optimiser import AdamW, Lion, Optimiser, Sgd
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Step:
     failures: int
     """Number of ranks that reported a failure."""
     stops: int
-    """Number of ranks that were asked to stop."""
+    """Number of ranks that were asked to stop; islands learn of each other's in their next exchange."""
     loss_scale: float
     """The loss scale that the step was computed with."""
 
@@ -78,18 +79,25 @@ class Trainer:
         memory: MomentMemory | None = None,
     ) -> None:
         """`memory` is where the moments are, by default the place of `spec` without a run's folder."""
+        self.run_spec, self.run_mesh = spec, mesh
+        if mesh.island is not None:
+            spec, mesh = spec.of_island(), mesh.island
         self.spec, self.mesh = spec, mesh
+        """Those of the ranks that train together: the run's, or its island's."""
         self.decoder, self.states, self.balance, self.pipeline, products = parallelize(spec, mesh, observer)
         self.scaling = None
         if spec.precision.compute in DELAYED and isinstance(products, LowPrecision):
             self.scaling = DelayedScaling(spec, mesh, self.states, products)
         kinds: dict[str, type[Optimiser]] = {
-            "adamw": AdamW, "adamw8bit": AdamW8bit, "lion": Lion, "muon": Muon
+            "adamw": AdamW, "adamw8bit": AdamW8bit, "lion": Lion, "muon": Muon, "sgd": Sgd
         }  # fmt: skip
         self.optimiser = kinds[spec.train.optimiser](
             self.states, spec, memory or MomentMemory(spec.train, mesh.device, mesh.control)
         )
         self.ema = None if spec.train.ema is None else Ema(self.states, spec.train.ema)
+        self.outer = None
+        if self.mesh is not self.run_mesh:
+            self.outer = Outer(self.run_spec, self.run_mesh, self.states, self.balance)
         self.clipping = Clipping(spec.train, self.states, spec.model)
         self.loss_scale = LossScale(spec.precision)
         self.rest = 1.0
@@ -109,6 +117,8 @@ class Trainer:
         initialise(self.states, self.spec.model, self.spec.train.seed)
         if self.ema is not None:
             self.ema.begin()
+        if self.outer is not None:
+            self.outer.begin()
 
     def expect(self, batch: Batch) -> None:
         """Count the targets of a batch over all ranks, ahead of the step that takes it."""
@@ -219,7 +229,10 @@ class Trainer:
         scale = self.loss_scale.value
         self.loss_scale.update(finite)
         self.states.end_step()
-        return Step(totals.loss, norm, rate, finite, int(totals.failures), int(totals.stops), scale)
+        stops = int(totals.stops)
+        if self.outer is not None:
+            stops = self.outer.after(number, stops)
+        return Step(totals.loss, norm, rate, finite, int(totals.failures), stops, scale)
 
     def layers_balance(self) -> dict[int, LayerBalance]:
         """The balance of the last step in each layer with experts, of every stage, in order of layers."""

@@ -112,7 +112,8 @@ class Vote:
             negative, name, ranks = min(found)
             common = set(ranks).intersection(*(row[2] for row in found if row[1] == name)) or set(ranks)
             message = [name, sorted(common), [listed[rank][0] for rank in sorted(common)], -negative]
-        return Divergence(*control.broadcast(message if found else None))
+        name, ranks, hosts, copies = control.broadcast(message if found else None)
+        return Divergence(name, [self._trainer.mesh.numbers[rank] for rank in ranks], hosts, copies)
 
     def _parameter(self, copies: _Copies) -> list[object]:
         """[- number of copies, name, ranks to blame] of the first parameter that differs."""

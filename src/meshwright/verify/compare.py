@@ -162,6 +162,8 @@ _PHRASES = {
     "exp_avg": "the first moment of {}",
     "exp_avg_sq": "the second moment of {}",
     "ema": "the moving average of {}",
+    "outer parameter": "the outer step of {}",
+    "outer momentum": "the outer momentum of {}",
 }
 
 _THOUGH = {

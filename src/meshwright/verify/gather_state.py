@@ -15,18 +15,25 @@ State = dict[str, dict[str, Tensor]]
 
 
 def gather_state(trainer: Trainer) -> State:
-    """Gather parameters, routers' biases, moments and averages on rank 0; collective over the mesh.
+    """Gather parameters, routers' biases, moments and averages on rank 0; collective over the run's mesh.
 
-    Moments in 8 bits are dequantised.
+    Moments in 8 bits are dequantised. What islands have by themselves is under `island.<number>/<name>`, and
+    what their exchange has under the kinds `outer parameter` and `outer momentum`.
     """
     averages = ("ema",) if trainer.ema is not None else ()
     kinds = ("parameter", "router bias", *trainer.optimiser.moments, *averages)
     found: State = {kind: {} for kind in kinds}
-    for key, tensor in gather_full(state.tensors(trainer).items(), trainer.mesh).items():
-        kind, _, name = key.removeprefix("optim/").partition("/")
-        if kind == "model":
+    for key, tensor in gather_full(state.tensors(trainer).items(), trainer.run_mesh).items():
+        island, _, own = key.partition("/") if key.startswith("island.") else ("", "", key)
+        kind, _, name = own.removeprefix("optim/").partition("/")
+        if kind == "outer":
+            kind, _, name = own.removeprefix("outer/").partition("/")
+            kind = f"outer {kind}"
+        elif kind == "model" and trainer.outer is not None and not island:
+            kind = "outer parameter"
+        elif kind == "model":
             kind = "router bias" if name.endswith(".router.bias") else "parameter"
-        found.setdefault(kind, {})[name] = tensor
+        found.setdefault(kind, {})[f"{island}/{name}" if island else name] = tensor
     for kind, values in (("exp_avg", SIGNED), ("exp_avg_sq", UNSIGNED)):
         for name, scales in found.pop(f"{kind}_scale", {}).items():
             codes, held = found[kind][name], scales.new_tensor(values, dtype=torch.float32).to(scales.dtype)

@@ -38,13 +38,17 @@ IGNORE = -100
 
 
 def reference_steps(
-    spec: RunSpec, weights: Mapping[str, Tensor], batches: Iterable[Batch]
+    spec: RunSpec,
+    weights: Mapping[str, Tensor],
+    batches: Iterable[Batch],
+    live: dict[str, Tensor] | None = None,
 ) -> Iterator[ReferenceStep]:
     """Take an optimiser step on each batch; yields the samples, loss, gradients, gradient norm,
     parameters, moments and averages, routers' statistics and biases after it, and the sums of each module.
 
     `weights` are the initial parameters and routers' biases (by default 0), with the names of
-    `Decoder.tensors`; they are copied. Steps are computed on their device.
+    `Decoder.tensors`; they are copied. Steps are computed on their device. `live` gets the parameters and
+    biases themselves, which may be changed in place between two steps.
     """
     moe = spec.model.moe
     held = {name: weight.detach().clone() for name, weight in weights.items()}
@@ -58,6 +62,8 @@ def reference_steps(
     for name, parameter in parameters.items():
         for kind in spec.train.moments_of(name, parameter.ndim):
             moments[kind][name] = torch.zeros_like(parameter)
+    if live is not None:
+        live.update(held)
     averages = {name: weight.detach().clone() for name, weight in parameters.items() if spec.train.ema}
     linears, clipping = ReferenceLinears(spec), ReferenceClipping(spec.train)
     decoder = ReferenceDecoder(spec.model, held, linears=linears)
@@ -142,7 +148,9 @@ def update(
         decay = train.weight_decay if parameter.ndim >= 2 else 0.0
     rate = factor * rate_of_step(train, number)
     kind = "adamw" if len(moments) == 2 else train.optimiser
-    direction = {"adamw": _adamw, "lion": _lion, "muon": _muon}[kind](grad, moments, train, number)
+    direction = {"adamw": _adamw, "lion": _lion, "muon": _muon, "sgd": _sgd}[kind](
+        grad, moments, train, number
+    )
     parameter.sub_(rate * (direction + decay * parameter))
 
 
@@ -161,6 +169,12 @@ def _lion(grad: Tensor, moments: Sequence[Tensor], train: TrainSpec, number: int
     direction = torch.sign(train.beta1 * momentum + (1 - train.beta1) * grad)
     momentum.mul_(train.beta2).add_(grad, alpha=1 - train.beta2)
     return direction
+
+
+def _sgd(grad: Tensor, moments: Sequence[Tensor], train: TrainSpec, number: int) -> Tensor:
+    """Heavy-ball momentum (Polyak 1964) in the form of Sutskever et al. (2013)."""
+    (momentum,) = moments
+    return momentum.mul_(train.beta1).add_(grad)
 
 
 def _muon(grad: Tensor, moments: Sequence[Tensor], train: TrainSpec, number: int) -> Tensor:

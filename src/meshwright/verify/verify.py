@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -20,6 +21,7 @@ from meshwright.parallel.waiting import while_others_wait
 from meshwright.spec import RunSpec
 from meshwright.spec.batch_warmup import one_step_each
 from meshwright.spec.tiling import tiled
+from meshwright.train import state
 from meshwright.train.gather_full import gather_full
 from meshwright.train.step import Trainer
 from meshwright.train.vote import Vote
@@ -29,6 +31,7 @@ from meshwright.verify.module_sums import ModuleSums, Row, differences
 from meshwright.verify.narrow import narrow
 from meshwright.verify.reference import ReferenceStep, reference_steps
 from meshwright.verify.reference_data import batches
+from meshwright.verify.reference_outer import island_steps
 from meshwright.verify.reference_sums import PHASES
 from meshwright.verify.reference_weights import initial_weights
 from meshwright.verify.samples import compare_samples, gather_samples
@@ -58,7 +61,7 @@ def _side_by_side(
     corpus = open_corpus(spec)
     trainer = Trainer(spec, mesh)
     trainer.initialise()
-    initial = gather_full(trainer.states.parameters(), mesh)
+    initial = gather_full(trainer.states.parameters(), mesh)  # of equal names, those of the first island
     vote, comparison = Vote(trainer), Comparison()
     reference = None
     if mesh.control.rank == 0:
@@ -86,7 +89,8 @@ def _side_by_side(
         )
         for kind in KINDS:
             if kind in PHASES:
-                comparison.note(number, kind, differences(number, kind, sums, wanted, spec.at_step(number)))
+                first = spec.of_island().at_step(number)
+                comparison.note(number, kind, differences(number, kind, sums, wanted, first))
             elif kind in wanted:  # optimisers have moments of their own
                 comparison.add(number, kind, found[kind], wanted[kind])
         drift = math.inf if divergence is not None else 0.0
@@ -101,7 +105,7 @@ def _side_by_side(
 
 KINDS = (
     "forward", "balance", "loss", "backward", "gradient", "grad norm",
-    "router bias", "parameter", "exp_avg", "exp_avg_sq", "ema",
+    "router bias", "parameter", "exp_avg", "exp_avg_sq", "ema", "outer parameter", "outer momentum",
 )  # fmt: skip
 """The kinds of values that are compared in each step, in the order in which a step computes them."""
 
@@ -110,23 +114,30 @@ def _layout_step(
     trainer: Trainer, batch: Batch, number: int
 ) -> tuple[ReferenceStep, list[tuple[list[int], list[Row]]]]:
     """Take a step; the first rank gets its whole tensors and numbers by kind, and all ranks' sums."""
-    mesh, states = trainer.mesh, trainer.states
-    with ModuleSums(trainer, batch) as sums:
-        loss = trainer.gradients(batch)
-    totals = trainer.totals(loss)
-    gradients = gather_full(states.gradients(), mesh)
-    for gradient in gradients.values():
-        gradient.mul_(trainer.gradient_factor)
+    mesh, states, island = trainer.run_mesh, trainer.states, state.island(trainer)
+    within = replace(batch, slots=batch.slots % trainer.spec.at_step(number).batch_sequences)
+    with ModuleSums(trainer, within) as sums:
+        loss = trainer.gradients(within)
+    totals, factor = trainer.totals(loss), trainer.gradient_factor
+    gradients = gather_full(((f"{island}{name}", each) for name, each in states.gradients()), mesh)
     rows = sums.gathered()
     done = trainer.apply(totals, number)
+    numbers = {own: rest for own, *rest in mesh.control.gather([island, factor, done.loss, done.grad_norm])}
+    for name, gradient in gradients.items():
+        own = next(own for own in numbers if name.startswith(own))
+        gradient.mul_(numbers[own][0])
     found = {
-        "loss": {"loss": torch.tensor(done.loss, dtype=torch.float64)},
+        "loss": {f"{own}loss": _scalar(loss) for own, (_, loss, _) in numbers.items()},
         "balance": _tensors(trainer.layers_balance()),
         "gradient": gradients,
-        "grad norm": {"grad norm": torch.tensor(done.grad_norm, dtype=torch.float64)},
+        "grad norm": {f"{own}grad norm": _scalar(norm) for own, (_, _, norm) in numbers.items()},
         **gather_state(trainer),
     }
     return found, rows
+
+
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
 
 
 def _tensors(balance: dict[int, LayerBalance]) -> dict[str, Tensor]:
@@ -156,6 +167,10 @@ def exact(spec: RunSpec, steps: int) -> RunSpec:
     tree["train"] |= {"compile": False, "steps": total, "tokens": None, "stop_at": None}
     sizes = [size for size, _ in spec.train.batch_warmup]
     tree["train"]["batch_warmup"] = one_step_each(sizes[: max(1, steps - 1)])
+    if spec.outer.every:  # so short a period that a result is used within these steps
+        every = min(spec.outer.every, max(1, steps - 1))
+        within = {"every": every, "delay": min(spec.outer.delay, every - 1)}
+        tree["outer"] |= within | {"fragments": min(spec.outer.fragments, every)}
     return RunSpec.model_validate(tree)
 
 
@@ -166,4 +181,4 @@ def one_device(spec: RunSpec, device: torch.device) -> Iterator[ReferenceStep]:
         for name, tensor in initial_weights(spec.model, spec.train.seed, spec.precision.master).items()
     }
     thinned = (thin(batch, number, spec) for number, batch in enumerate(batches(spec), 1))
-    return reference_steps(spec, weights, thinned)
+    return (island_steps if spec.islands > 1 else reference_steps)(spec, weights, thinned)

@@ -106,7 +106,7 @@ def data_seconds(
         across = formats.exact if stack.ours and layout.zero and group.ranks > 1 else gradient
         reduces["replicate"] += links.collective("all_reduce", mine * across, groups.replicate)
         whole += mine
-    moved = _UPDATE_BYTES + 8 * (1 if spec.train.optimiser in ("lion", "muon") else 2)
+    moved = _UPDATE_BYTES + 8 * (1 if spec.train.optimiser in ("lion", "muon", "sgd") else 2)
     if spec.train.optimiser == "adamw8bit":
         moved = _EIGHT_BIT_BYTES if stack.ours else _UPDATE_BYTES + 4
     moved += _ROUNDED_BYTES if stack.ours and spec.precision.master == "bf16" else 0

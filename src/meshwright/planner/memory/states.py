@@ -156,7 +156,7 @@ def moment_bytes(view: RankView, shards: Sequence[StateShard]) -> int:
 def _single(view: RankView, unit: StateShard) -> int:
     """Elements of a unit's part that have one moment."""
     matrices = unit.decays if unit.name.startswith("blocks.") else 0
-    return {"adamw": 0, "muon": matrices, "lion": unit.part}[view.spec.train.optimiser]
+    return {"adamw": 0, "muon": matrices, "lion": unit.part, "sgd": unit.part}[view.spec.train.optimiser]
 
 
 def checkpoint_bytes(spec: RunSpec) -> int:

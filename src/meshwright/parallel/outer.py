@@ -1,0 +1,227 @@
+"""Islands: replicas that train by themselves, and exchange how far they moved every `outer.every` steps.
+
+Splits        samples over replicate, as data parallelism does; an island is one replica: the ranks that
+              differ in the other axes only. Its loss, gradient norm, clipping and optimiser are its own.
+Wire          for P parameters of a rank (P/n with ZeRO), R islands, b bytes of an exact number, each
+              `outer.every` steps: an all-reduce of 2 P b (R-1)/R over replicate, a fragment at a time, and
+              with it two numbers. Nothing in the other steps.
+Saves         all but one of `outer.every` sums of gradients over replicate; costs two more buffers of P exact
+              numbers, and with a delay one for each fragment that is under way.
+
+With a the parameters after the last exchange (the anchor) and x_i those of island i, an exchange is a step of
+SGD with momentum on the mean of a - x_i, the pseudo-gradient, from a (DiLoCo: Douillard et al. 2023; Reddi et
+al. 2021). All islands take it alike, so the anchors are equal on all of them to the bit: a run's model are
+its anchors. Fragments are exchanged at steps of their own, and a result may come some steps after its
+exchange has begun; then an island goes on with a mixture of it and its own parameters (Streaming DiLoCo:
+Douillard et al. 2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from meshwright.parallel.collectives import start_all_reduce, start_broadcast
+from meshwright.parallel.data_parallel import DataParallel
+from meshwright.parallel.flat_param import Stored, stored
+from meshwright.parallel.fsdp_unit import Unit
+from meshwright.parallel.loss_normalization import share_of_an_island
+from meshwright.parallel.mesh import Mesh, Pending
+from meshwright.parallel.router_balance import RouterBalance
+from meshwright.spec import RunSpec
+
+
+class Anchored(NamedTuple):
+    """Tensors of one message of an exchange: the parameters of a unit, or the bias of a router.
+
+    The outer optimiser takes no step with a bias, which has no momentum: its anchor is the islands' mean.
+    """
+
+    unit: Unit | None
+    name: str
+    """Name of the bias; empty for a unit."""
+    value: Tensor
+    """The parameters, flat, or the bias, as this island trains them."""
+    anchor: Tensor
+    """`value` after the last exchange, in the format of exact sums."""
+    momentum: Tensor | None
+
+
+@dataclass
+class Exchange:
+    """An exchange of a fragment under way."""
+
+    fragment: int
+    due: int
+    """The step after which its result is used."""
+    deltas: list[Tensor]
+    """How far parts of the fragment moved from their anchors, summed over islands once `works` have ended."""
+    asked: Tensor
+    """Ranks that were asked to stop, a scalar summed likewise."""
+    works: list[Pending]
+
+    def wait(self) -> None:
+        """Return when the sums have come."""
+        for work in self.works:
+            work.wait()
+        self.works = []
+
+
+class Outer:
+    """The exchanges of one rank; `states` and `balance` are its island's, `mesh` is that of the run."""
+
+    def __init__(self, spec: RunSpec, mesh: Mesh, states: DataParallel, balance: RouterBalance) -> None:
+        self.mesh, self.outer, self._states = mesh, spec.outer, states
+        self._last, exact = spec.train.total_steps, states.formats.exact
+        self._parts: list[list[Anchored]] = [[] for _ in range(self.outer.fragments)]
+        for unit in states.units:
+            anchor, momentum = (torch.zeros_like(unit.stored, dtype=exact) for _ in range(2))
+            fragment = self.outer.fragment_of(unit.slots[0].key, spec.model.tied)
+            self._parts[fragment].append(Anchored(unit, "", unit.stored, anchor, momentum))
+        for name, bias in balance.biases().items():
+            value, fragment = bias.to_local(), self.outer.fragment_of(name, spec.model.tied)
+            self._parts[fragment].append(Anchored(None, name, value, torch.zeros_like(value), None))
+        self._under_way: list[Exchange] = []
+        self._asked = 0
+        self.updates = self._replicated(torch.zeros(1, dtype=torch.int64, device=mesh.device), states.mesh)
+        """Room for the number of updates of this island's optimiser, in checkpoints."""
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Set the anchors to the parameters, which are equal on all islands, and drop momentum."""
+        for part in self._every_part:
+            part.anchor.copy_(part.value)
+            if part.momentum is not None:
+                part.momentum.zero_()
+        self._under_way.clear()
+
+    @torch.no_grad()
+    def after(self, step: int, stops: int) -> int:
+        """Exchange what is due after optimiser step `step`, from 1; all islands call this.
+
+        Given the ranks of this island that were asked to stop, returns those of all islands that an exchange
+        has told of.
+        """
+        self._asked += stops
+        last, told = step == self._last, 0
+        while self._under_way and (last or self._under_way[0].due <= step):
+            told += self._end(self._under_way.pop(0), self.outer.own_share)
+        due = step if last else step + self.outer.delay
+        self._under_way += [self._start(fragment, due) for fragment in self.outer.begins(step, self._last)]
+        while self._under_way and self._under_way[0].due <= step:
+            told += self._end(self._under_way.pop(0), 0.0 if last else self.outer.own_share)
+        return told
+
+    def _start(self, fragment: int, due: int) -> Exchange:
+        parts, axis = self._parts[fragment], self.mesh.replicate
+        deltas = [part.anchor - part.value for part in parts]
+        asked = torch.tensor(float(self._asked), dtype=torch.float64, device=self.mesh.device)
+        works = [start_all_reduce(delta, axis) for delta in deltas]
+        works.append(start_all_reduce(asked, axis, "scalars"))
+        self._asked = 0
+        return Exchange(fragment, due, deltas, asked, works)
+
+    def _end(self, exchange: Exchange, own_share: float) -> int:
+        """Take the outer step of a fragment; returns how many ranks were asked to stop."""
+        exchange.wait()
+        share, outer = share_of_an_island(self.mesh.replicate.size), self.outer
+        for part, delta in zip(self._parts[exchange.fragment], exchange.deltas, strict=True):
+            self._agree_on_ends(part, delta)
+            delta.mul_(share)
+            if part.momentum is None:
+                part.anchor.sub_(delta)
+            else:
+                part.momentum.mul_(outer.momentum).add_(delta)
+                if outer.nesterov:
+                    delta.add_(part.momentum, alpha=outer.momentum)
+                part.anchor.sub_(delta if outer.nesterov else part.momentum, alpha=outer.lr)
+            part.value.lerp_(part.anchor, 1 - own_share)
+            if part.unit is not None:
+                part.unit.expire()
+        return int(exchange.asked)
+
+    def _agree_on_ends(self, part: Anchored, delta: Tensor) -> None:
+        """Give both ranks that hold tied embeddings apart one sum: theirs may be added in other orders."""
+        ends = self.mesh.ends
+        if part.unit is None or ends is None:
+            return
+        for slot in part.unit.slots:
+            if slot.key == self._states.apart:
+                start_broadcast(delta[slot.start : slot.start + slot.padded], 0, ends).wait()
+
+    @property
+    def _every_part(self) -> Iterator[Anchored]:
+        return chain.from_iterable(self._parts)
+
+    # Evaluation and checkpoints -----------------------------------------------------------------------
+
+    @contextmanager
+    def in_place_of_weights(self) -> Iterator[None]:
+        """Compute with the anchors, the run's model; each island's own parameters come back at the end."""
+        kept = [part.value.clone() for part in self._every_part]
+        try:
+            self._store([part.anchor for part in self._every_part])
+            yield
+        finally:
+            self._store(kept)
+
+    @torch.no_grad()
+    def _store(self, values: list[Tensor]) -> None:
+        for part, value in zip(self._every_part, values, strict=True):
+            if part.unit is not None:
+                part.unit.expire()
+            part.value.copy_(value)
+
+    def tensors(self) -> Iterator[tuple[str, Stored]]:
+        """(name, tensor) of the run's model, of the outer momentum, and of sums that exchanges under way have
+        brought; equal on all islands."""
+        for part in self._every_part:
+            yield from self._stored("model", part, part.anchor)
+            if part.momentum is not None:
+                yield from self._stored("outer/momentum", part, part.momentum)
+        for exchange in self._under_way:
+            exchange.wait()
+            for part, delta in zip(self._parts[exchange.fragment], exchange.deltas, strict=True):
+                yield from self._stored("outer/delta", part, delta)
+
+    def _stored(self, kind: str, part: Anchored, flat: Tensor) -> Iterator[tuple[str, Stored]]:
+        if part.unit is None:
+            yield f"{kind}/{part.name}", self._replicated(flat, self.mesh)
+            return
+        unit = part.unit
+        for slot in unit.slots:
+            whole = stored(slot, unit.local(flat, slot), self.mesh, unit.shards is not None)
+            yield f"{kind}/{slot.key}", whole
+
+    @staticmethod
+    def _replicated(local: Tensor, mesh: Mesh) -> DTensor:
+        storage = mesh.storage
+        return DTensor.from_local(local, storage, [Replicate()] * storage.ndim, run_check=False)
+
+    def state(self) -> list[list[int]]:
+        """(fragment, the step after which its result is due) of each exchange under way, as JSON."""
+        return [[exchange.fragment, exchange.due] for exchange in self._under_way]
+
+    def expect(self, state: list[list[int]]) -> None:
+        """Make room for the exchanges under way of a checkpoint of this `state`, whose sums are loaded next.
+
+        Where fragments are others now they are dropped: the next exchange is of all that islands moved by.
+        """
+        known = all(fragment < self.outer.fragments for fragment, _ in state)
+        self._under_way = [
+            Exchange(
+                fragment,
+                due,
+                [torch.zeros_like(part.anchor) for part in self._parts[fragment]],
+                torch.zeros((), dtype=torch.float64),
+                [],
+            )
+            for fragment, due in (state if known else [])
+        ]

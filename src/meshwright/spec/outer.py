@@ -1,0 +1,65 @@
+"""The section `[outer]` of a run file: islands, which exchange parameters now and then, not gradients."""
+
+from __future__ import annotations
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from meshwright.spec.base import FrozenModel
+
+
+class OuterSpec(FrozenModel):
+    """Islands: each of the `layout.replicate` groups of ranks trains by itself between two exchanges.
+
+    The defaults are DiLoCo's (Douillard et al. 2023). With `lr` = 1 and `momentum` = 0 an exchange is the
+    mean of the islands' parameters: local SGD (Stich 2019).
+    """
+
+    every: NonNegativeInt = Field(
+        0,
+        description="steps between two exchanges of a parameter over layout.replicate, whose ranks train by "
+        "themselves in between; 0 sums their gradients in each step",
+    )
+    lr: PositiveFloat = Field(
+        0.7, description="learning rate of the outer optimiser: SGD on how far the islands moved, in the mean"
+    )
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum of the outer optimiser")
+    nesterov: bool = Field(True, description="Nesterov's form of the momentum")
+    fragments: PositiveInt = Field(
+        1, description="parts of the model, each exchanged at steps of its own (Streaming DiLoCo)"
+    )
+    delay: NonNegativeInt = Field(
+        0, description="steps that islands take while an exchange is under way, before they use its result"
+    )
+    alpha: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="share of an island's own parameters in those that it goes on with after an exchange; "
+        "by default 0.5 with a delay and 0 without",
+    )
+
+    @property
+    def own_share(self) -> float:
+        """`alpha`, or its default."""
+        if self.alpha is not None:
+            return self.alpha
+        return 0.5 if self.delay else 0.0
+
+    def begins(self, step: int, last: int) -> tuple[int, ...]:
+        """Fragments whose exchange begins after optimiser step `step`, from 1, of a run of `last` steps.
+
+        Exchanges are spread over the period (Douillard et al. 2025, Streaming DiLoCo); after the last step
+        all fragments are exchanged.
+        """
+        every = range(self.fragments)
+        if step == last:
+            return tuple(every)
+        return tuple(part for part in every if step % self.every == part * self.every // self.fragments)
+
+    def fragment_of(self, parameter: str, tied: bool) -> int:
+        """The fragment of a parameter, by its name: blocks are dealt in turn, the embedding goes with the
+        first fragment and the head with the last, or with the first where it is `tied`."""
+        part, _, rest = parameter.partition(".")
+        if part == "blocks":
+            return int(rest.partition(".")[0]) % self.fragments
+        return 0 if part == "embed" or tied else self.fragments - 1

@@ -1,0 +1,63 @@
+"""Rules of islands: what their exchange needs, and what is kept for all ranks of a run alike."""
+
+from __future__ import annotations
+
+from meshwright.spec.arithmetic import check_at_most
+from meshwright.spec.errors import UserError
+from meshwright.spec.precision import DELAYED
+from meshwright.spec.sections import Sections
+
+
+def islands_are_several(spec: Sections) -> None:
+    """Islands are the groups of `layout.replicate`; keys of their exchange have no effect without it."""
+    outer = spec.outer
+    if outer.every and spec.layout.replicate == 1:
+        raise UserError(
+            f"outer.every: {outer.every} steps between exchanges need islands to exchange between, and "
+            f"layout.replicate is 1; give layout.replicate = 2 or more"
+        )
+    if outer.every:
+        return
+    for key, field in type(outer).model_fields.items():
+        value = getattr(outer, key)
+        if value != field.default:
+            raise UserError(
+                f"outer.{key}: {value} has no effect with outer.every = 0; give outer.every = 50, or another "
+                f"number of steps between exchanges"
+            )
+
+
+def fragments_fit_the_period(spec: Sections) -> None:
+    """Each fragment has a block and a step of its own, and its exchange ends before its next one."""
+    outer = spec.outer
+    if outer.every:
+        check_at_most("outer.fragments", outer.fragments, "model.layers", spec.model.layers)
+        check_at_most("outer.fragments", outer.fragments, "outer.every", outer.every)
+    if outer.every and outer.delay >= outer.every:
+        raise UserError(
+            f"outer.delay: {outer.delay} steps are not over when the same parameters are exchanged again, "
+            f"after outer.every = {outer.every}; give at most {outer.every - 1}"
+        )
+
+
+def islands_keep_states_of_their_own(spec: Sections) -> None:
+    """A checkpoint has the parameters and moments of each island, and other states once for all ranks."""
+    if not spec.outer.every:
+        return
+    train, precision = spec.train, spec.precision
+    kept_once = (
+        ("precision.compute", precision.compute, precision.compute in ("fp16", *DELAYED), "'bf16'"),
+        ("precision.master", precision.master, precision.master == "bf16", "'fp32'"),
+        ("train.ema", train.ema, train.ema is not None, "'none'"),
+        ("train.zclip", train.zclip, train.zclip is not None, "'none'"),
+        ("recovery.on_spike", spec.recovery.on_spike, spec.recovery.on_spike != "ignore", "'ignore'"),
+    )
+    for key, value, broken, other in kept_once:
+        if broken:
+            raise UserError(
+                f"{key}: {value!r} does not go with islands (outer.every = {spec.outer.every}), each of "
+                f"which would need a state of its own for it; give {other}"
+            )
+
+
+OUTER_RULES = (islands_are_several, fragments_fit_the_period, islands_keep_states_of_their_own)

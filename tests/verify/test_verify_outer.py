@@ -1,0 +1,56 @@
+"""Islands equal the algorithms of their papers on one device each, in float64, and send what they should."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from covering import name
+from meshwright.parallel.mesh import Mesh
+from meshwright.spec import RunSpec
+from meshwright.verify.verify import verify
+from ranks import Ranks
+from small import spec_of
+
+STEPS = 6  # the last is that of the run, after which all is exchanged
+BASE = {
+    "model.layers": 4, "model.heads": 8, "model.head_dim": 4, "model.vocab_size": 61, "data.seq_len": 32,
+    "train.steps": STEPS, "train.warmup_steps": 1, "train.batch_tokens": 8 * 32, "layout.micro_batch": 1,
+    "layout.replicate": 2, "outer.every": 2,
+}  # fmt: skip
+EXPERTS = {"model__moe__experts": 8, "model__moe__top_k": 2, "model__moe__ffn": 12}
+BIASED = EXPERTS | {"model__moe__router": "sigmoid", "model__moe__bias": "true"}
+STREAMING = {"outer__every": 4, "outer__fragments": 2, "outer__delay": 1}
+CASES: list[dict[str, Any]] = [
+    {},
+    {"outer__lr": 1.0, "outer__momentum": 0.0},
+    {"outer__every": 3, "outer__nesterov": "false", "layout__replicate": 4},
+    {"outer__every": 4, "outer__fragments": 3, "layout__replicate": 4, "layout__dp": 2},
+    STREAMING | {"layout__tp": 2},
+    STREAMING | {"outer__delay": 2, "outer__alpha": 0.25, "layout__dp": 2, "layout__zero": 3},
+    STREAMING | {"outer__delay": 3, "outer__alpha": 0.0, "layout__cp": 2, "layout__zero": 2},
+    {"layout__pp": 2, "layout__replicate": 4, "model__tied": "true", "outer__fragments": 2},
+    {"layout__pp": 2, "layout__dp": 2, "layout__zero": 1, "model__tied": "false", **STREAMING},
+    {"layout__dp": 2, "layout__ep": 2, **EXPERTS, **STREAMING},
+    {"layout__dp": 2, "layout__tp": 2, "layout__ep": 4, "layout__zero": 3, **BIASED},
+    {"layout__dp": 2, "train__optimiser": "muon", "layout__zero": 3, "outer__every": 3},
+    {"train__optimiser": "sgd", "train__batch_warmup": "128:256"},
+    {"train__optimiser": "adamw8bit", "outer__every": 1},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=name)
+def test_islands_equal_their_papers(ranks: Ranks, case: dict[str, Any]) -> None:
+    spec = spec_of(BASE, **case)
+    found = ranks.run(spec.layout, _verify, spec, rules="nccl")[0]
+    assert found["narrowed"] is None
+    assert found["equal"], found["first"]["sentence"]
+    kinds = {row["kind"]: row["compared"] for row in found["rows"]}
+    own = kinds["step 6 parameter"] + kinds.get("step 6 router bias", 0)
+    assert own == spec.layout.replicate * kinds["step 6 outer parameter"] > 0
+    assert kinds["step 6 loss"] == spec.layout.replicate
+
+
+def _verify(mesh: Mesh, spec: RunSpec) -> dict[str, Any] | None:
+    return verify(spec, mesh, STEPS)
