@@ -1,9 +1,11 @@
-"""Linear layers of a decoder on a CPU: those of one input are one product, and large ones are reordered.
+"""The blocks of a decoder on a CPU, for generation: linear layers of one input are one product, large weights
+are reordered, and what stands between them takes few operators.
 
 A turn of generation multiplies few rows, so it takes as long as the weights take from memory, and each
-operator some microseconds more. PyTorch's product in the usual format reads weights at half the rate, or
-less, of one whose weights were reordered once, in the blocked format of oneDNN's products. Queries, keys and
-values stay in the one tensor that their product returns, turn in place, and go to the cache as one.
+operator some microseconds more: the weights pass through the caches, so that Python and torch start it cold.
+PyTorch's product in the usual format reads weights at half the rate, or less, of one whose weights were
+reordered once, in the blocked format of oneDNN's products. Queries, keys and values stay in the one tensor
+that their product returns, turn in place, and go to the cache as one.
 """
 
 from __future__ import annotations
@@ -17,29 +19,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.infer.paged_cache import PagedCache
-from meshwright.model.attention import attend
+from meshwright.model.attention import KeyValueCache, attend
 from meshwright.model.attention_gqa import Attention
 from meshwright.model.decoder import Block, Decoder
 from meshwright.model.dynamic_linear import DynamicLinear
-from meshwright.model.linear import Linear, project
 from meshwright.model.mlp import Mlp
 from meshwright.model.moe import Moe
+from meshwright.model.norm import LayerNorm, RmsNorm, rms_factors, rms_norm_of_few
 from meshwright.model.rope import Rope, rotate_
 
 _ROWS = 16
 """Rows of the products that the format is chosen for; it takes any number."""
 _SMALLEST = 2**18
-"""Elements of weights that are reordered; smaller ones stay in a core's cache, and the usual product begins
-sooner."""
-_LEAST = 4
-"""Rows that a product has at least: with one it reads weights a fifth slower than with four."""
+"""Elements of weights that are kept in the blocked format only. Smaller ones in fp32 are kept in the usual
+one, too: they stay in a core's cache, and for one row the usual product begins sooner."""
 
 
 class Product:
     """Layers of one input, as one product: (..., inputs) -> (..., sum of outputs).
 
-    With `reorder` the layers keep the shapes of their weights, and no memory; else their weights are views of
-    the one weight.
+    `reorder` makes it one of oneDNN. The layers then keep the shapes of their weights, and no memory, unless
+    one row is multiplied by the weights as they were; else their weights are views of the one weight.
     """
 
     def __init__(self, modules: Sequence[nn.Module], reorder: bool) -> None:
@@ -47,77 +47,85 @@ class Product:
         given = [bias for module in modules if (bias := getattr(module, "bias", None)) is not None]
         self.sizes = [len(weight) for weight in weights]
         self.bias = torch.cat(given).detach() if given else None
-        self.weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        self.padded: Tensor | None = None
-        kept = self.weight.to("meta") if reorder else self.weight
+        joint = torch.cat(weights) if len(weights) > 1 else weights[0]
+        usual = not reorder or (joint.dtype == torch.float32 and joint.numel() < _SMALLEST)
+        self.weight = joint if usual else None
+        self.reordered: Tensor | None = None
+        kept = joint if usual else joint.to("meta")
         for module, weight in zip(modules, kept.split(self.sizes), strict=True):
             module.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
         if reorder:
-            self.padded = self.weight.new_zeros(_LEAST, self.weight.shape[1])
-            self.weight = torch.ops.mkldnn._reorder_linear_weight(self.weight, _ROWS)
+            self.reordered = torch.ops.mkldnn._reorder_linear_weight(joint, _ROWS)
+            self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.padded is None:
-            return F.linear(x, self.weight, self.bias)
-        rows = x.shape[:-1].numel()
-        if rows >= _LEAST:
-            return self._multiply(x)
-        self.padded[:rows] = x.reshape(rows, -1)
-        return self._multiply(self.padded)[:rows].view(*x.shape[:-1], -1)
-
-    def _multiply(self, x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        weight = self.weight
+        if weight is not None and (self.reordered is None or x.numel() == x.shape[-1]):
+            return F.linear(x, weight, self.bias)
+        y: Tensor = self._multiply(x, self.reordered, self.bias, "none", [], "")
         return y
 
 
-class JointProducts:
-    """Hooks of a decoder's modules whose layers are joint products, of weights that are large `reordered`."""
+class PackedAttention:
+    """`Attention` by joint products, in few operators that work in place."""
 
-    def __init__(self, reordered: bool) -> None:
-        self._products: dict[tuple[nn.Module, ...], Product] = {}
-        self._reordered = reordered
-
-    def add(self, *modules: nn.Module) -> Product:
-        """Make a product of layers of one input."""
-        size = sum(module.get_parameter("weight").numel() for module in modules)
-        product = Product(modules, self._reordered and size >= _SMALLEST)
-        self._products[modules] = product
-        return product
-
-    def project(self, x: Tensor, linears: Sequence[Linear]) -> tuple[Tensor, ...]:
-        """Apply layers to x (..., inputs): one (..., outputs) per layer."""
-        product = self._products.get(tuple(linears))
-        return project(x, linears) if product is None else product(x).split(product.sizes, -1)
-
-    def output(self, x: Tensor, linear: Linear) -> Tensor:
-        """Apply one layer to x (..., inputs): (..., outputs)."""
-        return self._products[(linear,)](x)
-
-
-class JointAttention(Attention):
-    """`Attention` with the parameters of `attention`, in few operators that work in place."""
-
-    def __init__(self, attention: Attention, products: JointProducts) -> None:
-        nn.Module.__init__(self)
-        self.hooks, self.head_dim = attention.hooks, attention.head_dim
-        self.q, self.k, self.v, self.o = attention.q, attention.k, attention.v, attention.o
-        self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
-        self._qkv, self._out = products.add(self.q, self.k, self.v), products.add(self.o)
+    def __init__(self, attention: Attention, reorder: bool) -> None:
+        q, k, v, self.head_dim = attention.q, attention.k, attention.v, attention.head_dim
+        self._qkv, self._out = Product([q, k, v], reorder), Product([attention.o], reorder)
         queries, keys, _ = self._qkv.sizes
         self._heads, self._kv_heads = queries // self.head_dim, keys // self.head_dim
+        self._q_norm, self._k_norm = _norm(attention.q_norm), _norm(attention.k_norm)
 
-    def forward(self, x_BTD: Tensor, rope: Rope | None, mask: Any, cache: Any = None) -> Tensor:
+    def __call__(self, x_BTD: Tensor, rope: Rope | None, mask: Any, cache: KeyValueCache | None) -> Tensor:
         assert isinstance(cache, PagedCache)
-        heads, turned = self._heads, self._heads + self._kv_heads
-        qkv = self._qkv(x_BTD).view(*x_BTD.shape[:2], -1, self.head_dim)
-        q, k = qkv[:, :, :heads], qkv[:, :, heads:turned]
-        if self.q_norm is not None and self.k_norm is not None:
-            q.copy_(self.q_norm(q))
-            k.copy_(self.k_norm(k))
+        rows, count, hidden = x_BTD.shape
+        heads, kv_heads = self._heads, self._kv_heads
+        qkv = self._qkv(x_BTD.view(-1, hidden)).view(rows, count, heads + 2 * kv_heads, self.head_dim)
+        q = qkv.narrow(2, 0, heads)
+        if self._q_norm is not None and self._k_norm is not None:
+            k = qkv.narrow(2, heads, kv_heads)
+            q.copy_(self._q_norm(q))
+            k.copy_(self._k_norm(k))
         if rope is not None:
-            rotate_(qkv[:, :, :turned], rope)
-        keys, values = cache.store(qkv[:, :, heads:]).chunk(2, 2)
-        return self._out(attend(q, keys, values, mask).flatten(2))
+            rotate_(qkv.narrow(2, 0, heads + kv_heads), rope)
+        keys, values = cache.store(qkv.narrow(2, heads, 2 * kv_heads)).chunk(2, 2)
+        out = attend(q, keys, values, mask).reshape(rows * count, -1)
+        return self._out(out).view(rows, count, hidden)
+
+
+def _norm(norm: RmsNorm | LayerNorm | None) -> Callable[[Tensor], Tensor] | None:
+    """A norm in few operators, whose factors are computed once."""
+    if not isinstance(norm, RmsNorm):
+        return norm
+    factors, floor = rms_factors(norm.weight, norm.eps)
+    return lambda x: rms_norm_of_few(x, factors, floor)
+
+
+def _pack_block(block: Block, reorder: bool) -> None:
+    """Let a block compute by joint products. Its parameters stay where they are."""
+    attn: Callable[..., Tensor] = block.attn
+    if isinstance(block.attn, Attention):
+        attn = PackedAttention(block.attn, reorder)
+    else:
+        out = Product([block.attn.o], reorder)
+        block.attn.hooks = replace(block.attn.hooks, output=lambda x, _: out(x))
+    dense = block.mlp.shared if isinstance(block.mlp, Moe) else block.mlp
+    if isinstance(dense, Mlp):
+        up = Product([dense.up] if dense.gate is None else [dense.gate, dense.up], reorder)
+        down = Product([dense.down], reorder)
+
+        def split(x: Tensor, _: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+            return up(x).split_with_sizes(up.sizes, -1)
+
+        dense.hooks = replace(dense.hooks, project=split, output=lambda x, _: down(x))
+    attn_norm, mlp_norm, mlp = _norm(block.attn_norm), _norm(block.mlp_norm), block.mlp.forward
+    assert attn_norm is not None and mlp_norm is not None
+
+    def forward(x_BTD: Tensor, rope: Rope | None, mask: Any, cache: KeyValueCache | None = None) -> Tensor:
+        x_BTD = x_BTD + attn(attn_norm(x_BTD), rope, mask, cache)
+        return x_BTD + mlp(mlp_norm(x_BTD))
+
+    block.forward = forward  # type: ignore[method-assign]
 
 
 @torch.no_grad()
@@ -138,22 +146,13 @@ def pack_linears(decoder: Decoder) -> Decoder:
         torch.float16: onednn._is_mkldnn_fp16_supported,
     }
     available = torch.backends.mkldnn.is_available() and first.dtype in supported
-    products = JointProducts(available and supported[first.dtype]())
+    reorder = available and supported[first.dtype]()
     for block in decoder.blocks:
         assert isinstance(block, Block)
-        if isinstance(block.attn, Attention):
-            block.attn = JointAttention(block.attn, products)
-        else:
-            products.add(block.attn.o)
-            block.attn.hooks = replace(block.attn.hooks, output=products.output)
-        dense = block.mlp.shared if isinstance(block.mlp, Moe) else block.mlp
-        if isinstance(dense, Mlp):
-            products.add(*([dense.up] if dense.gate is None else [dense.gate, dense.up]))
-            products.add(dense.down)
-            dense.hooks = replace(dense.hooks, project=products.project, output=products.output)
+        _pack_block(block, reorder)
     head = decoder.head
     if not decoder.spec.tied:
-        logits = products.add(head)
+        logits = Product([head], reorder)
         head.hooks = replace(head.hooks, predict=lambda x_BTD, *_: logits(x_BTD))
     decoder.requires_grad_(False)
     return decoder

@@ -57,11 +57,16 @@ def attend_few_queries(q_BTHd: Tensor, k_BSKd: Tensor, v_BSKv: Tensor, mask: Ten
 
     The query heads of a key head stand as its queries, so that no kernel copies keys for them.
     """
-    queries, group = q_BTHd.shape[1], q_BTHd.shape[2] // k_BSKd.shape[2]
-    q = q_BTHd.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    if mask is not None and queries > 1:
-        mask = mask.repeat(1, 1, group, 1)
+    (batch, queries, heads, _), key_heads = q_BTHd.shape, k_BSKd.shape[2]
+    group = heads // key_heads
+    if queries == 1:  # the usual turn of generation, in which each operator counts
+        q = q_BTHd.reshape(batch, key_heads, group, -1)
+    else:
+        q = q_BTHd.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        mask = None if mask is None else mask.repeat(1, 1, group, 1)
     out = F.scaled_dot_product_attention(q, k_BSKd.transpose(1, 2), v_BSKv.transpose(1, 2), attn_mask=mask)
+    if queries == 1:
+        return out.reshape(batch, 1, heads, -1)
     return out.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 

@@ -144,6 +144,7 @@ def rotate_(x_BTHd: Tensor, rope: Rope) -> None:
     """`rotate` in place by tables `with_signs`, without a gradient and in few operators: few tokens take as
     long as their number."""
     cosine, sine = rope
-    pairs = x_BTHd[..., x_BTHd.shape[-1] - cosine.shape[-1] :]
-    others = pairs.roll(cosine.shape[-1] // 2, -1)
+    channels = cosine.shape[-1]
+    pairs = x_BTHd if x_BTHd.shape[-1] == channels else x_BTHd[..., -channels:]
+    others = pairs.roll(channels // 2, -1)
     pairs.mul_(cosine).addcmul_(others, sine)
