@@ -43,6 +43,7 @@ def test_packed_weights_choose_the_same_tokens(shape: str) -> None:
     with patch.object(packed_linears, "_SMALLEST", 0):
         packed = pack_linears(decoder)
     assert torch.equal(generate(packed, PROMPTS, 20), expected)
+    assert torch.equal(generate(packed, PROMPTS.repeat(4, 1), 20), expected.repeat(4, 1))  # keys are copied
     dense = [p for name, p in packed.named_parameters() if name.endswith(("attn.o.weight", "mlp.up.weight"))]
     assert dense and all(p.is_meta for p in dense), "the weights would be in memory twice"
 

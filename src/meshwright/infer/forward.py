@@ -59,9 +59,11 @@ class StageForward:
         # inference mode, which begins each operator sooner.
         trained = any(parameter.requires_grad for parameter in decoder.parameters())
         self._mode = torch.no_grad if trained or part is not None else torch.inference_mode
-        blocks = decoder.blocks[self.stage.first : self.stage.last]
+        self._blocks = list(decoder.blocks)[self.stage.first : self.stage.last]
         try:
-            self._caches = [PagedCache(block.get_submodule("attn"), pages, self._like) for block in blocks]
+            self._caches = [
+                PagedCache(block.get_submodule("attn"), pages, self._like) for block in self._blocks
+            ]
         except RuntimeError as error:  # torch's way to say that there is no memory
             raise UserError(
                 f"generate: no memory for the keys and values of {pages * PAGE_TOKENS} tokens; give fewer "
@@ -85,7 +87,7 @@ class StageForward:
             spec = decoder.spec
             rope = self._rope_of(positions_BT, max(turn.first) + count) if spec.position == "rope" else None
             mask = self._mask(at, turn.first, positions_BT, x_BTD)
-            for block, cache in zip(decoder.blocks[stage.first : stage.last], self._caches, strict=True):
+            for block, cache in zip(self._blocks, self._caches, strict=True):
                 cache.places = at
                 x_BTD = block(x_BTD, rope, mask, cache)
         if not stage.head:

@@ -24,8 +24,7 @@ from meshwright.model.attention_gqa import Attention
 from meshwright.model.decoder import Block, Decoder
 from meshwright.model.dynamic_linear import DynamicLinear
 from meshwright.model.mlp import Mlp
-from meshwright.model.moe import Moe
-from meshwright.model.norm import LayerNorm, RmsNorm, rms_factors, rms_norm_of_few
+from meshwright.model.norm import RmsNorm, rms_factors, rms_norm_of_few
 from meshwright.model.rope import Rope, rotate_
 
 _ROWS = 16
@@ -33,6 +32,11 @@ _ROWS = 16
 _SMALLEST = 2**18
 """Elements of weights that are kept in the blocked format only. Smaller ones in fp32 are kept in the usual
 one, too: they stay in a core's cache, and for one row the usual product begins sooner."""
+
+_COPIED_ROWS, _COPIED = 8, 2**22
+"""Rows from which on, and elements of their keys and values up to which, attention reads a copy of them: in
+one piece and in fp32 its kernel reads them up to a third sooner, copy included, than between other heads' and
+in half formats."""
 
 
 class Product:
@@ -74,7 +78,7 @@ class PackedAttention:
         self._qkv, self._out = Product([q, k, v], reorder), Product([attention.o], reorder)
         queries, keys, _ = self._qkv.sizes
         self._heads, self._kv_heads = queries // self.head_dim, keys // self.head_dim
-        self._q_norm, self._k_norm = _norm(attention.q_norm), _norm(attention.k_norm)
+        self._q_norm, self._k_norm = attention.q_norm, attention.k_norm
 
     def __call__(self, x_BTD: Tensor, rope: Rope | None, mask: Any, cache: KeyValueCache | None) -> Tensor:
         assert isinstance(cache, PagedCache)
@@ -88,17 +92,31 @@ class PackedAttention:
             k.copy_(self._k_norm(k))
         if rope is not None:
             rotate_(qkv.narrow(2, 0, heads + kv_heads), rope)
-        keys, values = cache.store(qkv.narrow(2, heads, 2 * kv_heads)).chunk(2, 2)
-        out = attend(q, keys, values, mask).reshape(rows * count, -1)
+        stored = cache.store(qkv.narrow(2, heads, 2 * kv_heads))
+        if count == 1 and mask is None and rows >= _COPIED_ROWS and stored.numel() <= _COPIED:
+            exact = torch.promote_types(stored.dtype, torch.float32)
+            q, stored = q.to(exact), stored.to(exact).contiguous()
+        keys, values = stored.chunk(2, 2)
+        out = attend(q, keys, values, mask).to(qkv.dtype).reshape(rows * count, -1)
         return self._out(out).view(rows, count, hidden)
 
 
-def _norm(norm: RmsNorm | LayerNorm | None) -> Callable[[Tensor], Tensor] | None:
-    """A norm in few operators, whose factors are computed once."""
-    if not isinstance(norm, RmsNorm):
-        return norm
+def _pack_norm(norm: RmsNorm) -> None:
+    """Let a norm compute in few operators, with factors that are computed once."""
     factors, floor = rms_factors(norm.weight, norm.eps)
-    return lambda x: rms_norm_of_few(x, factors, floor)
+    norm.forward = lambda x: rms_norm_of_few(x, factors, floor)  # type: ignore[method-assign]
+
+
+def _pack_mlp(mlp: Mlp, reorder: bool) -> Callable[[Tensor], Tensor]:
+    """Let a feed-forward layer compute by joint products, and return it as a function of x (B, T, D)."""
+    up = Product([mlp.up] if mlp.gate is None else [mlp.gate, mlp.up], reorder)
+    down = Product([mlp.down], reorder)
+
+    def split(x: Tensor, _: Sequence[nn.Module]) -> tuple[Tensor, ...]:
+        return up(x).split_with_sizes(up.sizes, -1)
+
+    mlp.hooks = replace(mlp.hooks, project=split, output=lambda x, _: down(x))
+    return lambda x_BTD: down(mlp.inner(x_BTD.view(-1, x_BTD.shape[-1]))).view(x_BTD.shape)
 
 
 def _pack_block(block: Block, reorder: bool) -> None:
@@ -109,17 +127,12 @@ def _pack_block(block: Block, reorder: bool) -> None:
     else:
         out = Product([block.attn.o], reorder)
         block.attn.hooks = replace(block.attn.hooks, output=lambda x, _: out(x))
-    dense = block.mlp.shared if isinstance(block.mlp, Moe) else block.mlp
-    if isinstance(dense, Mlp):
-        up = Product([dense.up] if dense.gate is None else [dense.gate, dense.up], reorder)
-        down = Product([dense.down], reorder)
-
-        def split(x: Tensor, _: Sequence[nn.Module]) -> tuple[Tensor, ...]:
-            return up(x).split_with_sizes(up.sizes, -1)
-
-        dense.hooks = replace(dense.hooks, project=split, output=lambda x, _: down(x))
-    attn_norm, mlp_norm, mlp = _norm(block.attn_norm), _norm(block.mlp_norm), block.mlp.forward
-    assert attn_norm is not None and mlp_norm is not None
+    mlp: Callable[[Tensor], Tensor] = block.mlp
+    if isinstance(block.mlp, Mlp):
+        mlp = _pack_mlp(block.mlp, reorder)
+    elif block.mlp.shared is not None:
+        _pack_mlp(block.mlp.shared, reorder)
+    attn_norm, mlp_norm = block.attn_norm.forward, block.mlp_norm.forward
 
     def forward(x_BTD: Tensor, rope: Rope | None, mask: Any, cache: KeyValueCache | None = None) -> Tensor:
         x_BTD = x_BTD + attn(attn_norm(x_BTD), rope, mask, cache)
@@ -147,6 +160,9 @@ def pack_linears(decoder: Decoder) -> Decoder:
     }
     available = torch.backends.mkldnn.is_available() and first.dtype in supported
     reorder = available and supported[first.dtype]()
+    for module in decoder.modules():
+        if isinstance(module, RmsNorm):
+            _pack_norm(module)
     for block in decoder.blocks:
         assert isinstance(block, Block)
         _pack_block(block, reorder)
