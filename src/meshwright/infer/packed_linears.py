@@ -32,7 +32,6 @@ _ROWS = 16
 _SMALLEST = 2**18
 """Elements of weights that are kept in the blocked format only. Smaller ones in fp32 are kept in the usual
 one, too: they stay in a core's cache, and for one row the usual product begins sooner."""
-
 _COPIED_ROWS, _COPIED = 8, 2**22
 """Rows from which on, and elements of their keys and values up to which, attention reads a copy of them: in
 one piece and in fp32 its kernel reads them up to a third sooner, copy included, than between other heads' and
