@@ -24,7 +24,7 @@ from meshwright.model.attention_gqa import Attention
 from meshwright.model.decoder import Block, Decoder
 from meshwright.model.dynamic_linear import DynamicLinear
 from meshwright.model.mlp import Mlp
-from meshwright.model.norm import RmsNorm, rms_factors, rms_norm_of_few
+from meshwright.model.norm import RmsNorm
 from meshwright.model.rope import Rope, rotate_
 
 _ROWS = 16
@@ -101,9 +101,20 @@ class PackedAttention:
 
 
 def _pack_norm(norm: RmsNorm) -> None:
-    """Let a norm compute in few operators, with factors that are computed once."""
-    factors, floor = rms_factors(norm.weight, norm.eps)
-    norm.forward = lambda x: rms_norm_of_few(x, factors, floor)  # type: ignore[method-assign]
+    """Let a norm compute in few operators: sqrt(D) w * x / sqrt(|x|^2 + D eps).
+
+    The denominator is the hypotenuse of |x| and sqrt(D eps). Its last bits are not those of `RmsNorm`.
+    """
+    size, exact = len(norm.weight), torch.promote_types(norm.weight.dtype, torch.float32)
+    floor = torch.full((1,), (size * norm.eps) ** 0.5, dtype=exact)
+    factors = norm.weight.to(exact) * size**0.5
+
+    def forward(x: Tensor) -> Tensor:
+        length = torch.linalg.vector_norm(x, 2, -1, True, dtype=exact)
+        y = (x / length.hypot_(floor)).mul_(factors)
+        return y if y.dtype is x.dtype else y.to(x.dtype)
+
+    norm.forward = forward  # type: ignore[method-assign]
 
 
 def _pack_mlp(mlp: Mlp, reorder: bool) -> Callable[[Tensor], Tensor]:
