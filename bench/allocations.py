@@ -14,7 +14,8 @@ from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Loader
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
-from meshwright.train.step import Trainer, microbatches, own_tokens
+from meshwright.train.own_tokens import microbatches, own_tokens
+from meshwright.train.step import Trainer
 
 _FORWARD = "the forward of a microbatch"
 

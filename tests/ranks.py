@@ -31,7 +31,8 @@ from meshwright.launch.child import tie_to_parent
 from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.profile import links
 from meshwright.schedule import schedule_of
-from meshwright.spec import Layout
+from meshwright.spec import Layout, RunSpec
+from meshwright.spec.teacher import teacher_of
 from nccl_rules import InOrderGroups, PoolGroups, install
 from small import measure_peak_quickly
 
@@ -70,15 +71,23 @@ def _serve(rank: int, size: int, port: int, stacks: Path, inbox: Any, outbox: An
         number, layout, function, arguments, rules = job
         try:
             heads = _kv_heads(arguments)
-            split = layout.kv_copies(heads), layout.ulysses(heads)
             experts = any(getattr(model, "moe", None) is not None for model in _models(arguments))
-            key = (layout.pp, layout.replicate, layout.dp, layout.cp, layout.tp, *split)
+
+            def mesh_of(layout: Layout, heads: int, experts: bool, islands: bool = False) -> Mesh | None:
+                key = (layout.pp, layout.replicate, layout.dp, layout.cp, layout.tp)
+                key += (layout.kv_copies(heads), layout.ulysses(heads), layout.ep, layout.etp, experts, islands)
+                key += (schedule_of(layout, 1).rank_of, rules)
+                if key not in meshes:
+                    own = of_rules[rules], experts, islands
+                    meshes[key] = build_mesh(layout, torch.device("cpu"), heads, *own)
+                return meshes[key]
+
             islands = any(getattr(argument, "islands", 1) > 1 for argument in arguments)
-            key += (layout.ep, layout.etp, experts, islands, schedule_of(layout, 1).rank_of, rules)
-            if key not in meshes:
-                own = of_rules[rules], experts, islands
-                meshes[key] = build_mesh(layout, torch.device("cpu"), heads, *own)
-            mesh = meshes[key]
+            mesh = mesh_of(layout, heads, experts, islands)
+            for teacher in filter(None, map(teacher_of, filter(_is_run, arguments))):
+                own = mesh_of(teacher.layout, teacher.model.kv_heads, teacher.model.moe is not None)
+                if mesh is not None and own is not None:
+                    mesh = dataclasses.replace(mesh, teacher=dataclasses.replace(own, layout=teacher.layout))
             result = None
             if mesh is not None:
                 mesh.wire.clear()
@@ -125,6 +134,10 @@ def _kv_heads(arguments: tuple[Any, ...]) -> int:
 
 def _models(arguments: tuple[Any, ...]) -> list[Any]:
     return [getattr(argument, "model", argument) for argument in arguments]
+
+
+def _is_run(argument: Any) -> bool:
+    return isinstance(argument, RunSpec)
 
 
 class RanksFailedError(Exception):

@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from meshwright.data.corpus import Corpus, open_corpus
-from meshwright.data.loader import Batch, Loader
+from meshwright.data.loader import TENSORS, Batch, Loader
 from meshwright.data.packing import IGNORE
 from meshwright.spec import RunSpec
 
@@ -19,16 +18,16 @@ MakeSpec = Callable[..., RunSpec]
 
 
 def same(one: Batch, other: Batch) -> bool:
-    return all(torch.equal(getattr(one, f.name), getattr(other, f.name)) for f in fields(Batch))
+    return all(torch.equal(getattr(one, name), getattr(other, name)) for name in TENSORS)
 
 
 def test_documents_stay_where_attention_is_planned(make_spec: MakeSpec) -> None:
     batch = steps(open_corpus(make_spec({})), make_spec({}), 0, 1, range(1))[0].to(torch.device("meta"))
-    assert {f.name for f in fields(Batch) if getattr(batch, f.name).device.type == "cpu"} == {"documents"}
+    assert {name for name in TENSORS if getattr(batch, name).device.type == "cpu"} == {"documents"}
 
 
 def joined(batches: list[Batch]) -> Batch:
-    columns = {f.name: torch.cat([getattr(batch, f.name) for batch in batches]) for f in fields(Batch)}
+    columns = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in TENSORS}
     return Batch(**columns)
 
 

@@ -111,9 +111,13 @@ class Ended:
 
 
 def load_exam() -> Exam:
-    """The exam of `mutations.toml`; words in braces of a command stand for its flags of that name."""
+    """The exam of `mutations.toml`; words in braces of a command stand for its flags of that name.
+
+    `{folder}` is the exam's, which holds the record of a teacher.
+    """
     tree = tomllib.loads((FOLDER / "mutations.toml").read_text(encoding="utf-8"))
-    runs = {name: tuple(text.format_map(tree["flags"]).split()) for name, text in tree["runs"].items()}
+    flags = {**tree["flags"], "folder": FOLDER}
+    runs = {name: tuple(text.format_map(flags).split()) for name, text in tree["runs"].items()}
     mutations = [Mutation(**row | {"threads": tuple(row.get("threads", ()))}) for row in tree["mutation"]]
     return Exam(runs, tuple(mutations), tree["floor"])
 

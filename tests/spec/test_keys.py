@@ -24,7 +24,8 @@ def test_every_field_of_a_spec_is_a_known_key() -> None:
         "mla": {"kv_rank": 8, "rope_dim": 8, "v_dim": 8},
     }
     preset = {"preset": "tiny", "kv_heads": ModelSpec(preset="tiny").heads}
-    tree = from_tree({"model": preset | tables, "recompute": {"policy": "selective"}}).to_json()
+    given = {"model": preset | tables, "recompute": {"policy": "selective"}, "distil": {"teacher": "x"}}
+    tree = from_tree(given).to_json()
     known = set(known_keys())
     assert leaves(tree) <= known
     assert {key.split(".")[0] for key in known} == set(RunSpec.model_fields)
@@ -43,7 +44,7 @@ def test_defaults_shown_are_the_defaults_used() -> None:
 def test_unions_merge_their_branches() -> None:
     assert known_keys()["recompute.policy"].choices == ("none", "full", "selective")
     assert len(parts_of("recompute")) == 3
-    assert optional_tables() == {"model.rope_scaling", "model.moe", "model.mla"}
+    assert optional_tables() == {"model.rope_scaling", "model.moe", "model.mla", "distil"}
 
 
 def test_bounds_are_shown() -> None:

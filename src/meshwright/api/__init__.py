@@ -10,6 +10,8 @@ print(api.generate(Path("runs/first"), "def "))
 from __future__ import annotations
 
 from meshwright.api.chaos_runs import chaos as chaos
+from meshwright.api.distillation import distil as distil
+from meshwright.api.distillation import distil_worker as distil_worker
 from meshwright.api.evaluation import Evaluation as Evaluation
 from meshwright.api.evaluation import evaluate as evaluate
 from meshwright.api.evaluation import evaluate_run as evaluate_run

@@ -21,6 +21,7 @@ from meshwright.planner.simulated_pipeline import Machine
 from meshwright.planner.simulated_pipeline import step as pipeline_step
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.load import Overrides
+from meshwright.spec.teacher import refuse_distillation
 
 Result = dict[str, Any]
 
@@ -47,6 +48,7 @@ def simulate(
     from meshwright.report.timeline import write_timeline, write_trace
     from meshwright.schedule import ScheduleError, StageCost
 
+    refuse_distillation(spec, "simulate")
     check_writable(out)
     check_writable(trace, "--trace")
     try:
@@ -105,6 +107,7 @@ def explain(
     """
     from meshwright.report.plan_page import write_explanation
 
+    refuse_distillation(spec, "explain")
     check_writable(out)
     ranks = spec.layout.world_size
     hardware = hardware_of(cluster, ranks) if isinstance(cluster, str) else cluster.resized(ranks)
@@ -254,4 +257,5 @@ def dryrun(
     """
     from meshwright.train.dryrun_report import rehearsals
 
+    refuse_distillation(spec, "dryrun")
     return rehearsals(spec, world=world, rank=rank, all_stages=all_stages, device=device)

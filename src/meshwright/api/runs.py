@@ -29,10 +29,12 @@ WORKERS = {
     "train": (
         "meshwright.train.loop",
         "meshwright.infer.sample",
+        "meshwright.infer.teacher",
         "meshwright.report.run_page",
         "torch._dynamo",
     ),
     "verify": ("meshwright.verify.verify", "torch._dynamo"),
+    "distil": ("meshwright.infer.teacher",),
 }
 """Modules that the ranks of a verb need; making an optimiser imports Dynamo, which takes a second."""
 COMPILER = ("torch._inductor.compile_fx",)
@@ -73,6 +75,7 @@ def train(
         return _train_with_others(spec, nodes, nproc, Path(out), resume, quiet, address)
     ranks = spec.layout.world_size if nproc is None else nproc
     ranks_match(spec, ranks)
+    check_distillation(spec)
     check_room(spec)
     out = Path(out) if out else default_out()
     if ranks == 1 and not supervise:
@@ -129,6 +132,7 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
     from meshwright.checkpoint.lease import STALE_S, Lease
     from meshwright.data.corpus import open_corpus
     from meshwright.infer.sample import held_out_sample
+    from meshwright.infer.teacher import teaching
     from meshwright.launch.out_of_memory import memory_errors_told
     from meshwright.launch.world import mesh_of, once_per_host
     from meshwright.parallel.waiting import while_others_wait
@@ -166,7 +170,10 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
         slots = supervision.snapshots if supervision is not None else ()
         injection = _injection(supervision)
         disk = injection.disk if injection else None
-        run = TrainingRun(spec, mesh, out, observers, check="lazy", lease=lease, slots=slots, disk=disk)
+        run = TrainingRun(
+            spec, mesh, out, observers, check="lazy", lease=lease, slots=slots, disk=disk,
+            teaching=lambda corpus: teaching(spec, mesh, corpus, out),
+        )  # fmt: skip
         if injection is not None:
             injection.attach(run)
         ranks.together(keep_tokenizer)
@@ -196,15 +203,22 @@ def check_start(spec: RunSpec, out: Path, resume: str | None) -> None:
     """Raise the `UserError` of a `train` for which this host has too little memory, or `out` is not right."""
     from meshwright.launch.auto_layout import check_room
 
+    check_distillation(spec)
     check_room(spec)
     _check_folder(spec, out, resume)
 
 
 def _check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
-    """Refuse a start that would replace or ignore what the folder `out` holds."""
+    """Refuse a start that would replace or ignore what the folder `out` holds, or learn from itself."""
     from meshwright.checkpoint.directory import candidates, latest_step
     from meshwright.report.record import last_checkpoint
 
+    teacher = None if spec.distil is None or resume is None else spec.distil.teacher
+    if teacher is not None and Path(teacher).resolve() == out.resolve():
+        raise UserError(
+            f"distil.teacher: {out} is the run's own folder, whose weights change; copy the folder, and "
+            f"resume the copy"
+        )
     checkpoints = spec.checkpoint.folder(out)
     if resume is None:
         if (out / "run.json").exists():
@@ -220,6 +234,18 @@ def _check_folder(spec: RunSpec, out: Path, resume: str | None) -> None:
             f"--resume: {checkpoints} holds no checkpoint, but {out} has saved one at step {before}; give "
             f"the checkpoint.dir that it had, put them back, or give another --out"
         )
+
+
+def check_distillation(spec: RunSpec) -> None:
+    """Raise `UserError` for a run that distils from a teacher, or from answers, that it cannot learn from."""
+    from meshwright.spec.files import user_path
+    from meshwright.spec.teacher import teacher_of
+
+    teacher_of(spec)
+    if spec.distil is not None and spec.distil.logits is not None:
+        from meshwright.train.stored_answers import check_answers
+
+        check_answers(user_path(spec.distil.logits, "distil.logits"), spec)
 
 
 def make_folder(out: Path) -> None:

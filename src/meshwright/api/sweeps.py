@@ -59,6 +59,11 @@ def sweep(
             f"outer.every: {spec.outer.every}: a sweep compares layouts that sum gradients; give outer.every "
             f"= 0, and verify islands without --sweep"
         )
+    if spec.distil is not None:
+        raise UserError(
+            "distil: a sweep is of the student's layouts, and its teacher's is not among them; give --distil "
+            "none"
+        )
     began = time.time()
     layouts = SweepLayouts(spec, ranks)
     if out is not None:

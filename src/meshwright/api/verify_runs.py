@@ -14,6 +14,7 @@ from meshwright.api.runs import Result, launch, make_folder
 from meshwright.launch.scratch import scratch_folder
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.rules import ranks_match
+from meshwright.spec.teacher import teacher_of
 
 LIMIT_S = 30.0
 """Longest wait of `verify` in a collective, where `recovery.hang_seconds` sets none."""
@@ -59,6 +60,7 @@ def verify(
         )
     if precision == "run" and through is not None:
         raise UserError("--precision run: compares no checkpoints; remove --through or --precision")
+    check_verifiable(spec, through, precision)
     if through == "export":
         write_hf_config(spec.model, "float64")  # refuses a model that no family of HF's computes
     if out is not None:
@@ -79,6 +81,21 @@ def verify(
     if out is not None:
         write_atomically(out / "verify.json", json.dumps(result))
     return result
+
+
+def check_verifiable(spec: RunSpec, through: str | None, precision: str) -> None:
+    """Raise `UserError` for a run with a teacher that these options do not draw, or that is not known."""
+    if spec.distil is None:
+        return
+    option = f"--through {through}" if through else f"--precision {precision}" if precision == "run" else ""
+    if option:
+        raise UserError(f"distil: {option} draws no teacher; remove it, or give --distil none")
+    if spec.distil.teacher is None:
+        raise UserError(
+            "distil.logits: holds answers about the run's own samples, and verify draws samples and a "
+            "teacher; give --distil.logits none and --distil.teacher FOLDER"
+        )
+    teacher_of(spec)
 
 
 IMPORTED = "imported"
@@ -143,6 +160,7 @@ def verify_worker(
         raise UserError(f"--load: {load} holds no run.json; give the folder of a `meshwright verify --save`")
     if precision == "run" and (save is not None or load is not None):
         raise UserError("--precision run: compares no checkpoints; remove --save and --load")
+    check_verifiable(spec, through if load is not None else "checkpoint" if save else None, precision)
     with mesh_of(spec, longest_wait(spec, precision)) as mesh:
         for folder in (out, save):
             if folder is not None:

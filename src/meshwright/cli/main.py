@@ -14,6 +14,7 @@ from typing import NoReturn
 from meshwright import __version__
 from meshwright.cli import (
     chaos,
+    distil,
     dryrun,
     evaluate,
     goodput,
@@ -46,7 +47,7 @@ VERBS: tuple[Verb, ...] = (
     chaos.chaos,
     hardware.profile, hardware.clusters,
     models.generate, evaluate.evaluate, models.export, models.import_hf, quantise.quantise,
-    weights.average, weights.merge,
+    weights.average, weights.merge, distil.distil,
     models.checkpoint_ls, models.checkpoint_verify,
     specs.show_spec, specs.show_schema, specs.check, specs.presets,
 )  # fmt: skip

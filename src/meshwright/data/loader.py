@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -15,6 +17,14 @@ from meshwright.data.permutation import I64
 from meshwright.spec import RunSpec
 
 NO_SAMPLE = -1
+
+
+class Answers(Protocol):
+    """A teacher's answers about the tokens of samples (`model/distillation.py`)."""
+
+    def each(self, change: Callable[[torch.Tensor], torch.Tensor], /) -> Self:
+        """Return them with each tensor, whose first dim is that of the samples, changed."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -31,15 +41,22 @@ class Batch:
     documents: torch.Tensor
     ids: torch.Tensor
     slots: torch.Tensor
+    taught: Answers | None = field(default=None, kw_only=True)
+    """A teacher's answers about the tokens, on the device, in a step of distillation."""
 
     def rows(self, start: int, stop: int) -> Batch:
         """Return the samples from `start` up to `stop`, as views."""
-        return Batch(*(getattr(self, field.name)[start:stop] for field in fields(self)))
+        taught = None if self.taught is None else self.taught.each(itemgetter(slice(start, stop)))
+        return Batch(*(getattr(self, name)[start:stop] for name in TENSORS), taught=taught)
 
     def to(self, device: torch.device) -> Batch:
         """Return a copy on `device`; documents stay on the CPU, where attention is planned."""
-        moved = {f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "documents"}
-        return Batch(documents=self.documents, **moved)
+        moved = {name: getattr(self, name).to(device) for name in TENSORS if name != "documents"}
+        return Batch(documents=self.documents, taught=self.taught, **moved)
+
+
+TENSORS = ("tokens", "targets", "positions", "documents", "ids", "slots")
+"""Fields of a `Batch` that the data gives."""
 
 
 class SplitReader:
@@ -138,6 +155,11 @@ class Loader:
         for first, end in self.skipped:
             numbers = np.where(numbers >= first, numbers + (end - first), numbers)
         return numbers
+
+    def ids(self, step: int) -> I64:
+        """Return the numbers in their split of all ranks' samples of a step, whose tokens are not read."""
+        slots = np.arange(self._train.batch_of_step(step + 1) // self._seq_len)
+        return self._corpus.train.ids(*self._order.at(self._samples(step, slots)))
 
     def step(self, step: int) -> Batch:
         """Return this rank's samples of optimiser step `step`, from 0: a function of (seed, step, skipped).

@@ -24,7 +24,7 @@ from meshwright.infer.packed_linears import pack_linears
 from meshwright.infer.quantise import calibrated, nearest, put_back
 from meshwright.model.decoder import Decoder
 from meshwright.spec import RunSpec
-from meshwright.train.step import microbatches
+from meshwright.train.own_tokens import microbatches
 
 Row = dict[str, Any]
 PROMPT, NEW, ROUNDS = 32, 64, 3

@@ -104,7 +104,7 @@ def _predicted_tokens(decoder: Decoder) -> Iterator[None]:
 
 
 def _picked(predict: Predict) -> Predict:
-    def picked(x_BTD: Tensor, weight: Tensor, targets_BT: Tensor | None, _scale: float) -> Tensor:
+    def picked(x_BTD: Tensor, weight: Tensor, targets_BT: Tensor | None, *_: object) -> Tensor:
         assert targets_BT is not None
         counted = targets_BT != IGNORE
         x_ND, targets_N = x_BTD[counted], targets_BT[counted]
@@ -113,7 +113,7 @@ def _picked(predict: Predict) -> Predict:
         rows: list[Tensor] = []
         size = max(1, MOST_LOGITS // len(weight))
         for x, target in zip(x_ND.split(size), targets_N.split(size), strict=True):
-            logits_NV = predict(x.unsqueeze(0), weight, None, 1.0)[0]
+            logits_NV = predict(x.unsqueeze(0), weight, None, 1.0, None)[0]
             exact = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
             nats = exact.log_softmax(-1).gather(1, target.unsqueeze(1))[:, 0]
             rows.append(torch.stack([nats.double(), (exact.argmax(-1) == target).double()], 1))

@@ -6,6 +6,7 @@ import logging
 import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
@@ -24,6 +25,7 @@ from meshwright.parallel.process_groups import Groups
 from meshwright.parallel.waiting import while_others_wait
 from meshwright.spec import RunSpec
 from meshwright.spec.rules import ranks_match
+from meshwright.spec.teacher import teacher_of
 
 
 @contextmanager
@@ -75,15 +77,22 @@ def mesh_on(
     spec: RunSpec, device: torch.device, groups: Groups, limit: timedelta | None = None
 ) -> Iterator[Mesh]:
     """The mesh of a layout that takes all ranks of the world; `limit` is as in `mesh_of`."""
-    experts, islands = spec.model.moe is not None, spec.islands > 1
-    mesh = build_mesh(spec.layout, device, spec.model.kv_heads, groups, experts, islands)
-    assert mesh is not None  # the layout has as many ranks as the world
+    mesh, of_teacher = _mesh(spec, device, groups), teacher_of(spec)
+    if of_teacher is not None:
+        mesh = replace(mesh, teacher=_mesh(of_teacher, device, groups))
     if limit is None:
         yield mesh
         return
     with same_calls(mesh, limit):
         groups.limit(limit)
         yield mesh
+
+
+def _mesh(spec: RunSpec, device: torch.device, groups: Groups) -> Mesh:
+    experts, islands = spec.model.moe is not None, spec.islands > 1
+    mesh = build_mesh(spec.layout, device, spec.model.kv_heads, groups, experts, islands)
+    assert mesh is not None  # the layout has as many ranks as the world
+    return mesh
 
 
 def own_heartbeat() -> Heartbeat:

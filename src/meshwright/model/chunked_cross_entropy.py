@@ -18,12 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.model.distillation import Place, StudentLoss, Taught
 from meshwright.spec.tiling import loss_rows
 
 IGNORE = -100
@@ -34,13 +36,16 @@ IGNORE = -100
 class VocabularyPart:
     """Rows `first` to `first + rows` of a vocabulary whose other rows are elsewhere.
 
-    `combine` takes (2, N): the part's log-sum-exp, and the target's logit where the part has it, 0 elsewhere.
-    It returns the same of the whole vocabulary: log of the summed exponentials, sum of the logits.
+    `gather` stacks numbers of the tokens (M, N) of this part and of all others, in the order of `ranks`, to
+    (ranks, M, N). Without a teacher these are the part's log-sum-exp, and the target's logit where the part
+    has it, 0 elsewhere.
     """
 
     first: int
     rows: int
-    combine: Callable[[Tensor], Tensor]
+    gather: Callable[[Tensor], Tensor]
+    rank: int
+    ranks: int
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -54,6 +59,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         with_grad: bool,
         part: VocabularyPart | None,
         scale: float,
+        taught: Taught | None,
     ) -> Tensor:
         exact = torch.promote_types(x.dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=x.device)
@@ -62,15 +68,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=exact) if with_grad else None
         for first in range(0, x.shape[0], chunk):
             rows = slice(first, first + chunk)
-            loss, grad = _chunk(x[rows] @ weight.T, targets[rows], with_grad, part, scale)
+            logits, student = x[rows] @ weight.T, None
+            if taught is None:
+                loss, grad = _chunk(logits, targets[rows], with_grad, part, scale)
+            else:
+                answers = taught.each(itemgetter(rows))
+                loss, grad, student = _taught_chunk(
+                    logits, x[rows], targets[rows], answers, with_grad, part, scale
+                )
             total += loss
             if grad is not None and grad_x is not None and grad_weight is not None:
                 torch.mm(grad, weight, out=grad_x[rows])
+                if student is not None:
+                    student.add_grad_x(grad_x[rows], _scales(targets[rows] != IGNORE, exact, scale))
                 if grad_weight.dtype == grad.dtype:
                     torch.addmm(grad_weight, grad.T, x[rows], out=grad_weight)
                 else:
                     grad_weight += grad.T @ x[rows]
-            del grad  # two chunks' logits are never there together
+            del grad, student, logits  # two chunks' logits are never there together
         ctx.grads, ctx.weight_dtype = (grad_x, grad_weight), weight.dtype
         return total * scale
 
@@ -81,7 +96,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("the loss was differentiated before, and its gradients were used up")
         (grad_x, grad_weight), ctx.grads = ctx.grads, None  # scaled in place: the largest tensors of a step
         grad_weight = grad_weight.mul_(grad).to(ctx.weight_dtype)
-        return grad_x.mul_(grad.to(grad_x.dtype)), grad_weight, *[None] * 5
+        return grad_x.mul_(grad.to(grad_x.dtype)), grad_weight, *[None] * 6
 
 
 def _chunk(
@@ -104,7 +119,8 @@ def _chunk(
     target_log = log_probabilities.gather(1, index).squeeze(1)
     if part is not None:
         own = logits[:, 0].to(exact) - log_probabilities[:, 0]
-        whole, target = part.combine(torch.stack([own, torch.where(here, target_log + own, 0)]))
+        parts = part.gather(torch.stack([own, torch.where(here, target_log + own, 0)]))
+        whole, target = parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
         log_probabilities += (own - whole).unsqueeze(1)
         target_log = target - whole
     loss = -torch.where(valid, target_log, 0).sum()
@@ -116,7 +132,38 @@ def _chunk(
     if part is not None:
         at_target = torch.where(here, at_target, grad.gather(1, index).squeeze(1))
     grad.scatter_(1, index, at_target.unsqueeze(1))
-    return loss, logits.copy_(grad.mul_(valid.to(exact).mul_(scale).unsqueeze(1)))
+    return loss, logits.copy_(grad.mul_(_scales(valid, exact, scale)))
+
+
+def _scales(valid: Tensor, exact: torch.dtype, scale: float) -> Tensor:
+    """`scale` for tokens (N, 1) that are `valid` (N,), 0 for others."""
+    return valid.to(exact).mul_(scale).unsqueeze(1)
+
+
+def _taught_chunk(
+    logits: Tensor,
+    x: Tensor,
+    targets: Tensor,
+    taught: Taught,
+    with_grad: bool,
+    part: VocabularyPart | None,
+    scale: float,
+) -> tuple[Tensor, Tensor | None, StudentLoss]:
+    """`_chunk` with a teacher's answers about its tokens; the last result knows the gradient by x."""
+    rows = logits.shape[1] if part is None else part.rows
+    place = Place(0, 0, 1) if part is None else Place(part.first, part.rank, part.ranks)
+    valid = targets != IGNORE
+    here = valid & (targets >= place.first) & (targets < place.first + rows)
+    index = (targets - place.first).masked_fill(~here, 0).unsqueeze(1)
+    student = StudentLoss(logits[:, :rows], x, index, here, taught, place)
+    numbers = student.numbers()
+    losses = student.finish(numbers.unsqueeze(0) if part is None else part.gather(numbers))
+    loss = torch.where(valid, losses, 0).sum()
+    if not with_grad:
+        return loss, None, student
+    grad = torch.zeros_like(logits)
+    grad[:, :rows] = student.grad_logits().mul_(_scales(valid, student.exact, scale))
+    return loss, grad, student
 
 
 def linear_cross_entropy(
@@ -126,15 +173,17 @@ def linear_cross_entropy(
     chunk: int | None = None,
     part: VocabularyPart | None = None,
     scale: float = 1.0,
+    taught: Taught | None = None,
 ) -> Tensor:
     """`scale` times the SUM over tokens of -log softmax(x W^T)[target], without the targets that are IGNORE.
 
     A scalar in fp32 (fp64 for fp64 inputs). `chunk` is the number of tokens whose logits exist at one time.
     Without a gradient to compute, the forward computes the loss only. With `part`, `weight_VD` is that part
     of the vocabulary (rows beyond it are ignored), the loss is the whole's, and the gradient of x is this
-    part's share, to be summed.
+    part's share, to be summed. With `taught`, a teacher's answers about the tokens (N, C), a token's loss is
+    that of `distillation.py`.
     """
     if chunk is None:
         chunk = loss_rows(weight_VD.shape[0], x_ND.device.type == "cpu")
     with_grad = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
-    return _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, chunk, with_grad, part, scale)
+    return _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, chunk, with_grad, part, scale, taught)

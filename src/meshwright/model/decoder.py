@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from meshwright.model.attention import KeyValueCache
 from meshwright.model.attention_gqa import Attention
 from meshwright.model.attention_mla import LatentAttention
+from meshwright.model.distillation import Taught
 from meshwright.model.hooks import Hooks
 from meshwright.model.mlp import Mlp
 from meshwright.model.moe import Moe
@@ -57,7 +58,8 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """x (B, T, D) -> logits (B, T, V), or with targets (B, T) `scale` times the summed loss, a scalar.
+    """x (B, T, D) -> logits (B, T, V), or with targets (B, T) `scale` times the summed loss, a scalar, which
+    `taught`, a teacher's answers about the tokens, changes.
 
     With tied embeddings the weight is that of `Embed`.
     """
@@ -68,8 +70,14 @@ class Head(nn.Module):
         self.norm = make_norm(spec)
         self.weight = tied if tied is not None else nn.Parameter(torch.empty(spec.vocab_size, spec.hidden))
 
-    def forward(self, x_BTD: Tensor, targets_BT: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        return self.hooks.predict(self.norm(x_BTD), self.weight, targets_BT, scale)
+    def forward(
+        self,
+        x_BTD: Tensor,
+        targets_BT: Tensor | None = None,
+        scale: float = 1.0,
+        taught: Taught | None = None,
+    ) -> Tensor:
+        return self.hooks.predict(self.norm(x_BTD), self.weight, targets_BT, scale, taught)
 
 
 class Decoder(nn.Module):

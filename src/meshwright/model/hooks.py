@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from meshwright.model.attention import Attend, attend, attention_mask
 from meshwright.model.chunked_cross_entropy import linear_cross_entropy
+from meshwright.model.distillation import Taught
 from meshwright.model.embedding import embed_tokens
 from meshwright.model.linear import Linear, apply_linear, project
 from meshwright.model.low_precision_linear import Products
@@ -49,9 +50,9 @@ Mask = Callable[[int, int, int | None, Tensor | None, Tensor, int], Any]
 EmbedTokens = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(tokens (B, T), positions, weight (V, D), position weight or None) -> (B, T, D)."""
 
-Predict = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
-"""(x (B, T, D), weight (V, D), targets (B, T) or None, scale) -> `scale` x summed loss, or logits (B, T,
-V)."""
+Predict = Callable[[Tensor, Tensor, Tensor | None, float, Taught | None], Tensor]
+"""(x (B, T, D), weight (V, D), targets (B, T) or None, scale, a teacher's answers (B, T, C) or None) ->
+`scale` x summed loss, or logits (B, T, V)."""
 
 
 def identity(x: Tensor) -> Tensor:
@@ -59,11 +60,19 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
-def predict(x_BTD: Tensor, weight: Tensor, targets_BT: Tensor | None, scale: float) -> Tensor:
-    """Logits (B, T, V), or with targets (B, T) the scalar `scale` x summed cross-entropy."""
+def predict(
+    x_BTD: Tensor, weight: Tensor, targets_BT: Tensor | None, scale: float, taught: Taught | None = None
+) -> Tensor:
+    """Logits (B, T, V), or with targets (B, T) the scalar `scale` x summed loss."""
     if targets_BT is None:
         return F.linear(x_BTD, weight)
-    return linear_cross_entropy(x_BTD.flatten(0, 1), weight, targets_BT.flatten(), scale=scale)
+    tokens, targets = x_BTD.flatten(0, 1), targets_BT.flatten()
+    return linear_cross_entropy(tokens, weight, targets, scale=scale, taught=flat(taught))
+
+
+def flat(taught: Taught | None) -> Taught | None:
+    """A teacher's answers about tokens (B, T, C) as (N, C)."""
+    return None if taught is None else taught.each(lambda x: x.flatten(0, 1))
 
 
 @dataclass(frozen=True)

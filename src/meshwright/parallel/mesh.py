@@ -199,6 +199,8 @@ class Mesh:
     heartbeat: Heartbeat
     numbers: Sequence[int]
     island: Mesh | None = None
+    teacher: Mesh | None = None
+    """The mesh of a run's teacher, over the same ranks."""
 
     @property
     def rank(self) -> int:

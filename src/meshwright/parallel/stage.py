@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.model.decoder import Decoder
+from meshwright.model.distillation import Taught
 from meshwright.parallel.data_parallel import UnitModules
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.precision import formats
@@ -17,12 +18,14 @@ from meshwright.spec.stages import Stage
 
 
 class Microbatch(Protocol):
-    """Tensors of a microbatch that a stage reads: (B, T) each, documents (B, S) of whole sequences."""
+    """Tensors of a microbatch that a stage reads: (B, T) each, documents (B, S) of whole sequences, and a
+    teacher's answers about the tokens, if the loss takes any."""
 
     tokens: Tensor
     targets: Tensor
     positions: Tensor
     documents: Tensor
+    taught: Taught | None
 
 
 class DecoderStage:
@@ -44,7 +47,9 @@ class DecoderStage:
             rope, mask = decoder.rope_and_mask(length, microbatch.positions, microbatch.documents, x_BTD)
             for block in decoder.blocks[stage.first : stage.last]:
                 x_BTD = block(x_BTD, rope, mask)
-        return decoder.head(x_BTD, microbatch.targets, self.target_weight) if stage.head else x_BTD
+        if not stage.head:
+            return x_BTD
+        return decoder.head(x_BTD, microbatch.targets, self.target_weight, microbatch.taught)
 
     def empty(self, microbatch: Microbatch) -> Tensor:
         """An empty tensor for the stage's input: (B, T, D), or (B, T/n, D) with sequence sharding."""

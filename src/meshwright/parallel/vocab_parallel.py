@@ -1,16 +1,21 @@
 """Embedding and cross entropy over a vocabulary that is split over tensor ranks (Shoeybi et al. 2019, §3).
 
-A rank computes the logits of its part of the vocabulary only, and sends two numbers a token in the loss.
+A rank computes the logits of its part of the vocabulary only, and sends two numbers a token in the loss, or
+with a teacher five, and six where hidden states are compared, too.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.model.chunked_cross_entropy import VocabularyPart, linear_cross_entropy
+from meshwright.model.distillation import Taught
 from meshwright.model.embedding import embedding
+from meshwright.model.hooks import flat
 from meshwright.parallel.collectives import gather_rows
 from meshwright.parallel.mesh import Axis
 from meshwright.parallel.recompute_cache import RecomputeCache
@@ -41,7 +46,14 @@ class VocabParallel:
             positions = positions.reshape(self._axis.size, len(tokens_BT), -1)[self._axis.rank]
         return x_BTD + embedding(positions, position_weight)
 
-    def predict(self, x_BTD: Tensor, weight: Tensor, targets_BT: Tensor | None, scale: float) -> Tensor:
+    def predict(
+        self,
+        x_BTD: Tensor,
+        weight: Tensor,
+        targets_BT: Tensor | None,
+        scale: float,
+        taught: Taught | None = None,
+    ) -> Tensor:
         """`scale` times the summed loss, a scalar, for which no rank gathers another's logits; or without
         targets the logits (B, T, V) of all ranks, without their gradient."""
         shard = self._head
@@ -49,10 +61,8 @@ class VocabParallel:
         if targets_BT is None:
             parts = gather_rows(F.linear(x_BTD, weight).detach(), self._axis)
             return torch.cat(list(parts), -1)[..., : shard.global_shape[0]]
-        part = VocabularyPart(shard.first, shard.size - shard.padding, self._combine)
+        axis = self._axis
+        gather, rows = partial(gather_rows, axis=axis), shard.size - shard.padding
+        part = VocabularyPart(shard.first, rows, gather, axis.rank, axis.size)
         tokens, targets = x_BTD.flatten(0, 1), targets_BT.flatten()
-        return linear_cross_entropy(tokens, weight, targets, part=part, scale=scale)
-
-    def _combine(self, part_2N: Tensor) -> Tensor:
-        parts = gather_rows(part_2N, self._axis)
-        return torch.stack([parts[:, 0].logsumexp(0), parts[:, 1].sum(0)])
+        return linear_cross_entropy(tokens, weight, targets, part=part, scale=scale, taught=flat(taught))

@@ -60,4 +60,18 @@ def islands_keep_states_of_their_own(spec: Sections) -> None:
             )
 
 
-OUTER_RULES = (islands_are_several, fragments_fit_the_period, islands_keep_states_of_their_own)
+def islands_have_no_teacher(spec: Sections) -> None:
+    """A teacher is on all ranks of a run, which islands' ranks step without waiting for."""
+    if spec.outer.every and spec.distil is not None:
+        raise UserError(
+            f"distil: a teacher is on all ranks of a run, and islands (outer.every = {spec.outer.every}) do "
+            f"not wait for each other; give outer.every = 0 or --distil none"
+        )
+
+
+OUTER_RULES = (
+    islands_are_several,
+    fragments_fit_the_period,
+    islands_keep_states_of_their_own,
+    islands_have_no_teacher,
+)

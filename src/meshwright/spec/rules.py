@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.spec.arithmetic import check_at_most, check_divides, divisors, nearest
 from meshwright.spec.base import MAX_RANKS
+from meshwright.spec.distil_rules import DISTIL_RULES
 from meshwright.spec.eight_bit import EIGHT_BIT_RULES
 from meshwright.spec.errors import UserError
 from meshwright.spec.layout import SPLIT, TWO_STAGES, virtual_problem
@@ -396,6 +397,7 @@ RULES: tuple[Callable[[Sections], None], ...] = (
     *LOW_PRECISION_RULES,
     *GROUP_RULES,
     *OUTER_RULES,
+    *DISTIL_RULES,
 )
 
 

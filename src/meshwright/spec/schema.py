@@ -63,7 +63,7 @@ def known_keys() -> dict[str, Key]:
 def parts_of(table: str) -> list[Any]:
     """Return the classes that a table of the run file may be: one, or the branches of a union."""
     annotation = RunSpec.model_fields[table].annotation
-    return list(get_args(annotation)) or [annotation]
+    return [part for part in get_args(annotation) if part is not type(None)] or [annotation]
 
 
 @cache

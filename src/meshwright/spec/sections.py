@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from meshwright.spec.base import MAX_LENGTH, FrozenModel
+from meshwright.spec.distil import DistilSpec
 from meshwright.spec.layout import Layout
 from meshwright.spec.model import ModelSpec
 from meshwright.spec.outer import OuterSpec
@@ -153,6 +154,7 @@ class Sections(FrozenModel):
     recompute: RecomputeSpec = Field(default_factory=NoRecompute)
     checkpoint: CheckpointSpec = Field(default_factory=lambda: CheckpointSpec())
     recovery: RecoverySpec = Field(default_factory=lambda: RecoverySpec())
+    distil: DistilSpec | None = None
 
     @property
     def batch_sequences(self) -> int:

@@ -14,9 +14,11 @@ _CONTROL = re.compile("[\x7f-\x9f]")  # a terminal obeys those above DEL, too
 
 def to_toml(spec: RunSpec) -> str:
     """Every field of `spec`, the defaults included; 'none' stands for no value, as TOML has no null."""
-    lines: list[str] = []
-    for name, part in spec.to_json().items():
-        _table(lines, (name,), part)
+    parts = spec.to_json()
+    lines = [f"{name} = {_value(None)}" for name, part in parts.items() if part is None]
+    for name, part in parts.items():
+        if part is not None:
+            _table(lines, (name,), part)
     return "\n".join(lines).strip() + "\n"
 
 

@@ -38,6 +38,7 @@ from meshwright.train.offload import MomentMemory
 from meshwright.train.saves import Saves
 from meshwright.train.signals import stop_signals
 from meshwright.train.step import Step, Trainer
+from meshwright.train.teacher import Teaching
 
 Row = dict[str, Any]
 MOST_NOTES = 100
@@ -50,6 +51,7 @@ class TrainingRun:
     `check` is what opening the corpus checks: "lazy" where another process of this host has just opened it.
     `lease` is that of the folder `out`, which rank 0 of the caller holds; `slots` are the supervisor's memory
     for snapshots, two or four descriptors for each rank of this host. Checkpoints are saved on `disk`.
+    `teaching` gives what answers about a corpus to a run with a teacher.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class TrainingRun:
         lease: Lease | None = None,
         slots: Sequence[Sequence[int]] = (),
         disk: Disk | None = None,
+        teaching: Callable[[Corpus], Teaching | None] = lambda _corpus: None,
     ) -> None:
         self.spec, self.mesh, self.out, self.observers = spec, mesh, out, observers
         self.control, self.heartbeat = mesh.control, mesh.heartbeat
@@ -77,7 +80,7 @@ class TrainingRun:
                 "'disk' or 'none'"
             )
         memory = MomentMemory(spec.train, mesh.device, mesh.control, out)
-        self.trainer = Trainer(spec, mesh, memory=memory)
+        self.trainer = Trainer(spec, mesh, memory=memory, teacher=teaching(self.corpus))
         self.samples = SampleRecord(mesh)
         folder = spec.checkpoint.folder(out)
         self.store = CheckpointStore(
@@ -247,6 +250,7 @@ class TrainingRun:
     def _check_same_run(self, kept: Row) -> None:
         state.check_fields(kept, self.store.directory)
         state.check_same_run(self.spec, kept, self.corpus.digest, self._name(kept))
+        state.check_same_teacher(self.trainer, kept, self._name(kept))
 
     def _name(self, kept: Row) -> str:
         return f"the checkpoint of step {kept['step']} in {self.store.directory}"

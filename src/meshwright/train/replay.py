@@ -9,12 +9,12 @@ other, one of them errs always; where all is equal, memory had changed, or the e
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from meshwright.data.loader import Batch
+from meshwright.data.loader import TENSORS, Batch
 from meshwright.parallel.collectives import gather_rows, start_broadcast
 from meshwright.parallel.mesh import Axis, Mesh
 from meshwright.train.step import Trainer
@@ -59,7 +59,7 @@ def replay(trainer: Trainer, batch: Batch, axis: Axis) -> Miscomputation | None:
         unit.expire()
     for bias in trainer.balance.biases().values():
         start_broadcast(bias.to_local(), 0, axis).wait()
-    common = Batch(*(_from_first(getattr(batch, field.name), axis) for field in fields(Batch)))
+    common = Batch(*(_from_first(getattr(batch, name), axis) for name in TENSORS))
     first, again = (_recorded(trainer, common) for _ in range(2))
     sums = torch.stack(first.sums)
     everywhere = gather_rows(sums, axis)

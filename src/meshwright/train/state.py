@@ -19,6 +19,7 @@ from meshwright.spec.records import Number, Positive, read
 from meshwright.spec.train import TrainSpec
 from meshwright.train.clipping import ZClipState
 from meshwright.train.step import Trainer
+from meshwright.train.stored_answers import TeacherState
 
 FREE = {
     "model": {"preset", "hf", "family"},
@@ -127,6 +128,7 @@ class _State(TypedDict):
     amax_history: NotRequired[list[list[list[Number]]]]
     zclip: NotRequired[ZClipState]
     exchanges: NotRequired[list[list[Count]]]
+    teacher: NotRequired[TeacherState]
 
 
 def check_fields(state: dict[str, Any], where: Path) -> None:
@@ -159,6 +161,7 @@ def metadata(
         **({"amax_history": trainer.scaling.state()} if trainer.scaling else {}),
         **({"zclip": trainer.clipping.zclip.state()} if trainer.clipping.zclip else {}),
         **({"exchanges": trainer.outer.state()} if trainer.outer else {}),
+        **({"teacher": dict(trainer.teacher.identity)} if trainer.teacher else {}),
     }
 
 
@@ -212,6 +215,31 @@ def check_same_run(spec: RunSpec, state: dict[str, Any], data_digest: str, where
             f" give the corpus, tokenizer, data.seq_len, data.pack, data.document_mask and data.val_fraction"
             f" that it had, or another --out"
         )
+
+
+def check_same_teacher(trainer: Trainer, state: dict[str, Any], where: str) -> None:
+    """Refuse a checkpoint that learned from another teacher, or by another loss from this one.
+
+    Distillation may begin and end at any checkpoint. A teacher may be asked or have answered before, on any
+    layout.
+    """
+    before, how = state["spec"].get("distil"), trainer.spec.distil
+    if before is None or how is None or trainer.teacher is None:
+        return
+    was, now = state["teacher"], trainer.teacher.identity
+    if was["sha256"] != now["sha256"]:
+        raise UserError(
+            f"{where} learned from a teacher's checkpoint of step {was['step']} (SHA-256 "
+            f"{was['sha256'][:12]}), and distil.{'teacher' if how.teacher else 'logits'} is now of step "
+            f"{now['step']} ({now['sha256'][:12]}); give that teacher, or another --out"
+        )
+    after = how.model_dump(mode="json")
+    for key in ("loss", "weight", "temperature", "top_k", "hidden"):
+        if before[key] != after[key]:
+            raise UserError(
+                f"{where} is of another run: distil.{key} was {as_in_file(before[key])} and is "
+                f"{as_in_file(after[key])}; give the same value, or another --out"
+            )
 
 
 def check_same_model(spec: RunSpec, state: dict[str, Any], where: str) -> None:

@@ -37,6 +37,8 @@ from meshwright.train.lr_schedule import learning_rate
 from meshwright.train.muon import Muon
 from meshwright.train.offload import MomentMemory
 from meshwright.train.optimiser import AdamW, Lion, Optimiser, Sgd
+from meshwright.train.own_tokens import microbatches, own_tokens
+from meshwright.train.teacher import Teaching
 
 
 @dataclass(frozen=True)
@@ -77,12 +79,17 @@ class Trainer:
         mesh: Mesh,
         observer: UnitObserver | None = None,
         memory: MomentMemory | None = None,
+        teacher: Teaching | None = None,
     ) -> None:
-        """`memory` is where the moments are, by default the place of `spec` without a run's folder."""
+        """`memory` is where the moments are, by default the place of `spec` without a run's folder.
+
+        `teacher` is there if and only if the spec asks for distillation.
+        """
+        assert (teacher is not None) == (spec.distil is not None)
         self.run_spec, self.run_mesh = spec, mesh
         if mesh.island is not None:
             spec, mesh = spec.of_island(), mesh.island
-        self.spec, self.mesh = spec, mesh
+        self.spec, self.mesh, self.teacher = spec, mesh, teacher
         """Those of the ranks that train together: the run's, or its island's."""
         self.decoder, self.states, self.balance, self.pipeline, products = parallelize(spec, mesh, observer)
         self.scaling = None
@@ -149,7 +156,10 @@ class Trainer:
             self.expect(batch)
         assert self._targets is not None
         power, self.rest = power_and_rest(weight_of_a_target(self._targets[1]))
-        micros = list(microbatches(own_tokens(batch, self.mesh), self.spec.micro_batch, self.mesh.device))
+        own = own_tokens(batch, self.mesh)
+        if self.teacher is not None:
+            own = replace(own, taught=self.teacher(batch))
+        micros = list(microbatches(own, self.spec.micro_batch, self.mesh.device))
         self.states.begin_step(len(micros))
         if self.scaling is not None:
             self.scaling.begin_step()
@@ -285,17 +295,3 @@ def kinds_of_microbatches(spec: RunSpec) -> Iterator[Batch]:
     for end in ends:
         documents = (places >= end).long().expand(shape)
         yield Batch(zeros, zeros, places.expand(shape), documents, alone, alone)
-
-
-def own_tokens(batch: Batch, mesh: Mesh) -> Batch:
-    """A context rank's tokens of each sequence of a batch; `documents` stay those of whole sequences."""
-    axis = mesh.context
-    tokens, targets, positions = (share(x, axis) for x in (batch.tokens, batch.targets, batch.positions))
-    return replace(batch, tokens=tokens, targets=targets, positions=positions)
-
-
-def microbatches(batch: Batch, size: int, device: torch.device) -> Iterator[Batch]:
-    """Each microbatch in order, on the device."""
-    count = batch.tokens.shape[0]
-    for start in range(0, count, size):
-        yield batch.rows(start, min(start + size, count)).to(device)

@@ -21,6 +21,7 @@ from meshwright.verify.reference_adamw8bit import round_moments
 from meshwright.verify.reference_batches import batch_sizes
 from meshwright.verify.reference_clipping import ReferenceClipping, norm_of
 from meshwright.verify.reference_decoder import ReferenceDecoder, Routing
+from meshwright.verify.reference_distillation import Heads, ReferenceTeacher, distillation_loss
 from meshwright.verify.reference_groups import factor_and_decay
 from meshwright.verify.reference_low_precision import ReferenceLinears
 from meshwright.verify.reference_rounding import stochastic
@@ -42,6 +43,7 @@ def reference_steps(
     weights: Mapping[str, Tensor],
     batches: Iterable[Batch],
     live: dict[str, Tensor] | None = None,
+    teacher: ReferenceTeacher | None = None,
 ) -> Iterator[ReferenceStep]:
     """Take an optimiser step on each batch; yields the samples, loss, gradients, gradient norm,
     parameters, moments and averages, routers' statistics and biases after it, and the sums of each module.
@@ -72,7 +74,7 @@ def reference_steps(
         moved, sums = batch.to(device), ReferenceSums()
         linears.begin_step(int((batch.targets != IGNORE).sum()))
         decoder.tap = sums.tap
-        loss, objective, routings = loss_and_objective(decoder, moved)
+        loss, objective, routings = loss_and_objective(decoder, moved, teacher)
         statistics: dict[str, Tensor] = {}
         for layer, routing in routings.items():
             assert moe is not None
@@ -108,10 +110,26 @@ def reference_steps(
         }
 
 
-def loss_and_objective(decoder: ReferenceDecoder, batch: Batch) -> tuple[Tensor, Tensor, dict[int, Routing]]:
+def loss_and_objective(
+    decoder: ReferenceDecoder, batch: Batch, teacher: ReferenceTeacher | None = None
+) -> tuple[Tensor, Tensor, dict[int, Routing]]:
     """The mean loss of a batch, that with the routers' losses, which is differentiated, and the routings."""
+    seen: dict[str, Tensor] = {}
+    tap = decoder.tap
+
+    def kept(path: str, x: Tensor) -> Tensor:
+        seen[path] = tap(path, x)
+        return seen[path]
+
+    decoder.tap = kept if teacher is not None else tap
     logits, routings = decoder(batch.tokens, batch.positions, batch.documents)
-    loss = objective = mean_loss(logits, batch.targets)
+    decoder.tap = tap
+    loss = mean_loss(logits, batch.targets)
+    if teacher is not None:
+        student = Heads(logits, seen["head.norm"])
+        taught = distillation_loss(teacher.how, student, teacher(batch), batch.targets)
+        loss = (1 - teacher.how.weight) * loss + taught
+    objective = loss
     for routing in routings.values():
         assert decoder.spec.moe is not None
         balance, z = router_losses(decoder.spec.moe, routing)

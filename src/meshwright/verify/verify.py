@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import torch
@@ -24,14 +25,17 @@ from meshwright.spec.tiling import tiled
 from meshwright.train import state
 from meshwright.train.gather_full import gather_full
 from meshwright.train.step import Trainer
+from meshwright.train.teacher import Teacher
 from meshwright.train.vote import Vote
 from meshwright.verify.compare import Comparison, Difference, axes_of
+from meshwright.verify.drawn_teacher import drawn_teacher
 from meshwright.verify.gather_state import gather_state
 from meshwright.verify.module_sums import ModuleSums, Row, differences
 from meshwright.verify.narrow import narrow
 from meshwright.verify.reference import ReferenceStep, reference_steps
 from meshwright.verify.reference_data import batches
 from meshwright.verify.reference_outer import island_steps
+from meshwright.verify.reference_distillation import ReferenceTeacher
 from meshwright.verify.reference_sums import PHASES
 from meshwright.verify.reference_weights import initial_weights
 from meshwright.verify.samples import compare_samples, gather_samples
@@ -50,16 +54,22 @@ def verify(
     The samples are synthetic documents of the run's own length and packing. The precision is float64 whatever
     the spec says: what is checked is the layout, not rounding. Tiles are so small that there are several.
     """
-    spec, note = narrow(exact(spec, steps))
-    with tiled(small_tiles(spec)):
-        return _side_by_side(spec, mesh, steps, note, reference or one_device)
+    small, note = narrow(exact(spec, steps))
+    of_teacher = drawn_teacher(spec, small)
+    with tiled(small_tiles(small)):
+        teacher = None
+        if of_teacher is not None:
+            reference = partial(one_device, teacher=of_teacher)
+            teacher = Teacher(small, of_teacher, mesh)
+            teacher.draw()
+        return _side_by_side(small, mesh, steps, note, reference or one_device, teacher)
 
 
 def _side_by_side(
-    spec: RunSpec, mesh: Mesh, steps: int, note: str | None, compute: Reference
+    spec: RunSpec, mesh: Mesh, steps: int, note: str | None, compute: Reference, teacher: Teacher | None
 ) -> dict[str, object] | None:
     corpus = open_corpus(spec)
-    trainer = Trainer(spec, mesh)
+    trainer = Trainer(spec, mesh, teacher=teacher)
     trainer.initialise()
     initial = gather_full(trainer.states.parameters(), mesh)  # of equal names, those of the first island
     vote, comparison = Vote(trainer), Comparison()
@@ -174,11 +184,19 @@ def exact(spec: RunSpec, steps: int) -> RunSpec:
     return RunSpec.model_validate(tree)
 
 
-def one_device(spec: RunSpec, device: torch.device) -> Iterator[ReferenceStep]:
-    """Compute the steps of the reference, on the device of the first rank."""
-    weights = {
-        name: tensor.to(device)
-        for name, tensor in initial_weights(spec.model, spec.train.seed, spec.precision.master).items()
-    }
+def one_device(
+    spec: RunSpec, device: torch.device, teacher: RunSpec | None = None
+) -> Iterator[ReferenceStep]:
+    """Compute the steps of the reference, on the device of the first rank, with a drawn `teacher`'s help."""
+
+    def weights(of: RunSpec) -> dict[str, Tensor]:
+        drawn = initial_weights(of.model, of.train.seed, of.precision.master)
+        return {name: tensor.to(device) for name, tensor in drawn.items()}
+
     thinned = (thin(batch, number, spec) for number, batch in enumerate(batches(spec), 1))
-    return (island_steps if spec.islands > 1 else reference_steps)(spec, weights, thinned)
+    asked = None
+    if teacher is not None and spec.distil is not None:
+        asked = ReferenceTeacher(spec.distil, teacher.model, weights(teacher))
+    if spec.islands > 1:
+        return island_steps(spec, weights(spec), thinned)
+    return reference_steps(spec, weights(spec), thinned, teacher=asked)

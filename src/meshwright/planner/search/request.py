@@ -22,6 +22,7 @@ from meshwright.spec.base import MAX_BATCH
 from meshwright.spec.errors import did_you_mean
 from meshwright.spec.load import Overrides, fixed_layout, from_tree, read_tree
 from meshwright.spec.presets import PRESETS
+from meshwright.spec.teacher import refuse_distillation
 from meshwright.units import amount, duration
 
 _MOST_SHOWN = 20
@@ -67,6 +68,7 @@ class PlanRequest:
         sizes = sizes_of(self.gpus, kind)
         base, note = self._base_run(kind)
         check_offload(base, kind)
+        refuse_distillation(base, "plan")
         if (tokens := self.total_tokens) is not None:
             train = base.train.model_copy(update={"steps": None, "tokens": int(tokens)})
             base = base.model_copy(update={"train": train})

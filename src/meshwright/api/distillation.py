@@ -1,0 +1,78 @@
+"""A teacher's answers about a run's samples, written to a folder for `distil.logits`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from meshwright.api.runs import check_distillation, launch
+from meshwright.launch.scratch import scratch_folder
+from meshwright.spec import RunSpec, UserError
+from meshwright.spec.rules import ranks_match
+
+
+def distil(spec: RunSpec, out: Path, *, nproc: int | None = None) -> dict[str, Any]:
+    """Ask the run's teacher about every sample of the run's steps, and write its answers to the folder `out`.
+
+    Runs with `distil.logits` read them there, whatever their layout and student. Returns what the folder says
+    of itself: `teacher`, `samples`, `top_k`, `temperature` and more. Raises `UserError`.
+    """
+    ranks, out = spec.layout.world_size if nproc is None else nproc, Path(out)
+    ranks_match(spec, ranks)
+    check_asked(spec, out)
+    if ranks == 1:
+        return distil_worker(spec, out)
+    with scratch_folder() as folder:
+        result = folder / "result.json"
+        return launch("distil", spec, ranks, ["--out", str(out), "--result", str(result)], result)
+
+
+def check_asked(spec: RunSpec, out: Path) -> None:
+    """Raise `UserError` unless there is a teacher to ask, and a new folder for what it answers."""
+    if spec.distil is None or spec.distil.teacher is None:
+        raise UserError("distil.teacher: is missing; give the folder of the teacher to ask")
+    if spec.distil.top_k is None:
+        raise UserError(
+            "distil.top_k: is missing; give how many of the teacher's likeliest tokens to keep, such as 32"
+        )
+    if spec.distil.hidden:
+        raise UserError(
+            f"distil.hidden: {spec.distil.hidden} needs the teacher itself while the student is trained; "
+            f"give 0 to write log-probabilities"
+        )
+    check_distillation(spec)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"--out: {out} exists and is not an empty folder; give another --out")
+
+
+def distil_worker(
+    spec: RunSpec, out: Path, *, result: Path | None = None, told: Callable[[int, int], None] | None = None
+) -> dict[str, Any]:
+    """Ask and write as one rank of the world of torchrun, or alone; every rank returns the result.
+
+    The first rank writes it to the file `result`, too, and tells `told` how many samples are done.
+    """
+    from meshwright.data.corpus import open_corpus
+    from meshwright.infer.teacher import write_answers
+    from meshwright.launch.world import mesh_of, once_per_host
+    from meshwright.report.record import write_atomically
+
+    def silent(done: int, of: int) -> None:
+        """Say nothing."""
+
+    with mesh_of(spec) as mesh:
+        mesh.control.on_first(lambda: check_asked(spec, out))
+        once_per_host(mesh.control, lambda: open_corpus(spec))
+        corpus = mesh.control.together(lambda: open_corpus(spec, "lazy"))
+        tell = told if told is not None and mesh.rank == 0 else silent
+        try:
+            found = write_answers(spec, mesh, corpus, out, tell)
+        except OSError as error:
+            raise UserError(
+                f"--out: {out} cannot be written ({error.strerror}); give another --out"
+            ) from error
+        if result is not None:
+            mesh.control.on_first(lambda: write_atomically(result, json.dumps(found)))
+    return found

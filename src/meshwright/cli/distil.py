@@ -1,0 +1,41 @@
+"""The verb distil: a teacher's answers about a run's samples, on disk."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from meshwright.cli import output as show
+from meshwright.cli.parser import JSON, Call, Flag, folder_name, verb
+from meshwright.cli.runs import NPROC, RUN, spec_of
+from meshwright.launch.env import worker
+
+
+@verb(
+    "distil",
+    "write a teacher's likeliest tokens for a run's samples, for distil.logits: --distil.teacher RUN",
+    RUN,
+    NPROC,
+    Flag("out", "folder to write", "DIR", folder_name, required=True),
+    Flag("result", "write the result to FILE, too", "FILE", Path),
+    JSON,
+)
+def distil(call: Call) -> None:
+    """Launch the ranks that ask a teacher, or ask as one of them."""
+    from meshwright import api
+
+    place = worker()
+    spec = spec_of(call, place.world_size if place else None)
+    out, result = call.flags["out"], call.flags["result"]
+    if place is None and spec.layout.world_size > 1:
+        found = api.distil(spec, out)
+    else:
+        shown = _tell if not call.json and sys.stderr.isatty() else None
+        found = api.distil_worker(spec, out, result=result, told=shown)
+    if place is None or (place.rank == 0 and not place.launched):
+        show.result(call, {key: value for key, value in found.items() if key != "files"})
+
+
+def _tell(done: int, of: int) -> None:
+    end = "\n" if done == of else ""
+    print(f"\r{done:,} of {of:,} samples", end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,62 @@
+"""Rules on `[distil]` and what goes with it."""
+
+from __future__ import annotations
+
+from meshwright.spec.arithmetic import divisors, nearest
+from meshwright.spec.errors import UserError
+from meshwright.spec.sections import Sections
+
+
+def one_source_of_answers(spec: Sections) -> None:
+    """A run asks a teacher, or reads what one has answered."""
+    distil = spec.distil
+    if distil is None:
+        return
+    if (distil.teacher is None) == (distil.logits is None):
+        how = "neither is given" if distil.teacher is None else "both are given"
+        raise UserError(
+            f"distil.teacher: is a teacher's folder, and distil.logits what one has answered, and {how}; "
+            f"give one of them"
+        )
+    if distil.logits is None:
+        return
+    if distil.top_k is None:
+        raise UserError(
+            "distil.top_k: 'none' does not go with distil.logits, which holds the likeliest tokens; give the "
+            "top_k that the folder was written with"
+        )
+    for key in ("tp", "pp", "cp", "ep", "zero", "hidden"):
+        if getattr(distil, key) != type(distil).model_fields[key].default:
+            raise UserError(
+                f"distil.{key}: {getattr(distil, key)} needs the teacher itself, and distil.logits holds its "
+                f"log-probabilities only; leave it out, or give distil.teacher"
+            )
+
+
+def some_tokens_are_left(spec: Sections) -> None:
+    """The likeliest tokens leave some to count as one."""
+    distil, vocabulary = spec.distil, spec.model.vocab_size
+    if distil is not None and distil.top_k is not None and distil.top_k >= vocabulary:
+        raise UserError(
+            f"distil.top_k: {distil.top_k} is not below model.vocab_size = {vocabulary}; give fewer, or "
+            f"'none' for the whole vocabulary"
+        )
+
+
+def teachers_ranks_divide(spec: Sections) -> None:
+    """The teacher is on the run's own ranks, all of them."""
+    distil, world = spec.distil, spec.layout.world_size
+    if distil is None or distil.teacher is None:
+        return
+    left = world
+    for key in ("tp", "pp", "cp"):
+        size = getattr(distil, key)
+        if left % size:
+            raise UserError(
+                f"distil.{key}: {size} does not divide the {left} of the layout's {world} ranks that the "
+                f"teacher's other axes leave; try distil.{key} = {nearest(size, divisors(left))}"
+            )
+        left //= size
+
+
+DISTIL_RULES = (one_source_of_answers, some_tokens_are_left, teachers_ranks_divide)
