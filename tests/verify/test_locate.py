@@ -31,8 +31,8 @@ def with_planted(mesh: Mesh, spec: RunSpec, plant: Plant, steps: int) -> dict[st
     """`verify` with a trainer that `plant` has changed."""
 
     class Planted(subject.Trainer):
-        def __init__(self, spec: RunSpec, mesh: Mesh) -> None:
-            super().__init__(spec, mesh)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
             self.number = self.seen = 0
             plant(self)
 
