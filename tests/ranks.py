@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing import forkserver
@@ -73,13 +74,22 @@ def _serve(rank: int, size: int, port: int, stacks: Path, inbox: Any, outbox: An
             heads = _kv_heads(arguments)
             experts = any(getattr(model, "moe", None) is not None for model in _models(arguments))
 
-            def mesh_of(layout: Layout, heads: int, experts: bool, islands: bool = False) -> Mesh | None:
+            def mesh_of(
+                layout: Layout, heads: int, experts: bool, islands: bool = False, rules: str = rules
+            ) -> Mesh | None:
                 key = (layout.pp, layout.replicate, layout.dp, layout.cp, layout.tp)
-                key += (layout.kv_copies(heads), layout.ulysses(heads), layout.ep, layout.etp, experts, islands)
+                key += (
+                    layout.kv_copies(heads),
+                    layout.ulysses(heads),
+                    layout.ep,
+                    layout.etp,
+                    experts,
+                    islands,
+                )
                 key += (schedule_of(layout, 1).rank_of, rules)
                 if key not in meshes:
-                    own = of_rules[rules], experts, islands
-                    meshes[key] = build_mesh(layout, torch.device("cpu"), heads, *own)
+                    kinds = of_rules[rules], experts, islands
+                    meshes[key] = build_mesh(layout, torch.device("cpu"), heads, *kinds)
                 return meshes[key]
 
             islands = any(getattr(argument, "islands", 1) > 1 for argument in arguments)
@@ -87,7 +97,7 @@ def _serve(rank: int, size: int, port: int, stacks: Path, inbox: Any, outbox: An
             for teacher in filter(None, map(teacher_of, filter(_is_run, arguments))):
                 own = mesh_of(teacher.layout, teacher.model.kv_heads, teacher.model.moe is not None)
                 if mesh is not None and own is not None:
-                    mesh = dataclasses.replace(mesh, teacher=dataclasses.replace(own, layout=teacher.layout))
+                    mesh = replace(mesh, teacher=own.with_layout(teacher.layout))
             result = None
             if mesh is not None:
                 mesh.wire.clear()

@@ -34,8 +34,8 @@ from meshwright.verify.module_sums import ModuleSums, Row, differences
 from meshwright.verify.narrow import narrow
 from meshwright.verify.reference import ReferenceStep, reference_steps
 from meshwright.verify.reference_data import batches
-from meshwright.verify.reference_outer import island_steps
 from meshwright.verify.reference_distillation import ReferenceTeacher
+from meshwright.verify.reference_outer import island_steps
 from meshwright.verify.reference_sums import PHASES
 from meshwright.verify.reference_weights import initial_weights
 from meshwright.verify.samples import compare_samples, gather_samples
