@@ -11,6 +11,8 @@ from test_run import EXPERTS, HALF, STEPS, spec_of, start
 
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
+from meshwright.spec.eight_bit import blocks_of
+from meshwright.spec.parameters import parameters
 from meshwright.train import state
 from meshwright.train.step import Trainer
 from ranks import Ranks
@@ -18,6 +20,7 @@ from small import first_batches
 
 ISLANDS = {"layout__replicate": 2, "outer__every": 3}
 STREAMING = ISLANDS | {"outer__every": 4, "outer__fragments": 2, "outer__delay": 2}
+SPARSE = {"outer__top_k": 0.1, "outer__format": "int4"}
 
 
 def steps_of(mesh: Mesh, spec: RunSpec) -> list[tuple[dict[str, torch.Tensor], dict[str, float]]]:
@@ -72,6 +75,36 @@ def test_bytes_are_the_formulas_and_none_in_other_steps(
             assert sent["all_reduce"] == share * sum(sizes) * 4 / spec.layout.dp
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {**ISLANDS, "outer__format": "bf16"},
+        {**STREAMING, "outer__format": "int8", "layout__replicate": 4},
+        {**ISLANDS, "outer__format": "int4", "layout__dp": 2, "layout__zero": 3},
+        {**STREAMING, "outer__format": "fp4", "layout__tp": 2},
+        {**ISLANDS, "outer__top_k": 0.1},
+        {**STREAMING, **SPARSE, "layout__dp": 2, "layout__zero": 1},
+    ],
+)
+def test_bytes_of_compressed_exchanges_are_the_formulas(
+    ranks: Ranks, corpus: Path, flags: dict[str, Any]
+) -> None:
+    spec = spec_of(corpus, **flags)
+    outer, blocks = spec.outer, blocks_of(spec.model)
+    cut = {each.name for unit in parameters(spec.model).values() for each in unit if each.split}
+    for found in ranks.run(spec.layout, steps_of, spec):
+        for number, (whole, sent) in enumerate(found, 1):
+            fragments, message = outer.begins(number, STEPS), 0.0
+            for name, tensor in whole.items():
+                if outer.fragment_of(name, spec.model.tied) not in fragments:
+                    continue
+                size = tensor.numel() / (spec.layout.tp if name in cut else 1) / spec.layout.dp
+                block = blocks.get(name, 1) if outer.has_blocks else 1
+                message += size / block * outer.block_bytes(block) if name in blocks else 4 * size
+            assert sent.get("all_gather", 0) == pytest.approx((spec.layout.replicate - 1) * message)
+            assert "all_reduce" not in sent
+
+
 def test_each_parameter_is_exchanged_once_in_a_period(corpus: Path) -> None:
     spec = spec_of(corpus, **ISLANDS | {"outer__every": 5, "outer__fragments": 2})
     for first in range(1, 20):
@@ -95,6 +128,9 @@ RESUMED: list[dict[str, Any]] = [
     {**STREAMING, "layout__pp": 2},
     {**ISLANDS, "layout__dp": 2, "layout__ep": 2, **EXPERTS},
     {**ISLANDS, "train__optimiser": "adamw8bit", "precision__compute": "bf16"},
+    {**STREAMING, **SPARSE, "layout__dp": 2, "layout__zero": 3},
+    {**STREAMING, "outer__format": "int8", "outer__error_decay": 1.0, "layout__tp": 2},
+    {**ISLANDS, **SPARSE, "layout__dp": 2, "layout__ep": 2, **EXPERTS},
 ]
 
 
@@ -124,6 +160,10 @@ def test_a_resumed_run_of_islands_ends_bitwise_as_one_that_was_not_stopped(
         (STREAMING, {**STREAMING, "outer__delay": 0}),
         ({"layout__dp": 2, "layout__zero": 1}, STREAMING),
         (STREAMING, {"layout__dp": 4, "layout__zero": 3}),
+        (STREAMING, STREAMING | SPARSE),
+        (STREAMING | SPARSE, {**STREAMING, **SPARSE, "layout__replicate": 4, "layout__tp": 2}),
+        (STREAMING | SPARSE, ISLANDS | {"outer__format": "bf16"}),
+        (STREAMING | SPARSE, {"layout__dp": 4, "layout__zero": 3}),
     ],
 )
 def test_islands_come_and_go_at_any_checkpoint(
@@ -139,13 +179,14 @@ def test_islands_come_and_go_at_any_checkpoint(
 
 
 def test_a_loaded_checkpoint_has_each_islands_own_states(ranks: Ranks, corpus: Path, tmp_path: Path) -> None:
-    spec = spec_of(corpus, **ISLANDS | {"layout__replicate": 4}, train__stop_at=HALF)
+    spec = spec_of(corpus, **ISLANDS | SPARSE | {"layout__replicate": 4}, train__stop_at=HALF)
     start(ranks, spec, tmp_path / "run")
-    fewer = spec_of(corpus, **ISLANDS)
+    fewer = spec_of(corpus, **ISLANDS | SPARSE)
     saved = ranks.run(spec.layout, held, spec, tmp_path / "run")
     loaded = ranks.run(fewer.layout, held, fewer, tmp_path / "run")
     assert loaded == saved[:2]
-    assert len({own["parameter"] for own in saved}) == len({own["exp_avg"] for own in saved}) == 4
+    for kind in ("parameter", "exp_avg", "error"):
+        assert len({own[kind] for own in saved}) == 4
     assert len({own["model"] for own in saved}) == 1
 
 
@@ -160,9 +201,14 @@ def held(mesh: Mesh, spec: RunSpec, out: Path) -> dict[str, float]:
     run.loader.close()
     run.store.close()
     own = state.island(trainer)
-    sums = {"parameter": 0.0, "exp_avg": 0.0, "model": 0.0}
+    sums = {"parameter": 0.0, "exp_avg": 0.0, "error": 0.0, "model": 0.0}
     for name, tensor in state.tensors(trainer).items():
-        kind = {f"{own}model": "parameter", f"{own}optim": "exp_avg", "model": "model"}
+        kind = {
+            f"{own}model": "parameter",
+            f"{own}optim": "exp_avg",
+            f"{own}outer": "error",
+            "model": "model",
+        }
         key = next((value for prefix, value in kind.items() if name.startswith(f"{prefix}/")), None)
         if key and "exp_avg_sq" not in name:
             sums[key] += float(tensor.full_tensor().double().abs().sum())

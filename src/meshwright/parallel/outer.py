@@ -4,7 +4,7 @@ Splits        samples over replicate, as data parallelism does; an island is one
               differ in the other axes only. Its loss, gradient norm, clipping and optimiser are its own.
 Wire          for P parameters of a rank (P/n with ZeRO), R islands, b bytes of an exact number, each
               `outer.every` steps: an all-reduce of 2 P b (R-1)/R over replicate, a fragment at a time, and
-              with it two numbers. Nothing in the other steps.
+              with it two numbers. Nothing in the other steps. Compressed: `outer_compression.py`.
 Saves         all but one of `outer.every` sums of gradients over replicate; costs two more buffers of P exact
               numbers, and with a delay one for each fragment that is under way.
 
@@ -28,14 +28,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from meshwright.parallel.collectives import start_all_reduce, start_broadcast
+from meshwright.parallel.collectives import DONE, start_all_reduce, start_broadcast
 from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.flat_param import Stored, stored
 from meshwright.parallel.fsdp_unit import Unit
 from meshwright.parallel.loss_normalization import share_of_an_island
-from meshwright.parallel.mesh import Mesh, Pending
+from meshwright.parallel.mesh import Axis, Mesh
+from meshwright.parallel.outer_compression import Compression, ExactSum, Sum
 from meshwright.parallel.router_balance import RouterBalance
 from meshwright.spec import RunSpec
+from meshwright.spec.eight_bit import blocks_of
 
 
 class Anchored(NamedTuple):
@@ -52,6 +54,15 @@ class Anchored(NamedTuple):
     anchor: Tensor
     """`value` after the last exchange, in the format of exact sums."""
     momentum: Tensor | None
+    compression: Compression | None = None
+    """By which it is sent, but for exact numbers."""
+
+    def start(self, axis: Axis) -> Sum:
+        """Begin to sum over islands how far it moved from its anchor."""
+        delta = self.anchor - self.value
+        if self.compression is not None:
+            return self.compression.start(delta, axis)
+        return ExactSum(delta, start_all_reduce(delta, axis))
 
 
 @dataclass
@@ -61,17 +72,10 @@ class Exchange:
     fragment: int
     due: int
     """The step after which its result is used."""
-    deltas: list[Tensor]
-    """How far parts of the fragment moved from their anchors, summed over islands once `works` have ended."""
-    asked: Tensor
-    """Ranks that were asked to stop, a scalar summed likewise."""
-    works: list[Pending]
-
-    def wait(self) -> None:
-        """Return when the sums have come."""
-        for work in self.works:
-            work.wait()
-        self.works = []
+    deltas: list[Sum]
+    """How far parts of the fragment moved from their anchors, summed over islands."""
+    asked: Sum
+    """Ranks that were asked to stop, a scalar."""
 
 
 class Outer:
@@ -79,12 +83,13 @@ class Outer:
 
     def __init__(self, spec: RunSpec, mesh: Mesh, states: DataParallel, balance: RouterBalance) -> None:
         self.mesh, self.outer, self._states = mesh, spec.outer, states
-        self._last, exact = spec.train.total_steps, states.formats.exact
+        self._last, exact, blocks = spec.train.total_steps, states.formats.exact, blocks_of(spec.model)
         self._parts: list[list[Anchored]] = [[] for _ in range(self.outer.fragments)]
         for unit in states.units:
             anchor, momentum = (torch.zeros_like(unit.stored, dtype=exact) for _ in range(2))
             fragment = self.outer.fragment_of(unit.slots[0].key, spec.model.tied)
-            self._parts[fragment].append(Anchored(unit, "", unit.stored, anchor, momentum))
+            compression = Compression(self.outer, unit, blocks, exact) if self.outer.compressed else None
+            self._parts[fragment].append(Anchored(unit, "", unit.stored, anchor, momentum, compression))
         for name, bias in balance.biases().items():
             value, fragment = bias.to_local(), self.outer.fragment_of(name, spec.model.tied)
             self._parts[fragment].append(Anchored(None, name, value, torch.zeros_like(value), None))
@@ -95,11 +100,13 @@ class Outer:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Set the anchors to the parameters, which are equal on all islands, and drop momentum."""
+        """Set the anchors to the parameters, which are equal on all islands, and drop all other states."""
         for part in self._every_part:
             part.anchor.copy_(part.value)
             if part.momentum is not None:
                 part.momentum.zero_()
+        for _, error in self._errors:
+            error.zero_()
         self._under_way.clear()
 
     @torch.no_grad()
@@ -120,19 +127,17 @@ class Outer:
         return told
 
     def _start(self, fragment: int, due: int) -> Exchange:
-        parts, axis = self._parts[fragment], self.mesh.replicate
-        deltas = [part.anchor - part.value for part in parts]
+        axis = self.mesh.replicate
+        deltas = [part.start(axis) for part in self._parts[fragment]]
         asked = torch.tensor(float(self._asked), dtype=torch.float64, device=self.mesh.device)
-        works = [start_all_reduce(delta, axis) for delta in deltas]
-        works.append(start_all_reduce(asked, axis, "scalars"))
         self._asked = 0
-        return Exchange(fragment, due, deltas, asked, works)
+        return Exchange(fragment, due, deltas, ExactSum(asked, start_all_reduce(asked, axis, "scalars")))
 
     def _end(self, exchange: Exchange, own_share: float) -> int:
         """Take the outer step of a fragment; returns how many ranks were asked to stop."""
-        exchange.wait()
         share, outer = share_of_an_island(self.mesh.replicate.size), self.outer
-        for part, delta in zip(self._parts[exchange.fragment], exchange.deltas, strict=True):
+        for part, summed in zip(self._parts[exchange.fragment], exchange.deltas, strict=True):
+            delta = summed.total()
             self._agree_on_ends(part, delta)
             delta.mul_(share)
             if part.momentum is None:
@@ -145,7 +150,7 @@ class Outer:
             part.value.lerp_(part.anchor, 1 - own_share)
             if part.unit is not None:
                 part.unit.expire()
-        return int(exchange.asked)
+        return int(exchange.asked.total())
 
     def _agree_on_ends(self, part: Anchored, delta: Tensor) -> None:
         """Give both ranks that hold tied embeddings apart one sum: theirs may be added in other orders."""
@@ -187,9 +192,21 @@ class Outer:
             if part.momentum is not None:
                 yield from self._stored("outer/momentum", part, part.momentum)
         for exchange in self._under_way:
-            exchange.wait()
-            for part, delta in zip(self._parts[exchange.fragment], exchange.deltas, strict=True):
-                yield from self._stored("outer/delta", part, delta)
+            exchange.deltas = [ExactSum(summed.total(), DONE) for summed in exchange.deltas]
+            for part, summed in zip(self._parts[exchange.fragment], exchange.deltas, strict=True):
+                yield from self._stored("outer/delta", part, summed.total())
+
+    def own_tensors(self) -> Iterator[tuple[str, Stored]]:
+        """(name, tensor) of what this island's messages left out, where that is sent later."""
+        for part, error in self._errors:
+            assert part.unit is not None
+            yield from ((f"outer/error/{name}", each) for name, each in part.unit.tensors(error))
+
+    @property
+    def _errors(self) -> Iterator[tuple[Anchored, Tensor]]:
+        for part in self._every_part:
+            if part.compression is not None and part.compression.error is not None:
+                yield part, part.compression.error
 
     def _stored(self, kind: str, part: Anchored, flat: Tensor) -> Iterator[tuple[str, Stored]]:
         if part.unit is None:
@@ -213,15 +230,17 @@ class Outer:
         """Make room for the exchanges under way of a checkpoint of this `state`, whose sums are loaded next.
 
         Where fragments are others now they are dropped: the next exchange is of all that islands moved by.
+        Errors are zeros until they are loaded; some checkpoints have none.
         """
+        for _, error in self._errors:
+            error.zero_()
         known = all(fragment < self.outer.fragments for fragment, _ in state)
         self._under_way = [
             Exchange(
                 fragment,
                 due,
-                [torch.zeros_like(part.anchor) for part in self._parts[fragment]],
-                torch.zeros((), dtype=torch.float64),
-                [],
+                [ExactSum(torch.zeros_like(part.anchor), DONE) for part in self._parts[fragment]],
+                ExactSum(torch.zeros((), dtype=torch.float64), DONE),
             )
             for fragment, due in (state if known else [])
         ]

@@ -1,4 +1,4 @@
-"""Blocks of numbers that share a scale in 8-bit moments of an optimiser: a function of the model alone.
+"""Blocks of numbers that share a scale, in 8-bit moments and in what islands send: a function of the model.
 
 A block lies within a row of a matrix, so that no axis that deals rows cuts it. Rows of the matrices that sum
 over heads or channels (`o`, `down`) are cut, too: there a block divides the share of a head, or of the most
@@ -51,16 +51,22 @@ def blocks_of(model: Architecture) -> Mapping[str, int]:
 
 
 def slices_of_experts_are_whole_blocks(spec: Sections) -> None:
-    """Ranks cut the rows of experts between the blocks of 8-bit moments."""
+    """Ranks cut the rows of experts between the blocks of 8-bit moments, and of what islands exchange."""
     moe, etp = spec.model.moe, spec.layout.etp
-    if moe is None or spec.train.optimiser != "adamw8bit":
+    blocked = {
+        "train.optimiser = 'adamw8bit'": ("train.optimiser = 'adamw'", spec.train.optimiser == "adamw8bit"),
+        f"outer.top_k = {spec.outer.top_k}": ("outer.top_k = 'none'", spec.outer.top_k is not None),
+        f"outer.format = {spec.outer.format!r}": ("outer.format = 'bf16'", spec.outer.has_blocks),
+    }
+    of, instead = next(((key, other) for key, (other, has) in blocked.items() if has), ("", ""))
+    if moe is None or not of:
         return
     slices = moe.ffn // _largest_divisor(moe.ffn // gcd(EXPERT_SLICES, moe.ffn))
     if slices % etp:
         raise UserError(
-            f"layout.etp: {etp} slices of model.moe.ffn = {moe.ffn} channels cut blocks of train.optimiser = "
-            f"'adamw8bit', which are {moe.ffn // slices} channels each; try layout.etp = "
-            f"{nearest(etp, divisors(gcd(slices, spec.layout.expert_ranks)))}, or train.optimiser = 'adamw'"
+            f"layout.etp: {etp} slices of model.moe.ffn = {moe.ffn} channels cut blocks of {of}, which are "
+            f"{moe.ffn // slices} channels each; try layout.etp = "
+            f"{nearest(etp, divisors(gcd(slices, spec.layout.expert_ranks)))}, or {instead}"
         )
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from meshwright.spec.base import FrozenModel
+
+OuterFormat = Literal["fp32", "bf16", "int8", "int4", "fp4"]
+"""Formats of the numbers of an exchange; "fp32" stands for exact numbers, in fp64 those of fp64."""
 
 
 class OuterSpec(FrozenModel):
@@ -37,6 +42,21 @@ class OuterSpec(FrozenModel):
         description="share of an island's own parameters in those that it goes on with after an exchange; "
         "by default 0.5 with a delay and 0 without",
     )
+    format: OuterFormat = Field(
+        "fp32",
+        description="format in which islands send how far matrices moved; fp32 is exact, and int8, int4 and "
+        "fp4 (E3M0) have a scale for each block of at most 256 numbers of a row",
+    )
+    top_k: float | None = Field(
+        None, gt=0, lt=1, description="share of each block's numbers that is sent, the largest (SparseLoCo)"
+    )
+    error_decay: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="error feedback: factor of what earlier exchanges did not send, which is added to what "
+        "an island moved by; by default 0.95 with top_k and 0, which is none, without",
+    )
 
     @property
     def own_share(self) -> float:
@@ -44,6 +64,39 @@ class OuterSpec(FrozenModel):
         if self.alpha is not None:
             return self.alpha
         return 0.5 if self.delay else 0.0
+
+    @property
+    def compressed(self) -> bool:
+        """True if islands send anything but exact numbers, all of them."""
+        return self.format != "fp32" or self.top_k is not None
+
+    @property
+    def has_blocks(self) -> bool:
+        """True if numbers of a block share a scale, or compete for being sent."""
+        return self.format in ("int8", "int4", "fp4") or self.top_k is not None
+
+    @property
+    def kept_error(self) -> float:
+        """`error_decay`, or its default."""
+        if self.error_decay is not None:
+            return self.error_decay
+        return 0.0 if self.top_k is None else 0.95
+
+    def sent_of(self, block: int) -> int:
+        """How many numbers of a block are sent."""
+        return block if self.top_k is None else max(1, round(self.top_k * block))
+
+    def block_bytes(self, block: int, exact: int = 4) -> int:
+        """Bytes of a block's message: values, one scale, and indices, with `exact` bytes an exact number."""
+        sent = self.sent_of(block)
+        values = {
+            "fp32": exact * sent,
+            "bf16": 2 * sent,
+            "int8": sent + exact,
+            "int4": (sent + 1) // 2 + exact,
+            "fp4": (sent + 1) // 2 + exact,
+        }[self.format]
+        return values + (0 if self.top_k is None else sent)
 
     def begins(self, step: int, last: int) -> tuple[int, ...]:
         """Fragments whose exchange begins after optimiser step `step`, from 1, of a run of `last` steps.

@@ -40,6 +40,16 @@ def fragments_fit_the_period(spec: Sections) -> None:
         )
 
 
+def errors_are_of_a_compression(spec: Sections) -> None:
+    """Error feedback sends later what a compressed exchange did not send."""
+    outer = spec.outer
+    if outer.error_decay is not None and not outer.compressed:
+        raise UserError(
+            f"outer.error_decay: {outer.error_decay} has no effect with outer.format = 'fp32', which sends "
+            f"everything; give outer.top_k = 0.03, or outer.format = 'int4'"
+        )
+
+
 def islands_keep_states_of_their_own(spec: Sections) -> None:
     """A checkpoint has the parameters and moments of each island, and other states once for all ranks."""
     if not spec.outer.every:
@@ -72,6 +82,7 @@ def islands_have_no_teacher(spec: Sections) -> None:
 OUTER_RULES = (
     islands_are_several,
     fragments_fit_the_period,
+    errors_are_of_a_compression,
     islands_keep_states_of_their_own,
     islands_have_no_teacher,
 )

@@ -14,6 +14,7 @@ from meshwright.parallel.flat_param import Stored
 from meshwright.parallel.precision import LossScale
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.differences import as_in_file, differences
+from meshwright.spec.outer import OuterSpec
 from meshwright.spec.precision import PrecisionSpec
 from meshwright.spec.records import Number, Positive, read
 from meshwright.spec.train import TrainSpec
@@ -44,7 +45,7 @@ def tensors(trainer: Trainer) -> dict[str, Stored]:
     if trainer.outer is None:
         return found
     trainer.outer.updates.to_local().fill_(trainer.optimiser.updates)
-    found["updates"] = trainer.outer.updates
+    found |= {"updates": trainer.outer.updates, **dict(trainer.outer.own_tensors())}
     own = {f"{island(trainer)}{name}": tensor for name, tensor in found.items()}
     return {**own, **dict(trainer.outer.tensors())}
 
@@ -62,7 +63,7 @@ def tensors_in(trainer: Trainer, state: dict[str, Any]) -> dict[str, Stored]:
     takes what island k mod n of n had; where there were none, what all ranks had; and where there are none
     now, all ranks take the run's model and what the first island had.
     """
-    saved = islands_in(state)
+    saved, there = islands_in(state), ""
     if trainer.outer is not None:
         trainer.outer.expect(state["exchanges"] if _same_outer(trainer, state) else [])
     found = tensors(trainer)
@@ -78,6 +79,7 @@ def tensors_in(trainer: Trainer, state: dict[str, Any]) -> dict[str, Stored]:
         found = {f"island.0/{n}" if n.startswith("optim/") else n: tensor for n, tensor in found.items()}
     without = [] if has_average(state) else ["ema/"]
     without += ["optim/"] if state["data_digest"] is None else []
+    without += [] if _has_errors(trainer, state) else [f"{there}outer/error/"]
     return {name: tensor for name, tensor in found.items() if not name.startswith(tuple(without))}
 
 
@@ -85,6 +87,13 @@ def islands_in(state: dict[str, Any]) -> int:
     """Islands of the run of a checkpoint of this state; 1 without."""
     spec = state["spec"]
     return int(spec["layout"]["replicate"]) if spec.get("outer", {}).get("every") else 1
+
+
+def _has_errors(trainer: Trainer, state: dict[str, Any]) -> bool:
+    """True if a checkpoint of this state has what messages left out, and no messages that are sent anew."""
+    if islands_in(state) == 1 or (state["exchanges"] and not _same_outer(trainer, state)):
+        return False
+    return OuterSpec.model_validate(state["spec"]["outer"]).kept_error > 0
 
 
 def _same_outer(trainer: Trainer, state: dict[str, Any]) -> bool:

@@ -44,11 +44,32 @@ class Comparison:
         self.tolerance = tolerance
         self.kinds: dict[tuple[int, str], list[Difference]] = {}
 
-    def add(self, step: int, kind: str, ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> None:
-        """Compare equally named tensors; a name on one side only counts as infinitely different."""
-        largest = max((float(tensor.abs().max()) for tensor in reference.values()), default=0.0)
+    def add(
+        self,
+        step: int,
+        kind: str,
+        ours: Mapping[str, Tensor],
+        reference: Mapping[str, Tensor],
+        minuends: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Compare equally named tensors; a name on one side only counts as infinitely different.
+
+        `minuends` are given where tensors are small differences of these and others: they are measured by
+        them, whose rounding they have.
+        """
+        sizes = {
+            name: float(tensor.abs().max()) for name, tensor in {**reference, **(minuends or {})}.items()
+        }
+        largest = max(sizes.values(), default=0.0)
         names = [*reference, *sorted(ours.keys() - reference.keys())]  # in order of the forward
-        self.note(step, kind, (_difference(step, kind, name, ours, reference, largest) for name in names))
+        self.note(
+            step,
+            kind,
+            (
+                _difference(step, kind, name, ours, reference, max(sizes.get(name, 0.0), FLOOR * largest))
+                for name in names
+            ),
+        )
 
     def note(self, step: int, kind: str, differences: Iterable[Difference]) -> None:
         """Add differences that were found elsewhere, in order of the forward."""
@@ -164,6 +185,7 @@ _PHRASES = {
     "ema": "the moving average of {}",
     "outer parameter": "the outer step of {}",
     "outer momentum": "the outer momentum of {}",
+    "outer error": "what an island had not sent yet of {} after the step",
 }
 
 _THOUGH = {
@@ -184,13 +206,12 @@ def _difference(
     name: str,
     ours: Mapping[str, Tensor],
     reference: Mapping[str, Tensor],
-    largest: float,
+    size: float,
 ) -> Difference:
     if name not in ours or name not in reference or ours[name].shape != reference[name].shape:
         return Difference(step, kind, name, math.inf, detail="which one side does not have")
     found, wanted = ours[name], reference[name]
-    scale = max(float(wanted.abs().max()), FLOOR * largest) or 1.0
-    relative = float((found - wanted).abs().max()) / scale
+    relative = float((found - wanted).abs().max()) / (size or 1.0)
     if math.isnan(relative):
         return Difference(step, kind, name, math.inf, detail="which is not a number")
     return Difference(step, kind, name, relative, factor_of(found, wanted) if relative > TOLERANCE else None)

@@ -18,7 +18,7 @@ def gather_state(trainer: Trainer) -> State:
     """Gather parameters, routers' biases, moments and averages on rank 0; collective over the run's mesh.
 
     Moments in 8 bits are dequantised. What islands have by themselves is under `island.<number>/<name>`, and
-    what their exchange has under the kinds `outer parameter` and `outer momentum`.
+    what their exchange has under the kinds `outer parameter`, `outer momentum` and `outer error`.
     """
     averages = ("ema",) if trainer.ema is not None else ()
     kinds = ("parameter", "router bias", *trainer.optimiser.moments, *averages)

@@ -2,7 +2,7 @@
 
 Each island is a run of one device by itself, on its share of each batch. Between their steps the outer rule
 is applied by hand, as the papers state it: DiLoCo (Douillard et al. 2023, algorithm 1) and Streaming DiLoCo
-(Douillard et al. 2025, algorithm 2).
+(Douillard et al. 2025, algorithm 2); what a compressed exchange sends is in `reference_compression.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from meshwright.data.loader import Batch
 from meshwright.spec import RunSpec
 from meshwright.verify.reference import SAMPLES, ReferenceStep, reference_steps
+from meshwright.verify.reference_compression import Messages
 from meshwright.verify.reference_sums import PHASES
 
 Weights = dict[str, Tensor]
@@ -44,6 +45,7 @@ class OuterRule:
             if not name.endswith(".router.bias")
         }
         self._results: list[_Result] = []
+        self.messages = Messages(spec)
 
     @torch.no_grad()
     def after(self, step: int, islands: list[Weights]) -> None:
@@ -77,8 +79,14 @@ class OuterRule:
         return 0 if first else self.outer.fragments - 1
 
     def _mean(self, names: list[str], islands: list[Weights]) -> Weights:
-        moved = {name: [self.agreed[name] - island[name] for island in islands] for name in names}
-        return {name: torch.stack(each).mean(0) for name, each in moved.items()}
+        told = {
+            name: [
+                self.messages.sent(place, name, self.agreed[name] - island[name])
+                for place, island in enumerate(islands)
+            ]
+            for name in names
+        }
+        return {name: torch.stack(each).mean(0) for name, each in told.items()}
 
     def _use(self, mean: Weights, islands: list[Weights], own: float) -> None:
         for name, moved in mean.items():
@@ -97,8 +105,8 @@ def island_steps(
 ) -> Iterator[ReferenceStep]:
     """Take an optimiser step of every island on each batch, and exchange; yields what `reference_steps` does.
 
-    Kinds of `OF_ISLANDS` have the values of every island; `outer parameter` and `outer momentum` are those of
-    the exchange. Routers' statistics and the sums of modules are the first island's.
+    Kinds of `OF_ISLANDS`, and `outer error`, have the values of every island; `outer parameter` and `outer
+    momentum` are those of the exchange. Routers' statistics and the sums of modules are the first island's.
     """
     alone = spec.of_island()
     shares: list[deque[Batch]] = [deque() for _ in range(spec.islands)]
@@ -136,4 +144,9 @@ def _joined(batch: Batch, found: list[ReferenceStep], live: list[Weights], rule:
             step[kind] = values
     step["outer parameter"] = {name: value.clone() for name, value in rule.agreed.items()}
     step["outer momentum"] = dict(rule.momentum)
+    if rule.messages.decay:
+        names = [f"island.{place}/{name}" for place in range(len(live)) for name in rule.momentum]
+        nothing = {name: torch.zeros_like(rule.agreed[name.partition("/")[2]]) for name in names}
+        step["outer error"] = nothing | rule.messages.errors
+        step["outer message"] = dict(rule.messages.last)
     return step

@@ -102,7 +102,8 @@ def _side_by_side(
                 first = spec.of_island().at_step(number)
                 comparison.note(number, kind, differences(number, kind, sums, wanted, first))
             elif kind in wanted:  # optimisers have moments of their own
-                comparison.add(number, kind, found[kind], wanted[kind])
+                minuends = wanted["outer message"] if kind == "outer error" else None
+                comparison.add(number, kind, found[kind], wanted[kind], minuends)
         drift = math.inf if divergence is not None else 0.0
         copies = Difference(number, "replicas", str(divergence or "all copies"), drift)
         comparison.note(number, "replicas", [copies])
@@ -116,6 +117,7 @@ def _side_by_side(
 KINDS = (
     "forward", "balance", "loss", "backward", "gradient", "grad norm",
     "router bias", "parameter", "exp_avg", "exp_avg_sq", "ema", "outer parameter", "outer momentum",
+    "outer error",
 )  # fmt: skip
 """The kinds of values that are compared in each step, in the order in which a step computes them."""
 
