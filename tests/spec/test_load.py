@@ -97,6 +97,7 @@ def test_wrong_value_says_key_value_and_reason(tree: dict, parts: list[str]) -> 
         assert part in text
 
 
+TWO = {"replicate": 2}
 MOE: dict[str, object] = {"preset": "moe-tiny"}
 
 
@@ -115,6 +116,21 @@ RULES = [
     ),
     ({"model": {"position": "learned", "max_seq_len": 64}}, ["data.seq_len", "512", "64"]),
     ({"recovery": {"on_spike": "rollback"}}, ["recovery.on_spike: 'rollback'", "try checkpoint.every = 100"]),
+    ({"outer": {"every": 5}}, ["outer.every: 5", "layout.replicate is 1", "2 or more"]),
+    ({"outer": {"fragments": 2}}, ["outer.fragments: 2", "outer.every = 0", "outer.every = 50"]),
+    ({"layout": TWO, "outer": {"every": 5, "delay": 5}}, ["outer.delay: 5", "outer.every = 5", "at most 4"]),
+    ({"layout": TWO, "outer": {"every": 9, "fragments": 5}}, ["outer.fragments: 5", "model.layers = 4"]),
+    ({"layout": TWO, "outer": {"every": 5, "island": 1}}, ["outer.island: 1", "outer.quorum"]),
+    ({"layout": TWO, "outer": {"every": 5, "quorum": 3}}, ["outer.quorum: 3", "layout.replicate = 2"]),
+    (
+        {"layout": TWO, "outer": {"every": 5, "quorum": 1, "delay": 1}},
+        ["outer.delay: 1", "outer.quorum = 1", "leave outer.quorum out"],
+    ),
+    ({"layout": TWO, "outer": {"every": 5, "quorum": 1, "island": 2}}, ["outer.island: 2", "at most 1"]),
+    (
+        {"layout": TWO, "outer": {"every": 5}, "train": {"ema": 0.9}},
+        ["train.ema: 0.9", "outer.every = 5", "'none'"],
+    ),
     ({"layout": {"ep": 2}}, ["layout.ep: 2", "no experts", "set layout.ep = 1, or give model.moe"]),
     ({"layout": {"etp": 2}}, ["layout.etp: 2", "no experts"]),
     ({"layout": {"expert_parts": 2}}, ["layout.expert_parts: 2", "no effect"]),

@@ -59,7 +59,8 @@ def train(
 
     With `nodes` (least, most) this host is one of so many that run the same on a common `out`, with `nproc`
     ranks each (default: one for each GPU, or core): hosts may be lost and join while the run goes on, and the
-    data axes of the layout have the size that the hosts at hand make. Others reach this host at `address`.
+    data axes of the layout have the size that the hosts at hand make. Others reach this host at `address`;
+    so do other islands, where `outer.island` says which one this host trains.
 
     The run's folder is `out` (default `runs/<time>`). `resume` is None, "auto" (from the newest checkpoint of
     that folder, if there is one) or a step. The result has `final_loss`,
@@ -73,14 +74,26 @@ def train(
         if out is None:
             raise UserError("--out: several hosts need a common folder; give one that all of them have")
         return _train_with_others(spec, nodes, nproc, Path(out), resume, quiet, address)
-    ranks = spec.layout.world_size if nproc is None else nproc
+    ranks = spec.world_size if nproc is None else nproc
     ranks_match(spec, ranks)
     check_distillation(spec)
     check_room(spec)
     out = Path(out) if out else default_out()
+    if spec.outer.quorum is not None and spec.outer.island is None:
+        from meshwright.api.islands import train_islands
+
+        _check_folder(spec, out, resume)
+        make_folder(out)
+        return train_islands(spec, out, resume, quiet)
+    if spec.outer.island is not None:
+        from meshwright.api.islands import island_folder
+
+        out = island_folder(out, spec.outer.island)
+        make_folder(out)
     if ranks == 1 and not supervise:
-        return train_worker(spec, out=out, resume=resume, quiet=quiet)
+        return train_worker(spec, out=out, resume=resume, quiet=quiet, address=address)
     flags = ["--out", str(out), *(["--quiet"] if quiet else [])]
+    flags += [] if address is None else ["--address", address]
     first = flags if resume is None else [*flags, "--resume", resume]
     return launch("train", spec, ranks, first, out / "result.json", [*flags, "--resume", "auto"])
 
@@ -127,12 +140,23 @@ def _train_with_others(
     return dict(json.loads((out / "result.json").read_text(encoding="utf-8")))
 
 
-def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: bool = False) -> Result:
-    """Train as one rank of the world of torchrun, or alone; every rank returns the result."""
+def train_worker(
+    spec: RunSpec,
+    *,
+    out: Path,
+    resume: str | None = None,
+    quiet: bool = False,
+    address: str | None = None,
+) -> Result:
+    """Train as one rank of the world of torchrun, or alone; every rank returns the result.
+
+    The ranks of other islands reach this one at `address`, by default on this host.
+    """
     from meshwright.checkpoint.lease import STALE_S, Lease
     from meshwright.data.corpus import open_corpus
     from meshwright.infer.sample import held_out_sample
     from meshwright.infer.teacher import teaching
+    from meshwright.launch.network import own_address
     from meshwright.launch.out_of_memory import memory_errors_told
     from meshwright.launch.world import mesh_of, once_per_host
     from meshwright.parallel.waiting import while_others_wait
@@ -170,9 +194,10 @@ def train_worker(spec: RunSpec, *, out: Path, resume: str | None = None, quiet: 
         slots = supervision.snapshots if supervision is not None else ()
         injection = _injection(supervision)
         disk = injection.disk if injection else None
+        host = "127.0.0.1" if address is None else own_address(address)[0]
         run = TrainingRun(
             spec, mesh, out, observers, check="lazy", lease=lease, slots=slots, disk=disk,
-            teaching=lambda corpus: teaching(spec, mesh, corpus, out),
+            teaching=lambda corpus: teaching(spec, mesh, corpus, out), host=host,
         )  # fmt: skip
         if injection is not None:
             injection.attach(run)

@@ -53,6 +53,11 @@ def verify(
         raise UserError(f"steps: {steps} steps compare nothing; give 1 or more")
     if onto is not None and through is None:
         raise UserError("--onto: is the layout to load on; add --through checkpoint, or --through export")
+    if spec.outer.island is not None:
+        raise UserError(
+            f"outer.island: {spec.outer.island}: `verify` compares all islands, in the order of a script; "
+            f"leave it out"
+        )
     if spec.islands > 1 and (precision == "run" or through is not None):
         raise UserError(
             f"outer.every: {spec.outer.every}: islands are compared in float64 and without a checkpoint; "

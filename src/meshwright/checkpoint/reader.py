@@ -21,12 +21,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint.digests import Digest, sha256
+from meshwright.checkpoint.directory import candidates, latest_step
 from meshwright.checkpoint.disk import MANIFEST, Disk, parse_step_name
 from meshwright.checkpoint.errors import BadCheckpointError, reading, retried
 from meshwright.checkpoint.manifest import DTYPE_NAMES, Manifest, Part, Piece
@@ -111,6 +113,14 @@ def verify_piece(descriptor: int, name: str, piece: Piece, path: Path, disk: Dis
             _read_into(part, descriptor, piece.start + start, path, disk)
             digest.update(part)
     _check_digest(digest.hexdigest(), name, piece, path)
+
+
+def newest_state(directory: Path) -> dict[str, Any] | None:
+    """Return the JSON state of the newest checkpoint of a folder; None where there is none."""
+    if not directory.is_dir() or latest_step(directory) is None:
+        return None
+    path = candidates(directory, None)[0]
+    return dict(parse_manifest(path, read_manifest_text(path, Disk())).state)
 
 
 def match_tensors(manifest: Manifest, tensors: Mapping[str, Tensor | UnpaddedDTensor], where: Path) -> None:

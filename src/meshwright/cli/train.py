@@ -60,8 +60,6 @@ def _train(call: Call, place: Worker | None, ending: Ending) -> int:
     if call.flags["nodes"] is not None:
         _train_with_others(call, ending)
         return 0
-    if call.flags["address"] is not None:
-        raise UserError("--address: only says where other hosts reach this one; add --nodes, or remove it")
     resume, quiet = call.flags["resume"], call.flags["quiet"]
     run = path if path is not None and path.is_dir() else None
     out: Path | None = call.flags["out"] or run
@@ -73,6 +71,12 @@ def _train(call: Call, place: Worker | None, ending: Ending) -> int:
         )
     else:
         spec = spec_of(call, place.world_size if place else None)
+    address = call.flags["address"]
+    if address is not None and spec.outer.island is None:
+        raise UserError(
+            "--address: only says where other hosts reach this one; add --nodes, or --outer.island, or "
+            "remove it"
+        )
     if resume is not None and run and out and run.resolve() != out.resolve():
         raise UserError(f"--out: {out} differs from the resumed run {run}; remove --out")
     if out is None and place is None:
@@ -85,9 +89,9 @@ def _train(call: Call, place: Worker | None, ending: Ending) -> int:
         if not _is_equal(call, spec, ending):
             return 1
     if place is None:
-        result = api.train(spec, out=out, resume=resume, quiet=quiet, supervise=True)
+        result = api.train(spec, out=out, resume=resume, quiet=quiet, supervise=True, address=address)
     else:
-        result = api.train_worker(spec, out=out, resume=resume, quiet=quiet)
+        result = api.train_worker(spec, out=out, resume=resume, quiet=quiet, address=address)
     if place is None or (place.rank == 0 and not place.launched):
         _show_finished(call, result, ending)
     return 0

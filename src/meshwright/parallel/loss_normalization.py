@@ -8,6 +8,7 @@ accumulation and no uneven padding can then change the mathematics.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -46,3 +47,8 @@ def share_of_a_sequence(global_sequences: int) -> float:
 def share_of_an_island(islands: int) -> float:
     """Weight of one island in the mean over them: they read as many samples each."""
     return 1.0 / islands
+
+
+def shares_of_tokens(tokens: Sequence[int]) -> list[float]:
+    """Weights of islands that trained on so many tokens each, in the mean over them."""
+    return [each / sum(tokens) for each in tokens]

@@ -135,22 +135,26 @@ class Outer:
 
     def _end(self, exchange: Exchange, own_share: float) -> int:
         """Take the outer step of a fragment; returns how many ranks were asked to stop."""
-        share, outer = share_of_an_island(self.mesh.replicate.size), self.outer
+        share = share_of_an_island(self.mesh.replicate.size)
         for part, summed in zip(self._parts[exchange.fragment], exchange.deltas, strict=True):
             delta = summed.total()
             self._agree_on_ends(part, delta)
-            delta.mul_(share)
-            if part.momentum is None:
-                part.anchor.sub_(delta)
-            else:
-                part.momentum.mul_(outer.momentum).add_(delta)
-                if outer.nesterov:
-                    delta.add_(part.momentum, alpha=outer.momentum)
-                part.anchor.sub_(delta if outer.nesterov else part.momentum, alpha=outer.lr)
+            self._move_anchor(part, delta.mul_(share))
             part.value.lerp_(part.anchor, 1 - own_share)
             if part.unit is not None:
                 part.unit.expire()
         return int(exchange.asked.total())
+
+    def _move_anchor(self, part: Anchored, delta: Tensor) -> None:
+        """Take the outer step of a part from the mean of what islands moved by, which is used up."""
+        outer = self.outer
+        if part.momentum is None:
+            part.anchor.sub_(delta)
+            return
+        part.momentum.mul_(outer.momentum).add_(delta)
+        if outer.nesterov:
+            delta.add_(part.momentum, alpha=outer.momentum)
+        part.anchor.sub_(delta if outer.nesterov else part.momentum, alpha=outer.lr)
 
     def _agree_on_ends(self, part: Anchored, delta: Tensor) -> None:
         """Give both ranks that hold tied embeddings apart one sum: theirs may be added in other orders."""

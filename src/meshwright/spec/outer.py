@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -56,6 +57,27 @@ class OuterSpec(FrozenModel):
         le=1,
         description="error feedback: factor of what earlier exchanges did not send, which is added to what "
         "an island moved by; by default 0.95 with top_k and 0, which is none, without",
+    )
+
+    quorum: PositiveInt | None = Field(
+        None,
+        description="islands that are enough for an exchange, each a world of its own that may fail and come "
+        "back: with 1 each is free-running; 'none' for all of them, in one world",
+    )
+    grace_seconds: float = Field(
+        0.0, ge=0, description="time that an exchange waits for the other islands once the quorum has come"
+    )
+    max_staleness: NonNegativeInt | None = Field(
+        None,
+        description="exchanges that an island may be ahead of the slowest one, before it waits for it",
+    )
+    staleness_lr: Literal["none", "inverse"] = Field(
+        "none",
+        description="factor on what comes late: 'inverse' divides it by the exchanges that it is late "
+        "(Zhang et al. 2016)",
+    )
+    island: NonNegativeInt | None = Field(
+        None, description="the island that this command trains, where others train the others in one --out"
     )
 
     @property
@@ -116,3 +138,23 @@ class OuterSpec(FrozenModel):
         if part == "blocks":
             return int(rest.partition(".")[0]) % self.fragments
         return 0 if part == "embed" or tied else self.fragments - 1
+
+    def lateness_factor(self, late: int) -> float:
+        """Factor on what an island moved by, that comes so many exchanges late."""
+        return 1.0 / max(1, late) if self.staleness_lr == "inverse" else 1.0
+
+
+def scripted_arrivals(step: int, islands: int, outer: OuterSpec) -> list[list[int]]:
+    """The islands of each exchange after optimiser step `step` of a script, in order, for `outer.quorum`.
+
+    Hashes draw, once in `outer.every` steps in the mean, when an island comes, and with a quorum of several
+    when so many islands or more exchange together.
+    """
+    assert outer.quorum is not None
+    draws = {island: sha256(f"{step} {island}".encode()).digest() for island in range(islands)}
+    order = sorted(draws, key=lambda island: draws[island][1:])
+    if outer.quorum == 1:
+        return [[island] for island in order if draws[island][0] % outer.every == 0]
+    drawn = sha256(f"{step}".encode()).digest()
+    come = outer.quorum + drawn[1] % (islands - outer.quorum + 1)
+    return [sorted(order[:come])] if drawn[0] % outer.every == 0 else []

@@ -50,6 +50,33 @@ def errors_are_of_a_compression(spec: Sections) -> None:
         )
 
 
+def islands_by_quorum_exchange_all(spec: Sections) -> None:
+    """Islands that need not come to an exchange are fewer than all, and exchange the whole model at once."""
+    outer, count = spec.outer, spec.layout.replicate
+    if not outer.every:
+        return
+    if outer.quorum is None:
+        for key in ("grace_seconds", "max_staleness", "staleness_lr", "island"):
+            value, default = getattr(outer, key), type(outer).model_fields[key].default
+            if value != default:
+                raise UserError(
+                    f"outer.{key}: {value!r} has no effect where all islands exchange together; give "
+                    f"outer.quorum, the islands that are enough for an exchange"
+                )
+        return
+    check_at_most("outer.quorum", outer.quorum, "the islands of layout.replicate", count)
+    if outer.island is not None:
+        check_at_most("outer.island", outer.island, "the last island, layout.replicate - 1", count - 1)
+    whole = {"fragments": 1, "delay": 0, "alpha": None, "format": "fp32", "top_k": None}
+    for key, only in whole.items():
+        if getattr(outer, key) != only:
+            raise UserError(
+                f"outer.{key}: {getattr(outer, key)} does not go with outer.quorum = {outer.quorum}, with "
+                f"which the whole model is exchanged at once in exact numbers; give "
+                f"{only if only is not None else 'none'}, or leave outer.quorum out"
+            )
+
+
 def islands_keep_states_of_their_own(spec: Sections) -> None:
     """A checkpoint has the parameters and moments of each island, and other states once for all ranks."""
     if not spec.outer.every:
@@ -83,6 +110,7 @@ OUTER_RULES = (
     islands_are_several,
     fragments_fit_the_period,
     errors_are_of_a_compression,
+    islands_by_quorum_exchange_all,
     islands_keep_states_of_their_own,
     islands_have_no_teacher,
 )

@@ -412,8 +412,13 @@ def check(spec: Sections, ranks: int | None = None) -> None:
 def ranks_match(spec: Sections, ranks: int) -> None:
     """As many processes are started as the layout has ranks (checked by the launcher)."""
     layout = spec.layout
-    if ranks == layout.world_size:
+    if ranks == spec.world_size:
         return
+    if spec.outer.island is not None:
+        raise UserError(
+            f"layout: {layout.describe()} is {spec.world_size} ranks in an island, but {ranks} were asked "
+            f"for; give --nproc {spec.world_size}"
+        )
     axes = " x ".join(f"{axis}={getattr(layout, axis)}" for axis in ("replicate", "dp", "cp", "tp", "pp"))
     raise UserError(
         f"layout: {axes} is {layout.world_size} ranks, but {ranks} were asked for; "

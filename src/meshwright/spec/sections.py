@@ -205,6 +205,11 @@ class Sections(FrozenModel):
         """Groups of ranks that train by themselves between two exchanges of parameters; 1 without `outer`."""
         return self.layout.replicate if self.outer.every else 1
 
+    @property
+    def world_size(self) -> int:
+        """Ranks of this run's world: those of the layout, or of the island that it trains."""
+        return self.layout.world_size // (1 if self.outer.island is None else self.islands)
+
     def of_island(self) -> Self:
         """The run of one island by itself: its own ranks, and its share of each batch."""
         if self.islands == 1:

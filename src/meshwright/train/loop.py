@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,16 @@ from meshwright.checkpoint.directory import published
 from meshwright.checkpoint.disk import Disk
 from meshwright.checkpoint.errors import BadCheckpointError
 from meshwright.checkpoint.lease import Lease
+from meshwright.checkpoint.reader import newest_state
 from meshwright.checkpoint.snapshots import Snapshots
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.data.corpus import Corpus, open_corpus
-from meshwright.data.loader import Batch, Loader
+from meshwright.data.loader import Batch, Loader, SplitReader
 from meshwright.data.verification import Check
 from meshwright.parallel.flat_param import Stored
 from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.outer_log import IslandLog, LoggedArrivals
+from meshwright.parallel.outer_quorum import QuorumOuter
 from meshwright.profile.machine import free_memory
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import REQUEUE, CorruptionError, Stopped
@@ -41,6 +45,8 @@ from meshwright.train.step import Step, Trainer
 from meshwright.train.teacher import Teaching
 
 Row = dict[str, Any]
+ISLANDS = "islands"
+"""Folder of the log of islands that are worlds of their own, beside their folders."""
 MOST_NOTES = 100
 """Steps whose samples may be noted only; a restart from memory reads them again."""
 
@@ -65,6 +71,7 @@ class TrainingRun:
         slots: Sequence[Sequence[int]] = (),
         disk: Disk | None = None,
         teaching: Callable[[Corpus], Teaching | None] = lambda _corpus: None,
+        host: str = "127.0.0.1",
     ) -> None:
         self.spec, self.mesh, self.out, self.observers = spec, mesh, out, observers
         self.control, self.heartbeat = mesh.control, mesh.heartbeat
@@ -73,14 +80,17 @@ class TrainingRun:
             {"the digest of data.corpus": self.corpus.digest},
             "give all hosts the same corpus, tokenizer and data.cache",
         )
-        self.loader = Loader(self.corpus, spec, mesh.data_rank, spec.layout.data_ranks)
+        self.loader = self._loader()
         if spec.train.offload == "host" and mesh.device.type == "cpu":
             raise UserError(
                 "train.offload: 'host' has no effect on a CPU, whose moments are in the host's memory; give "
                 "'disk' or 'none'"
             )
         memory = MomentMemory(spec.train, mesh.device, mesh.control, out)
-        self.trainer = Trainer(spec, mesh, memory=memory, teacher=teaching(self.corpus))
+        self.arrivals = self._arrivals(host)
+        self.trainer = Trainer(
+            spec, mesh, memory=memory, teacher=teaching(self.corpus), arrivals=self.arrivals
+        )
         self.samples = SampleRecord(mesh)
         folder = spec.checkpoint.folder(out)
         self.store = CheckpointStore(
@@ -116,6 +126,39 @@ class TrainingRun:
         self.validation: Row = {}
         self.warned = 0
 
+    def _loader(self) -> Loader:
+        """The batches of this rank; an island that is a world of its own has its share of each."""
+        spec, mesh, island = self.spec, self.mesh, self.spec.outer.island
+        if island is None:
+            return Loader(self.corpus, spec, mesh.data_rank, spec.layout.data_ranks)
+        own = spec.of_island()
+        first = island * own.layout.data_ranks
+        loader = Loader(self.corpus, spec, first + mesh.data_rank, spec.layout.data_ranks)
+        loader.validation = SplitReader(self.corpus.validation, own, mesh.data_rank, own.layout.data_ranks)
+        return loader
+
+    def _arrivals(self, host: str) -> LoggedArrivals | None:
+        """How an island that is a world of its own meets the others; None where it is not."""
+        island = self.spec.outer.island
+        if island is None:
+            return None
+        log = IslandLog(self.out.parent / ISLANDS)
+        return LoggedArrivals(log, island, self.spec.outer, self.control, host, self.observers.on_event)
+
+    def _restore_anchors(self, outer: QuorumOuter) -> None:
+        """Load the anchors of the island whose newest checkpoint has followed the most exchanges."""
+
+        def newest() -> tuple[int, str]:
+            every = (self.spec.checkpoint.folder(folder) for folder in self.out.parent.glob("island.*"))
+            states = {str(folder): newest_state(folder) or {} for folder in every}
+            return max((int(state.get("merged", 0)), folder) for folder, state in states.items())
+
+        merged, folder = self.control.on_first(newest)
+        if merged > outer.merged:
+            with torch.no_grad():
+                CheckpointStore(Path(folder), 1, self.mesh.background).load(None, dict(outer.tensors()))
+            outer.merged = merged
+
     def execute(self, resume: str | None) -> Row:
         """Train to the last step, from the initial weights or from checkpoint `resume` ("auto" or a step).
 
@@ -128,6 +171,10 @@ class TrainingRun:
         try:
             self._start(resume)
             self.trainer.compile_stages(evaluate=self.corpus.validation.target_tokens > 0)
+            if self.arrivals is not None and isinstance(self.trainer.outer, QuorumOuter):
+                outer = self.trainer.outer
+                restore = partial(self._restore_anchors, outer)
+                self.arrivals.join(outer, self.done, self.spec.islands, restore)
             with stop_signals() as noted:
                 if self.done < self.spec.train.last_step:
                     self.batch = self.control.together(lambda: self.loader.step(self.done))
@@ -232,8 +279,14 @@ class TrainingRun:
         self.saves.start(step, saved=latest == step)
         self.samples = SampleRecord(self.mesh, kept["samples_sha256"], kept["samples_steps"])
         for step in range(self.samples.steps, self.done):
-            self.samples.note(self.loader.step(step))
+            self.samples.note(self._within_island(self.loader.step(step)))
         return True
+
+    def _within_island(self, batch: Batch) -> Batch:
+        """A batch whose slots are those of the batch of this world."""
+        if self.spec.outer.island is None:
+            return batch
+        return replace(batch, slots=batch.slots % (len(batch.slots) * self.spec.layout.dp))
 
     def _load(self, load: Callable[[dict[str, Stored], Callable[[Row], None]], Row]) -> Row:
         """Fill the run's tensors; which of them there are is known once the checkpoint's state is read."""
@@ -280,7 +333,7 @@ class TrainingRun:
         except Exception as error:  # raised below, on all ranks
             failure = error
         self._tell_saved()
-        self.samples.note(batch)
+        self.samples.note(self._within_island(batch))
         result = self.trainer.step(batch, self.done + 1, following, failure is not None, stop)
         self.done += 1
         if result.failures:
@@ -411,6 +464,8 @@ class TrainingRun:
 
     def _stop(self, number: int) -> None:
         self._save_last()
+        if self.arrivals is not None:
+            self.arrivals.leave("stopped")
         name = signal.Signals(number).name
         self.observers.on_event("stopped", {"step": self.done, "signal": name})
         raise Stopped(
@@ -421,6 +476,8 @@ class TrainingRun:
     # End --------------------------------------------------------------------------------------------
 
     def _end(self, seconds: float) -> Row:
+        if self.arrivals is not None:
+            self.arrivals.leave("done")
         self._validate()
         self.heartbeat.phase("end", self.done)
         self.metrics.measure_peak()
@@ -440,7 +497,16 @@ class TrainingRun:
             "skipped_steps": self.skipped,
             "seconds": seconds,
             "layout": self.spec.layout.describe(),
+            **self._of_island(),
         }
+
+    def _of_island(self) -> Row:
+        """Fields of the result about an island: its number, exchanges, and how late its part of them came."""
+        outer = self.trainer.outer
+        if not isinstance(outer, QuorumOuter):
+            return {}
+        late = {str(exchanges): times for exchanges, times in sorted(outer.lateness.items())}
+        return {"island": outer.number, "exchanges": outer.merged, "lateness": late}
 
 
 def _raise(failure: Exception | None) -> None:

@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 
 from meshwright.checkpoint.errors import BadCheckpointError
 from meshwright.parallel.flat_param import Stored
+from meshwright.parallel.outer_quorum import QuorumOuter
 from meshwright.parallel.precision import LossScale
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.differences import as_in_file, differences
@@ -69,13 +70,13 @@ def tensors_in(trainer: Trainer, state: dict[str, Any]) -> dict[str, Stored]:
     found = tensors(trainer)
     if trainer.outer is not None:
         own = island(trainer)
-        there = f"island.{trainer.run_mesh.replicate.rank % saved}/" if saved > 1 else ""
+        there = f"island.{trainer.run_mesh.replicate.rank % saved}/" if saved else ""
         found = {
             name.replace(own, there, 1) if name.startswith(own) else name: tensor
             for name, tensor in found.items()
-            if saved > 1 or (name.startswith(own) and name != f"{own}updates")
+            if saved or (name.startswith(own) and name != f"{own}updates")
         }
-    elif saved > 1:
+    elif saved:
         found = {f"island.0/{n}" if n.startswith("optim/") else n: tensor for n, tensor in found.items()}
     without = [] if has_average(state) else ["ema/"]
     without += ["optim/"] if state["data_digest"] is None else []
@@ -84,9 +85,11 @@ def tensors_in(trainer: Trainer, state: dict[str, Any]) -> dict[str, Stored]:
 
 
 def islands_in(state: dict[str, Any]) -> int:
-    """Islands of the run of a checkpoint of this state; 1 without."""
-    spec = state["spec"]
-    return int(spec["layout"]["replicate"]) if spec.get("outer", {}).get("every") else 1
+    """Islands whose states a checkpoint of this state has; 0 where its run had none."""
+    outer, layout = state["spec"].get("outer", {}), state["spec"]["layout"]
+    if not outer.get("every"):
+        return 0
+    return int(layout["replicate"]) if outer.get("island") is None else 1
 
 
 def _has_errors(trainer: Trainer, state: dict[str, Any]) -> bool:
@@ -98,7 +101,7 @@ def _has_errors(trainer: Trainer, state: dict[str, Any]) -> bool:
 
 def _same_outer(trainer: Trainer, state: dict[str, Any]) -> bool:
     """True if a checkpoint of this state has been exchanged as this run exchanges."""
-    return islands_in(state) > 1 and state["spec"]["outer"] == trainer.run_spec.outer.model_dump(mode="json")
+    return islands_in(state) > 0 and state["spec"]["outer"] == trainer.run_spec.outer.model_dump(mode="json")
 
 
 def has_average(state: dict[str, Any]) -> bool:
@@ -138,6 +141,7 @@ class _State(TypedDict):
     zclip: NotRequired[ZClipState]
     exchanges: NotRequired[list[list[Count]]]
     teacher: NotRequired[TeacherState]
+    merged: NotRequired[Count]
 
 
 def check_fields(state: dict[str, Any], where: Path) -> None:
@@ -171,6 +175,7 @@ def metadata(
         **({"zclip": trainer.clipping.zclip.state()} if trainer.clipping.zclip else {}),
         **({"exchanges": trainer.outer.state()} if trainer.outer else {}),
         **({"teacher": dict(trainer.teacher.identity)} if trainer.teacher else {}),
+        **({"merged": trainer.outer.merged} if isinstance(trainer.outer, QuorumOuter) else {}),
     }
 
 
@@ -195,7 +200,7 @@ def imported_state(spec: RunSpec, tokenizer: str | None) -> dict[str, Any]:
 def restore(trainer: Trainer, state: dict[str, Any]) -> None:
     """Set what is not a tensor from `metadata`, after the tensors were loaded in place."""
     updates = int(state["updates"])
-    if trainer.outer is not None and islands_in(state) > 1:
+    if trainer.outer is not None and islands_in(state):
         updates = int(trainer.outer.updates.to_local())
     trainer.optimiser.resume(updates)
     trainer.loss_scale.restore(state["loss_scale"])
@@ -205,8 +210,10 @@ def restore(trainer: Trainer, state: dict[str, Any]) -> None:
         trainer.clipping.zclip.restore(state["zclip"])
     if trainer.ema is not None and not has_average(state):
         trainer.ema.begin()
-    if trainer.outer is not None and islands_in(state) == 1:
+    if trainer.outer is not None and not islands_in(state):
         trainer.outer.begin()
+    if isinstance(trainer.outer, QuorumOuter):
+        trainer.outer.merged = int(state.get("merged", 0))
     for unit in trainer.states.units:
         unit.expire()
 

@@ -24,6 +24,7 @@ from meshwright.parallel.loss_normalization import (
 )
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.outer import Outer
+from meshwright.parallel.outer_quorum import Arrivals, QuorumOuter, ScriptedArrivals
 from meshwright.parallel.parallelize import initialise, parallelize
 from meshwright.parallel.pipeline_parallel import Pipeline
 from meshwright.parallel.precision import LossScale
@@ -80,15 +81,17 @@ class Trainer:
         observer: UnitObserver | None = None,
         memory: MomentMemory | None = None,
         teacher: Teaching | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
         """`memory` is where the moments are, by default the place of `spec` without a run's folder.
 
-        `teacher` is there if and only if the spec asks for distillation.
+        `teacher` is there if and only if the spec asks for distillation. `arrivals` is the order in which
+        islands come that exchange by quorum, by default that of a script.
         """
         assert (teacher is not None) == (spec.distil is not None)
         self.run_spec, self.run_mesh = spec, mesh
-        if mesh.island is not None:
-            spec, mesh = spec.of_island(), mesh.island
+        if spec.islands > 1:
+            spec, mesh = spec.of_island(), mesh.island or mesh
         self.spec, self.mesh, self.teacher = spec, mesh, teacher
         """Those of the ranks that train together: the run's, or its island's."""
         self.decoder, self.states, self.balance, self.pipeline, products = parallelize(spec, mesh, observer)
@@ -102,9 +105,7 @@ class Trainer:
             self.states, spec, memory or MomentMemory(spec.train, mesh.device, mesh.control)
         )
         self.ema = None if spec.train.ema is None else Ema(self.states, spec.train.ema)
-        self.outer = None
-        if self.mesh is not self.run_mesh:
-            self.outer = Outer(self.run_spec, self.run_mesh, self.states, self.balance)
+        self.outer = self._outer(arrivals)
         self.clipping = Clipping(spec.train, self.states, spec.model)
         self.loss_scale = LossScale(spec.precision)
         self.rest = 1.0
@@ -113,6 +114,17 @@ class Trainer:
         """Samples of the last batch, over all ranks."""
         self._targets: tuple[Batch, int] | None = None
         """The batch that comes next, with the targets of all ranks in it."""
+
+    def _outer(self, arrivals: Arrivals | None) -> Outer | None:
+        """The exchanges of this rank's island; None without islands."""
+        spec, mesh = self.run_spec, self.run_mesh
+        if spec.islands == 1:
+            return None
+        if spec.outer.quorum is None:
+            return Outer(spec, mesh, self.states, self.balance)
+        number = mesh.replicate.rank if spec.outer.island is None else spec.outer.island
+        arrivals = arrivals or ScriptedArrivals(spec, mesh)
+        return QuorumOuter(spec, mesh, self.states, self.balance, number, arrivals)
 
     @property
     def gradient_factor(self) -> float:

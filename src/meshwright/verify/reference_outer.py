@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from meshwright.data.loader import Batch
 from meshwright.spec import RunSpec
+from meshwright.spec.outer import scripted_arrivals
 from meshwright.verify.reference import SAMPLES, ReferenceStep, reference_steps
+from meshwright.verify.reference_batches import batch_sizes
 from meshwright.verify.reference_compression import Messages
 from meshwright.verify.reference_sums import PHASES
 
@@ -95,9 +98,53 @@ class OuterRule:
                 step = moved + self.outer.momentum * velocity if self.outer.nesterov else velocity
                 self.agreed[name] = self.agreed[name] - self.outer.lr * step
             else:
-                self.agreed[name] = self.agreed[name] - moved
+                self.agreed[name] = (self.agreed[name] - moved).to(self.agreed[name].dtype)
             for island in islands:
                 island[name].copy_(own * island[name] + (1 - own) * self.agreed[name])
+
+
+class QuorumRule(OuterRule):
+    """Exchanges of the islands that come in the order of a script, late by those that came in between."""
+
+    def __init__(self, spec: RunSpec, weights: Mapping[str, Tensor]) -> None:
+        super().__init__(spec, weights)
+        islands, first = spec.islands, self.agreed
+        self._taken = [dict(first) for _ in range(islands)]
+        self._exchanges_before = [0] * islands
+        self._steps_before = [0] * islands
+        self._exchanges = 0
+
+    @torch.no_grad()
+    def after(self, step: int, islands: list[Weights]) -> None:
+        """Change the weights of the islands that come after a step, one exchange after the other."""
+        script = scripted_arrivals(step, len(islands), self.outer)
+        came = [island for exchange in script for island in exchange]
+        moved = {
+            place: {name: self._taken[place][name] - islands[place][name] for name in self.agreed}
+            for place in came
+        }
+        for exchange in script:
+            tokens = {place: self._tokens(self._steps_before[place], step) for place in exchange}
+            factors = {place: tokens[place] / sum(tokens.values()) for place in exchange}
+            for place in exchange:
+                late = self._exchanges - self._exchanges_before[place]
+                if self.outer.staleness_lr == "inverse" and late > 1:
+                    factors[place] /= late
+            mean = {
+                name: torch.stack([factors[place] * moved[place][name].double() for place in exchange]).sum(0)
+                for name in self.agreed
+            }
+            self._use(mean, [], 0.0)
+            self._exchanges += 1
+        for place in came:
+            self._taken[place] = dict(self.agreed)
+            self._exchanges_before[place], self._steps_before[place] = self._exchanges, step
+            for name, value in self.agreed.items():
+                islands[place][name].copy_(value)
+
+    def _tokens(self, begun: int, step: int) -> int:
+        sizes = list(islice(batch_sizes(self.spec.of_island().train), step))
+        return sum(sizes[begun:])
 
 
 def island_steps(
@@ -121,7 +168,10 @@ def island_steps(
         for place, share in enumerate(shares):
             share.append(batch.rows(place * rows, (place + 1) * rows))
         found = [next(run) for run in runs]
-        rule = rule or OuterRule(spec, {**weights, **_zero_biases(live[0])})
+        if rule is None:
+            rule = (QuorumRule if spec.outer.quorum else OuterRule)(
+                spec, {**weights, **_zero_biases(live[0])}
+            )
         rule.after(number, live)
         yield _joined(batch, found, live, rule)
 

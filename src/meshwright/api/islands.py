@@ -1,0 +1,141 @@
+"""Train a run whose islands are worlds of their own, all on this host."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from meshwright.checkpoint.reader import newest_state
+from meshwright.launch.failure import KINDS, RanksFailed
+from meshwright.parallel.outer_log import Entry, IslandLog
+from meshwright.recover.islands import Island, IslandsSupervisor, shares_of_cores
+from meshwright.report.record import EVENTS, RESULT, RUN, append_event, write_atomically
+from meshwright.spec import RunSpec, UserError
+from meshwright.spec.errors import REQUEUE, Stopped
+from meshwright.train.loop import ISLANDS
+
+Result = dict[str, Any]
+LOGS = "island.{}.log"
+"""File in the run's folder with what the processes of an island print."""
+
+
+def island_folder(out: Path, island: int) -> Path:
+    """The folder of one island of the run in folder `out`: a run's folder in itself."""
+    return out / f"island.{island}"
+
+
+def train_islands(spec: RunSpec, out: Path, resume: str | None, quiet: bool) -> Result:
+    """Train all islands of a run in the folder `out`, and return the result of the one that ended last.
+
+    Its checkpoints become those of `out`. `islands` of the result has a row for each island: its number, exit
+    code, `steps`, `exchanges` and `lateness`. Raises `UserError`, `Stopped`, and `RanksFailed` where no
+    island came to its end.
+    """
+    if resume not in (None, "auto"):
+        raise UserError(
+            f"--resume: islands have checkpoints of their own, and step {resume} is none of the run's; give "
+            f"auto"
+        )
+    if resume is None:
+        write_atomically(out / RUN, json.dumps({"spec": spec.to_json()}, indent=2) + "\n")
+        (out / EVENTS).touch()
+    order = sorted(range(spec.islands), key=lambda island: -_merged(spec, island_folder(out, island)))
+    cores = shares_of_cores(spec.islands)
+    islands = [
+        Island(
+            number,
+            ["train", str(out / RUN), "--outer.island", str(number), "--out", str(out), "--quiet"],
+            cores[number],
+            out / LOGS.format(number),
+        )
+        for number in order
+    ]
+    watch = LogWatch(IslandLog(out / ISLANDS), None if quiet else Console())
+    tell = partial(append_event, out, alone=False)
+    supervisor = IslandsSupervisor(islands, spec.recovery.max_restarts, watch.done, tell)
+    signal = supervisor.run(resume)
+    if signal:
+        raise Stopped(f"stopped by signal {signal}; go on with --resume auto", REQUEUE)
+    if all(island.code for island in islands):
+        first = islands[0]
+        assert first.code is not None
+        if first.code in KINDS:
+            raise KINDS[first.code](first.last_words())
+        raise RanksFailed(f"no island came to its end; the first one: {first.last_words()}", first.code)
+    return _joined(spec, out, {island.number: island.code or 0 for island in islands})
+
+
+class LogWatch:
+    """The log of islands as it grows, each exchange of which is printed on a console."""
+
+    def __init__(self, log: IslandLog, console: Console | None) -> None:
+        self._log, self._console = log, console
+        self._next = self._exchanges = 0
+        self._joins: Counter[int] = Counter()
+        self._parts: Counter[int] = Counter()
+
+    def done(self, island: int) -> tuple[int, int]:
+        """How often an island has joined, and the exchanges that it was part of."""
+        while (entry := self._log.read(self._next)) is not None:
+            self._next += 1
+            self._joins[entry.island] += entry.kind == "join"
+            self._parts.update(row[0] for row in entry.contributions)
+            self._exchanges += entry.kind == "exchange"
+            self._print(entry)
+        return self._joins[island], self._parts[island]
+
+    def _print(self, entry: Entry) -> None:
+        if self._console is None:
+            return
+        text = f"island {entry.island} {entry.reason or 'joins'}"
+        if entry.kind == "exchange":
+            parts = [
+                f"{island} (late by {self._exchanges - 1 - base})" for island, base, *_ in entry.contributions
+            ]
+            text = f"exchange {self._exchanges} of island{'s' * (len(parts) > 1)} {', '.join(parts)}"
+        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+def _merged(spec: RunSpec, folder: Path) -> int:
+    """Exchanges that the newest checkpoint of an island has followed; -1 without one."""
+    state = newest_state(spec.checkpoint.folder(folder))
+    return -1 if state is None else int(state.get("merged", 0))
+
+
+def _joined(spec: RunSpec, out: Path, codes: dict[int, int]) -> Result:
+    """Write the result of the run, and give its folder the model of the island that ended last."""
+    ended = [island for island, code in codes.items() if code == 0]
+    results = {
+        island: json.loads((island_folder(out, island) / RESULT).read_text(encoding="utf-8"))
+        for island in ended
+    }
+    last = max(ended, key=lambda island: results[island]["exchanges"])
+    kept = ("steps", "exchanges", "lateness", "restarts")
+    rows = [
+        {"island": island, "code": code, **{key: results.get(island, {}).get(key) for key in kept}}
+        for island, code in codes.items()
+    ]
+    late: Counter[str] = Counter()
+    for result in results.values():
+        late.update(result["lateness"])
+    result = {
+        **results[last],
+        "lateness": dict(sorted(late.items(), key=lambda row: int(row[0]))),
+        "islands": rows,
+    }
+    write_atomically(out / RESULT, json.dumps(result, indent=2) + "\n")
+    if spec.checkpoint.dir is None:
+        link = out / "checkpoints"
+        link.unlink(missing_ok=True)
+        os.symlink(spec.checkpoint.folder(Path(island_folder(out, last).name)), link)
+    tokenizer = island_folder(out, last) / "tokenizer.json"
+    if tokenizer.exists():
+        shutil.copy(tokenizer, out / tokenizer.name)
+    return result

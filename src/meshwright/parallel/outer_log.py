@@ -1,0 +1,422 @@
+"""The order of exchanges by quorum, and who takes part: a log in the run's folder that islands append to.
+
+    islands/entry-<n>.json       entry n: an exchange, an island that joins, or one that leaves
+    islands/arrival-<k>.json     island k waits with what it moved by, which all members have
+
+An entry is a hard link to a whole file, which only one of several islands can make, and never changes. An
+island appends entry n only if it has followed all before it: so what it moved by has been sent to all members
+of that time, and none of them needs a word of it once the island is lost. Nobody leads: whoever of those that
+wait sees a quorum, and the time of grace over, appends the exchange.
+
+An island that joins gets the anchors and the momentum from the first member, and follows from there. Where no
+member is left its own are the run's, and the anchors go on from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from meshwright import atomic
+from meshwright.parallel.control import Control
+from meshwright.parallel.mailbox import Address, LostPeerError, Mailbox, Peer
+from meshwright.parallel.outer_quorum import Contribution, MergedExchange, QuorumOuter
+from meshwright.spec.files import parse_json
+from meshwright.spec.outer import OuterSpec
+from meshwright.spec.records import Integer, Record, read
+
+Tell = Callable[[str, dict[str, Any]], None]
+POLL_S = 0.02
+"""Time between two looks at the folder."""
+ASK_S = 1.0
+"""Time between two questions whether the members that are waited for are there."""
+START_S = 120.0
+"""Longest time that a new run waits for its other islands to join."""
+TURN_S = 20.0
+"""Longest time that the other ranks of an island wait for a word of rank 0."""
+
+
+@dataclass(frozen=True)
+class Entry(Record):
+    """An entry of the log: `island` joins or leaves, or `contributions` are exchanged.
+
+    `addresses` are the mailboxes of the ranks of an island that joins; `restored` is true where its state is
+    the run's. A contribution is (island, base, tokens, number of its arrival). `reason` says why an island
+    leaves, "done" or "lost"; `at` is a time in seconds since 1970.
+    """
+
+    kind: Literal["join", "leave", "exchange"]
+    island: int = -1
+    addresses: tuple[tuple[str, int, str], ...] = ()
+    restored: bool = False
+    reason: str = ""
+    contributions: tuple[tuple[int, int, int, int], ...] = ()
+    at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Arrival(Record):
+    """Island `island` waits, for the `number`-th time since it joined at entry `joined`, with what it moved
+    by, which `members` have."""
+
+    island: Integer
+    number: Integer
+    joined: Integer
+    base: Integer
+    tokens: Integer
+    members: tuple[Integer, ...]
+
+
+class _Member:
+    """An island that takes part since entry `joined`; `done` exchanges, of `arrivals` arrivals."""
+
+    def __init__(self, address: Address, joined: int, done: int) -> None:
+        self.joined, self.done, self.arrivals, self.lost = joined, done, 0, False
+        self._address = address
+
+    @cached_property
+    def peer(self) -> Peer:
+        """The mailbox of this rank's counterpart. Raises `LostPeerError`."""
+        return Peer(self._address)
+
+
+class IslandLog:
+    """The files of the log in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def read(self, number: int) -> Entry | None:
+        """Entry `number`, from 0; None while it is not there."""
+        return self._read(Entry, f"entry-{number:08d}.json")
+
+    def append(self, number: int, entry: Entry) -> bool:
+        """Make `entry` the entry `number`; False if another one is."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        whole = self.folder / f".{secrets.token_hex(8)}"
+        whole.write_text(json.dumps(asdict(entry)), encoding="utf-8")
+        try:
+            os.link(whole, self.folder / f"entry-{number:08d}.json")
+        except FileExistsError:
+            return False
+        finally:
+            whole.unlink()
+        return True
+
+    def entries(self) -> Iterator[Entry]:
+        """All entries, in order."""
+        number = 0
+        while (entry := self.read(number)) is not None:
+            yield entry
+            number += 1
+
+    def arrive(self, arrival: Arrival) -> None:
+        """Tell the others of an arrival, in place of this island's last one."""
+        atomic.write(self.folder / f"arrival-{arrival.island}.json", json.dumps(asdict(arrival)))
+
+    def arrival(self, island: int) -> Arrival | None:
+        """The last arrival of an island."""
+        return self._read(Arrival, f"arrival-{island}.json")
+
+    def _read(self, kind: type[Any], name: str) -> Any:
+        path = self.folder / name
+        with suppress(FileNotFoundError):
+            return read(kind, parse_json(path.read_text(encoding="utf-8")), str(path))
+        return None
+
+
+class LoggedArrivals:
+    """The order in which islands really come; one object on each rank of an island.
+
+    Rank 0 of the island reads and writes the log, and tells the others over `control` what to do next; `host`
+    is where the ranks of other islands reach this one. `tell` is called with the kind and the fields of what
+    becomes of members.
+    """
+
+    def __init__(
+        self, log: IslandLog, island: int, outer: OuterSpec, control: Control, host: str, tell: Tell
+    ) -> None:
+        self.log, self.island, self.outer = log, island, outer
+        self._control, self._tell, self._heartbeat = control, tell, control.heartbeat
+        self.mailbox = Mailbox(host)
+        self._next = 0
+        """Number of the first entry that this island has not followed."""
+        self._members: dict[int, _Member] = {}
+        self._joining: dict[int, int] = {}
+        """Members that may wait for their state -> the one that sends it."""
+        self._arrivals = 0
+        self._waits: Arrival | None = None
+        """This island's arrival, as the others can read it."""
+        self._quorum_at: float | None = None
+        self._asked = 0.0
+        self._outer: QuorumOuter | None = None
+
+    # Joining and leaving ------------------------------------------------------------------------------
+
+    def join(self, outer: QuorumOuter, step: int, islands: int, restore: Callable[[], None]) -> None:
+        """Take part from now on, after optimiser step `step`.
+
+        `outer` gets the members' state; where none is left `restore` gives it the newest that was saved. A
+        run that has not exchanged yet waits a while until all its `islands` are there.
+        """
+        own = [Address(*row) for row in self._control.gather(list(self.mailbox.address))]
+        first = self._control.rank == 0
+        number, alone = self._control.broadcast(self._append_join(own) if first else None)
+        for _ in range(number + 1):
+            self._note(self._entry())
+        if alone:
+            restore()
+        else:
+            sender = self._control.broadcast(self._wait_for_state(number) if first else None)
+            self._receive(outer, f"state/{number}/{sender}")
+        self._outer = outer
+        outer.take_anchors(step)
+        limit = time.monotonic() + START_S
+        while outer.merged == 0 and len(self._members) < islands:
+            entry = self.log.read(self._next)
+            begun = entry is not None and entry.kind == "exchange"
+            over, follow = self._control.broadcast([begun or time.monotonic() > limit, entry is not None])
+            if over:
+                break
+            if follow:
+                self._note(self._entry())
+            time.sleep(POLL_S)
+
+    def _append_join(self, addresses: Sequence[Address]) -> tuple[int, bool]:
+        """Append that this island joins; returns the number of the entry, and whether no other is left."""
+        while True:
+            members, number = dict[int, Entry](), 0
+            for entry in self.log.entries():
+                number += 1
+                if entry.kind == "join":
+                    members[entry.island] = entry
+                elif entry.kind == "leave":
+                    members.pop(entry.island, None)
+            lost = [island for island, entry in members.items() if not self._lives(island, entry)]
+            own = Entry("join", self.island, tuple(addresses), len(members) == 0, at=time.time())
+            entry = Entry("leave", lost[0], reason="lost", at=time.time()) if lost else own
+            if self.log.append(number, entry) and entry is own:
+                return number, not members
+
+    def _lives(self, island: int, entry: Entry) -> bool:
+        if island == self.island:  # this one, before it was started again
+            return False
+        try:
+            for address in entry.addresses:
+                Peer(Address(*address))
+        except LostPeerError:
+            return False
+        return True
+
+    def _wait_for_state(self, number: int) -> int:
+        """Return the member whose message of the state has come."""
+        while True:
+            for sender in self._members:
+                if sender != self.island and self.mailbox.has(f"state/{number}/{sender}"):
+                    return sender
+            if not any(self._is_there(member) for member in self._members if member != self.island):
+                raise RuntimeError("the islands that this one joins are lost; it is started again")
+            time.sleep(POLL_S)
+
+    def _receive(self, outer: QuorumOuter, name: str) -> None:
+        limit = time.monotonic() + TURN_S
+        while not self.mailbox.has(name):
+            if time.monotonic() > limit:
+                raise RuntimeError("the island that gives this one its state is lost; this one starts again")
+            time.sleep(POLL_S)
+        state = outer.agreed()
+        numbers = torch.zeros(2, dtype=torch.int64)
+        *found, counts = self.mailbox.take(name, [*state, numbers])
+        for tensor, value in zip(state, found, strict=True):
+            tensor.copy_(value)
+        upto, outer.merged = counts.tolist()
+        while self._next < upto:
+            entry = self._entry()
+            for island, _, _, arrival in entry.contributions:
+                self.mailbox.drop(self._name(island, arrival))
+            self._note(entry)
+
+    def leave(self, reason: str) -> None:
+        """Take part no longer."""
+        if self._control.rank == 0:
+            number, entry = self._next, Entry("leave", self.island, reason=reason, at=time.time())
+            while not self.log.append(number, entry):
+                number += 1
+
+    # Exchanges ----------------------------------------------------------------------------------------
+
+    def comes(self, step: int, last: bool) -> bool:
+        """True after each period, and after the last step."""
+        return last or step % self.outer.every == 0
+
+    def exchanges(self, step: int, own: Contribution, moved: list[Tensor]) -> Iterator[MergedExchange]:
+        """The exchanges up to that with `own`, and as many as it takes until this island may go on."""
+        self._arrivals += 1
+        self._quorum_at, self._waits = None, None
+        self._heartbeat.phase("start")  # the watch for hangs sets no limit to this phase
+        sent: set[int] = set()
+        while True:
+            command = self._control.broadcast(self._command(own, sent) if self._control.rank == 0 else None)
+            if command is None:
+                return
+            if command == "wait":
+                continue
+            if command == "follow":
+                entry = self._entry()
+                if entry.kind == "exchange":
+                    yield self._merged(entry, moved)
+                self._note(entry)
+                continue
+            sent.update(command)
+            lost = [island for island in command if not self._sends(island, self._name(self.island), moved)]
+            for island in {island for listed in self._control.gather(lost) for island in listed}:
+                self._members[island].lost = True
+
+    def _command(self, own: Contribution, sent: set[int]) -> list[int] | str | None:
+        """The next thing to do: members to send to, "follow" the next entry, "wait", or None to go on."""
+        waits, limit = self._members[self.island].arrivals < self._arrivals, time.monotonic() + TURN_S
+        while time.monotonic() < limit:
+            if self.log.read(self._next) is not None:
+                return "follow"
+            others = [island for island in self._members if island != self.island]
+            lost = next((island for island in others if self._members[island].lost), None)
+            if lost is not None:
+                self.log.append(self._next, Entry("leave", lost, reason="lost", at=time.time()))
+                continue
+            if not waits and self._may_go_on():
+                return None
+            if waits and (missing := [island for island in others if island not in sent]):
+                return missing
+            if waits and (ready := self._enough(own)):
+                listed = tuple((each.island, each.base, each.tokens, each.number) for each in ready)
+                self.log.append(self._next, Entry("exchange", contributions=listed, at=time.time()))
+                continue
+            if time.monotonic() - self._asked > ASK_S:
+                self._asked = time.monotonic()
+                for island in others:
+                    self._members[island].lost |= not self._is_there(island)
+                continue
+            time.sleep(POLL_S)
+        return "wait"
+
+    def _enough(self, own: Contribution) -> list[Arrival]:
+        """The islands of the exchange that is due: all members, or the quorum after the time of grace."""
+        ready, now = self._ready(own), time.monotonic()
+        assert self.outer.quorum is not None
+        if len(ready) == len(self._members):
+            return ready
+        if len(ready) < min(self.outer.quorum, len(self._members)):
+            return []
+        if self._quorum_at is None:
+            self._quorum_at = now
+        return ready if now - self._quorum_at >= self.outer.grace_seconds else []
+
+    def _ready(self, own: Contribution) -> list[Arrival]:
+        """Arrivals of members that wait, and whose part all members have; this island is one of them."""
+        members, at = set(self._members), self._members[self.island].joined
+        mine = Arrival(self.island, self._arrivals, at, own.base, own.tokens, tuple(sorted(members)))
+        if mine != self._waits:
+            self.log.arrive(mine)
+            self._waits = mine
+        found = [mine]
+        for island, member in self._members.items():
+            arrival = None if island == self.island else self.log.arrival(island)
+            if arrival is not None and arrival.joined == member.joined and arrival.number > member.arrivals:
+                found += [arrival] if members <= set(arrival.members) else []
+        return sorted(found, key=lambda arrival: arrival.island)
+
+    def _may_go_on(self) -> bool:
+        """False while this island is too far ahead of the slowest one."""
+        most, done = self.outer.max_staleness, {k: member.done for k, member in self._members.items()}
+        return most is None or done[self.island] - min(done.values()) <= most
+
+    def _merged(self, entry: Entry, moved: list[Tensor]) -> MergedExchange:
+        numbers = {island: number for island, _, _, number in entry.contributions}
+
+        def moved_of(contribution: Contribution) -> list[Tensor]:
+            if contribution.island == self.island:
+                return moved
+            name = self._name(contribution.island, numbers[contribution.island])
+            return self.mailbox.take(name, moved)
+
+        return MergedExchange([Contribution(*row[:3]) for row in entry.contributions], moved_of)
+
+    # Following the log --------------------------------------------------------------------------------
+
+    def _entry(self) -> Entry:
+        entry = self.log.read(self._next)
+        assert entry is not None, "rank 0 of the island has seen this entry"
+        self._next += 1
+        return entry
+
+    def _note(self, entry: Entry) -> None:
+        """Take note of who takes part after an entry, and give the state to islands that join."""
+        if entry.kind == "exchange":
+            for island, _, _, number in entry.contributions:
+                if (member := self._members.get(island)) is not None:
+                    member.arrivals, member.done = number, member.done + 1
+                self._joining.pop(island, None)
+        elif entry.kind == "join":
+            least = min((member.done for member in self._members.values()), default=0)
+            address = Address(*entry.addresses[self._control.rank])
+            self._members[entry.island] = _Member(address, self._next - 1, least)
+            if not entry.restored:
+                self._joining[entry.island] = -1
+        else:
+            self._forget(entry)
+        if self._outer is not None and entry.kind != "exchange":
+            fields = {"island": entry.island, "entry": self._next - 1, "members": sorted(self._members)}
+            kind = "island_joined" if entry.kind == "join" else f"island_{entry.reason}"
+            self._tell(kind, fields)
+        settled = [island for island in self._members if island not in self._joining]
+        for island, sender in self._joining.items():
+            if settled and sender not in settled:
+                self._joining[island] = min(settled)
+                if min(settled) == self.island and self._outer is not None:
+                    self._send_state(island, self._outer)
+
+    def _forget(self, entry: Entry) -> None:
+        """An island has left."""
+        if entry.island == self.island and self._outer is not None:
+            raise RuntimeError("the other islands took this one for lost; it starts again, and joins them")
+        member = self._members.pop(entry.island, None)
+        self._joining.pop(entry.island, None)
+        if member is not None:  # what it sent for an exchange that never was
+            self.mailbox.drop(f"moved/{entry.island}/{member.joined}/{member.arrivals + 1}")
+
+    def _send_state(self, island: int, outer: QuorumOuter) -> None:
+        counts = torch.tensor([self._next, outer.merged], dtype=torch.int64)
+        name = f"state/{self._members[island].joined}/{self.island}"
+        self._members[island].lost |= not self._sends(island, name, [*outer.agreed(), counts])
+
+    def _name(self, island: int, number: int | None = None) -> str:
+        """Name of the message with what an island moved by, at its `number`-th arrival or this one's now."""
+        number = self._arrivals if number is None else number
+        return f"moved/{island}/{self._members[island].joined}/{number}"
+
+    def _sends(self, island: int, name: str, tensors: Sequence[Tensor]) -> bool:
+        """Send a message to this rank's counterpart in a member; False if it is lost."""
+        try:
+            self._members[island].peer.send(name, tensors)
+        except LostPeerError:
+            return False
+        return True
+
+    def _is_there(self, island: int) -> bool:
+        try:
+            self._members[island].peer.ask()
+        except LostPeerError:
+            return False
+        return True

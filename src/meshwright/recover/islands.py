@@ -1,0 +1,145 @@
+"""Islands of one host that are worlds of their own: each is a process that supervises its ranks.
+
+An island that fails is started again, and the others go on. All end with this process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from pathlib import Path
+
+from meshwright.launch.child import tie_to_parent
+from meshwright.launch.failure import KINDS
+from meshwright.recover.generation import Tell
+from meshwright.recover.processes import kill_session, send_signal
+from meshwright.recover.supervisor import stop_requests
+
+POLL_S = 0.05
+
+
+class Island:
+    """The process of one island, which runs `python -m meshwright argv...` on some cores (by default all).
+
+    What it prints goes to the file `log`.
+    """
+
+    def __init__(self, number: int, argv: Sequence[str], cores: Collection[int], log: Path) -> None:
+        self.number, self._argv, self._cores, self._log = number, argv, cores, log
+        self.failures = 0
+        """Failures in a row, without an exchange in between."""
+        self.left_out = False
+        """True once it is not started again."""
+        self.code: int | None = None
+        """Exit code of its last start; None while it runs, and before the first."""
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def runs(self) -> bool:
+        """True while the process lives."""
+        if self._process is not None and self.code is None:
+            self.code = self._process.poll()
+        return self._process is not None and self.code is None
+
+    def start(self, resume: str | None) -> None:
+        """Start the process, to go on from `resume`."""
+        argv = [sys.executable, "-m", "meshwright", *self._argv]
+        self.code = None
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                argv if resume is None else [*argv, "--resume", resume],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # signals of the terminal are handed on
+                preexec_fn=partial(_prepare, os.getpid(), self._cores),
+            )
+
+    def signal(self, number: int) -> None:
+        """Hand a signal to the process."""
+        if self.runs and self._process is not None:
+            send_signal(self._process.pid, number)
+
+    def kill(self) -> None:
+        """End the process and its ranks at once."""
+        if self._process is not None:
+            kill_session(self._process.pid)
+            self._process.wait()
+
+    def last_words(self) -> str:
+        """The last line that the process printed."""
+        lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return lines[-1].removeprefix("meshwright: error: ") if lines else ""
+
+
+def _prepare(parent: int, cores: Collection[int]) -> None:
+    tie_to_parent(parent)
+    if cores:
+        os.sched_setaffinity(0, cores)
+
+
+def shares_of_cores(islands: int) -> list[list[int]]:
+    """The cores of each island, where there are as many; else none, so that all may use all."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return [cores[place::islands] if len(cores) >= islands else [] for place in range(islands)]
+
+
+class IslandsSupervisor:
+    """Starts islands, and starts those again that fail. With a `resume` the first joins before the others.
+
+    One that fails `most` + 1 times in a row without an exchange is left out. `done(island)` returns the
+    numbers of times that it has joined, and of its exchanges. `tell` hears of each failure.
+    """
+
+    def __init__(
+        self, islands: Sequence[Island], most: int, done: Callable[[int], tuple[int, int]], tell: Tell
+    ) -> None:
+        self.islands, self._most, self._done, self._tell = islands, most, done, tell
+        self._exchanges = {island.number: 0 for island in islands}
+
+    def run(self, resume: str | None) -> int:
+        """Run the islands to their ends; returns the signal that asked them to stop, or 0."""
+        with stop_requests() as asked:
+            try:
+                self._start(resume, asked)
+                handed = 0
+                while any(island.runs for island in self.islands):
+                    self._done(0)  # looks at what is new
+                    for number in asked[handed:]:
+                        for island in self.islands:
+                            island.signal(number)
+                    handed = len(asked)
+                    for island in self.islands:
+                        failed = not island.runs and island.code not in (None, 0)
+                        if failed and not island.left_out and not asked:
+                            self._failed(island)
+                    time.sleep(POLL_S)
+            finally:
+                for island in self.islands:
+                    island.kill()
+            return asked[0] if asked else 0
+
+    def _start(self, resume: str | None, asked: Sequence[int]) -> None:
+        first, *others = self.islands
+        before, _ = self._done(first.number)
+        first.start(resume)
+        while resume and first.runs and self._done(first.number)[0] == before and not asked:
+            time.sleep(POLL_S)
+        for island in others:
+            island.start(resume)
+
+    def _failed(self, island: Island) -> None:
+        """Start an island again, or leave it out."""
+        _, exchanges = self._done(island.number)
+        island.failures = island.failures + 1 if exchanges == self._exchanges[island.number] else 1
+        self._exchanges[island.number] = exchanges
+        code, again = island.code, island.code not in KINDS and island.failures <= self._most
+        fields = {"island": island.number, "code": code, "message": island.last_words(), "restarted": again}
+        self._tell("island_failed", fields)
+        island.left_out = not again
+        if again:
+            island.start("auto")

@@ -1,0 +1,134 @@
+"""Islands as processes: killed at any moment, the others go on, and it comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from meshwright.parallel.outer_log import Entry, IslandLog
+from meshwright.recover.processes import process_state
+from small import spec_of
+
+STEPS = 60
+
+
+def start(spec_file: Path, out: Path, *flags: str) -> subprocess.Popen[str]:
+    argv = [sys.executable, "-m", "meshwright", "train", str(spec_file), "--out", str(out), *flags]
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def written(corpus: Path, folder: Path, **flags: object) -> Path:
+    base = {
+        "model.vocab_size": 300, "data.corpus": corpus, "data.tokenizer": "byte", "data.seq_len": 16,
+        "data.cache": folder / "tokens", "train.batch_tokens": 8 * 16, "train.steps": STEPS,
+        "train.eval_tokens": 512, "layout.replicate": 2, "outer.every": 2, "outer.momentum": 0.0,
+        "outer.lr": 0.5, "outer.quorum": 1,
+    }  # fmt: skip
+    spec = spec_of(base, **flags)
+    file = folder / "run.json"
+    file.write_text(json.dumps({"spec": spec.to_json()}))
+    return file
+
+
+def entries(out: Path) -> list[Entry]:
+    return list(IslandLog(out / "islands").entries())
+
+
+def process_of(out: Path, island: int) -> int | None:
+    """The process that supervises an island."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        flags = [b"--outer.island", str(island).encode(), b"--out", str(out).encode()]
+        if any(words[place : place + 4] == flags for place in range(len(words))):
+            return int(folder.name)
+    return None
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in range(1, 20))])
+def test_an_island_killed_at_any_moment_costs_its_tokens_alone(
+    corpus: Path, tmp_path: Path, seed: int
+) -> None:
+    draw, out = random.Random(seed), tmp_path / "run"
+    running = start(written(corpus, tmp_path), out)
+    killed, after = draw.randrange(2), draw.randrange(2, STEPS // 2)
+    limit = time.monotonic() + 120
+    while sum(entry.kind == "exchange" for entry in entries(out)) < after and time.monotonic() < limit:
+        time.sleep(0.02)
+    pid = process_of(out, killed)
+    assert pid is not None
+    time.sleep(draw.random() * 0.2)
+    os.killpg(pid, signal.SIGKILL)
+    printed, _ = running.communicate(timeout=180)
+    assert running.returncode == 0, printed
+    log = entries(out)
+    lost = next(place for place, entry in enumerate(log) if entry.kind == "leave" and entry.island == killed)
+    assert log[lost].reason == "lost"
+    others = [
+        entry for entry in log[lost:] if entry.kind == "exchange" and entry.contributions[0][0] != killed
+    ]
+    back = [entry for entry in log[lost:] if entry.kind == "join" and entry.island == killed]
+    assert len(back) == 1
+    steps = Counter(row[0] for entry in log for row in entry.contributions)
+    assert steps[1 - killed] == STEPS // 2  # the other island did all of its own
+    assert steps[killed] >= STEPS // 2
+    waits = [b.at - a.at for a, b in pairwise(others)]
+    assert not waits or max(waits) < 5
+    events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    assert [(each["island"], each["restarted"]) for each in events] == [(killed, True)]
+    told = [
+        json.loads(line) for line in (out / f"island.{1 - killed}" / "events.jsonl").read_text().splitlines()
+    ]
+    assert "island_lost" in {each["kind"] for each in told}
+    result = json.loads((out / "result.json").read_text())
+    assert {row["code"] for row in result["islands"]} == {0}
+    assert sum(result["lateness"].values()) > 0
+
+
+def test_islands_stop_and_go_on_together(corpus: Path, tmp_path: Path) -> None:
+    out, file = tmp_path / "run", written(corpus, tmp_path, train__steps=400)
+    running = start(file, out)
+    limit = time.monotonic() + 120
+    while sum(entry.kind == "exchange" for entry in entries(out)) < 6 and time.monotonic() < limit:
+        time.sleep(0.02)
+    running.send_signal(signal.SIGTERM)
+    printed, _ = running.communicate(timeout=120)
+    assert running.returncode == 75, printed
+    before = sum(entry.kind == "exchange" for entry in entries(out))
+    assert {entry.reason for entry in entries(out) if entry.kind == "leave"} == {"stopped"}
+    again = start(file, out, "--resume", "auto", "--train.steps", "400", "--train.stop_at", "80")
+    printed, _ = again.communicate(timeout=180)
+    assert again.returncode == 0, printed
+    log = entries(out)
+    later = [entry for entry in log if entry.kind == "exchange"][before:]
+    first = later[0].contributions[0]
+    assert later and first[1] >= before - 2  # from the newest of the islands' checkpoints, not from the start
+    assert all(process_of(out, island) is None for island in range(2))
+
+
+@pytest.mark.full
+def test_no_island_outlives_the_command(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    running = start(written(corpus, tmp_path, train__steps=4000), out)
+    limit = time.monotonic() + 120
+    while len(entries(out)) < 4 and time.monotonic() < limit:
+        time.sleep(0.02)
+    pids = [process_of(out, island) for island in range(2)]
+    running.kill()
+    running.wait()
+    limit = time.monotonic() + 20
+    while any(pid and process_state(pid) for pid in pids) and time.monotonic() < limit:
+        time.sleep(0.1)
+    assert not any(pid and process_state(pid) for pid in pids)
