@@ -356,8 +356,12 @@ class LoggedArrivals:
     # Following the log --------------------------------------------------------------------------------
 
     def _entry(self) -> Entry:
-        entry = self.log.read(self._next)
-        assert entry is not None, "rank 0 of the island has seen this entry"
+        """The next entry, which rank 0 has seen; a file system may show it to other hosts a little later."""
+        limit = time.monotonic() + TURN_S
+        while (entry := self.log.read(self._next)) is None:
+            if time.monotonic() > limit:
+                raise RuntimeError(f"entry {self._next} of {self.log.folder} is on one rank's host only")
+            time.sleep(POLL_S)
         self._next += 1
         return entry
 
