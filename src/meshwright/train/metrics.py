@@ -30,7 +30,9 @@ class Metrics:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer, self.spec, self.mesh = trainer, trainer.run_spec, trainer.run_mesh
+        self.trainer, self.mesh = trainer, trainer.run_mesh
+        alone = trainer.run_spec.outer.island is not None  # an island that is a world of its own
+        self.spec = trainer.spec if alone else trainer.run_spec
         self.peak_flops = 0.0
         self._speeds: deque[float] = deque(maxlen=RECENT_STEPS)
 
