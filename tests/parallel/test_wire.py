@@ -287,3 +287,56 @@ def test_by_default_routing_is_even(ranks: Ranks, axes: dict[str, int]) -> None:
 def test_an_axis_of_one_rank_sends_nothing() -> None:
     assert traffic(spec_for(BASE)) == {}
     assert traffic(spec_for(MOE)) == {}
+
+
+def some_steps(mesh: Mesh, spec: RunSpec) -> list[tuple[list[Call], list[Copies]]]:
+    """The calls of each step of a run on this rank, and its dispatches."""
+    trainer = Trainer(spec, mesh)
+    trainer.initialise()
+    found = []
+    for number, batch in enumerate(first_batches(spec, mesh, spec.train.total_steps), 1):
+        mesh.wire.log = None
+        trainer.expect(batch)
+        mesh.wire.log = []
+        with counted_copies() as copies:
+            trainer.step(batch, number)
+        found.append((mesh.wire.log, copies))
+    return found
+
+
+ISLANDS: list[dict[str, object]] = [
+    {"layout__replicate": 3, "outer__every": 2},
+    {"layout__dp": 2, "layout__zero": 2, "precision__compute": "bf16"},
+    {"layout__dp": 2, "layout__zero": 3, "outer__fragments": 2, "outer__delay": 2,
+     "precision__compute": "fp64"},
+    {"layout__tp": 2, "model__tied": "true", "outer__delay": 1},
+    {"layout__pp": 2, "model__tied": "true", "outer__fragments": 2, "outer__delay": 2, "model__layers": 4},
+    {"layout__pp": 2, "layout__schedule": "zb-v", "model__tied": "true", "model__layers": 4},
+    {"layout__dp": 2, "layout__ep": 2, "layout__zero": 1, "model__moe__bias": "true", "outer__fragments": 3,
+     "outer__every": 5},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("flags", ISLANDS, ids=str)
+def test_bytes_of_islands(ranks: Ranks, flags: dict[str, object]) -> None:
+    """In steps with an exchange and without, and in the last one, which exchanges everything."""
+    given = {"layout__replicate": 2, "outer__every": 3, "train__steps": 6, **flags}
+    spec = spec_for(MOE if "layout__ep" in flags else BASE, **given)
+    exchanged = []
+    for rank, steps in enumerate(ranks.run(spec.layout, some_steps, spec)):
+        stage = rank // spec.layout.strides["pp"] % spec.layout.pp
+        for number, (calls, copies) in enumerate(steps, 1):
+            listed = messages(spec, stage, copies, on_cpu=True, number=number)
+            recorded = multiset((*call, 1) for call in calls)
+            assert recorded == multiset((m.axis, m.operation, m.sent, m.count) for m in listed)
+            exchanged.append(any(axis == "replicate" for axis, *_ in calls))
+    assert {*exchanged} == {True, False}
+
+
+def test_over_a_period_islands_send_the_mean() -> None:
+    flags = {"layout__dp": 2, "layout__zero": 1, "outer__fragments": 2, "outer__delay": 1}
+    spec = spec_for(BASE, layout__replicate=2, outer__every=4, train__steps=100, **flags)
+    sums: Counter[tuple[str, str]] = Counter()
+    for number in range(9, 13):
+        sums.update(traffic(spec, number=number))
+    assert traffic(spec) == pytest.approx({key: size / 4 for key, size in sums.items()}, rel=1e-12)

@@ -20,7 +20,7 @@ from meshwright.planner.memory.states import states
 from meshwright.planner.traffic.messages import traffic
 from meshwright.spec import RunSpec, UserError, load
 from meshwright.train import memory_tracker
-from meshwright.train.dryrun import ACTIVATIONS, MESSAGES, STATES, rehearse
+from meshwright.train.dryrun import ACTIVATIONS, MESSAGES, STATES, rehearse, step_of
 from meshwright.train.memory_tracker import PLAIN, FakeMemory
 from meshwright.train.step import Trainer
 from ranks import Ranks
@@ -155,6 +155,25 @@ def test_formulas_hold_of_a_moving_average(seed: int) -> None:
     without, _ = draw(seed)
     assert planned.optimiser > states(without, place).optimiser
     assert found.wire == pytest.approx(traffic(spec, place), rel=1e-12)
+
+
+def islands_of(seed: int) -> tuple[RunSpec, int]:
+    """A drawn run with islands, of which two in three stream fragments, and one of its ranks."""
+    outer: dict[str, object] = {"outer__every": 4, "layout__replicate": 2, "precision__compute": "bf16"}
+    if seed % 3:
+        outer |= {"outer__fragments": 2, "outer__delay": 1 + 2 * (seed % 3 - 1)}
+    return draw(seed, **outer)
+
+
+@pytest.mark.parametrize("seed", range(9))
+def test_formulas_hold_of_islands(seed: int) -> None:
+    spec, rank = islands_of(seed)
+    place = rank // spec.layout.strides["pp"] % spec.layout.pp
+    found, planned = rehearse(spec, rank, CPU), states(spec, place)
+    assert {kind: found.most[kind] for kind in STATES} == {kind: getattr(planned, kind) for kind in STATES}
+    number = step_of(spec, rank)
+    assert found.wire == pytest.approx(traffic(spec, place, number=number), rel=1e-12)
+    assert found.wire["replicate", "scalars"] == 8
 
 
 @pytest.mark.parametrize(("zero", "saved"), [(0, 4), (1, 2), (2, 2), (3, 2)])

@@ -78,6 +78,29 @@ def test_a_plan_has_the_peak_of_a_dry_run(seed: int, monkeypatch: pytest.MonkeyP
     assert planned(spec).allocated == pytest.approx(found.peak, rel=0.04)
 
 
+@pytest.mark.parametrize("outer", [{}, {"outer__fragments": 2, "outer__delay": 2}], ids=str)
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_plan_of_islands_has_the_peak_of_a_dry_run(
+    zero: int, outer: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a delay, of the step after the one that begins an exchange; without, of that step."""
+    if outer:
+        monkeypatch.setattr(dryrun, "Trainer", SecondStep)
+    tokens = 64 * 8192 * 2
+    spec = llama(
+        layout__replicate=2,
+        layout__dp=32,
+        layout__zero=zero,
+        outer__every=8,
+        train__batch_tokens=tokens,
+        **outer,
+    )
+    found = dryrun.rehearse(spec, 0, CPU)
+    held = planned(spec)
+    assert held.optimiser > 2.4 * planned(spec.of_island()).optimiser / 2
+    assert held.allocated == pytest.approx(found.peak, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("zero", "microbatches", "policy"),
     [

@@ -212,6 +212,18 @@ class Outer:
             if part.compression is not None and part.compression.error is not None:
                 yield part, part.compression.error
 
+    def held(self) -> Iterator[tuple[Unit | None, Tensor]]:
+        """Tensors that live across steps, with the unit that they are of: anchors, outer momentum, differences
+        of exchanges under way, and the number of updates."""
+        for part in self._every_part:
+            yield part.unit, part.anchor
+            if part.momentum is not None:
+                yield part.unit, part.momentum
+        for exchange in self._under_way:
+            parts = self._parts[exchange.fragment]
+            yield from ((part.unit, delta) for part, delta in zip(parts, exchange.deltas, strict=True))
+        yield None, self.updates.to_local()
+
     def _stored(self, kind: str, part: Anchored, flat: Tensor) -> Iterator[tuple[str, Stored]]:
         if part.unit is None:
             yield f"{kind}/{part.name}", self._replicated(flat, self.mesh)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from meshwright.spec import RunSpec
 from meshwright.spec.layout import Layout
 
 
@@ -43,3 +44,18 @@ def axes(layout: Layout) -> Axes:
             layout.expert_data_ranks, folded if near else data * max(1, folded // layout.tp)
         ),
     )
+
+
+def step_axes(spec: RunSpec) -> Axes:
+    """The groups that exchange numbers in each step: the layout's, without replicas that are islands."""
+    groups = axes(spec.layout)
+    if spec.islands == 1:
+        return groups
+    return groups._replace(replicate=GroupShape(1, groups.replicate.stride))
+
+
+def step_world(spec: RunSpec) -> GroupShape:
+    """The ranks that sum a step's totals: all of them, or those of an island."""
+    ranks = spec.layout.world_size // spec.islands
+    between = spec.layout.strides["replicate"] < ranks  # ranks of other islands are between an island's own
+    return GroupShape(ranks, spec.islands if between else 1)

@@ -31,6 +31,9 @@ from meshwright.parallel.fsdp_unit import BufferEvent, Unit, UnitObserver
 from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.parallel.pipeline_parallel import ActionHook
 from meshwright.parallel.process_groups import Groups, Row
+from meshwright.planner.memory.states import difference_bytes
+from meshwright.planner.rank_view import place_of
+from meshwright.planner.traffic.exchange import fullest_step, under_way
 from meshwright.planner.traffic.layer_shape import admitted
 from meshwright.schedule import Action, Kind
 from meshwright.spec import RunSpec
@@ -38,12 +41,12 @@ from meshwright.train.memory_tracker import COLLECTIVES, MESSAGES, PLAIN, FakeMe
 from meshwright.train.offload import MomentMemory
 from meshwright.train.step import Trainer
 
-PARAMETERS, MASTERS, GRADIENTS, OPTIMISER, BALANCE, SCALING, BATCH, ACTIVATIONS, BUFFERS = KINDS = (
-    "parameters", "masters", "gradients", "optimiser", "balance", "scaling",
+PARAMETERS, MASTERS, GRADIENTS, OPTIMISER, BALANCE, SCALING, OUTER, BATCH, ACTIVATIONS, BUFFERS = KINDS = (
+    "parameters", "masters", "gradients", "optimiser", "balance", "scaling", "outer",
     "batch", "activations", "buffers",
 )  # fmt: skip
 COMPONENTS = (*KINDS, MESSAGES, PLAIN)
-STATES = (PARAMETERS, MASTERS, GRADIENTS, OPTIMISER, BALANCE, SCALING)
+STATES = (PARAMETERS, MASTERS, GRADIENTS, OPTIMISER, BALANCE, SCALING, OUTER)
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,14 @@ class Rehearsal:
 
 
 def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
-    """Run one step as rank `rank` of the layout's world, on a device that is faked.
+    """Run one step (`step_of`) as rank `rank` of the layout's world, on a device that is faked.
 
     No default process group may be there. A run that compiles its blocks is run without: what a compiler
     saves is not known before it ran.
     """
-    spec = spec.model_copy(update={"train": spec.train.model_copy(update={"compile": False})})
+    number = step_of(spec, rank)
+    train = spec.train.model_copy(update={"compile": False, "tokens": None, "steps": 2 * number})
+    spec = spec.model_copy(update={"train": train})
     device = torch.device(device.type, device.index or 0)
     memory = FakeMemory(device, attention_cpu.BODIES)
     with _world(spec.layout.world_size, rank):
@@ -88,6 +93,8 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
         with memory:
             observer = _BufferAccount(memory, spec.microbatches > 1)
             trainer = Trainer(spec, mesh, observer, _FakeMoments(spec.train, device, mesh.control))
+            if trainer.outer is not None:
+                trainer.outer.expect([[*each] for each in under_way(spec, number)])
             _tell(memory, trainer)
             if trainer.scaling is not None:
                 trainer.scaling.assume()  # steps after the first one are like each other
@@ -98,7 +105,8 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
             memory.operators.clear()
             mesh.wire.clear()
             started = time.process_time()
-            trainer.step(first, 1, following=second)
+            trainer.step(first, number, following=second)
+            _mark_exchanges(memory, trainer)
             step = _counts(mesh, groups, memory, started)
     step |= {key: step[key] - setup[key] for key in _SUMS}
     blocks = [count for name, count in memory.operators.items() if name.startswith("blocks.")]
@@ -117,6 +125,15 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
         dict(mesh.wire.calls),
         counts,
     )
+
+
+def step_of(spec: RunSpec, rank: int) -> int:
+    """The number of the step that is run: the first, or with islands one that begins an exchange, and after
+    which most bytes of exchanges are under way."""
+    if spec.islands == 1:
+        return 1
+    place = rank // spec.layout.strides["pp"] % spec.layout.pp
+    return fullest_step(spec, difference_bytes(place_of(spec, place)))
 
 
 # Counts -------------------------------------------------------------------------------------------------
@@ -265,6 +282,7 @@ def _tell(memory: FakeMemory, trainer: Trainer) -> None:
     if trainer.ema is not None:
         for unit, average in zip(trainer.states.units, trainer.ema.flats, strict=True):
             memory.mark(average, OPTIMISER, _unit_of(unit.slots))
+    _mark_exchanges(memory, trainer)
     for tensor in trainer.balance.tensors():
         memory.mark(tensor, BALANCE)
     for tensor in trainer.scaling.tensors() if trainer.scaling else ():
@@ -283,6 +301,11 @@ def _tell(memory: FakeMemory, trainer: Trainer) -> None:
             if isinstance(mixture.hooks.dispatch, partial):
                 dispatch = partial(_EvenAllToAllDispatcher, share, *mixture.hooks.dispatch.args)
             mixture.hooks = replace(mixture.hooks, dispatch=dispatch)
+
+
+def _mark_exchanges(memory: FakeMemory, trainer: Trainer) -> None:
+    for unit, tensor in trainer.outer.held() if trainer.outer is not None else ():
+        memory.mark(tensor, OUTER, _unit_of(unit.slots) if unit is not None else "")
 
 
 def _follow(memory: FakeMemory, module: torch.nn.Module, name: str) -> None:

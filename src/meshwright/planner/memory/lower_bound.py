@@ -113,6 +113,7 @@ class LowerBound(Generic):
             if spec.train.offload == "none":
                 optimiser += moment_width(spec) * part
             optimiser += part * width.exact if spec.train.ema is not None else 0
+            optimiser += 2 * part * width.exact if spec.islands > 1 else 0
             parameters += part * width.master
             if zero < 3 and not (n == 1 and width.compute == width.master):
                 parameters += whole * width.compute

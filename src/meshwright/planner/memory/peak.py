@@ -13,8 +13,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from meshwright.planner.group_shapes import step_axes
 from meshwright.planner.memory.activations import Activations, Sizes, at_mask, backward_peaks, head_peaks
-from meshwright.planner.memory.states import StateShard, packed_width, waits
+from meshwright.planner.memory.states import StateShard, difference_bytes, packed_width, waits
 from meshwright.planner.rank_view import RankView, widths
 
 
@@ -66,6 +67,9 @@ class _Step:
         """Units that are being gathered."""
         self.reducing: deque[StateShard] = deque()
         """Units whose gradients are being reduced over the ranks that share their states."""
+        at_once = self.spec.islands > 1 and not self.spec.outer.delay
+        self.exchanged = max(difference_bytes(view)) if at_once else 0
+        """Bytes of the differences of an exchange that ends in the step in which it begins."""
         self.most = Moment(0, 0, 0, 0)
         self.sizes = Sizes(view.spec)
         self.stream = self.width.compute * self.sizes.stream
@@ -150,13 +154,13 @@ class _Step:
         """True if other ranks also hold the whole unit, so that gradients are summed over them."""
         layout = self.spec.layout
         ranks = layout.expert_data_ranks if unit.routed else layout.shard_ranks
-        return max(layout.replicate, ranks) > 1
+        return max(step_axes(self.spec).replicate.ranks, ranks) > 1
 
     def finish(self) -> None:
-        """Wait for all reductions."""
+        """Wait for all reductions; an exchange of islands without a delay comes and goes after them."""
         while self.reducing:
             self._reduced(self.reducing.popleft())
-        self.look(0)
+        self.look(self.exchanged)
 
     def _reduced(self, unit: StateShard) -> None:
         width, new = self.width, unit not in self.summed

@@ -21,7 +21,8 @@ divides them), but for weights in bf16; Lion has one, and Muon has one of matric
 maps besides, each of 256 values and thresholds and 65536 codes. Moments that `train.offload` keeps elsewhere
 take no bytes of the device, but for the pieces of them that pass through a GPU in an update
 (`train/offload.py`), which then needs no such counts. A moving average of the weights (`train.ema`) takes
-what one moment does, on the device.
+what one moment does, on the device. Islands have an anchor and an outer momentum of e for each number of the
+stored part, an anchor for each bias of a router, and with a delay the differences that are under way.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from functools import lru_cache
 from itertools import groupby
 
 from meshwright.planner.rank_view import RankView, Widths, gathered_bytes, part_elements, place_of, widths
+from meshwright.planner.traffic import exchange
 from meshwright.planner.traffic.layer_shape import balance_counts
 from meshwright.schedule import Action, Kind, make
 from meshwright.spec import RunSpec
@@ -46,8 +48,9 @@ from meshwright.spec.tiling import tiling
 
 SLOTS = 3
 """Pieces of each offloaded moment on a device: one comes, one is updated, one goes back."""
-STEP_COUNT, EXACT_COUNT, BIAS, SCALE = 4, 8, 4, 4
-"""Bytes of Adam's step count, of one count of the experts' load, of a router's bias, of a tensor's scale."""
+STEP_COUNT, EXACT_COUNT, BIAS, SCALE, UPDATES = 4, 8, 4, 4, 8
+"""Bytes of Adam's step count, of one count of the experts' load, of a router's bias, of a tensor's scale, of
+the number of an island's updates."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ class States:
     """The routers' biases, and counts of the experts' load."""
     scaling: int
     """Delayed scaling's scales, the largest numbers of this step, and those of the steps before."""
+    outer: int
+    """Anchors and outer momentum of islands, and the differences that an exchange has under way."""
 
     @property
     def total(self) -> int:
@@ -133,7 +138,26 @@ def states_at(view: RankView, shards: Sequence[StateShard], staged: bool = False
         biases = view.routed * moe.experts if moe.bias else 0
         balance = EXACT_COUNT * balance_counts(model, moe) + BIAS * biases
     gradients = _gradients(view, shards)
-    return States(parameters, masters, gradients, optimiser, balance, _scaling(view.spec))
+    outer = outer_bytes(view)
+    return States(parameters, masters, gradients, optimiser, balance, _scaling(view.spec), outer)
+
+
+def outer_bytes(view: RankView) -> int:
+    """Bytes that a rank of an island holds for its exchanges, at their most."""
+    spec, exact = view.spec, widths(view.spec).exact
+    if spec.islands == 1:
+        return 0
+    parts, sizes = exchange.fragments(view), difference_bytes(view)
+    held = exchange.under_way(spec, exchange.fullest_step(spec, sizes) + 1)
+    biases = BIAS * sum(map(sum, (part.biases for part in parts)))
+    units = sum(map(sum, (part.units for part in parts)))
+    return 2 * exact * units + biases + UPDATES + sum(sizes[part] for part, _ in held)
+
+
+def difference_bytes(view: RankView) -> list[int]:
+    """Bytes of how far each fragment of a rank has moved from its anchor."""
+    exact, parts = widths(view.spec).exact, exchange.fragments(view)
+    return [exact * sum(part.units) + BIAS * sum(part.biases) for part in parts]
 
 
 def _scaling(spec: RunSpec) -> int:
@@ -160,15 +184,20 @@ def _single(view: RankView, unit: StateShard) -> int:
 
 
 def checkpoint_bytes(spec: RunSpec) -> int:
-    """Bytes of parameters, moments and moving averages of all ranks, as they are stored."""
+    """Bytes of parameters, moments and moving averages of all ranks, as they are stored.
+
+    Islands have parameters and moments each, and anchors and outer momentum together. Sums of exchanges under
+    way are left out.
+    """
     width, total = widths(spec), 0
     averages = int(spec.train.ema is not None)
     for p in (p for unit in parameters(spec.model).values() for p in unit):
         each = width.exact * p.size
-        total += (width.master + width.exact * averages) * p.size
+        stored = (width.master + width.exact * averages) * p.size
         if spec.train.optimiser == "adamw8bit" and len(p.shape) >= 2:
             each = p.size + width.exact * (p.size // block_of(p, spec.model.heads))
-        total += each * len(spec.train.moments_of(p.name, len(p.shape)))
+        stored += each * len(spec.train.moments_of(p.name, len(p.shape)))
+        total += spec.islands * stored + (2 * width.exact * p.size if spec.islands > 1 else 0)
     return total
 
 

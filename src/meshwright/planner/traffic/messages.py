@@ -15,8 +15,9 @@ from functools import partial
 from math import prod
 from typing import Literal, NamedTuple, TypeVar
 
-from meshwright.planner.group_shapes import GroupShape, axes
+from meshwright.planner.group_shapes import GroupShape, axes, step_axes, step_world
 from meshwright.planner.rank_view import RankView, gathered_bytes, part_elements, place_of, share, widths
+from meshwright.planner.traffic import exchange
 from meshwright.planner.traffic.layer_shape import LayerShape, admitted, balance_counts, layer_shape
 from meshwright.schedule import Kind, steps
 from meshwright.spec import RunSpec
@@ -232,26 +233,34 @@ def end_messages(shape: LayerShape, head: bool) -> list[Message]:
 
 
 def traffic(
-    spec: RunSpec, pipeline_rank: int = 0, copies: Sequence[Copies] | None = None
+    spec: RunSpec,
+    pipeline_rank: int = 0,
+    copies: Sequence[Copies] | None = None,
+    number: int | None = None,
 ) -> dict[tuple[str, str], float]:
     """(axis, operation) -> bytes that one rank sends in one optimiser step; for arguments see `messages`."""
-    listed = messages(spec, pipeline_rank, copies)
+    listed = messages(spec, pipeline_rank, copies, number=number)
     return totals(((m.axis, m.operation), m.count * m.sent) for m in listed)
 
 
 def messages(
-    spec: RunSpec, pipeline_rank: int = 0, copies: Sequence[Copies] | None = None, on_cpu: bool = False
+    spec: RunSpec,
+    pipeline_rank: int = 0,
+    copies: Sequence[Copies] | None = None,
+    on_cpu: bool = False,
+    number: int | None = None,
 ) -> list[Message]:
     """Every message that a rank sends in one optimiser step; `count` is then that of the step.
 
     `copies` are those of each dispatch of the step, by default as an even router makes them. The ranks of one
-    pipeline rank send the same, but for the dispatches. `on_cpu` sets the size of the loss's chunks.
+    pipeline rank send the same, but for the dispatches. `on_cpu` sets the size of the loss's chunks. With
+    islands `number` is that of the step, from 1; by default exchanges count in the mean over a period.
     """
     view, shape = place_of(spec, pipeline_rank), layer_shape(spec, on_cpu)
     inside = microbatch_messages(view, partial(layer_messages, shape), partial(end_messages, shape))
     listed = [*_state_messages(view), *(m for m in inside if m.axis != "expert")]
     listed += [*_dispatches(view, shape, copies), *_edge_messages(view, shape), *_step_messages(view)]
-    listed += _muon_messages(view)
+    listed += [*_muon_messages(view), *_exchange_messages(view, number)]
     return [m for m in listed if m.count and m.elements and m.group.ranks > 1]
 
 
@@ -317,13 +326,13 @@ def _gathers(view: RankView) -> dict[str, int]:
 
 def _unit_messages(spec: RunSpec, pieces: Sequence[Piece], routed: bool, gathers: int) -> Iterator[Message]:
     """Messages of one unit (`parallel/data_parallel.py`); in a pipeline it moves once a step."""
-    layout, width, zero, groups = spec.layout, widths(spec), spec.layout.zero, axes(spec.layout)
+    layout, width, zero, groups = spec.layout, widths(spec), spec.layout.zero, step_axes(spec)
     axis, group = ("expert_data", groups.expert_data) if routed else ("shard", groups.shard)
     parts = group.ranks if zero else 1
     part = sum(part_elements(piece, parts) for piece in pieces)
     call = partial(Message, where="unit", overlaps=Overlap.NEXT_UNIT)
     if parts == 1:
-        axis, group = (axis, group) if layout.replicate == 1 else ("replicate", groups.replicate)
+        axis, group = (axis, group) if groups.replicate.ranks == 1 else ("replicate", groups.replicate)
         yield call(axis, "all_reduce", part, width.reduce, group, Phase.STEP)
         return
     each_microbatch = [layout.pp == 1 and zero >= stage for stage in (3, 2)]
@@ -378,7 +387,24 @@ def _step_messages(view: RankView) -> Iterator[Message]:
     numbers = _TOTALS + (balance_counts(spec.model, moe) if moe is not None else 0)
     if spec.train.clip_parameter is not None:
         numbers += sum(len(unit) for unit in parameters(spec.model).values())
-    world = GroupShape(spec.layout.world_size, 1)
+    world = step_world(spec)
     yield call("world", "scalars", numbers, _COUNT, world)
     if spec.precision.compute in DELAYED:
         yield call("world", "amax", 3 * len([*rounded_parameters(spec)]), 4, world)
+
+
+def _exchange_messages(view: RankView, number: int | None) -> Iterator[Message]:
+    """How far islands' parameters have moved, and ranks that were asked to stop (`parallel/outer.py`)."""
+    spec, groups = view.spec, axes(view.spec.layout)
+    if spec.islands == 1:
+        return
+    parts, width = exchange.fragments(view), exchange.exchanged_width(spec)
+    call = partial(Message, "replicate", group=groups.replicate, phase=Phase.STEP, where="unit")
+    for part, count in exchange.begun(spec, number).items():
+        yield from (call("all_reduce", size, width, count=count) for size in parts[part].units)
+        yield from (call("all_reduce", size, _SMALL, count=count) for size in parts[part].biases)
+        yield call("scalars", 1, _COUNT, count=count)
+    ends = GroupShape(2, groups.pipeline.stride * (spec.layout.pp - 1))
+    for part, count in exchange.ended(spec, number).items():
+        apart = parts[part].apart, widths(spec).exact
+        yield Message("pipeline", "broadcast", *apart, ends, Phase.STEP, "unit", count)

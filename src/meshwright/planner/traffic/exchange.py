@@ -1,0 +1,91 @@
+"""The exchanges of islands: what a rank sends of each fragment, in which steps, and what is under way.
+
+A fragment is begun at a step of its own in each period of `outer.every` steps, and its result is used
+`outer.delay` steps later (`parallel/outer.py`). After a run's last step everything is exchanged.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from meshwright.planner.rank_view import RankView, part_elements, widths
+from meshwright.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A rank's part of a fragment, in elements; each entry of the lists is a message."""
+
+    units: tuple[int, ...]
+    """Parameters of each unit, padding included."""
+    biases: tuple[int, ...]
+    """Biases of each router."""
+    apart: int
+    """Tied embeddings that the first and the last pipeline rank hold apart."""
+
+
+def exchanged_width(spec: RunSpec) -> float:
+    """Bytes in which an exchange sends a number of the difference between an anchor and its parameter."""
+    return widths(spec).exact
+
+
+def fragments(view: RankView) -> list[Fragment]:
+    """The fragments of a rank of one of several islands."""
+    spec, layout, moe = view.spec, view.spec.layout, view.spec.model.moe
+    units: list[list[int]] = [[] for _ in range(spec.outer.fragments)]
+    biases: list[list[int]] = [[] for _ in units]
+    apart = [0 for _ in units]
+    for name, listed in view.pieces().items():
+        place = spec.outer.fragment_of(name, spec.model.tied)
+        for routed, ranks in ((False, layout.shard_ranks), (True, layout.expert_data_ranks)):
+            ranks = ranks if layout.zero else 1
+            held = [(p, piece) for p, piece in listed if (piece.experts is not None) == routed]
+            if held:
+                units[place].append(sum(part_elements(piece, ranks) for _, piece in held))
+            if routed and held and moe is not None and moe.bias:
+                biases[place].append(moe.experts)
+            if spec.model.tied and view.embed != view.head:
+                apart[place] += sum(part_elements(q, ranks) for p, q in held if p.name == "embed.weight")
+    each = zip(units, biases, apart, strict=True)
+    return [Fragment(tuple(sizes), tuple(counts), both) for sizes, counts, both in each]
+
+
+def begun(spec: RunSpec, step: int | None) -> dict[int, float]:
+    """Fragment -> number of its exchanges that begin in step `step`, from 1; the mean of all steps if None."""
+    outer = spec.outer
+    if step is None:
+        return dict.fromkeys(range(outer.fragments), 1 / outer.every)
+    return dict.fromkeys(outer.begins(step, spec.train.total_steps), 1.0)
+
+
+def ended(spec: RunSpec, step: int | None) -> dict[int, float]:
+    """Fragment -> number of its exchanges whose result is used after a step, as `begun` counts them."""
+    if step is None:
+        return begun(spec, step)
+    outer, last = spec.outer, spec.train.total_steps
+    until = step if step == last else step - outer.delay + 1
+    found = Counter(
+        part for at in range(max(1, step - outer.delay), until) for part in outer.begins(at, last)
+    )
+    return {**(found + Counter(outer.begins(step, last) if step == last else ()))}
+
+
+def under_way(spec: RunSpec, step: int) -> list[tuple[int, int]]:
+    """(fragment, the step after which its result is due) of the exchanges that a step finds under way.
+
+    The step is one of a run without an end, in the order in which exchanges were begun.
+    """
+    outer = spec.outer
+    steps = range(max(1, step - outer.delay), step)
+    return [(part, at + outer.delay) for at in steps for part in outer.begins(at, last=0)]
+
+
+def fullest_step(spec: RunSpec, sizes: list[int]) -> int:
+    """The step of the second period that begins an exchange and after which most bytes are under way.
+
+    `sizes` are the bytes of each fragment.
+    """
+    every = spec.outer.every
+    steps = [at for at in range(every + 1, 2 * every + 1) if spec.outer.begins(at, last=0)]
+    return max(steps, key=lambda at: sum(sizes[part] for part, _ in under_way(spec, at + 1)))
