@@ -80,6 +80,8 @@ def plan(
     overrides: Overrides = (),
     within: float | str | None = None,
     max_stages: int | None = None,
+    islands: int | str | None = None,
+    max_exposed: float = 5.0,
     progress: Progress | None = None,
     finished: Finished | None = None,
 ) -> Plans:
@@ -92,7 +94,8 @@ def plan(
     also where nothing fits.
     """
     question = (gpus, seq_len, batch_tokens, top, objective, stack, price, tokens, max_memory, overrides)
-    return best_plans(PlanRequest(model, cluster, *question, within, max_stages), progress, finished)
+    request = PlanRequest(model, cluster, *question, within, max_stages, islands, max_exposed)
+    return best_plans(request, progress, finished)
 
 
 def explain(

@@ -107,6 +107,19 @@ _STACK = Flag("stack", "the software that runs it", "NAME", _stack, "meshwright"
         repeated=True,
     ),
     Flag("max-stages", "most stages of a pipeline: its ranks times the stages of each", "N", whole(1)),
+    Flag(
+        "islands",
+        "islands that exchange parameters now and then (outer), or auto: as many as a slow link takes",
+        "N",
+        str,
+    ),
+    Flag(
+        "max-exposed",
+        "largest share of the time, in percent, that --islands may wait to exchange",
+        "PERCENT",
+        number(0.01, 100),
+        5.0,
+    ),
     _STACK,
     Flag("price", "USD for a device and hour; default the cluster's", "USD", number(1e-6, 1e6)),
     Flag("tokens", "tokens to train on, such as 15T, for days and USD, failures included", "N", tokens()),
@@ -200,6 +213,7 @@ def brief(spec: RunSpec) -> str:
         words += [] if layout.stages == "even" else ["balanced" if layout.stages == "balanced" else "stages"]
     if layout.tp > 1 and not layout.sequence_parallel:
         words.append("no-sp")
+    words += [f"every{spec.outer.every}"] if spec.islands > 1 else []
     words += [f"zero{layout.zero}"] if layout.zero else []
     words.append(f"mb{layout.micro_batch}")
     words += [] if spec.recompute.policy == "none" else [spec.recompute.policy]
@@ -210,7 +224,7 @@ def _show(plans: Plans, limit: float | None, why: bool) -> None:
     """Print the plans; `limit` is --max-memory in bytes."""
     from meshwright.planner.cost.uncertainty import room
     from meshwright.planner.search.objectives import described
-    from meshwright.report.plan_text import offload, routing
+    from meshwright.report.plan_text import islands, offload, routing
 
     best = plans.best
     model = best.spec.model.preset or best.spec.model.hf or best.spec.model.family
@@ -240,6 +254,10 @@ def _show(plans: Plans, limit: float | None, why: bool) -> None:
         show.line(f"Routing: {words}.")
     if words := offload(best):
         show.line(f"Offload: {words}.")
+    if plans.islands is not None:
+        show.line(f"{plans.islands.words}.")
+    if words := islands(best):
+        show.line(f"Exchanges: {words}.")
     show.line(
         f"The first: a step takes {low:.4g} to {high:.4g} s in 9 of 10 cases; its MFU is "
         f"{best.causal_mfu:.1%} with half of attention's FLOPs, which is what a causal mask leaves."

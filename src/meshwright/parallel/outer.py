@@ -213,8 +213,8 @@ class Outer:
                 yield part, part.compression.error
 
     def held(self) -> Iterator[tuple[Unit | None, Tensor]]:
-        """Tensors that live across steps, with the unit that they are of: anchors, outer momentum, differences
-        of exchanges under way, and the number of updates."""
+        """Tensors that live across steps, each with its unit: anchors, outer momentum, differences of
+        exchanges under way, and the number of updates."""
         for part in self._every_part:
             yield part.unit, part.anchor
             if part.momentum is not None:

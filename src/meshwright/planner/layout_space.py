@@ -108,8 +108,9 @@ class LayoutSpace:
     """The layouts of `base` on `ranks` ranks; `fixed` holds keys of the layout that are not to be chosen.
 
     `fixed` also takes 'policy', the recompute policy, which otherwise is one of `policies`, and 'max_stages',
-    the most stages of a pipeline. `levels` are the neighbouring ranks that each level of the cluster joins,
-    from the inside out, and `schedules` are the pipelines' that may be chosen.
+    the most stages of a pipeline. Islands are as many as in `base`. `levels` are the neighbouring ranks that
+    each level of the cluster joins, from the inside out, and `schedules` are the pipelines' that may be
+    chosen.
     """
 
     def __init__(
@@ -216,6 +217,9 @@ class LayoutSpace:
         Pipeline ranks are numbered inside of data ranks only where that brings them closer by a level, since
         it takes data ranks further apart. `folded` is ep x etp.
         """
+        if self.base.islands > 1 and pp > 1:  # the slow link is between islands
+            yield "replicate-pp-dp-tp"
+            return
         yield "pp-replicate-dp-tp"
         if pp == 1 or self.ranks > _ORDERED:
             return
@@ -287,9 +291,12 @@ class LayoutSpace:
 
     def shardings(self, inner: LayerLayout, mesh: DataMesh, most_shared: bool = False) -> Iterator[Sharding]:
         """Shardings of a mesh, the least memory first; with `most_shared` only one of each ZeRO stage."""
-        alone = mesh.data * inner.cp == 1 and "zero" not in self.fixed
+        islands = self.base.islands
+        alone = mesh.data // islands * inner.cp == 1 and "zero" not in self.fixed
         for zero in (0,) if alone else self._pick("zero", (3, 2, 1, 0)):
-            for replicate in self._pick("replicate", divisors(mesh.data) if zero else (1,)):
+            for replicate in self._pick("replicate", divisors(mesh.data) if zero else (islands,)):
+                if mesh.data % replicate:
+                    continue
                 dp = mesh.data // replicate
                 if replicate == 1 and mesh.order == "replicate-pp-dp-tp" and "order" not in self.fixed:
                     continue  # equal to the first order

@@ -14,9 +14,11 @@ from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.software import MESHWRIGHT, SoftwareStack
 from meshwright.planner.explain.candidate import Candidate
 from meshwright.planner.explain.explanation import Explanation
+from meshwright.planner.islands import IslandChoice, choose_islands
 from meshwright.planner.memory.states import checkpoint_bytes
 from meshwright.planner.search.infeasible import shortfall
 from meshwright.planner.search.objectives import largest_model, longest_context
+from meshwright.planner.search.problem import SearchProblem
 from meshwright.planner.search.request import PlanRequest
 from meshwright.planner.search.results import NEAR, Progress, SearchCounts, TimedLayout, kind, simplicity
 from meshwright.reliability.goodput import DAY
@@ -99,6 +101,8 @@ class Plans:
     """Pareto front (step seconds, bytes of a device) of all timed layouts, fastest first."""
     capacity: float
     """Bytes of a device that a plan may need."""
+    islands: IslandChoice | None = None
+    """How islands of the first plan were chosen, where they were."""
 
     @property
     def best(self) -> Plan:
@@ -145,6 +149,7 @@ class Plans:
             "best": plans[0],
             "plans": plans,
             "searched": asdict(self.searched),
+            "islands": self.islands and self.islands.to_json(),
             "pareto": [list(point) for point in self.pareto],
         }
 
@@ -168,6 +173,7 @@ def plan(request: PlanRequest, progress: Progress | None = None, finished: Finis
         problems, note = [longest_context(problems[-1])], None
     if request.objective == "largest-model":
         problems = [largest_model(problems[-1])]
+    problems, choices = _with_islands(problems, request)
     rank = partial(_rank, request.objective, request.total_tokens)
     plans, simple, counts = list[Plan](), list[Plan](), SearchCounts()
     front: Sequence[TimedLayout] = ()
@@ -204,7 +210,19 @@ def plan(request: PlanRequest, progress: Progress | None = None, finished: Finis
         searched=counts,
         pareto=tuple((timed.seconds, timed.memory) for timed in front),
         capacity=problem.capacity,
+        islands=choices.get(best.cluster.count),
     )
+
+
+def _with_islands(
+    problems: list[SearchProblem], request: PlanRequest
+) -> tuple[list[SearchProblem], dict[int, IslandChoice]]:
+    """The searches with the islands that are asked for, and how they were chosen by number of devices."""
+    if request.islands is None:
+        return problems, {}
+    wanted, keys, limit = request.islands, request.given_outer(), request.max_exposed / 100
+    chosen = [choose_islands(problem, wanted, keys, limit) for problem in problems]
+    return [problem for problem, _ in chosen], {problem.ranks: choice for problem, choice in chosen}
 
 
 def _simplest(plans: Sequence[Plan], rank: Callable[[Plan], tuple[int, float]]) -> Plan:

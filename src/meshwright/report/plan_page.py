@@ -36,6 +36,7 @@ TIME_COLOURS = {
     "expert axis": "c3",
     "pipeline axis": "c6 pale",
     "data axis": "c1 pale",
+    "exchange": "c4 pale",
     "slowed by messages": "c3 pale",
     "optimiser": "c2 pale",
     "fixed": "c7",

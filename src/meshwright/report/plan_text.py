@@ -9,6 +9,7 @@ from meshwright.planner.explain.candidate import Candidate
 from meshwright.planner.explain.explanation import Explanation, describe
 from meshwright.planner.explain.neighbours import TERMS, Neighbour, named
 from meshwright.planner.explain.sensitivity import MOST, Assumption
+from meshwright.planner.group_shapes import axes
 from meshwright.planner.memory.generic import Memory
 from meshwright.units import gigabytes, percent, seconds
 
@@ -62,6 +63,21 @@ def offload(found: Candidate) -> str:
     )
 
 
+def islands(found: Candidate) -> str:
+    """A clause on the exchanges of islands and what they cost; an empty text without islands."""
+    if (of := found.islands) is None:
+        return ""
+    outer, level = found.spec.outer, found.costs.links.outermost(axes(found.spec.layout).replicate)
+    parts = f" in {outer.fragments} fragments" if outer.fragments > 1 else ""
+    meanwhile = f" while islands take {outer.delay} step{'s' * (outer.delay > 1)} each" if outer.delay else ""
+    return (
+        f"{of['count']:,.0f}, which send {gigabytes(of['bytes'])} a rank over '{level.name}' in "
+        f"{outer.every} steps{parts}; that takes {seconds(of['seconds'])}{meanwhile}, of which they wait for "
+        f"{seconds(of['exposed_seconds'])}, {percent(of['exposed'])} of the time; a step that sums gradients "
+        f"instead takes {seconds(of['synchronous_step_seconds'])}"
+    )
+
+
 def head(found: Explanation) -> list[str]:
     """The layout, its step, and the probability that it fits."""
     spec, costs, (low, high) = found.spec, found.costs, found.interval
@@ -79,6 +95,7 @@ def head(found: Explanation) -> list[str]:
         f"{found.memory.rank}; fits with a probability of {percent(found.fits_probability)}",
         "routing": routing(found),
         "offload": offload(found),
+        "islands": islands(found),
         "never measured": "; ".join(found.never_measured),
     }
     width = max(map(len, facts)) + 2

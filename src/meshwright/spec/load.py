@@ -16,6 +16,7 @@ from meshwright.spec.base import FrozenModel
 from meshwright.spec.errors import UserError, did_you_mean
 from meshwright.spec.files import MAX_JSON, MAX_TOML, parse_json, parse_toml, read_text, user_path
 from meshwright.spec.layout import Layout
+from meshwright.spec.outer import OuterSpec
 from meshwright.spec.records import show
 from meshwright.spec.run import RunSpec
 from meshwright.spec.schema import Key, known_keys, optional_tables
@@ -57,8 +58,22 @@ def fixed_layout(overrides: Overrides) -> dict[str, Any]:
     return {name: getattr(layout, name) for name in names}
 
 
+def given_outer(tree: dict[str, Any], overrides: Overrides) -> dict[str, Any]:
+    """Return the keys of `outer` that a file's tables or flags give, without the rules over several tables.
+
+    Raises `UserError`.
+    """
+    given = [(key, text) for key, text in overrides if key.startswith("outer.")]
+    outer = _validated(_OuterAlone, {"outer": tree.get("outer", {})}, given).outer
+    return outer.model_dump(exclude_unset=True)
+
+
 class _LayoutAlone(FrozenModel):
     layout: Layout
+
+
+class _OuterAlone(FrozenModel):
+    outer: OuterSpec
 
 
 def _validated(

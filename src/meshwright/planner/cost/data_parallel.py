@@ -16,7 +16,7 @@ from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.offload import copy_seconds
 from meshwright.planner.cost.precision import PRECISIONS
-from meshwright.planner.group_shapes import GroupShape, axes
+from meshwright.planner.group_shapes import GroupShape, step_axes
 from meshwright.planner.rank_view import widths
 from meshwright.spec import RunSpec
 from meshwright.spec.low_precision_rules import rounded_parameters
@@ -63,11 +63,13 @@ class DataSeconds:
     optimiser: float
     each_microbatch: float = 0.0
     """The part of `exposed` and `slowed` that each microbatch waits for, if they do."""
+    once: float = 0.0
+    """The part of both that follows the last of these."""
 
     @property
     def final(self) -> float:
         """Seconds after the last backward."""
-        return self.optimiser + (0.0 if self.each_microbatch else self.exposed + self.slowed)
+        return self.optimiser + (self.once if self.each_microbatch else self.exposed + self.slowed)
 
 
 def data_seconds(
@@ -76,7 +78,7 @@ def data_seconds(
     """Seconds of a rank with `held`, whose microbatch takes `forward` and `backward` seconds."""
     layout, groups, stack, links, kernels = (
         spec.layout,
-        axes(spec.layout),
+        step_axes(spec),
         costs.stack,
         costs.links,
         costs.kernels,
@@ -114,26 +116,35 @@ def data_seconds(
     optimiser = whole * kernels.updated(moved + _AROUND_BYTES, _AROUND_BYTES)
     optimiser = max(optimiser, copy_seconds(spec, costs, whole))
     often = spec.microbatches if layout.pp == 1 else 0
-    gather, reduce, units = sum(gathers.values()), sum(reduces.values()), max(1, held.units)
+    times = max(1, often) if layout.zero >= 2 else 1  # a pipeline gathers and reduces once a step
+    last = reduces["replicate"] if stack.ours and times > 1 else 0.0  # replicas wait for the last microbatch
+    gather, reduce, units = sum(gathers.values()), sum(reduces.values()) - last, max(1, held.units)
     contention, slower = stack.numbers.contention, 1.0
     if stack.own and reduce + gather:
         lost = reduce * links.contention(reduction) + gather * links.contention("all_gather")
         contention, slower = lost / (reduce + gather), links.slowed
     forward, backward = forward / slower, backward / slower  # seconds of messages that compute can hide
-    times = max(1, often) if layout.zero >= 2 else 1  # a pipeline gathers and reduces once a step
+    behind = gather + reduce if layout.zero == 3 else reduce
+    hidden_last = min(last, max(0.0, backward - behind)) * stack.overlap("data")
+    once = last - hidden_last
     if layout.zero == 3:
         hidden = min(gather, forward) * stack.overlap("data")
         hidden_back = min(gather + reduce, backward) * stack.overlap("data")
         exposed = max((gather - hidden) + (gather + reduce - hidden_back), gather / units + reduce / units)
         slowed = contention * (hidden + hidden_back)
         sent = {axis: times * (2 * gathers[axis] + reduces[axis]) for axis in AXES}
-        each = exposed + slowed if often else 0.0
-        return DataSeconds(sent, times * exposed, times * slowed, optimiser, each)
+        sent["replicate"] -= (times - 1) * last
+        each, slows = exposed + slowed if often else 0.0, times * slowed + contention * hidden_last
+        return DataSeconds(
+            sent, times * exposed + once, slows, optimiser, each, once + contention * hidden_last
+        )
     hidden = min(gather, forward) * stack.overlap("parameters")
     hidden_back = min(reduce, backward) * stack.overlap("data") * (1 - 1 / units)
-    exposed = times * (reduce - hidden_back) + gather - hidden
+    exposed = times * (reduce - hidden_back) + gather - hidden + once
     sent = {axis: times * reduces[axis] + gathers[axis] for axis in AXES}
-    return DataSeconds(sent, exposed, contention * (times * hidden_back + hidden), optimiser)
+    sent["replicate"] -= (times - 1) * last
+    slowed = contention * (times * hidden_back + hidden + hidden_last)
+    return DataSeconds(sent, exposed, slowed, optimiser)
 
 
 def _messages(links: CollectiveCosts, operation: str, size: float, group: GroupShape, count: int) -> float:

@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 from meshwright.planner.cost.breakdown import PassSeconds, weighted_sum
 from meshwright.planner.cost.data_parallel import DataSeconds, StoredParameters, data_seconds
+from meshwright.planner.cost.exchange import ExchangeSeconds, RankParts, exchange_seconds
 from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.muon import muon_seconds
-from meshwright.planner.group_shapes import GroupShape, axes
+from meshwright.planner.group_shapes import axes, step_world
 from meshwright.planner.layout_space import StageSplit
 from meshwright.schedule import Link, StageCost
 from meshwright.schedule.actions import looped, v_shape
@@ -137,7 +138,7 @@ class StageCosts:
         seconds = {held: cost.forward + cost.input + cost.weight for held, cost in known.items()}
         self.by_rank = [sum(seconds[held] for held in mine) for mine in placed.by_rank]
         """Seconds of one microbatch in the stages of each rank."""
-        agreed = costs.links.collective("all_reduce", NUMBER, GroupShape(spec.layout.world_size, 1))
+        agreed = costs.links.collective("all_reduce", NUMBER, step_world(spec))
         self.fixed = costs.stack.numbers.step + costs.stack.agreements * agreed
         """Seconds of a step that belong to no operator."""
 
@@ -162,6 +163,18 @@ class StageCosts:
             more = sum(count * muon_seconds(spec, self._costs, routed) for count, routed in kinds)
             found = replace(found, optimiser=found.optimiser + more)
         return found
+
+    def exchange(self, spec: RunSpec, alone: float) -> ExchangeSeconds:
+        """Seconds of a step for exchanges of islands, whose steps take `alone` seconds without them."""
+        if spec.islands == 1:
+            return ExchangeSeconds()
+        ranks = [self._parts(together(mine)) for mine in self.placed.members]
+        return exchange_seconds(spec, self._costs, ranks, alone)
+
+    def _parts(self, held: Contents) -> RankParts:
+        both = stored(self.blocks, held._replace(embed=False, head=False))
+        end, tied = self.blocks.rows * self.blocks.spec.model.hidden, self.blocks.spec.model.tied
+        return RankParts(both, held.embed * end, (held.head and not (tied and held.embed)) * end)
 
     def rank_times(self, spec: RunSpec) -> tuple[RankTime, ...]:
         """Seconds of each rank in a step."""

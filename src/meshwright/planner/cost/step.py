@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cached_property
 from operator import add
 
+from meshwright.planner.cost.exchange import ExchangeSeconds
 from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.lower_bounds import rank_ends
 from meshwright.planner.cost.model import CostModel
@@ -96,10 +97,16 @@ class StepModel:
             self._bounds[key] = rank_ends(
                 stages.stages, stages.placed.own, stages.hop, lists[0], lists[3], paths
             )
-        return self._seconds(spec, _last(self._bounds[key], finals), max(stages.by_rank))
+        alone = self._seconds(spec, _last(self._bounds[key], finals), max(stages.by_rank))
+        return alone + stages.exchange(spec, alone).total
 
     def exact(self, spec: RunSpec, finals: Sequence[float]) -> float:
-        """Seconds of a step."""
+        """Seconds of a step, with islands in the mean of a period."""
+        alone = self.alone(spec, finals)
+        return alone + self.stages.exchange(spec, alone).total
+
+    def alone(self, spec: RunSpec, finals: Sequence[float]) -> float:
+        """Seconds of a step without the exchanges of islands."""
         lists, stages = lists_of(spec), self.stages
         if self.shared is not None:
             span = makespan(make(*lists), stages.stages, finals, self.shared, stages.hop)
@@ -132,7 +139,17 @@ class StepTime:
     @cached_property
     def seconds(self) -> float:
         """Seconds of the step."""
-        return self.model.exact(self.spec, self._finals)
+        return self.alone + self.exchange.total
+
+    @cached_property
+    def alone(self) -> float:
+        """Seconds of the step without the exchanges of islands."""
+        return self.model.alone(self.spec, self._finals)
+
+    @cached_property
+    def exchange(self) -> ExchangeSeconds:
+        """Seconds of the exchanges of islands, in the mean of a period."""
+        return self.model.stages.exchange(self.spec, self.alone)
 
     @cached_property
     def simulation(self) -> Simulation:
@@ -165,8 +182,9 @@ class StepTime:
             "expert axis": first.expert,
             "pipeline axis": own.sent,
             "data axis": own.data.exposed,
-            "slowed by messages": own.data.slowed,
-            "optimiser": own.data.optimiser,
+            "exchange": self.exchange.exposed,
+            "slowed by messages": own.data.slowed + self.exchange.slowed,
+            "optimiser": own.data.optimiser + self.exchange.update,
             "fixed": self.model.stages.fixed,
         }
         total = sum(parts.values())

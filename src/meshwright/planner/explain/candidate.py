@@ -17,7 +17,9 @@ from meshwright.planner.memory.generic import Memory
 from meshwright.planner.memory.in_flight import expert_activations
 from meshwright.planner.memory.states import moment_bytes, units
 from meshwright.planner.rank_view import place_of
+from meshwright.planner.traffic.messages import traffic
 from meshwright.spec import RunSpec, UserError
+from meshwright.spec.outer import OuterSpec
 
 TIE = 1e-3
 """Layouts whose steps differ by a smaller share are equally fast."""
@@ -50,6 +52,11 @@ class Candidate:
                 f"{ranks:,}"
             )
         check_offload(spec, costs.cluster)
+        if spec.islands > 1 and not costs.stack.ours:
+            raise UserError(
+                f"outer.every: {spec.outer.every} steps between exchanges of islands are of this program, "
+                f"and the stack is {costs.stack.name}; leave --stack out, or give outer.every = 0"
+            )
         self.spec, self.costs, self.cluster = spec, costs, costs.cluster
         self.times = times if times is not None else ScheduleTimes()
 
@@ -165,6 +172,26 @@ class Candidate:
             "seconds_on_device": before["optimiser"],
         }
 
+    @cached_property
+    def islands(self) -> dict[str, float] | None:
+        """Islands: their number, bytes that a rank of the busiest pipeline rank sends in a period, seconds of
+        these messages and those that islands wait for, the share of the time that they wait, and seconds of a
+        step of the same layout that reduces gradients instead. None without islands."""
+        spec, every, found = self.spec, self.spec.outer.every, self.time.exchange
+        if spec.islands == 1:
+            return None
+        sent = traffic(spec, self.time.rank)
+        layout = spec.layout.model_copy(update={"zero": max(1, spec.layout.zero)})
+        together = spec.model_copy(update={"outer": OuterSpec(), "layout": layout})
+        return {
+            "count": spec.islands,
+            "bytes": every * sum(size for (axis, _), size in sent.items() if axis == "replicate"),
+            "seconds": every * found.sent,
+            "exposed_seconds": every * found.exposed,
+            "exposed": found.exposed / self.seconds,
+            "synchronous_step_seconds": StepTime(together, self.costs, self.times, self._placed).seconds,
+        }
+
     @property
     def never_measured(self) -> list[str]:
         """Clauses about what the seconds rest on that no run has measured."""
@@ -206,4 +233,5 @@ class Candidate:
             "fits_probability": self.fits_probability,
             "uneven_routing": self.uneven,
             "offloaded": self.offloaded,
+            "islands": self.islands,
         }

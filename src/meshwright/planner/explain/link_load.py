@@ -92,6 +92,7 @@ def _exposed(timed: StepTime) -> dict[str, float]:
     own, idle = timed.ranks[timed.rank], timed.simulation.idle[timed.rank]
     sent = sum(own.data.sent.values())
     waits = {axis: own.data.exposed * own.data.sent[axis] / sent if sent else 0.0 for axis in AXES}
+    waits["replicate"] += timed.exchange.exposed
     inside = {axis: sum(getattr(seconds, axis) for seconds in own.work) for axis in _INSIDE}
     return {**waits, **inside, "pipeline": own.sent + idle.link}
 
@@ -102,7 +103,9 @@ def _alone(spec: RunSpec, model: CostModel, timed: StepTime, edges: Sequence[Mes
     listed = microbatch_messages(place_of(spec, timed.rank), cost.messages, cost.end_messages)
     inside = totals((PRICED_AS.get(m.axis, m.axis), m.count * model.links.seconds(m)) for m in listed)
     edge = message(spec, model, cost)[0] * sum(m.count for m in edges if m.operation == "send")
-    return {**dict.fromkeys(_INSIDE, 0.0), **inside, **timed.ranks[timed.rank].data.sent, "pipeline": edge}
+    data = dict(timed.ranks[timed.rank].data.sent)
+    data["replicate"] += timed.exchange.sent
+    return {**dict.fromkeys(_INSIDE, 0.0), **inside, **data, "pipeline": edge}
 
 
 def _crossed(links: CollectiveCosts, message: Message) -> Iterator[tuple[str, float]]:

@@ -108,7 +108,8 @@ _ON_OFF = {True: "on", False: "off"}
 def changes(spec: RunSpec, schedules: Sequence[str] = get_args(ScheduleName)) -> dict[str, RunSpec]:
     """Words for a change -> the run with it: every one that the rules accept, once; all else stays.
 
-    The microbatch stays too, where it is not the change. A schedule becomes one of `schedules`.
+    The microbatch stays too, where it is not the change, and islands stay as many: others learn otherwise. A
+    schedule becomes one of `schedules`.
     """
     base = spec.layout.model_copy(update={"micro_batch": spec.micro_batch})
     found: dict[str, RunSpec] = {}
@@ -116,7 +117,12 @@ def changes(spec: RunSpec, schedules: Sequence[str] = get_args(ScheduleName)) ->
     for update in _updates(spec, base, schedules):
         layout = base.model_copy(update=update)
         changed = spec.model_copy(update={"layout": layout})
-        if _legal(changed) and not _same(layout, base) and layout not in seen:
+        if (
+            _legal(changed)
+            and changed.islands == spec.islands
+            and not _same(layout, base)
+            and layout not in seen
+        ):
             seen.append(layout)
             found[_difference(base, update)] = changed
     for name, policy in POLICIES.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -93,6 +94,13 @@ class SearchProblem:
         tree = self.base.to_json()
         tree["model"] = model.model_dump(mode="json")
         return replace(self, base=RunSpec.model_validate(tree))
+
+    def with_islands(self, count: int, outer: Mapping[str, Any]) -> SearchProblem:
+        """The run with `count` islands, and these keys of `outer`. Raises `UserError`."""
+        tree = self.base.to_json()
+        tree["layout"], tree["outer"] = {"replicate": count}, dict(outer)
+        fixed = {**self.fixed, "replicate": count}
+        return replace(self, base=RunSpec.model_validate(tree), fixed=fixed)
 
     def without(self, key: str) -> SearchProblem:
         """The run with one key of the layout no longer fixed."""

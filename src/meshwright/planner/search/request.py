@@ -20,7 +20,7 @@ from meshwright.planner.search.problem import SearchProblem
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.base import MAX_BATCH
 from meshwright.spec.errors import did_you_mean
-from meshwright.spec.load import Overrides, fixed_layout, from_tree, read_tree
+from meshwright.spec.load import Overrides, fixed_layout, from_tree, given_outer, read_tree
 from meshwright.spec.presets import PRESETS
 from meshwright.spec.teacher import refuse_distillation
 from meshwright.units import amount, duration
@@ -38,7 +38,9 @@ class PlanRequest:
     power-of-two number of nodes within '64..1024'. `batch_tokens` may be '16M'. `max_memory` is in bytes of a
     device, `price` in USD for a device and hour, `tokens` what is trained on in all, `within` the longest
     time for it, as '30d' or in seconds, and `max_stages` the most stages of a pipeline. `overrides` are
-    dotted keys with their texts: those of the layout and `recompute.policy` are kept fixed.
+    dotted keys with their texts: those of the layout and `recompute.policy` are kept fixed. `islands` are as
+    many as are wanted, or 'auto', and their exchanges are chosen so that at most `max_exposed` percent of the
+    time is spent waiting for them; keys of `outer` that are given stay.
     """
 
     model: str | Path | RunSpec
@@ -55,6 +57,8 @@ class PlanRequest:
     overrides: Overrides = ()
     within: float | str | None = None
     max_stages: int | None = None
+    islands: int | str | None = None
+    max_exposed: float = 5.0
 
     def problems(self) -> tuple[list[SearchProblem], str | None]:
         """A search for each number of devices, ascending, and the batch in words where it was rounded.
@@ -76,6 +80,11 @@ class PlanRequest:
         keys["max_stages"] = self.max_stages
         fixed = {name: value for name, value in keys.items() if value is not None}
         problem = SearchProblem(base, kind, stack, fixed, self.max_memory)
+        tree, _ = self._tables(kind)
+        outer = given_outer(tree, self.overrides)
+        if self.islands is None and outer.get("every"):
+            count = fixed.get("replicate", tree.get("layout", {}).get("replicate", 1))
+            problem = problem.with_islands(count, outer)
         problems = [problem.resized(count) for count in sizes]
         _check_pipelines(problems)
         return problems, note
@@ -84,6 +93,11 @@ class PlanRequest:
     def _given(self) -> dict[str, str]:
         """Dotted keys with their texts, without those that are taken back."""
         return {key: text for key, text in self.overrides if text != "none"}
+
+    def given_outer(self) -> dict[str, Any]:
+        """Keys of `outer` that are given. Raises `UserError`."""
+        kind = hardware.cluster(self.cluster) if isinstance(self.cluster, str) else self.cluster
+        return given_outer(self._tables(kind)[0], self.overrides)
 
     @property
     def total_tokens(self) -> float | None:
@@ -114,6 +128,7 @@ class PlanRequest:
             ):
                 if missing:
                     raise UserError(f"--within: {words}")
+        self._check_islands()
         if self.objective == "longest-context" and length:
             raise UserError(
                 f"--seq-len: {int(length):,} is given, but the objective 'longest-context' looks for the "
@@ -125,13 +140,41 @@ class PlanRequest:
                 f"a device and hour"
             )
 
+    def _check_islands(self) -> None:
+        if self.islands is None:
+            return
+        number = str(self.islands)
+        if number != "auto" and not (number.isdecimal() and int(number) > 1):
+            raise UserError(f"--islands: '{number}' is not valid: give a number, 2 or more, or auto")
+        if not 0 < self.max_exposed <= 100:
+            raise UserError(
+                f"--max-exposed: {self.max_exposed:g} is not a share of the time; give 1 to 100 percent"
+            )
+        if "layout.replicate" in self._given:
+            raise UserError(
+                f"--islands: {number} is given together with --layout.replicate "
+                f"{self._given['layout.replicate']}; give one of them"
+            )
+        if self.objective not in ("time", "cost"):
+            raise UserError(
+                f"--islands: are not chosen with --objective {self.objective}; leave one of them out"
+            )
+        if self.stack != "meshwright":
+            raise UserError(
+                f"--islands: are of this program, and --stack is {self.stack}; leave one of them out"
+            )
+
     def _base_run(self, cluster: Cluster) -> tuple[RunSpec, str | None]:
         """The run without its layout, and its batch in words where it was rounded. Raises `UserError`."""
         tree, source = self._tables(cluster)
         given = self._given
-        tree.pop("layout", None)
+        tables = ["layout"]
+        if self.islands is not None or given_outer(tree, self.overrides).get("every"):
+            tables.append("outer")  # islands come with the layout
+        for table in tables:
+            tree.pop(table, None)
         train = tree.get("train", {})
-        others = [(key, text) for key, text in self.overrides if not key.startswith("layout.")]
+        others = [(key, text) for key, text in self.overrides if key.partition(".")[0] not in tables]
         alone = [(key, text) for key, text in others if key != "train.batch_warmup"]
         largest = {**train, "batch_tokens": MAX_BATCH, "batch_warmup": []}
         first = from_tree({**tree, "train": largest}, alone, source)

@@ -52,7 +52,7 @@ def fragments(view: RankView) -> list[Fragment]:
 
 
 def begun(spec: RunSpec, step: int | None) -> dict[int, float]:
-    """Fragment -> number of its exchanges that begin in step `step`, from 1; the mean of all steps if None."""
+    """Fragment -> number of its exchanges that begin in `step`, from 1; the mean of all steps if None."""
     outer = spec.outer
     if step is None:
         return dict.fromkeys(range(outer.fragments), 1 / outer.every)

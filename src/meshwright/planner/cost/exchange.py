@@ -1,0 +1,126 @@
+"""Seconds of the exchanges of islands, which the steps of a period share.
+
+A fragment's messages are sent one after the other, and so are fragments that are under way together. An
+island goes on for `outer.delay` steps meanwhile, and waits for what has not come by then (Streaming DiLoCo:
+Douillard et al. 2025). Without a delay it waits for all of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from meshwright.planner.cost.data_parallel import StoredParameters
+from meshwright.planner.cost.model import CostModel
+from meshwright.planner.group_shapes import axes
+from meshwright.planner.rank_view import widths
+from meshwright.planner.traffic.exchange import exchanged_width
+from meshwright.spec import RunSpec
+from meshwright.spec.outer import OuterSpec
+
+_MOVED = 19
+"""Numbers that an exchange reads and writes of each parameter in operators that are not fused. Counted: 3
+for the difference, 2 for its mean, 5 for the momentum, 3 for Nesterov's form, 3 for the anchor, 3 for the
+island's parameters (`parallel/outer.py`)."""
+_PERIODS = 4
+"""Periods that are followed, of which the last half counts."""
+_NUMBER = 8
+"""Bytes of the number of ranks that were asked to stop."""
+
+
+@dataclass(frozen=True)
+class ExchangeSeconds:
+    """Seconds of a step for exchanges, in the mean of a period; all 0 without islands."""
+
+    sent: float = 0.0
+    """All messages, hidden or not."""
+    exposed: float = 0.0
+    """Messages that an island waits for."""
+    slowed: float = 0.0
+    """Slowdown of compute by messages that it hides."""
+    update: float = 0.0
+    """Differences from anchors, and the outer optimiser."""
+
+    @property
+    def total(self) -> float:
+        """Seconds by which exchanges make a step longer."""
+        return self.exposed + self.slowed + self.update
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """Parameters of a pipeline rank, on one tensor rank: blocks, and ends of the model."""
+
+    blocks: StoredParameters
+    embed: float
+    head: float
+
+
+def exchange_seconds(
+    spec: RunSpec, costs: CostModel, ranks: Iterable[RankParts], alone: float
+) -> ExchangeSeconds:
+    """Seconds of the exchanges of islands whose steps take `alone` seconds without them.
+
+    Of each fragment the rank whose messages take longest counts.
+    """
+    if spec.islands == 1:
+        return ExchangeSeconds()
+    outer, links, stack = spec.outer, costs.links, costs.stack
+    listed = [_fragments(spec, rank) for rank in ranks]
+    group, width = axes(spec.layout).replicate, exchanged_width(spec)
+    seconds = [0.0] * outer.fragments
+    for rank in listed:
+        for place, (elements, units) in enumerate(rank):
+            each = units * links.collective("all_reduce", width * elements / units, group) if units else 0.0
+            seconds[place] = max(seconds[place], each)
+    stops = links.collective("all_reduce", _NUMBER, group)
+    seconds = [stops + each * (links.slowed if outer.delay and stack.own else 1.0) for each in seconds]
+    exposed, sent = waited(outer, alone, seconds), sum(seconds)
+    contention = links.contention("all_reduce")
+    if not stack.own:  # compute loses by what a message moves, not by how long a slow link takes to carry it
+        rates = [links.rate(level) for level in (links.outermost(group), costs.cluster.levels[0])]
+        contention = stack.numbers.contention * min(1.0, rates[0] / rates[1])
+    whole = max(sum(elements for elements, _ in rank) for rank in listed)
+    update = costs.kernels.moved(_MOVED * widths(spec).exact * whole)
+    in_period = sent, exposed, contention * (sent - exposed), update
+    return ExchangeSeconds(*(each / outer.every for each in in_period))
+
+
+def _fragments(spec: RunSpec, rank: RankParts) -> list[tuple[float, float]]:
+    """(elements, units) that a rank sends of each fragment; its blocks are taken to be shared evenly."""
+    layout, count = spec.layout, spec.outer.fragments
+    shards, expert_shards = (layout.shard_ranks, layout.expert_data_ranks) if layout.zero else (1, 1)
+    held = rank.blocks
+    found = [(held.dense / shards + held.routed / expert_shards, float(held.units))] * count
+    found = [(elements / count, units / count) for elements, units in found]
+    for name, elements in (("embed", rank.embed), ("head", rank.head)):
+        place = spec.outer.fragment_of(name, spec.model.tied)
+        before, units = found[place]
+        found[place] = before + elements / shards, units + (elements > 0)
+    return found
+
+
+def waited(outer: OuterSpec, step: float, seconds: Sequence[float]) -> float:
+    """Seconds that an island waits in a period, where a step takes `step` and each fragment's messages
+    `seconds`."""
+    free = total = half = 0.0
+    coming = deque[tuple[int, float]]()
+
+    def take(at: int) -> None:
+        nonlocal total
+        while coming and coming[0][0] <= at:
+            due, done = coming.popleft()
+            total += max(0.0, done - (due * step + total))
+
+    for period in range(_PERIODS):
+        if period == _PERIODS // 2:
+            half = total
+        for part, each in enumerate(seconds):
+            at = period * outer.every + part * outer.every // outer.fragments
+            take(at)
+            free = max(free, at * step + total) + each
+            coming.append((at + outer.delay, free))
+            take(at)
+    backlog = sum(seconds) - outer.every * step  # of a full link, which may take long to be felt
+    return max(backlog, (total - half) / (_PERIODS - _PERIODS // 2))
