@@ -23,14 +23,14 @@ class Hosts:
     before: list[list[str]] = field(default_factory=lambda: [[]])
     address: str = "127.0.0.1"
 
-    def torchrun(self, arguments: list[str]) -> None:
-        """Run torchrun with these arguments on all hosts, `RANKS` ranks in all. Raises where one fails."""
+    def torchrun(self, arguments: list[str], ranks: int = RANKS) -> None:
+        """Run torchrun with these arguments on all hosts, `ranks` ranks in all. Raises where one fails."""
         count = len(self.before)
         port = _free_port() if count == 1 else _PORT
         started = []
         for host, before in enumerate(self.before):
             command = [*before, sys.executable, "-m", "torch.distributed.run", "--nnodes", str(count)]
-            command += ["--node-rank", str(host), "--nproc-per-node", str(RANKS // count)]
+            command += ["--node-rank", str(host), "--nproc-per-node", str(ranks // count)]
             command += ["--master-addr", self.address, "--master-port", str(port), *arguments]
             environment = {**os.environ, "GLOO_SOCKET_IFNAME": self.interface[host], "OMP_NUM_THREADS": "1"}
             started.append(subprocess.Popen(command, env=environment))

@@ -16,10 +16,10 @@ from meshwright.model import attention_cpu
 from meshwright.model.attention_cpu import BODIES
 from meshwright.parallel.mesh import Mesh
 from meshwright.planner.memory.in_flight import peak_activations
-from meshwright.planner.memory.states import states
+from meshwright.planner.memory.states import checkpoint_bytes, states
 from meshwright.planner.traffic.messages import traffic
 from meshwright.spec import RunSpec, UserError, load
-from meshwright.train import memory_tracker
+from meshwright.train import memory_tracker, state
 from meshwright.train.dryrun import ACTIVATIONS, MESSAGES, STATES, rehearse, step_of
 from meshwright.train.memory_tracker import PLAIN, FakeMemory
 from meshwright.train.step import Trainer
@@ -258,6 +258,37 @@ def test_a_dry_run_allocates_what_ranks_do(ranks: Ranks, layout: dict[str, objec
     for kept, peak in ranks.run(spec.layout, measure, spec):
         assert dry.most[ACTIVATIONS] + host == pytest.approx(kept, rel=0.01)
         assert at_peak == pytest.approx(peak, rel=0.02)
+
+
+def saved_bytes(mesh: Mesh, spec: RunSpec) -> dict[str, int]:
+    """Bytes of each whole tensor of a checkpoint that this rank has a part of, without counts of steps."""
+    trainer = Trainer(spec, mesh)
+    trainer.initialise()
+    (batch,) = first_batches(spec, mesh, 1)
+    trainer.step(batch, 1)
+    found = state.tensors(trainer).items()
+    return {
+        name: tensor.numel() * tensor.element_size()
+        for name, tensor in found
+        if tensor.dim() and tensor.numel() > 1
+    }
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"layout__dp": 2, "layout__zero": 2},
+        {"layout__dp": 2, "layout__zero": 1, "layout__replicate": 2, "outer__every": 3},
+        {"layout__pp": 2, "layout__replicate": 2, "outer__every": 4, "train__optimiser": "muon"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_checkpoint_has_as_many_bytes_as_planned(ranks: Ranks, flags: dict[str, object]) -> None:
+    spec = spec_of(BASE, **flags)
+    whole: dict[str, int] = {}
+    for saved in ranks.run(spec.layout, saved_bytes, spec):
+        whole |= saved
+    assert sum(whole.values()) == checkpoint_bytes(spec)
 
 
 # What users ask -----------------------------------------------------------------------------------------

@@ -104,6 +104,45 @@ def test_the_space_is_what_the_rules_accept(model: dict[str, Any], ranks: int) -
     assert set(made) == {essence(spec) for spec in accepted(base, ranks)}
 
 
+def islands_of(model: dict[str, Any]) -> RunSpec:
+    tree = run(model, seq_len=48, sequences=4).to_json()
+    return RunSpec.model_validate({**tree, "layout": {"replicate": 2}, "outer": {"every": 10, "delay": 2}})
+
+
+@pytest.mark.parametrize(("model", "ranks"), [(DENSE, 4), (EXPERTS, 2)])
+def test_the_space_of_islands_is_what_the_rules_accept(model: dict[str, Any], ranks: int) -> None:
+    """Without stages of ZeRO that ranks of an island do not share, and with islands apart from each other."""
+
+    def without_idle_zero(spec: RunSpec) -> tuple[Any, ...]:
+        alone = spec.layout.shard_ranks == 1
+        return essence(
+            spec.model_copy(update={"layout": spec.layout.model_copy(update={"zero": 0})}) if alone else spec
+        )
+
+    base = islands_of(model)
+    space = LayoutSpace(base, ranks, {"policy": "none", "replicate": 2})
+    specs = [*every_spec(space)]
+    made = [essence(spec) for spec in specs]
+    wanted = (spec for spec in accepted(base, ranks) if spec.layout.replicate == 2)
+    assert len(made) == len(set(made)) > 0
+    assert set(made) == {without_idle_zero(spec) for spec in wanted}
+    for spec in specs:
+        assert (
+            spec.layout.strides["replicate"] == ranks // 2 and RunSpec.model_validate(spec.to_json()) == spec
+        )
+
+
+@pytest.mark.parametrize("tenth", [2, 9])
+def test_the_search_for_islands_finds_what_brute_force_does(tenth: int) -> None:
+    base, on = islands_of(DENSE), CostModel(cluster("h100", 4))
+    space, memory = LayoutSpace(base, 4, {"replicate": 2, "context_mode": "ring"}), memory_model(on)
+    every = [(step_time(spec, on).seconds, memory.peak(spec).device) for spec in every_spec(space)]
+    capacity = sorted(needs for _, needs in every)[len(every) * tenth // 10]
+    found = search(space, on, capacity, 1, memory=memory)
+    best = min(seconds for seconds, needs in every if needs <= capacity)
+    assert found.best[0].seconds == pytest.approx(best, rel=1e-9)
+
+
 def test_a_very_deep_model_has_few_cuts() -> None:
     space = LayoutSpace(run({"preset": "tiny", "layers": 6000}), 2)
     assert all(len(cut.blocks) <= 256 for cut in space.cuts(2))
