@@ -63,6 +63,11 @@ def verify(
             f"outer.every: {spec.outer.every}: islands are compared in float64 and without a checkpoint; "
             f"remove {'--through' if through else '--precision'}, or give outer.every = 0"
         )
+    if spec.outer.staleness and (precision == "run" or through is not None):
+        raise UserError(
+            f"outer.staleness: {spec.outer.staleness}: late gradients are compared in float64 and without a "
+            f"checkpoint; remove {'--through' if through else '--precision'}, or give outer.staleness = 0"
+        )
     if precision == "run" and through is not None:
         raise UserError("--precision run: compares no checkpoints; remove --through or --precision")
     check_verifiable(spec, through, precision)

@@ -63,7 +63,8 @@ class DataParallel:
     The decoder may be on the meta device: its parameters are replaced by views of the units' buffers. After
     construction the values are zeros; fill them through `stored_slots` or a checkpoint. `names` are those of
     the decoder's parameters. `apart` names a parameter that the first and the last rank of a pipeline each
-    hold: tied embeddings.
+    hold: tied embeddings. With `stale` gradients are left as sums over the ranks of a replica, without
+    squares, for `stale_gradients.py`.
     """
 
     def __init__(
@@ -76,8 +77,9 @@ class DataParallel:
         apart: str | None = None,
         observer: UnitObserver | None = None,
         encoding: Encoding | None = None,
+        stale: bool = False,
     ) -> None:
-        self._observer, self._encoding = observer, encoding
+        self._observer, self._encoding, self._stale = observer, encoding, stale
         self.mesh, self.formats, self._pieces, self._names, self.apart = mesh, formats, pieces, names, apart
         self.zero = mesh.layout.zero if max(mesh.shard.size, mesh.expert_data.size) > 1 else 0
         self.each_microbatch = mesh.pipeline.size == 1
@@ -264,7 +266,8 @@ class DataParallel:
         if not last and (self.zero < 2 or unit.shards is None):
             return
         packed = unit.take_packed()
-        if unit.shards is None and unit.replicas.size == 1:
+        alone = self._stale and unit.replicas is self.mesh.replicate
+        if unit.shards is None and (alone or unit.replicas.size == 1):
             unit.set_gradient(packed.to(self.formats.exact))
             self._unsquared.append(unit)
             return
@@ -297,7 +300,7 @@ class DataParallel:
         else:
             unit.gradient.add_(part)
         assert unit.gradient is not None
-        if last and unit.replicas.size > 1:
+        if last and unit.replicas.size > 1 and not self._stale:
             work = start_all_reduce(unit.gradient, unit.replicas)
             self._replicating.append((work, lambda: self._unsquared.append(unit)))
         elif last:
@@ -307,6 +310,8 @@ class DataParallel:
 
     def _square_finished(self) -> None:
         """Take the squares of gradients that have arrived, but for what is still to be summed."""
+        if self._stale:
+            self._unsquared.clear()
         flats = [flat for unit in self._unsquared for flat in unit.counted_gradients(self._late(unit))]
         self._unsquared.clear()
         if flats:
@@ -314,6 +319,8 @@ class DataParallel:
 
     def _square_late(self) -> None:
         """Take the squares of what the tensor axis and the ends of the pipeline have summed."""
+        if self._stale:
+            return
         flats = []
         for unit in self.units:
             early = {slot.key for slot in unit.slots} - self._late(unit)
@@ -335,6 +342,24 @@ class DataParallel:
             return torch.stack(self._squares).sum()
         flats = [flat for unit in self.units for flat in unit.counted_gradients(self.elsewhere)]
         return sum_of_squares(flats, self.mesh.device, exact=True)
+
+    # Stale gradients --------------------------------------------------------------------------------
+
+    def take_gradients(self) -> list[Tensor]:
+        """Each unit's gradient as `finish_step` left it; units keep none, nor its memory."""
+        taken = []
+        for unit in self.units:
+            assert unit.gradient is not None
+            taken.append(unit.gradient)
+            unit.gradient = unit.packed = None
+        return taken
+
+    def put_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Give each unit a gradient, which is summed over all ranks, and take its squares."""
+        for unit, gradient in zip(self.units, gradients, strict=True):
+            unit.set_gradient(gradient)
+        flats = [flat for unit in self.units for flat in unit.counted_gradients(self.elsewhere)]
+        self._squares = [sum_of_squares(flats, self.mesh.device)]
 
     # After the step ---------------------------------------------------------------------------------
 

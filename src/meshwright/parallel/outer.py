@@ -213,15 +213,17 @@ class Outer:
                 yield part, part.compression.error
 
     def held(self) -> Iterator[tuple[Unit | None, Tensor]]:
-        """Tensors that live across steps, each with its unit: anchors, outer momentum, differences of
+        """Tensors that live across steps, each with its unit: anchors, outer momentum, errors, messages of
         exchanges under way, and the number of updates."""
         for part in self._every_part:
             yield part.unit, part.anchor
             if part.momentum is not None:
                 yield part.unit, part.momentum
+        for part, error in self._errors:
+            yield part.unit, error
         for exchange in self._under_way:
             parts = self._parts[exchange.fragment]
-            yield from ((part.unit, delta) for part, delta in zip(parts, exchange.deltas, strict=True))
+            yield from ((part.unit, sums.buffer) for part, sums in zip(parts, exchange.deltas, strict=True))
         yield None, self.updates.to_local()
 
     def _stored(self, kind: str, part: Anchored, flat: Tensor) -> Iterator[tuple[str, Stored]]:

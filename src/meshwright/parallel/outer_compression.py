@@ -44,6 +44,11 @@ _CHUNK = {"cpu": 2**18, "cuda": 2**24}
 class Sum(Protocol):
     """A tensor of all islands that is being summed."""
 
+    @property
+    def buffer(self) -> Tensor:
+        """The tensor that the messages are received in."""
+        ...
+
     def total(self) -> Tensor:
         """The sum, once it has come; the caller may change it."""
         ...
@@ -51,15 +56,15 @@ class Sum(Protocol):
 
 @dataclass(frozen=True)
 class ExactSum:
-    """An all-reduce: `tensor` holds the sum when `work` has ended."""
+    """An all-reduce: `buffer` holds the sum when `work` has ended."""
 
-    tensor: Tensor
+    buffer: Tensor
     work: Pending
 
     def total(self) -> Tensor:
         """The sum."""
         self.work.wait()
-        return self.tensor
+        return self.buffer
 
 
 class _Run(NamedTuple):
@@ -73,7 +78,7 @@ class _Run(NamedTuple):
 class CompressedSum:
     """An all-gather of messages, which are decoded and added up when their sum is asked for."""
 
-    gathered: Tensor
+    buffer: Tensor
     """The message of each island, (R, bytes)."""
     fields: Sequence[tuple[torch.dtype, torch.Size]]
     """Tensors that a message consists of, in order."""
@@ -85,7 +90,7 @@ class CompressedSum:
         self.work.wait()
         compression = self.compression
         found = torch.zeros_like(compression.unit.stored, dtype=compression.exact)
-        for message in self.gathered:
+        for message in self.buffer:
             compression.add_decoded(found, _split(message, self.fields))
         return found
 

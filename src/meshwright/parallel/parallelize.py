@@ -68,7 +68,8 @@ def parallelize(
     fp8 = None
     if spec.precision.fp8_gather and isinstance(products, LowPrecision):
         fp8 = Fp8Gather(products)
-    states = DataParallel(units, mesh, recipe, pieces, names, apart, observer, fp8)
+    stale = spec.outer.staleness > 0
+    states = DataParallel(units, mesh, recipe, pieces, names, apart, observer, fp8, stale)
     modules = {stage.index: DecoderStage(decoder, stage, spec, mesh) for stage in own}
     pipeline = Pipeline(
         modules, mesh, partial(schedule_of, layout), store, states.begin_microbatch, states.take

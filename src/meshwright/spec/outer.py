@@ -1,4 +1,4 @@
-"""The section `[outer]` of a run file: islands, which exchange parameters now and then, not gradients."""
+"""The section `[outer]` of a run file: islands, which exchange parameters now and then, or late gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ OuterFormat = Literal["fp32", "bf16", "int8", "int4", "fp4"]
 
 
 class OuterSpec(FrozenModel):
-    """Islands: each of the `layout.replicate` groups of ranks trains by itself between two exchanges.
+    """Islands: each of the `layout.replicate` groups of ranks trains by itself between two exchanges; or
+    gradients that replicas sum in each step, and apply some steps late.
 
     The defaults are DiLoCo's (Douillard et al. 2023). With `lr` = 1 and `momentum` = 0 an exchange is the
     mean of the islands' parameters: local SGD (Stich 2019).
@@ -71,13 +72,18 @@ class OuterSpec(FrozenModel):
         None,
         description="exchanges that an island may be ahead of the slowest one, before it waits for it",
     )
-    staleness_lr: Literal["none", "inverse"] = Field(
-        "none",
-        description="factor on what comes late: 'inverse' divides it by the exchanges that it is late "
-        "(Zhang et al. 2016)",
-    )
     island: NonNegativeInt | None = Field(
         None, description="the island that this command trains, where others train the others in one --out"
+    )
+    staleness: NonNegativeInt = Field(
+        0,
+        description="steps between the computation of gradients and their use, in which they are summed over "
+        "layout.replicate; goes with every = 0",
+    )
+    staleness_lr: Literal["none", "inverse"] = Field(
+        "none",
+        description="factor on what comes late, with quorum or staleness: 'inverse' divides it by the "
+        "exchanges, or the learning rate by the steps, that it is late (Zhang et al. 2016)",
     )
 
     @property

@@ -1,4 +1,4 @@
-"""Rules of islands: what their exchange needs, and what is kept for all ranks of a run alike."""
+"""Rules of islands and of late gradients: what they need, and what is kept for all ranks of a run alike."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def islands_are_several(spec: Sections) -> None:
         return
     for key, field in type(outer).model_fields.items():
         value = getattr(outer, key)
-        if value != field.default:
+        if value != field.default and key not in ("staleness", "staleness_lr"):
             raise UserError(
                 f"outer.{key}: {value} has no effect with outer.every = 0; give outer.every = 50, or another "
                 f"number of steps between exchanges"
@@ -56,7 +56,7 @@ def islands_by_quorum_exchange_all(spec: Sections) -> None:
     if not outer.every:
         return
     if outer.quorum is None:
-        for key in ("grace_seconds", "max_staleness", "staleness_lr", "island"):
+        for key in ("grace_seconds", "max_staleness", "island"):
             value, default = getattr(outer, key), type(outer).model_fields[key].default
             if value != default:
                 raise UserError(
@@ -106,6 +106,58 @@ def islands_have_no_teacher(spec: Sections) -> None:
         )
 
 
+def late_gradients_are_of_each_step(spec: Sections) -> None:
+    """Gradients are late where replicas sum them in each step, and some arrive before the run ends."""
+    outer, last = spec.outer, spec.train.total_steps
+    if outer.staleness_lr != "none" and not outer.staleness and outer.quorum is None:
+        raise UserError(
+            f"outer.staleness_lr: {outer.staleness_lr!r} has no effect where nothing comes late; give "
+            f"'none', outer.staleness = 1 or more, or outer.quorum"
+        )
+    if not outer.staleness:
+        return
+    if outer.every:
+        raise UserError(
+            f"outer.staleness: {outer.staleness} puts off gradients that replicas sum in each step, and "
+            f"islands (outer.every = {outer.every}) sum none; give one of the two as 0"
+        )
+    if outer.staleness >= last:
+        raise UserError(
+            f"outer.staleness: {outer.staleness} steps are not over in a run of {last}, which would update "
+            f"nothing; give at most {last - 1}, or more train.steps"
+        )
+
+
+def replicas_of_late_gradients_are_whole(spec: Sections) -> None:
+    """Without ZeRO the ranks of a replica would have nothing to sum gradients over at once."""
+    layout, moe = spec.layout, spec.model.moe
+    ranks = layout.shard_ranks if moe is None else max(layout.shard_ranks, layout.expert_data_ranks)
+    if spec.outer.staleness and layout.replicate > 1 and layout.zero == 0 and ranks > 1:
+        raise UserError(
+            f"layout.zero: 0 with outer.staleness = {spec.outer.staleness} needs replicas that hold each "
+            f"parameter once, and {ranks} ranks of each replica (layout.replicate = {layout.replicate}) hold "
+            f"the same; give layout.zero = 1"
+        )
+
+
+def late_gradients_are_judged_late(spec: Sections) -> None:
+    """Where a gradient is applied late its step's loss scale, history and batch are no longer at hand."""
+    if not spec.outer.staleness:
+        return
+    compute, spike = spec.precision.compute, spec.recovery.on_spike
+    scaled = compute in ("fp16", *DELAYED)
+    at_hand = (
+        ("precision.compute", compute, scaled, "scales that follow each gradient", "bf16"),
+        ("recovery.on_spike", spike, spike == "rollback", "the batch of a gradient, to leave it out", "stop"),
+    )
+    for key, value, broken, needs, other in at_hand:
+        if broken:
+            raise UserError(
+                f"{key}: {value!r} needs {needs}, which is applied outer.staleness = {spec.outer.staleness} "
+                f"steps later; give {other!r}, or outer.staleness = 0"
+            )
+
+
 OUTER_RULES = (
     islands_are_several,
     fragments_fit_the_period,
@@ -113,4 +165,7 @@ OUTER_RULES = (
     islands_by_quorum_exchange_all,
     islands_keep_states_of_their_own,
     islands_have_no_teacher,
+    late_gradients_are_of_each_step,
+    replicas_of_late_gradients_are_whole,
+    late_gradients_are_judged_late,
 )

@@ -262,7 +262,7 @@ def ulysses_has_heads(spec: Sections) -> None:
 def sharding_has_ranks(spec: Sections) -> None:
     """Hybrid sharding needs a ZeRO stage that shards."""
     layout = spec.layout
-    if layout.replicate > 1 and layout.zero == 0 and not spec.outer.every:
+    if layout.replicate > 1 and layout.zero == 0 and not (spec.outer.every or spec.outer.staleness):
         raise UserError(
             f"layout.replicate: {layout.replicate} copies of a ZeRO group need layout.zero of 1, 2 or 3; "
             f"for plain replication give layout.dp = {layout.replicate * layout.dp}"

@@ -59,7 +59,7 @@ class Guard:
                     f"no gradient reached {listed}{more} in step {step}: the loss does not depend on "
                     f"{len(names)} of the model's parameters, and nothing trains them",
                 )
-        if result.grad_norm == 0.0 and not self._told_zero:
+        if result.grad_norm == 0.0 and not (self._told_zero or result.waiting):
             self._told_zero = True
             self._warn(
                 step,
@@ -82,8 +82,12 @@ class Guard:
             self._in_a_row = 0
             return None
         self._in_a_row += 1
-        origin = locate(self._trainer, batch, result.loss_scale)
-        first = str(origin) if origin else "nothing when the step was computed again"
+        late = self._trainer.spec.outer.staleness
+        if late:
+            first = f"the gradient of step {step - late}, which this step applied"
+        else:
+            origin = locate(self._trainer, batch, result.loss_scale)
+            first = str(origin) if origin else "nothing when the step was computed again"
         fields = {"step": step, "grad_norm": str(result.grad_norm), "in_a_row": self._in_a_row}
         self._observers.on_event("skipped_step", {**fields, "first": first})
         if self._in_a_row <= self.recovery.max_skipped:
@@ -101,7 +105,7 @@ class Guard:
 
     def spike(self, step: int, result: Step) -> int | None:
         """The first step of a loss spike that this one completes, else None."""
-        if self.recovery.on_spike == "ignore" or not result.applied:
+        if self.recovery.on_spike == "ignore" or not result.applied or result.waiting:
             return None
         first = self._spikes.first_step(step, result.loss, result.grad_norm)
         if first is not None:

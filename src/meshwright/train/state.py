@@ -43,6 +43,7 @@ def tensors(trainer: Trainer) -> dict[str, Stored]:
     found.update({f"model/{name}": tensor for name, tensor in trainer.balance.biases().items()})
     found.update({f"optim/{name}": tensor for name, tensor in trainer.optimiser.tensors()})
     found.update({f"ema/{name}": tensor for name, tensor in trainer.ema.tensors()} if trainer.ema else {})
+    found |= dict(trainer.stale.tensors()) if trainer.stale else {}
     if trainer.outer is None:
         return found
     trainer.outer.updates.to_local().fill_(trainer.optimiser.updates)
@@ -62,11 +63,15 @@ def tensors_in(trainer: Trainer, state: dict[str, Any]) -> dict[str, Stored]:
     One whose run kept no moving average has none. One of weights that no run of ours has trained yet, which
     has no digest of data, has no states of an optimiser: those of a new trainer are zeros already. Island k
     takes what island k mod n of n had; where there were none, what all ranks had; and where there are none
-    now, all ranks take the run's model and what the first island had.
+    now, all ranks take the run's model and what the first island had. Late gradients are dropped unless they
+    are as late now.
     """
     saved, there = islands_in(state), ""
     if trainer.outer is not None:
         trainer.outer.expect(state["exchanges"] if _same_outer(trainer, state) else [])
+    if trainer.stale is not None:
+        late = state["spec"].get("outer", {}).get("staleness", 0) == trainer.stale.steps
+        trainer.stale.expect(state.get("late_factors", []) if late else [])
     found = tensors(trainer)
     if trainer.outer is not None:
         own = island(trainer)
@@ -142,6 +147,7 @@ class _State(TypedDict):
     exchanges: NotRequired[list[list[Count]]]
     teacher: NotRequired[TeacherState]
     merged: NotRequired[Count]
+    late_factors: NotRequired[list[Positive]]
 
 
 def check_fields(state: dict[str, Any], where: Path) -> None:
@@ -176,6 +182,7 @@ def metadata(
         **({"exchanges": trainer.outer.state()} if trainer.outer else {}),
         **({"teacher": dict(trainer.teacher.identity)} if trainer.teacher else {}),
         **({"merged": trainer.outer.merged} if isinstance(trainer.outer, QuorumOuter) else {}),
+        **({"late_factors": trainer.stale.state()} if trainer.stale else {}),
     }
 
 

@@ -29,6 +29,7 @@ from meshwright.parallel.parallelize import initialise, parallelize
 from meshwright.parallel.pipeline_parallel import Pipeline
 from meshwright.parallel.precision import LossScale
 from meshwright.parallel.router_balance import LayerBalance
+from meshwright.parallel.stale_gradients import StaleGradients
 from meshwright.spec import RunSpec
 from meshwright.spec.precision import DELAYED
 from meshwright.train.adamw_8bit import AdamW8bit
@@ -51,6 +52,8 @@ class Step:
     rate: float
     applied: bool
     """False when a gradient was not finite: then nothing was changed, on any rank."""
+    waiting: bool
+    """True if no gradient was due yet: one is applied `outer.staleness` steps late. `grad_norm` is 0 then."""
     failures: int
     """Number of ranks that reported a failure."""
     stops: int
@@ -106,6 +109,8 @@ class Trainer:
         )
         self.ema = None if spec.train.ema is None else Ema(self.states, spec.train.ema)
         self.outer = self._outer(arrivals)
+        self.stale = StaleGradients(self.states, spec.outer.staleness) if spec.outer.staleness else None
+        self._due_factor: float | None = None
         self.clipping = Clipping(spec.train, self.states, spec.model)
         self.loss_scale = LossScale(spec.precision)
         self.rest = 1.0
@@ -130,6 +135,11 @@ class Trainer:
     def gradient_factor(self) -> float:
         """Factor from what the last backward left to gradients: `rest` divided by the loss scale."""
         return self.rest / self.loss_scale.value
+
+    @property
+    def applied_factor(self) -> float:
+        """Factor from what `totals` left to the gradients that `apply` takes; 0 where none is due yet."""
+        return self.gradient_factor if self.stale is None else self._due_factor or 0.0
 
     def initialise(self) -> None:
         """Draw the initial weights."""
@@ -192,9 +202,12 @@ class Trainer:
     ) -> Totals:
         """The step's numbers over all ranks, given each rank's share of its loss: one sum on the device.
 
-        Joined to them are the targets of the `following` batch, the counts of the experts' balance, and the
-        squares of each parameter's norm where that is clipped.
+        Late gradients, which this step applies, are put in the place of its own before. Joined to the numbers
+        are the targets of the `following` batch, the counts of the experts' balance, and the squares of each
+        parameter's norm where that is clipped.
         """
+        if self.stale is not None:
+            self._due_factor = self.stale.exchange(self.gradient_factor)
         targets = self._own_targets(following) if following is not None else 0
         numbers = loss.new_zeros(len(Totals._fields))
         values: tuple[Tensor | float, ...] = (self.states.squares(), loss, targets, failed, stop)
@@ -237,14 +250,19 @@ class Trainer:
     def apply(self, totals: Totals, number: int) -> Step:
         """Clip the gradients that `gradients` left, update the parameters, and drop the gradients."""
         self.mesh.heartbeat.phase("optimiser")
-        norm = math.sqrt(totals.squares) * self.gradient_factor
-        finite = math.isfinite(norm) and math.isfinite(totals.loss)
+        norm = math.sqrt(totals.squares) * self.applied_factor
+        # A late gradient is judged by itself: the loss is that of a later one.
+        finite = math.isfinite(norm) and (self.stale is not None or math.isfinite(totals.loss))
+        waiting = self.stale is not None and self._due_factor is None
         rate = learning_rate(self.spec.train, number)
-        if finite:
-            self.clipping.clip(norm, self.gradient_factor)
+        if self.spec.outer.staleness_lr == "inverse":  # Zhang et al. 2016, staleness-aware async-SGD
+            rate /= self.spec.outer.staleness
+        if finite and not waiting:
+            self.clipping.clip(norm, self.applied_factor)
             self.optimiser.step(rate)
             if self.ema is not None:
                 self.ema.update()
+        if finite:
             self.balance.update()
         if self.scaling is not None:
             self.scaling.end_step(finite)
@@ -254,7 +272,7 @@ class Trainer:
         stops = int(totals.stops)
         if self.outer is not None:
             stops = self.outer.after(number, stops)
-        return Step(totals.loss, norm, rate, finite, int(totals.failures), stops, scale)
+        return Step(totals.loss, norm, rate, finite, waiting, int(totals.failures), stops, scale)
 
     def layers_balance(self) -> dict[int, LayerBalance]:
         """The balance of the last step in each layer with experts, of every stage, in order of layers."""

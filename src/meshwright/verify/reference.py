@@ -26,6 +26,7 @@ from meshwright.verify.reference_groups import factor_and_decay
 from meshwright.verify.reference_low_precision import ReferenceLinears
 from meshwright.verify.reference_rounding import stochastic
 from meshwright.verify.reference_router import move_bias, router_losses, router_statistics
+from meshwright.verify.reference_staleness import GradientQueue
 from meshwright.verify.reference_sums import ReferenceSums
 
 ReferenceStep = dict[str, dict[str, Tensor]]
@@ -68,6 +69,7 @@ def reference_steps(
         live.update(held)
     averages = {name: weight.detach().clone() for name, weight in parameters.items() if spec.train.ema}
     linears, clipping = ReferenceLinears(spec), ReferenceClipping(spec.train)
+    queue, updates = GradientQueue(spec), 0
     decoder = ReferenceDecoder(spec.model, held, linears=linears)
     device = held["embed.weight"].device
     for number, batch in enumerate(batches, 1):
@@ -81,15 +83,18 @@ def reference_steps(
             for name, value in router_statistics(moe, routing).items():
                 statistics[f"blocks.{layer} {name}"] = value
         found = torch.autograd.grad(objective, list(parameters.values()))
-        gradients = dict(zip(parameters, found, strict=True))
-        clipped = clipping.clip(gradients)
-        for name, parameter in parameters.items():
+        due = queue.due(dict(zip(parameters, found, strict=True)))
+        gradients = due or {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+        clipped = clipping.clip(due) if due else {}
+        updates += due is not None
+        for name, parameter in parameters.items() if due else ():
             own = [kept[name] for kept in moments.values() if name in kept]
             factor, decay = factor_and_decay(spec, name, parameter.ndim)
-            update(parameter, clipped[name], own, spec.train, number, factor, decay)
+            factor *= queue.rate_factor
+            update(parameter, clipped[name], own, spec.train, number, factor, decay, updates)
             round_moments(moments, spec, name)
             if spec.precision.master == "bf16":
-                parameter.data = stochastic(parameter, spec.train.seed, number, name)
+                parameter.data = stochastic(parameter, spec.train.seed, updates, name)
             if spec.train.ema is not None:
                 averages[name] = averaged(averages[name], parameter.detach(), spec.train.ema)
         for layer, routing in routings.items():
@@ -157,31 +162,33 @@ def update(
     number: int,
     factor: float = 1.0,
     decay: float | None = None,
+    updates: int | None = None,
 ) -> None:
     """The step of the run's optimiser on one parameter, in place, at `factor` times the learning rate.
 
-    By default matrices are decayed by `train.weight_decay`, and vectors are not.
+    By default each of the `number` steps was an update, matrices are decayed by `train.weight_decay`, and
+    vectors are not.
     """
     if decay is None:
         decay = train.weight_decay if parameter.ndim >= 2 else 0.0
     rate = factor * rate_of_step(train, number)
     kind = "adamw" if len(moments) == 2 else train.optimiser
     direction = {"adamw": _adamw, "lion": _lion, "muon": _muon, "sgd": _sgd}[kind](
-        grad, moments, train, number
+        grad, moments, train, number if updates is None else updates
     )
     parameter.sub_(rate * (direction + decay * parameter))
 
 
-def _adamw(grad: Tensor, moments: Sequence[Tensor], train: TrainSpec, number: int) -> Tensor:
+def _adamw(grad: Tensor, moments: Sequence[Tensor], train: TrainSpec, updates: int) -> Tensor:
     """Algorithm 2 of Loshchilov & Hutter (2019): the direction of the step, without decay."""
     first, second = moments
     first.mul_(train.beta1).add_(grad, alpha=1 - train.beta1)
     second.mul_(train.beta2).addcmul_(grad, grad, value=1 - train.beta2)
-    corrected = first / (1 - train.beta1**number)
-    return corrected / ((second / (1 - train.beta2**number)).sqrt() + train.eps)
+    corrected = first / (1 - train.beta1**updates)
+    return corrected / ((second / (1 - train.beta2**updates)).sqrt() + train.eps)
 
 
-def _lion(grad: Tensor, moments: Sequence[Tensor], train: TrainSpec, number: int) -> Tensor:
+def _lion(grad: Tensor, moments: Sequence[Tensor], train: TrainSpec, updates: int) -> Tensor:
     """Algorithm 2 of Chen et al. (2023): the direction of the step, without decay."""
     (momentum,) = moments
     direction = torch.sign(train.beta1 * momentum + (1 - train.beta1) * grad)
@@ -189,13 +196,13 @@ def _lion(grad: Tensor, moments: Sequence[Tensor], train: TrainSpec, number: int
     return direction
 
 
-def _sgd(grad: Tensor, moments: Sequence[Tensor], train: TrainSpec, number: int) -> Tensor:
+def _sgd(grad: Tensor, moments: Sequence[Tensor], train: TrainSpec, updates: int) -> Tensor:
     """Heavy-ball momentum (Polyak 1964) in the form of Sutskever et al. (2013)."""
     (momentum,) = moments
     return momentum.mul_(train.beta1).add_(grad)
 
 
-def _muon(grad: Tensor, moments: Sequence[Tensor], train: TrainSpec, number: int) -> Tensor:
+def _muon(grad: Tensor, moments: Sequence[Tensor], train: TrainSpec, updates: int) -> Tensor:
     """The step of matrices (..., r, c) by Jordan et al. (2024), in the scale of Liu et al. (2025), by an SVD.
 
     A Newton-Schulz step applies an odd polynomial to the singular values.

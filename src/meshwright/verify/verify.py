@@ -130,7 +130,8 @@ def _layout_step(
     within = replace(batch, slots=batch.slots % trainer.spec.at_step(number).batch_sequences)
     with ModuleSums(trainer, within) as sums:
         loss = trainer.gradients(within)
-    totals, factor = trainer.totals(loss), trainer.gradient_factor
+    totals = trainer.totals(loss)
+    factor = trainer.applied_factor
     gradients = gather_full(((f"{island}{name}", each) for name, each in states.gradients()), mesh)
     rows = sums.gathered()
     done = trainer.apply(totals, number)
@@ -179,6 +180,7 @@ def exact(spec: RunSpec, steps: int) -> RunSpec:
     tree["train"] |= {"compile": False, "steps": total, "tokens": None, "stop_at": None}
     sizes = [size for size, _ in spec.train.batch_warmup]
     tree["train"]["batch_warmup"] = one_step_each(sizes[: max(1, steps - 1)])
+    tree["outer"]["staleness"] = min(spec.outer.staleness, max(1, steps - 1))  # so that some are applied
     if spec.outer.every:  # so short a period that a result is used within these steps
         every = min(spec.outer.every, max(1, steps - 1))
         within = {"every": every, "delay": min(spec.outer.delay, every - 1)}
