@@ -314,6 +314,10 @@ ISLANDS: list[dict[str, object]] = [
     {"layout__pp": 2, "layout__schedule": "zb-v", "model__tied": "true", "model__layers": 4},
     {"layout__dp": 2, "layout__ep": 2, "layout__zero": 1, "model__moe__bias": "true", "outer__fragments": 3,
      "outer__every": 5},
+    {"layout__replicate": 3, "layout__dp": 2, "layout__zero": 1, "outer__format": "int4",
+     "outer__fragments": 2},
+    {"layout__tp": 2, "outer__top_k": 0.1, "outer__format": "int8", "outer__delay": 1},
+    {"layout__pp": 2, "model__tied": "true", "outer__format": "bf16", "model__layers": 4},
 ]  # fmt: skip
 
 

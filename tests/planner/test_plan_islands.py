@@ -161,14 +161,23 @@ def test_the_shortest_period_that_hides_the_link_is_chosen(limit: float) -> None
     assert RunSpec.model_validate(best.spec.to_json()) == best.spec
 
 
-def test_without_a_delay_where_a_usual_period_hides_the_link() -> None:
-    faster = plans(two_sites(bandwidth=1.25e9, latency=1e-3), 2).islands
-    assert faster is not None and faster.chosen is not None and faster.other is not None
-    assert faster.chosen.outer.delay == 0 and faster.chosen.outer.every <= USUAL
-    assert faster.other.outer.every < faster.chosen.outer.every
-    slower = plans(two_sites(), 2).islands
-    assert slower is not None and slower.chosen is not None and slower.other is not None
-    assert slower.chosen.outer.delay > 0 and slower.other.outer.every > USUAL
+def ways(bandwidth: float, latency: float) -> list[OuterSpec]:
+    """The exchange that is chosen for a link, and the others."""
+    choice = plans(two_sites(bandwidth, latency), 2).islands
+    assert choice is not None and choice.chosen is not None
+    return [choice.chosen.outer, *(each.outer for each in choice.others)]
+
+
+def test_a_slower_link_takes_a_delay_and_the_slowest_fewer_bits() -> None:
+    chosen, *others = ways(1.25e9, 1e-3)
+    assert chosen.delay == 0 and not chosen.compressed and chosen.every <= USUAL
+    assert all(each.every < chosen.every for each in others)  # whole exchanges come first where they do
+    chosen, *others = ways(125e6, 20e-3)
+    assert chosen.delay > 0 and not chosen.compressed and chosen.every <= USUAL
+    assert {each.every > USUAL for each in others if not each.delay} == {True}
+    chosen, *others = ways(20e6, 20e-3)
+    assert chosen.delay > 0 and chosen.format == "fp4" and chosen.every <= USUAL
+    assert all(each.every > USUAL and not each.compressed for each in others)
 
 
 def test_where_the_link_is_fast_all_ranks_train_together() -> None:

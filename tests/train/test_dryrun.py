@@ -162,10 +162,18 @@ def islands_of(seed: int) -> tuple[RunSpec, int]:
     outer: dict[str, object] = {"outer__every": 4, "layout__replicate": 2, "precision__compute": "bf16"}
     if seed % 3:
         outer |= {"outer__fragments": 2, "outer__delay": 1 + 2 * (seed % 3 - 1)}
-    return draw(seed, **outer)
+    return draw(seed, **outer, **COMPRESSED[seed // 9])
 
 
-@pytest.mark.parametrize("seed", range(9))
+COMPRESSED: list[dict[str, object]] = [
+    {},
+    {"outer__format": "int4", "outer__error_decay": 0.9},
+    {"outer__format": "bf16"},
+    {"outer__top_k": 0.1, "outer__format": "fp4"},
+]
+
+
+@pytest.mark.parametrize("seed", range(36))
 def test_formulas_hold_of_islands(seed: int) -> None:
     spec, rank = islands_of(seed)
     place = rank // spec.layout.strides["pp"] % spec.layout.pp

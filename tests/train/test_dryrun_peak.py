@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from hashlib import sha256
+from itertools import product
 from typing import Any
 
 import pytest
@@ -78,13 +79,21 @@ def test_a_plan_has_the_peak_of_a_dry_run(seed: int, monkeypatch: pytest.MonkeyP
     assert planned(spec).allocated == pytest.approx(found.peak, rel=0.04)
 
 
-@pytest.mark.parametrize("outer", [{}, {"outer__fragments": 2, "outer__delay": 2}], ids=str)
-@pytest.mark.parametrize("zero", [0, 1, 3])
+EXCHANGES: list[tuple[int, dict[str, object]]] = [
+    *product((0, 1, 3), ({}, {"outer__fragments": 2, "outer__delay": 2})),
+    (1, {"outer__format": "fp4"}),
+    (3, {"outer__format": "int8", "outer__error_decay": 0.9, "outer__delay": 2}),
+    (3, {"outer__top_k": 0.05, "outer__format": "int4"}),
+]
+"""ZeRO stages, and exchanges."""
+
+
+@pytest.mark.parametrize(("zero", "outer"), EXCHANGES, ids=str)
 def test_a_plan_of_islands_has_the_peak_of_a_dry_run(
     zero: int, outer: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a delay, of the step after the one that begins an exchange; without, of that step."""
-    if outer:
+    if "outer__delay" in outer:
         monkeypatch.setattr(dryrun, "Trainer", SecondStep)
     tokens = 64 * 8192 * 2
     spec = llama(

@@ -18,7 +18,7 @@ Douillard et al. 2025).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -243,6 +243,11 @@ class Outer:
     def state(self) -> list[list[int]]:
         """(fragment, the step after which its result is due) of each exchange under way, as JSON."""
         return [[exchange.fragment, exchange.due] for exchange in self._under_way]
+
+    @torch.no_grad()
+    def assume(self, under_way: Iterable[tuple[int, int]]) -> None:
+        """Begin these exchanges, (fragment, due), as steps before have: for dry runs."""
+        self._under_way = [self._start(fragment, due) for fragment, due in under_way]
 
     def expect(self, state: list[list[int]]) -> None:
         """Make room for the exchanges under way of a checkpoint of this `state`, whose sums are loaded next.

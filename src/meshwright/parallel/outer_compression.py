@@ -167,7 +167,9 @@ def _codes(blocks: Tensor, form: OuterFormat) -> list[Tensor]:
     if form == "int4":
         codes = (shares.to(blocks.dtype) * 7).round() + 7
     else:
-        codes = torch.bucketize(shares.abs(), shares.new_tensor(_ROUND_UP), right=True) + 8 * (shares < 0)
+        codes, magnitudes = (shares < 0).to(torch.uint8) * 8, shares.abs_()
+        for end in _ROUND_UP:
+            codes += magnitudes >= end
     return [scales, _packed(codes.to(torch.uint8))]
 
 
@@ -180,7 +182,8 @@ def _values(codes: Tensor, scales: Tensor | None, width: int, form: OuterFormat)
     codes = _unpacked(codes, width)
     if form == "int4":
         return (codes.to(scales.dtype) - 7) * (scales / 7)
-    levels = scales.new_tensor(_LEVELS)
+    halves = scales.new_full((len(_LEVELS) - 1,), 0.5).cumprod(0)  # a constant's device is not a dry run's
+    levels = torch.cat([halves.new_zeros(1), 2 * halves.flip(0)])
     return torch.cat([levels, -levels])[codes.int()] * scales
 
 

@@ -1,15 +1,16 @@
-"""The choice of islands for a slow link: how many, how often they exchange, in which parts and how late.
+"""The choice of islands for a slow link: how many, how often they exchange, in which parts, how late, and in
+which format.
 
 The loss that a period costs is not known to a planner, which keeps to periods that were published: DiLoCo
 with 8 islands and 500 steps (Douillard et al. 2023, arXiv 2311.08105), scaling laws over periods of 30 to
-100 steps (Charles et al. 2025, arXiv 2503.09799), Streaming DiLoCo with 100 steps and delays of about 5
-(Douillard et al. 2025, arXiv 2501.18512). The shortest period up to the longest of these that hides the link
-is taken, as the one nearest to synchronous training.
+100 steps (Charles et al. 2025, arXiv 2503.09799), Streaming DiLoCo with 100 steps, delays of about 5, and
+messages in fp4 (E3M0) whose loss is that of fp32 (Douillard et al. 2025, arXiv 2501.18512). The shortest
+period up to the longest of these that hides the link is taken, as the one nearest to synchronous training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,17 +19,20 @@ from meshwright.planner.explain.candidate import Candidate
 from meshwright.planner.explain.link_load import communication
 from meshwright.planner.group_shapes import axes
 from meshwright.planner.search.problem import SearchProblem
-from meshwright.spec import UserError
-from meshwright.spec.outer import OuterSpec
+from meshwright.spec import RunSpec, UserError
+from meshwright.spec.outer import OuterFormat, OuterSpec
+from meshwright.spec.rules import check
 from meshwright.units import percent, seconds
 
 LONGEST, USUAL, LATEST, MANY = 500, 100, 5, 8
 """Steps of the longest period published, of the longest that scaling laws are over, of the usual delay, and
 the number of islands of both."""
+SMALL: OuterFormat = "fp4"
+"""The format of messages that was published with the fewest bits."""
 _SOURCES = (
     "its loss is not predicted; published are 8 islands with periods of 500 steps (Douillard et al. 2023), "
-    "scaling laws over 30 to 100 (Charles et al. 2025), and fragments at 100 with delays of about 5 "
-    "(Douillard et al. 2025)"
+    "scaling laws over 30 to 100 (Charles et al. 2025), and fragments at 100 with delays of about 5, in fp4, "
+    "too (Douillard et al. 2025)"
 )
 
 
@@ -47,7 +51,13 @@ class Exchanges:
             keys.append(f"outer.fragments = {self.outer.fragments}")
         if self.outer.delay:
             keys.append(f"outer.delay = {self.outer.delay}")
+        if self.outer.compressed:
+            keys.append(f"outer.format = {self.outer.format!r}")
         return ", ".join(keys)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {"outer": self.outer.model_dump(mode="json"), "exposed": self.exposed}
 
 
 @dataclass(frozen=True)
@@ -57,8 +67,9 @@ class IslandChoice:
     count: int
     """1 where there are none."""
     chosen: Exchanges | None
-    other: Exchanges | None
-    """The other way to exchange with its shortest period: with fragments and a delay, or without."""
+    others: Sequence[Exchanges]
+    """Other ways to exchange, with their shortest periods: whole, streamed in fragments with a delay, or
+    that in 4 bits."""
     synchronous: Candidate | None
     """The fastest layout whose ranks all train together; None where none fits."""
     waiting: float
@@ -88,22 +99,17 @@ class IslandChoice:
         )
         if late:
             found += f". No period up to {LONGEST} steps hides that link"
-        if self.other is not None and self.other.exposed <= self.limit:
-            found += f". {self.other.words} would do, too"
+        if would := "; or ".join(each.words for each in self.others if each.exposed <= self.limit):
+            found += f". {would} would do, too"
         many = f", and more than {MANY} islands were seldom tried" if self.count > MANY else ""
         return f"{found}. The shortest period that hides the link is taken: {_SOURCES}{many}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
-        ways = {
-            name: None
-            if way is None
-            else {"outer": way.outer.model_dump(mode="json"), "exposed": way.exposed}
-            for name, way in (("chosen", self.chosen), ("other", self.other))
-        }
         return {
             "count": self.count,
-            **ways,
+            "chosen": self.chosen and self.chosen.to_json(),
+            "others": [way.to_json() for way in self.others],
             "synchronous": self.synchronous and self.synchronous.figures(),
             "synchronous_exposed": self.waiting,
             "level": self.level.name,
@@ -121,7 +127,7 @@ def choose_islands(
     """
     outermost, together = problem.cluster.levels[-1], _fastest(problem)
     waiting = _waiting(together, outermost) if together is not None else 0.0
-    none = IslandChoice(1, None, None, together, waiting, outermost, limit)
+    none = IslandChoice(1, None, (), together, waiting, outermost, limit)
     if wanted == "auto" and together is not None and waiting <= limit:
         return problem, none
     found: list[tuple[SearchProblem, IslandChoice]] = []
@@ -134,9 +140,9 @@ def choose_islands(
                 continue  # samples that so many islands cannot share
             raise
         if best is not None and (wanted != "auto" or together is None or best.beats(together)):
-            chosen, other = _exchanges(best, keys, limit)
+            chosen, *others = _exchanges(best, keys, limit)
             level = best.costs.links.outermost(axes(best.spec.layout).replicate)
-            choice = replace(none, count=count, chosen=chosen, other=other, level=level)
+            choice = replace(none, count=count, chosen=chosen, others=others, level=level)
             base = tried.base.model_copy(update={"outer": chosen.outer})
             found.append((replace(tried, base=base), choice))
             if chosen.exposed <= limit:
@@ -171,23 +177,35 @@ def _counts(cluster: Cluster) -> Iterator[int]:
     yield from (cluster.count // size for size in sizes if cluster.count % size == 0 and cluster.count > size)
 
 
-def _exchanges(best: Candidate, keys: Mapping[str, Any], limit: float) -> tuple[Exchanges, Exchanges | None]:
-    """The way to exchange for a layout of islands, and the other one: without fragments and a delay where a
-    usual period does, else with both, the shortest period each."""
-    whole = {"fragments": 1, "delay": 0} | dict(keys)
-    plain = _shortest(best, whole, limit)
-    if keys.keys() >= {"fragments", "delay"}:
-        return plain, None
+def _exchanges(best: Candidate, keys: Mapping[str, Any], limit: float) -> list[Exchanges]:
+    """The way to exchange for a layout of islands, and the others, with the shortest period each: whole where
+    a usual period does, else in fragments with a delay, else these in 4 bits."""
+    ways = [_shortest(best, {"fragments": 1, "delay": 0} | dict(keys), limit)]
+    if not keys.keys() >= {"fragments", "delay"}:
+        ways.append(_streaming(best, keys, limit))
+    blocks = best.spec.model_copy(update={"outer": OuterSpec(every=1, format=SMALL)})
+    if not keys.keys() & {"format", "top_k"} and _accepted(blocks):
+        ways.append(_streaming(best, {"format": SMALL} | dict(keys), limit))
+    usual = (each for each in ways if each.exposed <= limit and each.outer.every <= USUAL)
+    chosen = next(usual, None) or min(ways, key=lambda each: (max(limit, each.exposed), each.outer.every))
+    return [chosen, *(each for each in ways if each is not chosen)]
+
+
+def _accepted(spec: RunSpec) -> bool:
+    try:
+        check(spec)
+    except UserError:
+        return False
+    return True
+
+
+def _streaming(best: Candidate, keys: Mapping[str, Any], limit: float) -> Exchanges:
+    """The shortest period in fragments with a delay, the shortest that does."""
     most = min(best.spec.model.layers, best.spec.outer.every)
     parts = [keys["fragments"]] if "fragments" in keys else [2**n for n in range(most.bit_length())]
-    streams = (
-        _shortest(best, {"delay": LATEST} | dict(keys) | {"fragments": count}, limit) for count in parts
-    )
-    streaming = min(streams, key=lambda each: (max(limit, each.exposed), each.outer.every))
-    if "delay" not in keys:
-        streaming = _sooner(best, streaming, limit)
-    usual = plain.exposed <= limit and plain.outer.every <= max(USUAL, streaming.outer.every)
-    return (plain, streaming) if usual else (streaming, plain)
+    tried = [_shortest(best, {"delay": LATEST} | dict(keys) | {"fragments": count}, limit) for count in parts]
+    found = min(tried, key=lambda each: (max(limit, each.exposed), each.outer.every))
+    return found if "delay" in keys else _sooner(best, found, limit)
 
 
 def _shortest(best: Candidate, keys: Mapping[str, Any], limit: float) -> Exchanges:

@@ -94,7 +94,7 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
             observer = _BufferAccount(memory, spec.microbatches > 1)
             trainer = Trainer(spec, mesh, observer, _FakeMoments(spec.train, device, mesh.control))
             if trainer.outer is not None:
-                trainer.outer.expect([[*each] for each in under_way(spec, number)])
+                trainer.outer.assume(under_way(spec, number))
             _tell(memory, trainer)
             if trainer.scaling is not None:
                 trainer.scaling.assume()  # steps after the first one are like each other

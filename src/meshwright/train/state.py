@@ -99,7 +99,7 @@ def islands_in(state: dict[str, Any]) -> int:
 
 def _has_errors(trainer: Trainer, state: dict[str, Any]) -> bool:
     """True if a checkpoint of this state has what messages left out, and no messages that are sent anew."""
-    if islands_in(state) == 1 or (state["exchanges"] and not _same_outer(trainer, state)):
+    if not islands_in(state) or (state["exchanges"] and not _same_outer(trainer, state)):
         return False
     return OuterSpec.model_validate(state["spec"]["outer"]).kept_error > 0
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from meshwright.planner.group_shapes import step_axes
 from meshwright.planner.memory.activations import Activations, Sizes, at_mask, backward_peaks, head_peaks
-from meshwright.planner.memory.states import StateShard, difference_bytes, packed_width, waits
+from meshwright.planner.memory.states import StateShard, decoded_bytes, difference_bytes, packed_width, waits
 from meshwright.planner.rank_view import RankView, widths
 
 
@@ -68,8 +68,9 @@ class _Step:
         self.reducing: deque[StateShard] = deque()
         """Units whose gradients are being reduced over the ranks that share their states."""
         at_once = self.spec.islands > 1 and not self.spec.outer.delay
-        self.exchanged = max(difference_bytes(view)) if at_once else 0
-        """Bytes of the differences of an exchange that ends in the step in which it begins."""
+        self.exchanged = (max(difference_bytes(view)) if at_once else 0) + decoded_bytes(view)
+        """Bytes of the differences of an exchange that ends in the step in which it begins, and of the unit
+        that is encoded or decoded."""
         self.most = Moment(0, 0, 0, 0)
         self.sizes = Sizes(view.spec)
         self.stream = self.width.compute * self.sizes.stream

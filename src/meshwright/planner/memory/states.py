@@ -22,7 +22,8 @@ maps besides, each of 256 values and thresholds and 65536 codes. Moments that `t
 take no bytes of the device, but for the pieces of them that pass through a GPU in an update
 (`train/offload.py`), which then needs no such counts. A moving average of the weights (`train.ema`) takes
 what one moment does, on the device. Islands have an anchor and an outer momentum of e for each number of the
-stored part, an anchor for each bias of a router, and with a delay the differences that are under way.
+stored part, an error of e with error feedback, an anchor for each bias of a router, and with a delay the
+differences that are under way, or the messages of all islands.
 """
 
 from __future__ import annotations
@@ -151,13 +152,27 @@ def outer_bytes(view: RankView) -> int:
     held = exchange.under_way(spec, exchange.fullest_step(spec, sizes) + 1)
     biases = BIAS * sum(map(sum, (part.biases for part in parts)))
     units = sum(map(sum, (part.units for part in parts)))
-    return 2 * exact * units + biases + UPDATES + sum(sizes[part] for part, _ in held)
+    states = 2 + (spec.outer.kept_error > 0)
+    return states * exact * units + biases + UPDATES + sum(sizes[part] for part, _ in held)
 
 
 def difference_bytes(view: RankView) -> list[int]:
-    """Bytes of how far each fragment of a rank has moved from its anchor."""
+    """Bytes of how far each fragment of a rank has moved from its anchor, or of all islands' messages of it
+    where they are compressed."""
+    spec, exact, parts = view.spec, widths(view.spec).exact, exchange.fragments(view)
+    biases = [BIAS * sum(part.biases) for part in parts]
+    if spec.outer.compressed:
+        return [spec.islands * sum(part.encoded) + own for part, own in zip(parts, biases, strict=True)]
+    return [exact * sum(part.units) + own for part, own in zip(parts, biases, strict=True)]
+
+
+def decoded_bytes(view: RankView) -> int:
+    """Bytes of the unit whose compressed messages take most to write, or to add up."""
+    if not view.spec.outer.compressed:
+        return 0
     exact, parts = widths(view.spec).exact, exchange.fragments(view)
-    return [exact * sum(part.units) + BIAS * sum(part.biases) for part in parts]
+    pairs = (pair for part in parts for pair in zip(part.units, part.encoded, strict=True))
+    return max((exact * elements + 2 * sent for elements, sent in pairs), default=0)
 
 
 def _scaling(spec: RunSpec) -> int:
@@ -186,8 +201,8 @@ def _single(view: RankView, unit: StateShard) -> int:
 def checkpoint_bytes(spec: RunSpec) -> int:
     """Bytes of parameters, moments and moving averages of all ranks, as they are stored.
 
-    Islands have parameters and moments each, and anchors and outer momentum together. Sums of exchanges under
-    way are left out.
+    Islands have parameters, moments and errors each, and anchors and outer momentum together. Sums of
+    exchanges under way are left out.
     """
     width, total = widths(spec), 0
     averages = int(spec.train.ema is not None)
@@ -197,7 +212,10 @@ def checkpoint_bytes(spec: RunSpec) -> int:
         if spec.train.optimiser == "adamw8bit" and len(p.shape) >= 2:
             each = p.size + width.exact * (p.size // block_of(p, spec.model.heads))
         stored += each * len(spec.train.moments_of(p.name, len(p.shape)))
-        total += spec.islands * stored + (2 * width.exact * p.size if spec.islands > 1 else 0)
+        if spec.islands > 1:
+            stored += width.exact * p.size * (spec.outer.kept_error > 0)
+            total += 2 * width.exact * p.size
+        total += spec.islands * stored
     return total
 
 

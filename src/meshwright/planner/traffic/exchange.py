@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from meshwright.planner.rank_view import RankView, part_elements, widths
 from meshwright.spec import RunSpec
+from meshwright.spec.eight_bit import block_of
+from meshwright.spec.parameters import Parameter, parameters
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,8 @@ class Fragment:
 
     units: tuple[int, ...]
     """Parameters of each unit, padding included."""
+    encoded: tuple[int, ...]
+    """Bytes of each unit's message; none where it is of exact numbers."""
     biases: tuple[int, ...]
     """Biases of each router."""
     apart: int
@@ -26,14 +30,28 @@ class Fragment:
 
 
 def exchanged_width(spec: RunSpec) -> float:
-    """Bytes in which an exchange sends a number of the difference between an anchor and its parameter."""
-    return widths(spec).exact
+    """Bytes in which an exchange sends a number of the difference between an anchor and its parameter, in the
+    mean of a model's numbers."""
+    if not spec.outer.compressed:
+        return widths(spec).exact
+    every = [parameter for unit in parameters(spec.model).values() for parameter in unit]
+    sent = sum(_encoded_bytes(spec, parameter, parameter.size) for parameter in every)
+    return sent / sum(parameter.size for parameter in every)
+
+
+def _encoded_bytes(spec: RunSpec, parameter: Parameter, elements: int) -> int:
+    """Bytes of the message of some elements of a parameter (`parallel/outer_compression.py`)."""
+    if len(parameter.shape) < 2:
+        return elements * widths(spec).exact
+    block = block_of(parameter, spec.model.heads) if spec.outer.has_blocks else 1
+    return elements // block * spec.outer.block_bytes(block, widths(spec).exact)
 
 
 def fragments(view: RankView) -> list[Fragment]:
     """The fragments of a rank of one of several islands."""
     spec, layout, moe = view.spec, view.spec.layout, view.spec.model.moe
     units: list[list[int]] = [[] for _ in range(spec.outer.fragments)]
+    encoded: list[list[int]] = [[] for _ in units]
     biases: list[list[int]] = [[] for _ in units]
     apart = [0 for _ in units]
     for name, listed in view.pieces().items():
@@ -42,13 +60,16 @@ def fragments(view: RankView) -> list[Fragment]:
             ranks = ranks if layout.zero else 1
             held = [(p, piece) for p, piece in listed if (piece.experts is not None) == routed]
             if held:
-                units[place].append(sum(part_elements(piece, ranks) for _, piece in held))
+                parts = [(p, part_elements(piece, ranks)) for p, piece in held]
+                units[place].append(sum(size for _, size in parts))
+                if spec.outer.compressed:
+                    encoded[place].append(sum(_encoded_bytes(spec, p, size) for p, size in parts))
             if routed and held and moe is not None and moe.bias:
                 biases[place].append(moe.experts)
             if spec.model.tied and view.embed != view.head:
                 apart[place] += sum(part_elements(q, ranks) for p, q in held if p.name == "embed.weight")
-    each = zip(units, biases, apart, strict=True)
-    return [Fragment(tuple(sizes), tuple(counts), both) for sizes, counts, both in each]
+    each = zip(units, encoded, biases, apart, strict=True)
+    return [Fragment(tuple(own), tuple(sent), tuple(counts), both) for own, sent, counts, both in each]
 
 
 def begun(spec: RunSpec, step: int | None) -> dict[int, float]:

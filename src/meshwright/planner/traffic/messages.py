@@ -398,10 +398,18 @@ def _exchange_messages(view: RankView, number: int | None) -> Iterator[Message]:
     spec, groups = view.spec, axes(view.spec.layout)
     if spec.islands == 1:
         return
-    parts, width = exchange.fragments(view), exchange.exchanged_width(spec)
+    parts, width, islands = exchange.fragments(view), widths(spec).exact, groups.replicate.ranks
     call = partial(Message, "replicate", group=groups.replicate, phase=Phase.STEP, where="unit")
     for part, count in exchange.begun(spec, number).items():
-        yield from (call("all_reduce", size, width, count=count) for size in parts[part].units)
+        if spec.outer.quorum is not None:  # to each other island (`parallel/mailbox.py`)
+            each = count * (islands - 1)
+            yield from (call("send", size, width, count=each) for size in parts[part].units)
+            yield from (call("send", size, _SMALL, count=each) for size in parts[part].biases)
+            continue
+        if spec.outer.compressed:
+            yield from (call("all_gather", islands * size, 1, count=count) for size in parts[part].encoded)
+        else:
+            yield from (call("all_reduce", size, width, count=count) for size in parts[part].units)
         yield from (call("all_reduce", size, _SMALL, count=count) for size in parts[part].biases)
         yield call("scalars", 1, _COUNT, count=count)
     ends = GroupShape(2, groups.pipeline.stride * (spec.layout.pp - 1))
