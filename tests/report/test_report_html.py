@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.report.record import RunRecord
+from meshwright.report.record import RunRecord, island_folder
 from meshwright.report.run_page import write_report
 from meshwright.spec import UserError, load
 from meshwright.train.callbacks import Observers
@@ -159,6 +159,19 @@ def test_the_headline_figures_are_those_of_the_result(tmp_path: Path) -> None:
         "ab" * 32,
     ):
         assert figure in text, figure
+
+
+def test_islands_have_curves_in_one_page_and_a_histogram_of_lateness(tmp_path: Path) -> None:
+    result = RESULT | {"lateness": {"0": 4, "2": 12}}
+    for island in (0, 1):
+        one = Page(make_run(island_folder(tmp_path, island), result=result | {"island": island}))
+        assert "late by 2 12 · 75.0%" in one.text and "late by 1 0" in one.text
+    rows = [{"island": k, "code": 0, "steps": 40, "exchanges": 9 - k, "restarts": k} for k in (0, 1)]
+    (tmp_path / "run.json").write_text(json.dumps({"spec": load().to_json()}))
+    (tmp_path / "result.json").write_text(json.dumps(result | {"islands": rows}))
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert "late by 0 4 · 25.0%" in page.text and "island 0 island 1" in page.text
+    assert ("href", "island.1/report.html") in page.attributes
 
 
 def test_an_interrupted_run_says_so_and_shows_its_last_step(tmp_path: Path) -> None:

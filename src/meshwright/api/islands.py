@@ -16,7 +16,8 @@ from meshwright.checkpoint.reader import newest_state
 from meshwright.launch.failure import KINDS, RanksFailed
 from meshwright.parallel.outer_log import Entry, IslandLog
 from meshwright.recover.islands import Island, IslandsSupervisor, shares_of_cores
-from meshwright.report.record import EVENTS, RESULT, RUN, append_event, write_atomically
+from meshwright.report.record import EVENTS, RESULT, RUN, append_event, island_folder, write_atomically
+from meshwright.report.run_page import write_report
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import REQUEUE, Stopped
 from meshwright.train.loop import ISLANDS
@@ -24,11 +25,6 @@ from meshwright.train.loop import ISLANDS
 Result = dict[str, Any]
 LOGS = "island.{}.log"
 """File in the run's folder with what the processes of an island print."""
-
-
-def island_folder(out: Path, island: int) -> Path:
-    """The folder of one island of the run in folder `out`: a run's folder in itself."""
-    return out / f"island.{island}"
 
 
 def train_islands(spec: RunSpec, out: Path, resume: str | None, quiet: bool) -> Result:
@@ -69,7 +65,9 @@ def train_islands(spec: RunSpec, out: Path, resume: str | None, quiet: bool) -> 
         if first.code in KINDS:
             raise KINDS[first.code](first.last_words())
         raise RanksFailed(f"no island came to its end; the first one: {first.last_words()}", first.code)
-    return _joined(spec, out, {island.number: island.code or 0 for island in islands})
+    result = _joined(spec, out, {island.number: island.code or 0 for island in islands})
+    write_report(out)
+    return result
 
 
 class LogWatch:

@@ -86,7 +86,7 @@ def train(
         make_folder(out)
         return train_islands(spec, out, resume, quiet)
     if spec.outer.island is not None:
-        from meshwright.api.islands import island_folder
+        from meshwright.report.record import island_folder
 
         out = island_folder(out, spec.outer.island)
         make_folder(out)

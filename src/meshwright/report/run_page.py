@@ -12,7 +12,14 @@ from typing import Any
 from meshwright.report import format as fmt
 from meshwright.report.chart import Chart, Series, moving_mean
 from meshwright.report.page import render
-from meshwright.report.record import RecordedRun, Row, read_run, write_atomically
+from meshwright.report.record import (
+    RecordedRun,
+    Row,
+    island_folder,
+    read_metrics,
+    read_run,
+    write_atomically,
+)
 
 # A longer history shows its newest part: a page is for reading, events.jsonl for searching.
 MOST_EVENTS = 200
@@ -58,6 +65,7 @@ def write_report(out: Path) -> Path:
         f"started {str(info['started'])[:16].replace('T', ' ')} UTC" if "started" in info else "",
     ]
     routed = _rows(run, "load_max")
+    islands = [row for row in result.get("islands") or [] if isinstance(row, dict)]
     peak = (result.get("memory") or {}).get("peak", result.get("peak_memory_bytes"))
     html = render(
         "run.html",
@@ -65,7 +73,9 @@ def write_report(out: Path) -> Path:
         run=run,
         about=[part for part in about if part],
         result=_result_so_far(run),
-        curves=_curves(run),
+        curves=_curves_of_islands(out, islands) if islands else _curves(run),
+        islands=islands,
+        lateness=_lateness(result),
         experts=[
             _chart(routed, title, names, from_zero=True)
             for title, names in _EXPERT_CURVES.items()
@@ -150,6 +160,28 @@ def _curves(run: RecordedRun) -> list[Chart]:
         single("grad_norm", "Gradient norm", "grad norm", 3, log=True, mark_gaps=True),
         single("lr", "Learning rate", "lr", 4, from_zero=True),
     ]
+
+
+def _curves_of_islands(out: Path, islands: Sequence[Row]) -> list[Chart]:
+    """Return charts with a curve for each island of the run in folder `out`."""
+    rows = {row["island"]: read_metrics(island_folder(out, row["island"])) for row in islands}
+
+    def chart(key: str, title: str, **options: bool) -> Chart:
+        of_key = {island: [row for row in each if key in row] for island, each in rows.items()}
+        curves = [_series(f"island {island}", each, key, island) for island, each in of_key.items() if each]
+        return Chart(key.replace("_", "-"), title, curves, **options)
+
+    return [
+        chart("loss", "Loss (nats per token)", log=True, mark_gaps=True, wide=True),
+        chart("val_loss", "Validation loss (nats per token)", log=True),
+        chart("tokens_per_second", "Throughput of an island (tokens/s)", from_zero=True),
+    ]
+
+
+def _lateness(result: dict[str, Any]) -> dict[int, int]:
+    """Return how often a part of an island came how many exchanges late, from 0 to the most."""
+    found = {int(late): count for late, count in (result.get("lateness") or {}).items()}
+    return {late: found.get(late, 0) for late in range(max(found) + 1)} if found else {}
 
 
 def _by_source(evaluations: Sequence[Row]) -> list[Chart]:
