@@ -1,11 +1,13 @@
 """Synchronous and asynchronous data parallelism on two hosts with a slow link: loss by tokens, time, traffic.
 
-    sudo python bench/asynchronous.py [--mbit 100] [--steps 100] [--cases all] [--slow 0] [--out FILE.jsonl]
-                                      [--plot docs/asynchronous.svg] [-- KEYS]
+    sudo python bench/asynchronous.py [--mbit 100] [--steps 320] [--warm 200] [--cases all] [--slow 0]
+                                      [--out FILE.jsonl] [--plot docs/asynchronous.svg] [-- KEYS]
 
 Two network namespaces with half of the cores and one replica each, joined by a link of `--mbit` Mb/s (veth
 and a token bucket filter), train the run of `--run` (examples/first.toml) from the same initial weights on
-the same tokens, once for each algorithm. With `--slow 1` the second host's core is shared with another
+the same tokens, once for each algorithm. The first `--warm` of `--steps` steps are synchronous, and their
+checkpoint is where all algorithms begin, as DiLoCo's authors begin with a model that is trained already. With
+`--slow 1` the second host's core is shared with another
 program, so that it computes at half the speed. KEYS are dotted flags of `meshwright train`, for all runs.
 
 One JSON object a line: the algorithm, its steps, the held-out loss at the end, seconds of its steps, tokens a
@@ -18,10 +20,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,14 +34,16 @@ from namespaces import Hosts, two_hosts
 
 FIRST = Path(__file__).resolve().parents[1] / "examples" / "first.toml"
 ISLANDS = {"layout.dp": 1, "layout.replicate": 2}
+FEW = {"outer.lr": 0.8, "outer.momentum": 0.3}
+"""For few exchanges: DiLoCo's momentum of 0.9 takes tens of them to come to its speed."""
 STALE = {**ISLANDS, "layout.zero": 0}
 CASES: dict[str, dict[str, object]] = {
     "synchronous": {"layout.dp": 2},
     "local SGD, 10": {**ISLANDS, "outer.every": 10, "outer.lr": 1.0, "outer.momentum": 0.0},
-    "DiLoCo, 10": {**ISLANDS, "outer.every": 10},
-    "DiLoCo, 20": {**ISLANDS, "outer.every": 20},
-    "streaming, 20": {**ISLANDS, "outer.every": 20, "outer.fragments": 4, "outer.delay": 2},
-    "DiLoCo, 20, int4": {**ISLANDS, "outer.every": 20, "outer.format": "int4"},
+    "DiLoCo, 20": {**ISLANDS, "outer.every": 20, **FEW},
+    "DiLoCo, 20, momentum 0.9": {**ISLANDS, "outer.every": 20},
+    "streaming, 20": {**ISLANDS, "outer.every": 20, "outer.fragments": 4, "outer.delay": 2, **FEW},
+    "DiLoCo, 20, int4": {**ISLANDS, "outer.every": 20, "outer.format": "int4", **FEW},
     "SparseLoCo, 20": {
         **ISLANDS, "outer.every": 20, "outer.top_k": 0.03, "outer.format": "int4", "outer.momentum": 0.0,
         "outer.lr": 1.0,
@@ -65,11 +70,33 @@ def flags(keys: dict[str, object]) -> list[str]:
     return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
 
 
-def train(name: str, hosts: Hosts, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Train by an algorithm; returns its row."""
-    keys = {"train.steps": options.steps, "train.eval_every": options.eval_every, "train.eval_tokens": 16384}
-    words = ["train", str(options.run), *flags(CASES[name]), *flags(keys), *options.keys, "--quiet"]
-    out = folder / "run"
+def run_of(options: argparse.Namespace, keys: dict[str, object]) -> list[str]:
+    """Words of a command that trains the run with these keys."""
+    common = {
+        "train.steps": options.steps, "train.batch_tokens": options.batch_tokens, "train.log_every": 1,
+        "train.decay_fraction": 0.2, "train.eval_every": options.eval_every, "train.eval_tokens": 16384,
+    }  # fmt: skip
+    return ["train", str(options.run), *flags(keys), *flags(common), *options.keys, "--quiet"]
+
+
+def warm_up(options: argparse.Namespace, folder: Path) -> None:
+    """Train the steps that all algorithms share, on this host alone."""
+    words = run_of(options, {"layout.dp": 2, "train.stop_at": options.warm})
+    command = [sys.executable, "-m", "meshwright", *words, "--out", str(folder)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def train(name: str, hosts: Hosts, options: argparse.Namespace, warm: Path, folder: Path) -> dict[str, Any]:
+    """Train by an algorithm from the checkpoint of the run `warm`; returns its row."""
+    words, out = run_of(options, CASES[name]), folder / "run"
+    places = [out]
+    if "outer.quorum" in CASES[name]:
+        places = [out / f"island.{island}" for island in range(len(hosts.before))]
+    if options.warm:
+        words += ["--resume", "auto"]
+        for place in places:
+            shutil.copytree(warm / "checkpoints", place / "checkpoints")
+            shutil.copy(warm / "run.json", place / "run.json")
     before = carried(hosts)
     if "outer.quorum" in CASES[name]:
         started = [
@@ -85,16 +112,12 @@ def train(name: str, hosts: Hosts, options: argparse.Namespace, folder: Path) ->
         codes = [process.wait() for process in started]
         if any(codes):
             raise SystemExit(f"islands ended with {codes}")
-        islands = [out / f"island.{island}" for island in range(len(started))]
     else:
         hosts.torchrun(["-m", "meshwright", *words, "--out", str(out)], len(hosts.before))
-        islands = [out]
     sent = carried(hosts) - before
-    rows = [
-        [json.loads(line) for line in (each / "metrics.jsonl").open(encoding="utf-8")] for each in islands
-    ]
-    results = [json.loads((each / "result.json").read_text(encoding="utf-8")) for each in islands]
-    curve = curve_of(rows)
+    rows = [[json.loads(line) for line in (each / "metrics.jsonl").open(encoding="utf-8")] for each in places]
+    results = [json.loads((each / "result.json").read_text(encoding="utf-8")) for each in places]
+    curve = curve_of(rows, options.warm * options.batch_tokens)
     tokens, seconds, loss = curve[-1]
     late: dict[str, int] = {}
     for result in results:
@@ -103,36 +126,40 @@ def train(name: str, hosts: Hosts, options: argparse.Namespace, folder: Path) ->
     return {
         "case": name, "slow": options.slow, "mbit": options.mbit, "steps": options.steps, "tokens": tokens,
         "val_loss": round(loss, 4), "seconds": round(seconds, 1),
-        "tokens_per_second": round(tokens / seconds),
+        "tokens_per_second": round((tokens - options.warm * options.batch_tokens) / seconds),
         "megabytes": round(sent / 1e6, 1), "lateness": late, "curve": curve,
     }  # fmt: skip
 
 
-def curve_of(rows: Sequence[Sequence[dict[str, Any]]]) -> Curve:
-    """The held-out losses of the first host's run, with the tokens that all had trained on by then."""
-    clocks = [list(steps_of(own)) for own in rows]
+def curve_of(rows: Sequence[Sequence[dict[str, Any]]], before: int) -> Curve:
+    """The held-out losses of the first host's run, with the tokens that all had trained on by then, after
+    `before` tokens that they share."""
+    clocks = [clock_of(own) for own in rows]
     found: Curve = []
     for row in rows[0]:
-        if "val_loss" not in row:
+        if "val_loss" not in row or row["step"] not in clocks[0]:
             continue
-        step = int(row["step"])
-        seconds = clocks[0][step - 1][0]
-        tokens = sum(max((seen for at, seen in clock if at <= seconds), default=0) for clock in clocks)
-        found.append((tokens, seconds, row["val_loss"]))
+        seconds = clocks[0][row["step"]][0]
+        seen = (max((own for at, own in clock.values() if at <= seconds), default=0) for clock in clocks)
+        found.append((before + sum(seen), seconds, row["val_loss"]))
     if len(rows) > 1:  # the model is that of the island that ended last
-        last = max(range(len(rows)), key=lambda place: clocks[place][-1][0])
+        ends = [max(clock.values()) for clock in clocks]
+        last = ends.index(max(ends))
         loss = next(row["val_loss"] for row in reversed(rows[last]) if "val_loss" in row)
-        found[-1] = (sum(clock[-1][1] for clock in clocks), clocks[last][-1][0], loss)
+        found[-1] = (before + sum(own for _, own in ends), ends[last][0], loss)
     return found
 
 
-def steps_of(rows: Sequence[dict[str, Any]]) -> Iterator[tuple[float, int]]:
-    """(seconds since the first step began, tokens) after each step of a run, by itself."""
-    seconds = 0.0
+def clock_of(rows: Sequence[dict[str, Any]]) -> dict[int, tuple[float, int]]:
+    """Step -> (seconds, tokens) since a run went on, after each of its steps."""
+    found: dict[int, tuple[float, int]] = {}
+    seconds, tokens = 0.0, 0
     for row in rows:
         if "loss" in row:
             seconds += row["seconds"]
-            yield seconds, round(row["tokens"])
+            tokens += round(row["tokens"] / row["step"])
+            found[row["step"]] = seconds, tokens
+    return found
 
 
 def carried(hosts: Hosts) -> int:
@@ -218,8 +245,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--run", type=Path, default=FIRST)
     parser.add_argument("--mbit", type=float, default=100.0)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--eval-every", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=320)
+    parser.add_argument("--warm", type=int, default=200)
+    parser.add_argument("--batch-tokens", type=int, default=4096)
+    parser.add_argument("--eval-every", type=int, default=20)
     parser.add_argument("--cases", default="all", help="names, separated by semicolons")
     parser.add_argument("--slow", type=int, choices=(0, 1), default=0)
     parser.add_argument("--out", type=Path, default=Path("asynchronous.jsonl"))
@@ -228,10 +257,15 @@ def main() -> None:
     options = parser.parse_args()
     asked = list(CASES) if options.cases == "all" else [name for name in options.cases.split(";") if name]
     if asked:
-        with two_hosts(options.mbit / 1000) as hosts, half_speed(hosts, bool(options.slow)):
+        with ExitStack() as stack:
+            hosts = stack.enter_context(two_hosts(options.mbit / 1000))
+            stack.enter_context(half_speed(hosts, bool(options.slow)))
+            warm = Path(stack.enter_context(TemporaryDirectory())) / "warm"
+            if options.warm:
+                warm_up(options, warm)
             for name in asked:
                 with TemporaryDirectory() as folder:
-                    row = train(name, hosts, options, Path(folder))
+                    row = train(name, hosts, options, warm, Path(folder))
                 with options.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
                 print(json.dumps({key: value for key, value in row.items() if key != "curve"}), flush=True)
