@@ -7,6 +7,7 @@ import pytest
 from meshwright.cli.main import VERBS, main
 from meshwright.cli.parser import Call, Verb, parse
 from meshwright.spec import UserError
+from meshwright.spec.load import from_tree
 
 
 def verb(name: str) -> Verb:
@@ -46,6 +47,13 @@ def test_a_switch_key_may_stand_alone() -> None:
     assert parse(verb("train"), ["--data.pack", "false"]).overrides == [("data.pack", "false")]
 
 
+def test_none_stands_for_a_table_of_keys() -> None:
+    for words in (["--distil", "none"], ["--distil=none"]):
+        assert parse(verb("train"), [*words, "run.toml"]).overrides == [("distil", "none")]
+    kept = [("distil.teacher", "x"), ("distil", "none")]
+    assert from_tree({}, kept).distil is None
+
+
 def test_two_dashes_end_the_flags() -> None:
     assert parse(verb("train"), ["--", "--odd.toml"]).words == ("--odd.toml",)
 
@@ -75,6 +83,11 @@ MISTAKES = [
     (["train", "--layout.dp", "2", "--layout.dp=1"], ["--layout.dp", "twice"]),
     (["train", "--out", ""], ["--out", "folder"]),
     (["train", "--train.compile", "maybe"], ["--train.compile", '"maybe"', "true or false"]),
+    (["train", "--distil", "0.5"], ["--distil: is a table of keys", "or none"]),
+    (
+        ["merge", "a", "b", "--method", "linear", "--out", "c", "--weight", "nan,1"],
+        ["'nan,1'", "a number is needed"],
+    ),
     (["train", "--distil.weight", "0.5"], ["distil.teacher", "neither is given"]),
     (["distil", "--distil.teacher", "x"], ["--out", "is missing"]),
     (["distil", "--out", "x"], ["distil.teacher: is missing"]),

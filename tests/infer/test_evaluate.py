@@ -279,6 +279,15 @@ def test_a_step_is_generated_from_and_exported(trained: Path, tmp_path: Path) ->
     assert api.generate(run, "def", step=2, **sampled) != api.generate(run, "def", **sampled)
     with pytest.raises(UserError, match=r"--step: .* is an HF folder"):
         api.generate(tmp_path / "hf", "x", step=2)
+    with pytest.raises(UserError, match=r"is an HF folder.*meshwright import"):
+        load(tmp_path / "hf")
+
+
+def test_a_window_has_positions_of_the_model(trained: Path) -> None:
+    run = trained / "run"
+    most = load(run).model.max_seq_len
+    with pytest.raises(UserError, match=rf"--seq-len: {most + 1} tokens .* give at most {most}"):
+        api.evaluate(run, seq_len=most + 1)
 
 
 def test_a_mistake_is_one_sentence(trained: Path, tmp_path: Path) -> None:

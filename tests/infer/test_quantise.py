@@ -398,6 +398,8 @@ def test_calibration_on_a_text_of_ones_own(run: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=words):
             write_with(folder=tmp_path / "q", calibration=tmp_path / name)
     (tmp_path / "text.txt").write_text("import json\n" * 200)
+    with pytest.warns(UserWarning, match="--calibration: 1 tokens tell little"):
+        write_with(folder=tmp_path / "few", calibration=tmp_path / "text.txt", calibration_tokens=1)
     write_with(folder=tmp_path / "q", calibration=tmp_path / "text.txt", calibration_tokens=1000)
     nearest_weights = api.quantise(tmp_path / "hf", tmp_path / "r", "int4")
     assert nearest_weights["layers"] == 14

@@ -216,6 +216,12 @@ def evaluate_worker(run: Path, how: Evaluation, layout: Overrides = ()) -> Resul
     from meshwright.launch.world import mesh_of
 
     trained = load(run)
+    positions = trained.model.max_seq_len
+    if how.seq_len is not None and how.seq_len > positions:
+        raise UserError(
+            f"--seq-len: {how.seq_len} tokens are more than the model's positions, model.max_seq_len = "
+            f"{positions}; give at most {positions}"
+        )
     data = trained.data.model_copy(update={"seq_len": how.seq_len or trained.data.seq_len})
     spec = spec_to_evaluate(trained.model, trained.precision, layout, data)
     rows: list[Result] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -217,6 +218,12 @@ class _Source:
         rows = ids[: len(ids) // length * length].view(-1, length)
         if not len(ids):
             raise UserError(f"--calibration: {file} has no tokens; give a text file")
+        if len(ids) < (widest := max(self.model.hidden, self.model.ffn)):
+            warnings.warn(
+                f"--calibration: {len(ids):,} tokens tell little of a matrix with {widest:,} inputs; give "
+                f"more text, or --algorithm rtn, which takes none",
+                stacklevel=2,
+            )
         return list(rows.split(ROWS))
 
 

@@ -15,7 +15,7 @@ from meshwright import units
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import did_you_mean
 from meshwright.spec.files import user_path
-from meshwright.spec.schema import known_keys
+from meshwright.spec.schema import known_keys, optional_tables
 
 T = TypeVar("T")
 _FLAG = re.compile(r"--?[A-Za-z]")  # -1 and -.5 are values
@@ -137,8 +137,9 @@ def _reader(convert: Callable[[str], T], valid: Callable[[T], bool], needed: str
 
 def number(least: float, most: float) -> Callable[[str], float]:
     """Return a reader of numbers within [least, most]."""
-    bound = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
-    return _reader(float, lambda value: least <= value <= most, f"a number {bound} is needed")
+    bound = f" from {least:g} to {most:g}" if most < math.inf else f" of at least {least:g}"
+    bound = "" if least == -math.inf else bound
+    return _reader(float, lambda value: least <= value <= most, f"a number{bound} is needed")
 
 
 positive = _reader(float, lambda value: 0 < value < math.inf, "a number above 0 is needed")
@@ -214,7 +215,7 @@ def parse(verb: Verb, words: Sequence[str]) -> Call:
         listed = any(flag.name == name and flag.repeated for flag in verb.flags)
         if (name in given and not listed) or name in overrides:
             raise UserError(f"--{name}: is given twice; give it once")
-        if "." in name:
+        if "." in name or (verb.keys and name in optional_tables()):
             overrides[name] = _key_value(verb, name, text if equals else None, queue)
         else:
             value = _flag_value(verb, name, text if equals else None, queue)

@@ -42,7 +42,7 @@ def spec_to_generate(model: ModelSpec, trained: PrecisionSpec, overrides: Overri
     """
     for key, _ in overrides:
         if not key.startswith("layout."):
-            raise UserError(f"--{key}: generation takes keys of [layout] only; remove it")
+            raise UserError(f"--{key}: of a run, this command takes keys of [layout] only; remove it")
         if key not in GENERATION_KEYS:
             raise UserError(
                 f"--{key}: has no effect on generation, which takes {', '.join(GENERATION_KEYS)}; remove it"

@@ -129,6 +129,11 @@ def read_tree(path: Path) -> dict[str, Any]:
         _find_tokenizer(tree.get("data"), path / "tokenizer.json")
         return tree
     if not path.is_file():
+        if (path.parent / "config.json").is_file():
+            raise UserError(
+                f"{path.parent}: is an HF folder, not that of a run; make a run of it with meshwright import "
+                f"{path.parent} --out FOLDER"
+            )
         near = did_you_mean(path.name, [file.name for file in path.parent.glob("*.toml")])
         raise UserError(f"there is no run file, and no run's folder, {path}{near}")
     try:

@@ -254,7 +254,8 @@ def check_same_teacher(trainer: Trainer, state: dict[str, Any], where: str) -> N
         raise UserError(
             f"{where} learned from a teacher's checkpoint of step {was['step']} (SHA-256 "
             f"{was['sha256'][:12]}), and distil.{'teacher' if how.teacher else 'logits'} is now of step "
-            f"{now['step']} ({now['sha256'][:12]}); give that teacher, or another --out"
+            f"{now['step']} ({now['sha256'][:12]}); give that teacher, of which meshwright average TEACHER "
+            f"--steps {was['step']} makes a run of its own, or another --out"
         )
     after = how.model_dump(mode="json")
     for key in ("loss", "weight", "temperature", "top_k", "hidden"):
