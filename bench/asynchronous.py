@@ -62,6 +62,8 @@ CASES: dict[str, dict[str, object]] = {
 }  # fmt: skip
 """Dotted keys of each algorithm."""
 COLOURS = ("#111", "#1f6feb", "#d9480f", "#2b8a3e", "#862e9c", "#c2255c", "#0b7285", "#e67700", "#5f3dc4")
+_FAR = 1.25
+"""Losses that are more times the least are out of a plot."""
 Curve = list[tuple[int, float, float]]
 """(tokens, seconds, held-out loss) of each validation."""
 
@@ -215,8 +217,9 @@ def panel(left: int, title: str, rows: Sequence[dict[str, Any]], axis: int, unit
 
     points = [[(across(row, each), each[2]) for each in row["curve"]] for row in rows]
     every = [pair for curve in points for pair in curve]
-    low, high = min(x for x, _ in every), max(x for x, _ in every)
-    x, y = Scale(low if axis == 2 else 0, high), fit([loss for _, loss in every], False, False)
+    x = Scale(min(x for x, _ in every), max(x for x, _ in every))
+    near = [loss for _, loss in every if loss < _FAR * min(loss for _, loss in every)]
+    y = fit(near, False, False)
     lines = ""
     for place, curve in enumerate(points):
         dash = ' stroke-dasharray="5 3"' if place >= len(COLOURS) else ""
@@ -225,7 +228,10 @@ def panel(left: int, title: str, rows: Sequence[dict[str, Any]], axis: int, unit
             f'<path d="{drawn}" fill="none" stroke="{COLOURS[place % len(COLOURS)]}" stroke-width="2"{dash} '
             f'vector-effect="non-scaling-stroke"/>'
         )
-    inside = f'<g transform="translate({left},50) scale(0.37,0.8)">{lines}</g>'
+    inside = (
+        f'<svg x="{left}" y="50" width="370" height="240" viewBox="0 0 1000 300" preserveAspectRatio="none">'
+        f"{lines}</svg>"
+    )
     ticks = y.ticks(5)
     labels = "".join(
         f'<text x="{left - 6}" y="{54 + 240 * (1 - y.at(m)):.0f}" text-anchor="end">{label}</text>'
