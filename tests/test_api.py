@@ -155,6 +155,8 @@ def test_a_run_on_synthetic_numbers_has_no_text_to_generate(tmp_path: Path) -> N
     api.train(small.spec_of(base), out=tmp_path / "run", quiet=True)
     with pytest.raises(UserError, match=r"'synthetic'.* no tokenizer to read a prompt; generate from a run"):
         api.generate(tmp_path / "run", "a")
+    with pytest.warns(UserWarning, match=r"has no tokenizer\.json, so .*hf has none"):
+        api.export(tmp_path / "run", tmp_path / "hf")
 
 
 @pytest.mark.parametrize(("key", "value"), [("norm_eps", 0.5), ("rope_theta", 77.0), ("tied", True)])

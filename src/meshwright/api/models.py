@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,11 @@ def export(
 
     decoder = load_run(run, weights=weights, step=step)
     tokenizer = run / "tokenizer.json"
+    if not tokenizer.is_file():
+        warnings.warn(
+            f"{run} has no tokenizer.json, so {folder} has none; copy one there for programs that read text",
+            stacklevel=2,
+        )
     export_hf(
         folder,
         decoder.spec,
