@@ -27,7 +27,7 @@ def test_train_passes_the_spec_and_prints_one_json_object(
     )
     (spec,), named = train.only
     assert (spec.train.steps, spec.layout.dp) == (7, 2)
-    assert named == {"out": Path("o"), "resume": "auto", "quiet": False, "supervise": True}
+    assert named == {"out": Path("o"), "resume": "auto", "quiet": False, "supervise": True, "address": None}
     told = last_json(capsys)
     assert (told["final_loss"], told["steps"], told["status"]) == (1.5, 7, "finished")
 
@@ -37,7 +37,10 @@ def test_train_on_a_runs_folder_goes_on_there(monkeypatch: pytest.MonkeyPatch, t
     (tmp_path / "run.json").write_text(json.dumps({"spec": spec.to_json()}))
     train = stand_in(monkeypatch, "train", {})
     main(["train", str(tmp_path), "--resume", "auto"])
-    assert train.only == ((spec,), {"out": tmp_path, "resume": "auto", "quiet": False, "supervise": True})
+    assert train.only == (
+        (spec,),
+        {"out": tmp_path, "resume": "auto", "quiet": False, "supervise": True, "address": None},
+    )
 
 
 def test_under_torchrun_train_is_a_rank_and_starts_nothing(

@@ -108,9 +108,20 @@ def test_islands_stop_and_go_on_together(corpus: Path, tmp_path: Path) -> None:
     assert running.returncode == 75, printed
     before = sum(entry.kind == "exchange" for entry in entries(out))
     assert {entry.reason for entry in entries(out) if entry.kind == "leave"} == {"stopped"}
+    assert list((out / "checkpoints").glob("step-*"))  # of the island that has followed most exchanges
+    record = (out / "run.json").read_text()
+    for flags, words in (
+        (("--train.steps", "3"), "after the last step 3"),
+        (("--layout.replicate", "4"), "give layout.replicate = 2, or another --out"),
+    ):
+        refused = start(file, out, "--resume", "auto", *flags)
+        printed, _ = refused.communicate(timeout=180)
+        assert refused.returncode == 2 and words in printed, printed
+        assert (out / "run.json").read_text() == record
     again = start(file, out, "--resume", "auto", "--train.steps", "400", "--train.stop_at", "80")
     printed, _ = again.communicate(timeout=180)
     assert again.returncode == 0, printed
+    assert [row["steps"] for row in json.loads((out / "result.json").read_text())["islands"]] == [80, 80]
     log = entries(out)
     later = [entry for entry in log if entry.kind == "exchange"][before:]
     first = later[0].contributions[0]

@@ -39,9 +39,11 @@ def train_islands(spec: RunSpec, out: Path, resume: str | None, quiet: bool) -> 
             f"--resume: islands have checkpoints of their own, and step {resume} is none of the run's; give "
             f"auto"
         )
-    if resume is None:
-        write_atomically(out / RUN, json.dumps({"spec": spec.to_json()}, indent=2) + "\n")
-        (out / EVENTS).touch()
+    before = (out / RUN).read_text(encoding="utf-8") if resume and (out / RUN).is_file() else None
+    if before is not None:
+        _check_as_many(spec, json.loads(before)["spec"], out)
+    write_atomically(out / RUN, json.dumps({"spec": spec.to_json()}, indent=2) + "\n")
+    (out / EVENTS).touch()
     order = sorted(range(spec.islands), key=lambda island: -_merged(spec, island_folder(out, island)))
     cores = shares_of_cores(spec.islands)
     islands = [
@@ -58,10 +60,13 @@ def train_islands(spec: RunSpec, out: Path, resume: str | None, quiet: bool) -> 
     supervisor = IslandsSupervisor(islands, spec.recovery.max_restarts, watch.done, tell)
     signal = supervisor.run(resume)
     if signal:
+        _give_model(spec, out, max(range(spec.islands), key=lambda k: _merged(spec, island_folder(out, k))))
         raise Stopped(f"stopped by signal {signal}; go on with --resume auto", REQUEUE)
     if all(island.code for island in islands):
         first = islands[0]
         assert first.code is not None
+        if first.code == UserError.code and before is not None:
+            write_atomically(out / RUN, before)  # islands refuse what they are to go on with
         if first.code in KINDS:
             raise KINDS[first.code](first.last_words())
         raise RanksFailed(f"no island came to its end; the first one: {first.last_words()}", first.code)
@@ -129,11 +134,27 @@ def _joined(spec: RunSpec, out: Path, codes: dict[int, int]) -> Result:
         "islands": rows,
     }
     write_atomically(out / RESULT, json.dumps(result, indent=2) + "\n")
-    if spec.checkpoint.dir is None:
+    _give_model(spec, out, last)
+    return result
+
+
+def _give_model(spec: RunSpec, out: Path, island: int) -> None:
+    """Let checkpoints and tokenizer of the run in folder `out` be those of an island."""
+    folder = island_folder(out, island)
+    if spec.checkpoint.dir is None and spec.checkpoint.folder(folder).is_dir():
         link = out / "checkpoints"
         link.unlink(missing_ok=True)
-        os.symlink(spec.checkpoint.folder(Path(island_folder(out, last).name)), link)
-    tokenizer = island_folder(out, last) / "tokenizer.json"
+        os.symlink(spec.checkpoint.folder(Path(folder.name)), link)
+    tokenizer = folder / "tokenizer.json"
     if tokenizer.exists():
         shutil.copy(tokenizer, out / tokenizer.name)
-    return result
+
+
+def _check_as_many(spec: RunSpec, before: Any, out: Path) -> None:
+    """Refuse another number of islands than the run in folder `out` has."""
+    islands = int(before["layout"]["replicate"])
+    if spec.islands != islands:
+        raise UserError(
+            f"layout.replicate: {spec.islands} islands, and {out} has {islands} with checkpoints of their "
+            f"own; give layout.replicate = {islands}, or another --out"
+        )

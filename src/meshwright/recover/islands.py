@@ -6,6 +6,7 @@ An island that fails is started again, and the others go on. All end with this p
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -37,6 +38,8 @@ class Island:
         self.code: int | None = None
         """Exit code of its last start; None while it runs, and before the first."""
         self._process: subprocess.Popen[bytes] | None = None
+        self._begins = 0
+        """Bytes of the log before the last start."""
 
     @property
     def runs(self) -> bool:
@@ -50,6 +53,7 @@ class Island:
         argv = [sys.executable, "-m", "meshwright", *self._argv]
         self.code = None
         with self._log.open("ab") as log:
+            self._begins = log.tell()
             self._process = subprocess.Popen(
                 argv if resume is None else [*argv, "--resume", resume],
                 stdin=subprocess.DEVNULL,
@@ -71,8 +75,11 @@ class Island:
             self._process.wait()
 
     def last_words(self) -> str:
-        """The last line that the process printed."""
-        lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        """The signal that ended the process, or the last line that it printed since it was started."""
+        if self.code is not None and self.code < 0:
+            return f"ended by {signal.Signals(-self.code).name}"
+        text = self._log.read_bytes()[self._begins :].decode("utf-8", errors="replace")
+        lines = text.strip().splitlines()
         return lines[-1].removeprefix("meshwright: error: ") if lines else ""
 
 

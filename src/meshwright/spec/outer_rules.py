@@ -159,7 +159,6 @@ def late_gradients_are_judged_late(spec: Sections) -> None:
 
 
 OUTER_RULES = (
-    islands_are_several,
     fragments_fit_the_period,
     errors_are_of_a_compression,
     islands_by_quorum_exchange_all,

@@ -15,7 +15,7 @@ from meshwright.spec.errors import UserError
 from meshwright.spec.layout import SPLIT, TWO_STAGES, virtual_problem
 from meshwright.spec.low_precision_rules import LOW_PRECISION_RULES
 from meshwright.spec.model import ModelSpec
-from meshwright.spec.outer_rules import OUTER_RULES
+from meshwright.spec.outer_rules import OUTER_RULES, islands_are_several
 from meshwright.spec.parameter_groups import GROUP_RULES
 from meshwright.spec.records import show
 from meshwright.spec.sections import Sections
@@ -369,6 +369,7 @@ def rollbacks_have_checkpoints(spec: Sections) -> None:
 
 RULES: tuple[Callable[[Sections], None], ...] = (
     world_has_an_end,
+    islands_are_several,
     heads_share_keys,
     rope_turns_pairs,
     yarn_has_wavelengths,
