@@ -24,9 +24,12 @@ _MOVED = 19
 for the difference, 2 for its mean, 5 for the momentum, 3 for Nesterov's form, 3 for the anchor, 3 for the
 island's parameters (`parallel/outer.py`)."""
 _CODED: dict[OuterFormat, tuple[int, int]] = {
-    "fp32": (2, 2), "bf16": (4, 3), "int8": (12, 6), "int4": (16, 10), "fp4": (30, 10),
+    "fp32": (1, 2), "bf16": (3, 4), "int8": (11, 7), "int4": (13, 10), "fp4": (24, 11),
 }  # fmt: skip
-"""Numbers that are moved to encode one and to decode it, counted in `parallel/outer_compression.py`."""
+"""Numbers of 4 bytes that are moved to encode one and to decode and add it, counted in
+`parallel/outer_compression.py`."""
+_PLACED = (4, 9)
+"""Those that are moved to gather one of the largest of a block, and to scatter it, with its place."""
 _SORTED = 80
 """Numbers of 4 bytes moved in the time that it takes to put one in its place in a block of 256: 31 ns,
 measured on one core of a processor, which moves 10 GB/s."""
@@ -104,7 +107,9 @@ def _coding(spec: RunSpec) -> float:
         return 0.0
     share = 1.0 if outer.top_k is None else outer.top_k
     encode, decode = _CODED[outer.format]
-    sort = 0 if outer.top_k is None else _SORTED
+    sort = 0
+    if outer.top_k is not None:
+        sort, encode, decode = _SORTED, encode + _PLACED[0], decode + _PLACED[1]
     kept = 4 if outer.kept_error else 0  # the error is added before, and what is sent is taken off it
     return sort + kept + share * (encode + decode * (spec.islands + (outer.kept_error > 0)))
 
