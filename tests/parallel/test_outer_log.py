@@ -16,6 +16,7 @@ from meshwright.parallel.control import Control
 from meshwright.parallel.mailbox import LostPeerError, Mailbox, Peer
 from meshwright.parallel.outer_log import Entry, IslandLog, LoggedArrivals
 from meshwright.parallel.outer_quorum import Contribution
+from meshwright.spec import UserError
 from meshwright.spec.outer import OuterSpec
 
 
@@ -25,7 +26,7 @@ class Model:
     def __init__(
         self, folder: Path, number: int, events: list[tuple[str, int]] | None = None, **outer: Any
     ) -> None:
-        self.number, self.spec = number, OuterSpec(every=1, lr=1.0, momentum=0.0, **outer)
+        self.number, self.spec = number, OuterSpec(**{"every": 1, "lr": 1.0, "momentum": 0.0, **outer})
         self.anchor, self.value = torch.zeros(3), torch.zeros(3)
         self.merged = self.base = 0
         self.order: list[list[tuple[int, int]]] = []
@@ -151,6 +152,17 @@ def test_an_island_that_joins_gets_the_anchors(tmp_path: Path) -> None:
     first.step(5)
     assert first.anchor.tolist() == [-7.0] * 3  # five steps of the first by 1, one of the second by 2
     assert ("island_joined", 1) in first.told
+
+
+def test_an_island_with_another_outer_step_is_refused(tmp_path: Path) -> None:
+    """Its anchors would leave those of the others, from the first exchange on."""
+    first = Model(tmp_path, 0, quorum=1)
+    first.join(1)
+    for key, value in (("lr", 0.5), ("momentum", 0.1)):
+        with pytest.raises(UserError, match=rf"outer\.{key}: {value}, and island 0"):
+            Model(tmp_path, 1, quorum=1, **{key: value}).join(2)
+    assert [entry.island for entry in IslandLog(tmp_path).entries()] == [0]
+    first.step(1)  # which goes on
 
 
 def test_a_lost_island_costs_the_others_nothing_but_its_tokens(tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +33,7 @@ from meshwright import atomic
 from meshwright.parallel.control import Control
 from meshwright.parallel.mailbox import Address, LostPeerError, Mailbox, Peer
 from meshwright.parallel.outer_quorum import Contribution, MergedExchange, QuorumOuter
+from meshwright.spec import UserError
 from meshwright.spec.files import parse_json
 from meshwright.spec.outer import OuterSpec
 from meshwright.spec.records import Integer, Record, read
@@ -44,6 +45,8 @@ ASK_S = 1.0
 """Time between two questions whether the members that are waited for are there."""
 START_S = 120.0
 """Longest time that a new run waits for its other islands to join."""
+OUTER_STEP = ("lr", "momentum", "nesterov", "staleness_lr")
+"""Keys of `outer` by which anchors follow from the log, so that all islands need equal ones."""
 TURN_S = 20.0
 """Longest time that the other ranks of an island wait for a word of rank 0."""
 
@@ -53,14 +56,16 @@ class Entry(Record):
     """An entry of the log: `island` joins or leaves, or `contributions` are exchanged.
 
     `addresses` are the mailboxes of the ranks of an island that joins; `restored` is true where its state is
-    the run's. A contribution is (island, base, tokens, number of its arrival). `reason` says why an island
-    leaves, "done" or "lost"; `at` is a time in seconds since 1970.
+    the run's, and `outer_step` has its keys of `OUTER_STEP`. A contribution is (island, base, tokens, number
+    of its arrival). `reason` says why an island leaves, "done" or "lost"; `at` is a time in seconds since
+    1970.
     """
 
     kind: Literal["join", "leave", "exchange"]
     island: int = -1
     addresses: tuple[tuple[str, int, str], ...] = ()
     restored: bool = False
+    outer_step: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
     contributions: tuple[tuple[int, int, int, int], ...] = ()
     at: float = 0.0
@@ -173,7 +178,7 @@ class LoggedArrivals:
         """
         own = [Address(*row) for row in self._control.gather(list(self.mailbox.address))]
         first = self._control.rank == 0
-        number, alone = self._control.broadcast(self._append_join(own) if first else None)
+        number, alone = self._control.on_first(lambda: self._append_join(own))
         for _ in range(number + 1):
             self._note(self._entry())
         if alone:
@@ -195,7 +200,11 @@ class LoggedArrivals:
             time.sleep(POLL_S)
 
     def _append_join(self, addresses: Sequence[Address]) -> tuple[int, bool]:
-        """Append that this island joins; returns the number of the entry, and whether no other is left."""
+        """Append that this island joins; returns the number of the entry, and whether no other is left.
+
+        Raises `UserError` where members take another outer step.
+        """
+        step = {key: getattr(self.outer, key) for key in OUTER_STEP}
         while True:
             members, number = dict[int, Entry](), 0
             for entry in self.log.entries():
@@ -205,7 +214,9 @@ class LoggedArrivals:
                 elif entry.kind == "leave":
                     members.pop(entry.island, None)
             lost = [island for island, entry in members.items() if not self._lives(island, entry)]
-            own = Entry("join", self.island, tuple(addresses), len(members) == 0, at=time.time())
+            if not lost:
+                _check_same_step(step, members)
+            own = Entry("join", self.island, tuple(addresses), not members, step, at=time.time())
             entry = Entry("leave", lost[0], reason="lost", at=time.time()) if lost else own
             if self.log.append(number, entry) and entry is own:
                 return number, not members
@@ -424,3 +435,14 @@ class LoggedArrivals:
         except LostPeerError:
             return False
         return True
+
+
+def _check_same_step(own: Mapping[str, Any], members: Mapping[int, Entry]) -> None:
+    """Refuse an outer step that is not the members', whose anchors would be others."""
+    for island, entry in members.items():
+        for key, value in own.items():
+            if (theirs := entry.outer_step.get(key, value)) != value:
+                raise UserError(
+                    f"outer.{key}: {value!r}, and island {island}, which trains already, has {theirs!r}; all "
+                    f"islands of a run take the same outer step: give {theirs!r}, or another --out"
+                )
