@@ -220,7 +220,8 @@ def test_islands_of_a_run_file_stay(tmp_path: Path) -> None:
         ("2", (), {"objective": "longest-context"}, "--objective longest-context; leave one of them out"),
         ("2", (), {"stack": "megatron-core"}, "--stack is megatron-core; leave one of them out"),
         ("auto", (), {"max_exposed": 0.0}, "--max-exposed: 0 is not a share"),
-        ("3", (), {}, "3"),
+        ("3", (), {}, "--islands: 3 islands cannot have equal shares of 16 devices; give 2 or 4"),
+        ("32", (), {}, "--islands: 32 islands cannot have equal shares of 16 devices; give 16"),
         ("2", (("outer.every", "3"), ("outer.delay", "5")), {}, "outer.delay: 5 steps are not over"),
     ],
 )

@@ -79,6 +79,12 @@ class IslandChoice:
     limit: float
     """The largest share of the time that islands should wait."""
 
+    def of(self, plan: Candidate) -> IslandChoice:
+        """The choice with the share of the time that the islands of a plan wait."""
+        if self.chosen is None:
+            return self
+        return replace(self, chosen=replace(self.chosen, exposed=plan.time.exchange.exposed / plan.seconds))
+
     @property
     def words(self) -> str:
         """The choice and its reasons, in sentences."""
@@ -102,7 +108,10 @@ class IslandChoice:
         if would := "; or ".join(each.words for each in self.others if each.exposed <= self.limit):
             found += f". {would} would do, too"
         many = f", and more than {MANY} islands were seldom tried" if self.count > MANY else ""
-        return f"{found}. The shortest period that hides the link is taken: {_SOURCES}{many}"
+        return (
+            f"{found}. The shortest period with which the fastest layout hides the link is taken: "
+            f"{_SOURCES}{many}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -125,6 +134,11 @@ def choose_islands(
     'auto' takes none where ranks that train together wait no more for the outermost level of the cluster, or
     are faster. `keys` of `outer` stay. Raises `UserError`.
     """
+    if wanted != "auto" and problem.ranks % int(wanted):
+        raise UserError(
+            f"--islands: {wanted} islands cannot have equal shares of {problem.ranks} devices; give "
+            + " or ".join(str(each) for each in _nearest_divisors(problem.ranks, int(wanted)))
+        )
     outermost, together = problem.cluster.levels[-1], _fastest(problem)
     waiting = _waiting(together, outermost) if together is not None else 0.0
     none = IslandChoice(1, None, (), together, waiting, outermost, limit)
@@ -150,6 +164,13 @@ def choose_islands(
     if not found and wanted != "auto":
         return problem.with_islands(int(wanted), {"every": LONGEST, **keys}), none
     return min(found, key=lambda each: max(limit, _exposed(each[1])), default=(problem, none))
+
+
+def _nearest_divisors(count: int, wanted: int) -> list[int]:
+    """Divisors of `count` from 2 up: the largest below `wanted`, and the smallest above it."""
+    divisors = [each for each in range(2, count + 1) if count % each == 0]
+    below, above = [each for each in divisors if each < wanted], [each for each in divisors if each > wanted]
+    return below[-1:] + above[:1]
 
 
 def _exposed(choice: IslandChoice) -> float:

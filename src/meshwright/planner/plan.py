@@ -200,6 +200,7 @@ def plan(request: PlanRequest, progress: Progress | None = None, finished: Finis
     faster = first if first.beats(best) else None
     others = [each for each in plans if each is faster or kind(each.spec) != kind(best.spec)]
     shown = best, *(each for each in sorted(others, key=rank) if each is not best)
+    choice = choices.get(best.cluster.count)
     return Plans(
         plans=shown[: request.top],
         faster=faster,
@@ -210,7 +211,7 @@ def plan(request: PlanRequest, progress: Progress | None = None, finished: Finis
         searched=counts,
         pareto=tuple((timed.seconds, timed.memory) for timed in front),
         capacity=problem.capacity,
-        islands=choices.get(best.cluster.count),
+        islands=choice and choice.of(best),
     )
 
 
