@@ -24,6 +24,7 @@ from meshwright.planner.cost.model import CostModel
 from meshwright.planner.memory.exact import memory_model
 from meshwright.planner.memory.generic import Memory
 from meshwright.spec import RunSpec, load
+from meshwright.spec.tiling import Tiling, tiled
 from meshwright.train import dryrun
 from meshwright.train.memory_tracker import FakeMemory
 from meshwright.train.offload import MomentMemory
@@ -59,6 +60,13 @@ class SecondStep(Trainer):
         return super().step(following or batch, number + 1)
 
 
+def rehearsed(spec: RunSpec, rank: int = 0) -> dryrun.Rehearsal:
+    """A dry run whose loss has chunks as large as on a GPU."""
+    usual = Tiling()
+    with tiled(replace(usual, logits_cpu=usual.logits, loss_logits_cpu=usual.loss_logits)):
+        return dryrun.rehearse(spec, rank, CPU)
+
+
 def planned(spec: RunSpec) -> Memory:
     (found,) = memory_model(CostModel(cluster("h100", spec.layout.world_size))).ranks(spec)
     return found
@@ -75,7 +83,7 @@ def test_a_plan_has_the_peak_of_a_dry_run(seed: int, monkeypatch: pytest.MonkeyP
     spec, rank = draw(seed, 256, **LARGER)
     layout = spec.layout
     first = rank - rank // layout.tp % layout.cp * layout.tp
-    found = dryrun.rehearse(spec, first, CPU)
+    found = rehearsed(spec, first)
     assert planned(spec).allocated == pytest.approx(found.peak, rel=0.04)
 
 
@@ -104,7 +112,7 @@ def test_a_plan_of_islands_has_the_peak_of_a_dry_run(
         train__batch_tokens=tokens,
         **outer,
     )
-    found = dryrun.rehearse(spec, 0, CPU)
+    found = rehearsed(spec)
     held = planned(spec)
     assert held.optimiser > 2.4 * planned(spec.of_island()).optimiser / 2
     assert held.allocated == pytest.approx(found.peak, rel=0.01)
@@ -125,14 +133,14 @@ def test_a_plan_of_a_large_model_does(zero: int, microbatches: int, policy: str)
     """So do the other policies of each, and ZeRO-0 in its second step."""
     tokens = 64 * 8192 * microbatches
     spec = llama(layout__zero=zero, recompute__policy=policy, train__batch_tokens=tokens)
-    found = dryrun.rehearse(spec, 0, CPU)
+    found = rehearsed(spec)
     assert planned(spec).allocated == pytest.approx(found.peak, rel=0.01)
 
 
 def test_the_terms_are_those_of_one_moment() -> None:
     """At the last block's backward: nothing is reduced yet, so gradients are none."""
     spec = llama(layout__zero=3, recompute__policy="full", train__batch_tokens=64 * 8192)
-    found, held = planned(spec), dryrun.rehearse(spec, 0, CPU).by_component
+    found, held = planned(spec), rehearsed(spec).by_component
     assert found.gradients == held["gradients"] == 0
     assert found.buffers == pytest.approx(held["buffers"], rel=1e-3)
     assert found.activations + found.logits == pytest.approx(

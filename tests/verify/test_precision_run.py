@@ -240,8 +240,9 @@ def with_weight_after_the_loss(mesh: Mesh, spec: RunSpec, steps: int) -> dict[st
     apply = _LinearCrossEntropy.apply
 
     def weighted(*arguments: Any) -> Tensor:
-        loss: Tensor = apply(*arguments[:-1], 1.0)
-        return loss * arguments[-1]
+        *others, scale, taught = arguments
+        loss: Tensor = apply(*others, 1.0, taught)
+        return loss * scale
 
     with patch.object(_LinearCrossEntropy, "apply", weighted):
         return with_weight_in_logits_gradients(mesh, spec, steps)

@@ -5,6 +5,9 @@ gradient is known as soon as they are: so the forward computes the gradients of 
 chunk, and the backward multiplies them by the incoming gradient (Wijmans et al. 2024, cut cross-entropy, §3;
 Hsu et al. 2024, Liger kernel, §3.2). Three matmuls in all, as without chunks.
 
+A chunk has two sizes (`spec/tiling.py`). Its products take many tokens, since the gradient of the weight, as
+large as the weight, is added up in fp32 once for each chunk. Its softmax in fp32 is taken piece by piece.
+
 The weight of a target in the objective enters before anything is rounded to the format of the logits; it
 should be a power of two, which is exact in every format. bf16 has 8 bits, so a later product with 1/N, itself
 rounded to bf16, would put every gradient below the head off by up to 2^-9, all in one direction; and so would
@@ -56,6 +59,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         chunk: int,
+        piece: int,
         with_grad: bool,
         part: VocabularyPart | None,
         scale: float,
@@ -65,27 +69,30 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=exact, device=x.device)
         grad_x = torch.empty_like(x) if with_grad else None
         # Sums over chunks are kept in fp32, also for bf16 weights.
-        grad_weight = torch.zeros_like(weight, dtype=exact) if with_grad else None
-        for first in range(0, x.shape[0], chunk):
+        empty = torch.empty_like if len(x) else torch.zeros_like
+        grad_weight = empty(weight, dtype=exact) if with_grad else None
+        for first in range(0, len(x), chunk):
             rows = slice(first, first + chunk)
-            logits, student = x[rows] @ weight.T, None
-            if taught is None:
-                loss, grad = _chunk(logits, targets[rows], with_grad, part, scale)
-            else:
-                answers = taught.each(itemgetter(rows))
-                loss, grad, student = _taught_chunk(
-                    logits, x[rows], targets[rows], answers, with_grad, part, scale
+            logits = x[rows] @ weight.T
+            students = []
+            for start in range(first, first + len(logits), piece):
+                tokens = slice(start, min(start + piece, first + len(logits)))
+                part_logits = logits[start - first : tokens.stop - first]
+                if taught is None:
+                    total += _loss(part_logits, targets[tokens], with_grad, part, scale)
+                    continue
+                answers = taught.each(itemgetter(tokens))
+                loss, student = _taught_loss(
+                    part_logits, x[tokens], targets[tokens], answers, with_grad, part, scale
                 )
-            total += loss
-            if grad is not None and grad_x is not None and grad_weight is not None:
-                torch.mm(grad, weight, out=grad_x[rows])
-                if student is not None:
-                    student.add_grad_x(grad_x[rows], _scales(targets[rows] != IGNORE, exact, scale))
-                if grad_weight.dtype == grad.dtype:
-                    torch.addmm(grad_weight, grad.T, x[rows], out=grad_weight)
-                else:
-                    grad_weight += grad.T @ x[rows]
-            del grad, student, logits  # two chunks' logits are never there together
+                students.append((tokens, student))
+                total += loss
+            if grad_x is not None and grad_weight is not None:  # the logits have become their gradients
+                torch.mm(logits, weight, out=grad_x[rows])
+                for tokens, student in students:
+                    student.add_grad_x(grad_x[tokens], _scales(targets[tokens] != IGNORE, exact, scale))
+                _add_product(grad_weight, logits, x[rows], first == 0)
+            del students, logits  # two chunks' logits are never there together
         ctx.grads, ctx.weight_dtype = (grad_x, grad_weight), weight.dtype
         return total * scale
 
@@ -96,16 +103,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError("the loss was differentiated before, and its gradients were used up")
         (grad_x, grad_weight), ctx.grads = ctx.grads, None  # scaled in place: the largest tensors of a step
         grad_weight = grad_weight.mul_(grad).to(ctx.weight_dtype)
-        return grad_x.mul_(grad.to(grad_x.dtype)), grad_weight, *[None] * 6
+        return grad_x.mul_(grad.to(grad_x.dtype)), grad_weight, *[None] * 7
 
 
-def _chunk(
+def _add_product(total: Tensor, grad: Tensor, x: Tensor, first: bool) -> None:
+    """Add grad^T x to `total` (V, D), or write it there if it is the `first`."""
+    if total.dtype == grad.dtype:
+        torch.addmm(total, grad.T, x, beta=0 if first else 1, out=total)
+    elif first:
+        total.copy_(grad.T @ x)
+    else:
+        total += grad.T @ x
+
+
+def _loss(
     logits: Tensor, targets: Tensor, with_grad: bool, part: VocabularyPart | None, scale: float
-) -> tuple[Tensor, Tensor | None]:
-    """Summed loss of a chunk, and `scale` times its gradient by the logits in their dtype.
-
-    `logits` is used up.
-    """
+) -> Tensor:
+    """Summed loss of a piece; if `with_grad`, `logits` become `scale` times its gradient by them."""
     exact = torch.promote_types(logits.dtype, torch.float32)
     valid = targets != IGNORE
     if part is not None:
@@ -125,14 +139,15 @@ def _chunk(
         target_log = target - whole
     loss = -torch.where(valid, target_log, 0).sum()
     if not with_grad:
-        return loss, None
+        return loss
     grad = log_probabilities.exp_()
     # p - 1 at the target, from the logarithm: exact also where p is close to 1.
     at_target = target_log.expm1()
     if part is not None:
         at_target = torch.where(here, at_target, grad.gather(1, index).squeeze(1))
     grad.scatter_(1, index, at_target.unsqueeze(1))
-    return loss, logits.copy_(grad.mul_(_scales(valid, exact, scale)))
+    logits.copy_(grad.mul_(_scales(valid, exact, scale)))
+    return loss
 
 
 def _scales(valid: Tensor, exact: torch.dtype, scale: float) -> Tensor:
@@ -140,7 +155,7 @@ def _scales(valid: Tensor, exact: torch.dtype, scale: float) -> Tensor:
     return valid.to(exact).mul_(scale).unsqueeze(1)
 
 
-def _taught_chunk(
+def _taught_loss(
     logits: Tensor,
     x: Tensor,
     targets: Tensor,
@@ -148,8 +163,8 @@ def _taught_chunk(
     with_grad: bool,
     part: VocabularyPart | None,
     scale: float,
-) -> tuple[Tensor, Tensor | None, StudentLoss]:
-    """`_chunk` with a teacher's answers about its tokens; the last result knows the gradient by x."""
+) -> tuple[Tensor, StudentLoss]:
+    """`_loss` with a teacher's answers about its tokens; the second result knows the gradient by x."""
     rows = logits.shape[1] if part is None else part.rows
     place = Place(0, 0, 1) if part is None else Place(part.first, part.rank, part.ranks)
     valid = targets != IGNORE
@@ -159,11 +174,11 @@ def _taught_chunk(
     numbers = student.numbers()
     losses = student.finish(numbers.unsqueeze(0) if part is None else part.gather(numbers))
     loss = torch.where(valid, losses, 0).sum()
-    if not with_grad:
-        return loss, None, student
-    grad = torch.zeros_like(logits)
-    grad[:, :rows] = student.grad_logits().mul_(_scales(valid, student.exact, scale))
-    return loss, grad, student
+    if with_grad:
+        grad = student.grad_logits().mul_(_scales(valid, student.exact, scale))
+        logits[:, :rows] = grad
+        logits[:, rows:] = 0
+    return loss, student
 
 
 def linear_cross_entropy(
@@ -177,13 +192,17 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`scale` times the SUM over tokens of -log softmax(x W^T)[target], without the targets that are IGNORE.
 
-    A scalar in fp32 (fp64 for fp64 inputs). `chunk` is the number of tokens whose logits exist at one time.
-    Without a gradient to compute, the forward computes the loss only. With `part`, `weight_VD` is that part
+    A scalar in fp32 (fp64 for fp64 inputs). `chunk` is the number of tokens whose logits exist at one time,
+    and whose softmax is taken at one time; by default both are those of `loss_rows`. Without a gradient to
+    compute, the forward computes the loss only. With `part`, `weight_VD` is that part
     of the vocabulary (rows beyond it are ignored), the loss is the whole's, and the gradient of x is this
     part's share, to be summed. With `taught`, a teacher's answers about the tokens (N, C), a token's loss is
     that of `distillation.py`.
     """
-    if chunk is None:
-        chunk = loss_rows(weight_VD.shape[0], x_ND.device.type == "cpu")
+    rows, piece = loss_rows(weight_VD.shape[0], x_ND.device.type == "cpu")
+    if taught is not None:  # what is kept of a piece until its products is larger than they are
+        rows = piece
+    if chunk is not None:
+        rows = piece = chunk
     with_grad = torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)
-    return _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, chunk, with_grad, part, scale, taught)
+    return _LinearCrossEntropy.apply(x_ND, weight_VD, targets_N, rows, piece, with_grad, part, scale, taught)

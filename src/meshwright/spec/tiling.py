@@ -6,6 +6,7 @@ small, in order that a small model has several of each (`verify/tiles.py`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,12 +16,16 @@ from dataclasses import dataclass
 class Tiling:
     """Sizes of the pieces of whatever has pieces; the defaults are what is fastest."""
 
-    logits: int = 2**26
-    """Logits of one chunk of the loss: what fills a device."""
-    logits_cpu: int = 2**21
-    """Logits of one chunk on a CPU: what its cache holds (4 MiB in bf16)."""
+    logits: int = 2**29
+    """Logits that one product of the head makes: its weight's gradient, as large as the weight, is added up
+    once for each."""
+    logits_cpu: int = 2**25
+    loss_logits: int = 2**26
+    """Logits whose softmax is taken at one time, in fp32: what fills a device."""
+    loss_logits_cpu: int = 2**21
+    """On a CPU what its cache holds (8 MiB)."""
     least_loss_rows: int = 64
-    """Tokens of such a chunk at least."""
+    """Tokens of either at least."""
     score_bytes: int = 4 * 2**20
     """Bytes of one block's attention scores on a CPU, so that they stay in the cache between its matmuls."""
     least_query_rows: int = 32
@@ -82,10 +87,23 @@ ALIGN = 16
 """Rows that each expert's are a multiple of."""
 
 
-def loss_rows(vocabulary: int, cpu: bool) -> int:
-    """Tokens whose logits over `vocabulary` columns are there at one time."""
+def loss_rows(vocabulary: int, cpu: bool) -> tuple[int, int]:
+    """Tokens whose logits over `vocabulary` columns are there at one time, and those of them whose softmax is
+    taken at one time."""
     sizes = tiling()
-    return max(sizes.least_loss_rows, (sizes.logits_cpu if cpu else sizes.logits) // vocabulary)
+    logits, loss = (sizes.logits_cpu, sizes.loss_logits_cpu) if cpu else (sizes.logits, sizes.loss_logits)
+    piece = max(sizes.least_loss_rows, loss // vocabulary)
+    return max(piece, logits // vocabulary), piece
+
+
+def loss_pieces(tokens: int, vocabulary: int, cpu: bool) -> Counter[int]:
+    """Tokens of a piece of the loss -> pieces of so many, of a microbatch of `tokens`."""
+    chunk, piece = loss_rows(vocabulary, cpu)
+    found: Counter[int] = Counter()
+    for size, chunks in ((chunk, tokens // chunk), (tokens % chunk, 1)):
+        found[piece] += chunks * (size // piece)
+        found[size % piece] += chunks
+    return Counter({size: count for size, count in found.items() if size and count})
 
 
 def query_rows(batch: int, heads: int, keys: int, element_bytes: int) -> int:

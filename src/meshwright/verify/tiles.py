@@ -20,7 +20,7 @@ def small_tiles(spec: RunSpec) -> Tiling:
     kv_heads, exchanging = layout.local_kv_heads(model.kv_heads), layout.ulysses(model.kv_heads)
     group = model.heads // layout.tp // kv_heads
     chunk, block = _several(spec.micro_batch * length // layout.cp), _several(length)
-    logits = chunk * -(-model.vocab_size // layout.tp)
+    rows = -(-model.vocab_size // layout.tp)
     together = length // layout.cp * exchanging
     # With a ring the keys come in parts, and half of these tokens are consecutive.
     queries, keys = (_several(together),) * 2
@@ -30,9 +30,11 @@ def small_tiles(spec: RunSpec) -> Tiling:
     of_rank = largest // (layout.tp * layout.shard_ranks)
     piece = _several(8 * of_rank)  # in float64
     small = Tiling(
-        logits=logits,
-        logits_cpu=logits,
-        least_loss_rows=chunk,
+        logits=chunk * rows,
+        logits_cpu=chunk * rows,
+        loss_logits=_several(chunk) * rows,
+        loss_logits_cpu=_several(chunk) * rows,
+        least_loss_rows=1,
         least_query_rows=block,
         most_query_rows=block,
         part_scores=group * queries * keys * _several(spec.micro_batch * kv_heads // exchanging),

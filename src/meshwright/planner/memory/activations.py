@@ -111,8 +111,8 @@ class Sizes:
         return norms * tokens * self.width.exact * (1 if self.spec.model.norm == "rmsnorm" else 2)
 
 
-def activations(spec: RunSpec) -> Activations:
-    """Activations of one rank."""
+def activations(spec: RunSpec, cpu: bool = True) -> Activations:
+    """Activations of one rank, on a CPU or on another device, whose loss is taken in other chunks."""
     s, last = Sizes(spec), spec.model.layers - 1
     model, layout, b, exact = spec.model, spec.layout, s.width.compute, s.width.exact
     of_kind = {kind: _block(s, layer) for kind, layer in s.kinds.items()}
@@ -127,7 +127,7 @@ def activations(spec: RunSpec) -> Activations:
         host=8 * spec.micro_batch * (length + length // layout.cp) if layout.cp > 1 else 0,
         head=b * (s.stream + s.whole) + s.numbers(1, s.own) + exact * s.rows * model.hidden,
         in_block=max(peaks.feed_forward, peaks.experts, peaks.attention) + peaks.kept - by_block[last],
-        at_head=max(head_peaks(s, casts=True)),
+        at_head=max(head_peaks(s, cpu)),
     )
 
 
@@ -233,17 +233,17 @@ def at_mask(s: Sizes) -> int:
     return 2 * _mask(s.spec)
 
 
-def head_peaks(s: Sizes, casts: bool) -> tuple[int, int, int]:
-    """Peaks of the head beyond kept bytes: in its forward, with a chunk of logits and their softmax; with the
-    weight's gradient in two formats; and in the norm's backward.
+def head_peaks(s: Sizes, cpu: bool) -> tuple[int, int, int]:
+    """Peaks of the head beyond kept bytes: in its forward, with a chunk of logits and the softmax of a piece;
+    with the weight's gradient in two formats; and in the norm's backward.
 
-    `casts` is true if adding numbers of one format to another's takes a copy of them, as on a CPU.
+    On a CPU adding numbers of one format to another's takes a copy of them.
     """
     b, exact, hidden = s.width.compute, s.width.exact, s.spec.model.hidden
-    logits = min(s.tokens, loss_rows(s.rows, cpu=True)) * s.rows
+    chunk, piece = (min(s.tokens, rows) * s.rows for rows in loss_rows(s.rows, cpu))
     weight, mixed = s.rows * hidden, b != exact
-    softmax = logits * (b + (2 * exact if mixed else exact))
-    added = b * logits + (weight * (b + (exact if casts else 0)) if mixed else 0)
+    softmax = b * chunk + piece * (2 * exact if mixed else exact)
+    added = b * chunk + (weight * (b + (exact if cpu else 0)) if mixed else 0)
     return (
         b * (s.stream + s.gathered) + max(softmax, added),
         weight * b if mixed else 0,

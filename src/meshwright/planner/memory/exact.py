@@ -32,7 +32,7 @@ class Exact(LowerBound):
     def in_step(self, spec: RunSpec) -> list[Memory]:
         """Bytes of each rank of the pipeline in a step of `train.batch_tokens`."""
         short = shortened(spec)
-        kept = activations(short)
+        kept = activations(short, self.costs.cluster.device.kind == "cpu")
         return [self._rank(place_of(short, rank), kept, rank) for rank in range(spec.layout.pp)]
 
     def _rank(self, view: RankView, kept: Activations, rank: int) -> Memory:
@@ -40,7 +40,7 @@ class Exact(LowerBound):
         on_cpu = self.costs.cluster.device.kind == "cpu"
         held = states_at(view, shards, staged=not on_cpu)
         if view.spec.layout.pp == 1:
-            moment = fullest_moment(view, shards, kept, casts=on_cpu)
+            moment = fullest_moment(view, shards, kept, on_cpu)
         else:  # microbatches are at every stage of their passes, so that everything is held at once
             head = kept.at_head if view.head else 0
             block = kept.in_block - (kept.head if view.head else 0) if view.layers else 0

@@ -48,13 +48,14 @@ class LowerBound(Generic):
             schedule = "zb-h1" if split else "1f1b"
             layout = blocks.spec.layout.model_copy(update={"schedule": schedule})
             spec = blocks.spec.model_copy(update={"layout": layout})
-            sizes, kept = Sizes(spec), activations(spec)
+            on_cpu = self.costs.cluster.device.kind == "cpu"
+            sizes, kept = Sizes(spec), activations(spec, on_cpu)
             kinds = sizes.kinds.items()
             self._known[key] = _Kept(
                 kept,
                 {routed: kept.by_block[layer] for routed, layer in kinds},
                 {routed: weight_gradient_inputs(sizes, layer) if split else 0 for routed, layer in kinds},
-                head_peaks(sizes, casts=self.costs.cluster.device.kind == "cpu")[0],
+                head_peaks(sizes, on_cpu)[0],
             )
         return self._known[key]
 

@@ -34,9 +34,9 @@ class Moment:
         return self.gradients + self.activations + self.temporaries + self.buffers
 
 
-def fullest_moment(view: RankView, shards: Sequence[StateShard], kept: Activations, casts: bool) -> Moment:
-    """The fullest moment of a rank that holds `shards`; for `casts` see `activations.head_peaks`."""
-    step = _Step(view, shards, kept, casts)
+def fullest_moment(view: RankView, shards: Sequence[StateShard], kept: Activations, on_cpu: bool) -> Moment:
+    """The fullest moment of a rank that holds `shards`."""
+    step = _Step(view, shards, kept, on_cpu)
     # The first microbatch, one that finds the gradients of others, and the last, which reduces them.
     for left in reversed(range(min(view.spec.microbatches, 3))):
         step.forward()
@@ -48,8 +48,8 @@ def fullest_moment(view: RankView, shards: Sequence[StateShard], kept: Activatio
 class _Step:
     """A step, microbatch by microbatch, and the buffers of units as they are filled and freed."""
 
-    def __init__(self, view: RankView, shards: Sequence[StateShard], kept: Activations, casts: bool) -> None:
-        self.spec, self.width, self.kept, self.casts = view.spec, widths(view.spec), kept, casts
+    def __init__(self, view: RankView, shards: Sequence[StateShard], kept: Activations, on_cpu: bool) -> None:
+        self.spec, self.width, self.kept, self.on_cpu = view.spec, widths(view.spec), kept, on_cpu
         self.groups: dict[str, list[StateShard]] = {}
         for unit in shards:
             self.groups.setdefault(unit.name, []).append(unit)
@@ -75,7 +75,7 @@ class _Step:
         self.sizes = Sizes(view.spec)
         self.stream = self.width.compute * self.sizes.stream
         self.weight = self.sizes.rows * view.spec.model.hidden
-        self.head = head_peaks(self.sizes, casts)
+        self.head = head_peaks(self.sizes, on_cpu)
         self.tied = "head" not in self.groups
         self.blocks = [f"blocks.{layer}" for layer in range(view.spec.model.layers)]
         self.peaks = {kind: backward_peaks(self.sizes, layer) for kind, layer in self.sizes.kinds.items()}
@@ -244,7 +244,7 @@ class _Step:
         (unit,) = self.groups["embed"]
         width, sizes = self.width, self.sizes
         gradient = added = width.compute * self.weight
-        if self.casts and width.exact != width.compute:  # a CPU adds up in wider numbers
+        if self.on_cpu and width.exact != width.compute:  # a CPU adds up in wider numbers
             added = width.exact * self.weight + max(gradient, width.exact * sizes.whole)
         self.look(max(self.stream, width.compute * sizes.whole) + added)
         self.pack(unit)

@@ -24,7 +24,7 @@ from meshwright.spec import RunSpec
 from meshwright.spec.low_precision_rules import rounded_parameters
 from meshwright.spec.parameters import Piece, parameters
 from meshwright.spec.precision import DELAYED
-from meshwright.spec.tiling import loss_rows
+from meshwright.spec.tiling import loss_pieces
 
 Key = TypeVar("Key")
 
@@ -213,7 +213,7 @@ def _balance_messages(shape: LayerShape) -> Iterator[Message]:
 def end_messages(shape: LayerShape, head: bool) -> list[Message]:
     """Messages around the vocabulary-parallel head, or around the embedding.
 
-    Each chunk of the head's loss gathers two numbers a token.
+    Each piece of the head's loss gathers two numbers a token.
     """
     if shape.layout.tp == 1:
         return []
@@ -222,8 +222,8 @@ def end_messages(shape: LayerShape, head: bool) -> list[Message]:
     summed, gathered = (Phase.INPUT, Phase.FORWARD) if head else (Phase.FORWARD, Phase.INPUT)
     listed = [around(shape.reduction, phase=summed)]
     listed += [around("all_gather", phase=gathered)] * shape.layout.sequence_parallel
-    rows = min(loss_rows(shape.rows, shape.on_cpu), shape.tokens)
-    for count, tokens in ((shape.tokens // rows, rows), (1, shape.tokens % rows)) if head else ():
+    pieces = loss_pieces(shape.tokens, shape.rows, shape.on_cpu) if head else {}
+    for tokens, count in pieces.items():
         numbers = replace(listed[0], operation="all_gather", elements=2 * tokens * shape.layout.tp)
         listed.append(replace(numbers, width=shape.exact, phase=Phase.FORWARD, where="loss", count=count))
     return listed
