@@ -141,7 +141,7 @@ ONLY_DATA = [("layout.pp", "1"), ("layout.tp", "1"), ("layout.cp", "1"), ("recom
 """Keys that leave little to search."""
 
 
-def plans(on: Cluster, islands: int | str = "auto", *keys: tuple[str, str], **wish: Any) -> Plans:
+def plans(on: Cluster, islands: int | str | None = "auto", *keys: tuple[str, str], **wish: Any) -> Plans:
     return api.plan("llama3-8b", on, **WISH, islands=islands, overrides=[*ONLY_DATA, *keys], **wish)
 
 
@@ -193,6 +193,13 @@ def test_a_link_that_no_period_hides_is_told() -> None:
     assert f"No period up to {LONGEST} steps hides that link" in choice.words
 
 
+def test_islands_that_are_slower_than_none_are_told() -> None:
+    found = plans(two_sites(), 2, max_exposed=100.0)
+    assert found.islands is not None and found.best.spec.outer.every == 1
+    assert "All ranks together are" in found.islands.words and "times as fast" in found.islands.words
+    assert "would do, too" not in found.islands.words
+
+
 def test_keys_that_are_given_stay() -> None:
     on = two_sites()
     found = plans(on, 2, ("outer.fragments", "4"), ("outer.delay", "2"), ("outer.lr", "0.5"))
@@ -222,11 +229,14 @@ def test_islands_of_a_run_file_stay(tmp_path: Path) -> None:
         ("auto", (), {"max_exposed": 0.0}, "--max-exposed: 0 is not a share"),
         ("3", (), {}, "--islands: 3 islands cannot have equal shares of 16 devices; give 2 or 4"),
         ("32", (), {}, "--islands: 32 islands cannot have equal shares of 16 devices; give 16"),
+        ("2", (("outer.quorum", "1"),), {}, "outer.quorum: 1 is given together with --islands"),
+        (None, (("outer.every", "20"),), {}, "and no number of islands; give --islands auto"),
+        (None, (), {"max_exposed": 10.0}, "--max-exposed: 10 has no effect without islands"),
         ("2", (("outer.every", "3"), ("outer.delay", "5")), {}, "outer.delay: 5 steps are not over"),
     ],
 )
 def test_what_cannot_be_gets_a_sentence(
-    islands: str, keys: tuple[tuple[str, str], ...], wish: dict[str, Any], words: str
+    islands: str | None, keys: tuple[tuple[str, str], ...], wish: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(UserError) as error:
         plans(two_sites(), islands, *keys, **wish)

@@ -91,10 +91,45 @@ def test_an_island_killed_at_any_moment_costs_its_tokens_alone(
     told = [
         json.loads(line) for line in (out / f"island.{1 - killed}" / "events.jsonl").read_text().splitlines()
     ]
-    assert "island_lost" in {each["kind"] for each in told}
+    done = next(place for place, entry in enumerate(log) if entry.reason == "done" and entry.island != killed)
+    assert lost > done or "island_lost" in {each["kind"] for each in told}
     result = json.loads((out / "result.json").read_text())
     assert {row["code"] for row in result["islands"]} == {0}
+    assert {row["island"]: row["starts"] for row in result["islands"]} == {killed: 2, 1 - killed: 1}
     assert sum(result["lateness"].values()) > 0
+
+
+def test_a_run_of_one_world_goes_on_as_free_islands(corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    usual: dict[str, object] = {"outer__every": 0, "outer__quorum": "none", "outer__lr": 0.7}
+    one = {"outer__momentum": 0.9, "layout__replicate": 1, "layout__dp": 2}
+    together = written(corpus, tmp_path, **usual, **one)
+    ended = start(together, out, "--train.stop_at", "8")
+    assert ended.wait(120) == 0
+    free = ["--outer.every", "2", "--outer.quorum", "1", "--outer.momentum", "0"]
+    free += ["--layout.dp", "1", "--layout.replicate", "2"]
+    again = start(out, out, *free, "--resume", "auto", "--train.stop_at", "16")
+    printed, _ = again.communicate(timeout=120)
+    assert again.returncode == 0, printed
+    for island in (0, 1):
+        rows = [json.loads(line) for line in (out / f"island.{island}" / "metrics.jsonl").open()]
+        assert next(row["step"] for row in rows if "loss" in row) == 9
+    assert (out / "checkpoints").is_symlink() and (out / "checkpoints").resolve().is_dir()
+    again = start(out, out, "--resume", "auto", "--train.stop_at", "20")
+    printed, _ = again.communicate(timeout=120)
+    assert again.returncode == 0, printed
+
+
+def test_ctrl_c_ends_free_islands_as_any_run(corpus: Path, tmp_path: Path) -> None:
+    out, file = tmp_path / "run", written(corpus, tmp_path, train__steps=4000)
+    running = start(file, out)
+    limit = time.monotonic() + 120
+    while sum(entry.kind == "exchange" for entry in entries(out)) < 4 and time.monotonic() < limit:
+        time.sleep(0.02)
+    running.send_signal(signal.SIGINT)
+    printed, _ = running.communicate(timeout=120)
+    assert running.returncode == 130, printed
+    assert "stopped by SIGINT, and each island is saved; go on with --resume auto" in printed
 
 
 def test_islands_stop_and_go_on_together(corpus: Path, tmp_path: Path) -> None:

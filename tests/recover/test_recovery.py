@@ -68,6 +68,25 @@ def test_ranks_that_are_killed_or_stopped_are_named_and_the_run_ends_as_if_nothi
     assert "rank 1 of 2 was ended by SIGKILL" in killed["message"]
 
 
+@pytest.mark.parametrize(
+    "outer",
+    [
+        {"outer__every": 4, "outer__fragments": 2, "outer__delay": 3},
+        pytest.param({"outer__staleness": 3, "layout__zero": 1}, marks=pytest.mark.full),
+    ],
+)
+def test_a_rank_that_dies_while_exchanges_are_under_way_costs_nothing(
+    corpus: Path, tmp_path: Path, outer: dict[str, object]
+) -> None:
+    """Snapshots have other tensors in each step."""
+    keys: dict[str, object] = {"layout__dp": 1, "layout__replicate": 2, "recovery__snapshot_every": 1}
+    spec = spec_of(corpus, **keys, **outer)
+    whole, _ = train(spec, tmp_path / "whole")
+    result, thread = train(spec, tmp_path / "killed", [Fault(1, "forward", 6), Fault(0, "backward", 17)])
+    assert len(thread.sent) == 2
+    check_as_if_unfaulted(tmp_path / "killed", result, whole)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("phase", ["forward", "save", "evaluate"])

@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from signal import SIGINT, Signals
 from typing import Any
 
 from rich.console import Console
@@ -31,8 +32,9 @@ def train_islands(spec: RunSpec, out: Path, resume: str | None, quiet: bool) -> 
     """Train all islands of a run in the folder `out`, and return the result of the one that ended last.
 
     Its checkpoints become those of `out`. `islands` of the result has a row for each island: its number, exit
-    code, `steps`, `exchanges` and `lateness`. Raises `UserError`, `Stopped`, and `RanksFailed` where no
-    island came to its end.
+    code, `starts` of its process, `steps`, the `exchanges` that it has followed in all, and the `lateness` of
+    its parts and `restarts` of its ranks since it was last started. Raises `UserError`, `Stopped`, and
+    `RanksFailed` where no island came to its end.
     """
     if resume not in (None, "auto"):
         raise UserError(
@@ -41,7 +43,11 @@ def train_islands(spec: RunSpec, out: Path, resume: str | None, quiet: bool) -> 
         )
     before = (out / RUN).read_text(encoding="utf-8") if resume and (out / RUN).is_file() else None
     if before is not None:
-        _check_as_many(spec, json.loads(before)["spec"], out)
+        earlier = json.loads(before)["spec"]
+        if earlier.get("outer", {}).get("quorum") is None:
+            _part(spec, out)
+        else:
+            _check_as_many(spec, earlier, out)
     write_atomically(out / RUN, json.dumps({"spec": spec.to_json()}, indent=2) + "\n")
     (out / EVENTS).touch()
     order = sorted(range(spec.islands), key=lambda island: -_merged(spec, island_folder(out, island)))
@@ -61,7 +67,8 @@ def train_islands(spec: RunSpec, out: Path, resume: str | None, quiet: bool) -> 
     signal = supervisor.run(resume)
     if signal:
         _give_model(spec, out, max(range(spec.islands), key=lambda k: _merged(spec, island_folder(out, k))))
-        raise Stopped(f"stopped by signal {signal}; go on with --resume auto", REQUEUE)
+        name, code = Signals(signal).name, 128 + signal if signal == SIGINT else REQUEUE
+        raise Stopped(f"stopped by {name}, and each island is saved; go on with --resume auto", code)
     if all(island.code for island in islands):
         first = islands[0]
         assert first.code is not None
@@ -70,7 +77,7 @@ def train_islands(spec: RunSpec, out: Path, resume: str | None, quiet: bool) -> 
         if first.code in KINDS:
             raise KINDS[first.code](first.last_words())
         raise RanksFailed(f"no island came to its end; the first one: {first.last_words()}", first.code)
-    result = _joined(spec, out, {island.number: island.code or 0 for island in islands})
+    result = _joined(spec, out, {island.number: island for island in islands})
     write_report(out)
     return result
 
@@ -112,9 +119,31 @@ def _merged(spec: RunSpec, folder: Path) -> int:
     return -1 if state is None else int(state.get("merged", 0))
 
 
-def _joined(spec: RunSpec, out: Path, codes: dict[int, int]) -> Result:
+def _part(spec: RunSpec, out: Path) -> None:
+    """Give each island the checkpoints of a run that had one world, which become its own from now on."""
+    shared = spec.checkpoint.folder(out)
+    if spec.checkpoint.dir is not None:
+        raise UserError(
+            f"checkpoint.dir: {spec.checkpoint.dir} is one folder, and islands have one each; leave it "
+            f"out to go on with islands (outer.quorum = {spec.outer.quorum})"
+        )
+    for island in range(spec.islands):
+        own = island_folder(out, island)
+        if shared.is_dir() and not (own / shared.name).exists():
+            own.mkdir(exist_ok=True)
+            shutil.copy(out / RUN, own / RUN)
+            copied = own / f"{shared.name}.copied"
+            shutil.rmtree(copied, ignore_errors=True)
+            shutil.copytree(shared, copied, copy_function=os.link)  # checkpoints' files never change
+            copied.rename(own / shared.name)
+    if shared.is_dir() and not shared.is_symlink():
+        shutil.rmtree(shared)
+        shared.symlink_to(Path(island_folder(out, 0).name) / shared.name)
+
+
+def _joined(spec: RunSpec, out: Path, islands: dict[int, Island]) -> Result:
     """Write the result of the run, and give its folder the model of the island that ended last."""
-    ended = [island for island, code in codes.items() if code == 0]
+    ended = [number for number, island in islands.items() if not island.code]
     results = {
         island: json.loads((island_folder(out, island) / RESULT).read_text(encoding="utf-8"))
         for island in ended
@@ -122,8 +151,13 @@ def _joined(spec: RunSpec, out: Path, codes: dict[int, int]) -> Result:
     last = max(ended, key=lambda island: results[island]["exchanges"])
     kept = ("steps", "exchanges", "lateness", "restarts")
     rows = [
-        {"island": island, "code": code, **{key: results.get(island, {}).get(key) for key in kept}}
-        for island, code in codes.items()
+        {
+            "island": number,
+            "code": island.code or 0,
+            "starts": island.starts,
+            **{key: results.get(number, {}).get(key) for key in kept},
+        }
+        for number, island in islands.items()
     ]
     late: Counter[str] = Counter()
     for result in results.values():

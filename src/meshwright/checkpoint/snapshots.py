@@ -42,9 +42,12 @@ TRIAL_STEPS = 5
 _WHERE = Path("memory")
 
 
-class _Facts(NamedTuple):
-    """Agreed on by the ranks: numbers of this start of the ranks and of this rank's part, and more."""
+class _Agreed(NamedTuple):
+    """Agreed on by the ranks, for one set of tensors: numbers of this start of the ranks and of this rank's
+    part, and more."""
 
+    plan: SavePlan
+    description: dict[str, Any]
     part: int
     run: int
     parts: int
@@ -52,6 +55,7 @@ class _Facts(NamedTuple):
     """True if parts are held by one host only, so that each rank gives a peer what it keeps."""
     needed: int
     """Most bytes that a host needs for all its slots."""
+    has_room: bool
 
 
 class Snapshots:
@@ -78,9 +82,8 @@ class Snapshots:
         self._local = control.rank % len(slots)
         self._own, self._peers = self._slots[self._local][:2], self._slots[self._local][2:]
         self._images = [SlotImage(slot) for slot in self._own]
-        self._plan = SavePlan(control, len(slots))
-        self._facts: _Facts | None = None
-        self._has_room: bool | None = None
+        self._agreed: dict[str, _Agreed] = {}
+        """By the form of the state."""
         self._last: tuple[int, int] | None = None
         """(step, run) of what was kept or loaded last, which no save overwrites."""
         self._costs: list[float] = []
@@ -92,24 +95,27 @@ class Snapshots:
         """Return True, on all ranks alike, if the state after `step` is to be kept."""
         return self._every is None or (self._every > 0 and step % self._every == 0)
 
-    def save(self, step: int, tensors: Tensors, state: Callable[[], Mapping[str, Any]]) -> None:
-        """Keep `tensors` (this rank's) of `step`, and the JSON `state`, equal on all ranks."""
+    def save(
+        self, step: int, tensors: Tensors, state: Callable[[], Mapping[str, Any]], form: str = ""
+    ) -> None:
+        """Keep `tensors` (this rank's) of `step`, and the JSON `state`, equal on all ranks.
+
+        `form`, equal on all ranks too, tells sets of tensors apart: the ranks agree once on each.
+        """
         begun = time.perf_counter()
-        facts = self._agree(tensors)
-        if self._has_room is None:
-            self._has_room = self._look_for_room(facts.needed)
-        if not self._has_room:
+        agreed = self._agree(tensors, form)
+        if not agreed.has_room:
             self._every = 0
             return
         turn = self._spare(self._own)
         slot, image = self._own[turn], self._images[turn]
         slot.open()
-        image.stage(self._plan.own_share(tensors))
+        image.stage(agreed.plan.own_share(tensors))
         rows = image.rows(sum64)
-        text = json.dumps({"rows": rows, "forms": self._description, "state": dict(state())}).encode()
-        head = Head(step, image.bytes, len(text), facts.run, facts.part, facts.parts, sum64(text))
+        text = json.dumps({"rows": rows, "forms": agreed.description, "state": dict(state())}).encode()
+        head = Head(step, image.bytes, len(text), agreed.run, agreed.part, agreed.parts, sum64(text))
         slot.close(head, text)
-        if facts.copied:
+        if agreed.copied:
             assert self._world is not None
             kept = self._peers[self._spare(self._peers)]
             copy_to_peer(slot, text, kept, self._world, len(self._slots))
@@ -117,19 +123,22 @@ class Snapshots:
         if self._every is None:
             self._choose(begun, time.perf_counter())
 
-    def _agree(self, tensors: Tensors) -> _Facts:
-        """Learn, once, which parts of the state there are, and whether the loss of a host would take one."""
-        if self._facts is None:
-            self._description = describe(tensors, self._ranks.rank, self._plan.among)
-            self._plan.agree(self._description)
-            share = self._plan.own_share(tensors)
+    def _agree(self, tensors: Tensors, form: str) -> _Agreed:
+        """Learn, once for each form, which parts of the state there are, whether the loss of a host would
+        take one, and whether there is room."""
+        if form not in self._agreed:
+            plan = SavePlan(self._ranks, len(self._slots))
+            description = describe(tensors, self._ranks.rank, plan.among)
+            plan.agree(description)
+            share = plan.own_share(tensors)
             pieces = sorted((piece.key, piece.rectangle) for piece in share)
             digest = hashlib.sha256(json.dumps(pieces).encode()).digest()
             part = int.from_bytes(digest[:8], "little") >> 1 if pieces else 0
             listed = self._ranks.gather([part, sum(piece.local.nbytes for piece in share)])
             run, parts, copied, needed = self._ranks.on_first(lambda: self._survey(listed))
-            self._facts = _Facts(part, run, parts, bool(copied), needed)
-        return self._facts
+            room = self._look_for_room(needed)
+            self._agreed[form] = _Agreed(plan, description, part, run, parts, bool(copied), needed, room)
+        return self._agreed[form]
 
     def _survey(self, listed: list[list[int]]) -> list[int]:
         """On rank 0: the facts, from the part of each rank and its bytes."""
@@ -184,7 +193,9 @@ class Snapshots:
         found = self._find()
         return None if found is None else found[0]
 
-    def load(self, step: int, tensors: Tensors, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    def load(
+        self, step: int, tensors: Tensors, check: Callable[[dict[str, Any]], None], form: str = ""
+    ) -> dict[str, Any]:
         """Fill `tensors` in place from the snapshot of `step`, and return its state; `check` sees that first.
 
         Where each rank would keep what it has kept, each host reads its own memory; else ranks fetch what
@@ -195,7 +206,7 @@ class Snapshots:
         if found is None:
             raise BadCheckpointError(f"the memory of these hosts does not hold all parts of step {step}")
         mine = [slot.head().part for slot in self._own if slot.head().key == found]
-        if self._ranks.any(mine != [self._agree(tensors).part]):
+        if self._ranks.any(mine != [self._agree(tensors, form).part]):
             texts, images = self._from_all_hosts(found)
         else:
             own = [slot for pair in self._slots for slot in pair[:2] if slot.head().key == found]

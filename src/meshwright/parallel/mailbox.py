@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -123,10 +124,12 @@ class Peer:
         threading.Thread(target=run, name="mailbox", daemon=True).start()
         try:
             return done.result(ANSWER_S)
-        except (dist.DistError, TimeoutError) as error:
+        except (dist.DistError, OSError) as error:
             raise LostPeerError(f"the mailbox at {self._name} does not answer") from error
 
 
 def _client(address: Address) -> TCPStore:
     host, port, _ = address
+    # A port that nobody listens at refuses at once; torch's client would try again until its time is over.
+    socket.create_connection((host, port), CONNECT.total_seconds()).close()
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CONNECT)

@@ -43,6 +43,15 @@ class Exchanges:
     outer: OuterSpec
     exposed: float
 
+    def adds_to(self, chosen: Exchanges) -> bool:
+        """True if it has a shorter period than the one that is chosen, or does without its means."""
+        mine, other = self.outer, chosen.outer
+        return (
+            (mine.every, mine.delay) < (other.every, other.delay)
+            or mine.compressed < other.compressed
+            or (mine.fragments == 1 and mine.delay == 0 and (other.fragments > 1 or other.delay > 0))
+        )
+
     @property
     def words(self) -> str:
         """The keys of `outer` that say how."""
@@ -78,12 +87,15 @@ class IslandChoice:
     """The level that joins islands, or the outermost one."""
     limit: float
     """The largest share of the time that islands should wait."""
+    seconds: float = 0.0
+    """Seconds of a step of the plan with these islands."""
 
     def of(self, plan: Candidate) -> IslandChoice:
-        """The choice with the share of the time that the islands of a plan wait."""
+        """The choice with the step of a plan, and the share of it that its islands wait."""
         if self.chosen is None:
             return self
-        return replace(self, chosen=replace(self.chosen, exposed=plan.time.exchange.exposed / plan.seconds))
+        chosen = replace(self.chosen, exposed=plan.time.exchange.exposed / plan.seconds)
+        return replace(self, chosen=chosen, seconds=plan.seconds)
 
     @property
     def words(self) -> str:
@@ -105,7 +117,10 @@ class IslandChoice:
         )
         if late:
             found += f". No period up to {LONGEST} steps hides that link"
-        if would := "; or ".join(each.words for each in self.others if each.exposed <= self.limit):
+        if self.synchronous is not None and self.seconds > self.synchronous.seconds:
+            found += f". All ranks together are {self.seconds / self.synchronous.seconds:.1f} times as fast"
+        better = (each for each in self.others if each.exposed <= self.limit and each.adds_to(self.chosen))
+        if would := "; or ".join(each.words for each in better):
             found += f". {would} would do, too"
         many = f", and more than {MANY} islands were seldom tried" if self.count > MANY else ""
         return (

@@ -31,6 +31,8 @@ class Island:
 
     def __init__(self, number: int, argv: Sequence[str], cores: Collection[int], log: Path) -> None:
         self.number, self._argv, self._cores, self._log = number, argv, cores, log
+        self.starts = 0
+        """How often the process was started."""
         self.failures = 0
         """Failures in a row, without an exchange in between."""
         self.left_out = False
@@ -52,6 +54,7 @@ class Island:
         """Start the process, to go on from `resume`."""
         argv = [sys.executable, "-m", "meshwright", *self._argv]
         self.code = None
+        self.starts += 1
         with self._log.open("ab") as log:
             self._begins = log.tell()
             self._process = subprocess.Popen(

@@ -69,12 +69,13 @@ def islands(found: Candidate) -> str:
         return ""
     outer, level = found.spec.outer, found.costs.links.outermost(axes(found.spec.layout).replicate)
     parts = f" in {outer.fragments} fragments" if outer.fragments > 1 else ""
+    period = f"{outer.every} step{'s' * (outer.every > 1)}"
     meanwhile = f" while islands take {outer.delay} step{'s' * (outer.delay > 1)} each" if outer.delay else ""
     return (
         f"{of['count']:,.0f}, which send {gigabytes(of['bytes'])} a rank over '{level.name}' in "
-        f"{outer.every} steps{parts}; that takes {seconds(of['seconds'])}{meanwhile}, of which they wait for "
-        f"{seconds(of['exposed_seconds'])}, {percent(of['exposed'])} of the time; a step that sums gradients "
-        f"instead takes {seconds(of['synchronous_step_seconds'])}"
+        f"{period}{parts}; that takes {seconds(of['seconds'])}{meanwhile}, of which they wait for "
+        f"{seconds(of['exposed_seconds'])}, {percent(of['exposed'])} of the time; in this layout a step "
+        f"that sums gradients instead takes {seconds(of['synchronous_step_seconds'])}"
     )
 
 

@@ -18,13 +18,17 @@ def islands_are_several(spec: Sections) -> None:
         )
     if outer.every:
         return
-    for key, field in type(outer).model_fields.items():
-        value = getattr(outer, key)
-        if value != field.default and key not in ("staleness", "staleness_lr"):
-            raise UserError(
-                f"outer.{key}: {value} has no effect with outer.every = 0; give outer.every = 50, or another "
-                f"number of steps between exchanges"
-            )
+    given = [
+        key
+        for key, field in type(outer).model_fields.items()
+        if getattr(outer, key) != field.default and key not in ("staleness", "staleness_lr")
+    ]
+    if given:
+        raise UserError(
+            f"outer.{given[0]}: {getattr(outer, given[0])} has no effect with outer.every = 0; give a number "
+            f"of steps between exchanges, such as outer.every = 50, or take back all keys of islands: "
+            f"{' '.join(f'--outer.{key} none' for key in given)}"
+        )
 
 
 def fragments_fit_the_period(spec: Sections) -> None:
@@ -110,9 +114,10 @@ def late_gradients_are_of_each_step(spec: Sections) -> None:
     """Gradients are late where replicas sum them in each step, and some arrive before the run ends."""
     outer, last = spec.outer, spec.train.total_steps
     if outer.staleness_lr != "none" and not outer.staleness and outer.quorum is None:
+        late = "outer.quorum" if outer.every else "outer.staleness = 1 or more"
         raise UserError(
             f"outer.staleness_lr: {outer.staleness_lr!r} has no effect where nothing comes late; give "
-            f"'none', outer.staleness = 1 or more, or outer.quorum"
+            f"'none', or {late}"
         )
     if not outer.staleness:
         return

@@ -119,7 +119,7 @@ class TrainingRun:
         )
         self.done = 0
         self.from_memory = False
-        self.skipped = 0
+        self.skipped = self.steps_timed = 0
         self.guard = Guard(self.trainer, self.loader, observers)
         self.metrics = Metrics(self.trainer)
         self.loss = math.nan
@@ -269,7 +269,8 @@ class TrainingRun:
             self.snapshots.clear()
             return False
         try:
-            kept = self._load(partial(self.snapshots.load, step))
+            form = state.form(self.trainer)
+            kept = self._load(partial(self.snapshots.load, step, form=form))
         except BadCheckpointError as error:
             self.store.warnings.append(f"{error}; the last checkpoint is used instead")
             self.snapshots.clear()
@@ -342,6 +343,7 @@ class TrainingRun:
         self._watch(result)
         seconds = time.perf_counter() - begun
         self.saves.note_step(seconds)
+        self._warn_of_late_stops(seconds)
         row = self.metrics.row(self.done, result, seconds)
         if row is not None:
             self.observers.on_step(row)
@@ -372,6 +374,17 @@ class TrainingRun:
             if self.trainer.outer is None:  # a save takes all islands
                 self._save_last()
             raise error
+
+    def _warn_of_late_stops(self, step_seconds: float) -> None:
+        """Say once, when a step's time is known, if a stop would be over before it reaches all islands."""
+        self.steps_timed += 1
+        every, grace = self.spec.outer.every, self.spec.recovery.grace_seconds
+        if self.steps_timed == 3 and self.arrivals is None and every * step_seconds > grace:
+            self.store.warnings.append(
+                f"recovery.grace_seconds: {grace:g} is less than the {every * step_seconds:.0f} s between "
+                f"exchanges of islands (outer.every = {every}), which a request to stop travels with; a run "
+                f"that is stopped would not be saved: give more"
+            )
 
     def _roll_back(self, first: int) -> None:
         """Go on from the newest checkpoint before a loss spike that began with step `first`."""
@@ -435,7 +448,7 @@ class TrainingRun:
                 "matmul_flops_per_second": self.metrics.peak_flops,
             }
 
-        self.snapshots.save(self.done, state.tensors(self.trainer), kept)
+        self.snapshots.save(self.done, state.tensors(self.trainer), kept, state.form(self.trainer))
         self._tell_warnings()
 
     def _metadata(self, samples: str) -> Row:

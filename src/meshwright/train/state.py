@@ -52,6 +52,14 @@ def tensors(trainer: Trainer) -> dict[str, Stored]:
     return {**own, **dict(trainer.outer.tensors())}
 
 
+def form(trainer: Trainer) -> str:
+    """A name for the set of `tensors` that there are now: it changes with exchanges and late gradients under
+    way, alike on all ranks."""
+    exchanges = [] if trainer.outer is None else trainer.outer.state()
+    late = 0 if trainer.stale is None else len(trainer.stale.state())
+    return f"fragments {[fragment for fragment, _ in exchanges]}, gradients {late}"
+
+
 def island(trainer: Trainer) -> str:
     """Prefix of the names of what this rank's island has by itself: `island.0/`; empty without islands."""
     return "" if trainer.outer is None else f"island.{trainer.run_mesh.replicate.rank}/"

@@ -84,6 +84,11 @@ class PlanRequest:
         outer = given_outer(tree, self.overrides)
         if self.islands is None and outer.get("every"):
             count = fixed.get("replicate", tree.get("layout", {}).get("replicate", 1))
+            if count == 1:
+                raise UserError(
+                    f"outer.every: {outer['every']} steps between exchanges are given, and no number of "
+                    f"islands; give --islands auto, or --layout.replicate 2 or more"
+                )
             problem = problem.with_islands(count, outer)
         problems = [problem.resized(count) for count in sizes]
         _check_pipelines(problems)
@@ -142,7 +147,17 @@ class PlanRequest:
 
     def _check_islands(self) -> None:
         if self.islands is None:
+            if self.max_exposed != type(self).max_exposed:
+                raise UserError(
+                    f"--max-exposed: {self.max_exposed:g} has no effect without islands; give --islands auto"
+                )
             return
+        for key in ("outer.quorum", "outer.staleness"):
+            if key in self._given:
+                raise UserError(
+                    f"{key}: {self._given[key]} is given together with --islands, which plans islands that "
+                    f"exchange together after outer.every steps; leave one of them out"
+                )
         number = str(self.islands)
         if number != "auto" and not (number.isdecimal() and int(number) > 1):
             raise UserError(f"--islands: '{number}' is not valid: give a number, 2 or more, or auto")
