@@ -7,7 +7,7 @@ CHAOS ?= runs/chaos-$(shell date +%Y%m%d-%H%M%S)
 RESULTS ?= bench/results
 TODAY := $(shell date +%Y%m%d)
 
-.PHONY: train test test-all exam lint format bench chaos gpu gpu-test gpu-bench docs clean
+.PHONY: train test test-all exam lint format bench bench-peers chaos gpu gpu-test gpu-bench docs clean
 
 .venv/run.done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -60,10 +60,15 @@ bench: .venv/dev.done
 	$(PY) bench/memory.py
 	$(PY) bench/activations.py
 	$(PY) bench/ring.py
-	$(PY) bench/tensor.py
 	$(PY) bench/pipeline.py
+	$(PY) bench/step_profile.py
 	$(PY) bench/experts.py
 	$(PY) bench/schedules.py
+
+## bench-peers: meshwright train beside other programs, each in an environment of its own under .peers, in some
+## hours; writes the rows and docs/peers.md
+bench-peers: .venv/dev.done
+	$(PY) bench/peers/run.py --out $(RESULTS)/peers.jsonl --page docs/peers.md $(ARGS)
 
 ## chaos: 100 faults in a run of two processes, beside its twin without any, in some minutes
 chaos: .venv/run.done

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 BENCH = Path(__file__).parents[1] / "bench"
-OTHERS = {"megatron_side"}
-"""Programs of another environment, that of Megatron-Core."""
 
 
-@pytest.mark.parametrize("name", sorted({path.stem for path in BENCH.glob("*.py")} - OTHERS))
+@pytest.mark.parametrize("name", sorted({path.stem for path in BENCH.glob("*.py")}))
 def test_a_benchmark_is_imported(name: str) -> None:
     importlib.import_module(name)

@@ -1,0 +1,93 @@
+"""The page of a comparison's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from meshwright.units import gigabytes, short
+
+CASES = {
+    "one-thread": "one process on one core",
+    "one": "one process on all cores",
+    "replicate": "two processes, each with the whole model",
+    "zero3": "two processes, ZeRO-3",
+    "tp2": "two processes, tensor parallel",
+    "pp2": "two processes, pipeline parallel",
+}
+HEAD = """# Beside other programs
+
+This page is made from measurements by
+
+```sh
+make bench-peers
+make bench-peers ARGS="--models small --precision bf16 --cases one tp2 --sides Megatron torchtitan"
+```
+
+Each row is a program that trains the same model on the same tokens, in turns with `meshwright train`, which
+runs with all its defaults (but for the document mask, which others do not have): a turn starts the program,
+trains some steps of 8 sequences of 512 tokens with AdamW and gradient clipping, and ends it. `ratio` is our
+tokens per second over theirs; `of products` is the model's FLOP/s over the rate of plain matrix products,
+measured in each round; `peak` is the most memory that all processes of a program had at once; `first step`
+counts from the command. What each rank of a program held after the last step was counted there, not taken
+from the layout's name. Programs that need a GPU for something have it replaced, as the first lines of their
+files under `bench/peers/` say. Programs with weights in bf16 alone also update them in bf16, which is not
+the same training.
+"""
+
+
+def page(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The page, with a table for each model, precision and case."""
+    parts = [HEAD]
+
+    def case_of(row: Mapping[str, Any]) -> tuple[str, str, str]:
+        return row["model"], row["precision"], row["case"]
+
+    for (model, precision, case), of_case in groupby(rows, case_of):
+        listed = list(of_case)
+        parts.append(f"## {model}, {precision}: {CASES[case]}\n")
+        rate = next((row["matmul_gflops"] for row in listed if "matmul_gflops" in row), None)
+        if rate is not None:
+            parts.append(f"{listed[0]['machine']}; matrix products at {rate:,.0f} GFLOP/s.\n")
+        parts.append("\n".join(_table(listed)) + "\n")
+    return "\n".join(parts)
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield "| | tokens/s | quartiles | ratio | of products | peak | first step, s | each rank held |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    measured = [row for row in rows if "error" not in row]
+    for row in sorted(measured, key=lambda row: -row["tokens_per_second"]):
+        low, high = row["quartiles"]
+        cells = (
+            row["side"],
+            f"{row['tokens_per_second']:,.0f}",
+            f"{low:,.0f} to {high:,.0f}",
+            f"{row['ratio']:.2f}",
+            f"{row['matmul_fraction']:.0%}",
+            gigabytes(row["peak_bytes"]),
+            f"{row['first_step_seconds']:.1f}",
+            _held(row["held"]),
+        )
+        yield f"| {' | '.join(cells)} |"
+    for row in rows:
+        if "error" in row:
+            yield f"| {row['side']} | does not run: `{row['error']}` | | | | | | |"
+
+
+def _held(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """The words for what ranks hold; once where all hold as much."""
+    told = [_of_rank(each) for each in ranks]
+    return told[0] if len(set(told)) == 1 else "; ".join(told)
+
+
+def _of_rank(held: Mapping[str, Any]) -> str:
+    if isinstance(held["parameters"], int):  # ours: bytes of each kind
+        return ", ".join(f"{gigabytes(size)} of {name}" for name, size in held.items() if size)
+    parts = [
+        f"{short(held[name]['elements'])} {words} in {' and '.join(held[name]['types'])}"
+        for name, words in (("parameters", "parameters"), ("states", "numbers of optimiser states"))
+        if held[name]["elements"]
+    ]
+    return ", ".join(parts)
