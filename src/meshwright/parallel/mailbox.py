@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import secrets
-import socket
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -124,12 +123,10 @@ class Peer:
         threading.Thread(target=run, name="mailbox", daemon=True).start()
         try:
             return done.result(ANSWER_S)
-        except (dist.DistError, OSError) as error:
+        except (dist.DistError, TimeoutError) as error:
             raise LostPeerError(f"the mailbox at {self._name} does not answer") from error
 
 
 def _client(address: Address) -> TCPStore:
     host, port, _ = address
-    # A port that nobody listens at refuses at once; torch's client would try again until its time is over.
-    socket.create_connection((host, port), CONNECT.total_seconds()).close()
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=CONNECT)

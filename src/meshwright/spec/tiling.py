@@ -16,11 +16,11 @@ from dataclasses import dataclass
 class Tiling:
     """Sizes of the pieces of whatever has pieces; the defaults are what is fastest."""
 
-    logits: int = 2**29
+    logits: int = 2**28
     """Logits that one product of the head makes: its weight's gradient, as large as the weight, is added up
     once for each."""
     logits_cpu: int = 2**25
-    loss_logits: int = 2**26
+    loss_logits: int = 2**25
     """Logits whose softmax is taken at one time, in fp32: what fills a device."""
     loss_logits_cpu: int = 2**21
     """On a CPU what its cache holds (8 MiB)."""
