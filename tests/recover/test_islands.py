@@ -120,6 +120,16 @@ def test_a_run_of_one_world_goes_on_as_free_islands(corpus: Path, tmp_path: Path
     assert again.returncode == 0, printed
 
 
+def test_a_stop_that_would_come_too_late_is_told_in_time(corpus: Path, tmp_path: Path) -> None:
+    keys: dict[str, object] = {"outer__every": 1000, "outer__quorum": "none", "recovery__grace_seconds": 0.1}
+    running = start(written(corpus, tmp_path, **keys, train__steps=6), tmp_path / "run")
+    printed, _ = running.communicate(timeout=120)
+    assert running.returncode == 0, printed
+    words = " ".join(printed.split())
+    assert words.count("recovery.grace_seconds: 0.1 is less than the ") == 1
+    assert "between exchanges of islands (outer.every = 1000)" in words
+
+
 def test_ctrl_c_ends_free_islands_as_any_run(corpus: Path, tmp_path: Path) -> None:
     out, file = tmp_path / "run", written(corpus, tmp_path, train__steps=4000)
     running = start(file, out)
