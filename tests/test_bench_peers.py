@@ -99,6 +99,16 @@ def test_the_figures_of_a_row(run: ModuleType) -> None:
     assert row["losses"] == [3.0, 1.5]
 
 
+def test_rows_of_a_case_replace_those_before(run: ModuleType, tmp_path: Path) -> None:
+    def row(case: str, value: int) -> dict[str, Any]:
+        return {"model": "small", "precision": "bf16", "case": case, "value": value}
+
+    file = tmp_path / "rows.jsonl"
+    for rows in ([row("one", 1)], [row("tp2", 2)], [row("one", 3), row("one", 4)]):
+        run.record(file, rows)
+    assert [json.loads(line)["value"] for line in file.read_text().splitlines()] == [2, 3, 4]
+
+
 def test_each_program_and_its_requirements_are_there(run: ModuleType) -> None:
     for side in run.SIDES:
         assert (PEERS / side.program).is_file(), side.name

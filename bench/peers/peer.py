@@ -52,8 +52,6 @@ class Job:
     """Sequences of a microbatch."""
     variant: str
     """Which of a program's ways to train."""
-    fast_fp32: bool
-    """True if products of fp32 go by torch's setting `medium`, which keeps fp32's precision on some CPUs."""
 
 
 def job() -> Job:
@@ -72,8 +70,7 @@ def world() -> tuple[int, int]:
 def settings(given: Job) -> None:
     """Threads and torch's setting for fp32 products, for every program."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    if given.fast_fp32:
-        torch.set_float32_matmul_precision("medium")
+    torch.set_float32_matmul_precision("medium")  # as we do where it keeps fp32's precision
     torch.manual_seed(0)
 
 

@@ -151,14 +151,13 @@ def finished(
     command: Sequence[str], cores: Sequence[int], threads: int, folder: Path, turn: Turn
 ) -> Iterator[str]:
     """Run a command, yield its lines as they come, and note its peak in memory and its error in the turn."""
-    environment = os.environ | {
-        "OMP_NUM_THREADS": str(threads),
-        "PYTHONPATH": str(HERE),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    ours = command[1:3] == ["-m", "meshwright"]
-    if ours:  # its ranks share the cores by themselves
-        del environment["OMP_NUM_THREADS"], environment["PYTHONPATH"]
+    environment = dict(os.environ)
+    if command[1:3] != ["-m", "meshwright"]:  # whose ranks share the cores by themselves
+        environment |= {
+            "OMP_NUM_THREADS": str(threads),
+            "PYTHONPATH": str(HERE),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
     errors = folder / "stderr"
     with errors.open("w") as stderr:
         process = subprocess.Popen(
@@ -178,7 +177,7 @@ def finished(
         try:
             assert process.stdout is not None
             yield from process.stdout
-            if process.wait() == -signal.SIGKILL:
+            if process.wait() and limit.finished.is_set():
                 turn.error = f"stopped after {LIMIT:g} s"
             elif process.returncode:
                 lines = [line for line in errors.read_text().splitlines() if line.strip()]
@@ -223,11 +222,12 @@ def our_turn(case: Case, steps: int) -> Turn:
         for line in finished(command, case.cores, 0, folder, turn):
             if line.startswith("step ") and not turn.first:
                 turn.first = time.perf_counter() - start
-        if turn.error is None:
-            rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open(encoding="utf-8")]
-            rows = [row for row in rows if "loss" in row]
-            turn.seconds, turn.losses = [row["seconds"] for row in rows], [row["loss"] for row in rows]
-            turn.held = [json.loads((folder / "run" / "result.json").read_text(encoding="utf-8"))["memory"]]
+        if turn.error is not None:
+            raise SystemExit(f"meshwright train has failed: {turn.error}")
+        rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open(encoding="utf-8")]
+        rows = [row for row in rows if "loss" in row]
+        turn.seconds, turn.losses = [row["seconds"] for row in rows], [row["loss"] for row in rows]
+        turn.held = [json.loads((folder / "run" / "result.json").read_text(encoding="utf-8"))["memory"]]
     return turn
 
 
@@ -239,7 +239,7 @@ def their_turn(side: Side, case: Case, steps: int, tokens: Path) -> Turn:
         **model.model_dump(include={"layers", "hidden", "ffn", "heads", "kv_heads", "vocab_size"}),
         "moe": moe, "seq_len": SEQ_LEN, "tokens": str(tokens), "steps": steps, "precision": case.precision,
         "layout": "one" if case.processes == 1 else case.name, "variant": side.variant,
-        "micro_batch": LAYOUTS[case.name]["layout.micro_batch"], "fast_fp32": True,
+        "micro_batch": LAYOUTS[case.name]["layout.micro_batch"],
     }  # fmt: skip
     python = python_of(side)
     with TemporaryDirectory() as name:
@@ -247,7 +247,7 @@ def their_turn(side: Side, case: Case, steps: int, tokens: Path) -> Turn:
         file = folder / "job.json"
         file.write_text(json.dumps(given), encoding="utf-8")
         command = [str(python), "-W", "ignore"]
-        if case.processes > 1 and not side.own_launcher:
+        if case.processes > 1:
             command += [
                 "-m",
                 "torch.distributed.run",
@@ -375,6 +375,15 @@ def row_of(
     }
 
 
+def record(file: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Put the rows of a case at the end of a file of rows, in place of those that it has of the case."""
+    case = [(row["model"], row["precision"], row["case"]) for row in rows]
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    before = [json.loads(line) for line in lines]
+    kept = [row for row in before if (row["model"], row["precision"], row["case"]) not in case]
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*kept, *rows]), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--models", nargs="+", default=["small"], choices=["small", "base", "moe-small"])
@@ -402,9 +411,9 @@ def main() -> None:
                     if layout in side.cases and precision in side.precisions and model in side.models
                     and (not options.sides or any(part in side.name for part in options.sides))
                 ]  # fmt: skip
-                for row in compare(case, sides, options.rounds, options.steps):
-                    with options.out.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(row) + "\n")
+                rows = list(compare(case, sides, options.rounds, options.steps))
+                record(options.out, rows)
+                for row in rows:
                     print(json.dumps({key: value for key, value in row.items() if key != "held"}), flush=True)
     if options.page:
         rows = [json.loads(line) for line in options.out.open(encoding="utf-8")]

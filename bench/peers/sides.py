@@ -18,8 +18,6 @@ class Side:
     cases: tuple[str, ...]
     precisions: tuple[str, ...] = ("bf16",)
     models: tuple[str, ...] = ("small", "base")
-    own_launcher: bool = False
-    """True if the program starts its ranks by itself."""
 
 
 _LOOP = ("transformers_loop.py", "transformers")
