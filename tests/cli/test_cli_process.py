@@ -66,6 +66,28 @@ def test_nothing_heavy_is_imported_for_help_spec_and_mistakes() -> None:
     assert reported == [f"heavy: {words} []" for words in ("import", *map(" ".join, LIGHT))]
 
 
+def test_help_imports_neither_the_planner_nor_the_interface() -> None:
+    """But for what its lists say: names of clusters, and of objectives."""
+    program = (
+        "import sys; from meshwright.cli.main import main; main(['--help'])\n"
+        "print(*(name for name in sys.modules if name.startswith(('meshwright.planner.', 'meshwright.api'))))"
+    )
+    assert python("-c", program).stdout.splitlines()[-1] == ""
+
+
+def test_the_supervisor_of_one_rank_does_not_import_torch(tmp_path: Path) -> None:
+    """It would be 180 MB of the run's memory, and a second of its start."""
+    keys = "--model.preset tiny --data.corpus synthetic --data.seq_len 16 --train.batch_tokens 32"
+    words = ["train", *keys.split(), "--train.steps", "1", "--layout.dp", "1", "--out", str(tmp_path / "run")]
+    program = (
+        f"import sys; from meshwright.cli.main import main; code = main({words!r})\n"
+        "print(code, 'torch' in sys.modules)"
+    )
+    found = python("-c", program, CUDA_VISIBLE_DEVICES="")
+    gpu = any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
+    assert found.stdout.splitlines()[-1] == f"0 {gpu}", found.stderr
+
+
 def test_importing_the_package_is_quick() -> None:
     """In time of the processor, which other programs do not take."""
     program = "import time; t = time.process_time(); import meshwright; print(time.process_time() - t)"

@@ -56,7 +56,7 @@ def test_no_layout_for_a_number_of_ranks_is_a_sentence() -> None:
 def test_the_present_host_is_planned_for_by_its_own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """And any power of two of them, or all."""
     monkeypatch.setattr("meshwright.profile.machine.cores", lambda: 12)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("meshwright.profile.machine.gpus", lambda: 0)
     host = present()
     assert host.device.units == 12 and host.count == 12
     assert host.device.peak["fp32"] == pytest.approx(6 * cluster("cpu").device.peak["fp32"])
@@ -77,7 +77,7 @@ def test_the_present_host_is_planned_for_by_its_own_cores(monkeypatch: pytest.Mo
 def test_ranks_that_do_not_fit_on_this_host_together_are_refused_before_they_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("meshwright.profile.machine.gpus", lambda: 0)
     check_room(from_tree(TREE))
     large = from_tree({**TREE, "model": {"preset": "llama3-405b"}, "layout": {"tp": 8, "pp": 2}})
     with pytest.raises(

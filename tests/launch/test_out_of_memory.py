@@ -56,7 +56,7 @@ def test_other_errors_pass() -> None:
 
 
 def test_a_device_that_is_not_known_has_a_sentence_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("meshwright.profile.machine.gpus", lambda: 1)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "Nothing 9000")
     with pytest.raises(UserError, match=r"more\); recompute\.policy = 'full'"), memory_errors_told(SPEC):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

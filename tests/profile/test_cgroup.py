@@ -73,7 +73,7 @@ def test_a_container_has_no_more_memory_than_its_limit(monkeypatch: pytest.Monke
         monkeypatch.setattr(cgroup, "memory_limit", lambda limit=limit: limit)
         assert machine.host_memory() == memory
     spec = from_tree({"data": {"seq_len": 64, "corpus": "synthetic"}, "train": {"batch_tokens": 4096}})
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("meshwright.profile.machine.gpus", lambda: 0)
     with pytest.raises(UserError, match=r"together, but this host or container has 1\.05 MB; "):
         check_room(spec)
 

@@ -41,7 +41,6 @@ from meshwright.api.planning import profile as profile
 from meshwright.api.planning import profile_worker as profile_worker
 from meshwright.api.planning import simulate as simulate
 from meshwright.api.planning import validate as validate
-from meshwright.api.quantisation import RECIPES as RECIPES
 from meshwright.api.quantisation import compare_quantisation as compare_quantisation
 from meshwright.api.quantisation import quantise as quantise
 from meshwright.api.runs import check_start as check_start
@@ -57,3 +56,4 @@ from meshwright.api.weights import merge as merge
 from meshwright.planner.plan import Plan as Plan
 from meshwright.planner.plan import Plans as Plans
 from meshwright.planner.plan import estimate as estimate
+from meshwright.spec.quantisation import RECIPES as RECIPES

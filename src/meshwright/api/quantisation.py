@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from meshwright.api.models import existing, load_hf, load_run
 from meshwright.launch.scratch import scratch_folder
@@ -14,6 +14,7 @@ from meshwright.spec.errors import did_you_mean
 from meshwright.spec.files import read_text
 from meshwright.spec.hf_json import read_json_object
 from meshwright.spec.precision import Quantised
+from meshwright.spec.quantisation import ALGORITHMS, CALIBRATION_TOKENS, RECIPES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from meshwright.spec import RunSpec
 
 Result = dict[str, Any]
-RECIPES: tuple[Quantised, ...] = get_args(Quantised)
-ALGORITHMS = ("rtn", "gptq")
-CALIBRATION_TOKENS = 65_536
 MOST_TEXT = 64 << 20
 """Bytes of a text of calibration that are read."""
 LENGTH, ROWS = 2048, 8

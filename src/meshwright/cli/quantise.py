@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.api.quantisation import ALGORITHMS, CALIBRATION_TOKENS, RECIPES
 from meshwright.cli import output as show
 from meshwright.cli.parser import JSON, Argument, Call, Flag, choice, tokens, verb
 from meshwright.spec import UserError
+from meshwright.spec.quantisation import ALGORITHMS, CALIBRATION_TOKENS, RECIPES
 
 GROUPS = (32, 64, 128)
 WRITES = ("algorithm",)

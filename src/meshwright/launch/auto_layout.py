@@ -21,13 +21,13 @@ from meshwright.units import gigabytes, short
 
 def present() -> Cluster:
     """This machine, by what its GPUs are called, or as a host with so many cores; not measured."""
-    import torch
-
     from meshwright.hardware.catalogue import cluster_of_gpu, host
     from meshwright.profile import machine
 
-    if not torch.cuda.is_available():
+    if not machine.gpus():
         return host(machine.processor(), machine.cores(), machine.host_memory())
+    import torch
+
     name = torch.cuda.get_device_name(0)
     cluster = cluster_of_gpu(name)
     if cluster is None:
@@ -40,11 +40,9 @@ def present() -> Cluster:
 
 def check_room(spec: RunSpec) -> None:
     """Refuse a run whose ranks need more than this host's memory together. Raises `UserError`."""
-    import torch
-
     from meshwright.profile import machine
 
-    if torch.cuda.is_available():  # each rank has a device's memory to itself, and finds out
+    if machine.gpus():  # each rank has a device's memory to itself, and finds out
         return
     layout, room = spec.layout, machine.host_memory()
     each = memory_model(CostModel(present().resized(layout.world_size))).ranks(spec)

@@ -113,11 +113,9 @@ def _whole(given: Mapping[str, str], name: str, default: int = 0) -> int:
 
 def count_devices() -> int:
     """CUDA devices that are visible here, or else the cores that this process may use."""
-    import torch
+    from meshwright.profile.machine import cores, gpus
 
-    from meshwright.profile.machine import cores
-
-    return torch.cuda.device_count() or cores()
+    return gpus() or cores()
 
 
 def sets_layout(tree: Mapping[str, Any], overrides: Overrides = ()) -> bool:
@@ -216,8 +214,8 @@ def init_process_group(place: Worker | None, device_type: str) -> ProcessGroup:
     """Join the world: gloo on the CPU, NCCL on CUDA devices, where hosts talk over the store only.
 
     NCCL's streams have high priority, so that a matrix product that fills the device does not delay messages.
-    Without a `place` the world is this process alone: its store is in its memory, and gloo, which always
-    listens, does so on the loopback interface.
+    Without a `place`, or as the only rank that `meshwright` launched, the world is this process alone: its
+    store is in its memory, and gloo, which always listens, does so on the loopback interface.
     """
     import torch
     import torch.distributed as dist
@@ -234,7 +232,8 @@ def init_process_group(place: Worker | None, device_type: str) -> ProcessGroup:
         backend, device = "nccl", torch.device("cuda", local_rank)
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         torch.cuda.set_device(device)
-    if place is None:
+    if place is None or (place.launched and place.world_size == 1):
+        place = None
         os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         store = dist.HashStore()  # type: ignore[attr-defined]
         world: dict[str, Any] = {"store": store, "rank": 0, "world_size": 1}

@@ -33,8 +33,9 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Te
     queries, keys, values = by_query_head(q, k.shape[2]), _by_key_head(k), _by_key_head(v)
     out = _empty_output(q, v)
     for first, last, seen in _blocks(q, k):
-        probabilities = _probabilities(queries, keys, bias, first, last)
-        _write_queries(out, k, first, last, torch.bmm(probabilities, values[:, :seen]))
+        block = queries[:, :, first:last].flatten(1, 2)
+        probabilities = _probabilities(block, _first(keys, seen), bias, first, last)
+        _write_queries(out, k, first, last, torch.bmm(probabilities, _first(values, seen)))
     return out
 
 
@@ -59,14 +60,15 @@ def _differentiate_in_blocks(
     scale = q.shape[-1] ** -0.5
     for first, last, seen in _blocks(q, k):
         block, block_grad = queries[:, :, first:last].flatten(1, 2), grads[:, :, first:last].flatten(1, 2)
-        probabilities = _probabilities(queries, keys, bias, first, last)
+        seen_keys = _first(keys, seen)
+        probabilities = _probabilities(block, seen_keys, bias, first, last)
         grad_v[:, :seen] += torch.bmm(probabilities.transpose(1, 2), block_grad)
-        grad_probabilities = torch.bmm(block_grad, values[:, :seen].transpose(1, 2))
+        grad_probabilities = torch.bmm(block_grad, _first(values, seen).transpose(1, 2))
         grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, q.dtype)
         del probabilities, grad_probabilities
         grad_k[:, :seen] += torch.bmm(grad_scores.transpose(1, 2), block)
-        _write_queries(grad_q, k, first, last, torch.bmm(grad_scores, keys[:, :seen]).mul_(scale))
-        del grad_scores
+        _write_queries(grad_q, k, first, last, torch.bmm(grad_scores, seen_keys).mul_(scale))
+        del grad_scores, seen_keys
     return grad_q, from_key_head(grad_k.mul_(scale), k), from_key_head(grad_v, v)
 
 
@@ -128,21 +130,27 @@ def _blocks(q: Tensor, k: Tensor) -> Iterator[tuple[int, int, int]]:
         yield first, last, before + last
 
 
-def _probabilities(queries: Tensor, keys: Tensor, bias: Tensor | None, first: int, last: int) -> Tensor:
-    """Softmax of the scores of queries `first` to `last` of (N, G, T, d) on the keys up to the last query's:
-    (N, G * Q, those keys)."""
-    keys = keys[:, : keys.shape[1] - queries.shape[2] + last]
-    queries = queries[:, :, first:last]
-    groups, group, rows, dim = queries.shape
-    scores = queries.new_empty(groups, group * rows, keys.shape[1])
-    scores.baddbmm_(queries.flatten(1, 2), keys.transpose(1, 2), beta=0, alpha=dim**-0.5)
+def _probabilities(block: Tensor, keys: Tensor, bias: Tensor | None, first: int, last: int) -> Tensor:
+    """Softmax of the scores of a block of queries (N, G * Q, d), those from `first` to `last`, on the keys up
+    to the last one's (N, S, d): (N, G * Q, S)."""
+    scores = block.new_empty(*block.shape[:2], keys.shape[1])
+    scores.baddbmm_(block, keys.transpose(1, 2), beta=0, alpha=block.shape[-1] ** -0.5)
+    rows = last - first
     if bias is not None:
         bias = bias[:, :, first:last, : keys.shape[1]]
         scores.view(bias.shape[0], -1, *bias.shape[2:]).add_(bias)
     else:  # the last Q keys are the queries' own positions, the others are all seen
-        later = queries.new_full((rows, rows), float("-inf")).triu_(1)
-        scores.view(groups, group, rows, -1)[..., -rows:].add_(later)
+        later = block.new_full((rows, rows), float("-inf")).triu_(1)
+        scores.view(len(block), -1, rows, keys.shape[1])[..., -rows:].add_(later)
     return torch.softmax(scores, -1)
+
+
+def _first(rows: Tensor, count: int) -> Tensor:
+    """The first rows (N, `count`, d) of (N, S, d), contiguous.
+
+    Else a product of batches copies them itself, and slowly where it takes them transposed.
+    """
+    return rows[:, :count].contiguous()
 
 
 def _by_key_head(k: Tensor) -> Tensor:

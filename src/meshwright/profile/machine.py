@@ -6,20 +6,25 @@ import os
 import platform
 import re
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from statistics import geometric_mean
-
-import torch
+from typing import TYPE_CHECKING
 
 from meshwright.hardware.catalogue import cluster_of_gpu
 from meshwright.hardware.cluster import Device, DeviceKind, Measured, Rates
 from meshwright.profile import cgroup
 
+if TYPE_CHECKING:
+    import torch
+
 Work = tuple[str, float, float]
 """(format, FLOPs, seconds) of a product."""
+_GPU_DRIVERS = "/dev/nvidiactl", "/dev/kfd", "/dev/dxg"
+"""Files of Linux's drivers: NVIDIA's, AMD's, and that of Windows' subsystem."""
 
 
 def host_id() -> str:
@@ -38,6 +43,19 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def gpus() -> int:
+    """GPUs that torch can use here.
+
+    A supervisor asks, for which torch would be its memory and a second of its start: where no driver has left
+    its file, torch is not imported.
+    """
+    if sys.platform == "linux" and not any(Path(file).exists() for file in _GPU_DRIVERS):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def processor() -> str:
     """The name of this host's processor."""
     name = re.search(r"^model name\s*:\s*(.+)$", _text("/proc/cpuinfo"), re.MULTILINE)
@@ -46,6 +64,8 @@ def processor() -> str:
 
 def taken(device: torch.device) -> dict[str, str]:
     """When and on what a measurement was made."""
+    import torch
+
     words = {
         "date": date.today().isoformat(),
         "torch": torch.__version__,
@@ -66,6 +86,8 @@ def device_of(device: torch.device, measured: Measured) -> Device:
     the shapes. On the CPU the whole host is the device, which as many ranks shared as `measured` says; what
     one of them did at best, as many do at once as there are cores.
     """
+    import torch
+
     ranks = measured.ranks if device.type == "cpu" else 1
     at_once = min(ranks, cores())
     peak: dict[str, float] = {}

@@ -63,11 +63,12 @@ class Job:
 class Place:
     """This host's ranks in their world: the number of the first, and where the world's store listens.
 
-    `world_size` None is that of the job; `interface` is the one that ranks listen on.
+    `port` None is that of a world of one rank, which has its store to itself. `world_size` None is that of
+    the job; `interface` is the one that ranks listen on.
     """
 
     address: str
-    port: int
+    port: int | None
     first_rank: int = 0
     world_size: int | None = None
     interface: str = LOOPBACK
@@ -196,8 +197,7 @@ class Generation:
             "WORLD_SIZE": str(place.world_size or self.job.nproc),
             "LOCAL_RANK": str(number),
             "LOCAL_WORLD_SIZE": str(self.job.nproc),
-            "MASTER_ADDR": place.address,
-            "MASTER_PORT": str(place.port),
+            **({} if place.port is None else {"MASTER_ADDR": place.address, "MASTER_PORT": str(place.port)}),
             "GLOO_SOCKET_IFNAME": place.interface,
             "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", place.interface),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # the supervisor holds the store, and rank 0 joins it

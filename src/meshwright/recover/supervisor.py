@@ -106,12 +106,13 @@ class Supervisor:
     def _run_once(self, memory: SharedMemory, began: float, folder: Path, asked: Sequence[int]) -> End:
         """Run one generation, with a new zygote where there is none."""
         tell = self.restarts.tell if self.restarts is not None else None
-        store = listen(HOST)
-        place, known = Place(HOST, store.port), self._step_seconds
+        faults = [self.job.faults.hits.descriptor] if self.job.faults is not None else []
+        # It imports for seconds; so does a store, meanwhile.
+        self._zygote = self._zygote or Zygote(self.job.preload, memory.descriptors + faults)
+        store = listen(HOST) if self.job.nproc > 1 else None
+        place, known = Place(HOST, store and store.port), self._step_seconds
         generation = Generation(self.generation, self.job, place, memory, began, folder, tell, known)
         try:
-            faults = [self.job.faults.hits.descriptor] if self.job.faults is not None else []
-            self._zygote = self._zygote or Zygote(self.job.preload, memory.descriptors + faults)
             return generation.run(self._zygote, asked)
         except ZygoteLostError as error:
             self._close_zygote()
