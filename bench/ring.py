@@ -32,7 +32,7 @@ from meshwright.parallel.context_parallel import zigzag
 from meshwright.parallel.mesh import Mesh, build_mesh
 from meshwright.parallel.precision import DTYPES
 from meshwright.parallel.recompute_cache import RecomputeCache
-from meshwright.parallel.ring_attention import RingAttention
+from meshwright.parallel.ring_attention import KeyParts, RingAttention
 from meshwright.spec import Layout
 
 PROCESSES, HEADS, KV_HEADS, DIM = 2, 8, 4, 64
@@ -58,8 +58,9 @@ def make_side(mesh: Mesh, side: str, whole: list[Tensor]) -> Callable[[], None]:
     seen = attention_intervals(None, tokens, None, own, 1, "cpu")
     *qkv, grad = (x[:, own].contiguous() for x in whole)
     leaves = [x.requires_grad_() for x in qkv]
+    parts = KeyParts(seen, places)
     axis = replace(mesh.context, size=1, rank=0) if side == "one" else mesh.context
-    attention = RingAttention(axis, lambda _: (seen, places), RecomputeCache())
+    attention = RingAttention(axis, lambda _: parts, RecomputeCache())
 
     def run() -> None:
         if side != "one" or rank == 0:

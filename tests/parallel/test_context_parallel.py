@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import product
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -16,14 +16,16 @@ from meshwright.model.attention import attention_mask
 from meshwright.model.attention_cpu import blocked_attention
 from meshwright.model.attention_flash import FLASH
 from meshwright.model.attention_intervals import attention_intervals
-from meshwright.model.partial_attention import make_part
+from meshwright.model.partial_attention import TILES, make_part
 from meshwright.parallel import ring_attention as ring
 from meshwright.parallel.context_parallel import ContextAttention, share, zigzag
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.recompute_cache import RecomputeCache
-from meshwright.spec import Layout
+from meshwright.spec import Layout, RunSpec
 from meshwright.spec.layout import ContextMode, ulysses_ranks
+from meshwright.train.step import Trainer
 from ranks import Ranks
+from small import first_batches, spec_of
 from varlen import exact_kernel
 
 HEADS, DIM = 8, 4
@@ -90,7 +92,7 @@ def sharded(mesh: Mesh, attention: ContextAttention, case: Case) -> list[Tensor]
     inputs = [x.clone().requires_grad_() for x in inputs]
     at = zigzag(case.length, axis.size, axis.rank)
     seen = attention_intervals(case.ids(), case.length, case.window, at, case.batch, "cpu")
-    out = attention(*inputs, seen)
+    out = attention(*inputs, attention.mask(seen))
     out.backward(grad)
     return [out.detach(), *(x.grad for x in inputs if x.grad is not None)]
 
@@ -187,7 +189,7 @@ def sent_bytes(mesh: Mesh, case: Case) -> tuple[dict[Any, float], dict[Any, floa
     inputs = [x.requires_grad_() for x in inputs]
     at = zigzag(case.length, axis.size, axis.rank)
     seen = attention_intervals(case.ids(), case.length, case.window, at, case.batch, "cpu")
-    out = attention(*inputs, seen)
+    out = attention(*inputs, attention.mask(seen))
     forward = dict(mesh.wire.bytes)
     mesh.wire.clear()
     out.backward(grad)
@@ -275,7 +277,7 @@ def kept(mesh: Mesh, case: Case) -> tuple[int, int]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        attention(*inputs, seen)
+        attention(*inputs, attention.mask(seen))
     return sum(storages.values()), case.batch * case.length // axis.size
 
 
@@ -291,10 +293,50 @@ def in_evaluation(mesh: Mesh, case: Case) -> float:
     *inputs, _ = (share(x, axis) for x in case.tensors())
     at = zigzag(case.length, axis.size, axis.rank)
     with torch.no_grad():
-        out = attention(*inputs, attention_intervals(case.ids(), case.length, None, at, case.batch, "cpu"))
+        seen = attention_intervals(case.ids(), case.length, None, at, case.batch, "cpu")
+        out = attention(*inputs, attention.mask(seen))
     return float((out - share(one_device(case, case.dtype)[0], axis)).abs().max())
 
 
 def test_without_gradients(ranks: Ranks) -> None:
     layout = Layout(cp=4, context_mode="ring+ulysses")
     assert max(ranks.run(layout, in_evaluation, Case(3, 4, "random"))) < 1e-13
+
+
+def plans_of_steps(mesh: Mesh, spec: RunSpec) -> list[int]:
+    """How many times the attention to a part of the keys is planned in a step with documents, and in one
+    without."""
+    planned = Mock(side_effect=TILES.plan)
+    eager = patch.object(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    with patch.object(ring, "part_operators", lambda *_: TILES._replace(plan=planned)), eager:
+        trainer = Trainer(spec, mesh)
+        trainer.initialise()
+        (batch,) = first_batches(spec, mesh, 1)
+        counts = []
+        for chance in (0.2, 0.0):
+            documents = torch.rand(batch.documents.shape, generator=torch.Generator().manual_seed(0)) < chance
+            trainer.step(replace(batch, documents=documents.cumsum(1)), 1)
+            counts.append(planned.call_count - sum(counts))
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        ({"layout__cp": 2}, 2),
+        ({"layout__cp": 2, "layout__context_mode": "gather", "recompute__policy": "full"}, 2),
+        ({"layout__cp": 2, "layout__context_mode": "ulysses"}, 1),
+        ({"layout__cp": 4, "layout__context_mode": "ring+ulysses", "model__sliding_window": 5}, 2),
+        ({"layout__cp": 2, "train__compile": "true", "model__sliding_window": 5}, 2),
+        ({"layout__cp": 2, "layout__pp": 2, "layout__schedule": "gpipe"}, 2),
+    ],
+    ids=str,
+)
+def test_a_microbatch_is_planned_once(ranks: Ranks, flags: dict[str, object], parts: int) -> None:
+    """Not in each of its layers, nor again in a backward, nor when a block is recomputed."""
+    base = {
+        "model.vocab_size": 61, "model.layers": 4, "data.corpus": "synthetic", "data.seq_len": 16,
+        "layout.micro_batch": 2, "train.batch_tokens": 16 * 6, "train.steps": 1, "train.warmup_steps": 0,
+    }  # fmt: skip
+    spec = spec_of(base, **flags)
+    assert ranks.run(spec.layout, plans_of_steps, spec) == [[3 * parts, parts]] * spec.layout.world_size

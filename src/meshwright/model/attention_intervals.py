@@ -31,8 +31,6 @@ class AttentionIntervals:
     """True if a window, and not documents alone, bounds the intervals."""
     device: torch.device
     """Device of the queries and keys."""
-    united: AttentionIntervals | None = None
-    """Intervals of the queries of all ranks that exchange heads with this one, if computed already."""
 
     def at(self, positions: Tensor) -> AttentionIntervals:
         """Intervals of the queries at other `positions` (T',), ascending."""

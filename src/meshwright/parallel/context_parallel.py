@@ -29,7 +29,7 @@ the input's format).
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import deque
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -42,7 +42,7 @@ from meshwright.model.hooks import Mask
 from meshwright.parallel.fused_comm_ops import Tensors
 from meshwright.parallel.mesh import Axis, Mesh
 from meshwright.parallel.recompute_cache import RecomputeCache
-from meshwright.parallel.ring_attention import GatherAttention, RingAttention
+from meshwright.parallel.ring_attention import GatherAttention, KeyParts, RingAttention
 from meshwright.parallel.ulysses import Exchange, ExchangeOp
 from meshwright.spec.layout import ContextMode
 
@@ -70,44 +70,51 @@ def share(tensor_BS: Tensor, axis: Axis) -> Tensor:
 
 
 class _Groups:
-    """Positions of the context ranks, and of the groups of neighbours that exchange heads."""
+    """Positions of the context ranks, and of the groups of neighbours that exchange heads.
+
+    Without such an exchange each rank is a group.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self._axis, self.heads = mesh.context, mesh.ulysses
         self._own = mesh.context.rank // mesh.ulysses.size
         self.exchange = lru_cache(self._exchange)
-        self.unions = lru_cache(self._unions)
+        self._unions = lru_cache(self._united)
 
-    def places(self, length: int) -> list[Tensor]:
+    def _places(self, length: int) -> list[Tensor]:
         """Positions (T,) of each context rank in sequences of `length` tokens."""
         return [zigzag(length, self._axis.size, rank) for rank in range(self._axis.size)]
 
     def _exchange(self, local: int) -> Exchange:
         """The exchange of heads in this rank's group, for `local` tokens a rank."""
-        u, places = self.heads.size, self.places(local * self._axis.size)
+        u, places = self.heads.size, self._places(local * self._axis.size)
         return Exchange(self.heads, places[self._own * u : (self._own + 1) * u])
 
-    def _unions(self, length: int) -> list[Tensor]:
+    def _united(self, length: int) -> list[Tensor]:
         """Positions (u T,) of each group together, ascending."""
-        u, places = self.heads.size, self.places(length)
+        u, places = self.heads.size, self._places(length)
         groups = (places[first : first + u] for first in range(0, len(places), u))
         return [torch.cat(group).sort().values for group in groups]
 
-    def attention_of(self, intervals: AttentionIntervals) -> tuple[AttentionIntervals, list[Tensor]]:
-        """Intervals of the queries that this rank computes, and the positions of each part of the keys."""
-        if self.heads.size == 1:
-            return intervals, self.places(intervals.length)
-        unions = self.unions(intervals.length)
-        return intervals.united or intervals.at(unions[self._own]), unions
+    def key_parts(self, whole: Tensor, windowed: bool, device: torch.device) -> KeyParts:
+        """The keys of each group in turn, for the queries of this rank's group; `AttentionIntervals` lists
+        the parameters."""
+        length = whole.shape[1]
+        unions = self._unions(length)
+        own = unions[self._own]
+        return KeyParts(AttentionIntervals(own, whole[:, own], length, whole, windowed, device), unions)
 
 
 class IntervalTensors(NamedTuple):
-    """`AttentionIntervals` as tensors, which a compiled block can take."""
+    """`AttentionIntervals` as a compiled block can take them; the rest follows."""
 
-    positions: Tensor
-    first: Tensor
     whole: Tensor
     windowed: bool
+
+
+_RECENT = 2
+"""Microbatches whose plans are kept. A compiled pipeline may have more in flight: it then plans each of them
+once for its forward and once for its backward."""
 
 
 class ContextAttention:
@@ -121,40 +128,44 @@ class ContextAttention:
         self._groups, self._cache, self._device = _Groups(mesh), cache, mesh.context.device
         self._make = GatherAttention if mode == "gather" else RingAttention
         self._axis = mesh.context if mode == "gather" else mesh.ring
-        self._operators = [self._make(self._axis, partial(self._intervals, w), None) for w in (False, True)]
+        self._compiled = [self._make(self._axis, partial(self._parts_of, w), None) for w in (False, True)]
+        self._recent: deque[KeyParts] = deque(maxlen=_RECENT)
         self._to_heads = ExchangeOp(mesh.ulysses, self._groups.exchange, True, cache)
         self._to_tokens = ExchangeOp(mesh.ulysses, self._groups.exchange, False, cache)
 
     def __call__(
-        self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask: AttentionIntervals | IntervalTensors
+        self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask: KeyParts | IntervalTensors
     ) -> Tensor:
-        """(B, T, H, d) for the queries of `mask`, whose positions are those of `zigzag`."""
+        """(B, T, H, d) for queries whose positions are those of `zigzag`; `mask` is what `mask` returns."""
         tensors: list[Tensor] = []
         if isinstance(mask, IntervalTensors):
-            *tensors, windowed = mask
-            attend = self._operators[windowed]
+            tensors, attend = [mask.whole], self._compiled[mask.windowed]
         else:
-            attended = self._groups.attention_of(mask)
-            attend = self._make(self._axis, lambda _: attended, self._cache)
+            parts = mask
+            attend = self._make(self._axis, lambda _: parts, self._cache)
         if self._groups.heads.size == 1:
             return attend(q_BTHd, k_BTKd, v_BTKd, *tensors)[0]
         q, k, v = self._to_heads(q_BTHd, k_BTKd, v_BTKd)
         return self._to_tokens(attend(q, k, v, *tensors)[0])[0]
 
-    def mask(self, intervals: AttentionIntervals) -> AttentionIntervals | IntervalTensors:
-        """`intervals` together with those of the ranks that exchange heads, once for all layers; their
-        tensors for a compiled block."""
+    def mask(self, intervals: AttentionIntervals) -> KeyParts | IntervalTensors:
+        """The plans that all layers of a microbatch have in common; tensors for compiled blocks."""
         if self._cache is None:
-            return IntervalTensors(intervals.positions, intervals.first, intervals.whole, intervals.windowed)
-        if self._groups.heads.size == 1:
-            return intervals
-        return replace(intervals, united=self._groups.attention_of(intervals)[0])
+            return IntervalTensors(intervals.whole, intervals.windowed)
+        return self._parts_of(intervals.windowed, [intervals.whole])
 
-    def _intervals(self, windowed: bool, tensors: Tensors) -> tuple[AttentionIntervals, list[Tensor]]:
-        positions, first, whole = tensors
-        return self._groups.attention_of(
-            AttentionIntervals(positions, first, whole.shape[1], whole, windowed, self._device)
-        )
+    def _parts_of(self, windowed: bool, tensors: Tensors) -> KeyParts:
+        """The keys of each group in turn, for the queries of this rank's; planned already if met lately.
+
+        Intervals are compared by their values: microbatches without documents have the same, and a compiler
+        need not hand on the tensor that it was given.
+        """
+        (whole,) = tensors
+        for parts in self._recent:
+            if parts.intervals.windowed == windowed and torch.equal(parts.intervals.whole, whole):
+                return parts
+        self._recent.append(self._groups.key_parts(whole, windowed, self._device))
+        return self._recent[-1]
 
 
 def context_parallel_hooks(
@@ -170,7 +181,7 @@ def context_parallel_hooks(
 
     def mask(
         queries: int, _keys: int, window: int | None, documents_BS: Tensor | None, like: Tensor, _dim: int
-    ) -> AttentionIntervals | IntervalTensors:
+    ) -> KeyParts | IntervalTensors:
         length = queries * axis.size
         positions = zigzag(length, axis.size, axis.rank)
         intervals = attention_intervals(documents_BS, length, window, positions, len(like), like.device)

@@ -15,6 +15,7 @@ from torch import Tensor
 from meshwright.model.attention_flash import part_operators
 from meshwright.model.attention_intervals import AttentionIntervals
 from meshwright.model.partial_attention import (
+    PartOperators,
     by_key_head,
     by_query_head,
     empty_result,
@@ -30,18 +31,35 @@ Blocks = Iterable[tuple[Tensor, Any]]
 """(keys and values (2, N, S, d), the plan of the attention to them) of one rank after another."""
 
 
+class KeyParts:
+    """The parts in which keys come to a rank's queries, with plans of the attention to them.
+
+    Planning takes the host as long as many kernels take a device, so layers and their backwards have the
+    plans of a microbatch in common.
+    """
+
+    def __init__(self, intervals: AttentionIntervals, positions: Sequence[Tensor]) -> None:
+        """`intervals` are those of the queries; `positions` (S,), ascending, those of each part's keys."""
+        self.intervals, self._positions = intervals, positions
+        self._plans: dict[tuple[PartOperators, int, int], list[Any]] = {}
+
+    def plans(self, operators: PartOperators, kv_heads: int, group: int) -> list[Any]:
+        """The plan of each part for `group` query heads a key-value head, made when first asked for."""
+        key = operators, kv_heads, group
+        if key not in self._plans:
+            arguments = ((self.intervals, keys_at, kv_heads, group) for keys_at in self._positions)
+            self._plans[key] = [operators.plan(*each) for each in arguments]
+        return self._plans[key]
+
+
 class _Queries:
     """A rank's queries, which attend to keys and values block by block."""
 
-    def __init__(self, q: Tensor, k: Tensor, intervals: AttentionIntervals) -> None:
-        self._like, self._kv_heads, self._intervals = q, k.shape[2], intervals
-        self._operators = part_operators(q, intervals)
+    def __init__(self, q: Tensor, k: Tensor, parts: KeyParts) -> None:
+        self._like, self._kv_heads = q, k.shape[2]
+        self._operators = part_operators(q, parts.intervals)
         self._q = by_query_head(q, self._kv_heads)
-
-    def plans(self, places: Sequence[Tensor]) -> list[Any]:
-        """Plans of the attention to keys at each of these positions (S,)."""
-        group = self._q.shape[1]
-        return [self._operators.plan(self._intervals, keys_at, self._kv_heads, group) for keys_at in places]
+        self.plans = parts.plans(self._operators, self._kv_heads, self._q.shape[1])
 
     def attend(self, blocks: Blocks) -> tuple[Tensor, Tensor]:
         """The output (B, T, H, d) and its log-sum-exp (N, G, T)."""
@@ -68,8 +86,8 @@ class _Queries:
 class _ContextAttentionOp(FusedCommOp):
     """Attention of q (B, T, H, d), k and v (B, T, K, d) to keys of all ranks of an axis: out (B, T, H, d).
 
-    Further inputs are the tensors from which `intervals` makes what the queries attend to, and the positions
-    (T,) that each rank holds. The other results are saved for the backward.
+    `parts` gives what the queries attend to from the further inputs, which only a compiled block has. The
+    results but the first are saved for the backward.
     """
 
     kind = "attention"
@@ -78,11 +96,11 @@ class _ContextAttentionOp(FusedCommOp):
     def __init__(
         self,
         axis: Axis,
-        intervals: Callable[[Tensors], tuple[AttentionIntervals, Sequence[Tensor]]],
+        parts: Callable[[Tensors], KeyParts],
         cache: RecomputeCache | None,
     ) -> None:
         super().__init__(cache)
-        self._axis, self._intervals = axis, intervals
+        self._axis, self._parts = axis, parts
 
     def results_like(self, inputs: Tensors) -> Tensors:
         q, k, *_ = inputs
@@ -98,18 +116,16 @@ class RingAttention(_ContextAttentionOp):
 
     def forward(self, inputs: Tensors) -> Tensors:
         q, k, v, *rest = inputs
-        intervals, places = self._intervals(rest)
-        queries = _Queries(q, k, intervals)
-        return queries.attend(self._arriving(by_key_head(k, v), queries.plans(places)))
+        queries = _Queries(q, k, self._parts(rest))
+        return queries.attend(self._arriving(by_key_head(k, v), queries.plans))
 
     def keep(self, inputs: Tensors, results: Tensors) -> Tensors:
         return [*inputs[:3], *results, *inputs[3:]]
 
     def backward(self, saved: Tensors, grads: Tensors, parameters: Parameters = ()) -> Tensors:
         q, k, v, out, lse, *rest = saved
-        intervals, places = self._intervals(rest)
-        queries = _Queries(q, k, intervals)
-        blocks = self._arriving(by_key_head(k, v), queries.plans(places))
+        queries = _Queries(q, k, self._parts(rest))
+        blocks = self._arriving(by_key_head(k, v), queries.plans)
         total: Tensor | None = None
         arriving: Pending = DONE
         for grad_kv in queries.differentiate(grads[0], out, lse, blocks):
@@ -144,11 +160,10 @@ class GatherAttention(_ContextAttentionOp):
 
     def forward(self, inputs: Tensors) -> Tensors:
         q, k, v, *rest = inputs
-        intervals, places = self._intervals(rest)
-        queries, kv = _Queries(q, k, intervals), by_key_head(k, v)
+        queries, kv = _Queries(q, k, self._parts(rest)), by_key_head(k, v)
         blocks = kv.new_empty(self._axis.size, *kv.shape)
         start_all_gather(blocks.view(-1), kv.view(-1), self._axis).wait()
-        return *queries.attend(zip(blocks, queries.plans(places), strict=True)), blocks
+        return *queries.attend(zip(blocks, queries.plans, strict=True)), blocks
 
     def keep(self, inputs: Tensors, results: Tensors) -> Tensors:
         out, lse, blocks = results
@@ -156,9 +171,8 @@ class GatherAttention(_ContextAttentionOp):
 
     def backward(self, saved: Tensors, grads: Tensors, parameters: Parameters = ()) -> Tensors:
         q, k, blocks, out, lse, *rest = saved
-        intervals, places = self._intervals(rest)
-        queries = _Queries(q, k, intervals)
-        parts = zip(blocks, queries.plans(places), strict=True)
+        queries = _Queries(q, k, self._parts(rest))
+        parts = zip(blocks, queries.plans, strict=True)
         grad_blocks = torch.stack(list(queries.differentiate(grads[0], out, lse, parts)))
         total = torch.empty_like(grad_blocks[0])
         start_reduce_scatter(total.view(-1), grad_blocks.view(-1), self._axis).wait()

@@ -43,7 +43,7 @@ class Activations:
     by_block: tuple[int, ...]
     """Kept by each block."""
     shared: int
-    """Kept once for all blocks: rotary tables, the mask of visible keys."""
+    """Kept once for all blocks: rotary tables, the mask of visible keys or the plans of context ranks."""
     embed: int
     """Kept for the embedding: which tokens' rows are on this rank."""
     host: int
@@ -122,7 +122,7 @@ def activations(spec: RunSpec, cpu: bool = True) -> Activations:
     peaks = backward_peaks(s, last)
     return Activations(
         by_block,
-        shared=b * (tables + _mask(spec)),
+        shared=b * (tables + _mask(spec)) + (8 * (spec.micro_batch + 1) * length if layout.cp > 1 else 0),
         embed=9 * s.tokens if layout.tp > 1 else 0,
         host=8 * spec.micro_batch * (length + length // layout.cp) if layout.cp > 1 else 0,
         head=b * (s.stream + s.whole) + s.numbers(1, s.own) + exact * s.rows * model.hidden,
