@@ -53,7 +53,7 @@ def _forward(
     exact = torch.promote_types(q.dtype, torch.float32)
     out, lse = torch.full_like(q, torch.nan), q.new_full((q.shape[1], q.shape[0]), torch.nan, dtype=exact)
     for queries, keys in _sequences(q, k, query_ends, key_ends, most_queries, most_keys):
-        scores = _scores(q[queries], k[keys], causal, window)
+        scores = _scores(q[queries], k[keys], most_keys, causal, window)
         lse[:, queries] = scores.logsumexp(-1)
         out[queries] = torch.einsum("hnm,mhd->nhd", scores.softmax(-1), _each_head(v[keys], q)).to(q.dtype)
     return out, lse
@@ -79,7 +79,7 @@ def _backward(
     group, scale = q.shape[1] // k.shape[1], q.shape[2] ** -0.5
     delta = (grad * out).sum(-1).t()
     for queries, keys in _sequences(q, k, query_ends, key_ends, most_queries, most_keys):
-        p = (_scores(q[queries], k[keys], causal, window) - lse[:, queries].unsqueeze(-1)).exp()
+        p = (_scores(q[queries], k[keys], most_keys, causal, window) - lse[:, queries].unsqueeze(-1)).exp()
         of_p = torch.einsum("nhd,mhd->hnm", grad[queries].to(p.dtype), _each_head(v[keys], q))
         of_scores = p * (of_p - delta[:, queries].unsqueeze(-1)) * scale
         grad_q[queries] = torch.einsum("hnm,mhd->nhd", of_scores, _each_head(k[keys], q)).to(q.dtype)
@@ -103,19 +103,28 @@ def _sequences(
         yield queries, keys
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, window: int | None) -> Tensor:
-    """(H, n, m) of one sequence, in fp32 at least."""
+def _scores(q: Tensor, k: Tensor, most_keys: int, causal: bool, window: int | None) -> Tensor:
+    """(H, n, m) of one sequence, in fp32 at least. Query i sees the keys from i + m - n - left to
+    i + m - n + right; the kernel takes the most keys for a right limit that is missing where there is a left
+    one."""
     exact = torch.promote_types(q.dtype, torch.float32)
     scores = torch.einsum("nhd,mhd->hnm", q.to(exact), _each_head(k, q)) * q.shape[2] ** -0.5
-    at = torch.arange(len(q)).unsqueeze(1) + len(k) - len(q)
-    other = torch.arange(len(k))
-    hidden = torch.zeros(len(q), len(k), dtype=torch.bool)
+    return scores.masked_fill(~seen_by_kernel(len(q), len(k), most_keys, causal, window), -torch.inf)
+
+
+def seen_by_kernel(queries: int, keys: int, most_keys: int, causal: bool, window: int | None) -> Tensor:
+    """(queries, keys) of whether a query of a sequence sees a key."""
+    at = torch.arange(queries).unsqueeze(1) + keys - queries
+    other = torch.arange(keys)
+    seen = torch.ones(queries, keys, dtype=torch.bool)
     if causal:
-        assert len(q) <= len(k)
-        hidden |= other > at
+        assert queries <= keys
+        seen &= other <= at
     if window is not None:
-        hidden |= other <= at - window
-    return scores.masked_fill(hidden, -torch.inf)
+        seen &= other >= at - (window - 1)
+        if not causal:
+            seen &= other <= at + most_keys
+    return seen
 
 
 def _each_head(k: Tensor, q: Tensor) -> Tensor:

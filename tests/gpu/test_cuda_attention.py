@@ -73,16 +73,19 @@ def test_packed_is_as_close_as_the_mask(
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("window", [None, 1, 70, 300])
 @pytest.mark.parametrize("chance", [None, 0.01, 0.3, 1.0])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_parts_are_those_of_tiles(ranks: int, chance: float | None, kv_heads: int) -> None:
+def test_parts_are_those_of_tiles(
+    ranks: int, chance: float | None, window: int | None, kv_heads: int
+) -> None:
     """Flash attention in bf16 against tiles in fp32, on every rank's queries."""
     inputs = draw(kv_heads, 64)
     places = [zigzag(LENGTH, ranks, rank) for rank in range(ranks)]
     for at in places:
-        seen = attention_intervals(documents_of(chance), LENGTH, None, at, 2, "cuda")
-        assert part_operators(inputs[0], seen) is FLASH
-        assert part_operators(inputs[0].float(), seen) is TILES
+        seen = attention_intervals(documents_of(chance), LENGTH, window, at, 2, "cuda")
+        assert part_operators(inputs[0]) is FLASH
+        assert part_operators(inputs[0].float()) is TILES
         found = in_parts(FLASH, *inputs, seen, places)
         exact = in_parts(TILES, *(x.float() for x in inputs), seen, places)
         assert max(errors(found, exact)) <= 0.02, errors(found, exact)

@@ -5,6 +5,7 @@ The kernel itself runs on CUDA only (tests/gpu); here an exact one stands in for
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -20,7 +21,6 @@ from test_partial_attention import (
     deal,
     documents_of,
     draw,
-    part_of,
     visible,
     whole_softmax,
 )
@@ -32,6 +32,8 @@ from meshwright.model.attention_flash import (
     FLASH,
     FlashPart,
     Packed,
+    Rows,
+    _tokens,
     flash_takes,
     make_flash_part,
     pack,
@@ -48,7 +50,7 @@ from meshwright.model.partial_attention import (
     empty_result,
 )
 from meshwright.parallel.context_parallel import zigzag
-from varlen import exact_kernel, in_parts
+from varlen import exact_kernel, in_parts, seen_by_kernel
 
 problems = st.fixed_dictionaries(
     {
@@ -56,6 +58,7 @@ problems = st.fixed_dictionaries(
         "ranks": st.integers(1, 5),
         "union": st.integers(1, 3),
         "batch": st.integers(1, 3),
+        "window": st.one_of(st.none(), st.integers(1, 40)),
         "chance": st.sampled_from([None, 0.0, 0.02, 0.1, 0.5, 1.0]),
         "dealt": st.booleans(),
         "seed": st.integers(0, 2**31),
@@ -75,39 +78,49 @@ def places_of(problem: dict[str, int]) -> tuple[int, list[Tensor]]:
     return length, [torch.cat(group).sort().values for group in groups]
 
 
+def rows_of(at: Rows, batch: int) -> tuple[Tensor, Tensor]:
+    """(row of the batch, row in it) of each place."""
+    row, place = at
+    if isinstance(row, Tensor) and isinstance(place, Tensor):
+        return row, place
+    assert isinstance(place, slice) and row == slice(None)
+    within = torch.arange(place.start, place.stop)
+    return torch.arange(batch).repeat_interleave(len(within)), within.repeat(batch)
+
+
 def pairs(part: FlashPart, queries: int, keys: int) -> Tensor:
     """(B, T, S): how often the runs of a part compute each pair."""
     count = torch.zeros(part.batch, queries, keys, dtype=torch.int64)
     for run in part.runs:
-        query_ends, key_ends, most_queries, most_keys, causal, _ = run.bounds
+        query_ends, key_ends, most_queries, most_keys, causal, window = run.bounds
         assert len(query_ends) == len(key_ends) and query_ends.dtype == key_ends.dtype == torch.int32
+        of_queries, of_keys = rows_of(run.queries, part.batch), rows_of(run.keys, part.batch)
         for (first, last), (left, right) in zip(pairwise(query_ends), pairwise(key_ends), strict=True):
-            seen = torch.ones(int(last - first), int(right - left), dtype=torch.int64)
-            assert seen.numel() and seen.shape[0] <= most_queries and seen.shape[1] <= most_keys
-            if causal:  # aligned at the last query and the last key, where each query sees some
-                seen.tril_(seen.shape[1] - seen.shape[0])
-                assert bool(seen.any(1).all())
-            row, query = (x[first:last] for x in run.queries)
-            other, key = (x[left:right] for x in run.keys)
+            assert 0 < last - first <= most_queries and 0 < right - left <= most_keys
+            seen = seen_by_kernel(int(last - first), int(right - left), most_keys, causal, window)
+            assert bool(seen.any(1).all())
+            row, query = (x[first:last] for x in of_queries)
+            other, key = (x[left:right] for x in of_keys)
             assert bool((row == row[0]).all()) and bool((other == row[0]).all())
-            count[row[0], query.unsqueeze(1), key] += seen
+            count[row[0], query.unsqueeze(1), key] += seen.long()
     return count
 
 
 @given(problems)
-@settings(max_examples=120)
+@settings(max_examples=200)
 def test_runs_hold_each_visible_pair_once(problem: dict[str, int]) -> None:
     length, pieces = places_of(problem)
     documents = documents_of(length, problem["batch"], problem["chance"], problem["seed"])
     for at in pieces:
-        seen = attention_intervals(documents, length, None, at, problem["batch"], "cpu")
+        seen = attention_intervals(documents, length, problem["window"], at, problem["batch"], "cpu")
         for keys_at in pieces:
             part = make_flash_part(seen, keys_at, KV_HEADS, GROUP)
             assert torch.equal(pairs(part, len(at), len(keys_at)), visible(seen, keys_at).long())
-            rows = [row * len(at) + query for row, query in (run.queries for run in part.runs)]
+            places = (rows_of(run.queries, part.batch) for run in part.runs)
+            rows = [row * len(at) + query for row, query in places]
             taken = torch.cat([torch.zeros(0, dtype=torch.int64), *rows])
             assert len(taken.unique()) == len(taken)
-            assert len(part.runs) <= 2
+            assert problem["window"] is not None or len(part.runs) <= 2
 
 
 def test_sequences_are_few() -> None:
@@ -123,15 +136,46 @@ def test_sequences_are_few() -> None:
                 assert sum(len(run.bounds[0]) - 1 for run in runs) <= 2 * most
 
 
+def test_causal_attention_and_documents_take_no_index() -> None:
+    """Queries and keys of a part are ranges of the rows: nothing is gathered, and one row is not copied."""
+    length, ranks = 4096, 4
+    documents = (torch.arange(length) // 1000).expand(2, length)
+    places = [zigzag(length, ranks, rank) for rank in range(ranks)]
+    indexed = Counter[str]()
+    for name, ids in (("causal", None), ("documents", documents)):
+        for at in places:
+            seen = attention_intervals(ids, length, None, at, 2, "cpu")
+            for keys_at in places:
+                runs = make_flash_part(seen, keys_at, KV_HEADS, GROUP).runs
+                places_of_runs = [each for run in runs for each in (run.queries, run.keys)]
+                indexed[name] += sum(isinstance(row, Tensor) for row, _ in places_of_runs)
+    assert indexed["causal"] == 0 and indexed["documents"] <= 4, indexed
+    q = by_query_head(draw(1, 8, 0)[0], KV_HEADS)
+    assert _tokens(q, 1, (slice(None), slice(2, 6))).data_ptr() == q[:, :, 2:].data_ptr()
+
+
+@pytest.mark.parametrize("window", [1, 100, 512, 700, 4000])
+def test_a_window_is_few_calls(window: int) -> None:
+    """One for each width, of which a part has as many as pairs of chunks that a window crosses."""
+    length, ranks = 4096, 4
+    documents = (torch.arange(length) // 1000).expand(2, length)
+    places = [zigzag(length, ranks, rank) for rank in range(ranks)]
+    for ids in (None, documents):
+        for at in places:
+            seen = attention_intervals(ids, length, window, at, 2, "cpu")
+            for keys_at in places:
+                assert len(make_flash_part(seen, keys_at, KV_HEADS, GROUP).runs) <= 4
+
+
 @pytest.mark.parametrize("loud", [1.0, 200.0])
 def test_parts_add_up_to_the_whole(loud: float) -> None:
     @given(problems)
-    @settings(max_examples=25)
+    @settings(max_examples=40)
     def check(problem: dict[str, int]) -> None:
         length, pieces = places_of(problem)
-        batch = problem["batch"]
+        batch, window = problem["batch"], problem["window"]
         documents = documents_of(length, batch, problem["chance"], problem["seed"])
-        seen = attention_intervals(documents, length, None, torch.arange(length), batch, "cpu")
+        seen = attention_intervals(documents, length, window, torch.arange(length), batch, "cpu")
         *qkv, grad = draw(batch, length, problem["seed"], loud)
         leaves = [x.clone().requires_grad_() for x in qkv]
         out, lse = whole_softmax(*leaves, seen)
@@ -167,16 +211,10 @@ def test_what_has_no_keys_has_no_runs() -> None:
         assert grads.shape == kv.shape and bool((grads == 0).all())
 
 
-def test_windows_and_what_the_kernel_does_not_take_stay_with_tiles() -> None:
-    at = torch.arange(32)
-    windowed, free = (attention_intervals(None, 32, window, at, 1, "cpu") for window in (8, 32))
-    assert windowed.windowed and windowed.at(at[4:]).windowed and not free.windowed
-    with pytest.raises(ValueError, match="window"):
-        make_flash_part(windowed, at, KV_HEADS, GROUP)
-    assert part_of(windowed, 0, 32).tiles
+def test_what_the_kernel_does_not_take_stays_with_tiles() -> None:
     with torch.device("meta"):
         q = torch.empty(1, 32, HEADS, 64, dtype=torch.bfloat16)
-    assert part_operators(q, free) is TILES and not flash_takes(q, 64)
+    assert part_operators(q) is TILES and not flash_takes(q, 64)
 
 
 def packed_of(documents: Tensor | None, length: int, window: int | None) -> Packed:

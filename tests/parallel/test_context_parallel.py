@@ -156,7 +156,7 @@ def test_equals_one_device(ranks: Ranks, mode: ContextMode, n: int) -> None:
 
 def difference_in_runs(mesh: Mesh, case: Case) -> float:
     """Ring attention on the sequences that flash attention takes on CUDA, with an exact kernel for them."""
-    with patch.object(ring, "part_operators", lambda _q, _sight: FLASH), exact_kernel() as calls:
+    with patch.object(ring, "part_operators", lambda _q: FLASH), exact_kernel() as calls:
         found = difference(mesh, case)
     assert calls["forward"] and calls["backward"]
     return found
@@ -165,8 +165,8 @@ def difference_in_runs(mesh: Mesh, case: Case) -> float:
 @pytest.mark.parametrize(("mode", "n"), [(mode, n) for mode, n in CASES if n in (2, 4)])
 def test_runs_of_sequences_equal_one_device(ranks: Ranks, mode: ContextMode, n: int) -> None:
     documents = ("none", "random", "tokens", "crossing")
-    for seed, (kv_heads, kind) in enumerate(product((4, 8), documents)):
-        case = Case(seed, kv_heads, kind, length=48)
+    for seed, (kv_heads, kind, window) in enumerate(product((4, 8), documents, (None, 1, 11, 30))):
+        case = Case(seed, kv_heads, kind, window, length=48)
         assert max(ranks.run(Layout(cp=n, context_mode=mode), difference_in_runs, case)) <= 1e-12, case
 
 
@@ -308,7 +308,7 @@ def plans_of_steps(mesh: Mesh, spec: RunSpec) -> list[int]:
     without."""
     planned = Mock(side_effect=TILES.plan)
     eager = patch.object(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    with patch.object(ring, "part_operators", lambda *_: TILES._replace(plan=planned)), eager:
+    with patch.object(ring, "part_operators", lambda _: TILES._replace(plan=planned)), eager:
         trainer = Trainer(spec, mesh)
         trainer.initialise()
         (batch,) = first_batches(spec, mesh, 1)

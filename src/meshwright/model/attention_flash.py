@@ -2,10 +2,11 @@
 
 The kernel takes sequences laid end to end, each with its own run of keys. That is enough for packed documents
 with a sliding window on one device (`pack`), and for a part of the keys under context parallelism
-(`FLASH`): what a query sees of a part is an interval of the part's rows, and consecutive queries see
-either the same interval or one that grows by a key each, which is a causal mask aligned at its last corner.
-So a part is two calls, and a query is in one sequence of one of them. Windows over parts do not decompose so;
-they stay with tiles, as do formats that the kernel does not take.
+(`FLASH`): what a query sees of a part is an interval of the part's rows, and from one query to the next its
+end stays or moves on by a key, which is no mask or a causal one, aligned at the last corner. So does its
+begin where a window bounds it, which is the kernel's window, aligned there, too. So a part is two calls and
+with a window one more for each width of what the last query of a sequence sees; a query is in one sequence
+of one of them. Formats that the kernel does not take stay with tiles.
 
 Why not FlexAttention: outside torch.compile, under a selective recompute policy, it is not compiled but
 materialises all scores; an operator of its own is saved by name, with and without compile, and its
@@ -17,8 +18,9 @@ n queries and m keys of all sequences of a call.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +58,8 @@ def varlen_attention(
 
     Sequence i has the queries from `query_ends[i]` to `query_ends[i + 1]` (int32) and the keys likewise, of
     each at least one and at most `most_queries` and `most_keys`. Causal: its last query sees its last key,
-    each one before sees one less, and, with `window`, the last `window` of those.
+    each one before sees one less. With `window`, of n queries and m keys query i sees those from
+    i + m - n - window + 1 on: the last `window` of those up to its own, if causal.
     """
     ends = query_ends, key_ends, most_queries, most_keys
     limits = _limits(causal, window)
@@ -177,8 +180,8 @@ def packed_attention(q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, packed: Pac
 
 # A part of the keys ---------------------------------------------------------------------------------
 
-Rows = tuple[Tensor, Tensor]
-"""(row of the batch, row in it) of each place, int64."""
+Rows = tuple[Tensor, Tensor] | tuple[slice, slice]
+"""(row of the batch, row in it) of each place, int64; slices where the places are a range of every row."""
 
 
 class FlashCall(NamedTuple):
@@ -188,8 +191,8 @@ class FlashCall(NamedTuple):
     """No query twice."""
     keys: Rows
     """A key once for each sequence that sees it."""
-    bounds: tuple[Tensor, Tensor, int, int, bool, None]
-    """Arguments of `varlen_attention` after q, k and v, without a window."""
+    bounds: tuple[Tensor, Tensor, int, int, bool, int | None]
+    """Arguments of `varlen_attention` after q, k and v."""
 
 
 @dataclass(frozen=True)
@@ -203,46 +206,88 @@ class FlashPart:
 def make_flash_part(intervals: AttentionIntervals, keys_at: Tensor, _kv_heads: int, _group: int) -> FlashPart:
     """Plan the attention of the queries of `intervals` to keys at places `keys_at` (S,), rising, on the CPU.
 
-    A sequence is a run of queries whose intervals of the part's rows begin at one row, and end either at one
-    row, too (all is seen), or each a row later than the one before (causal).
+    A sequence is a run of queries whose intervals of the part's rows end either at one row or each a row
+    later than the one before (causal), and begin at one row, from some query on perhaps each a row later.
+    Then what the last query sees is as wide as the window.
     """
-    if intervals.windowed:
-        raise ValueError("a window does not decompose into sequences")
     low = torch.searchsorted(keys_at, intervals.first.contiguous())
     high = torch.searchsorted(keys_at, intervals.positions, right=True).expand_as(low)
-    row, first = torch.nonzero(_begins(low, high)).unbind(1)
+    row, first = torch.nonzero(_begins(low, high, intervals.is_longest)).unbind(1)
     count = torch.cat([row * low.shape[1] + first, torch.tensor([low.numel()])]).diff()
-    left, right = low[row, first], high[row, first + count - 1]
+    last = first + count - 1
+    left, right = low[row, first], high[row, last]
     causal = right != high[row, first]
-    table = torch.stack([row, first, count, left, right - left], 1)
-    seen = right > left
-    kinds = [(table[seen & ~causal], False), (table[seen & causal], True)]
-    return FlashPart(tuple(_run(some, kind, intervals.device) for some, kind in kinds if len(some)), len(low))
+    window = torch.where(low[row, last] > left, right - low[row, last], _NO_WINDOW)
+    table = torch.stack([row, first, count, left, right - left, window], 1)
+    runs: list[FlashCall] = []
+    for kind in (False, True):
+        some = table[(right > left) & (causal == kind)]
+        for width, rows in _by_window(some):
+            runs.append(_run(rows, kind, width or None, len(low), intervals.device))
+    return FlashPart(tuple(runs), len(low))
 
 
-def _begins(low: Tensor, high: Tensor) -> Tensor:
-    """(B, T) of whether a sequence begins at this query: here it changes how the intervals move on."""
-    grows, seen = high.diff(dim=1), high > low
-    ends = (low.diff(dim=1) != 0) | (grows < 0) | (grows > 1) | (seen[:, 1:] != seen[:, :-1])
+_NO_WINDOW = 0
+
+
+def _begins(low: Tensor, high: Tensor, is_longest: Tensor) -> Tensor:
+    """(B, T) of whether a sequence begins at this query: here it changes how the intervals move on.
+
+    Where documents and not the window let them begin a row later, so that each would be a call of its own,
+    a sequence begins, too.
+    """
+    slides, grows, seen = low.diff(dim=1), high.diff(dim=1), high > low
+    windowed = is_longest[:, 1:] & is_longest[:, :-1]
+    ends = (slides > windowed) | (grows > 1) | (seen[:, 1:] != seen[:, :-1])
     begins = F.pad(ends, (1, 0), value=True)
     within = ~(ends[:, 1:] | ends[:, :-1])
-    begins[:, 2:] |= within & (grows[:, 1:] != grows[:, :-1])
+    begins[:, 2:] |= within & ((grows[:, 1:] != grows[:, :-1]) | (slides[:, 1:] < slides[:, :-1]))
     return begins
 
 
-def _run(table: Tensor, causal: bool, device: torch.device) -> FlashCall:
+def _by_window(table: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(window, sequences (n, 5)) of each call, of sequences (n, 6) whose last column is the window.
+
+    The widest window takes the sequences without one in which it hides nothing.
+    """
+    keys, window = table[:, 4], table[:, 5]
+    if len(table):
+        widest = window.max()
+        window = torch.where((window == _NO_WINDOW) & (keys <= widest), widest, window)
+    for width in window.unique().tolist():
+        yield width, table[window == width, :5]
+
+
+def _run(table: Tensor, causal: bool, window: int | None, batch: int, device: torch.device) -> FlashCall:
     """The run of sequences (batch row, first query, queries, first key, keys), (number of sequences, 5)."""
-    longest, totals = table.amax(0).tolist(), table.sum(0).tolist()
+    longest = table.amax(0).tolist()
+    if window is not None and not causal:
+        # The kernel sets a missing limit on the right to the most keys, and counts it from the diagonal.
+        longest[4] = max(longest[2], longest[4])
+    ranges = [_range(table[:, (0, *columns)], batch) for columns in ((1, 2), (3, 4))]
+    totals = table.sum(0).tolist()
     row, query, queries, key, keys = _to(table.t().contiguous(), device)
     query_ends, key_ends = (F.pad(counts.cumsum(0), (1, 0)).int() for counts in (queries, keys))
     return FlashCall(
-        _spread(row, query, queries, totals[2]),
-        _spread(row, key, keys, totals[4]),
-        (query_ends, key_ends, _bound(longest[2]), _bound(longest[4]), causal, None),
+        ranges[0] or _spread(row, query, queries, totals[2]),
+        ranges[1] or _spread(row, key, keys, totals[4]),
+        (query_ends, key_ends, _bound(longest[2]), _bound(longest[4]), causal, window),
     )
 
 
-def _spread(row: Tensor, first: Tensor, counts: Tensor, total: int) -> Rows:
+def _range(table: Tensor, batch: int) -> tuple[slice, slice] | None:
+    """The range that pieces (batch row, first, count) fill in all rows alike, one after another, if any."""
+    row, first, count = table.unbind(1)
+    begins = F.pad(row.diff() != 0, (1, 0), value=True)
+    ends = begins.roll(-1)
+    if not bool((begins[1:] | (first[1:] == (first + count)[:-1])).all()):
+        return None
+    lefts, rights = first[begins].tolist(), (first + count)[ends].tolist()
+    alike = len(lefts) == batch and len({*zip(lefts, rights, strict=True)}) == 1
+    return (slice(None), slice(lefts[0], rights[0])) if alike else None
+
+
+def _spread(row: Tensor, first: Tensor, counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """The places of sequences of `counts` places from `first` on in `row`, `total` in all."""
     sequence = torch.repeat_interleave(counts, output_size=total)
     shift = first - counts.cumsum(0) + counts
@@ -263,7 +308,8 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, part: FlashPart, out: Tensor,
         merged, merged_sums = outs[run.queries], sums[run.queries]
         added = found_sums.t().reshape(merged_sums.shape)
         merge(merged, merged_sums, found.view(merged.shape), torch.ones_like(added), added)
-        outs[run.queries], sums[run.queries] = merged, merged_sums
+        if _is_indexed(run.queries):
+            outs[run.queries], sums[run.queries] = merged, merged_sums
 
 
 def flash_backward(
@@ -271,18 +317,35 @@ def flash_backward(
 ) -> Tensor:
     """`part_backward` through the kernel; it takes the whole's output (N, G, T, d) instead of `delta`."""
     batch, length = part.batch, k.shape[1]
-    grad_kv = grad_q.new_zeros(2, batch * length, k.shape[0] // batch, k.shape[2])
+    grad_kv = grad_q.new_zeros(2, batch, length, k.shape[0] // batch, k.shape[2])
     grads = _by_place(grad_q, batch)
     for run in part.runs:
         whole = [_tokens(x, batch, run.queries) for x in (grad, out)]
-        sums = _by_place(lse, batch)[run.queries].flatten(1).t().contiguous()
+        sums = _tokens(lse.unsqueeze(-1), batch, run.queries).squeeze(-1).t().contiguous()
         tokens = [_tokens(x, batch, at) for x, at in ((q, run.queries), (k, run.keys), (v, run.keys))]
         of_q, *of_kv = varlen_attention_backward(*whole, sums, *tokens, *run.bounds)
-        before = grads[run.queries]
-        grads[run.queries] = before + of_q.view(before.shape)
-        row, key = run.keys
-        grad_kv.index_add_(1, row * length + key, torch.stack(of_kv).to(grad_kv.dtype))
-    return grad_kv.unflatten(1, (batch, length)).transpose(2, 3).flatten(1, 2).contiguous()
+        added = grads[run.queries]
+        added += of_q.view(added.shape)
+        if _is_indexed(run.queries):
+            grads[run.queries] = added
+        for total, share in zip(grad_kv, of_kv, strict=True):
+            _add_at(total, run.keys, share)
+    return grad_kv.transpose(2, 3).flatten(1, 2).contiguous()
+
+
+def _add_at(total: Tensor, at: Rows, added: Tensor) -> None:
+    """Add (m, K, d) to the places `at` of (B, S, K, d), some of which may come more than once."""
+    if _is_indexed(at):
+        row, place = at
+        total.flatten(0, 1).index_add_(0, row * total.shape[1] + place, added.to(total.dtype))
+    else:
+        there = total[at]
+        there += added.view(there.shape)
+
+
+def _is_indexed(at: Rows) -> TypeGuard[tuple[Tensor, Tensor]]:
+    """True if indexing by `at` copies; by slices it gives a view."""
+    return isinstance(at[1], Tensor)
 
 
 def _whole_output(_grad: Tensor, out: Tensor) -> Tensor:
@@ -296,14 +359,18 @@ def _by_place(x: Tensor, batch: int) -> Tensor:
 
 
 def _tokens(x: Tensor, batch: int, at: Rows) -> Tensor:
-    """The rows `at` of queries (N, G, T, d) or keys (N, S, d), as the kernel takes them: (n, H or K, d)."""
+    """The rows `at` of queries (N, G, T, d) or keys (N, S, d), as the kernel takes them: (n, H or K, d).
+
+    A range of one sequence is a view.
+    """
     grouped = x if x.ndim == 4 else x.unsqueeze(1)
-    return _by_place(grouped, batch)[at].flatten(1, 2).contiguous()
+    found = _by_place(grouped, batch)[at].flatten(-3, -2)
+    return found.contiguous() if _is_indexed(at) else found.flatten(0, 1)
 
 
 FLASH = PartOperators(make_flash_part, flash_forward, _whole_output, flash_backward)
 
 
-def part_operators(q_BTHd: Tensor, intervals: AttentionIntervals) -> PartOperators:
+def part_operators(q_BTHd: Tensor) -> PartOperators:
     """The operators for partial attention of these queries: flash kernels where supported, else tiles."""
-    return FLASH if not intervals.windowed and flash_takes(q_BTHd, q_BTHd.shape[-1]) else TILES
+    return FLASH if flash_takes(q_BTHd, q_BTHd.shape[-1]) else TILES

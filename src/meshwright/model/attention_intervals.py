@@ -7,6 +7,7 @@ integers per query replace a mask of S entries. Shapes: B batch, T queries of th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,15 +28,19 @@ class AttentionIntervals:
     """S."""
     whole: Tensor
     """(B, S) int64: `first` of every position of the sequence, so that no rank asks another for it."""
-    windowed: bool
-    """True if a window, and not documents alone, bounds the intervals."""
     device: torch.device
     """Device of the queries and keys."""
 
     def at(self, positions: Tensor) -> AttentionIntervals:
         """Intervals of the queries at other `positions` (T',), ascending."""
-        first = self.whole[:, positions]
-        return AttentionIntervals(positions, first, self.length, self.whole, self.windowed, self.device)
+        return AttentionIntervals(positions, self.whole[:, positions], self.length, self.whole, self.device)
+
+    @cached_property
+    def is_longest(self) -> Tensor:
+        """(B, T) of whether an interval is as long as the longest of the sequences: two of neighbours are if
+        a window bounds both, and without a window only where each position is a document."""
+        lengths = torch.arange(self.length) - self.whole
+        return lengths[:, self.positions] == lengths.max()
 
 
 def attention_intervals(
@@ -54,13 +59,12 @@ def attention_intervals(
     """
     if documents_BS is not None and documents_BS.shape != (batch, length):
         raise ValueError(f"documents are {tuple(documents_BS.shape)}, not {(batch, length)}")
-    windowed = window is not None and window < length
     whole = document_starts(documents_BS, length)
     if window is not None:
         whole = torch.maximum(whole, torch.arange(length) - (window - 1))
     whole = whole.expand(batch, length)
     positions = positions.cpu()
-    return AttentionIntervals(positions, whole[:, positions], length, whole, windowed, torch.device(device))
+    return AttentionIntervals(positions, whole[:, positions], length, whole, torch.device(device))
 
 
 def document_starts(documents_BS: Tensor | None, length: int) -> Tensor:

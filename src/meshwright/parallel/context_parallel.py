@@ -30,8 +30,7 @@ the input's format).
 from __future__ import annotations
 
 from collections import deque
-from functools import lru_cache, partial
-from typing import NamedTuple
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -96,20 +95,13 @@ class _Groups:
         groups = (places[first : first + u] for first in range(0, len(places), u))
         return [torch.cat(group).sort().values for group in groups]
 
-    def key_parts(self, whole: Tensor, windowed: bool, device: torch.device) -> KeyParts:
+    def key_parts(self, whole: Tensor, device: torch.device) -> KeyParts:
         """The keys of each group in turn, for the queries of this rank's group; `AttentionIntervals` lists
         the parameters."""
         length = whole.shape[1]
         unions = self._unions(length)
         own = unions[self._own]
-        return KeyParts(AttentionIntervals(own, whole[:, own], length, whole, windowed, device), unions)
-
-
-class IntervalTensors(NamedTuple):
-    """`AttentionIntervals` as a compiled block can take them; the rest follows."""
-
-    whole: Tensor
-    windowed: bool
+        return KeyParts(AttentionIntervals(own, whole[:, own], length, whole, device), unions)
 
 
 _RECENT = 2
@@ -128,18 +120,16 @@ class ContextAttention:
         self._groups, self._cache, self._device = _Groups(mesh), cache, mesh.context.device
         self._make = GatherAttention if mode == "gather" else RingAttention
         self._axis = mesh.context if mode == "gather" else mesh.ring
-        self._compiled = [self._make(self._axis, partial(self._parts_of, w), None) for w in (False, True)]
+        self._compiled = self._make(self._axis, self._parts_of, None)
         self._recent: deque[KeyParts] = deque(maxlen=_RECENT)
         self._to_heads = ExchangeOp(mesh.ulysses, self._groups.exchange, True, cache)
         self._to_tokens = ExchangeOp(mesh.ulysses, self._groups.exchange, False, cache)
 
-    def __call__(
-        self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask: KeyParts | IntervalTensors
-    ) -> Tensor:
+    def __call__(self, q_BTHd: Tensor, k_BTKd: Tensor, v_BTKd: Tensor, mask: KeyParts | Tensor) -> Tensor:
         """(B, T, H, d) for queries whose positions are those of `zigzag`; `mask` is what `mask` returns."""
         tensors: list[Tensor] = []
-        if isinstance(mask, IntervalTensors):
-            tensors, attend = [mask.whole], self._compiled[mask.windowed]
+        if isinstance(mask, Tensor):
+            tensors, attend = [mask], self._compiled
         else:
             parts = mask
             attend = self._make(self._axis, lambda _: parts, self._cache)
@@ -148,13 +138,12 @@ class ContextAttention:
         q, k, v = self._to_heads(q_BTHd, k_BTKd, v_BTKd)
         return self._to_tokens(attend(q, k, v, *tensors)[0])[0]
 
-    def mask(self, intervals: AttentionIntervals) -> KeyParts | IntervalTensors:
-        """The plans that all layers of a microbatch have in common; tensors for compiled blocks."""
-        if self._cache is None:
-            return IntervalTensors(intervals.whole, intervals.windowed)
-        return self._parts_of(intervals.windowed, [intervals.whole])
+    def mask(self, intervals: AttentionIntervals) -> KeyParts | Tensor:
+        """The plans that all layers of a microbatch have in common; for compiled blocks, which take tensors
+        only, `intervals.whole`, from which they follow."""
+        return intervals.whole if self._cache is None else self._parts_of([intervals.whole])
 
-    def _parts_of(self, windowed: bool, tensors: Tensors) -> KeyParts:
+    def _parts_of(self, tensors: Tensors) -> KeyParts:
         """The keys of each group in turn, for the queries of this rank's; planned already if met lately.
 
         Intervals are compared by their values: microbatches without documents have the same, and a compiler
@@ -162,9 +151,9 @@ class ContextAttention:
         """
         (whole,) = tensors
         for parts in self._recent:
-            if parts.intervals.windowed == windowed and torch.equal(parts.intervals.whole, whole):
+            if torch.equal(parts.intervals.whole, whole):
                 return parts
-        self._recent.append(self._groups.key_parts(whole, windowed, self._device))
+        self._recent.append(self._groups.key_parts(whole, self._device))
         return self._recent[-1]
 
 
@@ -181,7 +170,7 @@ def context_parallel_hooks(
 
     def mask(
         queries: int, _keys: int, window: int | None, documents_BS: Tensor | None, like: Tensor, _dim: int
-    ) -> KeyParts | IntervalTensors:
+    ) -> KeyParts | Tensor:
         length = queries * axis.size
         positions = zigzag(length, axis.size, axis.rank)
         intervals = attention_intervals(documents_BS, length, window, positions, len(like), like.device)

@@ -57,7 +57,7 @@ class _Queries:
 
     def __init__(self, q: Tensor, k: Tensor, parts: KeyParts) -> None:
         self._like, self._kv_heads = q, k.shape[2]
-        self._operators = part_operators(q, parts.intervals)
+        self._operators = part_operators(q)
         self._q = by_query_head(q, self._kv_heads)
         self.plans = parts.plans(self._operators, self._kv_heads, self._q.shape[1])
 
