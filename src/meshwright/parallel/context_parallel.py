@@ -30,6 +30,7 @@ the input's format).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -42,7 +43,7 @@ from meshwright.parallel.fused_comm_ops import Tensors
 from meshwright.parallel.mesh import Axis, Mesh
 from meshwright.parallel.recompute_cache import RecomputeCache
 from meshwright.parallel.ring_attention import GatherAttention, KeyParts, RingAttention
-from meshwright.parallel.ulysses import Exchange, ExchangeOp
+from meshwright.parallel.ulysses import Exchange, ExchangeOp, Run, runs_of
 from meshwright.spec.layout import ContextMode
 
 
@@ -75,19 +76,24 @@ class _Groups:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._axis, self.heads = mesh.context, mesh.ulysses
+        self.axis, self.heads = mesh.context, mesh.ulysses
         self._own = mesh.context.rank // mesh.ulysses.size
         self.exchange = lru_cache(self._exchange)
+        self.runs = lru_cache(self._runs)
         self._unions = lru_cache(self._united)
 
     def _places(self, length: int) -> list[Tensor]:
         """Positions (T,) of each context rank in sequences of `length` tokens."""
-        return [zigzag(length, self._axis.size, rank) for rank in range(self._axis.size)]
+        return [zigzag(length, self.axis.size, rank) for rank in range(self.axis.size)]
 
     def _exchange(self, local: int) -> Exchange:
         """The exchange of heads in this rank's group, for `local` tokens a rank."""
-        u, places = self.heads.size, self._places(local * self._axis.size)
+        u, places = self.heads.size, self._places(local * self.axis.size)
         return Exchange(self.heads, places[self._own * u : (self._own + 1) * u])
+
+    def _runs(self, length: int) -> list[Run]:
+        """The context ranks' rows in the order of positions."""
+        return runs_of(self._places(length))
 
     def _united(self, length: int) -> list[Tensor]:
         """Positions (u T,) of each group together, ascending."""
@@ -95,13 +101,13 @@ class _Groups:
         groups = (places[first : first + u] for first in range(0, len(places), u))
         return [torch.cat(group).sort().values for group in groups]
 
-    def key_parts(self, whole: Tensor, device: torch.device) -> KeyParts:
-        """The keys of each group in turn, for the queries of this rank's group; `AttentionIntervals` lists
-        the parameters."""
+    def key_parts(self, whole: Tensor, device: torch.device, gathered: bool) -> KeyParts:
+        """The keys of each group in turn, or all if `gathered`, for the queries of this rank's group;
+        `AttentionIntervals` lists the other parameters."""
         length = whole.shape[1]
         unions = self._unions(length)
-        own = unions[self._own]
-        return KeyParts(AttentionIntervals(own, whole[:, own], length, whole, device), unions)
+        own, parts = unions[self._own], [torch.arange(length)] if gathered else unions
+        return KeyParts(AttentionIntervals(own, whole[:, own], length, whole, device), parts)
 
 
 _RECENT = 2
@@ -118,9 +124,8 @@ class ContextAttention:
 
     def __init__(self, mesh: Mesh, mode: ContextMode, cache: RecomputeCache | None) -> None:
         self._groups, self._cache, self._device = _Groups(mesh), cache, mesh.context.device
-        self._make = GatherAttention if mode == "gather" else RingAttention
-        self._axis = mesh.context if mode == "gather" else mesh.ring
-        self._compiled = self._make(self._axis, self._parts_of, None)
+        self._gathers, self._ring = mode == "gather", mesh.ring
+        self._compiled = self._make(self._parts_of, None)
         self._recent: deque[KeyParts] = deque(maxlen=_RECENT)
         self._to_heads = ExchangeOp(mesh.ulysses, self._groups.exchange, True, cache)
         self._to_tokens = ExchangeOp(mesh.ulysses, self._groups.exchange, False, cache)
@@ -132,7 +137,7 @@ class ContextAttention:
             tensors, attend = [mask], self._compiled
         else:
             parts = mask
-            attend = self._make(self._axis, lambda _: parts, self._cache)
+            attend = self._make(lambda _: parts, self._cache)
         if self._groups.heads.size == 1:
             return attend(q_BTHd, k_BTKd, v_BTKd, *tensors)[0]
         q, k, v = self._to_heads(q_BTHd, k_BTKd, v_BTKd)
@@ -143,8 +148,15 @@ class ContextAttention:
         only, `intervals.whole`, from which they follow."""
         return intervals.whole if self._cache is None else self._parts_of([intervals.whole])
 
+    def _make(
+        self, parts: Callable[[Tensors], KeyParts], cache: RecomputeCache | None
+    ) -> RingAttention | GatherAttention:
+        if self._gathers:
+            return GatherAttention(self._groups.axis, parts, cache, self._groups.runs)
+        return RingAttention(self._ring, parts, cache)
+
     def _parts_of(self, tensors: Tensors) -> KeyParts:
-        """The keys of each group in turn, for the queries of this rank's; planned already if met lately.
+        """The keys that come to this rank's queries, part by part; planned already if met lately.
 
         Intervals are compared by their values: microbatches without documents have the same, and a compiler
         need not hand on the tensor that it was given.
@@ -153,7 +165,7 @@ class ContextAttention:
         for parts in self._recent:
             if torch.equal(parts.intervals.whole, whole):
                 return parts
-        self._recent.append(self._groups.key_parts(whole, self._device))
+        self._recent.append(self._groups.key_parts(whole, self._device, self._gathers))
         return self._recent[-1]
 
 

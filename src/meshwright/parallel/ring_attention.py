@@ -26,6 +26,7 @@ from meshwright.parallel.collectives import DONE, start_all_gather, start_reduce
 from meshwright.parallel.fused_comm_ops import FusedCommOp, Parameters, Tensors, empty
 from meshwright.parallel.mesh import Axis, Pending
 from meshwright.parallel.recompute_cache import RecomputeCache
+from meshwright.parallel.ulysses import Run
 
 Blocks = Iterable[tuple[Tensor, Any]]
 """(keys and values (2, N, S, d), the plan of the attention to them) of one rank after another."""
@@ -156,30 +157,60 @@ class RingAttention(_ContextAttentionOp):
 
 
 class GatherAttention(_ContextAttentionOp):
-    """Keys and values of all ranks are gathered, and saved for the backward."""
+    """Keys and values of all ranks are gathered, and saved for the backward in the order of positions.
+
+    So they are one part, which takes as few kernels as one rank's keys.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        parts: Callable[[Tensors], KeyParts],
+        cache: RecomputeCache | None,
+        runs: Callable[[int], Sequence[Run]],
+    ) -> None:
+        """`runs` maps the length of a sequence to the ranks' rows in the order of positions."""
+        super().__init__(axis, parts, cache)
+        self._runs = runs
 
     def forward(self, inputs: Tensors) -> Tensors:
         q, k, v, *rest = inputs
-        queries, kv = _Queries(q, k, self._parts(rest)), by_key_head(k, v)
-        blocks = kv.new_empty(self._axis.size, *kv.shape)
-        start_all_gather(blocks.view(-1), kv.view(-1), self._axis).wait()
-        return *queries.attend(zip(blocks, queries.plans, strict=True)), blocks
+        queries = _Queries(q, k, self._parts(rest))
+        whole = self._gather(by_key_head(k, v))
+        return *queries.attend(zip([whole], queries.plans, strict=True)), whole
 
     def keep(self, inputs: Tensors, results: Tensors) -> Tensors:
-        out, lse, blocks = results
-        return [*inputs[:2], blocks, out, lse, *inputs[3:]]
+        out, lse, whole = results
+        return [*inputs[:2], whole, out, lse, *inputs[3:]]
 
     def backward(self, saved: Tensors, grads: Tensors, parameters: Parameters = ()) -> Tensors:
-        q, k, blocks, out, lse, *rest = saved
+        q, k, whole, out, lse, *rest = saved
         queries = _Queries(q, k, self._parts(rest))
-        parts = zip(blocks, queries.plans, strict=True)
-        grad_blocks = torch.stack(list(queries.differentiate(grads[0], out, lse, parts)))
-        total = torch.empty_like(grad_blocks[0])
-        start_reduce_scatter(total.view(-1), grad_blocks.view(-1), self._axis).wait()
-        return queries.gradients(total, k)
+        (grad_whole,) = queries.differentiate(grads[0], out, lse, zip([whole], queries.plans, strict=True))
+        return queries.gradients(self._reduce_scatter(grad_whole), k)
 
     def results_like(self, inputs: Tensors) -> Tensors:
         k = inputs[1]
         batch, length, heads, dim = k.shape
-        blocks = empty(k, self._axis.size, 2, batch * heads, length, dim)
-        return [*super().results_like(inputs), blocks]
+        whole = empty(k, 2, batch * heads, length * self._axis.size, dim)
+        return [*super().results_like(inputs), whole]
+
+    def _gather(self, kv: Tensor) -> Tensor:
+        """(2, N, T, d) of each rank -> (2, N, n T, d), in the order of positions."""
+        blocks = kv.new_empty(self._axis.size, *kv.shape)
+        start_all_gather(blocks.view(-1), kv.view(-1), self._axis).wait()
+        runs = self._runs(blocks.shape[3] * self._axis.size)
+        return torch.cat([blocks[rank, :, :, rows] for rank, rows in runs], 2)
+
+    def _reduce_scatter(self, grads: Tensor) -> Tensor:
+        """The transpose of `_gather`: each rank's part of the sum."""
+        two, groups, length, dim = grads.shape
+        blocks = grads.new_empty(self._axis.size, two, groups, length // self._axis.size, dim)
+        first = 0
+        for rank, rows in self._runs(length):
+            last = first + rows.stop - rows.start
+            blocks[rank, :, :, rows] = grads[:, :, first:last]
+            first = last
+        total = torch.empty_like(blocks[0])
+        start_reduce_scatter(total.view(-1), blocks.view(-1), self._axis).wait()
+        return total

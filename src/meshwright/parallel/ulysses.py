@@ -16,6 +16,9 @@ from meshwright.parallel.fused_comm_ops import FusedCommOp, Parameters, Tensors,
 from meshwright.parallel.mesh import Axis
 from meshwright.parallel.recompute_cache import RecomputeCache
 
+Run = tuple[int, slice]
+"""(rank, slice of its rows) of consecutive positions."""
+
 
 class Exchange:
     """The two exchanges over `axis`, whose rank r holds the positions `places[r]` (T,), ascending.
@@ -25,7 +28,7 @@ class Exchange:
 
     def __init__(self, axis: Axis, places: Sequence[Tensor]) -> None:
         self.axis = axis
-        self._runs = _runs(places)
+        self._runs = runs_of(places)
 
     def to_heads(self, tokens: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """(B, T, H, d) each, H a multiple of u -> (B, u T, H / u, d) each, in one message."""
@@ -93,8 +96,8 @@ class ExchangeOp(FusedCommOp):
         return [empty(x, x.shape[0], x.shape[1] // u, x.shape[2] * u, x.shape[3]) for x in tensors]
 
 
-def _runs(places: Sequence[Tensor]) -> list[tuple[int, slice]]:
-    """(rank, slice of its rows) of each run of consecutive positions, in the order of the sequence."""
+def runs_of(places: Sequence[Tensor]) -> list[Run]:
+    """The runs of consecutive positions, in the order of the sequence."""
     runs: list[tuple[int, int, slice]] = []
     for rank, at in enumerate(places):
         ends = (torch.nonzero(at.diff() != 1).flatten() + 1).tolist()

@@ -314,9 +314,10 @@ def _of_tiles(s: Sizes, ring: int) -> int:
     spec, b = s.spec, s.width.compute
     ulysses = spec.layout.ulysses(spec.model.kv_heads)
     length, sequences = spec.data.seq_len // spec.layout.cp * ulysses, spec.micro_batch
-    seen = length // 2 if spec.data.pack and spec.data.document_mask else length
+    keys = spec.data.seq_len if spec.layout.context_mode == "gather" else length
+    seen = keys // 2 if spec.data.pack and spec.data.document_mask else keys
     groups = sequences * spec.layout.local_kv_heads(spec.model.kv_heads) // ulysses
     run = length if ring == 1 else length // 2
     rows, scores = part_tile(seen, run, groups, s.queries // s.keys)
-    copies = 2 * (s.queries * rows // length + groups * length) + s.keys
+    copies = 2 * (s.queries * rows // length + groups * keys) + s.keys * keys // length
     return b * (2 * scores + copies) + max(b * s.keys, 3 * sequences * rows**2)
