@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ def measure(mesh: Mesh, spec: RunSpec, pause: float = 0.003) -> tuple[int, int]:
         loss.backward()
 
     forward_backward(0)  # makes the buffers of gradients, which are no activations
+    gc.collect()  # or what an earlier model kept is freed while this one is measured
     with _unhurried(pause), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         forward_backward(1)
     return _history(seen)
