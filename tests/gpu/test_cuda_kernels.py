@@ -24,6 +24,7 @@ from meshwright.model.hooks import AttentionHooks
 from meshwright.model.mlp import _SiluProduct
 from meshwright.model.norm import LayerNorm, RmsNorm
 from meshwright.model.rope import rope_table, rotate
+from meshwright.model.token_dispatcher import RowGroups
 from meshwright.spec import ModelSpec
 
 pytestmark = [
@@ -140,16 +141,18 @@ def test_grouped_products(sizes: tuple[int, ...]) -> None:
     rows, outputs, inputs, dtype = sum(sizes), 192, 320, torch.bfloat16
     x, grad = draw(rows, inputs, dtype=dtype, seed=0), draw(rows, outputs, dtype=dtype, seed=1)
     maps = draw(len(sizes), outputs, inputs, dtype=dtype, seed=2)
+    groups = RowGroups(torch.tensor(sizes).cumsum(0, dtype=torch.int32), sizes)
+    there = groups._replace(ends=groups.ends.to(DEVICE), sizes=None)
     for compute, *given in (
         (grouped_mm, x, maps),
-        (lambda x, maps, sizes: grouped_mm(x, maps.mT, sizes), grad, maps),
+        (lambda x, maps, groups: grouped_mm(x, maps.mT, groups), grad, maps),
         (grouped_outer, grad, x),
     ):
-        found = compute(*(tensor.to(DEVICE) for tensor in given), sizes).double().cpu()
-        exact = compute(*(tensor.double() for tensor in given), sizes)
+        found = compute(*(tensor.to(DEVICE) for tensor in given), there).double().cpu()
+        exact = compute(*(tensor.double() for tensor in given), groups)
         assert errors([found], [exact])[0] <= bound(dtype, 1, max(*sizes, inputs)), compute
     empty = [expert for expert, size in enumerate(sizes) if not size]
-    assert bool((grouped_outer(grad.to(DEVICE), x.to(DEVICE), sizes)[empty] == 0).all())
+    assert bool((grouped_outer(grad.to(DEVICE), x.to(DEVICE), there)[empty] == 0).all())
 
 
 # The loss -------------------------------------------------------------------------------------------------

@@ -78,8 +78,8 @@ def traced() -> Iterator[Trace]:
     trace = Trace()
     honest = FakeMemory._count_operator
 
-    def count(memory: FakeMemory, func: Any, args: Any) -> None:
-        honest(memory, func, args)
+    def count(memory: FakeMemory, func: Any, args: Any, kwargs: Any) -> None:
+        honest(memory, func, args, kwargs)
         name = func.name().removeprefix("aten::").partition(".")[0]
         trace.computed += func.namespace == "meshwright" or name.startswith(COMPUTE)
 

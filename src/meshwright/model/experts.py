@@ -1,12 +1,13 @@
 """The routed experts of a layer: many small SwiGLU layers, each applied to its own rows by grouped matmuls.
 
-Shapes: R rows, D hidden, E experts on this rank, F channels of one. Rows are sorted by expert; `sizes` holds
-the number of rows of each on the host, all multiples of ALIGN: libraries are fastest on few distinct shapes
-(oneDNN prepares a kernel for each), and CUDA's grouped matmul requires aligned groups.
+Shapes: R rows, D hidden, E experts on this rank, F channels of one. Rows are sorted by expert, in groups
+whose sizes are multiples of ALIGN: libraries are fastest on few distinct shapes (oneDNN prepares a kernel for
+each), and CUDA's grouped matmul requires aligned groups.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -16,11 +17,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from meshwright.model.hooks import ExpertsHooks
-from meshwright.model.token_dispatcher import Sizes
+from meshwright.model.token_dispatcher import RowGroups
 
 
 class Experts(nn.Module):
-    """x (R, D), each row's routing weight (R,), sizes -> weighted outputs (R, D).
+    """x (R, D), each row's routing weight (R,), groups -> weighted outputs (R, D).
 
     The routing weight multiplies the input of `down`: the result is the same, and the weight's gradient does
     not need an expert's output.
@@ -33,9 +34,9 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(experts, channels, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, channels))
 
-    def forward(self, x_RD: Tensor, weight_R: Tensor, sizes: Sizes) -> Tensor:
+    def forward(self, x_RD: Tensor, weight_R: Tensor, groups: RowGroups) -> Tensor:
         weights = (self.gate, self.up, self.down)
-        return _Experts.apply(x_RD, weight_R, *weights, sizes, self.hooks)
+        return _Experts.apply(x_RD, weight_R, *weights, groups, self.hooks)
 
 
 class _Experts(torch.autograd.Function):
@@ -49,7 +50,7 @@ class _Experts(torch.autograd.Function):
         gate: nn.Parameter,
         up: nn.Parameter,
         down: nn.Parameter,
-        sizes: Sizes,
+        groups: RowGroups,
         hooks: ExpertsHooks,
     ) -> Tensor:
         operand = hooks.products.operand
@@ -57,16 +58,16 @@ class _Experts(torch.autograd.Function):
         def gate_and_up() -> tuple[Tensor, Tensor]:
             rows = operand(x, "input", -1, gate)
             gates, ups = (operand(each, "weight", -1, each) for each in (gate, up))
-            return grouped_mm(rows, gates, sizes), grouped_mm(rows, ups, sizes)
+            return grouped_mm(rows, gates, groups), grouped_mm(rows, ups, groups)
 
         def outputs() -> tuple[Tensor]:
             inner = operand(_inner(gate_x, up_x, weight), "input", -1, down)
-            return (grouped_mm(inner, operand(down, "weight", -1, down), sizes),)
+            return (grouped_mm(inner, operand(down, "weight", -1, down), groups),)
 
         gate_x, up_x = hooks.cached(gate_and_up, True)
         (y,) = hooks.cached(outputs, False)
         ctx.save_for_backward(x, weight, gate_x, up_x, gate, up, down)
-        ctx.sizes, ctx.hooks, ctx.parameters = sizes, hooks, (gate, up, down)
+        ctx.groups, ctx.hooks, ctx.parameters = groups, hooks, (gate, up, down)
         return y
 
     @staticmethod
@@ -75,11 +76,11 @@ class _Experts(torch.autograd.Function):
         # Detached, and apart from ctx: a deferred weight gradient must not keep the graph behind its inputs
         # alive.
         x, weight, gate_x, up_x, gate, up, down = (saved.detach() for saved in ctx.saved_tensors)
-        sizes, scale, products = ctx.sizes, weight.to(x.dtype).unsqueeze(1), ctx.hooks.products
+        groups, scale, products = ctx.groups, weight.to(x.dtype).unsqueeze(1), ctx.hooks.products
 
         def of_input(grad: Tensor, weight: Tensor, parameter: nn.Parameter) -> Tensor:
             turned = products.operand(weight, "weight", -2, parameter).mT
-            return grouped_mm(products.operand(grad, "gradient", -1, parameter), turned, sizes)
+            return grouped_mm(products.operand(grad, "gradient", -1, parameter), turned, groups)
 
         of_gate, of_up, of_down = parameters = ctx.parameters
         grad_inner = of_input(grad, down, of_down)
@@ -96,7 +97,7 @@ class _Experts(torch.autograd.Function):
             found = zip((grad_gate, grad_up, grad), (x, x, inner), parameters, strict=True)
             return [
                 grouped_outer(
-                    products.rows(gradient, "gradient", each), products.rows(inputs, "input", each), sizes
+                    products.rows(gradient, "gradient", each), products.rows(inputs, "input", each), groups
                 )
                 for gradient, inputs, each in found
             ]
@@ -114,40 +115,36 @@ def _inner(gate_x: Tensor, up_x: Tensor, weight: Tensor) -> Tensor:
 # Grouped matmuls -----------------------------------------------------------------------------------------
 
 
-def grouped_mm(x_RI: Tensor, weight_EOI: Tensor, sizes: Sizes) -> Tensor:
+def one_kernel(x: Tensor) -> bool:
+    """True if one kernel, which takes the groups' ends from the device, computes all experts of such rows."""
+    return x.device.type == "cuda" and x.dtype == torch.bfloat16
+
+
+def grouped_mm(x_RI: Tensor, weight_EOI: Tensor, groups: RowGroups) -> Tensor:
     """Each expert's rows x (., I) times the transpose of its weight (O, I): (R, O)."""
-    if _grouped(x_RI):
-        return torch._grouped_mm(x_RI, weight_EOI.mT, offs=_ends(sizes, x_RI))
+    if one_kernel(x_RI) and len(x_RI):
+        return torch._grouped_mm(x_RI, weight_EOI.mT, offs=groups.ends)
     out = x_RI.new_empty(x_RI.shape[0], weight_EOI.shape[1])
-    for expert, rows in _slices(sizes):
+    for expert, rows in _slices(groups):
         torch.mm(x_RI[rows], weight_EOI[expert].T, out=out[rows])
     return out
 
 
-def grouped_outer(grad_RO: Tensor, x_RI: Tensor, sizes: Sizes) -> Tensor:
+def grouped_outer(grad_RO: Tensor, x_RI: Tensor, groups: RowGroups) -> Tensor:
     """Weight gradients: the sum of outer products over each expert's rows: (E, O, I)."""
-    if _grouped(grad_RO):
-        return torch._grouped_mm(grad_RO.T, x_RI, offs=_ends(sizes, x_RI))
-    out = grad_RO.new_empty(len(sizes), grad_RO.shape[1], x_RI.shape[1])
-    for expert, rows in _slices(sizes):
-        torch.mm(grad_RO[rows].T, x_RI[rows], out=out[expert])
-    for expert, size in enumerate(sizes):
-        if not size:
+    if one_kernel(grad_RO) and len(grad_RO):
+        return torch._grouped_mm(grad_RO.T, x_RI, offs=groups.ends)
+    out = grad_RO.new_empty(len(groups.ends), grad_RO.shape[1], x_RI.shape[1])
+    for expert, rows in _slices(groups):
+        if rows.start < rows.stop:
+            torch.mm(grad_RO[rows].T, x_RI[rows], out=out[expert])
+        else:
             out[expert].zero_()
     return out
 
 
-def _grouped(x: Tensor) -> bool:
-    """True if one kernel computes all groups: CUDA's does in bf16, for at least one row."""
-    return x.device.type == "cuda" and x.dtype == torch.bfloat16 and len(x) > 0
-
-
-def _ends(sizes: Sizes, like: Tensor) -> Tensor:
-    ends = torch.tensor(list(accumulate(sizes)), dtype=torch.int32)
-    return ends.to(like.device, non_blocking=True)
-
-
-def _slices(sizes: Sizes) -> list[tuple[int, slice]]:
-    """(expert, slice of its rows) of each expert that has rows."""
-    bounds = pairwise([0, *accumulate(sizes)])
-    return [(expert, slice(first, end)) for expert, (first, end) in enumerate(bounds) if first < end]
+def _slices(groups: RowGroups) -> Iterator[tuple[int, slice]]:
+    """(expert, slice of its rows) of each expert."""
+    assert groups.sizes is not None
+    bounds = pairwise(accumulate(groups.sizes, initial=0))
+    yield from ((expert, slice(*bound)) for expert, bound in enumerate(bounds))

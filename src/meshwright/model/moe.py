@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.model.experts import Experts
+from meshwright.model.experts import Experts, one_kernel
 from meshwright.model.hooks import Hooks
 from meshwright.model.mlp import Mlp
 from meshwright.model.router import Router
@@ -39,13 +39,15 @@ class Moe(nn.Module):
         routing = self.router(x_ND)
         weights, admitted = hooks.admit(self.moe, self.layer, routing, local_BTD.shape[0])
         chunks = list(_split(hooks.chunks, x_ND, weights, routing.experts, admitted))
-        dispatchers = [hooks.dispatch(experts, mask, self.moe.experts) for _, _, experts, mask in chunks]
+        dispatchers = [
+            hooks.dispatch(experts, mask, self.moe.experts, one_kernel(x)) for x, _, experts, mask in chunks
+        ]
         # Shared experts compute while messages are in flight: `in_flight` holds the handle of each chunk.
         in_flight = [d.start_dispatch(x, w) for d, (x, w, _, _) in zip(dispatchers, chunks, strict=True)]
         inner = None if shared is None else shared.inner(x_BTD)
         for index, dispatcher in enumerate(dispatchers):
             rows, row_weights = dispatcher.finish_dispatch(in_flight[index])
-            in_flight[index] = dispatcher.start_combine(self.experts(rows, row_weights, dispatcher.sizes))
+            in_flight[index] = dispatcher.start_combine(self.experts(rows, row_weights, dispatcher.groups))
         shared_BTD = None if shared is None or inner is None else shared.hooks.output(inner, shared.down)
         outputs = [d.finish_combine(handle) for d, handle in zip(dispatchers, in_flight, strict=True)]
         y_ND = outputs[0] if len(outputs) == 1 else torch.cat(outputs)

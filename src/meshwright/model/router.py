@@ -114,9 +114,7 @@ def within_capacity(experts_BTk: Tensor, experts: int, capacity: int) -> Tensor:
     batch = len(experts_BTk)
     sequence = torch.arange(batch, device=experts_BTk.device).view(-1, 1, 1)
     key = (experts_BTk + sequence * experts).flatten()
-    order = key.argsort(stable=True)
-    counts = torch.bincount(key, minlength=batch * experts)
-    first = counts.cumsum(0) - counts
+    by_key, order = key.sort(stable=True)
     ordinal = torch.empty_like(key)
-    ordinal[order] = torch.arange(len(key), device=key.device) - first[key[order]]
+    ordinal[order] = torch.arange(len(key), device=key.device) - torch.searchsorted(by_key, by_key)
     return (ordinal < capacity).view(-1, experts_BTk.shape[2])

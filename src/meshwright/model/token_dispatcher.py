@@ -4,6 +4,10 @@ Shapes: N tokens, k experts of each, C channels, M admitted copies (a token has 
 the experts compute on: copies sorted by expert, each expert's padded with rows of weight 0 to a multiple of
 ALIGN.
 
+A device is waited for where the host needs the numbers of rows: for the splits of messages, and where experts
+are computed one by one. Else R is the most that there could be (`bounded`), and the last expert's rows go to
+the end.
+
 Dispatch copies a token's row to each of its experts; combine sums the copies' outputs in at least fp32. Each
 is the transpose of the other, so the backward of one runs the other. Both have a start and a finish, so that
 computation overlaps with messages in flight. On one device there are no messages; over expert ranks they are
@@ -12,32 +16,49 @@ the all-to-all of `AllToAllDispatcher` (`parallel/expert_parallel.py`).
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from meshwright.model.with_backward import with_backward
 from meshwright.spec.tiling import ALIGN
 
-Sizes = tuple[int, ...]
-"""Rows of each expert on this rank, padding included, on the host."""
+Column = tuple[Tensor, Tensor]
+"""Values (., C) that are sent, and which of them each row holds."""
+
+
+class RowGroups(NamedTuple):
+    """The rows of each expert on this rank, padding included."""
+
+    ends: Tensor
+    """Where the rows of each expert end (E,), in int32 on their device."""
+    sizes: tuple[int, ...] | None
+    """Rows of each expert on the host; None where only one kernel for all of them, given `ends`, computes."""
 
 
 class TokenDispatcher:
-    """Dispatches one layer's tokens to experts on one device; `sizes` are the rows of each expert."""
+    """Dispatches one layer's tokens to experts on one device; `groups` are the rows of each expert."""
 
-    sizes: Sizes
+    groups: RowGroups
 
-    def __init__(self, experts_Nk: Tensor, admitted_Nk: Tensor | None, experts: int) -> None:
-        """`experts_Nk` holds expert indices below `experts`; copies outside `admitted_Nk` are dropped."""
+    def __init__(
+        self, experts_Nk: Tensor, admitted_Nk: Tensor | None, experts: int, bounded: bool = False
+    ) -> None:
+        """`experts_Nk` holds expert indices below `experts`; copies outside `admitted_Nk` are dropped.
+
+        `bounded` allows rows as many as there could be, with their sizes on the device alone.
+        """
         self.tokens, self.top_k = experts_Nk.shape
         self.admitted = admitted_Nk
+        self.bounded = bounded and admitted_Nk is None
         self.dispatching: Any = None
         self.combining: Any = None
         chosen = experts_Nk if admitted_Nk is None else experts_Nk.masked_fill(~admitted_Nk, experts)
         order = chosen.flatten().argsort(stable=True)
-        self.counts = torch.bincount(chosen.flatten(), minlength=experts + 1)[:experts]
+        self.counts = add_counts_(order.new_zeros(experts + 1), chosen.flatten())[:experts]
         position = torch.empty_like(order)
         position[order] = torch.arange(len(order), device=order.device)
         self._plan(order, position.view(self.tokens, self.top_k))
@@ -46,53 +67,71 @@ class TokenDispatcher:
         """Assign rows, given the copies sorted by expert and each copy's position in that order.
 
         Sets `copy` and `token` (the copy and token of each row to send), `row` (the row of each copy at the
-        experts), `sizes`, and `copy_rows` (N, k or more): the rows of a token's copies in what comes back.
+        experts), `groups`, and `copy_rows` (N, k or more): the rows of a token's copies in what comes back.
         """
-        (counts,) = self._to_host(self.counts.view(1, -1))
-        copies = sum(counts)
-        self.row, self.sizes = assign_rows(self.counts.view(1, -1), [counts])
-        self.copy = order.new_zeros(sum(self.sizes))
+        counts_1E = self.counts.view(1, -1)
+        if self.bounded:
+            copies, sizes = len(order), None
+            rows = (copies + len(self.counts) * (ALIGN - 1)) // ALIGN * ALIGN
+        else:
+            listed = self._to_host(counts_1E).tolist()
+            copies, sizes = sum(listed[0]), padded_sizes(listed)
+            rows = sum(sizes)
+        self.row, ends = assign_rows(counts_1E, copies)
+        if self.bounded:
+            ends[-1:].fill_(rows)
+        self.groups = RowGroups(ends, sizes)
+        self.copy = order.new_zeros(rows)
         self.copy[self.row] = order[:copies]
         self.token = self.copy // self.top_k
         if copies < len(order):
             position_Nk = position_Nk.clamp(max=max(copies - 1, 0))
         self.copy_rows = self.row[position_Nk] if copies else torch.zeros_like(position_Nk)
 
-    def _to_host(self, counts_SE: Tensor) -> list[list[int]]:
+    def _to_host(self, counts_SE: Tensor) -> Tensor:
         """Numbers of copies per expert (E), from or to S ranks, on the host; waits for the device."""
-        return counts_SE.tolist()
+        return counts_SE.cpu()
 
     # Messages ---------------------------------------------------------------------------------------
 
-    def send(self, x_NC: Tensor, index: Tensor) -> Any:
-        """Start to send rows `index` of `x_NC` to the experts; pass the result to `receive`."""
-        return x_NC.index_select(0, index)
+    def send(self, *columns: Column) -> Any:
+        """Start to send rows to the experts, side by side; pass the result to `receive`."""
+        return [values.index_select(0, index) for values, index in columns]
 
-    def receive(self, sent: Any) -> Tensor:
-        """Rows (R, C) of the experts on this rank; the content of padding rows is arbitrary."""
+    def receive(self, sent: Any) -> Sequence[Tensor]:
+        """The columns' rows (R, .) at the experts of this rank; the content of padding rows is arbitrary."""
         return sent
 
-    def send_back(self, rows_RC: Tensor) -> Any:
-        """Start to send the experts' rows back; pass the result to `receive_back`."""
-        return rows_RC
+    def send_back(self, *columns_R: Tensor) -> Any:
+        """Start to send the experts' rows back, side by side; pass the result to `receive_back`."""
+        return columns_R
 
-    def receive_back(self, sent: Any) -> Tensor:
-        """Rows (., C) of this rank's copies, which `copy_rows` indexes."""
+    def receive_back(self, sent: Any) -> Sequence[Tensor]:
+        """The columns' rows of this rank's copies, which `copy_rows` indexes."""
         return sent
 
     def sum_copies(self, rows: Tensor) -> Tensor:
         """(N, C): the sum over each token's admitted copies of their rows from `receive_back`."""
         if not len(rows):
             return rows.new_zeros(self.tokens, rows.shape[1])
-        exact = torch.promote_types(rows.dtype, torch.float32)
-        total = rows.new_zeros(self.tokens, rows.shape[1], dtype=exact)
         slices = self.copy_rows.shape[1] // self.top_k
-        for index in range(self.copy_rows.shape[1]):
+        admitted = self.admitted
+        if admitted is not None:
+            admitted = admitted.unsqueeze(2).expand(-1, -1, slices).flatten(1)
+        if rows.dtype != torch.bfloat16 or rows.device.type != "cpu":
+            weights = None if admitted is None else admitted.to(rows.dtype)
+            return F.embedding_bag(self.copy_rows, rows, mode="sum", per_sample_weights=weights)
+        # The CPU's kernel would round ties away from zero, which makes sums of two 0.08% too large.
+        total, last = rows.new_empty(0), self.copy_rows.shape[1] - 1
+        for index in range(last + 1):
             added = rows.index_select(0, self.copy_rows[:, index])
-            if self.admitted is not None:
-                added.masked_fill_(~self.admitted[:, index // slices].unsqueeze(1), 0)
-            total += added
-        return total.to(rows.dtype)
+            if admitted is not None:
+                added.masked_fill_(~admitted[:, index : index + 1], 0)
+            if index == 0:
+                total = added if last < 2 else added.float()
+            else:
+                total = torch.add(total, added, out=total if index < last else torch.empty_like(added))
+        return total
 
     def _copy_values(self, values: Tensor) -> Tensor:
         """(N, k): each copy's scalar out of `values` (one per row of `receive_back`); 0 for dropped
@@ -129,21 +168,22 @@ class TokenDispatcher:
     # Handles are scalars that order autograd's graph; the messages are in `dispatching` and `combining`.
 
     def _send(self, x: Tensor, weights: Tensor) -> Tensor:
-        self.dispatching = self.send(x, self.token), self.send(weights.reshape(-1, 1), self.copy)
+        self.dispatching = self.send((x, self.token), (weights.reshape(-1, 1), self.copy))
         return x.new_empty(())
 
     def _receive(self, _handle: Tensor) -> tuple[Tensor, Tensor]:
-        (x, weights), self.dispatching = self.dispatching, None
-        return self.receive(x), self._mask_padding(self.receive(weights).squeeze(1))
+        dispatching, self.dispatching = self.dispatching, None
+        x, weights = self.receive(dispatching)
+        return x, self._mask_padding(weights.squeeze(1))
 
     def _send_gradients(self, grad_x: Tensor, grad_weights: Tensor) -> Tensor:
-        self.combining = self.send_back(grad_x), self.send_back(grad_weights.unsqueeze(1))
+        self.combining = self.send_back(grad_x, grad_weights.unsqueeze(1))
         return grad_x.new_zeros(())
 
     def _receive_gradients(self, _grad: Tensor) -> tuple[Tensor, Tensor]:
-        (grad_x, grad_weights), self.combining = self.combining, None
-        values = self._copy_values(self.receive_back(grad_weights).squeeze(1))
-        return self.sum_copies(self.receive_back(grad_x)), values
+        combining, self.combining = self.combining, None
+        grad_x, grad_weights = self.receive_back(combining)
+        return self.sum_copies(grad_x), self._copy_values(grad_weights.squeeze(1))
 
     def _send_outputs(self, y: Tensor) -> Tensor:
         # Detached: y's graph holds the dispatcher, which would be a reference cycle.
@@ -152,31 +192,41 @@ class TokenDispatcher:
 
     def _receive_outputs(self, _handle: Tensor) -> Tensor:
         combining, self.combining = self.combining, None
-        return self.sum_copies(self.receive_back(combining))
+        (rows,) = self.receive_back(combining)
+        return self.sum_copies(rows)
 
     def _send_output_gradients(self, grad: Tensor) -> Tensor:
-        self.dispatching = self.send(grad, self.token)
+        self.dispatching = self.send((grad, self.token))
         return grad.new_zeros(())
 
     def _receive_output_gradients(self, _grad: Tensor) -> Tensor:
         dispatching, self.dispatching = self.dispatching, None
-        return self.receive(dispatching)
+        (grad,) = self.receive(dispatching)
+        return grad
 
 
-def assign_rows(counts_SE: Tensor, listed: list[list[int]]) -> tuple[Tensor, Sizes]:
-    """Rows of copies that arrive from S ranks, each sorted by expert, and the padded rows of each expert.
+def padded_sizes(listed_SE: list[list[int]]) -> tuple[int, ...]:
+    """Rows of each expert with its padding, given the copies for it from each of S ranks."""
+    return tuple(-(-sum(counts) // ALIGN) * ALIGN for counts in zip(*listed_SE, strict=True))
 
-    `counts_SE` are the copies from each rank for each expert, `listed` the same numbers on the host. The
-    first result (M,) holds the row of each copy, in order of arrival.
+
+def assign_rows(counts_SE: Tensor, copies: int) -> tuple[Tensor, Tensor]:
+    """Rows of copies that arrive from S ranks, each sorted by expert, and where each expert's rows end.
+
+    `counts_SE` are the copies from each rank for each expert, on their device, and `copies` is their sum. The
+    first result (M,) holds the row of each copy, in order of arrival, and the second (E,) is in int32.
     """
-    experts = len(listed[0])
-    sums = [sum(row[expert] for row in listed) for expert in range(experts)]
-    sizes = tuple(-(-total // ALIGN) * ALIGN for total in sums)
-    device = counts_SE.device
-    starts_E = torch.tensor([0, *sizes[:-1]], dtype=torch.int64).cumsum(0).to(device)
-    before_SE = counts_SE.cumsum(0) - counts_SE  # copies for the expert from ranks before
-    arrived_SE = (counts_SE.flatten().cumsum(0) - counts_SE.flatten()).view_as(counts_SE)
-    shift = (starts_E + before_SE - arrived_SE).flatten()
-    copies = sum(sums)
-    moved = shift.repeat_interleave(counts_SE.flatten(), output_size=copies)
-    return torch.arange(copies, device=device) + moved, sizes
+    sizes_E = counts_SE.sum(0).add_(ALIGN - 1).bitwise_and_(-ALIGN)
+    ends_E = sizes_E.cumsum(0, dtype=torch.int32)
+    arrived_SE = counts_SE.flatten().cumsum(0).view_as(counts_SE)
+    shift_SE = counts_SE.cumsum(0) - arrived_SE + (ends_E - sizes_E)  # from places in order of arrival
+    moved = shift_SE.flatten().repeat_interleave(counts_SE.flatten(), output_size=copies)
+    return moved.add_(torch.arange(copies, device=moved.device)), ends_E
+
+
+def add_counts_(total: Tensor, index: Tensor) -> Tensor:
+    """Add to each element of `total` how often its place occurs in `index` (M,).
+
+    On CUDA `torch.bincount` waits for the device, to learn the least and the largest number.
+    """
+    return total.scatter_add_(0, index, torch.ones_like(index, dtype=total.dtype))

@@ -8,6 +8,7 @@ Wire          for each copy of a token that has an expert on another rank, D cha
               in, a of sums (4; 8 for fp64), each layer and microbatch, with etp copies for the slices:
                 forward   all_to_all   dispatch D b + a (its weight), combine D b
                 backward  all_to_all   dispatch D b, combine D b + a
+              one message for each of the four, with a row and its weight (or the gradient) side by side,
               and before that the number of copies, 8 bytes for each expert on another rank (times etp).
               With even routing (n-1)/n of the copies are sent. A recomputing forward sends again what it
               needs, which is nothing where matmuls are saved.
@@ -20,6 +21,7 @@ overlap with matmuls of another (`layout.expert_parts`), and all with the shared
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,7 +31,7 @@ from torch import Tensor
 
 from meshwright.model.hooks import Admit, ExpertsHooks, MoeHooks
 from meshwright.model.low_precision_linear import Products
-from meshwright.model.token_dispatcher import TokenDispatcher, assign_rows
+from meshwright.model.token_dispatcher import Column, RowGroups, TokenDispatcher, assign_rows, padded_sizes
 from meshwright.model.with_backward import with_backward
 from meshwright.parallel.collectives import start_all_to_all
 from meshwright.parallel.deferred_wgrad import WeightGradStore
@@ -39,11 +41,23 @@ from meshwright.parallel.tensor_linears import gather_tokens
 
 
 class _Sent(NamedTuple):
-    """Rows in flight; `sent` must live until they have arrived."""
+    """Rows in flight, those of all columns side by side; `sent` must live until they have arrived."""
 
     pending: Pending
     received: Tensor
     sent: Tensor
+    columns: list[tuple[torch.dtype, int]]
+    """The format of each column, and how many elements of the first one's it takes."""
+
+    def arrived(self, index: Tensor | None = None) -> tuple[Tensor, ...]:
+        """The columns, or the rows `index` of them."""
+        self.pending.wait()
+        parts = self.received.split([width for _, width in self.columns], 1)
+        rows = parts if index is None else [part.index_select(0, index) for part in parts]
+        return tuple(
+            part if part.dtype == dtype else part.contiguous().view(dtype)
+            for part, (dtype, _) in zip(rows, self.columns, strict=True)
+        )
 
 
 class AllToAllDispatcher(TokenDispatcher):
@@ -59,12 +73,14 @@ class AllToAllDispatcher(TokenDispatcher):
         ranks, slices = self._axis.size, self._slices
         by_owner = self.counts.view(ranks // slices, 1, -1)
         sent = by_owner.expand(-1, slices, -1).reshape(ranks, -1)
-        (received,) = self._cache.run(None, lambda: (self._exchange_counts(sent),))
-        listed = self._to_host(torch.cat([sent, received]))
+        received, on_host = self._cache.run(None, lambda: self._exchange_counts(sent))
+        listed = on_host.tolist()
         self._sent_rows = [sum(row) for row in listed[:ranks]]
         self._received_rows = [sum(row) for row in listed[ranks:]]
-        self.row, self.sizes = assign_rows(received, listed[ranks:])
-        self._source = order.new_zeros(sum(self.sizes))
+        self.row, ends = assign_rows(received, sum(self._received_rows))
+        sizes = padded_sizes(listed[ranks:])
+        self.groups = RowGroups(ends, sizes)
+        self._source = order.new_zeros(sum(sizes))
         self._source[self.row] = torch.arange(len(self.row), device=order.device)
         blocks = self._sent_rows[::slices]
         sorted_copies = order[: sum(blocks)].split(blocks)
@@ -72,48 +88,54 @@ class AllToAllDispatcher(TokenDispatcher):
         self.token = self.copy // self.top_k
         self.copy_rows = self._rows_of_copies(position_Nk, by_owner)
 
-    def _exchange_counts(self, sent: Tensor) -> Tensor:
+    def _exchange_counts(self, sent: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies from each rank, and those to and from each on the host: a recomputing forward reads both."""
         received = torch.empty_like(sent)
         start_all_to_all(received, sent.contiguous(), self._axis).wait()
-        return received
+        return received, self._to_host(torch.cat([sent, received]))
 
     def _rows_of_copies(self, position_Nk: Tensor, by_owner: Tensor) -> Tensor:
         """(N, k slices): positions of each copy's slices among all rows that this rank sends."""
+        last = max(sum(self._sent_rows) // self._slices - 1, 0)
+        position = position_Nk.clamp(max=last)  # any row for dropped copies, which are masked later
+        if self._slices == 1:
+            return position
         sizes = by_owner.sum((1, 2))
         ends = sizes.cumsum(0)
-        last = max(int(sum(self._sent_rows)) // self._slices - 1, 0)
-        position = position_Nk.clamp(max=last)  # any row for dropped copies, which are masked later
         owner = torch.bucketize(position, ends, right=True).clamp(max=len(sizes) - 1)
         first = position + (ends - sizes)[owner] * (self._slices - 1)
         slices = torch.arange(self._slices, device=position.device)
         return (first.unsqueeze(2) + slices * sizes[owner].unsqueeze(2)).flatten(1)
 
-    def send(self, x_NC: Tensor, index: Tensor) -> _Sent | None:
+    def send(self, *columns: Column) -> _Sent | None:
         if self._cache.serves("matmul"):
             return None
-        return self._start(x_NC.index_select(0, index), self._received_rows, self._sent_rows)
+        return self._start(columns, self._received_rows, self._sent_rows)
 
-    def receive(self, sent: _Sent | None) -> Tensor:
-        (rows,) = self._cache.run("matmul", lambda: (self._finish(sent).index_select(0, self._source),))
-        return rows
+    def receive(self, sent: Any) -> Sequence[Tensor]:
+        return self._cache.run("matmul", lambda: sent.arrived(self._source))
 
-    def send_back(self, rows_RC: Tensor) -> _Sent | None:
+    def send_back(self, *columns_R: Tensor) -> _Sent | None:
         if self._cache.recomputing:
             return None
-        return self._start(rows_RC.index_select(0, self.row), self._sent_rows, self._received_rows)
+        columns = [(rows, self.row) for rows in columns_R]
+        return self._start(columns, self._sent_rows, self._received_rows)
 
-    def receive_back(self, sent: _Sent | None) -> Tensor:
-        (rows,) = self._cache.run("matmul", lambda: (self._finish(sent),), False)
-        return rows
+    def receive_back(self, sent: Any) -> Sequence[Tensor]:
+        return self._cache.run("matmul", lambda: sent.arrived(), False)
 
-    def _start(self, sent: Tensor, received_rows: list[int], sent_rows: list[int]) -> _Sent:
+    def _start(self, columns: Sequence[Column], received_rows: list[int], sent_rows: list[int]) -> _Sent:
+        """Start one message with the bytes of all columns, each row's next to each other."""
+        (first, index), *_ = columns
+        parts = [(values.dtype, values.contiguous().view(first.dtype), index) for values, index in columns]
+        widths = [values.shape[1] for _, values, _ in parts]
+        sent = first.new_empty(len(index), sum(widths))
+        for place, (_, values, index) in zip(sent.split(widths, 1), parts, strict=True):
+            torch.index_select(values, 0, index, out=place)
         received = sent.new_empty(sum(received_rows), sent.shape[1])
         pending = start_all_to_all(received, sent, self._axis, received_rows, sent_rows)
-        return _Sent(pending, received, sent)
-
-    def _finish(self, sent: Any) -> Tensor:
-        sent.pending.wait()
-        return sent.received
+        formats = [dtype for dtype, *_ in parts]
+        return _Sent(pending, received, sent, list(zip(formats, widths, strict=True)))
 
 
 def _own_tokens(x: Tensor, axis: Axis) -> Tensor:

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.model.decoder import Decoder
 from meshwright.model.router import Router, Routing, within_capacity
+from meshwright.model.token_dispatcher import add_counts_
 from meshwright.model.with_backward import with_backward
 from meshwright.parallel.collectives import gather_rows, start_all_reduce
 from meshwright.parallel.context_parallel import zigzag
@@ -108,7 +109,8 @@ class RouterBalance:
         moe = self.moe
         sequence = self._sequences(len(experts_Nk), batch)
         key = (experts_Nk + sequence.unsqueeze(1) * moe.experts).flatten()
-        counts = torch.bincount(key, minlength=batch * moe.experts).view(batch, moe.experts).float()
+        zeros = torch.zeros(batch, moe.experts, device=key.device)
+        counts = add_counts_(zeros.view(-1), key).view_as(zeros)
         (counts,) = self._cache.run(None, lambda: (self._summed(counts),))
         even = moe.experts / (moe.top_k * length)
         per_sequence = shares_NE.new_zeros(batch, moe.experts).index_add(0, sequence, shares_NE)
@@ -146,7 +148,7 @@ class RouterBalance:
     ) -> None:
         assert self.counts is not None
         experts, sums = self.moe.experts, self.counts[self._layers.index(layer)]
-        sums[:experts] += torch.bincount(experts_Nk.flatten(), minlength=experts)
+        add_counts_(sums[:experts], experts_Nk.flatten())
         if admitted is not None:
             sums[experts] += (~admitted).sum()
         sums[experts + 1] += torch.special.entr(shares_NE).sum()

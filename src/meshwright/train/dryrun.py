@@ -337,15 +337,20 @@ class _EvenDispatcher(TokenDispatcher):
         copies = round(self.tokens * self.top_k * self._share)
         return [copies // experts + (expert < copies % experts) for expert in range(experts)]
 
-    def _to_host(self, counts_SE: Tensor) -> list[list[int]]:
-        return [self._even(counts_SE.shape[1])]
+    def _to_host(self, counts_SE: Tensor) -> Tensor:
+        super()._to_host(counts_SE)  # for the count of waits
+        return torch.tensor(self._listed(counts_SE.shape[1]))
+
+    def _listed(self, here: int) -> list[list[int]]:
+        """Copies for each of the `here` experts of this rank, from or to each rank."""
+        return [self._even(here)]
 
 
 class _EvenAllToAllDispatcher(_EvenDispatcher, AllToAllDispatcher):
     """Routes equally many copies of every rank to every expert."""
 
-    def _to_host(self, counts_SE: Tensor) -> list[list[int]]:
-        ranks, here = self._axis.size, counts_SE.shape[1]
+    def _listed(self, here: int) -> list[list[int]]:
+        ranks = self._axis.size
         counts = self._even(here * ranks // self._slices)
         owners = [rank // self._slices for rank in range(ranks)]
         leaving = [counts[owner * here : (owner + 1) * here] for owner in owners]

@@ -40,7 +40,6 @@ _WAITS = {
     _aten.bincount.default: 2,  # CUDA's looks for the least and the largest value
     _aten.nonzero.default: 1,
     _aten.masked_select.default: 1,
-    _aten.repeat_interleave.Tensor: 1,
     _aten._unique2.default: 1,
 }
 """Operators in which the host waits for the device, and how often."""
@@ -82,12 +81,16 @@ class TrackedStorage:
     born: int = 0
 
 
-def _waits(func: Any, args: Any, device: torch.device) -> int:
+def _waits(func: Any, args: Any, kwargs: Any, device: torch.device) -> int:
     """How often the host waits for the device in an operator."""
     if func is _aten.index.Tensor:
         return int(any(index is not None and index.dtype == torch.bool for index in args[1]))
+    if func is _aten.repeat_interleave.Tensor:
+        return int(kwargs.get("output_size") is None)
     if func is _aten.copy_.default:
         return int(args[0].device != device and args[1].device == device)
+    if func is _aten._to_copy.default:
+        return int(args[0].device == device and kwargs.get("device", device) != device)
     return _WAITS.get(func, 0)
 
 
@@ -133,7 +136,7 @@ class FakeMemory(TorchDispatchMode):
         made_here = kwargs.get("device") == self.device
         if not made_here and not any(isinstance(x, FakeTensor) for x in leaves):
             return func(*args, **kwargs)
-        self._count_operator(func, args)
+        self._count_operator(func, args, kwargs)
         if func is _aten._local_scalar_dense.default:
             return ASSUMED
         if func is _aten.bincount.default:  # its length is the data's; here all ask for as many as there are
@@ -155,8 +158,8 @@ class FakeMemory(TorchDispatchMode):
                     self.mark(leaf, kind, only=PLAIN)
         return found
 
-    def _count_operator(self, func: Any, args: Any) -> None:
-        waits = _waits(func, args, self.device)
+    def _count_operator(self, func: Any, args: Any, kwargs: Any) -> None:
+        waits = _waits(func, args, kwargs, self.device)
         if waits and self._busy:  # reads in a row wait once
             self.waits += waits
             self._busy = False

@@ -184,20 +184,21 @@ def _context_messages(shape: LayerShape, where: Where) -> Iterator[Message]:
 def expert_messages(shape: LayerShape, copies: Copies | None = None) -> Iterator[Message]:
     """One dispatch to the experts and the way back (`parallel/expert_parallel.py`).
 
-    By default each expert is chosen equally often.
+    By default each expert is chosen equally often. A copy's weight, or the gradient of it, is sent in the
+    message that its row is sent in.
     """
     group, hidden = shape.groups.expert, shape.model.hidden
     if group.ranks == 1:
         return
     sent, received = [n / share(group.ranks) for n in copies] if copies else [shape.copies] * 2
     call = partial(Message, "expert", "all_to_all", group=group, where="moe")
+    weighted = hidden + shape.exact / shape.width
     yield call(shape.moe.experts * shape.layout.etp, _COUNT, phase=Phase.FORWARD)
     for phase in (Phase.FORWARD, *[Phase.RECOMPUTE] * ("matmul" in shape.repeated)):
-        yield call(sent * hidden, shape.width, phase=phase)
-        yield call(sent, shape.exact, phase=phase)
+        yield call(sent * weighted, shape.width, phase=phase)
     yield call(received * hidden, shape.width, phase=Phase.FORWARD)
-    yield from (call(rows * hidden, shape.width, phase=Phase.INPUT) for rows in (sent, received))
-    yield call(received, shape.exact, phase=Phase.INPUT)
+    yield call(sent * hidden, shape.width, phase=Phase.INPUT)
+    yield call(received * weighted, shape.width, phase=Phase.INPUT)
 
 
 def _balance_messages(shape: LayerShape) -> Iterator[Message]:

@@ -1,0 +1,56 @@
+"""How often the host waits for the device because of a layer with experts, in dry runs of one rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshwright.spec import load
+from meshwright.train.dryrun import rehearse
+
+LAYERS, MICROBATCHES, SEQ_LEN = 3, 2, 64
+MOE: dict[str, object] = {
+    "model.preset": "moe-tiny", "model.layers": LAYERS, "model.moe.dense_first": 0,
+    "model.moe.aux_loss": 0.01, "model.moe.z_loss": 0.1, "model.moe.bias": "true",
+    "data.corpus": "synthetic", "data.seq_len": SEQ_LEN, "layout.micro_batch": 1, "precision.compute": "bf16",
+}  # fmt: skip
+POLICIES = ["none", "full", "selective"]
+
+
+def waits(**flags: object) -> float:
+    """Waits of a step but for the one that reads its numbers at the end."""
+    keys = MOE | {key.replace("__", "."): value for key, value in flags.items()}
+    ranks = int(str(keys.get("layout.dp", 1)))
+    keys["train.batch_tokens"] = MICROBATCHES * ranks * SEQ_LEN
+    spec = load(None, [(key, str(value)) for key, value in keys.items()])
+    assert spec.microbatches == MICROBATCHES
+    return rehearse(spec, 0, torch.device("cpu")).counts["step"]["device_waits"] - 1
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_experts_of_one_kernel_wait_for_nothing(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's kernel stands in for CUDA's: both take the groups' ends from the device."""
+
+    def always(_x: Tensor) -> bool:
+        return True
+
+    monkeypatch.setattr("meshwright.model.moe.one_kernel", always)
+    monkeypatch.setattr("meshwright.model.experts.one_kernel", always)
+    assert waits(recompute__policy=policy) == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_dispatch_over_ranks_waits_once_to_learn_its_splits(parts: int, policy: str) -> None:
+    found = waits(layout__dp=2, layout__ep=2, layout__expert_parts=parts, recompute__policy=policy)
+    assert found == LAYERS * MICROBATCHES * parts
+
+
+def test_experts_computed_one_by_one_are_waited_for_once() -> None:
+    assert waits(recompute__policy="none") == LAYERS * MICROBATCHES
+
+
+def test_admission_by_capacity_waits_for_nothing_more() -> None:
+    flags = {"layout__dp": 2, "layout__ep": 2, "model__moe__capacity_factor": 1.0}
+    assert waits(recompute__policy="none", **flags) == LAYERS * MICROBATCHES
