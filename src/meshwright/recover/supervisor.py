@@ -110,7 +110,7 @@ class Supervisor:
         # It imports for seconds; so does a store, meanwhile.
         self._zygote = self._zygote or Zygote(self.job.preload, memory.descriptors + faults)
         store = listen(HOST) if self.job.nproc > 1 else None
-        place, known = Place(HOST, store and store.port), self._step_seconds
+        place, known = Place(HOST, None if store is None else store.port), self._step_seconds
         generation = Generation(self.generation, self.job, place, memory, began, folder, tell, known)
         try:
             return generation.run(self._zygote, asked)
