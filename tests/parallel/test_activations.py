@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,9 +14,11 @@ from torch import Tensor
 from allocations import measure
 from covering import marked
 from meshwright.model.router import Router
+from meshwright.parallel.activation_offload import HostMemory
 from meshwright.parallel.mesh import Mesh
 from meshwright.planner.memory.activations import Activations, activations
 from meshwright.spec import RunSpec
+from meshwright.spec.tiling import Tiling, tiled
 from ranks import Ranks
 from small import spec_of
 
@@ -93,6 +96,38 @@ def test_formulas_hold_for_each_saved_operator(ranks: Ranks, axis: dict[str, obj
     expected = activations(spec)
     for kept, _ in measured(ranks, spec, expected):
         assert kept == pytest.approx(expected.kept, rel=0.01)
+
+
+def outside_torch(_host: HostMemory, here: Tensor) -> Tensor:
+    """Room that the profiler does not see, as if the host were not the device."""
+    return torch.from_numpy(np.empty(here.nbytes, np.uint8)).view(here.dtype)
+
+
+def measure_offloading(mesh: Mesh, spec: RunSpec, pause: float) -> tuple[int, int]:
+    with tiled(LARGE_ONLY), patch.object(HostMemory, "_allocate", outside_torch):
+        return measure(mesh, spec, pause)
+
+
+LARGE_ONLY = Tiling(offload_bytes=2**16)
+"""By which numbers of norms stay."""
+OFFLOADING: list[dict[str, object]] = [
+    *({"recompute__policy": policy} for policy in POLICIES),
+    {"layout__tp": 2, "recompute__policy": "selective"},
+    {"layout__cp": 2},
+    LATENTS | {"layout__tp": 2},
+]
+
+
+@pytest.mark.parametrize("case", OFFLOADING, ids=str)
+def test_formulas_hold_of_offloaded_activations(ranks: Ranks, case: dict[str, object]) -> None:
+    """The last of four blocks keeps its own, and those of one more pass by."""
+    spec, stay = (spec_of(BASE, **case, train__offload_activations=kind) for kind in ("host", "none"))
+    with tiled(LARGE_ONLY):
+        expected = activations(spec)
+    assert 0 < sum(expected.moved) < activations(stay).kept - expected.kept + 1
+    for kept, peak in measured(ranks, spec, expected, measure_offloading):
+        assert kept == pytest.approx(expected.kept, rel=0.01)
+        assert peak == pytest.approx(expected.peak, rel=0.05)
 
 
 MOE = BASE | {

@@ -23,6 +23,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.memory.exact import memory_model
 from meshwright.planner.memory.generic import Memory
+from meshwright.planner.memory.in_flight import host_activations
 from meshwright.spec import RunSpec, load
 from meshwright.spec.tiling import Tiling, tiled
 from meshwright.train import dryrun
@@ -135,6 +136,24 @@ def test_a_plan_of_a_large_model_does(zero: int, microbatches: int, policy: str)
     spec = llama(layout__zero=zero, recompute__policy=policy, train__batch_tokens=tokens)
     found = rehearsed(spec)
     assert planned(spec).allocated == pytest.approx(found.peak, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("zero", "microbatches", "policy"), [(3, 1, "none"), (2, 2, "selective"), (1, 1, "full")]
+)
+def test_a_plan_with_offloaded_activations_does(zero: int, microbatches: int, policy: str) -> None:
+    """On the device, and in the host's memory."""
+    given = {
+        "layout__zero": zero,
+        "recompute__policy": policy,
+        "train__batch_tokens": 64 * 8192 * microbatches,
+    }
+    spec = llama(**given, train__offload_activations="host")
+    found = rehearsed(spec)
+    held = planned(spec)
+    assert held.allocated == pytest.approx(found.peak, rel=0.01)
+    assert host_activations(spec) == pytest.approx(found.offloaded, rel=0.01)
+    assert held.allocated < planned(llama(**given)).allocated
 
 
 def test_the_terms_are_those_of_one_moment() -> None:

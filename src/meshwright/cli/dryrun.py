@@ -86,6 +86,8 @@ def _components(row: dict[str, Any]) -> list[dict[str, Any]]:
         for kind, most in row["most"].items()
         if most
     ]
+    if away := row["offloaded_activations"]:
+        rows.append({"component": "in the host's memory", "at the peak": "-", "most": size(away)})
     return [{"component": f"rank {row['rank']}", "at the peak": size(row["peak"]), "most": "-"}, *rows]
 
 

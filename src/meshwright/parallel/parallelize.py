@@ -12,6 +12,7 @@ from meshwright.model.hooks import Hooks
 from meshwright.model.init import init_part_
 from meshwright.model.low_precision_linear import LowPrecision, Products, products_of
 from meshwright.model.moe import Moe
+from meshwright.parallel.activation_offload import ActivationOffload
 from meshwright.parallel.context_parallel import context_parallel_hooks
 from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.deferred_wgrad import WeightGradStore
@@ -38,11 +39,11 @@ from meshwright.spec.stages import stages
 
 def parallelize(
     spec: RunSpec, mesh: Mesh, observer: UnitObserver | None = None
-) -> tuple[Decoder, DataParallel, RouterBalance, Pipeline, Products]:
+) -> tuple[Decoder, DataParallel, RouterBalance, Pipeline, Products, ActivationOffload | None]:
     """Build this rank's part of a decoder on the mesh.
 
     The values of the parameters are zeros until `initialise` or a checkpoint fills them. `observer` is called
-    about the buffers of units.
+    about the buffers of units. The last result is None if activations stay on the device.
     """
     model, layout = spec.model, spec.layout
     schedule = schedule_of(layout, spec.microbatches)
@@ -59,9 +60,13 @@ def parallelize(
         shard_parameters(decoder, pieces)
     names = {parameter: name for name, parameter in decoder.named_parameters()}
     communicates = mesh.tensor.size * mesh.context.size > 1 or schedule.splits_backward or products.low
-    recompute_and_compile(decoder, spec, cache if communicates else None, moe_cache)
+    offload = ActivationOffload(mesh.device) if spec.train.offload_activations == "host" else None
+    recompute_and_compile(decoder, spec, cache if communicates else None, moe_cache, offload)
     every = stages(model, layout, spec.data.seq_len)
     own = [every[index] for index in schedule.stages_of(mesh.pipeline.rank)]
+    if offload is not None:
+        for stage in own:
+            offload.attach([*decoder.blocks[stage.first : stage.last]])
     balance.attach(decoder, [index for stage in own for index in stage.blocks])
     apart = "embed.weight" if model.tied and schedule.rank_of[0] != schedule.rank_of[-1] else None
     units, recipe = unit_modules(decoder, own), formats(spec.precision)
@@ -74,7 +79,7 @@ def parallelize(
     pipeline = Pipeline(
         modules, mesh, partial(schedule_of, layout), store, states.begin_microbatch, states.take
     )
-    return decoder, states, balance, pipeline, products
+    return decoder, states, balance, pipeline, products, offload
 
 
 def decoder_hooks(
@@ -109,13 +114,18 @@ def decoder_hooks(
 
 
 def recompute_and_compile(
-    decoder: Decoder, spec: RunSpec, cache: RecomputeCache | None, moe_cache: RecomputeCache
+    decoder: Decoder,
+    spec: RunSpec,
+    cache: RecomputeCache | None,
+    moe_cache: RecomputeCache,
+    offload: ActivationOffload | None,
 ) -> None:
     """Wrap the blocks' `forward` by the policy of recomputation, and compile it if the run says so."""
     moe = [block for block in decoder.blocks if isinstance(block.mlp, Moe)]
     dense = [block for block in decoder.blocks if block not in moe]
-    apply_recompute(moe, spec.recompute, moe_cache)
-    apply_recompute(dense, spec.recompute, cache)
+    apply_recompute(moe, spec.recompute, moe_cache, offload)
+    # What a compiled block saves, its program gives to autograd itself, whatever the policy.
+    apply_recompute(dense, spec.recompute, cache, None if spec.train.compile else offload)
     if spec.train.compile:
         # Of a MoE block only the attention: the rows of its experts depend on the data.
         for module in [*dense, *(block.get_submodule("attn") for block in moe)]:

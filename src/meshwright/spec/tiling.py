@@ -46,6 +46,8 @@ class Tiling:
     """Elements of a parameter taken at a time: drawn, with about 10 MiB of temporaries."""
     moment_elements: int = 2**24
     """Elements of a moment that come to a device at a time from where they are offloaded to."""
+    offload_bytes: int = 2**20
+    """Bytes of a storage of activations at least that is worth its way to the host's memory and back."""
     piece_bytes: int = 64 * 2**20
     """Bytes of one piece of a tensor in a checkpoint, which has a hash of its own."""
     image_bytes: int = 2**30

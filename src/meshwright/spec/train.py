@@ -77,6 +77,11 @@ class TrainSpec(FrozenModel):
     offload_dir: str | None = Field(
         None, min_length=1, description="folder of that file; default the run's --out"
     )
+    offload_activations: Literal["none", "host"] = Field(
+        "none",
+        description="where what a block saves for its backward is until then: on the device; or in the "
+        "host's memory, for GPUs, but for the last block of each stage",
+    )
     clip_parameter: PositiveFloat | None = Field(
         None,
         description="largest norm of each parameter's gradient, clipped before all together; 'none' for no "

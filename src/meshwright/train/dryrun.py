@@ -25,6 +25,7 @@ from meshwright.data.loader import Batch
 from meshwright.model import attention_cpu
 from meshwright.model.hooks import Dispatch
 from meshwright.model.token_dispatcher import TokenDispatcher
+from meshwright.parallel.activation_offload import HostMemory
 from meshwright.parallel.expert_parallel import AllToAllDispatcher
 from meshwright.parallel.flat_param import ParamSlot
 from meshwright.parallel.fsdp_unit import BufferEvent, Unit, UnitObserver
@@ -67,6 +68,8 @@ class Rehearsal:
     counts: dict[str, dict[str, float]]
     """By "setup" and "step": groups, messages, waits (see `_counts`), and in "step" "kernels", operators that
     it launches on the device, and "kernels_a_block", those of the block with most, a microbatch."""
+    offloaded: int
+    """Peak bytes of activations in the host's memory."""
 
     @property
     def states(self) -> int:
@@ -91,10 +94,12 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
         mesh = build_mesh(spec.layout, device, heads, groups, experts, spec.islands > 1)
         assert mesh is not None
         with memory:
-            observer = _BufferAccount(memory, spec.microbatches > 1)
+            observer, host = _BufferAccount(memory, spec.microbatches > 1), _FakeHost(memory)
             trainer = Trainer(spec, mesh, observer, _FakeMoments(spec.train, device, mesh.control))
             if trainer.outer is not None:
                 trainer.outer.assume(under_way(spec, number))
+            if trainer.offload is not None:
+                trainer.offload.host = host
             _tell(memory, trainer)
             if trainer.scaling is not None:
                 trainer.scaling.assume()  # steps after the first one are like each other
@@ -124,6 +129,7 @@ def rehearse(spec: RunSpec, rank: int, device: torch.device) -> Rehearsal:
         dict(mesh.wire.bytes),
         dict(mesh.wire.calls),
         counts,
+        host.most,
     )
 
 
@@ -189,6 +195,22 @@ class _FakeMoments(MomentMemory):
 
     def zeros(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         return [torch.zeros(size, dtype=dtype, device=self._device) for size in sizes]
+
+
+class _FakeHost(HostMemory):
+    """The host's memory as a number of bytes: nothing is allocated there."""
+
+    def __init__(self, memory: FakeMemory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def room(self, home: Tensor, device: torch.device) -> Tensor:
+        room = super().room(home, device)
+        self._memory.mark(room, ACTIVATIONS)
+        return room
+
+    def _allocate(self, here: Tensor) -> Tensor:
+        return torch.empty(here.shape, dtype=here.dtype, device="meta")
 
 
 def _batch(spec: RunSpec) -> Batch:

@@ -92,6 +92,7 @@ def _row(spec: RunSpec, rank: int, found: Rehearsal) -> dict[str, Any]:
         "modules": found.by_module,
         "most": found.most,
         "states": found.states,
+        "offloaded_activations": found.offloaded,
         "counts": found.counts,
         "wire": [
             {"axis": axis, "operation": operation, "bytes": sent, "calls": found.calls[axis, operation]}

@@ -38,7 +38,7 @@ from meshwright.train.digest import SampleRecord, parameters_sha256
 from meshwright.train.guard import Guard
 from meshwright.train.held_out import Likelihood, likelihoods, total
 from meshwright.train.metrics import Metrics
-from meshwright.train.offload import MomentMemory
+from meshwright.train.offload import MomentMemory, check_activations
 from meshwright.train.saves import Saves
 from meshwright.train.signals import stop_signals
 from meshwright.train.step import Step, Trainer
@@ -86,6 +86,8 @@ class TrainingRun:
                 "train.offload: 'host' has no effect on a CPU, whose moments are in the host's memory; give "
                 "'disk' or 'none'"
             )
+        if spec.train.offload_activations != "none":
+            self.control.together(lambda: check_activations(spec, mesh.device, mesh.pipeline.rank))
         memory = MomentMemory(spec.train, mesh.device, mesh.control, out)
         self.arrivals = self._arrivals(host)
         self.trainer = Trainer(

@@ -68,6 +68,8 @@ class Metrics:
         """Return the fields of the run's result about speed and memory; every rank calls this."""
         speed = statistics.median_high(self._speeds) if self._speeds else None
         own = {**self.trainer.states.memory(), **self.trainer.optimiser.memory()}
+        if (offload := self.trainer.offload) is not None:
+            own["offloaded activations"] = offload.host.most
         own["optimiser"] += self.trainer.ema.memory() if self.trainer.ema else 0
         control = self.mesh.control
         every = control.gather([own, peak_memory_bytes(self.mesh.device)])

@@ -25,9 +25,11 @@ import torch
 from torch import Tensor
 
 from meshwright.parallel.control import Control
+from meshwright.planner.memory.exact import shortened
+from meshwright.planner.memory.in_flight import host_activations
 from meshwright.planner.memory.states import SLOTS
 from meshwright.profile.machine import free_memory
-from meshwright.spec import UserError
+from meshwright.spec import RunSpec, UserError
 from meshwright.spec.tiling import tiling
 from meshwright.spec.train import TrainSpec
 from meshwright.units import gigabytes
@@ -69,6 +71,22 @@ class MomentMemory:
         if self._kind == "host":
             return self._control.together(lambda: _in_memory(sizes, dtype, self._device.type == "cuda"))
         return [torch.zeros(size, dtype=dtype, device=self._device) for size in sizes]
+
+
+def check_activations(spec: RunSpec, device: torch.device, pipeline_rank: int) -> None:
+    """Raise `UserError` where offloading activations to the host has no effect, or no room."""
+    if device.type == "cpu":
+        raise UserError(
+            "train.offload_activations: 'host' has no effect on a CPU, whose activations are in the host's "
+            "memory; give 'none'"
+        )
+    need, free = host_activations(shortened(spec), pipeline_rank), free_memory()
+    if need > free:
+        raise UserError(
+            f"train.offload_activations: the activations of this rank, {gigabytes(need)}, do not fit in the "
+            f"host's memory, of which {gigabytes(free)} are free; give recompute.policy = 'full', of whose "
+            f"blocks the inputs are moved, or a smaller layout.micro_batch"
+        )
 
 
 def _in_memory(sizes: Sequence[int], dtype: torch.dtype, pinned: bool) -> list[Tensor]:

@@ -27,7 +27,7 @@ FREE = {
     "model": {"preset", "hf", "family"},
     "train": {
         "steps", "tokens", "stop_at", "log_every", "eval_every", "eval_tokens", "compile", "trackers",
-        "offload", "offload_dir", "ema",
+        "offload", "offload_dir", "offload_activations", "ema",
     },
     "precision": {"loss_scale", "loss_scale_window", "fp8_gather", "qat", "qat_group"},
 }  # fmt: skip

@@ -97,7 +97,9 @@ class Trainer:
             spec, mesh = spec.of_island(), mesh.island or mesh
         self.spec, self.mesh, self.teacher = spec, mesh, teacher
         """Those of the ranks that train together: the run's, or its island's."""
-        self.decoder, self.states, self.balance, self.pipeline, products = parallelize(spec, mesh, observer)
+        self.decoder, self.states, self.balance, self.pipeline, products, self.offload = parallelize(
+            spec, mesh, observer
+        )
         self.scaling = None
         if spec.precision.compute in DELAYED and isinstance(products, LowPrecision):
             self.scaling = DelayedScaling(spec, mesh, self.states, products)

@@ -54,7 +54,7 @@ class Teacher:
         self.student, self.spec, self.how = student, spec, student.distil
         self._mesh, self._own = mesh, mesh.teacher
         self.identity: Mapping[str, Any] = {}
-        decoder, self.states, self.balance, self._pipeline, _ = parallelize(spec, self._own)
+        decoder, self.states, self.balance, self._pipeline, *_ = parallelize(spec, self._own)
         head = decoder.head
         head.hooks = replace(head.hooks, predict=partial(answers, self.how, head.hooks.predict))
         self._exchanges = lru_cache(self._exchanges_of)

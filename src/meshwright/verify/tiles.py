@@ -45,6 +45,7 @@ def small_tiles(spec: RunSpec) -> Tiling:
         norm_row=32,
         init_elements=_several(of_rank),
         moment_elements=_several(of_rank),
+        offload_bytes=1,
         piece_bytes=piece,
         image_bytes=3 * piece,
         write_bytes=piece,

@@ -32,8 +32,8 @@ from meshwright.planner.rank_view import widths
 from meshwright.spec import MoeSpec, RunSpec
 from meshwright.spec.layout import SPLIT
 from meshwright.spec.sections import SelectiveRecompute
-from meshwright.spec.stages import Stage
-from meshwright.spec.tiling import loss_rows, part_tile, query_rows
+from meshwright.spec.stages import Stage, stages
+from meshwright.spec.tiling import loss_rows, part_tile, query_rows, tiling
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ class Activations:
     """Bytes on one rank for one microbatch in flight."""
 
     by_block: tuple[int, ...]
-    """Kept by each block."""
+    """Kept by each block on the device."""
+    moved: tuple[int, ...]
+    """Kept by each block in the host's memory, and on the device while the block or a neighbour computes."""
     shared: int
     """Kept once for all blocks: rotary tables, the mask of visible keys or the plans of context ranks."""
     embed: int
@@ -51,7 +53,7 @@ class Activations:
     head: int
     """Kept by the head: its input, and the gradients that its forward computed."""
     in_block: int
-    """Peak beyond kept activations, in the last block's backward."""
+    """Peak beyond kept activations, in the last block's backward, while what the next one needs comes."""
     at_head: int
     """Peak beyond kept activations, in the head's forward and backward."""
 
@@ -62,8 +64,12 @@ class Activations:
 
     @property
     def kept(self) -> int:
-        """Kept between forward and backward."""
+        """Kept on the device between forward and backward."""
         return sum(self.by_block) + self.shared + self.embed + self.host + self.head
+
+    def moved_of(self, stage: Stage) -> int:
+        """Kept in the host's memory by one microbatch in a stage of a pipeline."""
+        return sum(self.moved[layer] for layer in stage.blocks)
 
     def of(self, stage: Stage) -> int:
         """Kept on the device by one microbatch in a stage of a pipeline."""
@@ -116,17 +122,21 @@ def activations(spec: RunSpec, cpu: bool = True) -> Activations:
     s, last = Sizes(spec), spec.model.layers - 1
     model, layout, b, exact = spec.model, spec.layout, s.width.compute, s.width.exact
     of_kind = {kind: _block(s, layer) for kind, layer in s.kinds.items()}
-    by_block = tuple(of_kind[model.has_experts(layer)] for layer in range(model.layers))
+    whole, moved = [of_kind[model.has_experts(layer)] for layer in range(model.layers)], _moved(s)
     tables = s.tokens * model.rope_dim * 3 // 2 if model.position == "rope" else 0
     length = spec.data.seq_len
     peaks = backward_peaks(s, last)
     return Activations(
-        by_block,
+        tuple(kept - away for kept, away in zip(whole, moved, strict=True)),
+        moved,
         shared=b * (tables + _mask(spec)) + (8 * (spec.micro_batch + 1) * length if layout.cp > 1 else 0),
         embed=9 * s.tokens if layout.tp > 1 else 0,
         host=8 * spec.micro_batch * (length + length // layout.cp) if layout.cp > 1 else 0,
         head=b * (s.stream + s.whole) + s.numbers(1, s.own) + exact * s.rows * model.hidden,
-        in_block=max(peaks.feed_forward, peaks.experts, peaks.attention) + peaks.kept - by_block[last],
+        in_block=max(peaks.feed_forward, peaks.experts, peaks.attention)
+        + peaks.kept
+        - whole[last]
+        + sum(moved[-2:-1]),
         at_head=max(head_peaks(s, cpu)),
     )
 
@@ -157,21 +167,28 @@ def backward_peaks(s: Sizes, layer: int) -> BackwardPeaks:
 
 def everything(s: Sizes, layer: int) -> int:
     """Bytes that a block keeps without recomputation."""
-    spec, b = s.spec, s.width.compute
-    found = 4 * s.stream + s.queries + s.keys + s.values + s.out + (1 + s.gates) * s.inner(layer)
-    numbers = s.numbers(2, s.own)
+    return sum(_every_tensor(s, layer)) + of_experts(s, layer, experts.routed_everything)
+
+
+def _every_tensor(s: Sizes, layer: int) -> list[int]:
+    """Bytes of the tensors that a block keeps without recomputation, but for those of routed experts."""
+    spec, b, exact = s.spec, s.width.compute, s.width.exact
+    found = [*[s.stream] * 4, s.queries, s.keys, s.values, s.out, *[s.inner(layer)] * (1 + s.gates)]
+    norms = 2
     if (mla := spec.model.mla) is not None:  # both latents before their norms and after
-        found += s.own * (2 * (mla.q_rank or 0) + 2 * mla.kv_rank + mla.rope_dim)
-        numbers += s.numbers(2 if mla.q_rank else 1, s.own)
+        ranks = [mla.q_rank] if mla.q_rank else []
+        found += [s.own * rank for rank in [*ranks, *ranks, mla.kv_rank, mla.kv_rank, mla.rope_dim]]
+        norms += 1 + len(ranks)
+    numbers = [s.numbers(1, s.own)] * norms
     if spec.model.qk_norm:
-        found += s.queries + s.keys
-        numbers += s.tokens * (s.heads + s.keys // s.tokens // spec.model.head_dim) * s.width.exact
+        found += [s.queries, s.keys]
+        numbers += [s.tokens * s.heads * exact, s.keys // spec.model.head_dim * exact]
     if spec.layout.cp > 1:
-        numbers += s.tokens * s.heads * s.width.exact  # the log-sum-exp
+        numbers.append(s.tokens * s.heads * exact)  # the log-sum-exp
         if spec.layout.context_mode == "gather":
-            found += (2 * spec.layout.cp - 1) * s.keys
-        found += _output_again(s)
-    return b * found + numbers + of_experts(s, layer, experts.routed_everything)
+            found.append((2 * spec.layout.cp - 1) * s.keys)
+        found.append(_output_again(s))
+    return [*(b * elements for elements in found), *numbers]
 
 
 def of_experts(s: Sizes, layer: int, count: Callable[[RunSpec, MoeSpec], int]) -> int:
@@ -189,23 +206,52 @@ def _output_again(s: Sizes) -> int:
 
 def _block(s: Sizes, layer: int) -> int:
     """Bytes that a block keeps under the run's policy."""
+    if s.spec.recompute.policy == "none":
+        return everything(s, layer)
+    return sum(_kept_tensors(s, layer)) + of_experts(s, layer, experts.routed_saved)
+
+
+def _kept_tensors(s: Sizes, layer: int) -> list[int]:
+    """Bytes of the tensors that a block keeps under the run's policy, but for those of routed experts."""
     recompute, layout, b = s.spec.recompute, s.spec.layout, s.width.compute
     if recompute.policy == "none":
-        return everything(s, layer)
-    found = b * s.stream + of_experts(s, layer, experts.routed_saved)
+        return _every_tensor(s, layer)
+    found = [b * s.stream]
     if not isinstance(recompute, SelectiveRecompute):
         return found
     if "matmul" in recompute.save:
         # One rank's operators are saved whether they are read or not.
         outputs = 2 if layout.tp == 1 and s.channels(layer) and not s.splits_backward else 1
-        found += b * (_attention_maps(s) + outputs * s.stream + s.gates * s.inner(layer))
+        found += [b * _attention_maps(s), *[b * s.stream] * outputs, *[b * s.inner(layer)] * s.gates]
     if "attention" in recompute.save:
-        found += b * s.out
+        found.append(b * s.out)
         if layout.cp > 1:
-            found += s.tokens * s.heads * s.width.exact
+            found.append(s.tokens * s.heads * s.width.exact)
             if layout.context_mode == "gather":
-                found += b * 2 * layout.cp * s.keys
+                found.append(b * 2 * layout.cp * s.keys)
     return found
+
+
+def movable(s: Sizes, layer: int) -> int:
+    """Bytes of what a block keeps that offloading moves: of large tensors, and all of routed experts'."""
+    policy, least = s.spec.recompute.policy, tiling().offload_bytes
+    routed = experts.routed_everything if policy == "none" else experts.routed_saved
+    return sum(size for size in _kept_tensors(s, layer) if size >= least) + of_experts(s, layer, routed)
+
+
+def _moved(s: Sizes) -> tuple[int, ...]:
+    """Bytes that each block has in the host's memory: none of a stage's last, nor the input of a stage."""
+    model, found = s.spec.model, [0] * s.spec.model.layers
+    if s.spec.train.offload_activations == "none":
+        return tuple(found)
+    of_kind = {kind: movable(s, layer) for kind, layer in s.kinds.items()}
+    given = s.width.compute * s.stream
+    for stage in stages(model, s.spec.layout, s.spec.data.seq_len):
+        for layer in stage.blocks[:-1]:
+            found[layer] = of_kind[model.has_experts(layer)]
+        if len(stage.blocks) > 1 and not stage.embed and given >= tiling().offload_bytes:
+            found[stage.first] -= given
+    return tuple(found)
 
 
 def _attention_maps(s: Sizes) -> int:

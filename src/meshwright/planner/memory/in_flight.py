@@ -36,6 +36,11 @@ def peak_activations(spec: RunSpec, pipeline_rank: int = 0, kept: Activations | 
     return _most(spec, pipeline_rank, kept.of, deferred)
 
 
+def host_activations(spec: RunSpec, pipeline_rank: int = 0) -> int:
+    """Peak bytes of activations that a pipeline rank has in the host's memory between two of its actions."""
+    return _most(spec, pipeline_rank, activations(spec).moved_of, lambda _stage: 0)
+
+
 def expert_activations(spec: RunSpec, pipeline_rank: int = 0) -> int:
     """Bytes of a rank's `peak_activations` that are of its routed experts, with an even router."""
     sizes, kept = Sizes(spec), routed_everything if spec.recompute.policy == "none" else routed_saved
@@ -43,7 +48,11 @@ def expert_activations(spec: RunSpec, pipeline_rank: int = 0) -> int:
     def of(count: Callable[[RunSpec, MoeSpec], int]) -> Callable[[Stage], int]:
         return lambda stage: sum(of_experts(sizes, layer, count) for layer in stage.blocks)
 
-    return _most(spec, pipeline_rank, of(kept), of(routed_deferred))
+    def stays(stage: Stage) -> int:
+        return sum(of_experts(sizes, layer, kept) for layer in stage.blocks[-1:])
+
+    offloads = spec.train.offload_activations != "none"
+    return _most(spec, pipeline_rank, stays if offloads else of(kept), of(routed_deferred))
 
 
 def _most(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.stages import Contents, stored
-from meshwright.planner.memory.activations import Activations, Sizes, activations, head_peaks
+from meshwright.planner.memory.activations import Activations, Sizes, activations, head_peaks, movable
 from meshwright.planner.memory.generic import Generic, Memory
 from meshwright.planner.memory.in_flight import weight_gradient_inputs
 from meshwright.planner.rank_view import moment_width, widths
@@ -27,7 +27,9 @@ class _Kept(NamedTuple):
 
     all: Activations
     block: dict[bool, int]
-    """Has experts -> bytes that a block keeps."""
+    """Has experts -> bytes that a block keeps, wherever that is."""
+    movable: dict[bool, int]
+    """Has experts -> bytes of these that are in the host's memory, in all blocks of a stage but its last."""
     deferred: dict[bool, int]
     """Has experts -> bytes that a block's deferred weight gradients need."""
     at_head: int
@@ -47,13 +49,16 @@ class LowerBound(Generic):
         if key not in self._known:
             schedule = "zb-h1" if split else "1f1b"
             layout = blocks.spec.layout.model_copy(update={"schedule": schedule})
-            spec = blocks.spec.model_copy(update={"layout": layout})
+            offloads = blocks.spec.train.offload_activations != "none"
+            train = blocks.spec.train.model_copy(update={"offload_activations": "none"})
+            spec = blocks.spec.model_copy(update={"layout": layout, "train": train})
             on_cpu = self.costs.cluster.device.kind == "cpu"
             sizes, kept = Sizes(spec), activations(spec, on_cpu)
             kinds = sizes.kinds.items()
             self._known[key] = _Kept(
                 kept,
                 {routed: kept.by_block[layer] for routed, layer in kinds},
+                {routed: movable(sizes, layer) if offloads else 0 for routed, layer in kinds},
                 {routed: weight_gradient_inputs(sizes, layer) if split else 0 for routed, layer in kinds},
                 head_peaks(sizes, on_cpu)[0],
             )
@@ -64,7 +69,10 @@ class LowerBound(Generic):
         each = self._of_microbatch(blocks, split is not False and blocks.spec.layout.pp > 1)
         whole = each.all.shared if held.blocks else 0
         whole += (each.all.embed if held.embed else 0) + (each.all.head if held.head else 0)
-        return whole + sum(count * each.block[routed] for count, routed in held.kinds)
+        whole += min((each.movable[routed] for _, routed in held.kinds), default=0)  # the last block's stay
+        return whole + sum(
+            count * (each.block[routed] - each.movable[routed]) for count, routed in held.kinds
+        )
 
     def deferred(self, blocks: LayerCost, held: Contents) -> float:
         """Bytes that a stage keeps of one microbatch whose weight gradients alone are left."""

@@ -194,7 +194,10 @@ class _Step:
             self.gather(name, after)
             if name != blocks[-1]:  # whose backward follows the head's, so it stays whole
                 self.release(self.groups[name])
-            self.activations += kept.by_block[layer]
+            self.activations += kept.by_block[layer] + kept.moved[layer]
+            self.look(0)
+            if layer:  # what the block before saved has left
+                self.activations -= kept.moved[layer - 1]
         self.gather("embed" if self.tied else "head", None)
         self.activations += kept.head
         self.look(self.head[0])
@@ -224,9 +227,11 @@ class _Step:
 
     def _block(self, layer: int, last: bool) -> None:
         *routed, unit = reversed(self.groups[name := self.blocks[layer]])  # experts come first in a backward
-        peaks = self.peaks[bool(routed)]
+        peaks, kept = self.peaks[bool(routed)], self.kept.by_block[layer] + self.kept.moved[layer]
+        if layer:  # what the next one saved comes
+            self.activations += self.kept.moved[layer - 1]
         self.gather(name, self.blocks[layer - 1] if layer else None if last else "embed")
-        more = peaks.kept - self.kept.by_block[layer]
+        more = peaks.kept - kept
         if self.sizes.channels(layer):
             self.pack(unit)
             self.look(more + peaks.feed_forward)
@@ -237,7 +242,7 @@ class _Step:
             self.done(each, last, 0)
         self.pack(unit)
         self.look(more + peaks.attention)
-        self.activations -= self.kept.by_block[layer]
+        self.activations -= kept
         self.done(unit, last, self.stream)
 
     def _embedding(self, last: bool) -> None:
