@@ -36,7 +36,7 @@ import torch.multiprocessing as mp
 
 from allocations import measure
 from meshwright.parallel.mesh import build_mesh
-from meshwright.planner.memory.activations import activations
+from meshwright.planner.activations import activations
 from meshwright.spec import RunSpec, load
 
 TOLERANCE = 0.05

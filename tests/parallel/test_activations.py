@@ -16,7 +16,7 @@ from covering import marked
 from meshwright.model.router import Router
 from meshwright.parallel.activation_offload import HostMemory
 from meshwright.parallel.mesh import Mesh
-from meshwright.planner.memory.activations import Activations, activations
+from meshwright.planner.activations import Activations, activations
 from meshwright.spec import RunSpec
 from meshwright.spec.tiling import Tiling, tiled
 from ranks import Ranks

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.planner.memory.activations import activations
+from meshwright.planner.activations import activations
 from meshwright.planner.simulated_pipeline import Machine, PipelineStep, message_bytes, step
 from meshwright.schedule import NAMES, Link, ScheduleError, StageCost, make, simulate
 from meshwright.spec import RunSpec

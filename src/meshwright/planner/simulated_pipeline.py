@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.planner.memory.activations import activations
+from meshwright.planner.activations import activations
 from meshwright.planner.rank_view import recomputed, widths
 from meshwright.schedule import Link, ScheduleError, Simulation, StageCost, schedule_of, simulate
 from meshwright.schedule.bubble_formulas import idle

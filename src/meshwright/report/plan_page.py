@@ -34,6 +34,7 @@ TIME_COLOURS = {
     "tensor axis": "c1",
     "context axis": "c6",
     "expert axis": "c3",
+    "activation offload": "c0 pale",
     "pipeline axis": "c6 pale",
     "data axis": "c1 pale",
     "exchange": "c4 pale",

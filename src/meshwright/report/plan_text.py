@@ -52,15 +52,24 @@ def routing(found: Candidate) -> str:
 
 
 def offload(found: Candidate) -> str:
-    """A clause on where moments are and what that costs; an empty text where they are on the device."""
-    if (away := found.offloaded) is None:
-        return ""
-    place = {"host": "in the host's memory", "disk": "in a mapped file"}[found.spec.train.offload]
-    return (
-        f"moments {place}, {gigabytes(away['bytes'])} a rank and {gigabytes(away['node_bytes'])} a node; the "
-        f"optimiser takes {seconds(away['seconds'])}, and {seconds(away['seconds_on_device'])} with "
-        f"moments on the device"
-    )
+    """Clauses on moments and activations outside the device, and what that costs; empty without any."""
+    clauses = []
+    if (away := found.offloaded) is not None:
+        place = {"host": "in the host's memory", "disk": "in a mapped file"}[found.spec.train.offload]
+        clauses.append(
+            f"moments {place}, {_of_rank_and_node(away)}; the optimiser takes {seconds(away['seconds'])}, "
+            f"and {seconds(away['seconds_on_device'])} with moments on the device"
+        )
+    if (away := found.offloaded_activations) is not None:
+        clauses.append(
+            f"activations in the host's memory, {_of_rank_and_node(away)}; blocks wait "
+            f"{seconds(away['seconds'])} of a step for their copies"
+        )
+    return "; ".join(clauses)
+
+
+def _of_rank_and_node(away: dict[str, float]) -> str:
+    return f"{gigabytes(away['bytes'])} a rank and {gigabytes(away['node_bytes'])} a node"
 
 
 def islands(found: Candidate) -> str:

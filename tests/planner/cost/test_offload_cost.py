@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from meshwright import api
 from meshwright.hardware.find import cluster
+from meshwright.planner.activations import activations
+from meshwright.planner.explain.candidate import Candidate
 from meshwright.planner.memory.states import moment_bytes, units
 from meshwright.planner.rank_view import place_of
 from meshwright.report.plan_text import offload
@@ -68,3 +72,51 @@ def test_the_search_finds_what_fits_with_offloaded_moments() -> None:
         api.plan("llama3-8b", "l4", **wish)
     found = api.plan("llama3-8b", "l4", overrides=[("train.offload", "host")], **wish)
     assert found.best.offloaded is not None and found.best.fits(found.capacity)
+
+
+def activations_away(link: float) -> tuple[Candidate, Candidate]:
+    """A run with activations on the devices, and in the hosts' memory over a link of `link` bytes/s."""
+    devices = cluster("h100", 8)
+    devices = replace(devices, device=replace(devices.device, host_link=link))
+    usual, away = spec_of(), spec_of(offload_activations="host")
+    return api.estimate(usual, devices), api.estimate(away, devices)
+
+
+def test_a_step_waits_for_copies_that_take_longer_than_blocks() -> None:
+    """A slow link sets the pace of each block, both ways; a fast one costs nothing."""
+    link = 1e8
+    usual, away = activations_away(link)
+    kept = activations(away.spec)
+    copies = away.spec.model.layers * away.spec.microbatches * max(kept.moved) / link
+    assert away.parts["activation offload"] == pytest.approx(2 * copies, rel=0.05)
+    assert away.seconds == pytest.approx(usual.seconds + away.parts["activation offload"], rel=1e-6)
+    usual, away = activations_away(1e15)
+    assert away.seconds == usual.seconds and away.parts["activation offload"] == 0
+    assert away.memory.activations < usual.memory.activations
+    found = away.offloaded_activations
+    assert found is not None and usual.offloaded_activations is None
+    assert found["bytes"] == sum(kept.moved) and found["node_bytes"] == 8 * sum(kept.moved)
+    assert "activations in the host's memory" in offload(away) and offload(usual) == ""
+
+
+@pytest.mark.parametrize(
+    ("where", "stack", "says"),
+    [
+        ("cpu", "meshwright", "train.offload_activations: 'host' has no effect on"),
+        ("tpu-v5p", "meshwright", "train.offload_activations: 'host' cannot be planned for tpu-v5p"),
+        ("h100", "megatron-lm", "train.offload_activations: 'host' is of this program"),
+    ],
+)
+def test_activation_offload_without_known_cost_is_refused(where: str, stack: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        api.plan(spec_of(offload_activations="host"), where, gpus=8, stack=stack)
+
+
+def test_the_search_finds_what_fits_with_offloaded_activations() -> None:
+    """Without recomputation, longer sequences fit."""
+    wish = {"gpus": 8, "batch_tokens": "1M", "seq_len": 32768, "max_stages": 1}
+    fixed = [("recompute.policy", "none"), ("layout.tp", "1"), ("layout.cp", "1"), ("layout.pp", "1")]
+    with pytest.raises(UserError, match="nothing fits"):
+        api.plan("llama3-8b", "h100", overrides=fixed, **wish)
+    found = api.plan("llama3-8b", "h100", overrides=[*fixed, ("train.offload_activations", "host")], **wish)
+    assert found.best.offloaded_activations is not None and found.best.fits(found.capacity)

@@ -30,7 +30,7 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 def bounds(
-    chosen: random.Random, model: dict[str, Any], seq_len: int, precision: str
+    chosen: random.Random, model: dict[str, Any], seq_len: int, precision: str, offload: str
 ) -> tuple[RunSpec, float, float, float]:
     """A random layout, with bytes at least: of its mesh, of it as the search filters it, and exactly."""
     ranks = chosen.choice([1, 2, 4, 6, 8, 16])
@@ -39,7 +39,7 @@ def bounds(
         {
             "model": model,
             "data": {"seq_len": seq_len},
-            "train": {"batch_tokens": batch},
+            "train": {"batch_tokens": batch, "offload_activations": offload},
             "precision": {"compute": precision, "reduce": chosen.choice(["fp32", "bf16"])},
         }
     )
@@ -65,12 +65,14 @@ def bounds(
     return spec, least, fitting[sharding], memory.peak(spec).device
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(("precision", "offload"), [("bf16", "none"), ("fp32", "none"), ("bf16", "host")])
 @pytest.mark.parametrize("name", MODELS)
-def test_no_layout_needs_less_than_the_bytes_by_which_it_is_dropped(name: str, precision: str) -> None:
+def test_no_layout_needs_less_than_the_bytes_by_which_it_is_dropped(
+    name: str, precision: str, offload: str
+) -> None:
     chosen, ratios = random.Random(f"{name} {precision}"), []
     for _ in range(150):
-        spec, least, filtered, exact = bounds(chosen, *MODELS[name], precision)
+        spec, least, filtered, exact = bounds(chosen, *MODELS[name], precision, offload)
         told = f"{spec.layout.describe()} zero{spec.layout.zero} {spec.recompute.policy} {spec.microbatches}"
         assert least <= exact * (1 + 1e-9), told
         assert filtered <= exact * (1 + 1e-9), told

@@ -214,11 +214,15 @@ SPACES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("tenth", [1, 4, 8])
+@pytest.mark.parametrize("offload", ["none", "host"])
 @pytest.mark.parametrize("name", SPACES)
-def test_the_search_finds_what_brute_force_does_by_the_exact_memory(name: str, tenth: int) -> None:
+def test_the_search_finds_what_brute_force_does_by_the_exact_memory(
+    name: str, offload: str, tenth: int
+) -> None:
     """Devices of which so many tenths of the layouts fit; most bytes are activations."""
     (model, seq_len, fixed), ranks = SPACES[name], 4
     base, on = run(model, seq_len, 8), CostModel(cluster("h100", ranks))
+    base = base.model_copy(update={"train": base.train.model_copy(update={"offload_activations": offload})})
     space = LayoutSpace(base, ranks, fixed | {"sequence_parallel": True})
     memory = memory_model(on)
     every = [

@@ -18,6 +18,8 @@ class Seconds(NamedTuple):
     tensor: float = 0.0
     context: float = 0.0
     expert: float = 0.0
+    offload: float = 0.0
+    """The device waits for activations on their way to its host or back."""
 
     @property
     def total(self) -> float:

@@ -17,6 +17,7 @@ from functools import partial
 from math import ceil
 
 from meshwright.hardware.measurements import attention_seconds
+from meshwright.planner.cost.activation_copies import with_copies
 from meshwright.planner.cost.breakdown import PassSeconds, Product, Seconds
 from meshwright.planner.cost.collectives import CollectiveCosts
 from meshwright.planner.cost.kernels import WORD, KernelCosts
@@ -141,7 +142,12 @@ class LayerCost:
                 repeated = forward.matmul
             attended = core if "attention" in self.repeats else 0.0
             again = again._replace(matmul=repeated, attention=attended, moved=forward.moved - scores)
-        return self._launched(self._uncovered(PassSeconds(forward, input, weight, again), listed), routed)
+        passes = self._uncovered(PassSeconds(forward, input, weight, again), listed)
+        return self._offloaded(self._launched(passes, routed), routed)
+
+    def _offloaded(self, passes: PassSeconds, routed: bool) -> PassSeconds:
+        """`passes` with the seconds in which the device waits for copies of activations."""
+        return with_copies(passes, self.spec, self.kernels.device.host_link, routed)
 
     def _launched(self, passes: PassSeconds, routed: bool) -> PassSeconds:
         """`passes` with the seconds in which the device waits for its host to launch operators."""

@@ -29,8 +29,11 @@ from meshwright.spec.layout import SPLIT
 class Floor(LayerCost):
     """Least costs of blocks, however experts are dealt out: no messages, no product below its best rate.
 
-    It is made for a layout with ep = etp = 1, and for a run without recomputation.
+    It is made for a layout with ep = etp = 1, and for a run without recomputation or offloading.
     """
+
+    def _offloaded(self, passes: PassSeconds, routed: bool) -> PassSeconds:
+        return passes  # copies are fewest where most is recomputed
 
     def _routed_products(self) -> list[Product]:
         return [Product(self.own, self.shape.moe.experts, self.spec.model.hidden)]  # the router

@@ -180,6 +180,7 @@ class StepTime:
             "tensor axis": first.tensor,
             "context axis": first.context,
             "expert axis": first.expert,
+            "activation offload": first.offload,
             "pipeline axis": own.sent,
             "data axis": own.data.exposed,
             "exchange": self.exchange.exposed,

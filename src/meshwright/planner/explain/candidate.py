@@ -8,13 +8,13 @@ from typing import Any
 from meshwright.planner.cost.expert_balance import busiest
 from meshwright.planner.cost.kernels import peak
 from meshwright.planner.cost.model import CostModel
-from meshwright.planner.cost.offload import check_offload
+from meshwright.planner.cost.offload import check_activation_offload, check_offload
 from meshwright.planner.cost.stages import PlacedStages, placed_stages
 from meshwright.planner.cost.step import ScheduleTimes, StepTime
 from meshwright.planner.cost.uncertainty import fits_probability, interval, regime, room, spread
 from meshwright.planner.memory.exact import memory_model, shortened
 from meshwright.planner.memory.generic import Memory
-from meshwright.planner.memory.in_flight import expert_activations
+from meshwright.planner.memory.in_flight import expert_activations, host_activations
 from meshwright.planner.memory.states import moment_bytes, units
 from meshwright.planner.rank_view import place_of
 from meshwright.planner.traffic.messages import traffic
@@ -52,6 +52,7 @@ class Candidate:
                 f"{ranks:,}"
             )
         check_offload(spec, costs.cluster)
+        check_activation_offload(spec, costs.cluster, costs.stack)
         if spec.islands > 1 and not costs.stack.ours:
             raise UserError(
                 f"outer.every: {spec.outer.every} steps between exchanges of islands are of this program, "
@@ -172,6 +173,20 @@ class Candidate:
             "seconds_on_device": before["optimiser"],
         }
 
+    @property
+    def offloaded_activations(self) -> dict[str, float] | None:
+        """Bytes of activations in the host's memory, of the fullest rank and of a node of such ranks; seconds
+        in which the busiest rank waits for their copies. None where they stay on the device."""
+        spec = self.spec
+        if spec.train.offload_activations == "none":
+            return None
+        size = host_activations(shortened(spec), self.memory.rank)
+        return {
+            "bytes": size,
+            "node_bytes": size * min(self.cluster.node, self.cluster.count),
+            "seconds": self.parts["activation offload"],
+        }
+
     @cached_property
     def islands(self) -> dict[str, float] | None:
         """Islands: their number, bytes that a rank of the busiest pipeline rank sends in a period, seconds of
@@ -233,5 +248,6 @@ class Candidate:
             "fits_probability": self.fits_probability,
             "uneven_routing": self.uneven,
             "offloaded": self.offloaded,
+            "offloaded_activations": self.offloaded_activations,
             "islands": self.islands,
         }

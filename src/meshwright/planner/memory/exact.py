@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meshwright.planner.activations import Activations, activations
 from meshwright.planner.cost.model import CostModel
-from meshwright.planner.memory.activations import Activations, activations
 from meshwright.planner.memory.generic import Generic, Memory, held_microbatches
 from meshwright.planner.memory.in_flight import peak_activations
 from meshwright.planner.memory.lower_bound import LowerBound

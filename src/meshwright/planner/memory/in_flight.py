@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from meshwright.planner.memory.activations import Activations, Sizes, activations, of_experts
-from meshwright.planner.memory.activations_moe import routed_deferred, routed_everything, routed_saved
+from meshwright.planner.activations import Activations, Sizes, activations, of_experts
+from meshwright.planner.activations_moe import routed_deferred, routed_everything, routed_saved
 from meshwright.planner.rank_view import place_of
 from meshwright.schedule.in_flight import in_flight
 from meshwright.spec import MoeSpec, RunSpec

@@ -2,7 +2,7 @@
 
 They are never above the exact count (`planner/memory/exact.py`), and mostly near it. States are exact but for
 padding and for parameters that every rank holds in few, such as the last norm. Activations are those that the
-formulas of `planner/memory/activations.py` give for a block of each kind. In a pipeline
+formulas of `planner/activations.py` give for a block of each kind. In a pipeline
 gradients wait whole for the last microbatch, and those of all stages of a rank at once where no stage ends
 before another begins. Without a pipeline a rank's bytes are those of the fullest of three moments: the head's
 forward, the last block's backward, and the end of the step.
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from meshwright.planner.activations import Activations, Sizes, activations, head_peaks, movable
 from meshwright.planner.cost.layer import LayerCost
 from meshwright.planner.cost.model import CostModel
 from meshwright.planner.cost.stages import Contents, stored
-from meshwright.planner.memory.activations import Activations, Sizes, activations, head_peaks, movable
 from meshwright.planner.memory.generic import Generic, Memory
 from meshwright.planner.memory.in_flight import weight_gradient_inputs
 from meshwright.planner.rank_view import moment_width, widths

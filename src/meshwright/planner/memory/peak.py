@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from meshwright.planner.activations import Activations, Sizes, at_mask, backward_peaks, head_peaks
 from meshwright.planner.group_shapes import step_axes
-from meshwright.planner.memory.activations import Activations, Sizes, at_mask, backward_peaks, head_peaks
 from meshwright.planner.memory.states import StateShard, decoded_bytes, difference_bytes, packed_width, waits
 from meshwright.planner.rank_view import RankView, widths
 

@@ -13,7 +13,7 @@ from typing import Any
 from meshwright.hardware import find as hardware
 from meshwright.hardware.cluster import Cluster
 from meshwright.planner import OBJECTIVES
-from meshwright.planner.cost.offload import check_offload
+from meshwright.planner.cost.offload import check_activation_offload, check_offload
 from meshwright.planner.cost.software import stack_named
 from meshwright.planner.search.infeasible import key_name
 from meshwright.planner.search.problem import SearchProblem
@@ -72,6 +72,7 @@ class PlanRequest:
         sizes = sizes_of(self.gpus, kind)
         base, note = self._base_run(kind)
         check_offload(base, kind)
+        check_activation_offload(base, kind, stack)
         refuse_distillation(base, "plan")
         if (tokens := self.total_tokens) is not None:
             train = base.train.model_copy(update={"steps": None, "tokens": int(tokens)})

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
-from meshwright.planner.memory import activations_moe as experts
+from meshwright.planner import activations_moe as experts
 from meshwright.planner.rank_view import widths
 from meshwright.spec import MoeSpec, RunSpec
 from meshwright.spec.layout import SPLIT

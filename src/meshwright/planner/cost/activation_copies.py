@@ -1,0 +1,26 @@
+"""Seconds that blocks wait for copies of activations over the device's link to its host.
+
+While a block computes, what the block before it saved leaves; in its backward, what the next one needs comes
+(`parallel/activation_offload.py`). So a block's pass takes as long as it computes, or as its own copies take,
+whichever is longer: blocks are taken to be alike, and the last of a stage, which has no copies, too.
+"""
+
+from __future__ import annotations
+
+from meshwright.planner.activations import Sizes, movable
+from meshwright.planner.cost.breakdown import PassSeconds, Seconds
+from meshwright.spec import RunSpec
+
+
+def with_copies(passes: PassSeconds, spec: RunSpec, link: float | None, routed: bool) -> PassSeconds:
+    """`passes` of a block with the seconds that it waits for copies; `link` is in bytes/s one way."""
+    if spec.train.offload_activations == "none" or link is None:
+        return passes
+    sizes = Sizes(spec)
+    copy = movable(sizes, sizes.kinds[routed]) / link
+    forward = max(0.0, copy - passes.forward.total)
+    backward = max(0.0, copy - (passes.total - passes.forward.total))
+    return passes._replace(
+        forward=passes.forward.plus(Seconds(offload=forward)),
+        input=passes.input.plus(Seconds(offload=backward)),
+    )
