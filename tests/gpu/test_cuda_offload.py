@@ -64,3 +64,22 @@ def test_offloaded_moments_change_no_bit(tmp_path: Path, kind: str, optimiser: s
     assert staging is not None and staging.nbytes() == found["memory"]["optimiser"]
     assert found["memory"]["offloaded"] == wanted["memory"]["optimiser"] > staging.nbytes()
     assert found["peak_memory_bytes"] > 0
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+def test_offloaded_activations_change_no_bit(tmp_path: Path, policy: str, compiled: bool) -> None:
+    """And the device holds less of them."""
+    given = {
+        "model__preset": "tiny", "model__layers": 8, "data__seq_len": 1024, "train__batch_tokens": 32 * 1024,
+        "precision__compute": "bf16", "recompute__policy": policy, "train__compile": str(compiled).lower(),
+    }  # fmt: skip
+    peaks, parameters = [], []
+    for kind in ("none", "host"):
+        torch.cuda.reset_peak_memory_stats()
+        found = run_of(spec_of(**given, train__offload_activations=kind), tmp_path / kind).execute(None)
+        parameters.append(found["parameters_sha256"])
+        peaks.append(found["peak_memory_bytes"])
+        assert (found["memory"].get("offloaded activations", 0) > 0) == (kind == "host")
+    assert parameters[0] == parameters[1]
+    assert peaks[1] < peaks[0]

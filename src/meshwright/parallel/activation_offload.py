@@ -85,10 +85,14 @@ class SavedTensor:
         self.tensor: Tensor | None = tensor
         self.owner = owner
         self.storage: _Storage | None = None
-        self.view = tensor.size(), tensor.stride(), tensor.storage_offset()
+        self.view: tuple[Sequence[int], Sequence[int], int] = (), (), 0
+        """Its size, its strides, and where it begins in the storage."""
 
     def move(self, storage: _Storage) -> None:
         """Be a view of `storage` from now on."""
+        tensor = self.tensor
+        assert tensor is not None
+        self.view = tensor.size(), tensor.stride(), int(tensor.storage_offset())
         self.tensor, self.storage = None, storage
 
 
@@ -216,6 +220,8 @@ class ActivationOffload:
 
         The copies wait for all that was launched before: both ends may be memory that it reads or writes.
         """
+        if not pairs:
+            return None
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(self._device))
         with nullcontext() if stream is None else torch.cuda.stream(stream):
