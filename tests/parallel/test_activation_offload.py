@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,9 @@ LAYOUTS: list[dict[str, object]] = [
     {"layout__dp": 2, "layout__ep": 2, **EXPERTS},
     {"layout__cp": 2, "layout__context_mode": "ulysses", "precision__compute": "bf16"},
 ]
+COMPILED = {"train__compile": "true", "model__layers": 3, "train__batch_tokens": 2 * 32}
+CASES = [*product(LAYOUTS, ["none", "selective", "full"]), (COMPILED, "none"), (COMPILED, "selective")]
+"""Layouts and policies of recomputation."""
 spec_of = partial(small.spec_of, BASE)
 
 
@@ -76,8 +80,7 @@ def trained(mesh: Mesh, spec: RunSpec) -> tuple[list[float], list[Tensor], int, 
     return losses, gradients, host.sent, host.back
 
 
-@pytest.mark.parametrize("policy", ["none", "selective", "full"])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("layout", "policy"), CASES, ids=str)
 def test_offloaded_activations_change_no_bit(ranks: Ranks, layout: dict[str, object], policy: str) -> None:
     given = layout | {"recompute__policy": policy}
     spec, away = spec_of(**given), spec_of(**given, train__offload_activations="host")
