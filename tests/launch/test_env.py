@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import socket
 import subprocess
@@ -202,3 +203,32 @@ def test_a_layout_gets_data_axes_of_the_ranks_at_hand(
     spec = load(None, [*((k, str(v)) for k, v in given.items()), ("train.batch_tokens", str(8 * 512))])
     found = env.resized(spec, ranks)
     assert (found and found.layout.describe()) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
+        ({"PYTORCH_ALLOC_CONF": "backend:native"}, {"PYTORCH_ALLOC_CONF": "backend:native"}),
+    ],
+)
+def test_gpus_memory_grows_in_segments_unless_the_user_says_how(
+    given: dict[str, str], wanted: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Set before CUDA is asked for anything: here it has no device, which is what ends the start."""
+    for name in env.ALLOCATOR:
+        monkeypatch.setenv(name, "")  # so that it is as before when the test ends
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    seen: list[dict[str, str]] = []
+
+    def count() -> int:
+        seen.append({name: os.environ[name] for name in env.ALLOCATOR if name in os.environ})
+        return 0
+
+    monkeypatch.setattr("torch.cuda.device_count", count)
+    with pytest.raises(UserError, match="has no GPU"), process_group(None, "cuda"):
+        pass
+    assert seen == [wanted]

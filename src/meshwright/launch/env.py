@@ -25,6 +25,9 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
 
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
+"""Variables that set torch's allocator on GPUs, whichever of them is given."""
+
 SUPERVISOR = "MESHWRIGHT_SUPERVISOR"
 """Set in ranks that have a supervisor, to a `Supervision` as JSON: they leave it to show their errors."""
 
@@ -214,6 +217,8 @@ def init_process_group(place: Worker | None, device_type: str) -> ProcessGroup:
     """Join the world: gloo on the CPU, NCCL on CUDA devices, where hosts talk over the store only.
 
     NCCL's streams have high priority, so that a matrix product that fills the device does not delay messages.
+    A GPU's memory is allocated in segments that grow, so that buffers of other sizes leave no gaps, unless
+    the user has set the allocator.
     Without a `place`, or as the only rank that `meshwright` launched, the world is this process alone: its
     store is in its memory, and gloo, which always listens, does so on the loopback interface.
     """
@@ -226,6 +231,8 @@ def init_process_group(place: Worker | None, device_type: str) -> ProcessGroup:
         raise UserError(f"device: {device_type!r} is not run by this version; it runs 'cpu' and 'cuda'")
     backend, device, options = "gloo", None, None
     if device_type == "cuda":
+        if not any(name in os.environ for name in ALLOCATOR):  # read when CUDA first allocates
+            os.environ[ALLOCATOR[0]] = "expandable_segments:True"
         local_rank, found = (place.local_rank if place else 0), torch.cuda.device_count()
         if local_rank >= found:
             raise UserError(f"--nproc: rank {local_rank} of this machine has no GPU; it has {found}")
