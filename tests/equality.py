@@ -13,7 +13,7 @@ from meshwright.data.loader import Batch
 from meshwright.parallel.mesh import Mesh
 from meshwright.planner.traffic.messages import traffic
 from meshwright.spec import RunSpec
-from meshwright.train.step import Step, Totals, Trainer
+from meshwright.train.step import Step, Sums, Trainer
 from meshwright.verify import verify as subject
 from meshwright.verify.sweep import KnownReferences
 from ranks import Ranks
@@ -83,8 +83,8 @@ def verify_and_count(mesh: Mesh, spec: RunSpec, known: bool = True) -> Counted:
             self.mesh.wire.clear()
             return super().gradients(batch)
 
-        def apply(self, totals: Totals, number: int) -> Step:
-            done = super().apply(totals, number)
+        def apply(self, sums: Sums, number: int) -> Step:
+            done = super().apply(sums, number)
             moved = dict(self.mesh.wire.bytes)
             moved.pop(("world", "send"), None)  # gradients, gathered for the comparison
             sent.append(moved)

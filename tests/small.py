@@ -9,10 +9,12 @@ import torch
 
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Batch, Loader
+from meshwright.parallel.data_parallel import DataParallel
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec, load
 from meshwright.train import matmul_peak as peak
 from meshwright.train import metrics
+from meshwright.train.step import Sums, Trainer
 
 MODEL = {"layers": 2, "hidden": 32, "ffn": 40, "heads": 4, "kv_heads": 2}
 
@@ -30,6 +32,25 @@ def first_batches(spec: RunSpec, mesh: Mesh, steps: int) -> list[Batch]:
     batches = [loader.step(step) for step in range(steps)]
     loader.close()
     return batches
+
+
+def scale_gradients(states: DataParallel, factor: float) -> None:
+    """Multiply every gradient of a rank, between `finish_step` and the update."""
+    for unit in states.units:
+        if unit.gradient is not None:
+            unit.gradient.mul_(factor)
+
+
+def measure_gradients(states: DataParallel) -> None:
+    """Take the norms of a rank's gradients again, after they were changed."""
+    states._norms = [states.squares(exact=True).sqrt().view(1)]
+
+
+def sums_of_infinite_gradients(trainer: Trainer) -> Sums:
+    """The numbers of a step in which every gradient is infinite, and the loss is 1."""
+    for unit in trainer.states.units:
+        unit.set_gradient(torch.full_like(unit.stored, torch.inf))
+    return Sums(torch.tensor([torch.inf, 1.0, 0.0, 0.0, 0.0], dtype=torch.float64))
 
 
 def measure_peak_quickly() -> None:

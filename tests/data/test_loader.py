@@ -23,7 +23,11 @@ def same(one: Batch, other: Batch) -> bool:
 
 def test_documents_stay_where_attention_is_planned(make_spec: MakeSpec) -> None:
     batch = steps(open_corpus(make_spec({})), make_spec({}), 0, 1, range(1))[0].to(torch.device("meta"))
-    assert {name for name in TENSORS if getattr(batch, name).device.type == "cpu"} == {"documents"}
+    assert {name for name in TENSORS if getattr(batch, name).device.type == "cpu"} == {
+        "documents",
+        "ids",
+        "slots",
+    }
 
 
 def joined(batches: list[Batch]) -> Batch:

@@ -8,12 +8,12 @@ import weakref
 
 import pytest
 
-from meshwright.parallel.grad_norm import sum_of_squares
+from meshwright.parallel.grad_norm import norms
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
 from meshwright.train.step import Trainer
 from ranks import Ranks
-from small import first_batches, spec_of
+from small import first_batches, scale_gradients, spec_of
 
 BASE = {
     "model.layers": 3,
@@ -92,9 +92,9 @@ def memory_after_steps(mesh: Mesh, spec: RunSpec) -> tuple[dict[str, int], int, 
     *before, last = first_batches(spec, mesh, 3)
     for number, batch in enumerate(before, start=1):
         trainer.step(batch, number)
-    totals = trainer.totals(trainer.gradients(last))
+    sums = trainer.sums(trainer.gradients(last))
     held = trainer.states.memory()
-    trainer.apply(totals, 3)
+    trainer.apply(sums, 3)
     assert trainer.states.memory()["gradients"] == held["gradients"]  # what the result tells
     kept = [unit.gradient if unit.packed is None else unit.packed for unit in trainer.states.units]
     return (
@@ -126,17 +126,18 @@ def norms_of_large_gradients(mesh: Mesh, spec: RunSpec) -> tuple[float, float, f
 
     def norm() -> float:
         flats = [flat for unit in states.units for flat in unit.counted_gradients(states.elsewhere)]
-        states._squares = [sum_of_squares(flats, mesh.device)]
-        return math.sqrt(trainer.totals(loss).squares)
+        states._norms = norms(flats)
+        sums = trainer.sums(loss)
+        return math.sqrt(trainer._totals(sums, sums.start_read())[0].squares)
 
-    norms = [norm()]
-    states.scale_gradients(1e25)
-    norms.append(norm())
+    found = [norm()]
+    scale_gradients(states, 1e25)
+    found.append(norm())
     for value in (math.inf, math.nan):
         if mesh.rank == mesh.world.size - 1:
             states.units[1].gradient[0] = value  # type: ignore[index]
-        norms.append(norm())
-    small, large, infinite, none = norms
+        found.append(norm())
+    small, large, infinite, none = found
     return small, large, infinite, none
 
 

@@ -250,7 +250,7 @@ def poisoned(mesh: Mesh, spec: RunSpec, out: Path, bad_steps: range) -> tuple[li
             unit = states.units[1]
             assert unit.gradient is not None
             unit.gradient[:1] = math.nan
-            states._squares.append(unit.gradient.double().square().sum())
+            states._norms.append(unit.gradient.double().norm().view(1))
         honest()
 
     states._sum_over_tensor = spoil  # type: ignore[method-assign]

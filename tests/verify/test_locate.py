@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from meshwright.data.loader import Batch
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec
-from meshwright.train.step import Step, Totals
+from meshwright.train.step import Step, Sums
 from meshwright.verify import verify as subject
 from meshwright.verify.compare import Comparison, Difference, factor_of
 from ranks import Ranks
-from small import spec_of
+from small import scale_gradients, spec_of
 
 BASE = {
     "model.vocab_size": 61, "data.seq_len": 16, "train.batch_tokens": 8 * 16, "train.steps": 3,
@@ -92,7 +92,7 @@ def all_gradients_halved(trainer: subject.Trainer) -> None:
 
     def halved() -> None:
         finish()
-        trainer.states.scale_gradients(0.5)
+        scale_gradients(trainer.states, 0.5)
 
     trainer.states.finish_step = halved  # type: ignore[method-assign]
 
@@ -115,8 +115,8 @@ def the_norm(trainer: subject.Trainer) -> None:
 def a_moment(trainer: subject.Trainer) -> None:
     take = trainer.optimiser.step
 
-    def drifting(rate: float) -> None:
-        take(rate)
+    def drifting(rate: float, factor: float) -> None:
+        take(rate, factor)
         if trainer.number == 2:
             trainer.optimiser.moments["exp_avg"][1].mul_(1 + 1e-6)
 
@@ -127,8 +127,8 @@ def a_replica(trainer: subject.Trainer) -> None:
     """On rank 1 alone, after the last step: nothing is computed from it."""
     apply = trainer.apply
 
-    def drifting(totals: Totals, number: int) -> Step:
-        done = apply(totals, number)
+    def drifting(sums: Sums, number: int) -> Step:
+        done = apply(sums, number)
         if trainer.mesh.rank == 1 and number == 2:
             trainer.states.units[0].stored[0] += 1e-9
         return done

@@ -17,7 +17,7 @@ from meshwright.model.chunked_cross_entropy import _LinearCrossEntropy
 from meshwright.parallel.mesh import Mesh
 from meshwright.spec import RunSpec, UserError, load
 from meshwright.train import step as train_step
-from meshwright.train.step import Step, Totals
+from meshwright.train.step import Step, Sums
 from meshwright.verify import precision as subject
 from meshwright.verify import reference_decoder
 from meshwright.verify.reference_data import batches
@@ -26,7 +26,7 @@ from meshwright.verify.reference_low_precision import ReferenceLinears
 from meshwright.verify.reference_weights import initial_weights
 from meshwright.verify.rounding import exact_gradients, rounded_gradients
 from ranks import Ranks
-from small import spec_of
+from small import measure_gradients, spec_of
 
 BASE = {
     "model.vocab_size": 61, "data.seq_len": 16, "train.batch_tokens": 8 * 16, "train.steps": 3,
@@ -141,16 +141,16 @@ def test_weights_in_bf16_are_rounded_with_the_draws_of_the_reference(
 
 def one_update_is_lost(trainer: train_step.Trainer) -> None:
     """The second update leaves a matrix as it was."""
-    step = trainer.optimiser.step
+    step = trainer.optimiser.step_divided
 
-    def lost(rate: float) -> None:
+    def lost(rate: float, divisor: Tensor, skipped: Tensor) -> None:
         parameters = dict(trainer.states.parameters())
         kept = parameters["blocks.1.mlp.up.weight"].to_local().clone()
-        step(rate)
-        if trainer.optimiser.updates == 2:
+        step(rate, divisor, skipped)
+        if trainer.optimiser.updates == 1:
             parameters["blocks.1.mlp.up.weight"].to_local().copy_(kept)
 
-    trainer.optimiser.step = lost  # type: ignore[method-assign]
+    trainer.optimiser.step_divided = lost  # type: ignore[method-assign]
 
 
 def other_draws(trainer: train_step.Trainer) -> None:
@@ -310,23 +310,23 @@ def one_gradient_is_halved(trainer: train_step.Trainer) -> None:
     def halved() -> None:
         finish()
         dict(trainer.states.gradients())["blocks.0.attn.v.weight"].to_local().mul_(0.5)
-        trainer.states._squares = [trainer.states.squares(exact=True)]
+        measure_gradients(trainer.states)
 
     trainer.states.finish_step = halved  # type: ignore[method-assign]
 
 
 def scale_stays_in_gradients(trainer: train_step.Trainer) -> None:
-    scaled = trainer.states.scale_gradients
-    trainer.states.scale_gradients = (  # type: ignore[method-assign]
-        lambda factor: scaled(factor * trainer.loss_scale.value)
+    divisor = trainer.clipping.divisor
+    trainer.clipping.divisor = (  # type: ignore[method-assign]
+        lambda squares, factor: divisor(squares, factor) / trainer.loss_scale.value
     )
 
 
 def skip_changes_a_moment(trainer: train_step.Trainer) -> None:
     apply = trainer.apply
 
-    def changing(totals: Totals, number: int) -> Step:
-        done = apply(totals, number)
+    def changing(sums: Sums, number: int) -> Step:
+        done = apply(sums, number)
         if not done.applied and trainer.mesh.rank == 1:
             trainer.optimiser.moments["exp_avg_sq"][2].mul_(0.999)
         return done

@@ -34,7 +34,7 @@ from meshwright.verify import verify as verification
 from meshwright.verify.sweep import check_layouts, row_of
 from meshwright.verify.sweep_layouts import SIZES, SweepLayouts, _cases, describe
 from ranks import Ranks
-from small import spec_of
+from small import measure_gradients, scale_gradients, spec_of
 
 BASE = {
     "model.vocab_size": 61,
@@ -180,7 +180,7 @@ def verify_with_bug(mesh: Mesh, run: RunSpec) -> dict[str, Any] | None:
 
     def harm(trainer: verification.Trainer) -> None:
         if trainer.mesh.tensor.size > 1 and trainer.mesh.context.size > 1:
-            trainer.states.scale_gradients(2.0)
+            scale_gradients(trainer.states, 2.0)
 
     return verify_broken(mesh, run, harm)
 
@@ -244,8 +244,8 @@ def two_tensor_ranks_differ(trainer: Trainer) -> None:
 
     def scaled() -> None:
         finish()
-        states.scale_gradients(1.0 + trainer.mesh.tensor.rank)
-        states._squares = [states.squares(exact=True)]
+        scale_gradients(states, 1.0 + trainer.mesh.tensor.rank)
+        measure_gradients(states)
 
     states.finish_step = scaled  # type: ignore[method-assign]
 

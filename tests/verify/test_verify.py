@@ -17,7 +17,7 @@ from meshwright.spec import RunSpec, load
 from meshwright.verify import verify as subject
 from meshwright.verify.narrow import MOST_WORK, narrow
 from ranks import Ranks
-from small import spec_of
+from small import measure_gradients, scale_gradients, spec_of
 
 BASE = {
     "model.vocab_size": 61,  # prime: no axis divides it
@@ -76,7 +76,7 @@ def test_every_packing_equals_one_device(ranks: Ranks, data: dict[str, object]) 
 
 
 def scale_all(trainer: subject.Trainer) -> None:
-    trainer.states.scale_gradients(1 / trainer.mesh.shard.size)
+    scale_gradients(trainer.states, 1 / trainer.mesh.shard.size)
 
 
 def change_one(trainer: subject.Trainer) -> None:
@@ -92,7 +92,7 @@ def verify_broken(
         def gradients(self, batch: Batch) -> Tensor:
             loss = super().gradients(batch)
             harm(self)
-            self.states._squares = [self.states.squares(exact=True)]
+            measure_gradients(self.states)
             return loss
 
     with patch.object(subject, "Trainer", Broken):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Protocol, Self
 
@@ -50,9 +50,19 @@ class Batch:
         return Batch(*(getattr(self, name)[start:stop] for name in TENSORS), taught=taught)
 
     def to(self, device: torch.device) -> Batch:
-        """Return a copy on `device`; documents stay on the CPU, where attention is planned."""
-        moved = {name: getattr(self, name).to(device) for name in TENSORS if name != "documents"}
-        return Batch(documents=self.documents, taught=self.taught, **moved)
+        """Return a copy whose tokens, targets and positions are on `device`; of pinned ones without a wait.
+
+        Documents stay on the CPU, where attention is planned.
+        """
+        moved = {
+            name: getattr(self, name).to(device, non_blocking=True)
+            for name in ("tokens", "targets", "positions")
+        }
+        return replace(self, **moved)
+
+    def pinned(self) -> Batch:
+        """Return a copy in memory that a GPU reads by itself."""
+        return replace(self, **{name: getattr(self, name).pin_memory() for name in TENSORS})
 
 
 TENSORS = ("tokens", "targets", "positions", "documents", "ids", "slots")
@@ -111,16 +121,16 @@ class Loader:
 
     Step s takes the global samples from that on which follows those of the steps before, one for each slot of
     its batch, whatever the number of ranks; skipped samples are left out of the count. A rank reads its
-    contiguous share of the slots.
+    contiguous share of the slots. The background thread puts batches into pinned memory with `pin`.
     """
 
-    def __init__(self, corpus: Corpus, spec: RunSpec, rank: int, ranks: int) -> None:
+    def __init__(self, corpus: Corpus, spec: RunSpec, rank: int, ranks: int, pin: bool = False) -> None:
         if not 0 <= rank < ranks or spec.shared_sequences % ranks:
             raise ValueError(f"rank {rank} of {ranks} for a batch of {spec.shared_sequences} sequences")
         self._train = spec.train
         self._corpus = corpus
         self._order = corpus.order(spec.train.seed)
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._ranks, self._pin = rank, ranks, pin
         self._seq_len = spec.data.seq_len
         self.validation = SplitReader(corpus.validation, spec, rank, ranks)
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
@@ -179,7 +189,8 @@ class Loader:
         share = self._train.batch_of_step(step + 1) // self._seq_len // self._ranks
         slot = self._rank * share + np.arange(share)
         ids = self._corpus.train.ids(*self._order.at(self._samples(step, slot)))
-        return _batch(self._corpus.train.gather(ids), ids, slot)
+        batch = _batch(self._corpus.train.gather(ids), ids, slot)
+        return batch.pinned() if self._pin else batch
 
 
 def _batch(samples: Samples, ids: I64, slots: I64) -> Batch:

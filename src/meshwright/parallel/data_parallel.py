@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from meshwright.parallel.collectives import start_all_reduce, start_reduce_scatter
 from meshwright.parallel.flat_param import Stored, make_slots
 from meshwright.parallel.fsdp_unit import Encoding, Unit, UnitObserver
-from meshwright.parallel.grad_norm import sum_of_squares
+from meshwright.parallel.grad_norm import norms, sum_of_squares
 from meshwright.parallel.mesh import Axis, Mesh, Pending
 from meshwright.parallel.precision import Formats
 from meshwright.spec.parameters import Piece
@@ -96,8 +96,8 @@ class DataParallel:
         """Names of parameters that this rank holds but another pipeline rank counts in the norm."""
         self._reducing: _Reductions = deque()
         self._replicating: _Reductions = deque()
-        self._squares: list[Tensor] = []
-        self._unsquared: list[Unit] = []
+        self._norms: list[Tensor] = []
+        self._unmeasured: list[Unit] = []
         self._microbatches, self._last_microbatch = 1, True
         self.unreached: list[str] = []
         """Names of parameters that had no gradient in the last step, of which zeros took the place."""
@@ -219,7 +219,7 @@ class DataParallel:
     def finish_step(self) -> None:
         """Call after the last microbatch's backward: every gradient is summed over every rank.
 
-        Squares for the norm are taken while the last reductions run.
+        Norms of parts of them are taken while the last reductions run.
         """
         self.unreached = []
         for unit in self.units:
@@ -227,19 +227,19 @@ class DataParallel:
                 self.unreached += [name for name in unit.waiting if name not in unit.arrived]
                 unit.waiting = {}
                 self._unit_done(unit)
-        self._square_finished()
+        self._measure_finished()
         while self._reducing:
             _finish_first(self._reducing)
         while self._replicating:
             _finish_first(self._replicating)
-            self._square_finished()
-        self._square_finished()
+            self._measure_finished()
+        self._measure_finished()
         self._sum_over_tensor()
         if self.apart is not None and self.mesh.ends is not None:
             for unit, slot in self._places.values():
                 if slot.key == self.apart:
                     start_all_reduce(unit.gradient_of(slot), self.mesh.ends).wait()
-        self._square_late()
+        self._measure_late()
 
     def _sum_over_tensor(self) -> None:
         """Sum the partial gradients of pieces that several tensor ranks hold."""
@@ -269,7 +269,7 @@ class DataParallel:
         alone = self._stale and unit.replicas is self.mesh.replicate
         if unit.shards is None and (alone or unit.replicas.size == 1):
             unit.set_gradient(packed.to(self.formats.exact))
-            self._unsquared.append(unit)
+            self._unmeasured.append(unit)
             return
         sent = unit.to_send(packed)
         if unit.shards is None:
@@ -291,7 +291,7 @@ class DataParallel:
             unit.set_gradient(packed if summed is packed else packed.copy_(summed))
         else:
             unit.set_gradient(summed.to(self.formats.exact))
-        self._unsquared.append(unit)
+        self._unmeasured.append(unit)
 
     def _scattered(self, unit: Unit, part: Tensor, _sent: Tensor, last: bool) -> None:
         """A reduce-scatter has ended; `_sent`, its input, had to live until now."""
@@ -302,30 +302,29 @@ class DataParallel:
         assert unit.gradient is not None
         if last and unit.replicas.size > 1 and not self._stale:
             work = start_all_reduce(unit.gradient, unit.replicas)
-            self._replicating.append((work, lambda: self._unsquared.append(unit)))
+            self._replicating.append((work, lambda: self._unmeasured.append(unit)))
         elif last:
-            self._unsquared.append(unit)
+            self._unmeasured.append(unit)
 
     # The gradient's norm ----------------------------------------------------------------------------
 
-    def _square_finished(self) -> None:
-        """Take the squares of gradients that have arrived, but for what is still to be summed."""
+    def _measure_finished(self) -> None:
+        """Take the norms of gradients that have arrived, but for what is still to be summed."""
         if self._stale:
-            self._unsquared.clear()
-        flats = [flat for unit in self._unsquared for flat in unit.counted_gradients(self._late(unit))]
-        self._unsquared.clear()
-        if flats:
-            self._squares.append(sum_of_squares(flats, self.mesh.device))
+            self._unmeasured.clear()
+        flats = [flat for unit in self._unmeasured for flat in unit.counted_gradients(self._late(unit))]
+        self._unmeasured.clear()
+        self._norms += norms(flats)
 
-    def _square_late(self) -> None:
-        """Take the squares of what the tensor axis and the ends of the pipeline have summed."""
+    def _measure_late(self) -> None:
+        """Take the norms of what the tensor axis and the ends of the pipeline have summed."""
         if self._stale:
             return
         flats = []
         for unit in self.units:
             early = {slot.key for slot in unit.slots} - self._late(unit)
             flats += unit.counted_gradients(early | self.elsewhere)
-        self._squares.append(sum_of_squares(flats, self.mesh.device))
+        self._norms += norms(flats)
 
     def _late(self, unit: Unit) -> set[str]:
         """Names of a unit's parameters whose gradients are summed again after the units' reductions."""
@@ -339,9 +338,9 @@ class DataParallel:
         them; `exact` takes it anew, and is finite wherever every element is.
         """
         if not exact:
-            return torch.stack(self._squares).sum()
+            return sum_of_squares(self._norms, self.mesh.device)
         flats = [flat for unit in self.units for flat in unit.counted_gradients(self.elsewhere)]
-        return sum_of_squares(flats, self.mesh.device, exact=True)
+        return sum_of_squares(norms(flats, exact=True), self.mesh.device)
 
     # Stale gradients --------------------------------------------------------------------------------
 
@@ -355,11 +354,11 @@ class DataParallel:
         return taken
 
     def put_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Give each unit a gradient, which is summed over all ranks, and take its squares."""
+        """Give each unit a gradient, which is summed over all ranks, and take its norm."""
         for unit, gradient in zip(self.units, gradients, strict=True):
             unit.set_gradient(gradient)
         flats = [flat for unit in self.units for flat in unit.counted_gradients(self.elsewhere)]
-        self._squares = [sum_of_squares(flats, self.mesh.device)]
+        self._norms = norms(flats)
 
     # After the step ---------------------------------------------------------------------------------
 
@@ -374,15 +373,10 @@ class DataParallel:
         for unit in self.units:
             yield from unit.tensors(unit.stored)
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply every gradient, in place."""
-        if factor != 1.0 and self.units:
-            torch._foreach_mul_([unit.gradient for unit in self.units if unit.gradient is not None], factor)
-
     def end_step(self) -> None:
         """Call after the optimiser: gradients are dropped, parameters are gathered anew when next used."""
         self._gradient_bytes = self._bytes_of_gradients()
-        self._squares.clear()
+        self._norms.clear()
         for unit in self.units:
             unit.gradient = None
             unit.arrived = set()

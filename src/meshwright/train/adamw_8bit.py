@@ -85,14 +85,14 @@ class AdamW8bit(AdamW):
         return unit.decayed
 
     @torch.no_grad()
-    def step(self, rate: float) -> None:
-        """Update the stored parameters from the units' gradients at learning rate `rate`."""
+    def step(self, rate: float, factor: float = 1.0) -> None:
+        """Update the stored parameters from the units' gradients times `factor`, at learning rate `rate`."""
         for unit, part, runs in self._matrices:
             for run in runs:
-                self._update(unit, part, run, rate)
-        super().step(rate)
+                self._update(unit, part, run, rate, factor)
+        super().step(rate, factor)
 
-    def _update(self, unit: int, part: Part, run: _Run, rate: float) -> None:
+    def _update(self, unit: int, part: Part, run: _Run, rate: float, factor: float) -> None:
         formats, start = self.states.formats, run.slots[0].start
         scale = run.scales
         for chunk in chunks_of(run.slots, _CHUNK[part.flat.device.type]):  # of whole rows, so of whole blocks
@@ -100,6 +100,8 @@ class AdamW8bit(AdamW):
             place, scales = slice(start, start + size), slice(scale, scale + size // run.block)
             stored = part.unit.stored[place]
             wide = stored.to(formats.exact, copy=True) if formats.rounded else stored
+            assert part.unit.gradient is not None
+            part.unit.gradient[place].mul_(factor)  # of a chunk, which then is in the cache
             self._update_blocks(unit, part, place, scales, wide.view(-1, run.block), rate)
             if formats.rounded:
                 seed = self.train.seed

@@ -113,12 +113,28 @@ class Clipping:
             None if train.zclip is None else ZClip(train.zclip, train.zclip_alpha, train.zclip_warmup)
         )
 
-    def clip(self, norm: float, gradient_factor: float) -> None:
-        """Make gradients of what the backward left, times `gradient_factor`, and clip them; `norm` is the
-        finite norm of all of them together."""
+    def clip(self, norm: float, gradient_factor: float) -> float:
+        """Clip each parameter's gradient, and return the factor that is left for all that the backward left.
+
+        `gradient_factor` makes gradients of that; `norm` is the finite norm of all of them together.
+        """
         if self.parameters is not None and self.train.clip_parameter is not None:
             norm = self.parameters.clip(self.train.clip_parameter, gradient_factor)
-        self.states.scale_gradients(self.factor(norm) * gradient_factor)
+        return self.factor(norm) * gradient_factor
+
+    @property
+    def on_device(self) -> bool:
+        """True if `divisor` is all there is to clip, and nothing of it is kept on the host."""
+        return self.parameters is None and self.zclip is None
+
+    def divisor(self, squares: Tensor, gradient_factor: float) -> Tensor:
+        """1 / `clip`, a scalar in float64 on the device; not finite where the norm is not.
+
+        `squares` is the square of the norm of what the backward left.
+        """
+        limit = math.inf if self.train.clip is None else self.train.clip
+        norm = squares.sqrt().add_(1e-6 / gradient_factor)
+        return norm.div_(limit).clamp_(min=1.0 / gradient_factor)  # an infinity by another is NaN
 
     def factor(self, norm: float) -> float:
         """Factor of all gradients in a step whose gradient has this finite norm."""

@@ -35,6 +35,7 @@ from meshwright.spec.errors import REQUEUE, CorruptionError, Stopped
 from meshwright.train import state
 from meshwright.train.callbacks import Observers
 from meshwright.train.digest import SampleRecord, parameters_sha256
+from meshwright.train.garbage_collection import SteppedCollection
 from meshwright.train.guard import Guard
 from meshwright.train.held_out import Likelihood, likelihoods, total
 from meshwright.train.metrics import Metrics
@@ -131,11 +132,12 @@ class TrainingRun:
     def _loader(self) -> Loader:
         """The batches of this rank; an island that is a world of its own has its share of each."""
         spec, mesh, island = self.spec, self.mesh, self.spec.outer.island
+        pin = mesh.device.type == "cuda"
         if island is None:
-            return Loader(self.corpus, spec, mesh.data_rank, spec.layout.data_ranks)
+            return Loader(self.corpus, spec, mesh.data_rank, spec.layout.data_ranks, pin)
         own = spec.of_island()
         first = island * own.layout.data_ranks
-        loader = Loader(self.corpus, spec, first + mesh.data_rank, spec.layout.data_ranks)
+        loader = Loader(self.corpus, spec, first + mesh.data_rank, spec.layout.data_ranks, pin)
         loader.validation = SplitReader(self.corpus.validation, own, mesh.data_rank, own.layout.data_ranks)
         return loader
 
@@ -177,13 +179,14 @@ class TrainingRun:
                 outer = self.trainer.outer
                 restore = partial(self._restore_anchors, outer)
                 self.arrivals.join(outer, self.done, self.spec.islands, restore)
-            with stop_signals() as noted:
+            with stop_signals() as noted, SteppedCollection() as garbage:
                 if self.done < self.spec.train.last_step:
                     self.batch = self.control.together(lambda: self.loader.step(self.done))
                     self.trainer.expect(self.batch)
                 while self.done < self.spec.train.last_step:
                     if self._step(lambda: bool(noted)):
                         self._stop(noted[0] if noted else signal.SIGTERM)
+                    garbage.after_step()
                 self._save_last()
                 if self.control.any(bool(noted)):  # in the last save
                     self._stop(noted[0] if noted else signal.SIGTERM)

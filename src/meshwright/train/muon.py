@@ -178,15 +178,15 @@ class Muon(AdamW):
                 self.exchanges.append((parts, _Exchange(unit, states.mesh, matrices)))
 
     @torch.no_grad()
-    def step(self, rate: float) -> None:
-        """Update the stored parameters from the units' gradients at learning rate `rate`."""
+    def step(self, rate: float, factor: float = 1.0) -> None:
+        """Update the stored parameters from the units' gradients times `factor`, at learning rate `rate`."""
         for parts, exchange in self.exchanges:
             assert exchange.unit.gradient is not None
             step = torch.empty_like(exchange.unit.gradient[: exchange.unit.decayed])
             most = self.staging.length if self.staging else len(step)
             cuts = [cut for part in parts for cut in cuts_of(part, most)]
             for (part, start, end), (momentum,) in zip(cuts, self.moments_at(cuts), strict=True):
-                gradient = part.gradient[start:end]
+                gradient = part.gradient[start:end].mul_(factor)
                 momentum.lerp_(gradient, 1 - self.train.beta1)
                 nesterov = step[part.place][start:end]
                 torch.lerp(gradient, momentum, self.train.beta1, out=nesterov)
@@ -195,4 +195,4 @@ class Muon(AdamW):
                 own_rate = rate * part.group.factor
                 for _, flat, _, own in self.pieces([part._replace(moments=())], step[part.place]):
                     flat.mul_(1 - own_rate * part.group.decay).sub_(own, alpha=own_rate)
-        super().step(rate)
+        super().step(rate, factor)

@@ -20,7 +20,7 @@ def own_tokens(batch: Batch, mesh: Mesh) -> Batch:
 
 
 def microbatches(batch: Batch, size: int, device: torch.device) -> Iterator[Batch]:
-    """Each microbatch in order, on the device."""
-    count = batch.tokens.shape[0]
+    """Each microbatch in order, on the device, to which the batch is copied as a whole."""
+    count, there = batch.tokens.shape[0], batch.to(device)
     for start in range(0, count, size):
-        yield batch.rows(start, min(start + size, count)).to(device)
+        yield there.rows(start, min(start + size, count))

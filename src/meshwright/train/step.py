@@ -74,6 +74,35 @@ class Totals(NamedTuple):
     stops: float
 
 
+class Sums:
+    """Numbers of a step in float64, summed over all ranks, on their way from the device to the host."""
+
+    def __init__(self, numbers: Tensor, following: Batch | None = None) -> None:
+        """`numbers` are those of `Totals`, then the squares of the parameters' norms where these are clipped.
+
+        `following` is the batch whose targets are counted.
+        """
+        self.on_device, self.following = numbers, following
+
+    def start_read(self, *more: Tensor) -> Callable[[], list[float]]:
+        """Start to copy the numbers, and `more` after them, behind what the device has been given until now.
+
+        Returns a function that waits for the copy, and not for what the device is given in between.
+        """
+        joined = torch.cat([self.on_device, *more]) if more else self.on_device
+        copy, came = joined.to("cpu", non_blocking=True), torch.cuda.Event() if joined.is_cuda else None
+        if came is not None:
+            came.record()
+
+        def read() -> list[float]:
+            if came is not None:
+                came.synchronize()
+            numbers: list[float] = copy.tolist()
+            return numbers
+
+        return read
+
+
 class Trainer:
     """A decoder, its states and its optimiser on one rank of a mesh."""
 
@@ -121,6 +150,8 @@ class Trainer:
         """Samples of the last batch, over all ranks."""
         self._targets: tuple[Batch, int] | None = None
         """The batch that comes next, with the targets of all ranks in it."""
+        self._ahead: tuple[Batch, Batch] | None = None
+        """The batch that comes next, and this rank's tokens of it on the device."""
 
     def _outer(self, arrivals: Arrivals | None) -> Outer | None:
         """The exchanges of this rank's island; None without islands."""
@@ -140,7 +171,7 @@ class Trainer:
 
     @property
     def applied_factor(self) -> float:
-        """Factor from what `totals` left to the gradients that `apply` takes; 0 where none is due yet."""
+        """Factor from what `sums` left to the gradients that `apply` takes; 0 where none is due yet."""
         return self.gradient_factor if self.stale is None else self._due_factor or 0.0
 
     def initialise(self) -> None:
@@ -180,7 +211,8 @@ class Trainer:
             self.expect(batch)
         assert self._targets is not None
         power, self.rest = power_and_rest(weight_of_a_target(self._targets[1]))
-        own = own_tokens(batch, self.mesh)
+        ahead, self._ahead = self._ahead, None
+        own = ahead[1] if ahead and ahead[0] is batch else own_tokens(batch, self.mesh)
         if self.teacher is not None:
             own = replace(own, taught=self.teacher(batch))
         micros = list(microbatches(own, self.spec.micro_batch, self.mesh.device))
@@ -199,9 +231,9 @@ class Trainer:
             return torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         return torch.stack(losses).double().sum() * self.gradient_factor
 
-    def totals(
+    def sums(
         self, loss: Tensor, following: Batch | None = None, failed: bool = False, stop: bool = False
-    ) -> Totals:
+    ) -> Sums:
         """The step's numbers over all ranks, given each rank's share of its loss: one sum on the device.
 
         Late gradients, which this step applies, are put in the place of its own before. Joined to the numbers
@@ -211,26 +243,33 @@ class Trainer:
         if self.stale is not None:
             self._due_factor = self.stale.exchange(self.gradient_factor)
         targets = self._own_targets(following) if following is not None else 0
-        numbers = loss.new_zeros(len(Totals._fields))
-        values: tuple[Tensor | float, ...] = (self.states.squares(), loss, targets, failed, stop)
-        for place, value in enumerate(values):
-            numbers[place] = value
+        found = torch.stack([self.states.squares(), loss])
+        counted = torch.tensor([targets, failed, stop], dtype=found.dtype)
+        numbers = torch.cat([found, counted.to(found.device, non_blocking=True)])
         counts, norms = self.balance.counts, self.clipping.parameters
         own = numbers if norms is None else torch.cat([numbers, norms.own_squares()])
         joined = own if counts is None else torch.cat([own, counts.flatten()])
         start_all_reduce(joined, self.mesh.world, "scalars").wait()
         if counts is not None:
             counts.copy_(joined[len(own) :].view_as(counts))
+        if following is not None:
+            self._ahead = following, own_tokens(following, self.mesh).to(self.mesh.device)
+        return Sums(joined[: len(own)], following)
+
+    def _totals(self, sums: Sums, read: Callable[[], list[float]]) -> tuple[Totals, bool]:
+        """The numbers of `sums` when they have come, and whether the device has updated the parameters."""
         with self.mesh.heartbeat.waits("the device"):
-            on_host = joined[: len(own)].tolist()
-        found = Totals(*on_host[: len(numbers)])
+            on_host = read()
+        size, numbers, norms = len(sums.on_device), len(Totals._fields), self.clipping.parameters
+        found = Totals(*on_host[:numbers])
         if norms is not None:
-            norms.squares = on_host[len(numbers) :]
+            norms.squares = on_host[numbers:size]
+        updated = on_host[size:] == [1.0]
         if not math.isfinite(found.squares):  # a row's norm may be beyond fp32 where no element is
             (squares,) = sum_scalars([float(self.states.squares(exact=True))], self.mesh.world)
             found = found._replace(squares=squares)
-        self._targets = (following, int(found.targets)) if following is not None else None
-        return found
+        self._targets = (sums.following, int(found.targets)) if sums.following is not None else None
+        return found, updated
 
     def step(
         self,
@@ -247,23 +286,42 @@ class Trainer:
         """
         loss = self.gradients(batch)
         asked = stop is not None and stop()
-        return self.apply(self.totals(loss, following, failed, asked), number)
+        return self.apply(self.sums(loss, following, failed, asked), number)
 
-    def apply(self, totals: Totals, number: int) -> Step:
-        """Clip the gradients that `gradients` left, update the parameters, and drop the gradients."""
+    def _start_update(self, sums: Sums, rate: float) -> Callable[[], list[float]]:
+        """Start to read the numbers of `sums`, and behind that the update where the device can decide on it.
+
+        Then the device need not wait for the host. One more number is 1 if the device updates parameters.
+        """
+        if self.stale is not None or not (self.clipping.on_device and self.optimiser.takes_divisor):
+            return sums.start_read()
+        squares, loss = sums.on_device[:2]
+        divisor = self.clipping.divisor(squares, self.applied_factor).float()
+        updates = (divisor * loss).mul_(0).eq_(0)  # 1 if both are finite, else 0
+        read = sums.start_read(updates.view(1))
+        self.optimiser.step_divided(rate, divisor, (1 - updates).float())
+        return read
+
+    def apply(self, sums: Sums, number: int) -> Step:
+        """Clip the gradients that `gradients` left, update the parameters, and drop the gradients.
+
+        The device decides on the update, where it can, and the host on what the device has skipped.
+        """
+        rate = learning_rate(self.spec.train, number)
+        if self.spec.outer.staleness_lr == "inverse":  # Zhang et al. 2016, staleness-aware async-SGD
+            rate /= self.spec.outer.staleness
+        totals, updated = self._totals(sums, self._start_update(sums, rate))
         self.mesh.heartbeat.phase("optimiser")
         norm = math.sqrt(totals.squares) * self.applied_factor
         # A late gradient is judged by itself: the loss is that of a later one.
         finite = math.isfinite(norm) and (self.stale is not None or math.isfinite(totals.loss))
         waiting = self.stale is not None and self._due_factor is None
-        rate = learning_rate(self.spec.train, number)
-        if self.spec.outer.staleness_lr == "inverse":  # Zhang et al. 2016, staleness-aware async-SGD
-            rate /= self.spec.outer.staleness
-        if finite and not waiting:
-            self.clipping.clip(norm, self.applied_factor)
-            self.optimiser.step(rate)
-            if self.ema is not None:
-                self.ema.update()
+        if updated:
+            self.optimiser.updates += 1
+        elif finite and not waiting:
+            self.optimiser.step(rate, self.clipping.clip(norm, self.applied_factor))
+        if finite and not waiting and self.ema is not None:
+            self.ema.update()
         if finite:
             self.balance.update()
         if self.scaling is not None:

@@ -147,7 +147,7 @@ class _Comparison:
         gradients = gather_full(trainer.states.gradients(), mesh)
         gradients = {name: grad.double() * trainer.gradient_factor for name, grad in gradients.items()}
         updates = trainer.optimiser.updates
-        done = trainer.apply(trainer.totals(loss), number)
+        done = trainer.apply(trainer.sums(loss), number)
         if done.applied:
             if done.loss_scale == OVERFLOWING:
                 self._note_skip(number, ["was taken"])

@@ -130,11 +130,11 @@ def _layout_step(
     within = replace(batch, slots=batch.slots % trainer.spec.at_step(number).batch_sequences)
     with ModuleSums(trainer, within) as sums:
         loss = trainer.gradients(within)
-    totals = trainer.totals(loss)
+    summed = trainer.sums(loss)
     factor = trainer.applied_factor
     gradients = gather_full(((f"{island}{name}", each) for name, each in states.gradients()), mesh)
     rows = sums.gathered()
-    done = trainer.apply(totals, number)
+    done = trainer.apply(summed, number)
     numbers = {own: rest for own, *rest in mesh.control.gather([island, factor, done.loss, done.grad_norm])}
     for name, gradient in gradients.items():
         own = next(own for own in numbers if name.startswith(own))
