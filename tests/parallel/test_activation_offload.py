@@ -76,7 +76,7 @@ def trained(mesh: Mesh, spec: RunSpec) -> tuple[list[float], list[Tensor], int, 
                 getattr(grad, "padded", grad).to_local().clone() for _, grad in trainer.states.gradients()
             ]
             gradients += found
-            losses.append(trainer.apply(trainer.totals(loss), number).loss)
+            losses.append(trainer.apply(trainer.sums(loss), number).loss)
     return losses, gradients, host.sent, host.back
 
 

@@ -36,9 +36,9 @@ def operators(spec: RunSpec) -> list[str]:
     names: list[str] = []
     count = FakeMemory._count_operator
 
-    def noted(memory: FakeMemory, func: Any, args: Any) -> None:
+    def noted(memory: FakeMemory, func: Any, args: Any, kwargs: Any) -> None:
         names.append(func.name())
-        count(memory, func, args)
+        count(memory, func, args, kwargs)
 
     with patch.object(FakeMemory, "_count_operator", noted):
         rehearse(spec, 0, CPU)

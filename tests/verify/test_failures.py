@@ -252,7 +252,7 @@ def test_rows_that_one_rank_sends_and_another_does_not_expect_are_told_before_th
     told, *others = (text for name, text in found.items() if name.startswith(CollectiveError.__name__))
     assert all(other == told for other in others)  # the other rank may be as fast
     said = re.fullmatch(
-        r"in step 1 rank 0 sends (\d+) rows to rank 1, which expects (\d+), in all_to_all of rows of 32 "
+        r"in step 1 rank 0 sends (\d+) rows to rank 1, which expects (\d+), in all_to_all of rows of 33 "
         r"float64 elements over the axis expert",
         told,
     )

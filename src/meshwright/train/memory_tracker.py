@@ -91,7 +91,8 @@ def _waits(func: Any, args: Any, kwargs: Any, device: torch.device) -> int:
         blocking = not (args[2] if len(args) > 2 else False)
         return int(blocking and args[0].device != device and args[1].device == device)
     if func is _aten._to_copy.default:
-        return int(args[0].device == device and kwargs.get("device", device) != device)
+        blocking = not kwargs.get("non_blocking", False)
+        return int(blocking and args[0].device == device and kwargs.get("device", device) != device)
     return _WAITS.get(func, 0)
 
 
