@@ -82,6 +82,17 @@ def test_a_side_that_does_not_run_has_its_error(
     assert row["error"] == words and "does not run" in run.page([row])
 
 
+def test_memory_is_not_read_while_steps_are_timed(run: ModuleType, tmp_path: Path) -> None:
+    turn = run.Turn()
+    turn.note_step(run.WARM, run.WARM + 3)
+    program = "import time; time.sleep(1.2)"
+    list(run.finished([sys.executable, "-c", program], [0], 1, tmp_path, turn))
+    assert turn.timed and turn.peak == 0
+    turn.note_step(run.WARM + 3, run.WARM + 3)
+    list(run.finished([sys.executable, "-c", program], [0], 1, tmp_path, turn))
+    assert not turn.timed and turn.peak > 0
+
+
 def test_the_figures_of_a_row(run: ModuleType) -> None:
     warm = [9.0] * run.WARM
     ours = [

@@ -21,7 +21,8 @@ The first steps do not count: compilers work in them, and Meshwright tries in fi
 costs. `tokens_per_second` is from the median of all steps but the first seven of each turn, `ratio` ours
 over theirs, by rounds; `matmul_fraction` the model's FLOP/s over the rate of matrix products, measured in
 each round by as many processes and threads; `peak_bytes` the most that all processes of a side had in
-memory at once (PSS, read twice a second); `first_step_seconds` from the command to the end of the first
+memory at once (PSS, read twice a second, but not while steps are timed, which reads would slow down by a
+tenth); `first_step_seconds` from the command to the end of the first
 step. Where a side cannot run, `error` is the last line that it wrote. `--page` writes all lines of `--out`
 as a page.
 """
@@ -119,6 +120,12 @@ class Turn:
     held: list[Any] = field(default_factory=list)
     note: str = ""
     error: str | None = None
+    timed: bool = False
+    """True while the steps run that count: to read a process's memory stops it for tens of milliseconds."""
+
+    def note_step(self, number: int, steps: int) -> None:
+        """Step `number` of `steps` has ended; the lines of one or two more may come late."""
+        self.timed = WARM - 2 <= number < steps
 
 
 # Processes and their memory -----------------------------------------------------------------------------
@@ -168,7 +175,8 @@ def finished(
 
         def watch() -> None:
             while not over.wait(0.5):
-                turn.peak = max(turn.peak, memory(process.pid))
+                if not turn.timed:
+                    turn.peak = max(turn.peak, memory(process.pid))
 
         watcher = threading.Thread(target=watch)
         watcher.start()
@@ -220,8 +228,9 @@ def our_turn(case: Case, steps: int) -> Turn:
         words = [word for key, value in case.keys(steps).items() for word in (f"--{key}", str(value))]
         command = [sys.executable, "-m", "meshwright", "train", *words, "--out", str(folder / "run")]
         for line in finished(command, case.cores, 0, folder, turn):
-            if line.startswith("step ") and not turn.first:
-                turn.first = time.perf_counter() - start
+            if line.startswith("step "):
+                turn.first = turn.first or time.perf_counter() - start
+                turn.note_step(int(line.split()[1].split("/")[0]), steps)
         if turn.error is not None:
             raise SystemExit(f"meshwright train has failed: {turn.error}")
         rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open(encoding="utf-8")]
@@ -267,6 +276,7 @@ def their_turn(side: Side, case: Case, steps: int, tokens: Path) -> Turn:
                 turn.first = turn.first or time.perf_counter() - start
                 turn.seconds.append(row["seconds"])
                 turn.losses.append(row["loss"])
+                turn.note_step(len(turn.seconds), steps)
             else:
                 turn.held, turn.note = row["held"], row["note"]
     return turn
