@@ -23,13 +23,9 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.multiprocessing as mp
 
-from meshwright.data.corpus import open_corpus
-from meshwright.data.loader import Loader
-from meshwright.parallel.mesh import build_mesh
 from meshwright.planner.activations import activations
 from meshwright.spec import RunSpec, load
-from meshwright.train.step import Trainer
-from world import join
+from world import join, trainer_of
 
 SEQ_LEN = 512
 WAYS = ("none", "host")
@@ -54,13 +50,8 @@ def take_steps(told: Connection, options: argparse.Namespace, policy: str, offlo
     torch.set_num_threads(1)
     device = join(options.device, store, 0, 1)
     spec = spec_of(options, policy, offload)
-    mesh = build_mesh(spec.layout, device)
-    assert mesh is not None
-    trainer = Trainer(spec, mesh)
-    trainer.initialise()
-    loader = Loader(open_corpus(spec), spec, 0, 1)
-    batch, number = loader.step(0), 0
-    loader.close()
+    trainer, batch = trainer_of(spec, device)
+    number = 0
     while told.recv():
         number += 1
         start = time.perf_counter(), time.process_time()
@@ -112,6 +103,8 @@ def main() -> None:
     parser.add_argument("--policies", nargs="+", default=["none", "selective", "full"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error(f"--rounds: {options.rounds} is too few for quartiles; give 2 or more")
     for policy in options.policies:
         print(json.dumps(compare(options, policy)), flush=True)
 

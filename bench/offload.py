@@ -21,12 +21,8 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.multiprocessing as mp
 
-from meshwright.data.corpus import open_corpus
-from meshwright.data.loader import Loader
-from meshwright.parallel.mesh import build_mesh
 from meshwright.spec import load
-from meshwright.train.step import Trainer
-from world import join
+from world import join, trainer_of
 
 SEQ_LEN = 512
 
@@ -52,13 +48,8 @@ def take_steps(told: Connection, options: argparse.Namespace, offload: str, stor
     if offload == "disk" and options.dir:
         given["train.offload_dir"] = options.dir
     spec = load(None, [(key, str(value)) for key, value in given.items()])
-    mesh = build_mesh(spec.layout, device)
-    assert mesh is not None
-    trainer = Trainer(spec, mesh)
-    trainer.initialise()
-    loader = Loader(open_corpus(spec), spec, 0, 1)
-    batch, number = loader.step(0), 0
-    loader.close()
+    trainer, batch = trainer_of(spec, device)
+    number = 0
     while told.recv():
         number += 1
         start = time.perf_counter()

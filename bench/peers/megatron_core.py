@@ -108,9 +108,7 @@ def optimiser_of(model: Any, given: Job) -> tuple[Callable[[], None], Any]:
 def main() -> None:
     given = job()
     settings(given)
-    if world()[1] == 1:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    world(alone=True)
     pretend_cuda()
     model = build(given)
     update, states = optimiser_of(model, given)

@@ -59,11 +59,17 @@ def job() -> Job:
     return Job(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
 
 
-def world() -> tuple[int, int]:
-    """Rank and number of ranks; joins gloo's world where torchrun has started several."""
+def world(alone: bool = False) -> tuple[int, int]:
+    """Rank and number of ranks; joins gloo's world where torchrun has started several.
+
+    With `alone` one process joins a world, too, for programs that expect one.
+    """
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
+    elif alone and ranks == 1:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", rank=0, world_size=1, store=store)
     return (dist.get_rank() if ranks > 1 else 0), ranks
 
 

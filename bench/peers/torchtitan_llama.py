@@ -25,7 +25,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from peer import CLIP, Job, adamw, held, job, run, settings, share, world
@@ -114,9 +113,7 @@ def build(given: Job) -> Any:
 def main() -> None:
     given = job()
     settings(given)
-    if world()[1] == 1:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    world(alone=True)
     pretend_cpu()
     from torchtitan.components.loss import cross_entropy_loss
     from torchtitan.distributed.utils import clip_grad_norm_

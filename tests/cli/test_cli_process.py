@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.profile.machine import GPU_DRIVERS
 from meshwright.spec.errors import REQUEUE
 
 GOODPUT = ["goodput", "--save-seconds", "9", "--restart-seconds", "60", "--mtbf-hours", "3", "--runs", "2"]
@@ -84,7 +85,7 @@ def test_the_supervisor_of_one_rank_does_not_import_torch(tmp_path: Path) -> Non
         "print(code, 'torch' in sys.modules)"
     )
     found = python("-c", program, CUDA_VISIBLE_DEVICES="")
-    gpu = any(Path(file).exists() for file in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
+    gpu = any(Path(file).exists() for file in GPU_DRIVERS)
     assert found.stdout.splitlines()[-1] == f"0 {gpu}", found.stderr
 
 

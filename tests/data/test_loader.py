@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 from meshwright.data.corpus import Corpus, open_corpus
-from meshwright.data.loader import TENSORS, Batch, Loader
+from meshwright.data.loader import ON_DEVICE, TENSORS, Batch, Loader
 from meshwright.data.packing import IGNORE
 from meshwright.spec import RunSpec
+from meshwright.train.own_tokens import own_tokens
 
 MakeSpec = Callable[..., RunSpec]
 
@@ -28,6 +30,35 @@ def test_documents_stay_where_attention_is_planned(make_spec: MakeSpec) -> None:
         "ids",
         "slots",
     }
+
+
+def test_what_a_gpu_reads_is_pinned_by_the_loader_and_again_for_context_ranks(
+    make_spec: MakeSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor that is marked stands for one in pinned memory, which takes a GPU."""
+    pinned: set[int] = set()
+    alive: list[torch.Tensor] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        alive.append(tensor.clone())
+        pinned.add(id(alive[-1]))
+        return alive[-1]
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: id(tensor) in pinned)
+    spec = make_spec()
+    corpus = open_corpus(spec)
+    (plain,) = steps(corpus, spec, 0, 1, range(1))
+    loader = Loader(corpus, spec, 0, 1, pin=True)
+    batch = loader.step(0)
+    loader.close()
+    assert same(batch, plain)
+    for context in (1, 2):
+        mesh: Any = SimpleNamespace(context=SimpleNamespace(size=context, rank=0))
+        own, expected = own_tokens(batch, mesh), own_tokens(plain, mesh)
+        assert same(own, expected)
+        assert {name for name in TENSORS if getattr(own, name).is_pinned()} == set(ON_DEVICE)
+        assert not any(getattr(expected, name).is_pinned() for name in TENSORS)
 
 
 def joined(batches: list[Batch]) -> Batch:

@@ -20,7 +20,7 @@ from meshwright.spec.tiling import tiled, tiling
 from meshwright.train import offload
 from meshwright.train.callbacks import Observers
 from meshwright.train.loop import TrainingRun
-from meshwright.train.offload import check_activations
+from meshwright.train.offload import check_offload
 from meshwright.train.step import Trainer
 from ranks import Ranks
 
@@ -115,10 +115,10 @@ def test_the_host_of_a_cpu_is_where_activations_are(ranks: Ranks, tmp_path: Path
 def test_too_little_memory_of_the_host_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"data__seq_len": 1024, "train__batch_tokens": 8192, "layout__micro_batch": 8}
     spec = spec_of(**sizes, train__offload_activations="host")
-    check_activations(spec, torch.device("cuda"), 0)
+    check_offload(spec, torch.device("cuda"), 0)
     monkeypatch.setattr(offload, "free_memory", lambda: 1000)
     with pytest.raises(UserError) as raised:
-        check_activations(spec, torch.device("cuda"), 0)
+        check_offload(spec, torch.device("cuda"), 0)
     words = str(raised.value)
     assert words.startswith("train.offload_activations: the activations of this rank, ")
     assert "of which 1 KB are free; give recompute.policy = 'full'" in words

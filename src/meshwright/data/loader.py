@@ -54,17 +54,16 @@ class Batch:
 
         Documents stay on the CPU, where attention is planned.
         """
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("tokens", "targets", "positions")
-        }
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in ON_DEVICE}
         return replace(self, **moved)
 
     def pinned(self) -> Batch:
-        """Return a copy in memory that a GPU reads by itself."""
-        return replace(self, **{name: getattr(self, name).pin_memory() for name in TENSORS})
+        """Return a copy of which `to` takes what it copies from memory that a GPU reads by itself."""
+        return replace(self, **{name: getattr(self, name).pin_memory() for name in ON_DEVICE})
 
 
+ON_DEVICE = ("tokens", "targets", "positions")
+"""Tensors of a batch that a device computes with."""
 TENSORS = ("tokens", "targets", "positions", "documents", "ids", "slots")
 """Fields of a `Batch` that the data gives."""
 

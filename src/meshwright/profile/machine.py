@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 Work = tuple[str, float, float]
 """(format, FLOPs, seconds) of a product."""
-_GPU_DRIVERS = "/dev/nvidiactl", "/dev/kfd", "/dev/dxg"
-"""Files of Linux's drivers: NVIDIA's, AMD's, and that of Windows' subsystem."""
+GPU_DRIVERS = "/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/kfd", "/dev/dxg"
+"""Files of Linux's drivers: NVIDIA's, that of its Jetsons, AMD's, and that of Windows' subsystem."""
 
 
 def host_id() -> str:
@@ -49,7 +49,7 @@ def gpus() -> int:
     A supervisor asks, for which torch would be its memory and a second of its start: where no driver has left
     its file, torch is not imported.
     """
-    if sys.platform == "linux" and not any(Path(file).exists() for file in _GPU_DRIVERS):
+    if sys.platform == "linux" and not any(Path(file).exists() for file in GPU_DRIVERS):
         return 0
     import torch
 

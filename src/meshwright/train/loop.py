@@ -39,7 +39,7 @@ from meshwright.train.garbage_collection import SteppedCollection
 from meshwright.train.guard import Guard
 from meshwright.train.held_out import Likelihood, likelihoods, total
 from meshwright.train.metrics import Metrics
-from meshwright.train.offload import MomentMemory, check_activations
+from meshwright.train.offload import MomentMemory, check_offload
 from meshwright.train.saves import Saves
 from meshwright.train.signals import stop_signals
 from meshwright.train.step import Step, Trainer
@@ -82,13 +82,8 @@ class TrainingRun:
             "give all hosts the same corpus, tokenizer and data.cache",
         )
         self.loader = self._loader()
-        if spec.train.offload == "host" and mesh.device.type == "cpu":
-            raise UserError(
-                "train.offload: 'host' has no effect on a CPU, whose moments are in the host's memory; give "
-                "'disk' or 'none'"
-            )
-        if spec.train.offload_activations != "none":
-            self.control.together(lambda: check_activations(spec, mesh.device, mesh.pipeline.rank))
+        if "host" in (spec.train.offload, spec.train.offload_activations):
+            self.control.together(lambda: check_offload(spec, mesh.device, mesh.pipeline.rank))
         memory = MomentMemory(spec.train, mesh.device, mesh.control, out)
         self.arrivals = self._arrivals(host)
         self.trainer = Trainer(

@@ -73,8 +73,15 @@ class MomentMemory:
         return [torch.zeros(size, dtype=dtype, device=self._device) for size in sizes]
 
 
-def check_activations(spec: RunSpec, device: torch.device, pipeline_rank: int) -> None:
-    """Raise `UserError` where offloading activations to the host has no effect, or no room."""
+def check_offload(spec: RunSpec, device: torch.device, pipeline_rank: int) -> None:
+    """Raise `UserError` where offloading to the host has no effect, or no room for activations."""
+    if device.type == "cpu" and spec.train.offload == "host":
+        raise UserError(
+            "train.offload: 'host' has no effect on a CPU, whose moments are in the host's memory; give "
+            "'disk' or 'none'"
+        )
+    if spec.train.offload_activations == "none":
+        return
     if device.type == "cpu":
         raise UserError(
             "train.offload_activations: 'host' has no effect on a CPU, whose activations are in the host's "

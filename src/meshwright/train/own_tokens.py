@@ -13,9 +13,15 @@ from meshwright.parallel.mesh import Mesh
 
 
 def own_tokens(batch: Batch, mesh: Mesh) -> Batch:
-    """A context rank's tokens of each sequence of a batch; `documents` stay those of whole sequences."""
+    """A context rank's tokens of each sequence of a batch, pinned if that is.
+
+    `documents` stay those of whole sequences.
+    """
     axis = mesh.context
-    tokens, targets, positions = (share(x, axis) for x in (batch.tokens, batch.targets, batch.positions))
+    parts = [share(x, axis) for x in (batch.tokens, batch.targets, batch.positions)]
+    if axis.size > 1 and batch.tokens.is_pinned():  # what is selected of it is not
+        parts = [part.pin_memory() for part in parts]
+    tokens, targets, positions = parts
     return replace(batch, tokens=tokens, targets=targets, positions=positions)
 
 
