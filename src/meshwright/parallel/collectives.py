@@ -59,7 +59,10 @@ def start_all_gather(whole: Tensor, part: Tensor, axis: Axis) -> Pending:
         return DONE
     sent = whole.nbytes * (axis.size - 1) / axis.size
     calls = _announce(axis, "all_gather", whole)
-    work = _all_gather(whole, part, group=axis.group, async_op=True)
+    if axis.memory is not None and axis.memory.joined():
+        work = axis.memory.all_gather(whole, part)
+    else:
+        work = _all_gather(whole, part, group=axis.group, async_op=True)
     return axis.wire.start(axis.name, "all_gather", sent, [work], calls)
 
 
@@ -70,7 +73,10 @@ def start_reduce_scatter(part: Tensor, whole: Tensor, axis: Axis) -> Pending:
         return DONE
     sent = whole.nbytes * (axis.size - 1) / axis.size
     calls = _announce(axis, "reduce_scatter", whole)
-    work = _reduce_scatter(part, whole, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
+    if axis.memory is not None and axis.memory.joined():
+        work = axis.memory.reduce_scatter(part, whole)
+    else:
+        work = _reduce_scatter(part, whole, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
     return axis.wire.start(axis.name, "reduce_scatter", sent, [work], calls)
 
 
@@ -80,8 +86,12 @@ def start_all_reduce(tensor: Tensor, axis: Axis, operation: str = "all_reduce") 
         return DONE
     sent = 2 * tensor.nbytes * (axis.size - 1) / axis.size
     calls = _announce(axis, operation, tensor)
-    reduction = dist.ReduceOp.MAX if operation == "amax" else dist.ReduceOp.SUM
-    work = dist.all_reduce(tensor, op=reduction, group=axis.group, async_op=True)
+    largest = operation == "amax"
+    if axis.memory is not None and axis.memory.joined():
+        work = axis.memory.all_reduce(tensor, largest)
+    else:
+        reduction = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        work = dist.all_reduce(tensor, op=reduction, group=axis.group, async_op=True)
     return axis.wire.start(axis.name, operation, sent, [work], calls)
 
 

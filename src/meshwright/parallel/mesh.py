@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshwright.parallel.control import Control, new_scope
 from meshwright.parallel.heartbeat import Heartbeat
 from meshwright.parallel.process_groups import Groups, Row
+from meshwright.parallel.shared_memory_group import SharedMemoryGroup, SharedMemoryWork
 from meshwright.schedule import Lane, lanes_of, schedule_of
 from meshwright.spec.layout import Layout
 
@@ -67,7 +68,7 @@ class _Watched:
             wire.awaited = self.calls
             for work in self.works:
                 # A message of gloo's waits as long as its group did when that was made, unless told here.
-                if wire.limit is not None and isinstance(work, dist.Work):
+                if wire.limit is not None and isinstance(work, (dist.Work, SharedMemoryWork)):
                     work.wait(wire.limit)
                 else:
                     work.wait()
@@ -149,6 +150,8 @@ class Axis:
     device: torch.device
     """Where the group's collectives take tensors."""
     wire: TrafficCounter
+    memory: SharedMemoryGroup | None = None
+    """Collectives of the group through the memory of a host that all its ranks may share."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +254,8 @@ def build_mesh(
         if found is None:
             return None
         row, group = found
-        return Axis(line.name, len(row), row.index(dist.get_rank()), group, device, wire)
+        memory = groups.shared_memory(group)
+        return Axis(line.name, len(row), row.index(dist.get_rank()), group, device, wire, memory)
 
     # Lanes have a group each where groups keep the order of posting; gloo tells messages apart by tags.
     lanes = {

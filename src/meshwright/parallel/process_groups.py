@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.parallel.control import Connections
 from meshwright.parallel.heartbeat import Heartbeat
+from meshwright.parallel.shared_memory_group import MOST_RANKS, SharedMemoryGroup
 
 TIMEOUT = timedelta(minutes=5)
 """A collective that waits longer has lost a rank; torch's own limit of 30 minutes hides a hang."""
@@ -40,6 +41,7 @@ class Groups:
         self.constructions = 0
         """Number of groups that this process has taken part in making."""
         self._made: dict[tuple[str, tuple[Row, ...]], dist.ProcessGroup | None] = {}
+        self._memories: dict[dist.ProcessGroup, SharedMemoryGroup] = {}
 
     @property
     def in_order(self) -> bool:
@@ -65,6 +67,12 @@ class Groups:
         if len(ranks) in (1, dist.get_world_size()):
             return dist.group.WORLD
         return self._group([ranks], ranks if dist.get_rank() in ranks else None, "")
+
+    def shared_memory(self, group: dist.ProcessGroup | None) -> SharedMemoryGroup | None:
+        """The collectives through shared memory of a group; None for one whose ranks never have any."""
+        if group is None or not 1 < group.size() <= MOST_RANKS or dist.get_backend(group) != "gloo":
+            return None
+        return self._memories.setdefault(group, SharedMemoryGroup(group, self.timeout))
 
     def device_mesh(self, grid: Tensor, names: tuple[str, ...]) -> DeviceMesh | None:
         """torch's mesh over the last dims of the grid, one for each name, but for dims of one rank.
@@ -92,6 +100,8 @@ class Groups:
         """Let collectives of the groups made so far, and of the default group, wait no longer than this."""
         for group in {dist.group.WORLD, *self._made.values()} - {None}:
             distributed_c10d._set_pg_timeout(timeout, group)
+        for memory in self._memories.values():
+            memory.timeout = timeout
 
     def _group(self, rows: list[Row], own: Row | None, purpose: str) -> dist.ProcessGroup | None:
         """This rank's group of disjoint `rows`, made at the first call; None for a rank in none of them."""

@@ -50,7 +50,8 @@ def placements(hosts: int, local: int, device: torch.device) -> tuple[Axis, list
         along = groups.along(rows, dim)
         assert along is not None  # rows hold every rank
         row, group = along
-        return Axis("profile", len(row), row.index(dist.get_rank()), group, device, wire)
+        memory = groups.shared_memory(group)
+        return Axis("profile", len(row), row.index(dist.get_rank()), group, device, wire, memory)
 
     world = axis(grid.view(1, -1), 1)
     within = {2**power for power in range(1, local.bit_length()) if local % 2**power == 0} | {local} - {1}
