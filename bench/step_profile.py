@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Loader
 from meshwright.launch.env import keep_freed_memory
+from meshwright.parallel.half_precision_products import products_in_fp32
 from meshwright.parallel.mesh import build_mesh
 from meshwright.parallel.precision import DTYPES, use_fast_fp32_matmul
 from meshwright.train.matmul_peak import matmul_flops_per_second
@@ -136,7 +137,8 @@ def main() -> None:
     use_fast_fp32_matmul(torch.device("cpu"))
     with TemporaryDirectory() as folder:
         join("cpu", str(Path(folder) / "store"), 0, 1)
-        print(json.dumps(measure(options)), flush=True)
+        with products_in_fp32(torch.device("cpu"), DTYPES[options.precision]):
+            print(json.dumps(measure(options)), flush=True)
         dist.destroy_process_group()
 
 

@@ -297,9 +297,11 @@ def matmul_rate(case: Case) -> float:
     """FLOP/s of matrix products, of all processes of a case at once."""
     program = (
         "import sys, torch; from meshwright.parallel.precision import DTYPES, use_fast_fp32_matmul;"
+        "from meshwright.parallel.half_precision_products import products_in_fp32;"
         "from meshwright.train.matmul_peak import matmul_flops_per_second as rate;"
         "cpu = torch.device('cpu'); torch.set_num_threads(int(sys.argv[2])); use_fast_fp32_matmul(cpu);"
-        "print(rate(DTYPES[sys.argv[1]], cpu, 2.0))"
+        "dtype = DTYPES[sys.argv[1]]\n"
+        "with products_in_fp32(cpu, dtype): print(rate(dtype, cpu, 2.0))"
     )
     threads = max(1, len(case.cores) // case.processes)
     command = [sys.executable, "-c", program, case.precision, str(threads)]

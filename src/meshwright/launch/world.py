@@ -18,9 +18,10 @@ import meshwright
 from meshwright.launch.env import Supervision, keep_freed_memory, limit_threads, process_group, worker
 from meshwright.parallel.call_check import same_calls
 from meshwright.parallel.control import Control, new_scope
+from meshwright.parallel.half_precision_products import products_in_fp32
 from meshwright.parallel.heartbeat import BYTES, Heartbeat
 from meshwright.parallel.mesh import Mesh, build_mesh
-from meshwright.parallel.precision import use_fast_fp32_matmul
+from meshwright.parallel.precision import formats, use_fast_fp32_matmul
 from meshwright.parallel.process_groups import Groups
 from meshwright.parallel.waiting import while_others_wait
 from meshwright.spec import RunSpec
@@ -52,7 +53,7 @@ def groups_of(spec: RunSpec) -> Iterator[tuple[torch.device, Groups]]:
     ranks_match(spec, place.world_size if place else 1)
     # It warns that a tensor which two axes cut takes two gathers to put together: that is how it is cut.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    with device_of() as device:
+    with device_of() as device, products_in_fp32(device, formats(spec.precision).compute):
         groups = Groups(device.type, heartbeat=own_heartbeat())
         start = groups.connections.control(
             "control", dist.get_world_size(), new_scope(), groups.timeout, groups.heartbeat

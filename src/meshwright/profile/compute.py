@@ -14,6 +14,7 @@ from torch import Tensor
 
 from meshwright.hardware.cluster import Attention, Matmul
 from meshwright.model.attention import attend
+from meshwright.parallel.half_precision_products import products_in_fp32
 from meshwright.parallel.precision import DTYPES
 from meshwright.profile.clock import Clock, time_shares
 
@@ -81,7 +82,8 @@ def probe(clock: Clock, name: str) -> float:
     """FLOP/s of one product of middle size."""
     size = 4096 if clock.cuda else 512
     x, weight = (_random(clock.device, name, size, size) for _ in range(2))
-    return 2 * size**3 / clock.during(lambda: F.linear(x, weight), 0.02)
+    with products_in_fp32(clock.device, DTYPES[name]):
+        return 2 * size**3 / clock.during(lambda: F.linear(x, weight), 0.02)
 
 
 def attention_shapes(flops: float, cuda: bool) -> list[tuple[int, int, int, int, int]]:

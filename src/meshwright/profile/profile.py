@@ -18,7 +18,9 @@ import torch.distributed as dist
 from meshwright.hardware.cluster import Attention, Cluster, Collective, Kind, Level, Link, Matmul, Measured
 from meshwright.parallel.collectives import sum_scalars
 from meshwright.parallel.control import Connections, Control, new_scope
+from meshwright.parallel.half_precision_products import products_in_fp32
 from meshwright.parallel.mesh import Axis
+from meshwright.parallel.precision import DTYPES
 from meshwright.parallel.process_groups import TIMEOUT
 from meshwright.profile import compute, links, machine
 from meshwright.profile.clock import Clock
@@ -117,12 +119,13 @@ def _computed(
     for turn in range(PASSES):
         for name, rate in zip(formats, rates, strict=True):
             shapes = compute.product_shapes(rate * share * _PRODUCTS, cuda)
-            with torch.no_grad():
-                matmul[turn] += compute.products(clock, name, shapes, share * _PRODUCTS, world.meet)
-                if not cuda:  # a GPU does not wait for its neighbours
-                    alone[turn] += _alone(world, name, shapes[::2], share * _ALONE)
             sizes = compute.attention_shapes(rate * share * _ATTENTION, cuda)
-            attention[turn] += compute.attentions(clock, name, sizes, share * _ATTENTION, world.meet)
+            with products_in_fp32(clock.device, DTYPES[name]):
+                with torch.no_grad():
+                    matmul[turn] += compute.products(clock, name, shapes, share * _PRODUCTS, world.meet)
+                    if not cuda:  # a GPU does not wait for its neighbours
+                        alone[turn] += _alone(world, name, shapes[::2], share * _ALONE)
+                attention[turn] += compute.attentions(clock, name, sizes, share * _ATTENTION, world.meet)
     return (
         _merge(world, matmul, min, fmean),
         _merge(world, attention, min, fmean),

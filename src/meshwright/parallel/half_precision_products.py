@@ -1,0 +1,67 @@
+"""Products in bf16 and fp16 on processors that have no instructions for them.
+
+torch then multiplies number by number, which takes tens of times as long as in fp32. Here such a product is
+computed in fp32 and rounded once, as the instructions do, in the time of fp32 and of the casts.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SUPPORTED = {
+    torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
+    torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+}
+"""Functions that tell if this processor's products in a format of 16 bits are fast."""
+
+
+@contextmanager
+def products_in_fp32(device: torch.device, dtype: torch.dtype) -> Iterator[bool]:
+    """Compute products in `dtype` in fp32 where this processor lacks them; yields whether it does so.
+
+    It replaces torch's operators on CPUs below autograd, so what is kept for a backward stays in `dtype`.
+    """
+    if device.type != "cpu" or dtype not in SUPPORTED or SUPPORTED[dtype]():
+        yield False
+        return
+    library = torch.library.Library("aten", "IMPL")
+    for product, sum_of_products in (("mm", "addmm"), ("bmm", "baddbmm")):
+        exact = torch.library.get_kernel(f"aten::{product}", "CPU").call_boxed
+        sums = (sum_of_products, f"{sum_of_products}.out", f"{sum_of_products}_")
+        for name in (product, f"{product}.out", *sums):
+            kernel = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
+            operator = _widened(kernel, exact, dtype, in_place=name.endswith("_"))
+            with warnings.catch_warnings(action="ignore", category=UserWarning):  # of replacing an operator
+                library.impl(name, operator, "CPU", with_keyset=True)
+    try:
+        yield True
+    finally:
+        library._destroy()
+
+
+def _widened(
+    kernel: Callable[..., Tensor], product: Callable[..., Tensor], dtype: torch.dtype, in_place: bool
+) -> Callable[..., Tensor]:
+    """Return an operator that multiplies operands in `dtype` as fp32 by `product`, and others by `kernel`."""
+
+    def operator(keys: Any, *operands: Tensor, out: Tensor | None = None, **scales: float) -> Tensor:
+        *summand, left, right = operands
+        if right.dtype != dtype:
+            return kernel(keys, *operands, **scales, **({} if out is None else {"out": out}))
+        result = product(keys, left.float(), right.float())
+        if summand:
+            result.mul_(scales.get("alpha", 1))
+            if beta := scales.get("beta", 1):  # 0 takes no NaN of the summand's
+                result.add_(summand[0], alpha=beta)
+        into = summand[0] if in_place else out
+        if into is None:
+            return result.to(dtype)
+        return into.resize_(result.shape).copy_(result)
+
+    return operator
