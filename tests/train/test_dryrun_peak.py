@@ -1,7 +1,8 @@
 """The planned peak of a step without a pipeline is that of a dry run.
 
-The step is the second one, which would hold whatever the first one left. Sizes are such that a step holds megabytes: what is counted nowhere, a router's small tensors or
-ids of tokens, are kilobytes. Of context ranks the first sees most keys, and holds most.
+The step is the second one, which would hold whatever the first one left. Sizes are such that a step holds
+megabytes: what is counted nowhere, a router's small tensors or ids of tokens, are kilobytes. Of context ranks
+the first sees most keys, and holds most.
 """
 
 from __future__ import annotations

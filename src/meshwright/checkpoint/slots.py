@@ -1,4 +1,4 @@
-"""What holds the snapshot of one rank, and outlives it: memory, or a file that no folder names any more.
+"""Slots that hold the snapshot of one rank and outlive it: memory, or a file that no folder names any more.
 
 slot   [step + 1, or 0 while it is written; bytes of image and text; run, part, parts; the text's sum]
        [image] [text]
