@@ -241,12 +241,16 @@ def test_staging_is_allocated_in_blocks(tmp_path: Path, monkeypatch: pytest.Monk
     with monkeypatch.context() as patch, tiled(Tiling(image_bytes=300)):
         patch.setattr("meshwright.checkpoint.staging.torch.empty", counted)
         store = CheckpointStore(tmp_path, 2)
-        store.save(1, source, {})
-        store.save(2, source, {})  # in the same memory
+        for step in (1, 2):  # in the same memory
+            store.save(step, source, {}, asynchronous=True)
+            store.wait()
+        copied = len(allocated)
+        store.save(3, source, {})  # training waits, and nothing is copied
     store.close()
+    assert len(allocated) == copied
     assert sum(allocated) == sum(tensor.nbytes for tensor in source.values())
     assert max(allocated) <= 300 and len([size for size in allocated if size]) > 1
-    for step in (1, 2):
+    for step in (2, 3):
         target = zeros_like(source)
         store.load(step, target)
         assert same(target, source)

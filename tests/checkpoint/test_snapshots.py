@@ -1,8 +1,10 @@
-"""Snapshots in memory: any layout in, any layout out; a torn or damaged one is never used."""
+"""Snapshots in memory or in files: any layout in, any layout out; a torn or damaged one is never used."""
 
 from __future__ import annotations
 
+import errno
 import os
+import tempfile
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -20,6 +22,8 @@ from meshwright.checkpoint.slots import HEAD_BYTES, Slot
 from meshwright.checkpoint.snapshots import Snapshots
 from meshwright.parallel.control import Control
 from meshwright.parallel.mesh import Mesh
+from meshwright.recover import shared_memory
+from meshwright.recover.shared_memory import SharedMemory, new_file
 from meshwright.spec import Layout
 from meshwright.spec.errors import UserError
 from ranks import RANKS, Ranks
@@ -31,9 +35,9 @@ def accept(state: dict[str, Any]) -> None:
     """Accepts every state."""
 
 
-@pytest.fixture
-def slots() -> Iterator[list[int]]:
-    made = [os.memfd_create("slot") for _ in range(2)]
+@pytest.fixture(params=["in memory", "on disk"])
+def slots(request: pytest.FixtureRequest) -> Iterator[list[int]]:
+    made = [os.memfd_create("slot") if request.param == "in memory" else new_file() for _ in range(2)]
     yield made
     for descriptor in made:
         os.close(descriptor)
@@ -114,15 +118,71 @@ def test_a_state_that_the_run_refuses_changes_nothing(slots: list[int]) -> None:
     check_equal(loaded, blank(tensors_of(0)))
 
 
-def test_without_room_none_is_kept_and_it_is_said_once(slots: list[int]) -> None:
+def test_without_room_none_is_kept_and_it_is_said_once(
+    slots: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     warnings: list[str] = []
     kept = of_one_rank(slots, free=1000, warnings=warnings)
+    on_disk = Slot(slots[0]).free_on_disk is not None
+    if on_disk:
+        monkeypatch.setattr(Slot, "free_on_disk", 1000)
     for step in (1, 2):
         if kept.due(step):
             kept.save(step, tensors_of(step), dict)
     assert kept.newest() is None
     (warning,) = warnings
-    assert "no snapshots are kept in memory" in warning
+    assert f"no snapshots are kept {'in temporary files' if on_disk else 'in memory'}" in warning
+
+
+def test_a_snapshot_of_host_memory_is_not_mapped_nor_copied(
+    slots: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes pages of the kernel's cache, and none of the process."""
+    places = {os.fstat(slot).st_ino for slot in slots}
+    kept, tensors = of_one_rank(slots), {"w": torch.randn(1 << 20)}
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: pytest.fail("memory was allocated"))
+    for step in (1, 2):
+        kept.save(step, tensors, dict)
+    mapped = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    assert not places & {int(line[4]) for line in mapped}
+
+
+def test_a_snapshot_that_cannot_be_written_is_told_once_and_the_one_before_stays(
+    slots: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[str] = []
+    kept = of_one_rank(slots, warnings=warnings)
+    for step in (1, 2):
+        kept.save(step, tensors_of(step), lambda step=step: {"step": step})
+    with monkeypatch.context() as patch:
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        patch.setattr(Slot, "write", full)
+        for step in (3, 4):
+            kept.save(step, tensors_of(step), dict)
+    (warning,) = warnings
+    assert "the snapshot of step 3 could not be written (No space left on device)" in warning
+    loaded = blank(tensors_of(0))
+    assert kept.newest() == 2 and kept.load(2, loaded, accept) == {"step": 2}
+    check_equal(loaded, tensors_of(2))
+    kept.save(5, tensors_of(5), dict)
+    assert {Slot(slot).head().step for slot in slots} == {2, 5}
+
+
+@pytest.mark.parametrize("where", ["disk", "memory for files", "little room", "GPUs"])
+def test_slots_are_on_disk_where_processors_compute_and_the_disk_has_room(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/shm" if where == "memory for files" else str(tmp_path))
+    monkeypatch.setattr(shared_memory, "free_memory", lambda: PLENTY << 20 if where == "little room" else 0)
+    monkeypatch.setattr(shared_memory, "has_gpu_driver", lambda: where == "GPUs")
+    with SharedMemory(2, peers=True) as memory:
+        slots = [descriptor for of_rank in memory.snapshots for descriptor in of_rank]
+        assert len(slots) == 8 and not any(os.fstat(slot).st_nlink for slot in slots)
+        assert {Slot(slot).free_on_disk is not None for slot in slots} == {where == "disk"}
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_interval_is_kept(slots: list[int]) -> None:

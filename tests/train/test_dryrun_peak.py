@@ -1,8 +1,8 @@
 """The planned peak of a step without a pipeline is that of a dry run.
 
-The step is the second one: gradients that are stored whole keep their room from step to step, so the first
-one has less. Sizes are such that a step holds megabytes: what is counted nowhere, a router's small tensors or
-ids of tokens, are kilobytes. Of context ranks the first sees most keys, and holds most.
+The step is the second one, which would hold whatever the first one left. Sizes are such that a step holds
+megabytes: what is counted nowhere, a router's small tensors or ids of tokens, are kilobytes. Of context ranks
+the first sees most keys, and holds most.
 """
 
 from __future__ import annotations
@@ -86,6 +86,16 @@ def test_a_plan_has_the_peak_of_a_dry_run(seed: int, monkeypatch: pytest.MonkeyP
     first = rank - rank // layout.tp % layout.cp * layout.tp
     found = rehearsed(spec, first)
     assert planned(spec).allocated == pytest.approx(found.peak, rel=0.04)
+
+
+def test_gradients_of_a_step_take_no_room_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its head holds most, there are none yet: states are whole, and a microbatch is the whole step."""
+    spec = llama(layout__dp=2, layout__zero=0, train__batch_tokens=2 * 8192, model__layers=2)
+    first = rehearsed(spec)
+    monkeypatch.setattr(dryrun, "Trainer", SecondStep)
+    second = rehearsed(spec)
+    assert second.by_component["gradients"] == first.by_component["gradients"]
+    assert second.peak == pytest.approx(first.peak, rel=1e-3)
 
 
 EXCHANGES: list[tuple[int, dict[str, object]]] = [

@@ -30,13 +30,13 @@ def failing_disk(mesh: Mesh, fails: Callable[[int, int], bool]) -> Any:
     attempts: dict[int, int] = {}
     write = CheckpointStore._write_pieces
 
-    def write_pieces(store: CheckpointStore, temporary: Path, step: int) -> Any:
+    def write_pieces(store: CheckpointStore, temporary: Path, step: int, *image: Any) -> Any:
         attempts[step] = attempts.get(step, 0) + 1
         if mesh.rank == mesh.world.size - 1 and fails(step, attempts[step] - 1):
             with patch.object(Disk, "write", side_effect=OSError(errno.EIO, os.strerror(errno.EIO))):
-                return write(store, temporary, step)
+                return write(store, temporary, step, *image)
         time.sleep(0.05)  # steps go on meanwhile
-        return write(store, temporary, step)
+        return write(store, temporary, step, *image)
 
     return patch.object(CheckpointStore, "_write_pieces", write_pieces)
 
@@ -98,12 +98,12 @@ def lose_the_lease(mesh: Mesh, spec: RunSpec, out: Path) -> str:
     lease = spec.checkpoint.folder(out) / "lease.json"
     stage = CheckpointStore._write_pieces
 
-    def taken(store: CheckpointStore, temporary: Path, step: int) -> Any:
+    def taken(store: CheckpointStore, temporary: Path, step: int, *image: Any) -> Any:
         if mesh.rank == 0:
             lease.write_text(lease.read_text().replace('"token": "', '"token": "an heir of '))
             os.rename(temporary, temporary.with_name("swept"))
         mesh.background.barrier()
-        return stage(store, temporary, step)
+        return stage(store, temporary, step, *image)
 
     with patch.object(CheckpointStore, "_write_pieces", taken), pytest.raises(UserError) as caught:
         TrainingRun(spec, mesh, out, Observers([])).execute(None)

@@ -32,27 +32,38 @@ BLOCK_BYTES = 64 << 20
 def copy_to_peer(own: Slot, text: bytes, kept: Slot, world: Axis, distance: int) -> None:
     """Send slot `own`, with its text, `distance` ranks on, and write the one that comes to `kept`.
 
-    Until all of that is there, `kept` holds no snapshot. Called on all ranks of `world`.
+    Until all of that is there, `kept` holds no snapshot. Called on all ranks of `world`; raises OSError,
+    after the last message, where it could not be written.
     """
     kept.open()
-    pinned = world.device.type == "cuda"
     head = torch.empty(PACKED_BYTES, dtype=torch.uint8)
     _shift(head, _bytes(own.head().pack()), world, distance)
     coming = Head.unpack(head.numpy().tobytes())
     described = torch.empty(coming.text, dtype=torch.uint8)
     _shift(described, _bytes(text), world, distance)
-    _shift(kept.image(coming.image, pinned), own.image(own.size, pinned), world, distance)
+    failure: OSError | None = None
+    for start in range(0, max(coming.image, own.size), BLOCK_BYTES):
+        sent = own.block(start, BLOCK_BYTES)
+        received = torch.empty(max(0, min(BLOCK_BYTES, coming.image - start)), dtype=torch.uint8)
+        if world.device.type == "cuda":
+            received = kept.image(coming.image)[start : start + len(received)]
+        _shift(received, sent, world, distance)
+        if world.device.type == "cpu" and failure is None:
+            try:
+                kept.write(received.numpy().data, start)
+            except OSError as error:
+                failure = error
+    if failure is not None:
+        raise failure
     kept.close(coming, described.numpy().tobytes())
 
 
 def _shift(received: Tensor, sent: Tensor, world: Axis, distance: int) -> None:
-    """Send bytes of the host `distance` ranks on, and receive others, block by block through the device."""
-    for start in range(0, max(len(received), len(sent)), BLOCK_BYTES):
-        target = received[start : start + BLOCK_BYTES]
-        block = target if world.device.type == "cpu" else torch.empty_like(target, device=world.device)
-        start_shift(block, sent[start : start + BLOCK_BYTES].to(world.device), world, distance).wait()
-        if block is not target:
-            target.copy_(block)
+    """Send bytes of the host `distance` ranks on, and receive others, through the device."""
+    block = received if world.device.type == "cpu" else torch.empty_like(received, device=world.device)
+    start_shift(block, sent.to(world.device), world, distance).wait()
+    if block is not received:
+        received.copy_(block)
 
 
 def _bytes(content: bytes) -> Tensor:

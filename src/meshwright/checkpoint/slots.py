@@ -1,4 +1,4 @@
-"""Memory that holds the snapshot of one rank, and that outlives it.
+"""Slots that hold the snapshot of one rank and outlive it: memory, or a file that no folder names any more.
 
 slot   [step + 1, or 0 while it is written; bytes of image and text; run, part, parts; the text's sum]
        [image] [text]
@@ -12,7 +12,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -20,10 +20,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.digests import sum64
+from meshwright.checkpoint.digests import Digest, sum64
 from meshwright.checkpoint.disk import Disk
 from meshwright.checkpoint.errors import BadCheckpointError
-from meshwright.checkpoint.staging import HostImage
+from meshwright.checkpoint.save_plan import LocalShard
+from meshwright.checkpoint.staging import HostImage, LiveImage, devices_of
 
 HEAD_BYTES = 4096
 _HEAD = struct.Struct("<6q16s")
@@ -66,11 +67,17 @@ PACKED_BYTES = _HEAD.size
 
 
 class Slot:
-    """A slot in the memory behind `descriptor`."""
+    """A slot in the memory or the file behind `descriptor`."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._mapped: mmap.mmap | None = None
+
+    @property
+    def free_on_disk(self) -> int | None:
+        """Bytes that are free where the file lies; None for memory."""
+        room = os.fstatvfs(self._descriptor)
+        return room.f_bavail * room.f_frsize if room.f_blocks else None  # the kernel's own memory has none
 
     def head(self) -> Head:
         """Return what it holds."""
@@ -83,19 +90,36 @@ class Slot:
 
     def close(self, head: Head, text: bytes) -> None:
         """End with the text, after the image: the slot now holds what `head` says."""
-        os.pwrite(self._descriptor, text, HEAD_BYTES + head.image)
+        self.write(memoryview(text), head.image)
         os.pwrite(self._descriptor, head.pack(), 0)
 
-    def image(self, size: int, pinned: bool = False) -> Tensor:
-        """Return the memory of an image of so many bytes, `pinned` for copies from and to a device."""
+    def write(self, content: memoryview, start: int) -> None:
+        """Write bytes to byte `start` of the image on."""
+        done = 0
+        while done < len(content):
+            done += os.pwrite(self._descriptor, content[done:], HEAD_BYTES + start + done)
+
+    def image(self, size: int) -> Tensor:
+        """Return the memory of an image of so many bytes, pinned for copies from and to a device."""
         end = HEAD_BYTES + size
         if self._mapped is None or len(self._mapped) < end:
             os.ftruncate(self._descriptor, max(end, os.fstat(self._descriptor).st_size))
             self._mapped = mmap.mmap(self._descriptor, end)
-            if pinned:  # else a copy from a device passes through a buffer of the driver's
+            if torch.cuda.is_available():  # else a copy from a device passes through a buffer of the driver's
                 whole = torch.frombuffer(self._mapped, dtype=torch.uint8)
                 torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), whole.numel(), 0)
         return torch.frombuffer(self._mapped, dtype=torch.uint8)[HEAD_BYTES:end]
+
+    def block(self, start: int, size: int) -> Tensor:
+        """Return `size` bytes of the image from `start` on, or as many as there are: a view where the slot is
+        mapped, else a copy."""
+        size = max(0, min(size, self.size - start))
+        if self._mapped is not None:
+            return self.image(self.size)[start : start + size]
+        content, done = torch.empty(size, dtype=torch.uint8), 0
+        while done < size and (read := self.read(content.numpy().data[done:], start + done)):
+            done += read
+        return content
 
     def text(self) -> dict[str, Any]:
         """Return what the slot's text says. Raises BadCheckpointError."""
@@ -119,14 +143,27 @@ class Slot:
 
 
 class SlotImage(HostImage):
-    """An image that lies in a slot: a block each GiB, one after another."""
+    """The image of a slot. A device's tensors are copied to its memory, a block each GiB, one after another;
+    from host memory they are written without a copy of it, and the slot is not mapped."""
 
     def __init__(self, slot: Slot) -> None:
         super().__init__()
         self._slot = slot
 
+    def keep(self, chunks: Iterable[LocalShard], digest: Digest) -> list[list[Any]]:
+        """Put the chunks into the slot, and return their rows (`LiveImage.rows`)."""
+        chunks = list(chunks)
+        if devices_of(chunks):
+            self.stage(chunks)
+            return self.rows(digest)
+        live, start = LiveImage(chunks), 0
+        for content in live.data():
+            self._slot.write(content, start)
+            start += len(content)
+        return live.rows(digest)
+
     def _make_room(self, pinned: bool) -> None:
-        self._blocks = list(self._slot.image(self.bytes, pinned).split(self._lengths))
+        self._blocks = list(self._slot.image(sum(self._lengths)).split(self._lengths))
 
 
 class Image(Protocol):

@@ -1,9 +1,11 @@
-"""Snapshots of training state in memory that outlives the ranks: a killed rank goes on from there.
+"""Snapshots of training state that outlive the ranks: a killed rank goes on from there.
 
 Each rank copies its share of the state (`save_plan.py`) into memory that belongs to the supervisor of its
-host, with what a manifest says of it; a restart reads it as it would a checkpoint, on any layout. The copy is
-one pass at memory speed without a message between ranks, and two slots take turns, so that a rank which dies
-in a copy leaves the one before (in-memory checkpoints: Wang et al. 2023, SOSP, "Gemini").
+host, or on hosts without GPUs into a file of it that has no name (`recover/shared_memory.py`), with what a
+manifest says of it; a restart reads it as it would a checkpoint, on any layout. The copy is one pass at
+memory speed without a message between ranks: what is written to a file goes to the kernel's cache. Two slots
+take turns, so that a rank which dies in a copy leaves the one before (in-memory checkpoints: Wang et al.
+2023, SOSP, "Gemini").
 
 The ranks of a host keep together all that any of them holds, so a host needs no other to go on from it. Where
 the loss of a host would take a part of the state along, a peer on the next host keeps it, too
@@ -63,7 +65,8 @@ class Snapshots:
 
     Two more, on hosts that may be lost, are for what a rank of another host sends over the axis `world`.
     `every` is the interval in steps; None finds one that costs `SHARE` of the time. Where the slots would
-    take more than half of what `free_memory` returns (bytes), none is made, and `warnings` gets a sentence.
+    take more than half of what is free, on disk or by `free_memory` (bytes), none is made, and `warnings`
+    gets a sentence, as it does once when a snapshot cannot be written.
     `save`, `newest` and `load` are collective over `control`, and called on all its ranks in the same order.
     """
 
@@ -86,6 +89,7 @@ class Snapshots:
         """By the form of the state."""
         self._last: tuple[int, int] | None = None
         """(step, run) of what was kept or loaded last, which no save overwrites."""
+        self._failed = False
         self._costs: list[float] = []
         self._begun = 0.0
 
@@ -110,16 +114,24 @@ class Snapshots:
         turn = self._spare(self._own)
         slot, image = self._own[turn], self._images[turn]
         slot.open()
-        image.stage(agreed.plan.own_share(tensors))
-        rows = image.rows(sum64)
-        text = json.dumps({"rows": rows, "forms": agreed.description, "state": dict(state())}).encode()
-        head = Head(step, image.bytes, len(text), agreed.run, agreed.part, agreed.parts, sum64(text))
-        slot.close(head, text)
+        text = b""
+        try:
+            rows = image.keep(agreed.plan.own_share(tensors), sum64)
+            text = json.dumps({"rows": rows, "forms": agreed.description, "state": dict(state())}).encode()
+            size = sum(row[4] for row in rows)
+            head = Head(step, size, len(text), agreed.run, agreed.part, agreed.parts, sum64(text))
+            slot.close(head, text)
+        except OSError as error:
+            self._note_failed(step, error)
         if agreed.copied:
             assert self._world is not None
             kept = self._peers[self._spare(self._peers)]
-            copy_to_peer(slot, text, kept, self._world, len(self._slots))
-        self._last = head.key
+            try:
+                copy_to_peer(slot, text, kept, self._world, len(self._slots))
+            except OSError as error:
+                self._note_failed(step, error)
+        if text:
+            self._last = slot.head().key
         if self._every is None:
             self._choose(begun, time.perf_counter())
 
@@ -156,14 +168,25 @@ class Snapshots:
         return [secrets.randbits(62), len(holders), copied, 2 * needed]
 
     def _look_for_room(self, needed: int) -> bool:
-        """Ask rank 0 whether the host's memory has room for the slots, and warn if not."""
-        free = self._ranks.on_first(self._free_memory)
+        """Ask rank 0 whether there is room for the slots, and warn if not."""
+        on_disk = self._own[0].free_on_disk
+        free = self._ranks.on_first(lambda: self._free_memory() if on_disk is None else on_disk)
         if 2 * needed > free:
+            where = "in memory" if on_disk is None else "in temporary files"
             self._warnings.append(
-                f"no snapshots are kept in memory: they would take {gigabytes(needed)} of {gigabytes(free)} "
+                f"no snapshots are kept {where}: they would take {gigabytes(needed)} of {gigabytes(free)} "
                 f"that are free, more than half; a run that fails goes on from its last checkpoint"
             )
         return bool(2 * needed <= free)
+
+    def _note_failed(self, step: int, error: OSError) -> None:
+        """Say once that a snapshot could not be written; its slot holds none, and later ones are tried."""
+        if not self._failed:
+            self._warnings.append(
+                f"the snapshot of step {step} could not be written ({error.strerror}); until one is, a run "
+                f"that fails goes on from an older one or from its last checkpoint"
+            )
+        self._failed = True
 
     def _spare(self, pair: Sequence[Slot]) -> int:
         """Return the slot of a pair that does not hold what was kept or loaded last."""

@@ -1,7 +1,8 @@
-"""A rank's piece file as an image in host memory: training waits for the copy, the writer works from it.
+"""A rank's piece file as an image: the tensors themselves while training waits for the writer, or else a
+copy in host memory, for which alone training waits.
 
 Pieces lie one after another, widest dtype first, so that each is aligned to its elements without padding:
-every byte of a piece file belongs to a piece and is covered by its hash. The image consists of blocks of at
+every byte of a piece file belongs to a piece and is covered by its hash. A copy consists of blocks of at
 most `image_bytes` (`spec/tiling.py`), since torch rounds what it pins up to a power of two, which would be up
 to twice a rank's state. The blocks are kept from save to save.
 """
@@ -16,19 +17,46 @@ from torch import Tensor
 
 from meshwright.checkpoint.digests import Digest, sha256
 from meshwright.checkpoint.save_plan import LocalShard
-from meshwright.spec.sharded_tensor import Rectangle
 from meshwright.spec.tiling import tiling
 
 
-class HostImage:
+class LiveImage:
+    """A piece file in the memory of its chunks: a view of each, or a copy of one that is not contiguous."""
+
+    def __init__(self, chunks: Iterable[LocalShard] = ()) -> None:
+        self._pieces = [
+            (chunk.key, chunk.rectangle, chunk.local.detach().contiguous().flatten().view(torch.uint8))
+            for chunk in widest_first(chunks)
+        ]
+        """Tensor, rectangle and bytes of each piece, in the order of the file."""
+
+    @property
+    def bytes(self) -> int:
+        """Size of the file."""
+        return sum(content.numel() for _, _, content in self._pieces)
+
+    def data(self) -> list[memoryview]:
+        """Return the file's bytes, block by block."""
+        return [content.numpy().data for _, _, content in self._pieces]
+
+    def rows(self, digest: Digest = sha256) -> list[list[Any]]:
+        """Return [tensor, offsets, sizes, start, bytes, digest] of each piece, in the order of the file."""
+        rows: list[list[Any]] = []
+        start = 0
+        for name, rectangle, content in self._pieces:
+            rows.append([name, *rectangle, start, content.numel(), digest(content.numpy().data)])
+            start += content.numel()
+        return rows
+
+
+class HostImage(LiveImage):
     """Reusable host memory that holds the bytes of one piece file."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._blocks: list[Tensor] = []
         self._lengths: list[int] = []
         """Bytes of the file in each block."""
-        self._pieces: list[tuple[str, Rectangle, Tensor]] = []
-        """Tensor, rectangle and bytes (a view of a block) of each piece, in the order of the file."""
 
     @property
     def bytes(self) -> int:
@@ -37,8 +65,8 @@ class HostImage:
 
     def stage(self, chunks: Iterable[LocalShard]) -> None:
         """Copy the chunks to the host; when this returns, training may change the tensors."""
-        chunks = sorted(chunks, key=lambda chunk: -chunk.local.element_size())
-        devices = {chunk.local.device for chunk in chunks if chunk.local.is_cuda}
+        chunks = widest_first(chunks)
+        devices = devices_of(chunks)
         self._pieces, self._lengths = [], []
         places: list[tuple[int, int]] = []
         for chunk in chunks:
@@ -65,15 +93,15 @@ class HostImage:
                 self._blocks[number] = torch.empty(length, dtype=torch.uint8, pin_memory=pinned)
 
     def data(self) -> list[memoryview]:
-        """Return the file's bytes, block by block."""
         blocks = zip(self._blocks, self._lengths, strict=False)
         return [block.numpy().data[:length] for block, length in blocks]
 
-    def rows(self, digest: Digest = sha256) -> list[list[Any]]:
-        """Return [tensor, offsets, sizes, start, bytes, digest] of each piece, in the order of the file."""
-        rows: list[list[Any]] = []
-        start = 0
-        for name, rectangle, content in self._pieces:
-            rows.append([name, *rectangle, start, content.numel(), digest(content.numpy().data)])
-            start += content.numel()
-        return rows
+
+def widest_first(chunks: Iterable[LocalShard]) -> list[LocalShard]:
+    """Return the chunks in the order of the file."""
+    return sorted(chunks, key=lambda chunk: -chunk.local.element_size())
+
+
+def devices_of(chunks: Iterable[LocalShard]) -> set[torch.device]:
+    """Return the devices, other than the host, that hold any of the chunks."""
+    return {chunk.local.device for chunk in chunks if chunk.local.is_cuda}

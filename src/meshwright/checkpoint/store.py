@@ -53,7 +53,7 @@ from meshwright.checkpoint.manifest import Manifest, Part, PartFile, join, repor
 from meshwright.checkpoint.reader import Reading, match_tensors, parse_manifest, read_manifest_text
 from meshwright.checkpoint.retention import Retention
 from meshwright.checkpoint.save_plan import SavePlan, Tensors, describe
-from meshwright.checkpoint.staging import HostImage
+from meshwright.checkpoint.staging import HostImage, LiveImage, devices_of
 from meshwright.parallel.control import Control
 from meshwright.parallel.mesh import TrafficCounter
 from meshwright.spec.tiling import tiling
@@ -97,7 +97,7 @@ class CheckpointStore:
         self._wire = wire or TrafficCounter()
         self._ranks = control or Control()
         self._lease = lease or Lease(self.directory, "meshwright", disk=self._disk)
-        self._image = HostImage()
+        self._copy = HostImage()
         self._plan = SavePlan(self._ranks)
         self._claimed = False
         self.published: int | None = None
@@ -130,14 +130,14 @@ class CheckpointStore:
         text, description = self._ranks.together(lambda: self._prepare(tensors, state))
         self.claim()
         self._plan.agree(description)
-        self._ranks.together(lambda: self._image.stage(self._plan.own_share(tensors)))
+        image = self._ranks.together(lambda: self._image(tensors, asynchronous))
         if not asynchronous:
-            self._commit(step, text)
+            self._commit(step, text, image)
             return
 
         def commit() -> None:
             try:
-                self._commit(step, text)
+                self._commit(step, text, image)
             except Exception as error:
                 self._failure = error
 
@@ -269,11 +269,19 @@ class CheckpointStore:
         self._deliver()
         return json.dumps(dict(state)), describe(tensors, self._ranks.rank)
 
-    def _commit(self, step: int, state: str) -> None:
-        """Write the staged image and publish it."""
+    def _image(self, tensors: Tensors, asynchronous: bool) -> LiveImage:
+        """This rank's pieces as they are now: a copy, but where training waits and all are in host memory."""
+        share = self._plan.own_share(tensors)
+        if not asynchronous and not devices_of(share):
+            return LiveImage(share)
+        self._copy.stage(share)
+        return self._copy
+
+    def _commit(self, step: int, state: str, image: LiveImage) -> None:
+        """Write the image and publish it."""
         temporary = self.directory / self._ranks.on_first(lambda: self._open(step))
         try:
-            rows = self._ranks.together(lambda: self._write_pieces(temporary, step))
+            rows = self._ranks.together(lambda: self._write_pieces(temporary, step, image))
             count = max(tiling().manifest_ranks, -(-self._ranks.size // PARTS))
             listed = self._ranks.gather(rows, within=count)
             part = self._ranks.together(lambda: self._write_part(temporary, step, listed))
@@ -294,13 +302,13 @@ class CheckpointStore:
             self._disk.make_directory(temporary)
         return temporary.name
 
-    def _write_pieces(self, temporary: Path, step: int) -> list[list[Any]]:
+    def _write_pieces(self, temporary: Path, step: int, image: LiveImage) -> list[list[Any]]:
         """Write this rank's file, if it has any piece. Returns the pieces' rows."""
-        if not self._image.bytes:
+        if not image.bytes:
             return []
         with self._explained("write", step):
-            self._disk.write_file(temporary / rank_file(self._ranks.rank), *self._image.data())
-        return self._image.rows()
+            self._disk.write_file(temporary / rank_file(self._ranks.rank), *image.data())
+        return image.rows()
 
     def _write_part(self, temporary: Path, step: int, listed: list[list[Any]]) -> dict[str, Any] | None:
         """Write the part of the manifest with the pieces of this rank and the next ones, and report it."""

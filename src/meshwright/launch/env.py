@@ -23,7 +23,10 @@ AXES = ("dp", "replicate", "cp", "tp", "pp")
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 """The interface that a world on one machine keeps to."""
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
+_M_MXFAST, _M_TRIM_THRESHOLD, _M_MMAP_MAX = 1, -1, -4  # <malloc.h>
+
+_TUNABLES = "GLIBC_TUNABLES"
+_NO_SMALL_CACHE = "glibc.malloc.tcache_count=0"
 
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"
 """Variables that set torch's allocator on GPUs, whichever of them is given."""
@@ -205,12 +208,26 @@ def keep_freed_memory() -> None:
 
     Else it gives large buffers back to the kernel, which hands out zeroed pages anew in each microbatch: that
     took up to a third of a step on processors. A process that has made this call keeps the most that it ever
-    held.
+    held, for which `without_small_caches` matters.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
         mallopt(_M_MMAP_MAX, 0)
         mallopt(_M_TRIM_THRESHOLD, -1)
+        mallopt(_M_MXFAST, 0)
+
+
+def without_small_caches(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a process whose C library (glibc) is to join whatever is freed at once.
+
+    Torch's buffers are aligned, for which glibc cuts a few bytes off both ends of a larger piece. It keeps
+    those in caches of small pieces, from where they go to small objects: then the piece is too short for a
+    buffer of the same size, and the memory of a rank grew with each step to twice what it held. A process can
+    turn off one of two kinds of caches by itself, as `keep_freed_memory` does.
+    """
+    given = environment.get(_TUNABLES, "")
+    tunables = given if "tcache_count" in given else ":".join(filter(None, (given, _NO_SMALL_CACHE)))
+    return {**environment, _TUNABLES: tunables}
 
 
 def init_process_group(place: Worker | None, device_type: str) -> ProcessGroup:

@@ -374,11 +374,12 @@ class DataParallel:
             yield from unit.tensors(unit.stored)
 
     def end_step(self) -> None:
-        """Call after the optimiser: gradients are dropped, parameters are gathered anew when next used."""
+        """Call after the optimiser: gradients and their memory are dropped, which the next step's activations
+        take before its own gradients come; parameters are gathered anew when next used."""
         self._gradient_bytes = self._bytes_of_gradients()
         self._norms.clear()
         for unit in self.units:
-            unit.gradient = None
+            unit.gradient = unit.packed = None
             unit.arrived = set()
             unit.expire()
 

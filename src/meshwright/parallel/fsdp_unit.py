@@ -242,7 +242,8 @@ class Unit:
         return self.packed
 
     def take_packed(self) -> Tensor:
-        """The packed gradients, zeros where none arrived; a unit that is not sharded keeps their memory."""
+        """The packed gradients, zeros where none arrived; a unit that is not sharded keeps them to the end of
+        the step."""
         packed = self._ensure_packed()
         for slot in self.slots:
             if slot.key not in self.arrived:

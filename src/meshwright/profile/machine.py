@@ -49,11 +49,16 @@ def gpus() -> int:
     A supervisor asks, for which torch would be its memory and a second of its start: where no driver has left
     its file, torch is not imported.
     """
-    if sys.platform == "linux" and not any(Path(file).exists() for file in GPU_DRIVERS):
+    if not has_gpu_driver():
         return 0
     import torch
 
     return torch.cuda.device_count()
+
+
+def has_gpu_driver() -> bool:
+    """True if there may be GPUs here: a driver has left its file, or the system is another than Linux."""
+    return sys.platform != "linux" or any(Path(file).exists() for file in GPU_DRIVERS)
 
 
 def processor() -> str:

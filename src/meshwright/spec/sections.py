@@ -95,7 +95,7 @@ class RecoverySpec(FrozenModel):
     )
     snapshot_every: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         "auto",
-        description="steps between snapshots in memory, from which ranks that failed go on; 'auto' finds an "
+        description="steps between snapshots, from which ranks that failed go on; 'auto' finds an "
         "interval that costs 2% of the time, 0 keeps none",
     )
     max_restarts: int = Field(

@@ -127,7 +127,7 @@ class LowerBound(Generic):
             if zero < 3 and not (n == 1 and width.compute == width.master):
                 parameters += whole * width.compute
             if n == 1:
-                during += whole * packed
+                during += whole * packed if several else 0.0
                 after += whole * (packed if packed == width.exact else packed + width.exact)
                 continue
             during += whole * packed if waits else part * width.exact if several else 0.0

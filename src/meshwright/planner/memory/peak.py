@@ -53,11 +53,10 @@ class _Step:
         self.groups: dict[str, list[StateShard]] = {}
         for unit in shards:
             self.groups.setdefault(unit.name, []).append(unit)
-        self.activations = self.buffers = 0
-        self.packed = {unit for unit in shards if unit.ranks == 1}
+        self.activations = self.buffers = self.gradients = 0
+        self.packed: set[StateShard] = set()
         """Units with a buffer for the gradients of the whole unit."""
         self.packed_bytes = {unit: unit.whole * packed_width(view, unit) for unit in shards}
-        self.gradients = sum(self.packed_bytes[unit] for unit in self.packed)
         self.waiting = {unit for unit in shards if waits(view.spec, unit)}
         """Units whose gradients stay whole for the step's last microbatch."""
         self.summed: set[StateShard] = set()
