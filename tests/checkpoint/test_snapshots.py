@@ -205,6 +205,21 @@ def test_the_interval_follows_from_the_cost_of_a_copy_and_a_step(
     assert saved == [1, 2, 3, 4, 5, 6, 8, 16, 24]
 
 
+def test_files_are_written_no_faster_than_a_disk_bears(
+    slots: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a rate that takes 80 s a snapshot, there is one each 12 steps of 7 s in files, and 8 in memory."""
+    clock = (number // 2 * 8.0 + number % 2 for number in count())
+    monkeypatch.setattr(snapshots.time, "perf_counter", lambda: next(clock))
+    size = sum(tensor.nbytes for tensor in tensors_of(1).values())
+    monkeypatch.setattr(snapshots, "DISK_BYTES_PER_SECOND", size / 80)
+    kept = of_one_rank(slots, every=None)
+    for step in range(1, 7):
+        kept.save(step, tensors_of(step), dict)
+    every = 8 if Slot(slots[0]).free_on_disk is None else 12
+    assert [step for step in range(7, 30) if kept.due(step)] == list(range(every, 30, every))
+
+
 def layouts_in_and_out(mesh: Mesh, directory: Path) -> None:
     full, rank = full_tensors(), mesh.rank
     meshes = {shape: init_device_mesh("cpu", shape) for shape, _ in LAYOUTS.values()}

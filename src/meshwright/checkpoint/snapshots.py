@@ -39,6 +39,8 @@ from meshwright.units import gigabytes
 
 SHARE = 0.02
 """Share of the time of training that snapshots may take, where their interval follows from their cost."""
+DISK_BYTES_PER_SECOND = 4e6
+"""Most that snapshots in files write on average, by that interval: 126 TB a year, which disks bear."""
 TRIAL_STEPS = 5
 """Steps that each get a snapshot, whose cost then decides on the interval."""
 _WHERE = Path("memory")
@@ -64,9 +66,10 @@ class Snapshots:
     """Snapshots of a run; `slots` has two descriptors for each rank of this host, equally many on all hosts.
 
     Two more, on hosts that may be lost, are for what a rank of another host sends over the axis `world`.
-    `every` is the interval in steps; None finds one that costs `SHARE` of the time. Where the slots would
-    take more than half of what is free, on disk or by `free_memory` (bytes), none is made, and `warnings`
-    gets a sentence, as it does once when a snapshot cannot be written.
+    `every` is the interval in steps; None finds one that costs `SHARE` of the time, and that in files writes
+    no more than `DISK_BYTES_PER_SECOND`. Where the slots would take more than half of what is free, on disk
+    or by `free_memory` (bytes), none is made, and `warnings` gets a sentence, as it does once when a snapshot
+    cannot be written.
     `save`, `newest` and `load` are collective over `control`, and called on all its ranks in the same order.
     """
 
@@ -133,7 +136,8 @@ class Snapshots:
         if text:
             self._last = slot.head().key
         if self._every is None:
-            self._choose(begun, time.perf_counter())
+            written = 0 if self._own[0].free_on_disk is None else agreed.needed // 2
+            self._choose(begun, time.perf_counter(), written)
 
     def _agree(self, tensors: Tensors, form: str) -> _Agreed:
         """Learn, once for each form, which parts of the state there are, whether the loss of a host would
@@ -192,8 +196,8 @@ class Snapshots:
         """Return the slot of a pair that does not hold what was kept or loaded last."""
         return int(pair[0].head().key == self._last)
 
-    def _choose(self, begun: float, ended: float) -> None:
-        """After the trial choose an interval by rank 0's times."""
+    def _choose(self, begun: float, ended: float, written: int) -> None:
+        """After the trial choose an interval by rank 0's times, and by the bytes that a host writes."""
         self._costs.append(ended - begun)
         if len(self._costs) == 1:
             self._begun = begun
@@ -201,7 +205,8 @@ class Snapshots:
             return
         costs = sorted(self._costs[2:])  # the first of each slot takes new pages
         step_seconds = (begun - self._begun) / TRIAL_STEPS - sum(self._costs[:-1]) / TRIAL_STEPS
-        every = math.ceil(costs[len(costs) // 2] / (SHARE * max(step_seconds, 1e-9)))
+        pause = max(costs[len(costs) // 2] / SHARE, written / DISK_BYTES_PER_SECOND)
+        every = math.ceil(pause / max(step_seconds, 1e-9))
         self._every = int(self._ranks.broadcast(max(1, every)))
 
     # -- reading ---------------------------------------------------------------

@@ -96,7 +96,7 @@ class RecoverySpec(FrozenModel):
     snapshot_every: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         "auto",
         description="steps between snapshots, from which ranks that failed go on; 'auto' finds an "
-        "interval that costs 2% of the time, 0 keeps none",
+        "interval that costs 2% of the time at most, 0 keeps none",
     )
     max_restarts: int = Field(
         3,
