@@ -21,7 +21,7 @@ END = "<|endoftext|>"
 
 def byte_level() -> dict[str, Any]:
     """The tree of a tokenizer.json, byte-level, whose end of document is 256."""
-    return dict(json.loads(ours.byte_tokenizer()._json))
+    return dict(json.loads(ours.byte_tokenizer().json))
 
 
 def written(folder: Path, tree: dict[str, Any]) -> Path:

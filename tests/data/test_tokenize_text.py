@@ -9,12 +9,15 @@ import pytest
 from sample_texts import texts
 
 from meshwright.data import tokenize as module
+from meshwright.data.permutation import mix64
 from meshwright.data.publish import publishing
 from meshwright.data.readers import open_source
 from meshwright.data.shards import TokenShards
 from meshwright.data.split import SplitSurvey
+from meshwright.data.text_processes import TextProcesses
 from meshwright.data.tokenize import build_tokenizer, tokenize
 from meshwright.data.tokenizer import byte_tokenizer, train_bpe
+from meshwright.data.words import GPT2
 from meshwright.spec import UserError
 
 
@@ -87,18 +90,14 @@ def test_a_bpe_never_sees_what_is_held_out(folder: Path, tmp_path: Path) -> None
 def test_a_large_corpus_trains_the_bpe_on_a_sample(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[str] = []
-
-    def watch(stream: object, size: int) -> object:
-        given.extend(stream)  # type: ignore[call-overload]
-        return train_bpe(iter(given), size)
-
     monkeypatch.setattr(module, "BPE_BYTES", 6000)
-    monkeypatch.setattr(module, "train_bpe", watch)
     counts = tokenize(str(folder), "bpe", tmp_path / "out", vocab_size=300)
-    assert counts.utf8_bytes > 12_000
-    assert 0 < len(given) < 40 and set(given) < set(texts(40))
-    assert counts.documents == 40
+    assert counts.utf8_bytes > 12_000 and counts.documents == 40
+    assert decoded(tmp_path / "out") == texts(40)
+    limit = np.uint64(6000 / counts.utf8_bytes * 2.0**64)
+    sample = [text for text in texts(40) if mix64(module.content_hash(text.encode()))[0] < limit]
+    assert 0 < len(sample) < 40
+    assert TokenShards(tmp_path / "out").tokenizer.digest == train_bpe(sample, 300).digest
 
 
 def test_hashes_are_of_the_text_not_of_the_tokens(folder: Path, tmp_path: Path) -> None:
@@ -135,7 +134,8 @@ def test_a_folder_in_use_is_refused_and_kept(folder: Path, tmp_path: Path) -> No
 
 
 def test_a_tokenizer_that_yields_nothing_for_a_document_still_counts_its_end(tmp_path: Path) -> None:
-    encoded = list(module._encode(iter(["a", ""]), byte_tokenizer()))
+    with TextProcesses() as processes:
+        encoded = list(module._encode(iter(["a", ""]), byte_tokenizer(), processes))
     assert [len(ids) for ids, _, _ in encoded] == [1, 0]
 
 
@@ -144,33 +144,23 @@ def test_cutting_the_training_text_at_spaces_changes_no_merge(
 ) -> None:
     (folder / "long.txt").write_text("  \t".join(texts(30, seed=7)))
     whole = build_tokenizer("bpe:320", 320, [open_source(str(folder), "text")], 0.0)
-    given: list[str] = []
-
-    def watch(stream: object, size: int) -> object:
-        given.extend(stream)  # type: ignore[call-overload]
-        return train_bpe(iter(given), size)
-
-    monkeypatch.setattr(module, "train_bpe", watch)
     monkeypatch.setattr(module, "TRAIN_PIECE", 100)
     cut = build_tokenizer("bpe:320", 320, [open_source(str(folder), "text")], 0.0)
     assert cut.digest == whole.digest
-    assert max(map(len, given)) <= 100 and len(given) > 100
 
 
+@pytest.mark.parametrize("before", ["", "def f(x):\n " * 300])
 def test_a_bpe_trains_on_short_stretches_of_text_without_spaces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, before: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given: list[str] = []
-
-    def watch(stream: object, size: int) -> object:
-        given.extend(stream)  # type: ignore[call-overload]
-        return train_bpe(iter(given), size)
-
-    text = "abcacb" * 20_000
+    monkeypatch.setattr(module, "PIECE", 4 * module.TRAIN_PIECE)
+    text = before + "abcacb" * 20_000
     (tmp_path / "x.py").write_text(text)
-    monkeypatch.setattr(module, "train_bpe", watch)
     tokenize(str(tmp_path / "x.py"), "bpe", tmp_path / "out", vocab_size=270)
-    assert "".join(given) == text and max(map(len, given)) <= module.TRAIN_PIECE
+    cut = list(module._pieces(text, module.TRAIN_PIECE, GPT2))
+    assert max(map(len, cut)) == module.TRAIN_PIECE
+    found = TokenShards(tmp_path / "out").tokenizer.digest
+    assert found == train_bpe(cut, 270).digest != train_bpe([text], 270).digest
     assert decoded(tmp_path / "out") == [text]
 
 

@@ -21,6 +21,7 @@ from meshwright.data.publish import build_once, write_atomically
 from meshwright.data.readers import SYNTHETIC, TextSource, open_source
 from meshwright.data.shards import TokenShards
 from meshwright.data.synthetic import SyntheticTokens, synthetic_tokens
+from meshwright.data.text_processes import TextProcesses
 from meshwright.data.tokenize import bpe_size, build_tokenizer, check_tokenizer, write_shards
 from meshwright.data.tokenizer import ByteTokenizer, Tokenizer, number_tokenizer
 from meshwright.data.verification import Check
@@ -302,9 +303,12 @@ def _cached(spec: RunSpec, sources: Sequence[TextSource], given: Tokenizer | Non
     target = cache_folder(data.cache) / f"{stem}-{key}"
 
     def build(folder: Path) -> None:
-        tokenizer = known or build_tokenizer(data.tokenizer, vocab_size, sources, data.val_fraction)
-        for number, source in enumerate(sources):
-            write_shards(source, tokenizer, _part(folder, number))
+        with TextProcesses() as processes:
+            tokenizer = known or build_tokenizer(
+                data.tokenizer, vocab_size, sources, data.val_fraction, processes
+            )
+            for number, source in enumerate(sources):
+                write_shards(source, tokenizer, _part(folder, number), processes)
 
     build_once(target, "data.cache", build)
     return target

@@ -197,7 +197,7 @@ class FileSource(TextSource):
         parts = text.split(SEPARATOR) if path.suffix == ".txt" else [text]
         if any(len(part) > LARGEST_DOCUMENT for part in parts):
             raise _too_large(path)
-        texts = [part for part in parts if part.strip()]
+        texts = [part for part in parts if part and not part.isspace()]
         if not texts:
             self.skipped["empty"] += 1
         yield from texts

@@ -35,7 +35,7 @@ class ShardWriter:
         self._folder = folder
         self._tokenizer = tokenizer
         self._tokens_per_shard = tokens_per_shard
-        self._dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
+        self._dtype = np.dtype(f"<u{tokenizer.id_bytes}")
         self._end = np.full(1, tokenizer.end_id, dtype=self._dtype)
         self._shards: list[ShardEntry] = []
         self._files: dict[str, FileEntry] = {}
@@ -58,7 +58,7 @@ class ShardWriter:
         if len(ids) and int(ids.max()) >= self._tokenizer.vocab_size:
             raise ValueError(f"token id {ids.max()} is beyond the vocabulary of {self._tokenizer.vocab_size}")
         self._records.append((self._length, utf8_bytes, content_hash))
-        self._pending += [self._end, ids.astype(self._dtype)]
+        self._pending += [self._end, ids.astype(self._dtype, copy=False)]
         self._length += len(ids) + 1
         self._pending_length += len(ids) + 1
         self._utf8_bytes += utf8_bytes

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
-from itertools import groupby
-from operator import itemgetter
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,24 @@ from meshwright.data.permutation import U64, mix64
 from meshwright.data.publish import publishing
 from meshwright.data.readers import TextSource, open_source
 from meshwright.data.shard_writer import ShardWriter
-from meshwright.data.split import HeldOut, SplitSurvey
-from meshwright.data.tokenizer import SMALLEST_BPE, IDs, Tokenizer, byte_tokenizer, train_bpe
+from meshwright.data.split import SplitSurvey
+from meshwright.data.text_processes import Piece, TextProcesses, batches
+from meshwright.data.tokenizer import (
+    SMALLEST_BPE,
+    ByteTokenizer,
+    IDs,
+    Tokenizer,
+    bpe_of_counts,
+    byte_tokenizer,
+)
+from meshwright.data.words import CUTS, GPT2, WordRule
 from meshwright.spec.errors import UserError
 from meshwright.spec.files import user_path
 
-PIECE = 2**20  # characters that are encoded at once at most: the library needs ~100 bytes for each token
+PIECE = 2**20  # characters that are encoded at once at most, a multiple of TRAIN_PIECE
 TRAIN_PIECE = 2**11  # characters that a BPE is trained on at once: time grows with the square of a word
 TRIALS, TRIAL = 32, 64  # places tried for a cut, and characters on each side of it
-CHUNK = 2**22  # characters that are encoded side by side
+CHUNK = 2**22  # characters that the library encodes side by side
 BPE_BYTES = 2**28  # a BPE is trained on a sample of about this size; more changes few merges
 
 
@@ -60,14 +69,15 @@ def tokenize(
     documents that `val_fraction` holds out. Raises `UserError`; `out` appears whole or not at all.
     """
     source = open_source(corpus, text_key)
-    with publishing(out, "out") as folder:
-        return write_shards(source, build_tokenizer(tokenizer, vocab_size, [source], val_fraction), folder)
+    with publishing(out, "out") as folder, TextProcesses() as processes:
+        found = build_tokenizer(tokenizer, vocab_size, [source], val_fraction, processes)
+        return write_shards(source, found, folder, processes)
 
 
-def write_shards(source: TextSource, tokenizer: Tokenizer, folder: Path) -> Counts:
+def write_shards(source: TextSource, tokenizer: Tokenizer, folder: Path, processes: TextProcesses) -> Counts:
     """Encode every document of `source` into shards in `folder`. Raises `UserError` for an empty corpus."""
     with ShardWriter(folder, tokenizer) as writer:
-        for ids, utf8_bytes, content in _encode(source.documents(), tokenizer):
+        for ids, utf8_bytes, content in _encode(source.documents(), tokenizer, processes):
             writer.add(ids, utf8_bytes, content)
         manifest = writer.finish()
     if not manifest.documents:
@@ -85,28 +95,74 @@ def write_shards(source: TextSource, tokenizer: Tokenizer, folder: Path) -> Coun
 
 
 def build_tokenizer(
-    setting: str, vocab_size: int, sources: Sequence[TextSource], val_fraction: float
+    setting: str,
+    vocab_size: int,
+    sources: Sequence[TextSource],
+    val_fraction: float,
+    processes: TextProcesses | None = None,
 ) -> Tokenizer:
-    """Return the tokenizer of `data.tokenizer`; a BPE is trained on the sources' training documents."""
+    """Return the tokenizer of `data.tokenizer`; a BPE is trained on the sources' training documents.
+
+    The `processes` that trained it encode those documents faster than others.
+    """
     check_tokenizer(setting, vocab_size)
     if setting == "byte":
         return byte_tokenizer()
     size = bpe_size(setting, vocab_size)
     if size is None:
         return Tokenizer.open(user_path(setting, "data.tokenizer"))
-    surveys = [_survey(source, val_fraction) for source in sources]
-    total = sum(utf8_bytes for _, utf8_bytes in surveys)
-    keep = min(1.0, BPE_BYTES / total) if total else 1.0
+    with ExitStack() as stack:
+        processes = processes or stack.enter_context(TextProcesses())
+        return bpe_of_counts(_count(sources, val_fraction, processes), size)
 
-    def texts() -> Iterator[str]:
-        for source, (split, _) in zip(sources, surveys, strict=True):
-            for number, text in enumerate(source.documents()):
-                hashed = content_hash(text)
-                sampled = keep == 1 or mix64(hashed)[0] < np.uint64(keep * 2.0**64)
-                if sampled and not split.mask(hashed, number)[0]:
-                    yield from _pieces(text, TRAIN_PIECE)
 
-    return train_bpe(texts(), size)
+def _count(sources: Sequence[TextSource], val_fraction: float, processes: TextProcesses) -> Counter[str]:
+    """Return the counts of words in the training documents of all sources, or of a sample of BPE_BYTES."""
+    surveys = [SplitSurvey(val_fraction) for _ in sources]
+    total = 0
+
+    def pieces(place: int, share: float) -> Iterator[Piece]:
+        nonlocal total
+        for number, text in enumerate(sources[place].documents()):
+            utf8 = text.encode()
+            hashed = content_hash(utf8)
+            if share == 1:
+                surveys[place].add(hashed)
+                total += len(utf8)
+            if total <= BPE_BYTES if share == 1 else mix64(hashed)[0] < np.uint64(share * 2.0**64):
+                yield from _learnt(text, int(hashed[0]), (place, number))
+
+    processes.keep(pieces(place, 1) for place in range(len(sources)))
+    if sampled := total > BPE_BYTES:
+        processes.drop()
+        processes.keep(pieces(place, BPE_BYTES / total) for place in range(len(sources)))
+    splits = [survey.rule() for survey in surveys]
+
+    def learnt(piece: Piece) -> bool:
+        source, number = piece.number
+        return not splits[source].mask(np.array([piece.document], np.uint64), number)[0]
+
+    counts = processes.word_counts(learnt)
+    if sampled:  # other pieces come between them when they are encoded
+        processes.drop()
+    return counts
+
+
+def _learnt(text: str, document: int, number: tuple[int, int]) -> Iterator[Piece]:
+    """Yield the pieces of a document, as they are encoded, with what a BPE learns from each.
+
+    It learns from the words of the document cut into shorter pieces; most of these cuts are where a word ends
+    anyway. PIECE is a multiple of TRAIN_PIECE, so where neither finds such a place both cut.
+    """
+    cuts = accumulate(map(len, _pieces(text, TRAIN_PIECE, GPT2)))
+    inside = [cut for cut in cuts if cut < len(text) and not GPT2.may_cut(text[cut - 1], text[cut])]
+    start = 0
+    for piece in _pieces(text, PIECE, GPT2):
+        stop = start + len(piece)
+        own = [0, *(cut - start for cut in inside if start < cut < stop), len(piece)]
+        parts = [piece[first:last] for first, last in pairwise(own)]
+        yield Piece(document, piece, number, parts if len(parts) > 1 else None)
+        start = stop
 
 
 def bpe_size(setting: str, vocab_size: int) -> int | None:
@@ -140,56 +196,43 @@ def check_tokenizer(setting: str, vocab_size: int) -> None:
         )
 
 
-def content_hash(text: str) -> U64:
+def content_hash(utf8: bytes) -> U64:
     """Return the 64-bit hash (1,) of a document's text that decides its side of the validation split."""
-    return np.frombuffer(blake2b(text.encode(), digest_size=8).digest(), dtype="<u8").astype(np.uint64)
+    return np.frombuffer(blake2b(utf8, digest_size=8).digest(), dtype="<u8").astype(np.uint64)
 
 
-def _survey(source: TextSource, val_fraction: float) -> tuple[HeldOut, int]:
-    """Return the split of all documents, and their UTF-8 bytes in all."""
-    survey = SplitSurvey(val_fraction)
-    total = 0
-    for text in source.documents():
-        survey.add(content_hash(text))
-        total += len(text.encode())
-    return survey.rule(), total
-
-
-def _encode(texts: Iterator[str], tokenizer: Tokenizer) -> Iterator[tuple[IDs, int, int]]:
-    """Yield (token ids, UTF-8 bytes, content hash) of each document, encoded in chunks of pieces."""
+def _encode(
+    texts: Iterator[str], tokenizer: Tokenizer, processes: TextProcesses
+) -> Iterator[tuple[IDs, int, int]]:
+    """Yield (token ids, UTF-8 bytes, content hash) of each document, encoded in pieces."""
     facts: deque[tuple[int, int]] = deque()
+    documents: deque[int] = deque()  # of each piece
 
-    def chunks() -> Iterator[list[tuple[int, str]]]:
-        chunk: list[tuple[int, str]] = []
-        size = 0
-        for number, text in enumerate(texts):
-            facts.append((len(text.encode()), int(content_hash(text)[0])))
+    def pieces() -> Iterator[Piece]:
+        for document, text in enumerate(texts):
+            utf8 = text.encode()
+            facts.append((len(utf8), hashed := int(content_hash(utf8)[0])))
             for piece in _long_pieces(text, tokenizer):
-                chunk.append((number, piece))
-                size += len(piece)
-                if size >= CHUNK:
-                    yield chunk
-                    chunk, size = [], 0
-        yield chunk
+                documents.append(document)
+                yield Piece(hashed, piece)
 
-    encoded = (
-        (number, ids)
-        for chunk in chunks()
-        for (number, _), ids in zip(chunk, tokenizer.encode_batch([text for _, text in chunk]), strict=True)
-    )
-    for _, group in groupby(encoded, key=itemgetter(0)):
-        ids = np.concatenate([ids for _, ids in group])
-        yield ids, *facts.popleft()
+    def by_library() -> Iterator[IDs]:
+        for chunk in batches(pieces(), lambda piece: len(piece.text), CHUNK):
+            yield from tokenizer.encode_batch([piece.text for piece in chunk])
+
+    encoded = processes.encode(pieces(), tokenizer) if tokenizer.rule else by_library()
+    for _, group in groupby(encoded, key=lambda _: documents.popleft()):
+        yield np.concatenate(list(group)), *facts.popleft()
 
 
 def _long_pieces(text: str, tokenizer: Tokenizer) -> Iterator[str]:
     """Cut a document into pieces whose tokens, encoded one by one, are those of the whole.
 
-    A tokenizer that is not byte-level may mark the start of a text as a word's, and may lose spaces; so its
+    A tokenizer whose rule is unknown may mark the start of a text as a word's, and may lose spaces; so its
     text is cut only at spaces around which a trial shows no difference, and else stays whole.
     """
-    if tokenizer.is_byte_level:
-        yield from _pieces(text, PIECE)
+    if isinstance(tokenizer, ByteTokenizer) or tokenizer.rule:
+        yield from _pieces(text, PIECE, tokenizer.rule or GPT2)
         return
     start = 0
     while len(text) - start > PIECE and (cut := _cut(text, start, tokenizer)):
@@ -214,17 +257,17 @@ def _cut(text: str, start: int, tokenizer: Tokenizer) -> tuple[int, int] | None:
     return None
 
 
-def _pieces(text: str, limit: int) -> Iterator[str]:
-    """Cut a long text into at most `limit` characters, before a newline, space or tab after a visible one.
+def _pieces(text: str, limit: int, rule: WordRule) -> Iterator[str]:
+    """Cut a long text into at most `limit` characters, before a newline, space or tab where a word ends.
 
-    GPT-2's rule never merges across such a place; text without one is cut at `limit`.
+    Text without such a place is cut at `limit`.
     """
     start = 0
     while len(text) - start > limit:
         stop = start + limit
-        for char in "\n \t":
+        for char in CUTS:
             place = text.rfind(char, start + 1, stop)
-            while place > start and text[place - 1].isspace():
+            while place > start and not rule.may_cut(text[place - 1], char):
                 place = text.rfind(char, start + 1, place)
             if place > start:
                 stop = place

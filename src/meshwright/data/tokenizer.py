@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import tokenizers
 from numpy.typing import NDArray
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers
 
+from meshwright.data.bpe_training import learn_merges
+from meshwright.data.words import GPT2, WordRule, Words, word_rule
 from meshwright.spec.errors import UserError
 from meshwright.spec.hf_json import read_json_object
 from meshwright.spec.special_tokens import find_bos, find_end, token_name
@@ -27,7 +29,13 @@ END = "<|endoftext|>"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 SMALLEST_BPE = 257  # the 256 bytes and END
 
-IDs = NDArray[np.uint32]
+UNKNOWN_TEXT = (
+    "data.tokenizer: the tokenizer cannot encode this text",
+    "; give one with an unknown token, or a byte-level one",
+)
+"""Parts of an error's sentence, before and after the library's reason."""
+
+IDs = NDArray[np.uint16] | NDArray[np.uint32]
 
 
 class Tokenizer:
@@ -42,7 +50,7 @@ class Tokenizer:
         self._backend.encode_special_tokens = True
         self._backend.no_padding()
         self._backend.no_truncation()
-        self._json = backend.to_str()
+        self.json = backend.to_str()
         self.end_id = end_id
         self.bos_id = bos_id
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -76,12 +84,12 @@ class Tokenizer:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the tokenizer and its end-of-document token."""
-        return hashlib.sha256(f"{self.end_id}\n{self._json}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.end_id}\n{self.json}".encode()).hexdigest()
 
     @cached_property
     def content_sha256(self) -> str:
         """SHA-256 of the tokenizer alone, whatever ends its documents."""
-        return hashlib.sha256(self._json.encode()).hexdigest()
+        return hashlib.sha256(self.json.encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of `text`, without any special token."""
@@ -95,10 +103,19 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[IDs]:
         """Return the token ids of each text, computed on all cores. Raises `UserError` for unknown text."""
-        remedy = "; give one with an unknown token, or a byte-level one"
-        with library_errors("data.tokenizer: the tokenizer cannot encode this text", remedy):
+        with library_errors(*UNKNOWN_TEXT):
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
+
+    @cached_property
+    def rule(self) -> WordRule | None:
+        """How texts are split into words that are encoded one by one; None where that cannot be told."""
+        return word_rule(json.loads(self.json))
+
+    @property
+    def id_bytes(self) -> int:
+        """Bytes of an id on disk."""
+        return 2 if self.vocab_size <= 2**16 else 4
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ids; bytes that are not UTF-8 become U+FFFD, special tokens their names."""
@@ -133,7 +150,7 @@ class Tokenizer:
         if max_seq_len is not None:
             config["model_max_length"] = max_seq_len
         try:
-            (folder / TOKENIZER_FILES[0]).write_text(self._json, encoding="utf-8")
+            (folder / TOKENIZER_FILES[0]).write_text(self.json, encoding="utf-8")
             (folder / TOKENIZER_FILES[1]).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise UserError(f"{folder}: the tokenizer cannot be written there ({error.strerror})") from error
@@ -141,7 +158,7 @@ class Tokenizer:
     @cached_property
     def _spelling(self) -> dict[int, bytes] | None:
         """The bytes of each id when the tokenizer is byte-level, else None. Unused ids spell nothing."""
-        decoder = json.loads(self._json)["decoder"]
+        decoder = json.loads(self.json)["decoder"]
         if decoder is None or decoder["type"] != "ByteLevel":
             return None
         added = self._backend.get_added_tokens_decoder()
@@ -154,6 +171,8 @@ class Tokenizer:
 
 class ByteTokenizer(Tokenizer):
     """Ids are bytes, and END is 256. It is saved as a BPE without merges, but encodes directly."""
+
+    rule = None
 
     def encode_batch(self, texts: Sequence[str]) -> list[IDs]:
         """Return the UTF-8 bytes of each text."""
@@ -169,23 +188,26 @@ def byte_tokenizer() -> ByteTokenizer:
     return ByteTokenizer(backend, end_id=256, bos_id=256)
 
 
-def train_bpe(texts: Iterator[str], size: int) -> Tokenizer:
+def train_bpe(texts: Iterable[str], size: int) -> Tokenizer:
+    """Train a byte-level BPE on texts, in this process, as `bpe_of_counts` does on their words."""
+    words = Words(GPT2)
+    for text in texts:
+        words.keep([(text, None)])
+    return bpe_of_counts(words.word_counts(), size)
+
+
+def bpe_of_counts(word_counts: Mapping[str, int], size: int) -> Tokenizer:
     """Train a byte-level BPE (Sennrich et al. 2016; Radford et al. 2019) of at most `size` entries, END = 0.
 
-    Deterministic for the same texts. A corpus with too few pairs to merge gives a smaller vocabulary.
+    Deterministic for the same counts (`Words.word_counts`). Too few pairs to merge give a smaller vocabulary.
     """
     if size < SMALLEST_BPE:
         raise ValueError(f"a byte-level BPE has at least {SMALLEST_BPE} entries, not {size}")
-    backend = tokenizers.Tokenizer(models.BPE())
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE(*learn_merges(word_counts, [END, *alphabet], size)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=[END],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    backend.train_from_iterator(texts, trainer)
+    backend.add_special_tokens([END])
     return Tokenizer(backend, end_id=0, bos_id=0)
 
 
