@@ -13,7 +13,7 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NoReturn
@@ -98,13 +98,20 @@ def _become_command(argv: Sequence[str], folder: Path, texts: Sequence[Path]) ->
     raise SystemExit(0)
 
 
-def _popen(command: Sequence[str], *, pass_fds: Sequence[int], start_new_session: bool) -> _Fork:
+def _popen(
+    command: Sequence[str],
+    *,
+    pass_fds: Sequence[int],
+    start_new_session: bool,
+    env: Mapping[str, str] | None = None,
+) -> _Fork:
     """A fork in the place of `python -m MODULE WORDS...`, with `pass_fds` and no other descriptors."""
     _, option, module, *words = command
     assert option == "-m" and start_new_session
 
     def become() -> None:
         os.setsid()
+        os.environ.update(env or {})
         kept = sorted({0, 1, 2, *pass_fds})
         for before, after in zip(kept, [*kept[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
             os.closerange(before + 1, after)
