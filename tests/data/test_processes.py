@@ -13,8 +13,9 @@ from sample_texts import texts
 
 from meshwright.data import processes as module
 from meshwright.data import text_processes, words
-from meshwright.data.processes import Processes, WorkError, cores
+from meshwright.data.processes import Processes, WorkError
 from meshwright.data.tokenize import tokenize
+from meshwright.host import cores
 from meshwright.spec import UserError
 
 SOURCE = str(Path(module.__file__).parents[2])
@@ -32,6 +33,10 @@ class Adder:
 
     def total(self) -> int:
         return self.sum
+
+    def refuse(self, number: int) -> None:
+        if number == 20:
+            raise Exception(f"number {number}")  # as the library does
 
     def fail(self, number: int) -> None:
         if number == 20:
@@ -62,9 +67,18 @@ def test_results_come_in_order_from_one_process_or_two(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [8, 200])
-def test_an_error_of_a_request_is_told(number: int) -> None:
-    with Processes(Adder()) as processes, pytest.raises(WorkError, match="number 20"):
+def test_what_the_library_refuses_is_told_in_its_words(number: int) -> None:
+    with Processes(Adder()) as processes, pytest.raises(WorkError, match=r"^number 20$"):
+        list(processes.each((None, ("refuse", i)) for i in range(20, 20 + number)))
+
+
+@pytest.mark.parametrize(("number", "error"), [(8, ValueError), (200, RuntimeError)])
+def test_a_mistake_of_the_program_is_not_told_as_the_texts(number: int, error: type[Exception]) -> None:
+    """It comes with its traceback where another process made it."""
+    with Processes(Adder()) as processes, pytest.raises(error, match="number 20") as caught:
         list(processes.each((None, ("fail", i)) for i in range(20, 20 + number)))
+    assert not isinstance(caught.value, WorkError)
+    assert number == 8 or "ValueError" in str(caught.value)
 
 
 def test_a_process_that_is_killed_is_one_sentence() -> None:

@@ -55,7 +55,7 @@ def test_no_layout_for_a_number_of_ranks_is_a_sentence() -> None:
 
 def test_the_present_host_is_planned_for_by_its_own_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """And any power of two of them, or all."""
-    monkeypatch.setattr("meshwright.profile.machine.cores", lambda: 12)
+    monkeypatch.setattr("meshwright.host.cores", lambda: 12)
     monkeypatch.setattr("meshwright.profile.machine.gpus", lambda: 0)
     host = present()
     assert host.device.units == 12 and host.count == 12

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.launch.world import groups_of
 from meshwright.parallel import half_precision_products
 from meshwright.parallel.half_precision_products import SUPPORTED, products_in_fp32
+from meshwright.spec.load import load
 
 CPU = torch.device("cpu")
 
@@ -71,6 +73,29 @@ def test_gradients_pass_and_other_formats_are_left_alone(dtype: torch.dtype) -> 
     outside = [a @ b, a @ b, 3 * (a @ b), 2 * (a @ b)]
     for mine, theirs in zip(inside, outside, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+def test_compiled_products_are_those_of_fp32_rounded_once(dtype: torch.dtype) -> None:
+    a, b = drawn(dtype, 5, 300), drawn(dtype, 300, 7)
+    compiled = torch.compile(lambda x, y: (x @ y).relu(), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(a, b), (a.float() @ b.float()).to(dtype).relu())
+
+
+@pytest.mark.parametrize("compute", ["bf16", "fp16", "fp8", "fp32"])
+def test_runs_compute_so_in_their_format(compute: str) -> None:
+    """A run's process replaces the operators for its 16 bits, and those of fp32 are left alone."""
+    spec = load(None, [("model.preset", "tiny"), ("precision.compute", compute)])
+    replaced = Mock(wraps=half_precision_products._widened)
+    with (
+        patch.dict(SUPPORTED, dict.fromkeys(SUPPORTED, lambda: False)),
+        patch.object(half_precision_products, "_widened", replaced),
+        groups_of(spec),
+    ):
+        a, b = drawn(torch.bfloat16, 5, 300), drawn(torch.bfloat16, 300, 7)
+        if compute in ("bf16", "fp8"):
+            assert torch.equal(a @ b, (a.float() @ b.float()).bfloat16())
+    found = {call.args[2] for call in replaced.call_args_list}
+    assert found == {{"fp16": torch.float16, "fp32": None}.get(compute, torch.bfloat16)} - {None}
 
 
 def test_operators_are_put_back() -> None:

@@ -1,7 +1,7 @@
 """Training of a byte-level BPE from words and their counts, with the merges of the `tokenizers` library.
 
 The library learns from texts only, and needs most of its time to split them; this learns from counts that
-several processes have made (`words.WordCounter`). The order of merges is the library's to the last detail:
+several processes have made (`Words.word_counts`). The order of merges is the library's to the last detail:
 the pair with the largest count, of equal ones that with the lowest ids; the count of a merged pair is never
 taken back; a token that two merges spell is one token; and a pair that comes up again by that is merged where
 it came up, and may be listed again.

@@ -17,10 +17,10 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from itertools import chain, cycle, islice
-from pathlib import Path
 from typing import Any, Self
 
 from meshwright.data.job import outcome
+from meshwright.host import cores
 from meshwright.spec.errors import UserError
 
 ALONE = 8
@@ -34,23 +34,14 @@ Request = tuple[Any, ...]
 
 
 class WorkError(Exception):
-    """The text of an error of a request, which may have come from another process."""
-
-
-def cores(group: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Return the number of cores that this process may use, also by the limit of its container."""
-    given = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = group.read_text(encoding="utf-8").split()
-        return given if quota == "max" else max(1, min(given, round(int(quota) / int(period))))
-    except (OSError, ValueError):  # another system, or control groups of version 1
-        return given
+    """An error of the tokenizers library at a request, in its words."""
 
 
 class Processes:
     """Copies of `worker`, one for each core, or `worker` itself where there is little to do.
 
-    Raises `UserError` if a process is ended from outside, and `WorkError` for an error of a request.
+    Raises `UserError` if a process is ended from outside, `WorkError` where the tokenizers library refuses a
+    request, and RuntimeError with its traceback for any other error in another process.
     """
 
     def __init__(self, worker: Any) -> None:
@@ -158,7 +149,9 @@ class _Process:
         return _result(*found)
 
 
-def _result(error: str, result: Any) -> Any:
-    if error:
-        raise WorkError(error)
+def _result(how: str, result: Any) -> Any:
+    if how == "refused":
+        raise WorkError(result)
+    if how == "failed":
+        raise RuntimeError(f"an error in a process that tokenizes:\n{result}")
     return result

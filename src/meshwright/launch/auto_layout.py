@@ -22,10 +22,11 @@ from meshwright.units import gigabytes, short
 def present() -> Cluster:
     """This machine, by what its GPUs are called, or as a host with so many cores; not measured."""
     from meshwright.hardware.catalogue import cluster_of_gpu, host
+    from meshwright.host import cores
     from meshwright.profile import machine
 
     if not machine.gpus():
-        return host(machine.processor(), machine.cores(), machine.host_memory())
+        return host(machine.processor(), cores(), machine.host_memory())
     import torch
 
     name = torch.cuda.get_device_name(0)

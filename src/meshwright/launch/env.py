@@ -119,7 +119,8 @@ def _whole(given: Mapping[str, str], name: str, default: int = 0) -> int:
 
 def count_devices() -> int:
     """CUDA devices that are visible here, or else the cores that this process may use."""
-    from meshwright.profile.machine import cores, gpus
+    from meshwright.host import cores
+    from meshwright.profile.machine import gpus
 
     return gpus() or cores()
 
@@ -196,7 +197,7 @@ def limit_threads(local_world_size: int) -> int:
     """Share this machine's cores among its ranks; returns the number of threads that torch now uses."""
     import torch
 
-    from meshwright.profile.machine import cores
+    from meshwright.host import cores
 
     threads = max(1, cores() // local_world_size)
     torch.set_num_threads(threads)

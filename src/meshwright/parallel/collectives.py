@@ -5,16 +5,14 @@ Every reduction is a SUM; the one division is in `loss_normalization.py`. An axi
 
 from __future__ import annotations
 
-import hashlib
-import socket
 from collections.abc import Sequence
 from itertools import permutations
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.host import host_number
 from meshwright.parallel.mesh import Axis, Pending
 
 # torch 2.13 renamed these two and warns at each call of the old names; 2.11 has only those.
@@ -181,10 +179,7 @@ def reach_each_other(axis: Axis) -> bool:
         return False
     import torch.distributed._symmetric_memory as symmetric  # it registers torch.ops.symm_mem's
 
-    boot = Path("/proc/sys/kernel/random/boot_id")  # differs between hosts of one name
-    name = socket.gethostname() + (boot.read_text() if boot.exists() else "")
-    host = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
-    own = torch.tensor([host, axis.device.index or 0], dtype=torch.int64, device=axis.device)
+    own = torch.tensor([host_number(), axis.device.index or 0], dtype=torch.int64, device=axis.device)
     places = gather_rows(own, axis).tolist()
     devices = {index for _, index in places}
     if len({host for host, _ in places}) == 1:

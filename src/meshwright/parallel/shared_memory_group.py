@@ -14,13 +14,11 @@ waits for another rank, so ranks may run ahead of each other as on gloo.
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 import platform
 import secrets
 import select
-import socket
 import sys
 import time
 import zlib
@@ -29,12 +27,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from meshwright.host import host_number
 
 SWITCH = "MESHWRIGHT_SHM_DISABLE"
 """Set to 1, it leaves all collectives to gloo."""
@@ -52,15 +51,6 @@ _SPINS = 100
 _LONGEST_PAUSE_S = 1e-3
 _LOOK_S = 0.1
 """Seconds of waiting between two looks whether the other ranks still live."""
-
-
-def this_host() -> int:
-    """Return a number of this machine, or of this container of it, that others do not have."""
-    boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
-    name = socket.gethostname()  # boot_id differs between hosts of one name
-    if boot.exists():
-        name += boot.read_text() + os.readlink(network)
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
 
 
 Finish = Callable[[list[Tensor]], None]
@@ -156,10 +146,11 @@ class SharedMemoryGroup:
             and os.environ.get(SWITCH, "0") in ("", "0")
         )
         place, own = [-1 - self.rank, 0, 0, 0], None
-        if able:
-            own, mark = _Region(os.memfd_create("meshwright collectives"), _HEAD), secrets.randbits(48)
-            own.counters[0] = mark
-            place = [this_host(), os.getpid(), own.descriptor, mark]
+        with suppress(OSError):  # no descriptor is left: gloo needs none
+            if able:
+                own, mark = _Region(os.memfd_create("meshwright collectives"), _HEAD), secrets.randbits(48)
+                own.counters[0] = mark
+                place = [host_number(), os.getpid(), own.descriptor, mark]
         places = self._agree(place).tolist()
         self._pids = [pid for _, pid, *_ in places]
         found: list[_Region] = []
@@ -273,7 +264,8 @@ class SharedMemoryGroup:
         assert self._regions is not None
         others = [region for rank, region in enumerate(self._regions) if rank != self.rank]
         while self._pending and all(each.counters[0] > self._pending[0][0].number for each in others):
-            self._end(*self._pending.popleft())
+            self._end(*self._pending[0])
+            self._pending.popleft()  # not one that failed, so that every later wait fails as well
 
     def _end(self, work: SharedMemoryWork, finish: Finish) -> None:
         """Read the other ranks' parts of a collective."""

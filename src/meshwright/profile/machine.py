@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.hardware.catalogue import cluster_of_gpu
 from meshwright.hardware.cluster import Device, DeviceKind, Measured, Rates
+from meshwright.host import cores
 from meshwright.profile import cgroup
 
 if TYPE_CHECKING:
@@ -25,22 +25,6 @@ Work = tuple[str, float, float]
 """(format, FLOPs, seconds) of a product."""
 GPU_DRIVERS = "/dev/nvidiactl", "/dev/nvhost-gpu", "/dev/kfd", "/dev/dxg"
 """Files of Linux's drivers: NVIDIA's, that of its Jetsons, AMD's, and that of Windows' subsystem."""
-
-
-def host_id() -> str:
-    """One text for all processes that share a kernel and its network: one host, or one container of it."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:  # not Linux
-        return socket.gethostname()
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def gpus() -> int:

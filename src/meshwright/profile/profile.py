@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.hardware.cluster import Attention, Cluster, Collective, Kind, Level, Link, Matmul, Measured
+from meshwright.host import cores, host_id
 from meshwright.parallel.collectives import sum_scalars
 from meshwright.parallel.control import Connections, Control, new_scope
 from meshwright.parallel.half_precision_products import products_in_fp32
@@ -91,7 +92,7 @@ def profile(device: torch.device, seconds: float) -> Cluster | None:
 
 def _world(device: torch.device) -> _World:
     ranks = Connections().control("profile", dist.get_world_size(), new_scope(), TIMEOUT)
-    hosts = ranks.broadcast(ranks.gather(machine.host_id()))
+    hosts = ranks.broadcast(ranks.gather(host_id()))
     sizes = set(Counter(hosts).values())
     changes = 1 + sum(before != after for before, after in pairwise(hosts))
     if len(sizes) > 1 or changes != len(set(hosts)):
@@ -100,7 +101,7 @@ def _world(device: torch.device) -> _World:
             f"start equally many on each, host by host, as torchrun does"
         )
     local = sizes.pop()
-    clock = Clock(device, local / machine.cores() if device.type == "cpu" else 1.0)
+    clock = Clock(device, local / cores() if device.type == "cpu" else 1.0)
     axis, places = links.placements(len(set(hosts)), local, device)
     return _World(clock, ranks, len(set(hosts)), local, axis, places)
 
