@@ -120,3 +120,12 @@ def test_nothing_is_replaced_where_products_are_there(given: tuple[str, torch.dt
         products_in_fp32(CPU, torch.bfloat16) as replaced,
     ):
         assert not replaced
+
+
+def test_builds_without_onednn_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their torch lacks the operators that tell: to ask for them would be an error."""
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    missing = Mock(side_effect=AttributeError)
+    monkeypatch.setattr(half_precision_products, "SUPPORTED", dict.fromkeys(SUPPORTED, missing))
+    with products_in_fp32(CPU, torch.bfloat16) as replaced:
+        assert not replaced

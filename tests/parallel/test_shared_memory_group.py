@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
+import sys
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -25,6 +27,10 @@ from meshwright.spec import Layout
 from meshwright.spec.errors import ECHOES
 from ranks import Ranks, forks
 
+shares_memory = pytest.mark.skipif(
+    (sys.platform, platform.machine()) != ("linux", "x86_64"),
+    reason="ranks share memory on Linux with x86-64 only",
+)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 
 
@@ -62,7 +68,9 @@ def all_operations(mesh: Mesh, shared: bool) -> None:
         assert torch.equal(largest, given.amax(0))
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "gloo"])
+@pytest.mark.parametrize(
+    "shared", [pytest.param(True, id="shared memory", marks=shares_memory), pytest.param(False, id="gloo")]
+)
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_operation_is_that_of_the_rows_in_order(ranks: Ranks, size: int, shared: bool) -> None:
     """Sums through shared memory are those of the rows one after another, to the bit, on every rank."""
@@ -85,6 +93,7 @@ def one_rank_ahead(mesh: Mesh) -> None:
     assert all(torch.equal(mine, each.sum(0)) for mine, each in zip(own, given, strict=True))
 
 
+@shares_memory
 def test_a_rank_may_run_ahead(ranks: Ranks) -> None:
     ranks.run(Layout(tp=2), one_rank_ahead)
 
@@ -102,6 +111,7 @@ def few_records(mesh: Mesh) -> None:
     assert all(torch.equal(mine, each.sum(0)) for mine, each in zip(own, given, strict=True))
 
 
+@shares_memory
 def test_records_are_not_written_over_before_they_are_read(ranks: Ranks) -> None:
     ranks.run(Layout(tp=2), few_records)
 
@@ -123,6 +133,7 @@ def bytes_taken(mesh: Mesh) -> int:
     return os.fstat(fresh._regions[fresh.rank].descriptor).st_size
 
 
+@shares_memory
 def test_memory_of_what_was_read_is_used_again(ranks: Ranks) -> None:
     """A region holds three parts of at most 236 kB, that is what is under way and what others still read."""
     for taken in ranks.run(Layout(tp=2), bytes_taken):
@@ -144,6 +155,7 @@ def different_calls(mesh: Mesh) -> str:
     return str(caught.value)
 
 
+@shares_memory
 def test_ranks_that_start_different_collectives_are_told(ranks: Ranks) -> None:
     first, second = ranks.run(Layout(tp=2), different_calls)
     assert "ranks 0 and 1" in first and "32 bytes" in first and "64" in first
@@ -187,6 +199,7 @@ def reduce_beside_a_killed_rank(rank: int) -> None:
     assert any(echo in str(caught.value) for echo in ECHOES)
 
 
+@shares_memory
 def test_a_wait_for_a_killed_rank_ends_at_once(tmp_path: Path) -> None:
     with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
         _start(reduce_beside_a_killed_rank, tmp_path)
@@ -204,6 +217,7 @@ def wait_for_a_late_rank(rank: int) -> None:
     dist.barrier()
 
 
+@shares_memory
 def test_a_late_rank_is_named_at_the_limit(tmp_path: Path) -> None:
     _start(wait_for_a_late_rank, tmp_path)
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SUPPORTED = {
-    torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-    torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
+SUPPORTED: dict[torch.dtype, Callable[[], bool]] = {
+    torch.bfloat16: lambda: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    torch.float16: lambda: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
 }
-"""Functions that tell if this processor's products in a format of 16 bits are fast."""
+"""Functions that tell if oneDNN has fast products in a format of 16 bits here; they need a build with it."""
 
 
 @contextmanager
@@ -27,7 +27,8 @@ def products_in_fp32(device: torch.device, dtype: torch.dtype) -> Iterator[bool]
 
     It replaces torch's operators on CPUs below autograd, so what is kept for a backward stays in `dtype`.
     """
-    if device.type != "cpu" or dtype not in SUPPORTED or SUPPORTED[dtype]():
+    known = device.type == "cpu" and dtype in SUPPORTED and torch.backends.mkldnn.is_available()
+    if not known or SUPPORTED[dtype]():
         yield False
         return
     library = torch.library.Library("aten", "IMPL")
