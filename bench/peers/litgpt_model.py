@@ -3,8 +3,8 @@
     python litgpt_model.py JOB.json
 
 Variants: Fabric's precisions `bf16-mixed` (autocast, fp32 weights), `bf16-true` (weights in bf16) and
-`32-true`, and `compiled` (bf16-mixed with `torch.compile(model)`, which `litgpt pretrain` always does). The
-loss is litgpt's `chunked_cross_entropy` as its pretraining calls it. `replicate` is Fabric's strategy `ddp`.
+`32-true`, and `compiled` (bf16-mixed or 32-true with `torch.compile(model)`, which `litgpt pretrain` always
+does). The loss is litgpt's `chunked_cross_entropy` as its pretraining calls it. `replicate` is Fabric's strategy `ddp`.
 Nothing is replaced.
 """
 
@@ -48,11 +48,12 @@ def main() -> None:
     from litgpt import GPT
     from litgpt.utils import chunked_cross_entropy
 
+    of_run = "bf16-mixed" if given.precision == "bf16" else "32-true"
     fabric = Fabric(
         accelerator="cpu",
         devices=ranks,
         strategy={"one": "auto", "replicate": "ddp"}[given.layout],
-        precision="bf16-mixed" if given.variant == "compiled" else given.variant,
+        precision=of_run if given.variant == "compiled" else given.variant,
     )
     fabric.launch()
     with fabric.init_module():

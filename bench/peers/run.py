@@ -33,7 +33,6 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import signal
 import statistics
 import subprocess
@@ -51,6 +50,7 @@ import numpy
 
 from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Loader
+from meshwright.profile.machine import processor
 from meshwright.spec import RunSpec, load
 from page import page
 from sides import SIDES, Side
@@ -284,13 +284,8 @@ def their_turn(side: Side, case: Case, steps: int, tokens: Path) -> Turn:
 
 def machine() -> str:
     """The processor, its cores, torch's version and today's date."""
-    listed = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    name = next(
-        (line.partition(":")[2].strip() for line in listed if line.startswith("model name")),
-        platform.machine(),
-    )
     cores = len(os.sched_getaffinity(0))
-    return f"{name}, {cores} cores; torch {version('torch')}; {datetime.date.today()}"
+    return f"{processor()}, {cores} cores; torch {version('torch')}; {datetime.date.today()}"
 
 
 def matmul_rate(case: Case) -> float:

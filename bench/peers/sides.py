@@ -27,7 +27,7 @@ _MEGATRON = ("one", "replicate", "tp2", "pp2")
 SIDES = (
     Side("transformers, autocast", *_LOOP, "autocast", ("one", "replicate", "tp2")),
     Side("transformers, bf16 weights", *_LOOP, "bf16", ("one", "replicate", "tp2")),
-    Side("transformers, compiled", *_LOOP, "compiled", ("one", "replicate")),
+    Side("transformers, compiled", *_LOOP, "compiled", ("one", "replicate"), ("bf16", "fp32")),
     Side("transformers, FSDP2", *_LOOP, "fsdp2", ("zero3",), ("bf16", "fp32")),
     Side("transformers", *_LOOP, "eager", ("one", "replicate", "tp2"), ("fp32",)),
     Side("Megatron-Core, fp32 copies", "megatron_core.py", "megatron", "main", _MEGATRON, models=_ALL),
@@ -36,7 +36,7 @@ SIDES = (
     Side("torchtitan", "torchtitan_llama.py", "torchtitan", "fsdp2", (*_DATA, "tp2"), ("bf16", "fp32")),
     Side("litgpt, bf16-mixed", "litgpt_model.py", "litgpt", "bf16-mixed", ("one", "replicate")),
     Side("litgpt, bf16-true", "litgpt_model.py", "litgpt", "bf16-true", ("one", "replicate")),
-    Side("litgpt, compiled", "litgpt_model.py", "litgpt", "compiled", ("one", "replicate")),
+    Side("litgpt, compiled", "litgpt_model.py", "litgpt", "compiled", ("one", "replicate"), ("bf16", "fp32")),
     Side("litgpt", "litgpt_model.py", "litgpt", "32-true", ("one", "replicate"), ("fp32",)),
     Side("Accelerate", "accelerate_loop.py", "transformers", "", _DATA, ("bf16", "fp32")),
     Side(

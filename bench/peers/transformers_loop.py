@@ -3,7 +3,7 @@
     python transformers_loop.py JOB.json
 
 Variants: `autocast` (fp32 weights), `bf16` (weights in bf16, which updates them in bf16, too), `compiled`
-(autocast, decoder layers through torch.compile), and for fp32 `eager`. SDPA attention, the loss from
+(autocast or fp32, decoder layers through torch.compile), and for fp32 `eager`. SDPA attention, the loss from
 `labels`.
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -20,6 +21,16 @@ def host_id() -> str:
 def host_number() -> int:
     """`host_id` as a number of 56 bits, for messages between ranks."""
     return int.from_bytes(hashlib.sha256(host_id().encode()).digest()[:7], "big")
+
+
+def cpu_info(key: str) -> str:
+    """Value of `key` in Linux's description of the first processor, such as its "model name"; else ""."""
+    try:
+        listed = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:  # not Linux
+        return ""
+    found = re.search(rf"^{key}\s*:\s*(.+)$", listed, re.MULTILINE)
+    return found[1] if found else ""
 
 
 def cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:

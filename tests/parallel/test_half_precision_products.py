@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 from unittest.mock import Mock, patch
 
@@ -54,6 +55,23 @@ def test_batched_products_are_those_of_fp32_rounded_once(dtype: torch.dtype) -> 
     expected = (wide - c.float()).to(dtype)
     assert torch.equal(torch.baddbmm(c, a, b, beta=-1), expected)
     assert torch.equal(c.clone().baddbmm_(a, b, beta=-1), expected)
+
+
+def test_attention_is_that_of_fp32_rounded_once(dtype: torch.dtype) -> None:
+    q, k, v, grad = (drawn(dtype, 2, 70, heads, 8) for heads in (4, 2, 2, 4))
+    bias = torch.zeros(1, 1, 70, 70, dtype=dtype).masked_fill_(torch.ones(70, 70).triu(1) > 0, -torch.inf)
+    for given in (None, bias):
+        inputs = [each.clone().requires_grad_() for each in (q, k, v)]
+        wide = [each.float().requires_grad_() for each in (q, k, v)]
+        found, expected = (
+            torch.ops.meshwright.blocked_attention(*each, mask)
+            for each, mask in ((inputs, given), (wide, None if given is None else given.float()))
+        )
+        assert torch.equal(found, expected.to(dtype)) and found.dtype == dtype
+        found.backward(grad)
+        expected.backward(grad.float())
+        for mine, theirs in zip(inputs, wide, strict=True):
+            assert torch.equal(mine.grad, theirs.grad.to(dtype))
 
 
 def test_a_summand_times_zero_is_not_read(dtype: torch.dtype) -> None:
@@ -120,6 +138,19 @@ def test_nothing_is_replaced_where_products_are_there(given: tuple[str, torch.dt
         products_in_fp32(CPU, torch.bfloat16) as replaced,
     ):
         assert not replaced
+
+
+@pytest.mark.parametrize("has", [(), ("_is_avx512_bf16_supported",), ("_is_amx_tile_supported",)], ids=str)
+def test_avx512_without_bf16_has_no_products_in_it(
+    monkeypatch: pytest.MonkeyPatch, has: tuple[str, ...]
+) -> None:
+    """oneDNN says that it has products in bf16 on every processor with AVX-512; most widen the numbers."""
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda name=name: name in has)
+    with products_in_fp32(CPU, torch.bfloat16) as replaced:
+        assert replaced == (not has)
 
 
 def test_builds_without_onednn_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

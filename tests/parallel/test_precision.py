@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from meshwright.parallel import precision
 from meshwright.parallel.precision import LossScale, formats, use_fast_fp32_matmul
 from meshwright.spec.precision import PrecisionSpec
 
@@ -55,3 +56,17 @@ def test_fast_fp32_products_are_exact_to_fp32() -> None:
         assert float(((a @ b) - exact).abs().max() / exact.abs().max()) < 5e-6
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(("vendor", "mkl", "asked"), [
+    ("GenuineIntel", True, False), ("GenuineIntel", False, True), ("AuthenticAMD", True, True), ("", True, True),
+])  # fmt: skip
+def test_mkl_multiplies_fp32_on_intel(
+    monkeypatch: pytest.MonkeyPatch, vendor: str, mkl: bool, asked: bool
+) -> None:
+    tried: list[str] = []
+    monkeypatch.setattr(precision, "cpu_info", {"vendor_id": vendor}.__getitem__)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", tried.append)
+    use_fast_fp32_matmul(torch.device("cpu"))
+    assert ("medium" in tried) == asked

@@ -1,11 +1,13 @@
 """Products in bf16 and fp16 on processors that have no instructions for them.
 
-torch then multiplies number by number, which takes tens of times as long as in fp32. Here such a product is
+torch then multiplies number by number, which takes tens of times as long as in fp32, or with AVX-512 alone
+by oneDNN, which widens numbers within its products and takes four times as long. Here such a product is
 computed in fp32 and rounded once, as the instructions do, in the time of fp32 and of the casts.
 """
 
 from __future__ import annotations
 
+import platform
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,8 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.model.attention_cpu import BODIES
+
+
+def _has_bf16_products() -> bool:
+    """True if oneDNN multiplies bf16 by instructions. On x86 it says that it can wherever there is AVX-512."""
+    if platform.machine() in ("x86_64", "AMD64"):
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 SUPPORTED: dict[torch.dtype, Callable[[], bool]] = {
-    torch.bfloat16: lambda: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    torch.bfloat16: _has_bf16_products,
     torch.float16: lambda: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
 }
 """Functions that tell if oneDNN has fast products in a format of 16 bits here; they need a build with it."""
@@ -26,12 +38,13 @@ def products_in_fp32(device: torch.device, dtype: torch.dtype) -> Iterator[bool]
     """Compute products in `dtype` in fp32 where this processor lacks them; yields whether it does so.
 
     It replaces torch's operators on CPUs below autograd, so what is kept for a backward stays in `dtype`.
+    Attention is widened as a whole: its scores and probabilities are in fp32, too.
     """
     known = device.type == "cpu" and dtype in SUPPORTED and torch.backends.mkldnn.is_available()
     if not known or SUPPORTED[dtype]():
         yield False
         return
-    library = torch.library.Library("aten", "IMPL")
+    library, attention = (torch.library.Library(name, "IMPL") for name in ("aten", "meshwright"))
     for product, sum_of_products in (("mm", "addmm"), ("bmm", "baddbmm")):
         exact = torch.library.get_kernel(f"aten::{product}", "CPU").call_boxed
         sums = (sum_of_products, f"{sum_of_products}.out", f"{sum_of_products}_")
@@ -40,10 +53,13 @@ def products_in_fp32(device: torch.device, dtype: torch.dtype) -> Iterator[bool]
             operator = _widened(kernel, exact, dtype, in_place=name.endswith("_"))
             with warnings.catch_warnings(action="ignore", category=UserWarning):  # of replacing an operator
                 library.impl(name, operator, "CPU", with_keyset=True)
+    for operator, body in BODIES.items():
+        attention.impl(operator, _in_fp32(body, dtype), "CPU")
     try:
         yield True
     finally:
         library._destroy()
+        attention._destroy()
 
 
 def _widened(
@@ -64,5 +80,17 @@ def _widened(
         if into is None:
             return result.to(dtype)
         return into.resize_(result.shape).copy_(result)
+
+    return operator
+
+
+def _in_fp32(body: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    """Return a function that computes that of `body` in fp32 for tensors in `dtype`, in which results are."""
+
+    def operator(*tensors: Tensor | None) -> Any:
+        if all(each is None or each.dtype != dtype for each in tensors):
+            return body(*tensors)
+        found = body(*(each if each is None else each.float() for each in tensors))
+        return tuple(each.to(dtype) for each in found) if isinstance(found, tuple) else found.to(dtype)
 
     return operator

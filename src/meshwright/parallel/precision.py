@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from meshwright.host import cpu_info
 from meshwright.spec.precision import PrecisionSpec
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,13 +40,14 @@ def formats(precision: PrecisionSpec) -> Formats:
 
 
 def use_fast_fp32_matmul(device: torch.device) -> bool:
-    """On a CPU, let fp32 products take oneDNN's path where it stays exact to fp32; returns whether it does.
+    """On a CPU, let fp32 products take oneDNN's path where that is faster and exact; returns whether they do.
 
-    torch calls the setting "medium" because it permits bf16 inside, and on some CPUs that is what it means;
+    On a processor of Intel's MKL, which they take otherwise, is the faster library, and on others the slower
+    one. torch calls the setting "medium" because it permits bf16 inside, and on some CPUs that is what it means;
     on others it merely picks the faster library. So it is tried, its error measured, and kept only if that is
     one of fp32 summation (some 1e-6 of the largest value; bf16's is 1e-3).
     """
-    if device.type != "cpu":
+    if device.type != "cpu" or (torch.backends.mkl.is_available() and cpu_info("vendor_id") == "GenuineIntel"):
         return False
     before = torch.get_float32_matmul_precision()
     generator = torch.Generator().manual_seed(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.hardware.catalogue import cluster_of_gpu
 from meshwright.hardware.cluster import Device, DeviceKind, Measured, Rates
-from meshwright.host import cores
+from meshwright.host import cores, cpu_info
 from meshwright.profile import cgroup
 
 if TYPE_CHECKING:
@@ -47,8 +46,7 @@ def has_gpu_driver() -> bool:
 
 def processor() -> str:
     """The name of this host's processor."""
-    name = re.search(r"^model name\s*:\s*(.+)$", _text("/proc/cpuinfo"), re.MULTILINE)
-    return name[1] if name else platform.processor() or platform.machine()
+    return cpu_info("model name") or platform.processor() or platform.machine()
 
 
 def taken(device: torch.device) -> dict[str, str]:
