@@ -110,14 +110,30 @@ def test_the_figures_of_a_row(run: ModuleType) -> None:
     assert row["losses"] == [3.0, 1.5]
 
 
-def test_rows_of_a_case_replace_those_before(run: ModuleType, tmp_path: Path) -> None:
-    def row(case: str, value: int) -> dict[str, Any]:
-        return {"model": "small", "precision": "bf16", "case": case, "value": value}
+def test_rows_of_a_case_on_a_processor_replace_those_before(run: ModuleType, tmp_path: Path) -> None:
+    def row(case: str, value: int, processor: str = "A") -> dict[str, Any]:
+        machine = f"{processor}, 2 cores; 2026-11-{value:02}"
+        return {"model": "small", "precision": "bf16", "case": case, "machine": machine, "value": value}
 
     file = tmp_path / "rows.jsonl"
-    for rows in ([row("one", 1)], [row("tp2", 2)], [row("one", 3), row("one", 4)]):
+    for rows in ([row("one", 1)], [row("tp2", 2)], [row("one", 3, "B")], [row("one", 4), row("one", 5)]):
         run.record(file, rows)
-    assert [json.loads(line)["value"] for line in file.read_text().splitlines()] == [2, 3, 4]
+    assert [json.loads(line)["value"] for line in file.read_text().splitlines()] == [2, 3, 4, 5]
+
+
+def test_each_case_has_a_table_for_each_processor(run: ModuleType) -> None:
+    turn = run.Turn([9.0] * run.WARM + [1.0] * 3, [2.0, 1.0], 100, 3.0)
+    rows = [
+        run.row_of(run.Case("small", "bf16", case), "here", [turn], [turn], [rate], 1.0)
+        | {"machine": f"{processor}, 2 cores"}
+        for case, processor, rate in (("tp2", "B", 1e9), ("one", "A", 2e9), ("tp2", "A", 3e9))
+    ]
+    lines = run.page(rows).splitlines()
+    told = [line for line in lines if line.startswith(("## small", "A, ", "B, "))]
+    rates = ["A, 2 cores; matrix products at 3 GFLOP/s.", "B, 2 cores; matrix products at 1 GFLOP/s."]
+    assert told[1:3] == rates and told[4] == "A, 2 cores; matrix products at 2 GFLOP/s."
+    assert told[0] == "## small, bf16: two processes, tensor parallel"
+    assert told[3] == "## small, bf16: one process on all cores" and len(told) == 5
 
 
 def test_each_program_and_its_requirements_are_there(run: ModuleType) -> None:

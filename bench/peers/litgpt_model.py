@@ -4,8 +4,8 @@
 
 Variants: Fabric's precisions `bf16-mixed` (autocast, fp32 weights), `bf16-true` (weights in bf16) and
 `32-true`, and `compiled` (bf16-mixed or 32-true with `torch.compile(model)`, which `litgpt pretrain` always
-does). The loss is litgpt's `chunked_cross_entropy` as its pretraining calls it. `replicate` is Fabric's strategy `ddp`.
-Nothing is replaced.
+does). The loss is litgpt's `chunked_cross_entropy` as its pretraining calls it. `replicate` is Fabric's
+strategy `ddp`. Nothing is replaced.
 """
 
 from __future__ import annotations

@@ -37,20 +37,28 @@ the same training.
 """
 
 
+def case_of(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """The case that a row was measured in: model, precision, layout."""
+    return row["model"], row["precision"], row["case"]
+
+
+def processor_of(row: Mapping[str, Any]) -> str:
+    """The processor that a row was measured on, the first part of its "machine"."""
+    return str(row["machine"].partition(",")[0])
+
+
 def page(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The page, with a table for each model, precision and case."""
-    parts = [HEAD]
-
-    def case_of(row: Mapping[str, Any]) -> tuple[str, str, str]:
-        return row["model"], row["precision"], row["case"]
-
-    for (model, precision, case), of_case in groupby(rows, case_of):
-        listed = list(of_case)
+    """The page, with a table for each model, precision, case and processor."""
+    parts, first = [HEAD], [case_of(row) for row in rows].index
+    together = sorted(rows, key=lambda row: first(case_of(row)))
+    for (model, precision, case), of_case in groupby(together, case_of):
         parts.append(f"## {model}, {precision}: {CASES[case]}\n")
-        rate = next((row["matmul_gflops"] for row in listed if "matmul_gflops" in row), None)
-        if rate is not None:
-            parts.append(f"{listed[0]['machine']}; matrix products at {rate:,.0f} GFLOP/s.\n")
-        parts.append("\n".join(_table(listed)) + "\n")
+        for _, of_processor in groupby(sorted(of_case, key=processor_of), processor_of):
+            listed = list(of_processor)
+            rate = next((row["matmul_gflops"] for row in listed if "matmul_gflops" in row), None)
+            if rate is not None:
+                parts.append(f"{listed[0]['machine']}; matrix products at {rate:,.0f} GFLOP/s.\n")
+            parts.append("\n".join(_table(listed)) + "\n")
     return "\n".join(parts)
 
 

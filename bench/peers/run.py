@@ -52,7 +52,7 @@ from meshwright.data.corpus import open_corpus
 from meshwright.data.loader import Loader
 from meshwright.profile.machine import processor
 from meshwright.spec import RunSpec, load
-from page import page
+from page import case_of, page, processor_of
 from sides import SIDES, Side
 
 HERE = Path(__file__).resolve().parent
@@ -383,11 +383,12 @@ def row_of(
 
 
 def record(file: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Put the rows of a case at the end of a file of rows, in place of those that it has of the case."""
-    case = [(row["model"], row["precision"], row["case"]) for row in rows]
+    """Put the rows of a case at the end of a file of rows, in place of those that it has of the case on the
+    same processor."""
+    of_case = [(case_of(row), processor_of(row)) for row in rows]
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     before = [json.loads(line) for line in lines]
-    kept = [row for row in before if (row["model"], row["precision"], row["case"]) not in case]
+    kept = [row for row in before if (case_of(row), processor_of(row)) not in of_case]
     file.write_text("".join(json.dumps(row) + "\n" for row in [*kept, *rows]), encoding="utf-8")
 
 

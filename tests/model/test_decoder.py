@@ -117,11 +117,11 @@ def test_flops_are_those_that_torch_counts(shape: str) -> None:
     with FlopCounterMode(display=False) as counter:
         decoder.loss(x, x).backward()
     # What the model does not count: our attention's backward computes the scores again, which is one matmul,
-    # and RMSNorm's takes a scalar product for each token.
+    # and RMSNorm's takes a scalar product for each token and one for each channel.
     spec = decoder.spec
     again = 2 * spec.layers * spec.heads * spec.head_dim * 32
-    norms = 2 * spec.hidden * (2 * spec.layers + 1) if spec.norm == "rmsnorm" else 0
-    norms += 2 * spec.layers * (12 + 8) if spec.mla is not None else 0
+    norms = 4 * spec.hidden * (2 * spec.layers + 1) if spec.norm == "rmsnorm" else 0
+    norms += 4 * spec.layers * (12 + 8) if spec.mla is not None else 0
     assert counter.get_total_flops() == (spec.flops_per_token(32) + again + norms) * x.numel()
 
 
@@ -138,7 +138,7 @@ def test_flops_of_experts_are_those_that_torch_counts(monkeypatch: pytest.Monkey
     with FlopCounterMode(display=False) as counter:
         decoder.loss(x, x).backward()
     again = 2 * spec.layers * spec.heads * spec.head_dim * 32  # as above
-    norms = 2 * spec.hidden * (2 * spec.layers + 1)
+    norms = 4 * spec.hidden * (2 * spec.layers + 1)
     assert counter.get_total_flops() == (spec.flops_per_token(32) + again + norms) * x.numel()
 
 

@@ -58,9 +58,15 @@ def test_fast_fp32_products_are_exact_to_fp32() -> None:
         torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.parametrize(("vendor", "mkl", "asked"), [
-    ("GenuineIntel", True, False), ("GenuineIntel", False, True), ("AuthenticAMD", True, True), ("", True, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("vendor", "mkl", "asked"),
+    [
+        ("GenuineIntel", True, False),
+        ("GenuineIntel", False, True),
+        ("AuthenticAMD", True, True),
+        ("", True, True),
+    ],
+)
 def test_mkl_multiplies_fp32_on_intel(
     monkeypatch: pytest.MonkeyPatch, vendor: str, mkl: bool, asked: bool
 ) -> None:

@@ -22,7 +22,8 @@ class _RmsNormOnCpu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = _wide(x)
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = torch.addcmul(length.new_full((), eps), length, length, value=1 / x.shape[-1]).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         wide = wide * scale if wide is x else wide.mul_(scale)
         return wide.mul_(weight).to(x.dtype)
@@ -31,14 +32,15 @@ class _RmsNormOnCpu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        wide = _wide(x)
-        unit = wide * scale if wide is x else wide.mul_(scale)
-        grad_wide = _wide(grad)
-        product = grad_wide * unit
-        grad_weight = product.flatten(0, -2).sum(0)
-        along = (product @ weight.to(product.dtype).unsqueeze(1)) / x.shape[-1]
-        grad_x = product.copy_(grad_wide).mul_(weight).sub_(unit.mul_(along)).mul_(scale)
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        wide, grad_wide, wide_weight = _wide(x), _wide(grad), _wide(weight)
+        product = grad_wide * wide
+        rows, scales = product.flatten(0, -2), scale.view(-1, 1)
+        grad_weight = scales.squeeze(1) @ rows
+        along = torch.addmm(scales, rows, wide_weight.unsqueeze(1), beta=0, alpha=-1 / x.shape[-1])
+        along = along.mul_(scales.square()).view_as(scale)
+        # The gradient may be shared, so only what was made of it here is written to.
+        grad_x = torch.mul(grad_wide, wide_weight, out=product if grad_wide is grad else grad_wide)
+        return grad_x.addcmul_(wide, along).mul_(scale).to(x.dtype), grad_weight.to(weight.dtype), None
 
 
 def _rms_norm_of_few(x: Tensor, weight: Tensor, eps: float) -> Tensor:

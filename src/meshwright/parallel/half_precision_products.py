@@ -20,7 +20,7 @@ from meshwright.model.attention_cpu import BODIES
 
 
 def _has_bf16_products() -> bool:
-    """True if oneDNN multiplies bf16 by instructions. On x86 it says that it can wherever there is AVX-512."""
+    """True if oneDNN has instructions to multiply bf16. On x86 it says so wherever there is AVX-512."""
     if platform.machine() in ("x86_64", "AMD64"):
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -42,12 +42,13 @@ def formats(precision: PrecisionSpec) -> Formats:
 def use_fast_fp32_matmul(device: torch.device) -> bool:
     """On a CPU, let fp32 products take oneDNN's path where that is faster and exact; returns whether they do.
 
-    On a processor of Intel's MKL, which they take otherwise, is the faster library, and on others the slower
-    one. torch calls the setting "medium" because it permits bf16 inside, and on some CPUs that is what it means;
-    on others it merely picks the faster library. So it is tried, its error measured, and kept only if that is
-    one of fp32 summation (some 1e-6 of the largest value; bf16's is 1e-3).
+    On Intel's processors MKL, which they take otherwise, is the faster library, and on others the slower one.
+    torch calls the setting "medium" because it permits bf16 inside, and on some CPUs that is what it means;
+    on others it merely picks oneDNN. So it is tried, its error measured, and kept only if that is one of fp32
+    summation (some 1e-6 of the largest value; bf16's is 1e-3).
     """
-    if device.type != "cpu" or (torch.backends.mkl.is_available() and cpu_info("vendor_id") == "GenuineIntel"):
+    intel = cpu_info("vendor_id") == "GenuineIntel"
+    if device.type != "cpu" or (intel and torch.backends.mkl.is_available()):
         return False
     before = torch.get_float32_matmul_precision()
     generator = torch.Generator().manual_seed(0)
