@@ -24,7 +24,7 @@ def host_number() -> int:
 
 
 def cpu_info(key: str) -> str:
-    """Value of `key` in Linux's description of the first processor, such as its "model name"; else ""."""
+    """The value of `key`, such as "model name", of the first processor in /proc/cpuinfo; "" without one."""
     try:
         listed = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:  # not Linux

@@ -300,7 +300,10 @@ def test_families_that_clients_do_not_open_are_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with a model of 0.1M parameters, trained on sources of Python's library for a second."""
+    """A run's folder with a model of 0.1M parameters, trained on sources of Python's library for seconds.
+
+    After 120 steps 4 bits cost it 0.01%, which any rounding in training turns over; after 400 steps 0.3%.
+    """
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text").mkdir()
     for name in ("argparse", "textwrap", "pathlib", "shutil", "dataclasses", "random", "calendar", "ast"):
@@ -321,7 +324,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def train(decoder: Decoder, text: Tensor, steps: int = 120) -> None:
+def train(decoder: Decoder, text: Tensor, steps: int = 400) -> None:
     """Train on random pieces of a text."""
     optimiser = torch.optim.AdamW(decoder.parameters(), lr=0.01)
     draw = torch.Generator().manual_seed(0)
@@ -346,9 +349,8 @@ def test_bits_per_byte_of_a_trained_model(run: Path) -> None:
     for recipe in ("int8", "int8-dynamic"):
         assert abs(table[recipe]["change_percent"]) < 0.5
     assert abs(table["fp8"]["change_percent"]) < 1
-    # On so few tokens either format of 4 bits may be the better one by chance, by some tenths of a percent.
-    assert -0.5 < table["int4"]["change_percent"] < 3
-    assert table["int4 gptq"]["change_percent"] < table["int4"]["change_percent"] + 0.5
+    assert 0 < table["int4"]["change_percent"] < 3
+    assert table["int4 gptq"]["change_percent"] < table["int4"]["change_percent"]
     for row in table.values():
         assert 0 < row["file_bytes"] - row["computed_bytes"] < 16_000, "the header alone"
         assert row["tokens_per_second"] > 0

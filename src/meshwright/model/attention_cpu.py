@@ -146,9 +146,10 @@ def _probabilities(block: Tensor, keys: Tensor, bias: Tensor | None, first: int,
 
 
 def _first(rows: Tensor, count: int) -> Tensor:
-    """The first rows (N, `count`, d) of (N, S, d), contiguous where oneDNN multiplies them.
+    """The first rows (N, `count`, d) of (N, S, d); contiguous unless MKL, which takes them as they stand, is
+    to multiply them.
 
-    It copies others itself, and slowly where it takes them transposed. MKL takes them as they stand.
+    oneDNN copies rows that are not contiguous itself, and slowly where it takes them transposed.
     """
     first, size = rows[:, :count], rows.dtype.itemsize
     by_mkl = size == 8 or (size == 4 and torch.get_float32_matmul_precision() == "highest")

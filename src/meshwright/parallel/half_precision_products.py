@@ -20,7 +20,10 @@ from meshwright.model.attention_cpu import BODIES
 
 
 def _has_bf16_products() -> bool:
-    """True if oneDNN has instructions to multiply bf16. On x86 it says so wherever there is AVX-512."""
+    """True if this processor has instructions to multiply bf16.
+
+    oneDNN's own answer is yes on every x86 with AVX-512, where it widens numbers within a product.
+    """
     if platform.machine() in ("x86_64", "AMD64"):
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -85,7 +88,7 @@ def _widened(
 
 
 def _in_fp32(body: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """Return a function that computes that of `body` in fp32 for tensors in `dtype`, in which results are."""
+    """Return `body` with tensors in `dtype` widened to fp32 before it, and its results rounded to `dtype`."""
 
     def operator(*tensors: Tensor | None) -> Any:
         if all(each is None or each.dtype != dtype for each in tensors):

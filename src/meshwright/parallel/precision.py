@@ -47,8 +47,9 @@ def use_fast_fp32_matmul(device: torch.device) -> bool:
     on others it merely picks oneDNN. So it is tried, its error measured, and kept only if that is one of fp32
     summation (some 1e-6 of the largest value; bf16's is 1e-3).
     """
-    intel = cpu_info("vendor_id") == "GenuineIntel"
-    if device.type != "cpu" or (intel and torch.backends.mkl.is_available()):
+    if device.type != "cpu":
+        return False
+    if torch.backends.mkl.is_available() and cpu_info("vendor_id") == "GenuineIntel":
         return False
     before = torch.get_float32_matmul_precision()
     generator = torch.Generator().manual_seed(0)
