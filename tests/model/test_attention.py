@@ -110,12 +110,13 @@ def test_operators_are_as_their_fakes_say(dtype: torch.dtype, v_dim: int) -> Non
     """Shapes, strides and dtypes of both operators, which the dry run and torch.compile rely on."""
     inputs = draw(2, 8, 8, 4, 2, dtype, v_dim)
     mask = attention_mask(8, 8, 3, None, like=inputs[0])
+    forward = torch.ops.meshwright.blocked_attention.default
     backward = torch.ops.meshwright.blocked_attention_backward.default
     for added in (None, mask):
-        torch.library.opcheck(blocked_attention, (*inputs, added))
+        torch.library.opcheck(forward, (*inputs, added))
         plain = [x.detach() for x in inputs]
         grad = torch.ones(2, 8, 4, v_dim, dtype=dtype)
-        torch.library.opcheck(backward, (grad, *plain, added))
+        torch.library.opcheck(backward, (*plain, added, *forward(*plain, added), grad))
 
 
 def test_operator_counts_its_flops() -> None:

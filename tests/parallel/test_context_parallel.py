@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.model import attention_cpu_kernel
 from meshwright.model.attention import attention_mask
 from meshwright.model.attention_cpu import blocked_attention
 from meshwright.model.attention_flash import FLASH
@@ -176,7 +177,9 @@ def test_bf16_is_as_close_as_one_device(ranks: Ranks, mode: ContextMode) -> None
     documents = ("none", "random", "crossing")
     cases = [Case(seed, 4, kind, length=320, dtype=torch.bfloat16) for seed, kind in enumerate(documents)]
     exact = [one_device(case, torch.float64) for case in cases]
-    alone = [worst(one_device(case, case.dtype), x, x) for case, x in zip(cases, exact, strict=True)]
+    # By torch's operators, which round scores as the ranks' tiles do; the kernel in C++ does not.
+    with patch.object(attention_cpu_kernel, "takes", lambda *_: False):
+        alone = [worst(one_device(case, case.dtype), x, x) for case, x in zip(cases, exact, strict=True)]
     assert all(1e-4 < difference < 0.05 for difference in alone)
     for case, one in zip(cases, alone, strict=True):
         assert max(ranks.run(Layout(cp=4, context_mode=mode), difference, case)) <= 2 * one

@@ -92,7 +92,7 @@ def test_the_last_blocks_of_attention_take_most(
             shape = {"dtype": torch.bfloat16, "device": memory.device, "requires_grad": True}
             q, k = torch.zeros(2, queries, 8, 8, **shape), torch.zeros(2, keys, 4, 8, **shape)
             mask = torch.zeros(2, 1, queries, keys, **shape).detach() if keys > queries else None
-            torch.ops.meshwright.blocked_attention(q, k, k, mask).sum().backward()
+            attention_cpu.blocked_attention(q, k, k, mask).sum().backward()
         return list(found.values())
 
     last = peaks()

@@ -85,7 +85,7 @@ LOSS = Bug(
     "model.chunked_cross_entropy", "_LinearCrossEntropy.forward", "x[rows], first == 0)", "x[rows], True)"
 )
 """The gradient of the head's weight is that of the last chunk."""
-BLOCK = Bug("model.attention_cpu", "_probabilities", "triu_(1)", "triu_(1 + first)")
+BLOCK = Bug("model.attention_cpu", "_scores", "triu_(1)", "triu_(1 + first)")
 """Queries of the second block see later keys of their block."""
 TILE = Bug(
     "model.partial_attention", "_row_of_tiles", "_borders(columns, *inner)",

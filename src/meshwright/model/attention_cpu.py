@@ -1,9 +1,10 @@
 """Causal attention on the CPU, one block of queries at a time, as a custom operator.
 
-PyTorch's CPU flash kernel reaches a third of a CPU's bf16 matmul rate. Batched matmuls over a block of
-queries and the keys that they attend to reach twice as much, and skip keys that the causal mask hides. As in
-flash attention (Dao et al. 2022) the backward recomputes the probabilities, so memory is linear in the
-sequence length. Scores are rounded to the input's format before the softmax, which sums in fp32.
+It is computed by a kernel in C++ (`attention_cpu_kernel`), or where that cannot be had by torch's operators:
+batched matmuls over a block of queries and the keys that they attend to, which skip keys that the causal mask
+hides. These are twice as fast as PyTorch's CPU flash kernel. As in flash attention (Dao et al. 2022) the
+backward recomputes the probabilities, so memory is linear in the sequence length. Batched matmuls round
+scores to the input's format before the softmax, which sums in fp32; the kernel does not round them.
 
 Being one operator (`torch.ops.meshwright.blocked_attention`) it can be saved or recomputed by name, runs on
 fake tensors, and counts its FLOPs. Shapes: B batch, T queries, S keys, H heads, K key-value heads,
@@ -20,38 +21,52 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
+from meshwright.model import attention_cpu_kernel
 from meshwright.model.partial_attention import by_query_head, from_key_head
 from meshwright.spec.tiling import query_rows
 
 
-def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    """softmax(q k^T / sqrt(d) + bias) v for q (B, T, H, d), k (B, S, K, d), v (B, S, K, v), out (B, T, H, v).
+def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """softmax(q k^T / sqrt(d) + bias) v for q (B, T, H, d), k (B, S, K, d), v (B, S, K, v), out (B, T, H, v);
+    and the log-sum-exp of the scores (B, H, T) in fp32 (fp64 for fp64).
 
     The queries are the last T of the S positions, and see keys up to their own. `bias` (1 or B, 1, T, S), in
     q's dtype, is added to the scores; -inf hides more than the causal mask does.
     """
+    if attention_cpu_kernel.takes(q, k, v):
+        return attention_cpu_kernel.forward(q, k, v, bias)
     queries, keys, values = by_query_head(q, k.shape[2]), _by_key_head(k), _by_key_head(v)
-    out = _empty_output(q, v)
+    out, lse = _empty_outputs(q, v)
+    sums = lse.unflatten(1, (k.shape[2], -1))
     for first, last, seen in _blocks(q, k):
         block = queries[:, :, first:last].flatten(1, 2)
-        probabilities = _probabilities(block, _first(keys, seen), bias, first, last)
+        scores = _scores(block, _first(keys, seen), bias, first, last)
+        probabilities = torch.softmax(scores, -1)
+        found = scores.amax(-1).to(lse.dtype) - probabilities.amax(-1).to(lse.dtype).log_()
+        del scores
+        sums[..., first:last] = found.view(*sums.shape[:3], last - first)
         _write_queries(out, k, first, last, torch.bmm(probabilities, _first(values, seen)))
-    return out
+    return out, lse
 
 
-blocked_attention = torch.library.custom_op(
-    "meshwright::blocked_attention", attend_in_blocks, mutates_args=()
-)
+_forward = torch.library.custom_op("meshwright::blocked_attention", attend_in_blocks, mutates_args=())
 
 
-@blocked_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    return _empty_output(q, v)
+def blocked_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
+    """Attention (B, T, H, v) of `attend_in_blocks`, as one operator."""
+    return _forward(q, k, v, bias)[0]
+
+
+@_forward.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _empty_outputs(q, v)
 
 
 def _differentiate_in_blocks(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if attention_cpu_kernel.takes(q, k, v):
+        return attention_cpu_kernel.backward(q, k, v, bias, out, lse, grad)
     queries, keys, values = by_query_head(q, k.shape[2]), _by_key_head(k), _by_key_head(v)
     grads = by_query_head(grad, k.shape[2])
     exact = torch.promote_types(q.dtype, torch.float32)
@@ -61,7 +76,7 @@ def _differentiate_in_blocks(
     for first, last, seen in _blocks(q, k):
         block, block_grad = queries[:, :, first:last].flatten(1, 2), grads[:, :, first:last].flatten(1, 2)
         seen_keys = _first(keys, seen)
-        probabilities = _probabilities(block, seen_keys, bias, first, last)
+        probabilities = torch.softmax(_scores(block, seen_keys, bias, first, last), -1)
         grad_v[:, :seen] += torch.bmm(probabilities.transpose(1, 2), block_grad)
         grad_probabilities = torch.bmm(block_grad, _first(values, seen).transpose(1, 2))
         grad_scores = torch._softmax_backward_data(grad_probabilities, probabilities, -1, q.dtype)
@@ -78,19 +93,21 @@ _backward = torch.library.custom_op(
 
 
 @_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, *output)
 
 
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (*_backward(grad, *ctx.saved_tensors), None)
+def _differentiate(ctx: Any, grad: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+    return (*_backward(*ctx.saved_tensors, grad), None)
 
 
-blocked_attention.register_autograd(_differentiate, setup_context=_keep)
+_forward.register_autograd(_differentiate, setup_context=_keep)
 
 BODIES: dict[Any, Callable[..., Any]] = {
     torch.ops.meshwright.blocked_attention.default: attend_in_blocks,
@@ -106,12 +123,13 @@ def _flops(q: torch.Size, k: torch.Size, v: torch.Size, *_args: Any, **_kwargs: 
 
 
 @register_flop_formula(torch.ops.meshwright.blocked_attention_backward)
-def _backward_flops(grad: torch.Size, q: torch.Size, k: torch.Size, *_args: Any, **_kwargs: Any) -> int:
-    return 2 * q[:3].numel() * k[1] * (3 * q[3] + 2 * grad[3])
+def _backward_flops(q: torch.Size, k: torch.Size, v: torch.Size, *_args: Any, **_kwargs: Any) -> int:
+    return 2 * q[:3].numel() * k[1] * (3 * q[3] + 2 * v[3])
 
 
-def _empty_output(q: Tensor, v: Tensor) -> Tensor:
-    return q.new_empty(*q.shape[:3], v.shape[3])
+def _empty_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    exact, (batch, queries, heads, _) = torch.promote_types(q.dtype, torch.float32), q.shape
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(batch, heads, queries, dtype=exact)
 
 
 def _blocks(q: Tensor, k: Tensor) -> Iterator[tuple[int, int, int]]:
@@ -130,9 +148,9 @@ def _blocks(q: Tensor, k: Tensor) -> Iterator[tuple[int, int, int]]:
         yield first, last, before + last
 
 
-def _probabilities(block: Tensor, keys: Tensor, bias: Tensor | None, first: int, last: int) -> Tensor:
-    """Softmax of the scores of a block of queries (N, G * Q, d), those from `first` to `last`, on the keys up
-    to the last one's (N, S, d): (N, G * Q, S)."""
+def _scores(block: Tensor, keys: Tensor, bias: Tensor | None, first: int, last: int) -> Tensor:
+    """Scores of a block of queries (N, G * Q, d), those from `first` to `last`, on the keys up to the last
+    one's (N, S, d): (N, G * Q, S)."""
     scores = block.new_empty(*block.shape[:2], keys.shape[1])
     scores.baddbmm_(block, keys.transpose(1, 2), beta=0, alpha=block.shape[-1] ** -0.5)
     rows = last - first
@@ -142,7 +160,7 @@ def _probabilities(block: Tensor, keys: Tensor, bias: Tensor | None, first: int,
     else:  # the last Q keys are the queries' own positions, the others are all seen
         later = block.new_full((rows, rows), float("-inf")).triu_(1)
         scores.view(len(block), -1, rows, keys.shape[1])[..., -rows:].add_(later)
-    return torch.softmax(scores, -1)
+    return scores
 
 
 def _first(rows: Tensor, count: int) -> Tensor:

@@ -7,7 +7,6 @@ computed in fp32 and rounded once, as the instructions do, in the time of fp32 a
 
 from __future__ import annotations
 
-import platform
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,24 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshwright.model import attention_cpu_kernel
 from meshwright.model.attention_cpu import BODIES
-
-
-def _has_bf16_products() -> bool:
-    """True if this processor has instructions to multiply bf16.
-
-    oneDNN's own answer is yes on every x86 with AVX-512, where it widens numbers within a product.
-    """
-    if platform.machine() in ("x86_64", "AMD64"):
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-SUPPORTED: dict[torch.dtype, Callable[[], bool]] = {
-    torch.bfloat16: _has_bf16_products,
-    torch.float16: lambda: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
-}
-"""Functions that tell if oneDNN has fast products in a format of 16 bits here; they need a build with it."""
+from meshwright.model.processor import SUPPORTED
 
 
 @contextmanager
@@ -41,7 +25,8 @@ def products_in_fp32(device: torch.device, dtype: torch.dtype) -> Iterator[bool]
     """Compute products in `dtype` in fp32 where this processor lacks them; yields whether it does so.
 
     It replaces torch's operators on CPUs below autograd, so what is kept for a backward stays in `dtype`.
-    Attention is widened as a whole: its scores and probabilities are in fp32, too.
+    Attention is widened as a whole: its scores and probabilities are in fp32, too. Its kernel in C++ knows
+    what the processor lacks, and widens for itself.
     """
     known = device.type == "cpu" and dtype in SUPPORTED and torch.backends.mkldnn.is_available()
     if not known or SUPPORTED[dtype]():
@@ -88,12 +73,13 @@ def _widened(
 
 
 def _in_fp32(body: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """Return `body` with tensors in `dtype` widened to fp32 before it, and its results rounded to `dtype`."""
+    """Return `body`, of attention, with tensors in `dtype` widened to fp32 before it, and its results rounded
+    to `dtype`, but for the log-sum-exp (B, H, T)."""
 
-    def operator(*tensors: Tensor | None) -> Any:
-        if all(each is None or each.dtype != dtype for each in tensors):
+    def operator(*tensors: Any) -> Any:
+        if tensors[0].dtype != dtype or attention_cpu_kernel.takes(*tensors):
             return body(*tensors)
         found = body(*(each if each is None else each.float() for each in tensors))
-        return tuple(each.to(dtype) for each in found) if isinstance(found, tuple) else found.to(dtype)
+        return tuple(each if each.ndim == 3 else each.to(dtype) for each in found)
 
     return operator

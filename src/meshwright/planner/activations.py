@@ -183,8 +183,8 @@ def _every_tensor(s: Sizes, layer: int) -> list[int]:
     if spec.model.qk_norm:
         found += [s.queries, s.keys]
         numbers += [s.tokens * s.heads * exact, s.keys // spec.model.head_dim * exact]
+    numbers.append(s.tokens * s.heads * exact)  # attention's log-sum-exp
     if spec.layout.cp > 1:
-        numbers.append(s.tokens * s.heads * exact)  # the log-sum-exp
         if spec.layout.context_mode == "gather":
             found.append((2 * spec.layout.cp - 1) * s.keys)
         found.append(_output_again(s))
@@ -224,11 +224,9 @@ def _kept_tensors(s: Sizes, layer: int) -> list[int]:
         outputs = 2 if layout.tp == 1 and s.channels(layer) and not s.splits_backward else 1
         found += [b * _attention_maps(s), *[b * s.stream] * outputs, *[b * s.inner(layer)] * s.gates]
     if "attention" in recompute.save:
-        found.append(b * s.out)
-        if layout.cp > 1:
-            found.append(s.tokens * s.heads * s.width.exact)
-            if layout.context_mode == "gather":
-                found.append(b * 2 * layout.cp * s.keys)
+        found += [b * s.out, s.tokens * s.heads * s.width.exact]
+        if layout.cp > 1 and layout.context_mode == "gather":
+            found.append(b * 2 * layout.cp * s.keys)
     return found
 
 

@@ -1,0 +1,389 @@
+// Causal attention on x86 processors, tile by tile as in flash attention (Dao et al. 2022).
+//
+// Shapes as in attention_cpu.py: q (B, T, H, d), k (B, S, K, d), v (B, S, K, v), bias (1 or B, 1, T, S), out
+// (B, T, H, v), all contiguous, and lse (B, H, T), the logarithm of the sum of a query's exponentials. Tensors
+// are in format T, products in format P with sums in fp32: P is float where the processor has no products in T.
+//
+// A unit of work is one key head of one sequence. Its keys and values are laid out once for oneDNN's brgemm,
+// which multiplies A (rows as they stand) with B ("packed": in bf16 the numbers of two rows lie side by side).
+
+#include <ATen/native/CPUBlas.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+#include <type_traits>
+
+namespace {
+
+constexpr int64_t QUERIES = 64;       // of a tile
+constexpr int64_t PANEL = 64;         // keys that one product of a forward multiplies with
+constexpr int64_t FORWARD_KEYS = 512; // of a tile at most
+constexpr int64_t BACKWARD_KEYS = 128;
+constexpr float INF = std::numeric_limits<float>::infinity();
+
+struct Sizes {
+  int64_t batch, queries, keys, heads, key_heads, dim, value_dim, bias_batch, threads;
+};
+
+constexpr int64_t padded(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
+
+template <typename T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t size) : data_(static_cast<T*>(::operator new(size * sizeof(T), ALIGN))) {}
+  operator T*() const { return data_.get(); }
+
+ private:
+  static constexpr std::align_val_t ALIGN{64};
+  struct Free {
+    void operator()(void* data) const { ::operator delete(data, ALIGN); }
+  };
+  std::unique_ptr<T, Free> data_;
+};
+
+// exp(x) within 2 ulp, 0 below -87; NaN stays NaN. Polynomial of Cephes' expf (Moshier 1992).
+inline float exponential(float x) {
+  float n = std::nearbyint(x * 1.44269504f);
+  n = n < -127.0f ? -127.0f : n;
+  const float r = std::fma(n, 2.12194440e-4f, std::fma(n, -0.693359375f, x));
+  float y = 1.9875691500e-4f;
+  y = std::fma(y, r, 1.3981999507e-3f);
+  y = std::fma(y, r, 8.3334519073e-3f);
+  y = std::fma(y, r, 4.1665795894e-2f);
+  y = std::fma(y, r, 1.6666665459e-1f);
+  y = std::fma(y, r, 5.0000001201e-1f);
+  y = std::fma(y, r * r, r + 1.0f);
+  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, sizeof power);
+  return x < -87.0f ? 0.0f : y * power;
+}
+
+// C (m, n) = A (m, k) B (k, n), or C + A B; B is packed.
+template <typename P>
+void multiply(int64_t m, int64_t n, int64_t k, int64_t line_a, int64_t line_c, bool add, const P* a, const P* b,
+              float* c) {
+  constexpr bool pairs = sizeof(P) == 2;
+#ifdef PLAIN_PRODUCTS  // for tests, on processors without products in bf16
+  for (int64_t i = 0; i < m; ++i)
+    for (int64_t j = 0; j < n; ++j) {
+      float sum = add ? c[i * line_c + j] : 0.0f;
+      for (int64_t l = 0; l < k; ++l) {
+        const int64_t at = pairs ? l / 2 * 2 * n + 2 * j + l % 2 : l * n + j;
+        sum += static_cast<float>(a[i * line_a + l]) * static_cast<float>(b[at]);
+      }
+      c[i * line_c + j] = sum;
+    }
+#else
+  at::native::cpublas::brgemm(m, n, k, line_a, n, line_c, add, a, b, c, pairs);
+#endif
+}
+
+template <typename P, typename T>
+inline P cast(T x) {
+  if constexpr (std::is_same_v<P, T>) return x;
+  else return static_cast<P>(static_cast<float>(x));
+}
+
+// Rows (count, width) of `stride` as A, with zeros up to `all` rows.
+template <typename P, typename T>
+void copy_rows(P* to, const T* from, int64_t count, int64_t all, int64_t width, int64_t stride) {
+  for (int64_t i = 0; i < count; ++i)
+    for (int64_t j = 0; j < width; ++j) to[i * width + j] = cast<P>(from[i * stride + j]);
+  std::memset(static_cast<void*>(to + count * width), 0, (all - count) * width * sizeof(P));
+}
+
+// Their transpose (width, all) as A.
+template <typename P, typename T>
+void copy_columns(P* to, const T* from, int64_t count, int64_t all, int64_t width, int64_t stride) {
+  for (int64_t j = 0; j < width; ++j)
+    for (int64_t i = 0; i < all; ++i) to[j * all + i] = i < count ? cast<P>(from[i * stride + j]) : P(0);
+}
+
+// Rows (all, width) as B.
+template <typename P, typename T>
+void pack_rows(P* to, const T* from, int64_t count, int64_t all, int64_t width, int64_t stride) {
+  if constexpr (sizeof(P) == 4) return copy_rows(to, from, count, all, width, stride);
+  for (int64_t i = 0; i < all; ++i) {
+    P* line = to + i / 2 * 2 * width + i % 2;
+    for (int64_t j = 0; j < width; ++j) line[2 * j] = i < count ? cast<P>(from[i * stride + j]) : P(0);
+  }
+}
+
+// Their transpose (width, all) as B.
+template <typename P, typename T>
+void pack_columns(P* to, const T* from, int64_t count, int64_t all, int64_t width, int64_t stride) {
+  if constexpr (sizeof(P) == 4) return copy_columns(to, from, count, all, width, stride);
+  for (int64_t j = 0; j < width; j += 2)
+    for (int64_t i = 0; i < all; ++i)
+      for (int64_t half = 0; half < 2; ++half)
+        to[j * all + 2 * i + half] = i < count ? cast<P>(from[i * stride + j + half]) : P(0);
+}
+
+// What both directions know of a tile's tensors.
+struct Work {
+  explicit Work(const Sizes& sizes)
+      : s(sizes), group(s.heads / s.key_heads), before(s.keys - s.queries),
+        scale(1.0f / std::sqrt(static_cast<float>(s.dim))) {}
+
+  int64_t query(int64_t b, int64_t t, int64_t h) const { return (b * s.queries + t) * s.heads + h; }
+  int64_t key(int64_t b, int64_t at, int64_t head) const { return (b * s.keys + at) * s.key_heads + head; }
+  int64_t bias(int64_t b, int64_t t) const { return ((b % s.bias_batch) * s.queries + t) * s.keys; }
+  int64_t lse(int64_t b, int64_t t, int64_t h) const { return (b * s.heads + h) * s.queries + t; }
+
+  const Sizes s;
+  const int64_t group, before;
+  const float scale;
+};
+
+template <typename T>
+struct ForwardTensors {
+  const T *q, *k, *v, *bias;
+  T* out;
+  float* lse;
+};
+
+template <typename T, typename P>
+class Forward : Work {
+ public:
+  Forward(const ForwardTensors<T>& tensors, const Sizes& sizes)
+      : Work(sizes), x(tensors), all(padded(s.keys, PANEL)), line(std::min(FORWARD_KEYS, all) + 16),
+        keys(all * s.dim), values(all * s.value_dim), queries(QUERIES * s.dim), chances(QUERIES * line),
+        scores(QUERIES * line), mixed(QUERIES * s.value_dim), most(QUERIES), sums(QUERIES) {}
+
+  void operator()(int64_t b, int64_t head) {
+    for (int64_t at = 0; at < all; at += PANEL)
+      pack_columns<P>(keys + at * s.dim, x.k + key(b, at, head) * s.dim, std::min(PANEL, s.keys - at), PANEL, s.dim,
+                      s.key_heads * s.dim);
+    pack_rows<P>(values, x.v + key(b, 0, head) * s.value_dim, s.keys, all, s.value_dim, s.key_heads * s.value_dim);
+    for (int64_t h = head * group; h < (head + 1) * group; ++h)
+      for (int64_t first = 0; first < s.queries; first += QUERIES)
+        attend(b, h, first, std::min(QUERIES, s.queries - first));
+  }
+
+ private:
+  void attend(int64_t b, int64_t h, int64_t first, int64_t rows) {
+    copy_rows<P>(queries, x.q + query(b, first, h) * s.dim, rows, rows, s.dim, s.heads * s.dim);
+    std::fill_n(&most[0], rows, -INF);
+    std::fill_n(&sums[0], rows, 0.0f);
+    const int64_t end = before + first + rows;
+    for (int64_t from = 0; from < end; from += FORWARD_KEYS) {
+      const int64_t width = padded(std::min(FORWARD_KEYS, end - from), PANEL);
+      for (int64_t at = 0; at < width; at += PANEL)
+        multiply<P>(rows, PANEL, s.dim, s.dim, line, false, queries, keys + (from + at) * s.dim, scores + at);
+      for (int64_t r = 0; r < rows; ++r) {
+        const T* added = x.bias == nullptr ? nullptr : x.bias + bias(b, first + r) + from;
+        soften(r, added, std::clamp<int64_t>(before + first + r + 1 - from, 0, width), width, from > 0);
+      }
+      const P* left;
+      if constexpr (std::is_same_v<P, float>) left = scores;
+      else left = chances;
+      multiply<P>(rows, s.value_dim, width, line, s.value_dim, from > 0, left, values + from * s.value_dim, mixed);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      T* out = x.out + query(b, first + r, h) * s.value_dim;
+      const float over = 1.0f / sums[r];
+      for (int64_t j = 0; j < s.value_dim; ++j) out[j] = static_cast<T>(mixed[r * s.value_dim + j] * over);
+      x.lse[lse(b, first + r, h)] = most[r] + std::log(sums[r]);
+    }
+  }
+
+  // Replace the scores of row r with exponentials of those that it sees and with zeros, and bring its sums and
+  // what was mixed so far to the greatest score that is known now.
+  void soften(int64_t r, const T* added, int64_t seen, int64_t width, bool again) {
+    float *row = scores + r * line, top = -INF, sum = 0, step = scale;
+    if (added != nullptr) {
+      for (int64_t j = 0; j < seen; ++j) row[j] = row[j] * scale + static_cast<float>(added[j]);
+      step = 1.0f;
+    }
+#pragma omp simd reduction(max : top)
+    for (int64_t j = 0; j < seen; ++j) top = row[j] > top ? row[j] : top;
+    const float old = most[r], now = std::max(old, top * step);
+    const float base = now == -INF ? 0.0f : now;  // the row saw no key yet
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = 0; j < seen; ++j) {
+      row[j] = exponential(row[j] * step - base);
+      sum += row[j];
+    }
+    if constexpr (std::is_same_v<P, float>) {
+      std::fill(row + seen, row + width, 0.0f);
+    } else {
+      P* chance = chances + r * line;
+      for (int64_t j = 0; j < seen; ++j) chance[j] = static_cast<P>(row[j]);
+      std::fill(chance + seen, chance + width, P(0));
+    }
+    const float shrink = again ? exponential(old - base) : 0.0f;
+    most[r] = now;
+    sums[r] = sums[r] * shrink + sum;
+    if (again)
+      for (int64_t j = 0; j < s.value_dim; ++j) mixed[r * s.value_dim + j] *= shrink;
+  }
+
+  const ForwardTensors<T> x;
+  const int64_t all, line;
+  Buffer<P> keys, values, queries, chances;
+  Buffer<float> scores, mixed, most, sums;
+};
+
+template <typename T>
+struct BackwardTensors {
+  const T *grad, *q, *k, *v, *bias, *out;
+  const float* lse;
+  T *grad_q, *grad_k, *grad_v;
+};
+
+// A tile's scores are made transposed, (keys, queries), as products with queries on the right: then nothing but
+// the gradient of the queries, once for all of a tile's keys, needs to be transposed again.
+template <typename T, typename P>
+class Backward : Work {
+ public:
+  Backward(const BackwardTensors<T>& tensors, const Sizes& sizes)
+      : Work(sizes), x(tensors), all(padded(s.keys, BACKWARD_KEYS)), keys(all * s.dim), turned(all * s.dim),
+        values(all * s.value_dim), queries(QUERIES * s.dim), queries_t(QUERIES * s.dim),
+        grads(QUERIES * s.value_dim), grads_t(QUERIES * s.value_dim), chances(TILE), slopes(TILE),
+        packed_slopes(TILE), scores(TILE), products(TILE), grad_q_t(QUERIES * s.dim), grad_k(all * s.dim),
+        grad_v(all * s.value_dim), logs(QUERIES), means(QUERIES) {}
+
+  void operator()(int64_t b, int64_t head) {
+    const int64_t stride = s.key_heads * s.dim, value_stride = s.key_heads * s.value_dim;
+    const T* from = x.k + key(b, 0, head) * s.dim;
+    copy_rows<P>(keys, from, s.keys, all, s.dim, stride);
+    copy_rows<P>(values, x.v + key(b, 0, head) * s.value_dim, s.keys, all, s.value_dim, value_stride);
+    for (int64_t at = 0; at < all; at += BACKWARD_KEYS)
+      copy_columns<P>(turned + at * s.dim, from + at * stride, std::min(BACKWARD_KEYS, s.keys - at), BACKWARD_KEYS,
+                      s.dim, stride);
+    std::fill_n(&grad_k[0], all * s.dim, 0.0f);
+    std::fill_n(&grad_v[0], all * s.value_dim, 0.0f);
+    for (int64_t h = head * group; h < (head + 1) * group; ++h)
+      for (int64_t first = 0; first < s.queries; first += QUERIES)
+        differentiate(b, h, first, std::min(QUERIES, s.queries - first));
+    for (int64_t i = 0; i < s.keys; ++i) {
+      T *to_k = x.grad_k + key(b, i, head) * s.dim, *to_v = x.grad_v + key(b, i, head) * s.value_dim;
+      for (int64_t j = 0; j < s.dim; ++j) to_k[j] = static_cast<T>(grad_k[i * s.dim + j] * scale);
+      for (int64_t j = 0; j < s.value_dim; ++j) to_v[j] = static_cast<T>(grad_v[i * s.value_dim + j]);
+    }
+  }
+
+ private:
+  static constexpr int64_t TILE = BACKWARD_KEYS * QUERIES;
+
+  void differentiate(int64_t b, int64_t h, int64_t first, int64_t rows) {
+    read_queries(b, h, first, rows);
+    const int64_t end = before + first + rows;
+    for (int64_t from = 0; from < end; from += BACKWARD_KEYS) {
+      const int64_t width = std::min(BACKWARD_KEYS, padded(end - from, PANEL));
+      multiply<P>(width, QUERIES, s.dim, s.dim, QUERIES, false, keys + from * s.dim, queries_t, scores);
+      multiply<P>(width, QUERIES, s.value_dim, s.value_dim, QUERIES, false, values + from * s.value_dim, grads_t,
+                  products);
+      for (int64_t j = 0; j < width; ++j) {
+        const bool there = x.bias != nullptr && from + j < s.keys;
+        const T* added = there ? x.bias + bias(b, first) + from + j : nullptr;
+        slope(j, added, rows, std::clamp<int64_t>(from + j - before - first, 0, QUERIES));
+      }
+      const P *chance, *left, *right;
+      if constexpr (std::is_same_v<P, float>) {
+        chance = scores, left = right = products;
+      } else {
+        for (int64_t i = 0; i < width * QUERIES; ++i) chances[i] = static_cast<P>(scores[i]);
+        for (int64_t i = 0; i < width * QUERIES; ++i) slopes[i] = static_cast<P>(products[i]);
+        pack_rows<P, P>(packed_slopes, slopes, width, width, QUERIES, QUERIES);
+        chance = chances, left = slopes, right = packed_slopes;
+      }
+      multiply<P>(width, s.value_dim, QUERIES, QUERIES, s.value_dim, true, chance, grads, grad_v + from * s.value_dim);
+      multiply<P>(width, s.dim, QUERIES, QUERIES, s.dim, true, left, queries, grad_k + from * s.dim);
+      multiply<P>(s.dim, QUERIES, width, BACKWARD_KEYS, QUERIES, from > 0, turned + from * s.dim, right, grad_q_t);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      T* to = x.grad_q + query(b, first + r, h) * s.dim;
+      for (int64_t j = 0; j < s.dim; ++j) to[j] = static_cast<T>(grad_q_t[j * QUERIES + r] * scale);
+    }
+  }
+
+  void read_queries(int64_t b, int64_t h, int64_t first, int64_t rows) {
+    const int64_t stride = s.heads * s.dim, value_stride = s.heads * s.value_dim;
+    const T *q = x.q + query(b, first, h) * s.dim, *grad = x.grad + query(b, first, h) * s.value_dim,
+            *out = x.out + query(b, first, h) * s.value_dim;
+    pack_rows<P>(queries, q, rows, QUERIES, s.dim, stride);
+    pack_columns<P>(queries_t, q, rows, QUERIES, s.dim, stride);
+    pack_rows<P>(grads, grad, rows, QUERIES, s.value_dim, value_stride);
+    pack_columns<P>(grads_t, grad, rows, QUERIES, s.value_dim, value_stride);
+    std::fill_n(&logs[0], QUERIES, INF);  // queries that are not there have no probabilities
+    std::fill_n(&means[0], QUERIES, 0.0f);
+    for (int64_t r = 0; r < rows; ++r) {
+      float sum = 0;
+#pragma omp simd reduction(+ : sum)
+      for (int64_t j = 0; j < s.value_dim; ++j)
+        sum += static_cast<float>(grad[r * value_stride + j]) * static_cast<float>(out[r * value_stride + j]);
+      means[r] = sum;
+      logs[r] = x.lse[lse(b, first + r, h)];
+    }
+  }
+
+  // Replace the scores of key j with probabilities, and the gradients of these with those of the scores, for
+  // queries from `hidden` on; `added` is the key's bias of the first query.
+  void slope(int64_t j, const T* added, int64_t rows, int64_t hidden) {
+    float *score = scores + j * QUERIES, *product = products + j * QUERIES, step = scale;
+    if (added != nullptr) {
+      for (int64_t r = hidden; r < rows; ++r) score[r] = score[r] * scale + static_cast<float>(added[r * s.keys]);
+      step = 1.0f;
+    }
+    const float *log = logs, *mean = means;
+#pragma omp simd
+    for (int64_t r = 0; r < QUERIES; ++r) {
+      const float chance = r < hidden ? 0.0f : exponential(score[r] * step - log[r]);
+      score[r] = chance;
+      product[r] = chance * (product[r] - mean[r]);
+    }
+  }
+
+  const BackwardTensors<T> x;
+  const int64_t all;
+  Buffer<P> keys, turned, values, queries, queries_t, grads, grads_t, chances, slopes, packed_slopes;
+  Buffer<float> scores, products, grad_q_t, grad_k, grad_v, logs, means;
+};
+
+// Give units to threads, each with buffers of its own; false if one of them failed.
+template <typename Worker, typename Tensors>
+bool run(const Tensors& tensors, const Sizes& s) {
+  std::atomic<int64_t> next{0};
+  std::atomic<bool> failed{false};
+#pragma omp parallel num_threads(s.threads)
+  {
+    try {
+      Worker work(tensors, s);
+      for (int64_t unit; (unit = next++) < s.batch * s.key_heads;) work(unit / s.key_heads, unit % s.key_heads);
+    } catch (...) {  // no memory, or no kernel in oneDNN; an exception may not leave the region
+      failed = true;
+    }
+#ifndef PLAIN_PRODUCTS
+    at::native::cpublas::brgemm_release();
+#endif
+  }
+  return !failed;
+}
+
+}  // namespace
+
+#define EXPORT(NAME, T, P)                                                                                     \
+  extern "C" bool NAME##_forward(const Sizes* s, const T* q, const T* k, const T* v, const T* bias, T* out,    \
+                                 float* lse) {                                                                 \
+    return run<Forward<T, P>>(ForwardTensors<T>{q, k, v, bias, out, lse}, *s);                                 \
+  }                                                                                                            \
+  extern "C" bool NAME##_backward(const Sizes* s, const T* grad, const T* q, const T* k, const T* v,           \
+                                  const T* bias, const T* out, const float* lse, T* grad_q, T* grad_k,         \
+                                  T* grad_v) {                                                                 \
+    return run<Backward<T, P>>(BackwardTensors<T>{grad, q, k, v, bias, out, lse, grad_q, grad_k, grad_v}, *s); \
+  }
+
+EXPORT(fp32, float, float)
+EXPORT(bf16, at::BFloat16, at::BFloat16)
+EXPORT(bf16_by_fp32, at::BFloat16, float)
+EXPORT(fp16_by_fp32, at::Half, float)
