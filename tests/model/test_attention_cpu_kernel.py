@@ -1,26 +1,23 @@
-"""Attention in C++: exact against float64 in each format; torch's operators where it cannot be compiled."""
+"""Attention in C++ is that of float64 in each format."""
 
 from __future__ import annotations
 
 import ctypes
-import threading
-import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from meshwright.host import cpu_info
 from meshwright.model import attention_cpu_kernel as kernel
+from meshwright.model import cpu_kernels
 from meshwright.model.attention import attention_mask
 from meshwright.model.attention_cpu import blocked_attention
 from meshwright.model.processor import SUPPORTED
 
 pytestmark = pytest.mark.skipif(
-    kernel._library() is None, reason="attention in C++ needs g++, Linux and a processor with AVX2"
+    cpu_kernels.library() is None, reason="kernels in C++ need g++, Linux and a processor with AVX2"
 )
 ROUNDED = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1.5e-3}
 """Largest relative errors of what is rounded to a format, and of differences of such numbers."""
@@ -69,15 +66,14 @@ def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     """The format of tensors for one of the source's functions. On processors without products in bf16 those
     of oneDNN are replaced by loops."""
     one = {"fp32": torch.float32, "fp16_by_fp32": torch.float16}.get(request.param, torch.bfloat16)
-    library = kernel._library()
+    library = cpu_kernels.library()
     if request.param == "bf16" and not SUPPORTED[one]():
-        folder = Path("~/.cache/meshwright/kernels").expanduser()
-        library = ctypes.CDLL(str(kernel.build(folder, "-DPLAIN_PRODUCTS")))
+        library = ctypes.CDLL(str(cpu_kernels.build(cpu_kernels.cache_folder(), "-DPLAIN_PRODUCTS")))
 
     def name(dtype: torch.dtype) -> str | None:
         return request.param if dtype == one else None
 
-    with patch.multiple(kernel, _name=name, _library=lambda: library, _works=lambda _: True):
+    with patch.multiple(kernel, _name=name, library=lambda: library, _works=lambda _: True):
         yield one
 
 
@@ -146,42 +142,3 @@ def test_what_it_leaves_to_operators() -> None:
     assert not kernel.takes(*(x[..., :15] for x in inputs))
     with patch("torch.get_num_threads", lambda: 5):  # four key heads of one sequence
         assert not kernel.takes(*inputs)
-
-
-def test_who_has_no_compiler_is_told_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    inputs, grad = draw(torch.float32, *SHAPES["parts of tiles"])
-    wanted = with_gradients([x.double() for x in inputs], None, grad.double())
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for compiler, reason in (("no-compiler", "No such file.*no-compiler"), ("g++ -fno-such", "-fno-such")):
-        monkeypatch.setenv("CXX", compiler)
-        kernel._library.cache_clear(), kernel._works.cache_clear()
-        with pytest.warns(UserWarning, match=f"{reason}.*install g\\+\\+.*{kernel.SWITCH}=1") as told:
-            results = [with_gradients(inputs, None, grad) for _ in range(2)]
-        assert len(told) == 1
-        for found, value in zip(results[1], wanted, strict=True):
-            assert error(found, value) < ROUNDED[torch.float32]
-    monkeypatch.setenv(kernel.SWITCH, "1")
-    kernel._library.cache_clear(), kernel._works.cache_clear()
-    with warnings.catch_warnings(action="error"):
-        assert not kernel.takes(*inputs)
-    monkeypatch.undo()
-    kernel._library.cache_clear(), kernel._works.cache_clear()
-    assert kernel.takes(*inputs)
-
-
-def test_one_of_several_processes_compiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    compiler, calls = tmp_path / "compiler", tmp_path / "calls"
-    find_output = 'while [ "$1" != -o ]; do shift; done; echo made > "$2"'
-    compiler.write_text(f"#!/bin/sh\nsleep 0.2\necho call >> {calls}\n{find_output}\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    threads = [threading.Thread(target=kernel.build, args=(tmp_path / "kernels",)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert kernel.build(tmp_path / "kernels").read_text() == "made\n"
-    assert calls.read_text() == "call\n"
-    assert cpu_info("flags")  # by which processors differ
-    assert kernel.build(tmp_path / "kernels", "-g").read_text() == "made\n"
-    assert calls.read_text() == "call\n" * 2

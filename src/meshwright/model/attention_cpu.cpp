@@ -8,20 +8,18 @@
 // which multiplies A (rows as they stand) with B ("packed": in bf16 the numbers of two rows lie side by side).
 
 #include <ATen/native/CPUBlas.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <limits>
-#include <memory>
-#include <new>
-#include <type_traits>
+
+#include "cpu_kernels.h"
 
 namespace {
+
+using meshwright::Buffer;
+using meshwright::cast;
+using meshwright::exponential;
 
 constexpr int64_t QUERIES = 64;       // of a tile
 constexpr int64_t PANEL = 64;         // keys that one product of a forward multiplies with
@@ -34,38 +32,6 @@ struct Sizes {
 };
 
 constexpr int64_t padded(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
-
-template <typename T>
-class Buffer {
- public:
-  explicit Buffer(int64_t size) : data_(static_cast<T*>(::operator new(size * sizeof(T), ALIGN))) {}
-  operator T*() const { return data_.get(); }
-
- private:
-  static constexpr std::align_val_t ALIGN{64};
-  struct Free {
-    void operator()(void* data) const { ::operator delete(data, ALIGN); }
-  };
-  std::unique_ptr<T, Free> data_;
-};
-
-// exp(x) within 2 ulp, 0 below -87; NaN stays NaN. Polynomial of Cephes' expf (Moshier 1992).
-inline float exponential(float x) {
-  float n = std::nearbyint(x * 1.44269504f);
-  n = n < -127.0f ? -127.0f : n;
-  const float r = std::fma(n, 2.12194440e-4f, std::fma(n, -0.693359375f, x));
-  float y = 1.9875691500e-4f;
-  y = std::fma(y, r, 1.3981999507e-3f);
-  y = std::fma(y, r, 8.3334519073e-3f);
-  y = std::fma(y, r, 4.1665795894e-2f);
-  y = std::fma(y, r, 1.6666665459e-1f);
-  y = std::fma(y, r, 5.0000001201e-1f);
-  y = std::fma(y, r * r, r + 1.0f);
-  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
-  float power;
-  std::memcpy(&power, &bits, sizeof power);
-  return x < -87.0f ? 0.0f : y * power;
-}
 
 // C (m, n) = A (m, k) B (k, n), or C + A B; B is packed.
 template <typename P>
@@ -85,12 +51,6 @@ void multiply(int64_t m, int64_t n, int64_t k, int64_t line_a, int64_t line_c, b
 #else
   at::native::cpublas::brgemm(m, n, k, line_a, n, line_c, add, a, b, c, pairs);
 #endif
-}
-
-template <typename P, typename T>
-inline P cast(T x) {
-  if constexpr (std::is_same_v<P, T>) return x;
-  else return static_cast<P>(static_cast<float>(x));
 }
 
 // Rows (count, width) of `stride` as A, with zeros up to `all` rows.
@@ -191,7 +151,7 @@ class Forward : Work {
     for (int64_t r = 0; r < rows; ++r) {
       T* out = x.out + query(b, first + r, h) * s.value_dim;
       const float over = 1.0f / sums[r];
-      for (int64_t j = 0; j < s.value_dim; ++j) out[j] = static_cast<T>(mixed[r * s.value_dim + j] * over);
+      for (int64_t j = 0; j < s.value_dim; ++j) out[j] = cast<T>(mixed[r * s.value_dim + j] * over);
       x.lse[lse(b, first + r, h)] = most[r] + std::log(sums[r]);
     }
   }
@@ -217,7 +177,7 @@ class Forward : Work {
       std::fill(row + seen, row + width, 0.0f);
     } else {
       P* chance = chances + r * line;
-      for (int64_t j = 0; j < seen; ++j) chance[j] = static_cast<P>(row[j]);
+      for (int64_t j = 0; j < seen; ++j) chance[j] = cast<P>(row[j]);
       std::fill(chance + seen, chance + width, P(0));
     }
     const float shrink = again ? exponential(old - base) : 0.0f;
@@ -267,8 +227,8 @@ class Backward : Work {
         differentiate(b, h, first, std::min(QUERIES, s.queries - first));
     for (int64_t i = 0; i < s.keys; ++i) {
       T *to_k = x.grad_k + key(b, i, head) * s.dim, *to_v = x.grad_v + key(b, i, head) * s.value_dim;
-      for (int64_t j = 0; j < s.dim; ++j) to_k[j] = static_cast<T>(grad_k[i * s.dim + j] * scale);
-      for (int64_t j = 0; j < s.value_dim; ++j) to_v[j] = static_cast<T>(grad_v[i * s.value_dim + j]);
+      for (int64_t j = 0; j < s.dim; ++j) to_k[j] = cast<T>(grad_k[i * s.dim + j] * scale);
+      for (int64_t j = 0; j < s.value_dim; ++j) to_v[j] = cast<T>(grad_v[i * s.value_dim + j]);
     }
   }
 
@@ -292,8 +252,8 @@ class Backward : Work {
       if constexpr (std::is_same_v<P, float>) {
         chance = scores, left = right = products;
       } else {
-        for (int64_t i = 0; i < width * QUERIES; ++i) chances[i] = static_cast<P>(scores[i]);
-        for (int64_t i = 0; i < width * QUERIES; ++i) slopes[i] = static_cast<P>(products[i]);
+        for (int64_t i = 0; i < width * QUERIES; ++i) chances[i] = cast<P>(scores[i]);
+        for (int64_t i = 0; i < width * QUERIES; ++i) slopes[i] = cast<P>(products[i]);
         pack_rows<P, P>(packed_slopes, slopes, width, width, QUERIES, QUERIES);
         chance = chances, left = slopes, right = packed_slopes;
       }
@@ -303,7 +263,7 @@ class Backward : Work {
     }
     for (int64_t r = 0; r < rows; ++r) {
       T* to = x.grad_q + query(b, first + r, h) * s.dim;
-      for (int64_t j = 0; j < s.dim; ++j) to[j] = static_cast<T>(grad_q_t[j * QUERIES + r] * scale);
+      for (int64_t j = 0; j < s.dim; ++j) to[j] = cast<T>(grad_q_t[j * QUERIES + r] * scale);
     }
   }
 

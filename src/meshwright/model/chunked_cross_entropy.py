@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.model import elementwise_cpu
 from meshwright.model.distillation import Place, StudentLoss, Taught
 from meshwright.spec.tiling import loss_rows
 
@@ -120,6 +121,8 @@ def _loss(
     logits: Tensor, targets: Tensor, with_grad: bool, part: VocabularyPart | None, scale: float
 ) -> Tensor:
     """Summed loss of a piece; if `with_grad`, `logits` become `scale` times its gradient by them."""
+    if part is None and elementwise_cpu.takes(logits):
+        return elementwise_cpu.cross_entropy_(logits, targets, with_grad, scale).sum()
     exact = torch.promote_types(logits.dtype, torch.float32)
     valid = targets != IGNORE
     if part is not None:

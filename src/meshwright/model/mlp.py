@@ -9,9 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from meshwright.model import elementwise_cpu
 from meshwright.model.hooks import MlpHooks
 from meshwright.model.linear import Linear
 from meshwright.spec import ModelSpec
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, without a gradient."""
+    return elementwise_cpu.swiglu(gate, up) if elementwise_cpu.takes(gate, up) else F.silu(gate).mul_(up)
 
 
 class _SiluProduct(torch.autograd.Function):
@@ -20,12 +26,14 @@ class _SiluProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return F.silu(gate).mul_(up)
+        return swiglu(gate, up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
+        if elementwise_cpu.takes(gate, up, grad):
+            return elementwise_cpu.swiglu_backward(grad, gate, up)
         return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 
 
@@ -48,7 +56,7 @@ class Mlp(nn.Module):
         """The activations (B, T, F) that `down` is applied to."""
         if self.gate is not None:
             gate, up = self.hooks.project(x_BTD, (self.gate, self.up))
-            return _SiluProduct.apply(gate, up) if torch.is_grad_enabled() else F.silu(gate).mul_(up)
+            return _SiluProduct.apply(gate, up) if torch.is_grad_enabled() else swiglu(gate, up)
         (up,) = self.hooks.project(x_BTD, (self.up,))
         approximate = "tanh" if self.activation == "gelu_tanh" else "none"
         return F.gelu(up, approximate=approximate)

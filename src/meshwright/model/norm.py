@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from meshwright.model import elementwise_cpu
 from meshwright.spec import ModelSpec
 
 
@@ -16,11 +17,15 @@ class _RmsNormOnCpu(torch.autograd.Function):
     """y = w * x / sqrt(mean(x^2) + eps), accumulated in fp32 at least.
 
     torch's CPU `rms_norm` is a chain of six operators that keeps several fp32 copies for its backward;
-    this one keeps x and one number a row, and takes half the time.
+    this one keeps x and one number a row. It takes half the time by operators, and less by kernels in C++.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if elementwise_cpu.takes(x, weight):
+            y, scale = elementwise_cpu.rms_norm(x, weight, eps)
+            ctx.save_for_backward(x, weight, scale)
+            return y
         wide = _wide(x)
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = torch.addcmul(length.new_full((), eps), length, length, value=1 / x.shape[-1]).rsqrt_()
@@ -32,6 +37,9 @@ class _RmsNormOnCpu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
+        if elementwise_cpu.takes(x, weight, grad):
+            grad_x, grad_weight = elementwise_cpu.rms_norm_backward(grad, x, weight, scale)
+            return grad_x, grad_weight.to(weight.dtype), None
         wide, grad_wide, wide_weight = _wide(x), _wide(grad), _wide(weight)
         product = grad_wide * wide
         rows, scales = product.flatten(0, -2), scale.view(-1, 1)

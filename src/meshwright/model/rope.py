@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from meshwright.model import elementwise_cpu
 from meshwright.spec import ModelSpec
 from meshwright.spec.architecture import Llama3Rope, YarnRope
 
@@ -122,6 +123,8 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cosine: Tensor, sine: Tensor, sign: int) -> Tensor:
+    if x.ndim == 4 and elementwise_cpu.takes(x, cosine, sine):
+        return elementwise_cpu.rotate(x, cosine, sine, sign)
     still, half = x.shape[-1] - cosine.shape[-1], cosine.shape[-1] // 2
     if still:
         return torch.cat([x[..., :still], _turn(x[..., still:], cosine, sine, sign)], -1)

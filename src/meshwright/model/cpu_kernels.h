@@ -1,0 +1,65 @@
+// What kernels for x86 processors share: formats, and functions that compilers vectorise.
+
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <new>
+#include <type_traits>
+
+namespace meshwright {
+
+template <typename T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t size) : data_(static_cast<T*>(::operator new(size * sizeof(T), ALIGN))) {}
+  operator T*() const { return data_.get(); }
+
+ private:
+  static constexpr std::align_val_t ALIGN{64};
+  struct Free {
+    void operator()(void* data) const { ::operator delete(data, ALIGN); }
+  };
+  std::unique_ptr<T, Free> data_;
+};
+
+template <typename P, typename T>
+inline P cast(T x) {
+  if constexpr (std::is_same_v<P, T>) {
+    return x;
+  } else if constexpr (std::is_same_v<P, float>) {
+    return static_cast<float>(x);
+  } else if constexpr (std::is_same_v<P, at::BFloat16> && std::is_same_v<T, float>) {
+    uint32_t bits;  // round to nearest, ties to even, without a branch
+    std::memcpy(&bits, &x, sizeof bits);
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return at::BFloat16(static_cast<uint16_t>(x != x ? 0x7fc0u : rounded), at::BFloat16::from_bits());
+  } else {
+    return static_cast<P>(static_cast<float>(x));
+  }
+}
+
+// exp(x) of x <= 0 within 2 ulp, 0 below -87; NaN stays NaN. Polynomial of Cephes' expf (Moshier 1992).
+inline float exponential(float x) {
+  float n = std::nearbyint(x * 1.44269504f);
+  n = n < -127.0f ? -127.0f : n;
+  const float r = std::fma(n, 2.12194440e-4f, std::fma(n, -0.693359375f, x));
+  float y = 1.9875691500e-4f;
+  y = std::fma(y, r, 1.3981999507e-3f);
+  y = std::fma(y, r, 8.3334519073e-3f);
+  y = std::fma(y, r, 4.1665795894e-2f);
+  y = std::fma(y, r, 1.6666665459e-1f);
+  y = std::fma(y, r, 5.0000001201e-1f);
+  y = std::fma(y, r * r, r + 1.0f);
+  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, sizeof power);
+  return x < -87.0f ? 0.0f : y * power;
+}
+
+}  // namespace meshwright
