@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from allocations import measure
+from allocations import measure, measure_as_run
 from covering import marked
 from meshwright.model.router import Router
 from meshwright.parallel.activation_offload import HostMemory
@@ -87,6 +87,19 @@ def test_formulas_hold(ranks: Ranks, layout: dict[str, object]) -> None:
     for kept, peak in measured(ranks, spec, expected):
         assert kept == pytest.approx(expected.kept, rel=0.01)
         assert peak == pytest.approx(expected.peak, rel=0.05)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("layout", [{}, {"layout__tp": 2}, LATENTS, {"layout__cp": 2}], ids=str)
+def test_kernels_keep_the_same_and_take_no_more(
+    ranks: Ranks, layout: dict[str, object], precision: str
+) -> None:
+    """As a run computes: temporaries of kernels are smaller than those of operators."""
+    spec = spec_of(BASE, **layout, precision__compute=precision)
+    expected = activations(spec)
+    for kept, peak in measured(ranks, spec, expected, measure_as_run):
+        assert kept == pytest.approx(expected.kept, rel=0.01)
+        assert kept <= peak <= 1.05 * expected.peak
 
 
 @pytest.mark.parametrize("save", ["attention", "matmul"])

@@ -88,6 +88,11 @@ void pack_columns(P* to, const T* from, int64_t count, int64_t all, int64_t widt
         to[j * all + 2 * i + half] = i < count ? cast<P>(from[i * stride + j + half]) : P(0);
 }
 
+template <typename T>
+inline bool is_seen(T x) {
+  return cast<float>(x) != -INF;
+}
+
 // What both directions know of a tile's tensors.
 struct Work {
   explicit Work(const Sizes& sizes)
@@ -98,6 +103,35 @@ struct Work {
   int64_t key(int64_t b, int64_t at, int64_t head) const { return (b * s.keys + at) * s.key_heads + head; }
   int64_t bias(int64_t b, int64_t t) const { return ((b % s.bias_batch) * s.queries + t) * s.keys; }
   int64_t lse(int64_t b, int64_t t, int64_t h) const { return (b * s.heads + h) * s.queries + t; }
+
+  // Keys of a tile, from key `from` on, that query `t` may see by its position.
+  int64_t seen(int64_t t, int64_t from, int64_t width) const {
+    return std::clamp<int64_t>(before + t + 1 - from, 0, std::min(width, s.keys - from));
+  }
+
+  // The first key that one of the queries from `first` on sees by the bias: the keys of earlier documents, or
+  // before a window, are skipped.
+  template <typename T>
+  int64_t begin(const T* biases, int64_t b, int64_t first, int64_t rows) const {
+    int64_t found = before + first + rows;
+    for (int64_t r = 0; r < rows; ++r) {
+      const T* row = biases + bias(b, first + r);
+      found = std::min(found, static_cast<int64_t>(std::find_if(row, row + std::min(found, s.keys), is_seen<T>) - row));
+    }
+    return found;
+  }
+
+  // True if the bias of a tile's scores is not 0 everywhere that a query may see.
+  template <typename T>
+  bool changes(const T* biases, int64_t b, int64_t first, int64_t rows, int64_t from, int64_t width) const {
+    for (int64_t r = 0; r < rows; ++r) {
+      const T* row = biases + bias(b, first + r) + from;
+      bool other = false;
+      for (int64_t j = 0; j < seen(first + r, from, width); ++j) other |= cast<float>(row[j]) != 0.0f;
+      if (other) return true;
+    }
+    return false;
+  }
 
   const Sizes s;
   const int64_t group, before;
@@ -134,19 +168,20 @@ class Forward : Work {
     copy_rows<P>(queries, x.q + query(b, first, h) * s.dim, rows, rows, s.dim, s.heads * s.dim);
     std::fill_n(&most[0], rows, -INF);
     std::fill_n(&sums[0], rows, 0.0f);
+    std::fill_n(&mixed[0], rows * s.value_dim, 0.0f);
     const int64_t end = before + first + rows;
-    for (int64_t from = 0; from < end; from += FORWARD_KEYS) {
+    const int64_t begin = x.bias == nullptr ? 0 : Work::begin(x.bias, b, first, rows) / PANEL * PANEL;
+    for (int64_t from = begin; from < end; from += FORWARD_KEYS) {
       const int64_t width = padded(std::min(FORWARD_KEYS, end - from), PANEL);
       for (int64_t at = 0; at < width; at += PANEL)
         multiply<P>(rows, PANEL, s.dim, s.dim, line, false, queries, keys + (from + at) * s.dim, scores + at);
-      for (int64_t r = 0; r < rows; ++r) {
-        const T* added = x.bias == nullptr ? nullptr : x.bias + bias(b, first + r) + from;
-        soften(r, added, std::clamp<int64_t>(before + first + r + 1 - from, 0, width), width, from > 0);
-      }
+      const bool biased = x.bias != nullptr && changes(x.bias, b, first, rows, from, width);
+      for (int64_t r = 0; r < rows; ++r)
+        soften(r, biased ? x.bias + bias(b, first + r) + from : nullptr, seen(first + r, from, width), width);
       const P* left;
       if constexpr (std::is_same_v<P, float>) left = scores;
       else left = chances;
-      multiply<P>(rows, s.value_dim, width, line, s.value_dim, from > 0, left, values + from * s.value_dim, mixed);
+      multiply<P>(rows, s.value_dim, width, line, s.value_dim, true, left, values + from * s.value_dim, mixed);
     }
     for (int64_t r = 0; r < rows; ++r) {
       T* out = x.out + query(b, first + r, h) * s.value_dim;
@@ -158,7 +193,7 @@ class Forward : Work {
 
   // Replace the scores of row r with exponentials of those that it sees and with zeros, and bring its sums and
   // what was mixed so far to the greatest score that is known now.
-  void soften(int64_t r, const T* added, int64_t seen, int64_t width, bool again) {
+  void soften(int64_t r, const T* added, int64_t seen, int64_t width) {
     float *row = scores + r * line, top = -INF, sum = 0, step = scale;
     if (added != nullptr) {
       for (int64_t j = 0; j < seen; ++j) row[j] = row[j] * scale + static_cast<float>(added[j]);
@@ -180,11 +215,14 @@ class Forward : Work {
       for (int64_t j = 0; j < seen; ++j) chance[j] = cast<P>(row[j]);
       std::fill(chance + seen, chance + width, P(0));
     }
-    const float shrink = again ? exponential(old - base) : 0.0f;
     most[r] = now;
+    if (old == now) {
+      sums[r] += sum;
+      return;
+    }
+    const float shrink = exponential(old - base);
     sums[r] = sums[r] * shrink + sum;
-    if (again)
-      for (int64_t j = 0; j < s.value_dim; ++j) mixed[r * s.value_dim + j] *= shrink;
+    for (int64_t j = 0; j < s.value_dim; ++j) mixed[r * s.value_dim + j] *= shrink;
   }
 
   const ForwardTensors<T> x;
@@ -209,7 +247,7 @@ class Backward : Work {
       : Work(sizes), x(tensors), all(padded(s.keys, BACKWARD_KEYS)), keys(all * s.dim), turned(all * s.dim),
         values(all * s.value_dim), queries(QUERIES * s.dim), queries_t(QUERIES * s.dim),
         grads(QUERIES * s.value_dim), grads_t(QUERIES * s.value_dim), chances(TILE), slopes(TILE),
-        packed_slopes(TILE), scores(TILE), products(TILE), grad_q_t(QUERIES * s.dim), grad_k(all * s.dim),
+        packed_slopes(TILE), scores(TILE), products(TILE), added(TILE), grad_q_t(QUERIES * s.dim), grad_k(all * s.dim),
         grad_v(all * s.value_dim), logs(QUERIES), means(QUERIES) {}
 
   void operator()(int64_t b, int64_t head) {
@@ -237,17 +275,18 @@ class Backward : Work {
 
   void differentiate(int64_t b, int64_t h, int64_t first, int64_t rows) {
     read_queries(b, h, first, rows);
+    std::fill_n(&grad_q_t[0], QUERIES * s.dim, 0.0f);
     const int64_t end = before + first + rows;
-    for (int64_t from = 0; from < end; from += BACKWARD_KEYS) {
+    const int64_t begin = x.bias == nullptr ? 0 : Work::begin(x.bias, b, first, rows) / BACKWARD_KEYS * BACKWARD_KEYS;
+    for (int64_t from = begin; from < end; from += BACKWARD_KEYS) {
       const int64_t width = std::min(BACKWARD_KEYS, padded(end - from, PANEL));
       multiply<P>(width, QUERIES, s.dim, s.dim, QUERIES, false, keys + from * s.dim, queries_t, scores);
       multiply<P>(width, QUERIES, s.value_dim, s.value_dim, QUERIES, false, values + from * s.value_dim, grads_t,
                   products);
-      for (int64_t j = 0; j < width; ++j) {
-        const bool there = x.bias != nullptr && from + j < s.keys;
-        const T* added = there ? x.bias + bias(b, first) + from + j : nullptr;
-        slope(j, added, rows, std::clamp<int64_t>(from + j - before - first, 0, QUERIES));
-      }
+      const bool biased = x.bias != nullptr && changes(x.bias, b, first, rows, from, width);
+      if (biased) turn_bias(b, first, rows, from, width);
+      for (int64_t j = 0; j < width; ++j)
+        slope(j, biased ? added + j * QUERIES : nullptr, std::clamp<int64_t>(from + j - before - first, 0, QUERIES));
       const P *chance, *left, *right;
       if constexpr (std::is_same_v<P, float>) {
         chance = scores, left = right = products;
@@ -259,7 +298,7 @@ class Backward : Work {
       }
       multiply<P>(width, s.value_dim, QUERIES, QUERIES, s.value_dim, true, chance, grads, grad_v + from * s.value_dim);
       multiply<P>(width, s.dim, QUERIES, QUERIES, s.dim, true, left, queries, grad_k + from * s.dim);
-      multiply<P>(s.dim, QUERIES, width, BACKWARD_KEYS, QUERIES, from > 0, turned + from * s.dim, right, grad_q_t);
+      multiply<P>(s.dim, QUERIES, width, BACKWARD_KEYS, QUERIES, true, turned + from * s.dim, right, grad_q_t);
     }
     for (int64_t r = 0; r < rows; ++r) {
       T* to = x.grad_q + query(b, first + r, h) * s.dim;
@@ -287,12 +326,21 @@ class Backward : Work {
     }
   }
 
+  // The bias of a tile, (keys, queries).
+  void turn_bias(int64_t b, int64_t first, int64_t rows, int64_t from, int64_t width) {
+    std::fill_n(&added[0], TILE, 0.0f);
+    for (int64_t r = 0; r < rows; ++r) {
+      const T* row = x.bias + bias(b, first + r) + from;
+      for (int64_t j = 0; j < seen(first + r, from, width); ++j) added[j * QUERIES + r] = cast<float>(row[j]);
+    }
+  }
+
   // Replace the scores of key j with probabilities, and the gradients of these with those of the scores, for
-  // queries from `hidden` on; `added` is the key's bias of the first query.
-  void slope(int64_t j, const T* added, int64_t rows, int64_t hidden) {
+  // queries from `hidden` on.
+  void slope(int64_t j, const float* bias, int64_t hidden) {
     float *score = scores + j * QUERIES, *product = products + j * QUERIES, step = scale;
-    if (added != nullptr) {
-      for (int64_t r = hidden; r < rows; ++r) score[r] = score[r] * scale + static_cast<float>(added[r * s.keys]);
+    if (bias != nullptr) {
+      for (int64_t r = 0; r < QUERIES; ++r) score[r] = score[r] * scale + bias[r];
       step = 1.0f;
     }
     const float *log = logs, *mean = means;
@@ -307,7 +355,7 @@ class Backward : Work {
   const BackwardTensors<T> x;
   const int64_t all;
   Buffer<P> keys, turned, values, queries, queries_t, grads, grads_t, chances, slopes, packed_slopes;
-  Buffer<float> scores, products, grad_q_t, grad_k, grad_v, logs, means;
+  Buffer<float> scores, products, added, grad_q_t, grad_k, grad_v, logs, means;
 };
 
 // Give units to threads, each with buffers of its own; false if one of them failed.

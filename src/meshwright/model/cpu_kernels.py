@@ -51,7 +51,7 @@ def library() -> ctypes.CDLL | None:
         output = getattr(error, "stderr", None) or str(error)
         reason = next((line for line in output.splitlines() if "error" in line), output.strip())
         warnings.warn(
-            "training on this CPU takes a tenth longer than it could, since its kernels were not compiled: "
+            "this CPU trains a sixth slower than it could, or more, since its kernels were not compiled: "
             f"{reason}; install g++, name another compiler in CXX, or set {SWITCH}=1 to be told no more",
             stacklevel=2,
         )
