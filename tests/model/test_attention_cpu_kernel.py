@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -142,3 +142,20 @@ def test_what_it_leaves_to_operators() -> None:
     assert not kernel.takes(*(x[..., :15] for x in inputs))
     with patch("torch.get_num_threads", lambda: 5):  # four key heads of one sequence
         assert not kernel.takes(*inputs)
+
+
+def test_where_onednn_has_no_kernel_operators_compute() -> None:
+    """A run is told once, and goes on."""
+    inputs, grad = draw(torch.float32, *SHAPES["parts of tiles"])
+    wanted = with_gradients([x.double() for x in inputs], None, grad.double())
+    kernel._works.cache_clear()
+    failing = Mock(spec_set=["fp32_forward"], fp32_forward=lambda *_: False)
+    with (
+        patch.object(kernel, "library", lambda: failing),
+        pytest.warns(UserWarning, match="no kernel of oneDNN's.*as is done now") as told,
+    ):
+        found = with_gradients(inputs, None, grad)
+    kernel._works.cache_clear()
+    assert len(told) == 1
+    for mine, exact in zip(found, wanted, strict=True):
+        assert error(mine, exact) < ROUNDED[torch.float32]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -33,8 +34,8 @@ def takes(q: Tensor, k: Tensor, v: Tensor, *_others: Any) -> bool:
     """
     if isinstance(q, FakeTensor) or q.device.type != "cpu" or q.shape[3] % 2 or v.shape[3] % 2:
         return False
-    name = _name(q.dtype)
-    return name is not None and q.shape[0] * k.shape[2] >= torch.get_num_threads() and _works(name)
+    enough = q.shape[0] * k.shape[2] >= torch.get_num_threads()
+    return enough and _name(q.dtype) is not None and _works(q.dtype)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -74,7 +75,7 @@ def _call(
     if not getattr(kernels, name)(ctypes.byref(sizes), *pointers(*given, *outputs)):
         raise RuntimeError(
             f"attention on the CPU ({name}) of {tuple(q.shape)} on {keys} keys had no memory for its buffers "
-            f"or no kernel of oneDNN's; set {SWITCH}=1 to use torch's operators"
+            f"or no kernel of oneDNN's; {SWITCH}=1 takes torch's operators in its place"
         )
 
 
@@ -90,12 +91,14 @@ def _name(dtype: torch.dtype) -> str | None:
 
 
 @cache
-def _works(name: str) -> bool:
-    """True if oneDNN makes such products on this processor."""
-    if (kernels := library()) is None:
+def _works(dtype: torch.dtype) -> bool:
+    """True if oneDNN makes the kernel's products on this processor."""
+    if library() is None:
         return False
-    one = torch.zeros(64, dtype=torch.float32)
-    sizes = _Sizes(1, 1, 1, 1, 1, 2, 2, 1, 1)
-    return getattr(kernels, f"{name}_forward")(
-        ctypes.byref(sizes), *pointers(one, one, one, None, torch.zeros_like(one), torch.zeros_like(one))
-    )
+    q, k = torch.zeros(1, 70, 1, 16, dtype=dtype), torch.zeros(1, 200, 1, 16, dtype=dtype)
+    try:
+        backward(q, k, k, None, *forward(q, k, k, None), q)
+    except RuntimeError as error:
+        warnings.warn(f"{error}, as is done now", stacklevel=2)
+        return False
+    return True
