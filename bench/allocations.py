@@ -33,7 +33,8 @@ def by_operators() -> Iterator[None]:
 
 
 def measure(mesh: Mesh, spec: RunSpec, pause: float = 0.003) -> tuple[int, int]:
-    """`measure_as_run` of torch's operators."""
+    """(bytes held between forward and backward, the most at any time) of a microbatch that torch's operators
+    compute, as in `measure_as_run`."""
     with by_operators():
         return measure_as_run(mesh, spec, pause)
 

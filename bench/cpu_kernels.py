@@ -94,6 +94,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
+    if min(options.threads, options.rounds) < 1:
+        parser.error("--threads and --rounds: give 1 or more")
     torch.set_num_threads(options.threads)
     keep_freed_memory()
     use_fast_fp32_matmul(torch.device("cpu"))

@@ -23,7 +23,7 @@ def main(options: list[str]) -> None:
             inputs, grad = attention.draw(dtype, batch, queries, keys, *sizes)
             masks = [None, *([attention.documents(dtype, queries, keys, batch)] if queries == keys else [])]
             for mask in masks:
-                assert attention_cpu_kernel.takes(*inputs)
+                assert attention_cpu_kernel.takes(*inputs, None)
                 attention.with_gradients(inputs, mask, grad)
                 calls += 1
     for dtype in (torch.float32, torch.bfloat16):
@@ -31,7 +31,7 @@ def main(options: list[str]) -> None:
         y, scale = elementwise_cpu.rms_norm(x, weight, 1e-5)
         elementwise_cpu.rms_norm_backward(y, x, weight, scale)
         elementwise_cpu.swiglu_backward(elementwise_cpu.swiglu(x, y), x, y)
-        elementwise_cpu.cross_entropy_(x, torch.randint(97, (300,)), True, 1.0)
+        elementwise_cpu.cross_entropy_(x, torch.randint(97, (300,)), -100, True, 1.0)
         for tables in ((), (1,), (3,)):
             for width in (16, 32):
                 cosine, sine = (torch.randn(*tables, 70, 1, last).to(dtype) for last in (32, width))

@@ -84,7 +84,7 @@ def test_it_is_attention_in_float64_rounded(dtype: torch.dtype, shape: tuple[int
     batch, queries, keys = shape[:3]
     mask = documents(dtype, queries, keys, batch) if masked and queries == keys else None
     assert (mask is not None) == (masked and queries == keys)
-    assert kernel.takes(*inputs)
+    assert kernel.takes(*inputs, None)
     exact = [x.double() for x in inputs]
     wanted = with_gradients(exact, None if mask is None else mask.double(), grad.double())
     for found, value in zip(with_gradients(inputs, mask, grad), wanted, strict=True):
@@ -137,11 +137,15 @@ def test_scores_of_any_size_are_softened() -> None:
 
 def test_what_it_leaves_to_operators() -> None:
     inputs, _ = draw(torch.float32, *SHAPES["parts of tiles"])
-    assert kernel.takes(*inputs)
-    assert not kernel.takes(*(x.double() for x in inputs))
-    assert not kernel.takes(*(x[..., :15] for x in inputs))
+    assert kernel.takes(*inputs, None)
+    assert not kernel.takes(*(x.double() for x in inputs), None)
+    assert not kernel.takes(*(x[..., :15] for x in inputs), None)
+    mask = torch.zeros(1, 1, 77, 77)
+    assert kernel.takes(*inputs, mask)
+    for other in (mask.double(), mask[..., :76], mask.expand(1, 4, 77, 77)):
+        assert not kernel.takes(*inputs, other)
     with patch("torch.get_num_threads", lambda: 5):  # four key heads of one sequence
-        assert not kernel.takes(*inputs)
+        assert not kernel.takes(*inputs, None)
 
 
 def test_where_onednn_has_no_kernel_operators_compute() -> None:

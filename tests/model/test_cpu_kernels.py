@@ -9,14 +9,17 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
+from meshwright.launch.world import groups_of
 from meshwright.model import attention_cpu_kernel, cpu_kernels, elementwise_cpu
 from meshwright.model.attention_cpu import blocked_attention
 from meshwright.model.norm import RmsNorm
+from meshwright.spec.load import load
 
 
 def sanitizer() -> str | None:
@@ -69,11 +72,30 @@ def test_who_has_no_compiler_is_told_once(
         torch.testing.assert_close(found, expected)
 
 
+def test_a_compiler_that_does_not_end_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    late = subprocess.TimeoutExpired("g++", 600, stderr=b"error")
+    with (
+        patch.object(cpu_kernels, "cpu_info", lambda _: "avx2 fma"),
+        patch.object(subprocess, "run", side_effect=late),
+        pytest.warns(UserWarning, match="timed out after 600 seconds; install"),
+    ):
+        assert cpu_kernels.library() is None
+
+
+@pytest.mark.parametrize(("compute", "calls"), [("fp32", 1), ("bf16", 1), ("fp64", 0)])
+def test_runs_compile_before_their_first_step(compute: str, calls: int) -> None:
+    """In a step the watch for hangs would see a rank that waits for the compiler."""
+    spec = load(None, [("model.preset", "tiny"), ("precision.compute", compute)])
+    with patch.object(cpu_kernels, "library") as compiled, groups_of(spec):
+        assert compiled.call_count == calls
+
+
 def test_the_switch_takes_torchs_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(cpu_kernels.SWITCH, "1")
     x = torch.ones(2, 8, 4, 8)
     with warnings.catch_warnings(action="error"):
-        assert not elementwise_cpu.takes(x) and not attention_cpu_kernel.takes(x, x, x)
+        assert not elementwise_cpu.takes(x) and not attention_cpu_kernel.takes(x, x, x, None)
     assert len(computed()) == 2
 
 

@@ -112,7 +112,7 @@ def test_cross_entropy(dtype: torch.dtype, graded: bool) -> None:
     wanted = torch.nn.functional.cross_entropy(exact, targets, reduction="none", ignore_index=IGNORE)
     wanted.sum().backward()
     given = logits.clone()
-    losses = elementwise_cpu.cross_entropy_(given, targets, graded, 0.125)
+    losses = elementwise_cpu.cross_entropy_(given, targets, IGNORE, graded, 0.125)
     torch.testing.assert_close(losses.double(), wanted.detach(), rtol=1e-5, atol=1e-25)
     assert losses[3] == 0
     if not graded:
@@ -137,9 +137,32 @@ def test_loss_of_the_head(dtype: torch.dtype) -> None:
         compare(loss, x, weight)
 
 
-def test_a_target_beyond_the_vocabulary_is_refused() -> None:
-    with pytest.raises(IndexError, match="target 8 is not one of 8 logits"):
-        elementwise_cpu.cross_entropy_(torch.zeros(2, 8), torch.tensor([7, 8]), True, 1.0)
+@pytest.mark.parametrize("wrong", [8, -1, -99])
+def test_a_target_beyond_the_vocabulary_is_refused(wrong: int) -> None:
+    logits = torch.zeros(3, 8)
+    with pytest.raises(IndexError, match=f"target {wrong} is not one of 8 logits, nor -100"):
+        elementwise_cpu.cross_entropy_(logits, torch.tensor([7, IGNORE, wrong]), IGNORE, True, 1.0)
+    assert not logits.any()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_are_not_hidden(value: float) -> None:
+    logits = torch.ones(2, 40)
+    logits[1, 20] = value
+    losses = elementwise_cpu.cross_entropy_(logits, torch.tensor([3, 3]), IGNORE, True, 1.0)
+    assert losses[0].isfinite() and not losses[1].isfinite()
+    assert logits[0].isfinite().all() and not logits[1].isfinite().all()
+
+
+def test_tables_of_other_sizes_are_left_to_operators() -> None:
+    """A kernel would read beyond them: those that broadcast compute, and others are refused."""
+    x, cosine, sine = drawn(torch.float32, 3, 70, 4, 48), torch.ones(70, 1, 48), torch.ones(70, 1, 24)
+    assert elementwise_cpu.tables_fit(x, cosine, sine)
+    one = cosine[:1], sine[:1]
+    assert not elementwise_cpu.tables_fit(x, *one)
+    assert torch.equal(rotate(x, one), rotate(x, (cosine, sine)))
+    with pytest.raises(RuntimeError, match="must match the size"):
+        rotate(x, (cosine[:69], sine[:69]))
 
 
 def test_what_is_left_to_operators() -> None:

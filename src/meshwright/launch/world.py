@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import meshwright
 from meshwright.launch.env import Supervision, keep_freed_memory, limit_threads, process_group, worker
+from meshwright.model import cpu_kernels
 from meshwright.parallel.call_check import same_calls
 from meshwright.parallel.control import Control, new_scope
 from meshwright.parallel.half_precision_products import products_in_fp32
@@ -53,7 +54,10 @@ def groups_of(spec: RunSpec) -> Iterator[tuple[torch.device, Groups]]:
     ranks_match(spec, place.world_size if place else 1)
     # It warns that a tensor which two axes cut takes two gathers to put together: that is how it is cut.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    with device_of() as device, products_in_fp32(device, formats(spec.precision).compute):
+    compute = formats(spec.precision).compute
+    with device_of() as device, products_in_fp32(device, compute):
+        if device.type == "cpu" and compute != torch.float64:
+            cpu_kernels.library()  # compiled now, since the watch for hangs sees ranks that wait in a step
         groups = Groups(device.type, heartbeat=own_heartbeat())
         start = groups.connections.control(
             "control", dist.get_world_size(), new_scope(), groups.timeout, groups.heartbeat

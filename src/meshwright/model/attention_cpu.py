@@ -33,7 +33,7 @@ def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tu
     The queries are the last T of the S positions, and see keys up to their own. `bias` (1 or B, 1, T, S), in
     q's dtype, is added to the scores; -inf hides more than the causal mask does.
     """
-    if attention_cpu_kernel.takes(q, k, v):
+    if attention_cpu_kernel.takes(q, k, v, bias):
         return attention_cpu_kernel.forward(q, k, v, bias)
     queries, keys, values = by_query_head(q, k.shape[2]), _by_key_head(k), _by_key_head(v)
     out, lse = _empty_outputs(q, v)
@@ -65,7 +65,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Ten
 def _differentiate_in_blocks(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, out: Tensor, lse: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if attention_cpu_kernel.takes(q, k, v):
+    if attention_cpu_kernel.takes(q, k, v, bias):
         return attention_cpu_kernel.backward(q, k, v, bias, out, lse, grad)
     queries, keys, values = by_query_head(q, k.shape[2]), _by_key_head(k), _by_key_head(v)
     grads = by_query_head(grad, k.shape[2])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,22 +25,28 @@ class _Sizes(ctypes.Structure):
     ]  # fmt: skip
 
 
-def takes(q: Tensor, k: Tensor, v: Tensor, *_others: Any) -> bool:
-    """True if the kernel computes attention of these q (B, T, H, d), k (B, S, K, d) and v (B, S, K, v).
+def takes(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *_others: Tensor) -> bool:
+    """True if the kernel computes attention of these q (B, T, H, d), k (B, S, K, d), v (B, S, K, v) and bias
+    (1 or B, 1, T, S).
 
     Its threads share out key heads of sequences, so there must be as many of these as threads.
     """
-    if isinstance(q, FakeTensor) or q.device.type != "cpu" or q.shape[3] % 2 or v.shape[3] % 2:
+    given = [q, k, v] if bias is None else [q, k, v, bias]
+    if any(isinstance(x, FakeTensor) or x.device.type != "cpu" or x.dtype != q.dtype for x in given):
         return False
-    enough = q.shape[0] * k.shape[2] >= torch.get_num_threads()
-    return enough and _name(q.dtype) is not None and _works(q.dtype)
+    (batch, queries, heads, dim), (_, keys, key_heads, value_dim) = q.shape, v.shape
+    masks = [(1, 1, queries, keys), (batch, 1, queries, keys)]
+    fits = k.shape == (batch, keys, key_heads, dim) and v.shape[0] == batch and heads % key_heads == 0
+    fits &= queries <= keys and (bias is None or tuple(bias.shape) in masks)
+    enough = batch * key_heads >= torch.get_num_threads() and not (dim % 2 or value_dim % 2)
+    return fits and enough and _name(q.dtype) is not None and _works(q.dtype)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Attention (B, T, H, v) and its log-sum-exp (B, H, T) in fp32, as `attention_cpu.attend_in_blocks`."""
     out = q.new_empty(*q.shape[:3], v.shape[3])
     lse = q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-    _call("forward", q, k, v, bias, [q, k, v, bias], [out, lse])
+    _call("forward", _sizes(q, v, bias), q, k, v, bias, out, lse)
     return out, lse
 
 
@@ -51,31 +55,25 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v from that of `out`."""
     found = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    _call("backward", q, k, v, bias, [grad, q, k, v, bias, out, lse], found)
+    _call("backward", _sizes(q, v, bias), grad, q, k, v, bias, out, lse, *found)
     return found
 
 
-def _call(
-    direction: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    inputs: Sequence[Tensor | None],
-    outputs: Sequence[Tensor],
-) -> None:
+def _sizes(q: Tensor, v: Tensor, bias: Tensor | None) -> _Sizes:
     (batch, queries, heads, dim), (_, keys, key_heads, value_dim) = q.shape, v.shape
     bias_batch = 1 if bias is None else bias.shape[0]
-    sizes = _Sizes(
-        batch, queries, keys, heads, key_heads, dim, value_dim, bias_batch, torch.get_num_threads()
-    )
-    given = [None if each is None else each.contiguous() for each in inputs]
-    name, kernels = f"{_name(q.dtype)}_{direction}", library()
+    return _Sizes(batch, queries, keys, heads, key_heads, dim, value_dim, bias_batch, torch.get_num_threads())
+
+
+def _call(direction: str, sizes: _Sizes, first: Tensor, *others: Tensor | None) -> None:
+    """Run the kernel on its inputs, which are made contiguous, and its outputs, which are."""
+    name, kernels = f"{_name(first.dtype)}_{direction}", library()
     assert kernels is not None
-    if not getattr(kernels, name)(ctypes.byref(sizes), *pointers(*given, *outputs)):
+    given = pointers(*(each if each is None else each.contiguous() for each in (first, *others)))
+    if not getattr(kernels, name)(ctypes.byref(sizes), *given):
         raise RuntimeError(
-            f"attention on the CPU ({name}) of {tuple(q.shape)} on {keys} keys had no memory for its buffers "
-            f"or no kernel of oneDNN's; {SWITCH}=1 takes torch's operators in its place"
+            f"attention on the CPU ({name}) of {sizes.queries} queries on {sizes.keys} keys had no memory "
+            f"for its buffers or no kernel of oneDNN's; {SWITCH}=1 takes torch's operators in its place"
         )
 
 

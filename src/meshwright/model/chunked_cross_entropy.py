@@ -122,7 +122,7 @@ def _loss(
 ) -> Tensor:
     """Summed loss of a piece; if `with_grad`, `logits` become `scale` times its gradient by them."""
     if part is None and elementwise_cpu.takes(logits):
-        return elementwise_cpu.cross_entropy_(logits, targets, with_grad, scale).sum()
+        return elementwise_cpu.cross_entropy_(logits, targets, IGNORE, with_grad, scale).sum()
     exact = torch.promote_types(logits.dtype, torch.float32)
     valid = targets != IGNORE
     if part is not None:

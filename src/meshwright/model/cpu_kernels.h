@@ -44,10 +44,11 @@ inline P cast(T x) {
   }
 }
 
-// exp(x) of x <= 0 within 2 ulp, 0 below -87; NaN stays NaN. Polynomial of Cephes' expf (Moshier 1992).
+// exp(x) of x <= 0, or a little more, within 2 ulp; 0 below -87, not finite far above 0, and NaN stays NaN. Polynomial of Cephes' expf (Moshier 1992).
 inline float exponential(float x) {
   float n = std::nearbyint(x * 1.44269504f);
   n = n < -127.0f ? -127.0f : n;
+  n = n > 128.0f ? 128.0f : n;
   const float r = std::fma(n, 2.12194440e-4f, std::fma(n, -0.693359375f, x));
   float y = 1.9875691500e-4f;
   y = std::fma(y, r, 1.3981999507e-3f);

@@ -48,10 +48,10 @@ def library() -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(build(cache_folder())))
     except (OSError, subprocess.SubprocessError) as error:
-        output = getattr(error, "stderr", None) or str(error)
+        output = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
         reason = next((line for line in output.splitlines() if "error" in line), output.strip())
         warnings.warn(
-            "this CPU trains a sixth slower than it could, or more, since its kernels were not compiled: "
+            "this CPU trains about a sixth slower than it could, since its kernels were not compiled: "
             f"{reason}; install g++, name another compiler in CXX, or set {SWITCH}=1 to be told no more",
             stacklevel=2,
         )

@@ -13,8 +13,7 @@ namespace {
 using meshwright::cast;
 using meshwright::exponential;
 
-constexpr int64_t ROWS = 128;      // whose gradients of the weight are summed by themselves, in any number of threads
-constexpr int64_t PIECE = 16384;   // elements that a thread takes at a time
+constexpr int64_t PIECE = 16384;  // elements that a thread takes at a time
 
 // y = weight * x * scale of rows (rows, width), scale = 1 / sqrt(mean(x^2) + eps).
 template <typename T>
@@ -37,18 +36,19 @@ void rms_norm(int64_t threads, int64_t rows, int64_t width, float eps, const T* 
 }
 
 // grad_x = scale * (grad * weight - x * scale^2 * mean(grad * weight * x)); grad_weight (width) in fp32 is the sum
-// over rows of grad * x * scale. `sums` has room for (rows / ROWS rounded up, width).
+// over rows of grad * x * scale, first over `part_rows` at a time, whatever the threads: `sums` has room for (rows /
+// part_rows rounded up, width).
 template <typename T>
-void rms_norm_backward(int64_t threads, int64_t rows, int64_t width, const T* grad, const T* x, const T* weight,
+void rms_norm_backward(int64_t threads, int64_t rows, int64_t width, int64_t part_rows, const T* grad, const T* x, const T* weight,
                        const float* scales, T* grad_x, float* grad_weight, float* sums) {
-  const int64_t parts = (rows + ROWS - 1) / ROWS;
+  const int64_t parts = (rows + part_rows - 1) / part_rows;
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for
     for (int64_t part = 0; part < parts; ++part) {
       float* sum = sums + part * width;
       std::fill_n(sum, width, 0.0f);
-      for (int64_t i = part * ROWS; i < std::min(rows, (part + 1) * ROWS); ++i) {
+      for (int64_t i = part * part_rows; i < std::min(rows, (part + 1) * part_rows); ++i) {
         const T *row = x + i * width, *slope = grad + i * width;
         T* to = grad_x + i * width;
         const float scale = scales[i];
@@ -135,18 +135,20 @@ void rotate(int64_t threads, int64_t batch, int64_t tokens, int64_t heads, int64
   }
 }
 
-// losses[i] = log(sum(exp(logits[i]))) - logits[i][target], 0 where the target is negative. If `with_grad`, the
-// logits (rows, width) become `factor` times the gradient of the sum of losses. False if a target is not a column.
+// losses[i] = log(sum(exp(logits[i]))) - logits[i][target], 0 where the target is `ignored`. If `with_grad`, the
+// logits (rows, width) become `factor` times the gradient of the sum of losses. False, and nothing done, if another
+// target is not a column.
 template <typename T>
-bool cross_entropy(int64_t threads, int64_t rows, int64_t width, int64_t with_grad, float factor, T* logits,
-                   const int64_t* targets, float* losses) {
-  if (std::any_of(targets, targets + rows, [=](int64_t target) { return target >= width; })) return false;
+bool cross_entropy(int64_t threads, int64_t rows, int64_t width, int64_t ignored, int64_t with_grad, float factor,
+                   T* logits, const int64_t* targets, float* losses) {
+  const auto is_wrong = [=](int64_t target) { return target != ignored && (target < 0 || target >= width); };
+  if (std::any_of(targets, targets + rows, is_wrong)) return false;
 #pragma omp parallel for num_threads(threads)
   for (int64_t i = 0; i < rows; ++i) {
     T* row = logits + i * width;
     const int64_t target = targets[i];
     losses[i] = 0;
-    if (target < 0) {
+    if (target == ignored) {
       if (with_grad) std::fill_n(row, width, T(0));
       continue;
     }
@@ -172,10 +174,10 @@ bool cross_entropy(int64_t threads, int64_t rows, int64_t width, int64_t with_gr
                                   const T* weight, T* y, float* scales) {                                       \
     rms_norm(threads, rows, width, eps, x, weight, y, scales);                                                  \
   }                                                                                                             \
-  extern "C" void NAME##_rms_norm_backward(int64_t threads, int64_t rows, int64_t width, const T* grad,         \
-                                           const T* x, const T* weight, const float* scales, T* grad_x,         \
-                                           float* grad_weight, float* sums) {                                   \
-    rms_norm_backward(threads, rows, width, grad, x, weight, scales, grad_x, grad_weight, sums);                \
+  extern "C" void NAME##_rms_norm_backward(int64_t threads, int64_t rows, int64_t width, int64_t part_rows,     \
+                                           const T* grad, const T* x, const T* weight, const float* scales,     \
+                                           T* grad_x, float* grad_weight, float* sums) {                        \
+    rms_norm_backward(threads, rows, width, part_rows, grad, x, weight, scales, grad_x, grad_weight, sums);     \
   }                                                                                                             \
   extern "C" void NAME##_swiglu(int64_t threads, int64_t size, const T* gate, const T* up, T* y) {              \
     swiglu(threads, size, gate, up, y);                                                                         \
@@ -189,9 +191,10 @@ bool cross_entropy(int64_t threads, int64_t rows, int64_t width, int64_t with_gr
                                 const T* cosines, const T* sines, T* y) {                                       \
     rotate(threads, batch, tokens, heads, dim, turned, sine_width, tables, sign, x, cosines, sines, y);         \
   }                                                                                                             \
-  extern "C" bool NAME##_cross_entropy(int64_t threads, int64_t rows, int64_t width, int64_t with_grad,         \
-                                       float factor, T* logits, const int64_t* targets, float* losses) {        \
-    return cross_entropy(threads, rows, width, with_grad, factor, logits, targets, losses);                     \
+  extern "C" bool NAME##_cross_entropy(int64_t threads, int64_t rows, int64_t width, int64_t ignored,           \
+                                       int64_t with_grad, float factor, T* logits, const int64_t* targets,      \
+                                       float* losses) {                                                         \
+    return cross_entropy(threads, rows, width, ignored, with_grad, factor, logits, targets, losses);            \
   }
 
 EXPORT(fp32, float)

@@ -1,7 +1,7 @@
 """RMSNorm, SwiGLU, rotary positions and cross-entropy on x86 processors by kernels in C++
 (`elementwise_cpu.cpp`).
 
-Each function takes contiguous tensors of one format for which `takes` is true.
+Each function takes tensors for which `takes` is true, of the shapes that it names: kernels see no shapes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from meshwright.model.cpu_kernels import library, pointers
 
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-_ROWS = 128
-"""`ROWS` of the source."""
+_PART_ROWS = 128
+"""Rows whose gradients of a norm's weight are summed first, by one thread."""
 
 
 def takes(*tensors: Tensor) -> bool:
@@ -48,9 +48,9 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) ->
     """The gradients of x, and of the weight (D,) in fp32."""
     rows, width = scale.numel(), x.shape[-1]
     grad_x, grad_weight = torch.empty_like(x), x.new_empty(width, dtype=torch.float32)
-    sums = x.new_empty(-(-rows // _ROWS), width, dtype=torch.float32)
+    sums = x.new_empty(-(-rows // _PART_ROWS), width, dtype=torch.float32)
     given = pointers(grad, x, weight, scale, grad_x, grad_weight, sums)
-    _call(x, "rms_norm_backward", rows, width, *given)
+    _call(x, "rms_norm_backward", rows, width, _PART_ROWS, *given)
     return grad_x, grad_weight
 
 
@@ -68,6 +68,18 @@ def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     return grad_gate, grad_up
 
 
+def tables_fit(x: Tensor, cosine: Tensor, sine: Tensor) -> bool:
+    """True if x is (B, T, H, d) and the tables of `rope.Rope` are (T, 1, ...) or (1 or B, T, 1, ...)."""
+    *rows, _, turned = cosine.shape
+    return (
+        x.ndim == 4
+        and tuple(rows) in {(x.shape[1],), (1, x.shape[1]), tuple(x.shape[:2])}
+        and cosine.shape[:-1] == sine.shape[:-1]
+        and turned <= x.shape[3]
+        and sine.shape[-1] in (turned // 2, turned)
+    )
+
+
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor, sign: int) -> Tensor:
     """x (B, T, H, d) with the last channels of each head rotated by tables of `rope.Rope`, as many as the
     cosines have, in the direction of `sign`."""
@@ -77,15 +89,17 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor, sign: int) -> Tensor:
     return y
 
 
-def cross_entropy_(logits: Tensor, targets: Tensor, with_grad: bool, factor: float) -> Tensor:
-    """The losses (N,) in fp32 of logits (N, V) by targets (N,); 0 where a target is negative.
+def cross_entropy_(logits: Tensor, targets: Tensor, ignored: int, with_grad: bool, factor: float) -> Tensor:
+    """The losses (N,) in fp32 of logits (N, V) by targets (N,); 0 where a target is `ignored`.
 
     If `with_grad`, the logits become `factor` times the gradient of their sum. Raises IndexError.
     """
-    losses = logits.new_empty(len(logits), dtype=torch.float32)
-    given = pointers(logits, targets.contiguous(), losses)
-    if not _call(logits, "cross_entropy", *logits.shape, int(with_grad), ctypes.c_float(factor), *given):
-        raise IndexError(f"target {int(targets.max())} is not one of {logits.shape[1]} logits")
+    (rows, width), places = logits.shape, targets.to(torch.int64).contiguous()
+    losses = logits.new_empty(rows, dtype=torch.float32)
+    sizes = rows, width, ignored, int(with_grad)
+    if not _call(logits, "cross_entropy", *sizes, ctypes.c_float(factor), *pointers(logits, places, losses)):
+        wrong = places[(places != ignored) & ((places < 0) | (places >= width))]
+        raise IndexError(f"target {int(wrong[0])} is not one of {width} logits, nor {ignored}")
     return losses
 
 

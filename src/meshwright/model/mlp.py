@@ -17,7 +17,9 @@ from meshwright.spec import ModelSpec
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, without a gradient."""
-    return elementwise_cpu.swiglu(gate, up) if elementwise_cpu.takes(gate, up) else F.silu(gate).mul_(up)
+    if gate.shape == up.shape and elementwise_cpu.takes(gate, up):
+        return elementwise_cpu.swiglu(gate, up)
+    return F.silu(gate).mul_(up)
 
 
 class _SiluProduct(torch.autograd.Function):
@@ -32,7 +34,7 @@ class _SiluProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
-        if elementwise_cpu.takes(gate, up, grad):
+        if gate.shape == up.shape and elementwise_cpu.takes(gate, up, grad):
             return elementwise_cpu.swiglu_backward(grad, gate, up)
         return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 

@@ -22,7 +22,7 @@ class _RmsNormOnCpu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if elementwise_cpu.takes(x, weight):
+        if weight.shape == x.shape[-1:] and elementwise_cpu.takes(x, weight):
             y, scale = elementwise_cpu.rms_norm(x, weight, eps)
             ctx.save_for_backward(x, weight, scale)
             return y
@@ -37,7 +37,7 @@ class _RmsNormOnCpu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        if elementwise_cpu.takes(x, weight, grad):
+        if weight.shape == x.shape[-1:] and elementwise_cpu.takes(x, weight, grad):
             grad_x, grad_weight = elementwise_cpu.rms_norm_backward(grad, x, weight, scale)
             return grad_x, grad_weight.to(weight.dtype), None
         wide, grad_wide, wide_weight = _wide(x), _wide(grad), _wide(weight)

@@ -123,7 +123,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(x: Tensor, cosine: Tensor, sine: Tensor, sign: int) -> Tensor:
-    if x.ndim == 4 and elementwise_cpu.takes(x, cosine, sine):
+    if elementwise_cpu.takes(x, cosine, sine) and elementwise_cpu.tables_fit(x, cosine, sine):
         return elementwise_cpu.rotate(x, cosine, sine, sign)
     still, half = x.shape[-1] - cosine.shape[-1], cosine.shape[-1] // 2
     if still:
