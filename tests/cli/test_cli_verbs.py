@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import tomllib
+import tracemalloc
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 from stand_ins import be_rank, last_json, stand_in
 
+from meshwright.api import runs
 from meshwright.cli.main import main
 from meshwright.data.shards import TokenShards
 from meshwright.hardware.find import catalogue
@@ -41,6 +44,27 @@ def test_train_on_a_runs_folder_goes_on_there(monkeypatch: pytest.MonkeyPatch, t
         (spec,),
         {"out": tmp_path, "resume": "auto", "quiet": False, "supervise": True, "address": None},
     )
+
+
+def test_a_run_without_out_gets_a_folder_that_is_not_there_yet(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Noon(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Noon:
+            return cls(2026, 11, 26, 12, tzinfo=tz)
+
+    monkeypatch.setattr(runs, "datetime", Noon)
+    monkeypatch.chdir(tmp_path)
+    names = []
+    tracemalloc.start()
+    for _ in range(3):
+        names.append(runs.default_out().name)
+        (tmp_path / "runs" / names[-1]).mkdir(parents=True)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert names == ["20261126-120000", "20261126-120000-2", "20261126-120000-3"]
+    assert most < 2**20  # names are made one by one
 
 
 def test_under_torchrun_train_is_a_rank_and_starts_nothing(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -284,7 +285,8 @@ def make_folder(out: Path) -> None:
 def default_out() -> Path:
     """Return the path of a new folder under runs/, named by the time."""
     base = Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
-    return next(path for path in (base, *(Path(f"{base}-{i}") for i in range(2, 10**6))) if not path.exists())
+    others = (Path(f"{base}-{number}") for number in count(2))
+    return next(path for path in chain((base,), others) if not path.exists())
 
 
 def launch(

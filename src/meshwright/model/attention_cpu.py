@@ -101,7 +101,7 @@ def _(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs, *output)
-    ctx.set_materialize_grads(False)  # else a gradient of the log-sum-exp, which none has, is made of zeros
+    ctx.set_materialize_grads(False)  # else zeros are made for the log-sum-exp's gradient, which is not used
 
 
 def _differentiate(ctx: Any, grad: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:

@@ -118,6 +118,7 @@ def _limits(causal: bool, window: int | None) -> dict[str, int]:
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, query_ends, key_ends, *ctx.bounds = inputs
     ctx.save_for_backward(*output, q, k, v, query_ends, key_ends)
+    ctx.set_materialize_grads(False)  # else zeros are made for the log-sum-exp's gradient, which is not used
 
 
 def _differentiate(ctx: Any, grad: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
