@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,11 @@ from test_partial_attention import (
     whole_softmax,
 )
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.model.attention import attend, attention_mask
+from meshwright.model.attention_cpu import blocked_attention
 from meshwright.model.attention_flash import (
     FLASH,
     FlashPart,
@@ -264,6 +267,33 @@ def test_operators_are_as_their_fakes_say(dtype: torch.dtype) -> None:
         torch.library.opcheck(varlen_attention, (*(x.clone().requires_grad_() for x in (q, k, v)), *bounds))
         out, lse = varlen_attention(q, k, v, *bounds)
         torch.library.opcheck(varlen_attention_backward, (grad, out, lse, q, k, v, *bounds))
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that are called within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.append(func.name())
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("kind", ["varlen", "blocked"])
+def test_no_gradient_is_made_for_the_log_sum_exp(kind: str) -> None:
+    """Autograd makes zeros for results that nothing used unless it is told not to: a kernel for each layer."""
+    inputs = [x.requires_grad_() for x in draw(2, 8, 0)[:3]]
+    with exact_kernel(), Operators() as operators:
+        if kind == "varlen":
+            out = packed_attention(*inputs, packed_of(None, 8, None))
+        else:
+            out = blocked_attention(*inputs, None)
+        operators.called.clear()
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+    assert f"meshwright::{kind}_attention_backward" in operators.called
+    assert not any("zeros" in name for name in operators.called)
 
 
 def test_operator_counts_its_flops() -> None:

@@ -44,7 +44,8 @@ inline P cast(T x) {
   }
 }
 
-// exp(x) of x <= 0, or a little more, within 2 ulp; 0 below -87, not finite far above 0, and NaN stays NaN. Polynomial of Cephes' expf (Moshier 1992).
+// exp(x) of x <= 0, or a little more, within 2 ulp; 0 below -87, not finite far above 0, and NaN stays NaN.
+// Polynomial of Cephes' expf (Moshier 1992).
 inline float exponential(float x) {
   float n = std::nearbyint(x * 1.44269504f);
   n = n < -127.0f ? -127.0f : n;

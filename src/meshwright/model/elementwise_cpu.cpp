@@ -36,11 +36,11 @@ void rms_norm(int64_t threads, int64_t rows, int64_t width, float eps, const T* 
 }
 
 // grad_x = scale * (grad * weight - x * scale^2 * mean(grad * weight * x)); grad_weight (width) in fp32 is the sum
-// over rows of grad * x * scale, first over `part_rows` at a time, whatever the threads: `sums` has room for (rows /
-// part_rows rounded up, width).
+// over rows of grad * x * scale, first over `part_rows` at a time, whatever the threads: `sums` has room for
+// (rows / part_rows rounded up, width).
 template <typename T>
-void rms_norm_backward(int64_t threads, int64_t rows, int64_t width, int64_t part_rows, const T* grad, const T* x, const T* weight,
-                       const float* scales, T* grad_x, float* grad_weight, float* sums) {
+void rms_norm_backward(int64_t threads, int64_t rows, int64_t width, int64_t part_rows, const T* grad, const T* x,
+                       const T* weight, const float* scales, T* grad_x, float* grad_weight, float* sums) {
   const int64_t parts = (rows + part_rows - 1) / part_rows;
 #pragma omp parallel num_threads(threads)
   {
