@@ -283,7 +283,7 @@ class Operators(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", ["varlen", "blocked"])
 def test_no_gradient_is_made_for_the_log_sum_exp(kind: str) -> None:
-    """Autograd makes zeros for results that nothing used unless it is told not to: a kernel for each layer."""
+    """Autograd makes zeros for results that nothing used unless it is told not to: one kernel a layer."""
     inputs = [x.requires_grad_() for x in draw(2, 8, 0)[:3]]
     with exact_kernel(), Operators() as operators:
         if kind == "varlen":
