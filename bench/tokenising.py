@@ -33,7 +33,8 @@ from meshwright.data import tokenize as parts
 from meshwright.data.readers import open_source
 from meshwright.data.shard_writer import ShardWriter
 from meshwright.data.tokenizer import bpe_of_counts
-from meshwright.data.words import GPT2, Words
+from meshwright.data.word_rule import GPT2
+from meshwright.data.words import Words
 
 SOURCE = Path(parts.__file__).parents[2]
 VOCAB = 2048
@@ -105,10 +106,8 @@ def shares(corpus: Path, out: Path) -> dict[str, float]:
     timed("hash", lambda: [parts.content_hash(text.encode()) for text in texts])
     pieces = timed("cut", lambda: [piece for text in texts for piece in parts._learnt(text, 0, (0, 0))])
     words = Words(GPT2)
-    numbers = timed(
-        "number stretches", lambda: [words.keep([(piece.text, piece.learnt)]) for piece in pieces]
-    )
-    counts = timed("split the rest, count words", words.word_counts)
+    numbers = timed("number words", lambda: [words.keep([(piece.text, piece.learnt)]) for piece in pieces])
+    counts = timed("count words", words.word_counts)
     tokenizer = timed("learn merges", lambda: bpe_of_counts(counts, VOCAB))
     words.load(tokenizer.json, "<u2")
     timed("encode words", lambda: words._ids([]))

@@ -17,7 +17,7 @@ from meshwright.data.split import SplitSurvey
 from meshwright.data.text_processes import TextProcesses
 from meshwright.data.tokenize import build_tokenizer, tokenize
 from meshwright.data.tokenizer import byte_tokenizer, train_bpe
-from meshwright.data.words import GPT2
+from meshwright.data.word_rule import GPT2
 from meshwright.spec import UserError
 
 

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +14,15 @@ from test_data_tokenizer import sentencepiece_like
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
+from meshwright.cpp_library import SWITCH
 from meshwright.data import tokenize as cutting
 from meshwright.data.tokenizer import END, Tokenizer, byte_tokenizer, number_tokenizer, train_bpe
-from meshwright.data.words import GPT2, LLAMA3, QWEN2, WordRule, Words, word_rule
+from meshwright.data.word_rule import GPT2, LLAMA3, QWEN2, WordRule, word_rule
+from meshwright.data.word_table import CompiledWordTable, WordTable, library_path
+from meshwright.data.words import Words
+from sanitizers import address_sanitizer, output
 
+LIBRARY = library_path()
 RULES = {"gpt2": GPT2, "llama3": LLAMA3, "qwen2": QWEN2}
 SPACES = (
     "\t\n\v\f\r \x1c\x1d\x1e\x1f\x85\xa0\u1680\u180e\u2000\u2003\u2028\u2029\u202f\u205f\u3000\u200b\ufeff"
@@ -62,6 +68,17 @@ def backend_of(kind: str, ignore_merges: bool = False) -> Backend:
 
 TOKENIZERS = {kind: Tokenizer(backend_of(kind), 0, None) for kind in RULES}
 TOKENIZERS["ignoring merges"] = Tokenizer(backend_of("llama3", ignore_merges=True), 0, None)
+
+
+@pytest.fixture(params=["compiled", "python"], scope="module", autouse=True)
+def table(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Words by the library in C++, and without it."""
+    if request.param == "compiled" and not LIBRARY:
+        pytest.skip("the library needs a C++ compiler")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "python":
+            patch.setenv(SWITCH, "1")
+        yield
 
 
 def encoded(words: Words, piece: str) -> list[int]:
@@ -171,7 +188,7 @@ def test_training_on_more_text(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = [*texts(300, seed=5), "=" * 700, "ab" * 300, "a" * 501]
     whole = train_bpe(samples, 900)
     assert whole.json == by_library(samples, 900)
-    monkeypatch.setattr("meshwright.data.words.MOST_KNOWN", 10)
+    monkeypatch.setattr("meshwright.data.word_table.MOST_KNOWN", 10)
     assert train_bpe(samples, 900).json == whole.json
 
 
@@ -180,7 +197,8 @@ def test_kept_pieces_have_the_ids_of_others(monkeypatch: pytest.MonkeyPatch) -> 
     tokenizer = TOKENIZERS["gpt2"]
     expected = [tokenizer.encode(text) for text in samples]
     for most in (2**20, 5):
-        monkeypatch.setattr("meshwright.data.words.MOST_KNOWN", most)
+        for module in ("words", "word_table"):
+            monkeypatch.setattr(f"meshwright.data.{module}.MOST_KNOWN", most)
         words = Words(GPT2)
         numbers = [words.keep([(text, None)]) for text in samples]
         words.word_counts()
@@ -189,3 +207,30 @@ def test_kept_pieces_have_the_ids_of_others(monkeypatch: pytest.MonkeyPatch) -> 
         assert [encoded(words, text) for text in samples] == expected
         words.drop()
         assert [encoded(words, text) for text in samples] == expected
+
+
+def test_a_vocabulary_that_lacks_bytes() -> None:
+    """Its ids do not spell their words, and so do not tell where one ends."""
+    vocab = {letter: number for number, letter in enumerate("Ġabcde\u010a")}
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    text = "ab cd\nxyz ea x a\n1 b é dde"
+    words = Words(GPT2, backend.to_str(), "<u2")
+    assert encoded(words, text) == backend.encode(text).ids
+    assert encoded(words, text[::-1]) == backend.encode(text[::-1]).ids
+
+
+@pytest.mark.skipif(not LIBRARY, reason="the library needs a C++ compiler")
+@settings(max_examples=200, deadline=None)
+@given(parts=TEXT, kind=st.sampled_from([*RULES]))
+def test_tables_number_words_alike(parts: list[str], kind: str) -> None:
+    tables = [WordTable(RULES[kind]), CompiledWordTable(RULES[kind], LIBRARY)]
+    texts = ["".join(parts), "".join(parts[::-1])]
+    found = [[each.tolist() for each in table.numbers(texts)] for table in tables]
+    assert found[0] == found[1]
+    assert tables[0].words() == tables[1].words() and tables[0].words(1) == tables[1].words(1)
+
+
+@pytest.mark.skipif(address_sanitizer() is None, reason="it needs g++ with its address sanitizer")
+def test_sanitizers_find_nothing() -> None:
+    assert output(Path(__file__).with_name("sanitised_word_table.py")) == "3000 texts\n"

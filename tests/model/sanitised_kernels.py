@@ -9,13 +9,14 @@ import sys
 import test_attention_cpu_kernel as attention
 import torch
 
+from meshwright.cpp_library import cache_folder
 from meshwright.model import attention_cpu_kernel, cpu_kernels, elementwise_cpu
 
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g")
 
 
 def main(options: list[str]) -> None:
-    library = ctypes.CDLL(str(cpu_kernels.build(cpu_kernels.cache_folder(), *FLAGS, *options)))
+    library = ctypes.CDLL(str(cpu_kernels.KERNELS.build(cache_folder(), *FLAGS, *options)))
     attention_cpu_kernel.library = elementwise_cpu.library = lambda: library
     calls = 0
     for dtype in attention.ROUNDED:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshwright.cpp_library import cache_folder
 from meshwright.model import attention_cpu_kernel as kernel
 from meshwright.model import cpu_kernels
 from meshwright.model.attention import attention_mask
@@ -68,7 +69,7 @@ def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     one = {"fp32": torch.float32, "fp16_by_fp32": torch.float16}.get(request.param, torch.bfloat16)
     library = cpu_kernels.library()
     if request.param == "bf16" and not SUPPORTED[one]():
-        library = ctypes.CDLL(str(cpu_kernels.build(cpu_kernels.cache_folder(), "-DPLAIN_PRODUCTS")))
+        library = ctypes.CDLL(str(cpu_kernels.KERNELS.build(cache_folder(), "-DPLAIN_PRODUCTS")))
 
     def name(dtype: torch.dtype) -> str | None:
         return request.param if dtype == one else None

@@ -11,7 +11,8 @@ import numpy as np
 
 from meshwright.data.processes import Processes, WorkError
 from meshwright.data.tokenizer import UNKNOWN_TEXT, IDs, Tokenizer
-from meshwright.data.words import GPT2, Words
+from meshwright.data.word_rule import GPT2
+from meshwright.data.words import Words
 from meshwright.spec.errors import UserError
 from meshwright.spec.files import shortened
 
@@ -112,7 +113,7 @@ class TextProcesses:
 
         def requests() -> Iterator[tuple[int | None, tuple[object, ...]]]:
             for batch in batches(pieces, _length):
-                kept = self._kept.get(_key(batch))
+                kept = self._kept.get(_key(batch)) if self._kept else None
                 if kept and [piece.document for piece in kept.pieces] == [piece.document for piece in batch]:
                     yield kept.process, ("kept", kept.number)
                 else:

@@ -27,7 +27,7 @@ from meshwright.data.tokenizer import (
     bpe_of_counts,
     byte_tokenizer,
 )
-from meshwright.data.words import CUTS, GPT2, WordRule
+from meshwright.data.word_rule import CUTS, GPT2, WordRule
 from meshwright.spec.errors import UserError
 from meshwright.spec.files import user_path
 

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers
 
 from meshwright.data.bpe_training import learn_merges
-from meshwright.data.words import GPT2, WordRule, Words, word_rule
+from meshwright.data.word_rule import GPT2, WordRule, word_rule
+from meshwright.data.words import Words
 from meshwright.spec.errors import UserError
 from meshwright.spec.hf_json import read_json_object
 from meshwright.spec.special_tokens import find_bos, find_end, token_name

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from meshwright.model.cpu_kernels import SWITCH, library, pointers
+from meshwright.cpp_library import SWITCH
+from meshwright.model.cpu_kernels import library, pointers
 from meshwright.model.processor import SUPPORTED
 
 

@@ -1,0 +1,29 @@
+"""Programs that call libraries in C++ compiled with g++'s sanitizers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def address_sanitizer() -> str | None:
+    """The library of g++'s address sanitizer, which a program must load first; None without it."""
+    if shutil.which("g++") is None:
+        return None
+    asked = ["g++", "-print-file-name=libasan.so"]
+    found = Path(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip())
+    return str(found) if found.is_absolute() else None
+
+
+def output(program: Path, *options: str) -> str:
+    """Return what a program in Python prints under the address sanitizer."""
+    environment = os.environ | {"LD_PRELOAD": str(address_sanitizer()), "ASAN_OPTIONS": "detect_leaks=0"}
+    call = [sys.executable, str(program), *options]
+    ended = subprocess.run(call, env=environment, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout
