@@ -1,6 +1,6 @@
 """`python -m meshwright` is the command `meshwright`."""
 
-from meshwright.cli.main import run
+from meshwright.cli.entry import run
 
 if __name__ == "__main__":
     run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.cli.main import VERBS, main
+from meshwright.cli.overview import SUMMARIES
 from meshwright.cli.parser import Call, Verb, parse
 from meshwright.spec import UserError
 from meshwright.spec.load import from_tree
@@ -197,6 +198,7 @@ def test_help_is_readable(words: list[str], capsys: pytest.CaptureFixture[str]) 
 def test_help_names_every_verb_and_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     from meshwright.spec.schema import known_keys
 
+    assert [each.name for each in VERBS] == [*SUMMARIES]
     main(["--help"])
     program = capsys.readouterr().out
     assert all(each.name in program and each.summary.split()[0] in program for each in VERBS)

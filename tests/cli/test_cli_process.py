@@ -67,6 +67,16 @@ def test_nothing_heavy_is_imported_for_help_spec_and_mistakes() -> None:
     assert reported == [f"heavy: {words} []" for words in ("import", *map(" ".join, LIGHT))]
 
 
+def test_the_list_of_verbs_imports_next_to_nothing() -> None:
+    program = (
+        "import sys; from meshwright.cli.entry import run; sys.argv[1:] = ['--help']; run()\n"
+        "print(*(name for name in sys.modules if name.startswith(('meshwright', 'pydantic'))))"
+    )
+    found = python("-c", program).stdout.splitlines()
+    assert found[0].startswith("meshwright 0.")
+    assert found[-1] == "meshwright meshwright.cli meshwright.cli.overview meshwright.cli.entry"
+
+
 def test_help_imports_neither_the_planner_nor_the_interface() -> None:
     """But for what its lists say: names of clusters, and of objectives."""
     program = (

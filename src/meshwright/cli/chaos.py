@@ -19,7 +19,6 @@ def _kinds(text: str) -> list[str]:
 
 @verb(
     "chaos",
-    "inject faults into a run, and compare it with its twin without any",
     RUN,
     NPROC,
     Flag(

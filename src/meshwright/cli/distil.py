@@ -13,7 +13,6 @@ from meshwright.launch.env import worker
 
 @verb(
     "distil",
-    "write a teacher's likeliest tokens for a run's samples, for distil.logits: --distil.teacher RUN",
     RUN,
     NPROC,
     Flag("out", "folder to write", "DIR", folder_name, required=True),

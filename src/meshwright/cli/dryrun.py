@@ -14,7 +14,6 @@ from meshwright.report.format import size
 
 @verb(
     "dryrun",
-    "run the real step of one rank of any world on fake tensors: what it holds and sends",
     RUN,
     Flag("world", "ranks of the world; default the layout's", "N", whole(1)),
     Flag("rank", "the rank whose step is run", "N", whole(0), default=0),

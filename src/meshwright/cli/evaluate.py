@@ -26,7 +26,6 @@ def _steps(text: str) -> str | tuple[int, ...]:
 
 @verb(
     "evaluate",
-    "loss, bits per byte and perplexity of texts, and scores of tasks, by a trained model",
     Argument("RUN", "the folder of a run, or of an HF model", keys=True, listed=GENERATION_KEYS),
     Flag("data", "a text besides the run's held-out one, a file or a folder", "NAME=PATH", _named_path,
          repeated=True),

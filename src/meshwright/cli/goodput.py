@@ -17,7 +17,6 @@ _seconds, _hours = number(0, 1e12), number(1e-6, 1e8)
 
 @verb(
     "goodput",
-    "the best checkpoint interval under failures, and the effective time, tokens a day and cost",
     Flag("step-seconds", "seconds of a training step", "S", number(1e-6, 1e12), required=True),
     Flag("save-seconds", "seconds that a save stops training", "S", _seconds),
     Flag("restart-seconds", "seconds from a failure to training", "S", _seconds),

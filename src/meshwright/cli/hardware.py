@@ -18,7 +18,6 @@ from meshwright.units import FORMATS
 
 @verb(
     "profile",
-    "measure this machine: products, attention, memory, collectives; write a hardware file",
     Flag("out", "hardware file to write", "FILE.json", file_name(".json")),
     Flag("nproc", "processes: a number, or 'auto' for GPUs or cores", "N|auto", str, default="auto"),
     Flag("seconds", "about how long to measure", "S", number(1.0, 3600), default=120.0),
@@ -45,7 +44,6 @@ def profile(call: Call) -> None:
 
 @verb(
     "clusters",
-    "list the known clusters, or show one of them or a hardware file in full",
     Argument("NAME", "a cluster of the list, or a hardware file (JSON)", required=False),
     Flag("count", "number of devices; default one node, or the number in the file", "N", whole(1)),
     JSON,

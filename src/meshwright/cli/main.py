@@ -21,6 +21,7 @@ from meshwright.cli import (
     hardware,
     models,
     output,
+    overview,
     plan,
     quantise,
     runs,
@@ -114,14 +115,14 @@ def _stop(number: int, _frame: FrameType | None) -> NoReturn:
 def main(words: Sequence[str]) -> int:
     """Run the command line `words` and return the exit code. Raises `UserError`."""
     if not words or words[0] in _HELP:
-        print(helps.program(VERBS, __version__))
+        print(overview.program(__version__))
         return 0
     if words[0] == "--version":
         print(f"meshwright {__version__}")
         return 0
     group = [verb for verb in VERBS if verb.name.startswith(f"{words[0]} ")]
     if group and (len(words) == 1 or words[1] in _HELP):
-        print(helps.group(words[0], group))
+        print(overview.group(words[0]))
         return 0
     length = 2 if group else 1
     verb, rest = _find(words[:length], group or VERBS), words[length:]

@@ -36,7 +36,6 @@ _CHECKPOINTS = Argument("DIR", "the folder of a run, or of its checkpoints")
 
 @verb(
     "generate",
-    "continue prompts with a trained model, on any layout: --layout.tp 2",
     Argument("RUN", "the folder of a run, or of an HF model", keys=True, listed=GENERATION_KEYS),
     Flag("prompt", "the text to continue", "TEXT", str),
     Flag("prompts", 'texts to continue, a JSON object such as {"prompt": "Once"} on each line', "FILE", Path),
@@ -101,7 +100,6 @@ def _tell_as_rank(number: int, text: str) -> None:
 
 @verb(
     "export",
-    "write a run's model as an HF folder, or as a GGUF file for llama.cpp",
     _RUN,
     Argument("TARGET", "a folder to write, new or empty, or a new file that ends in .gguf"),
     Flag(
@@ -127,7 +125,6 @@ def export(call: Call) -> None:
 
 @verb(
     "import",
-    "make a run's folder from an HF folder of a family of model.family",
     Argument("FOLDER", "an HF folder with config.json and safetensors"),
     Flag("out", "folder of the run to make", "DIR", folder_name, required=True),
     JSON,
@@ -141,7 +138,7 @@ def import_hf(call: Call) -> None:
     show.result(call, {"folder": str(out)}, lambda _: print(f"wrote {out}"))
 
 
-@verb("checkpoint ls", "list a run's checkpoints", _CHECKPOINTS, JSON)
+@verb("checkpoint ls", _CHECKPOINTS, JSON)
 def checkpoint_ls(call: Call) -> None:
     """List the checkpoints of a run."""
     from meshwright import api
@@ -155,7 +152,6 @@ def checkpoint_ls(call: Call) -> None:
 
 @verb(
     "checkpoint verify",
-    "check every hash of a checkpoint",
     _CHECKPOINTS,
     Flag("step", "which one; default the newest", "STEP", whole(0)),
     JSON,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshwright import units
+from meshwright.cli.overview import SUMMARIES
 from meshwright.spec import RunSpec, UserError
 from meshwright.spec.errors import did_you_mean
 from meshwright.spec.files import user_path
@@ -103,10 +104,11 @@ class Verb:
         return " ".join(["meshwright", self.name, *words])
 
 
-def verb(name: str, summary: str, *parts: Argument | Flag) -> Callable[[Function], Verb]:
+def verb(name: str, *parts: Argument | Flag) -> Callable[[Function], Verb]:
     """Return a decorator that makes a `Verb` of the function that runs it."""
     arguments = tuple(part for part in parts if isinstance(part, Argument))
-    return partial(Verb, name, summary, arguments, tuple(part for part in parts if isinstance(part, Flag)))
+    flags = tuple(part for part in parts if isinstance(part, Flag))
+    return partial(Verb, name, SUMMARIES[name], arguments, flags)
 
 
 JSON = Flag("json", "print the result as one JSON object on the last line of stdout")

@@ -75,7 +75,6 @@ _STACK = Flag("stack", "the software that runs it", "NAME", _stack, "meshwright"
 
 @verb(
     "plan",
-    "find the best layouts of a model on a cluster: time, memory, money",
     Argument("MODEL", "a preset, an HF folder or config.json, or a run file", keys=True),
     _CLUSTER,
     Flag("gpus", "devices, or a range such as 64..1024; default one node", "N", str),
@@ -335,7 +334,6 @@ def _shares(parts: dict[str, float], total: float, unit: str) -> None:
 
 @verb(
     "explain",
-    "explain a run's layout on a cluster: time, memory, links, and why others are worse",
     RUN,
     _CLUSTER,
     _STACK,

@@ -26,7 +26,6 @@ def _group(text: str) -> int:
 
 @verb(
     "quantise",
-    "write a model with 8 or 4 bits a weight, or --compare what that costs",
     Argument("RUN", "the folder of a run, or of an HF model"),
     Argument("FOLDER", "the HF folder to write; it must not exist, or be empty", required=False),
     Flag("recipe", "number format of linear layers; with --compare, of the sensitivity (int4)",

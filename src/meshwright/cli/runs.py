@@ -38,7 +38,6 @@ def asked(call: Call, ranks: int | None = None) -> tuple[dict[str, Any], Overrid
 
 @verb(
     "tokenize",
-    "turn text, JSONL or source files into a folder of tokens for data.corpus",
     RUN,
     Flag("out", "folder to write", "DIR", folder_name, required=True),
     JSON,
@@ -63,7 +62,6 @@ def tokenize(call: Call) -> None:
 
 @verb(
     "data verify",
-    "hash every file of a folder of tokens again",
     Argument("FOLDER", "a folder made by `meshwright tokenize`"),
     JSON,
 )

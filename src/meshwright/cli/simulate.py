@@ -18,7 +18,6 @@ MOST_RANKS = 16
 
 @verb(
     "simulate",
-    "time one step of the run's pipeline: bubble, activations, a timeline of every rank",
     RUN,
     Flag("out", "timeline to write, a page that opens offline", "FILE.html", file_name(".html")),
     Flag("trace", "trace to write, for Perfetto", "FILE.json", file_name(".json")),

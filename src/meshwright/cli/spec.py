@@ -17,20 +17,20 @@ from meshwright.units import short
 _NPROC = Flag("nproc", "set layout.dp if no axis is set, as train does", "N|auto", str)
 
 
-@verb("spec show", "print a run's whole spec as TOML", RUN, _NPROC, JSON)
+@verb("spec show", RUN, _NPROC, JSON)
 def show_spec(call: Call) -> None:
     """Print every field of the spec, with defaults and presets resolved."""
     spec = spec_of(call)
     show.result(call, spec.to_json(), lambda _: print(to_toml(spec), end=""))
 
 
-@verb("spec schema", "print the JSON schema of a run file, for editors")
+@verb("spec schema")
 def show_schema(call: Call) -> None:
     """Print the JSON schema of a run file."""
     print(json.dumps(schema(), indent=2))
 
 
-@verb("spec check", "validate a run file, and print what would run", RUN, _NPROC, JSON)
+@verb("spec check", RUN, _NPROC, JSON)
 def check(call: Call) -> None:
     """Validate a run file, and print in one line what would run."""
     spec = spec_of(call)
@@ -58,7 +58,7 @@ def check(call: Call) -> None:
     show.result(call, facts, lambda _: show.line(sentence))
 
 
-@verb("spec presets", "list the named models", JSON)
+@verb("spec presets", JSON)
 def presets(call: Call) -> None:
     """Print the named models."""
     sizes = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab_size", "max_seq_len")

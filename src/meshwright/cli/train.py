@@ -19,7 +19,6 @@ from meshwright.spec.load import from_tree
 
 @verb(
     "train",
-    "train a model: start the ranks, log, checkpoint, report",
     RUN,
     NPROC,
     Flag("cluster", "hardware to plan a missing layout for; default this machine", "NAME|FILE", str),

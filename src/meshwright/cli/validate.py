@@ -18,7 +18,6 @@ _NAMED = 16
 
 @verb(
     "validate",
-    "compare the planner's predictions with measured runs: published ones, or a table of yours",
     Argument("RUNS.csv", "a table of measured runs; by default the published ones", required=False),
     Flag("by", "group by source, model or gpu", "COLUMN", choice(*COLUMNS), default="source"),
     Flag("rows", "also show every row, measured and predicted"),

@@ -32,7 +32,6 @@ def _axes(text: str) -> Overrides:
 
 @verb(
     "verify",
-    "compare the layout with one device in float64: loss, gradients, norm, parameters",
     RUN,
     NPROC,
     Flag("steps", "optimiser steps to compare; default 3, with --sweep 2", "K", whole(1)),

@@ -32,7 +32,6 @@ _OUT = Flag("out", "folder of the run to make", "DIR", folder_name, required=Tru
 
 @verb(
     "average",
-    "make a run whose weights are the mean of a run's checkpoints",
     Argument("RUN", "the folder of a run"),
     _OUT,
     Flag("last", "average the newest K checkpoints", "K", whole(1)),
@@ -56,7 +55,6 @@ def average(call: Call) -> None:
 
 @verb(
     "merge",
-    "make a run whose weights are those of several models, merged",
     Argument("RUN", "the folder of a run, or of an HF model", repeated=True),
     _OUT,
     Flag(
