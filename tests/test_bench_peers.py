@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,7 +47,7 @@ run(given, step, lambda: held(model, optimiser), "a note")
 """
 
 
-def test_a_turn_has_the_tokens_that_we_train_on_and_what_is_held(
+def test_a_peer_has_the_tokens_that_we_train_on_and_what_is_held(
     run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "program.py").write_text(PEER)
@@ -54,14 +56,16 @@ def test_a_turn_has_the_tokens_that_we_train_on_and_what_is_held(
     run.tokens_of(case, 3, tokens)
     monkeypatch.setattr(run, "python_of", lambda side: Path(sys.executable))
     side = run.Side("here", str(tmp_path / "program.py"), "none", "", ("one",))
-    turn = run.their_turn(side, case, 3, tokens)
-    assert turn.error is None and turn.note == "a note"
+    with run.their_program(side, case, 3, tokens, tmp_path) as program:
+        program.end()
+    report = program.report
+    assert report.error is None and report.note == "a note"
     batches = torch.from_numpy(run.numpy.load(tokens))
-    assert turn.losses == [float(batch[0, 0]) for batch in batches] and len(turn.seconds) == 3
-    (held,) = turn.held
+    assert report.losses == [float(batch[0, 0]) for batch in batches] and len(report.seconds) == 3
+    (held,) = report.held
     assert held["parameters"] == {"elements": 512 * 4 + 4, "bytes": 4 * (512 * 4 + 4), "types": ["float32"]}
     assert held["states"]["elements"] == 2 * (512 * 4 + 4)
-    assert turn.peak > 50e6 and 0 < turn.first < 60
+    assert report.peak > 50e6 and 0 < report.first < 60
 
 
 @pytest.mark.parametrize(
@@ -74,40 +78,99 @@ def test_a_turn_has_the_tokens_that_we_train_on_and_what_is_held(
 def test_a_side_that_does_not_run_has_its_error(
     run: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, words: str
 ) -> None:
-    monkeypatch.setattr(run, "LIMIT", 1.0 if "sleep" in program else 60.0)
-    turn = run.Turn()
-    list(run.finished([sys.executable, "-c", program], [0], 1, tmp_path, turn))
-    assert turn.error == words
-    row = run.row_of(run.Case("small", "bf16", "one"), "here", [turn], [turn], [1e9], 1.0)
+    monkeypatch.setattr(sys.modules[run.Program.__module__], "LIMIT", 1.0 if "sleep" in program else 60.0)
+    with started(run, program, tmp_path) as side:
+        assert not side.until(1)
+        side.end()
+    assert side.report.error == words
+    found = run.Round(side.report, [], [], 0.0)
+    row = run.row_of(run.Case("small", "bf16", "one"), "here", [found], plan(run), 1.0)
     assert row["error"] == words and "does not run" in run.page([row])
 
 
+STEPS = """
+import subprocess, sys, time
+rank = "import time\\nfor step in range(40): time.sleep(0.05); print(step, time.time(), flush=True)"
+subprocess.run([sys.executable, "-c", rank], start_new_session=True)
+"""
+
+
+def started(run: ModuleType, program: str, folder: Path) -> Any:
+    """A program whose lines are steps, with the time at which each ended."""
+
+    def read(line: str, report: Any) -> None:
+        report.steps += 1
+        report.seconds.append(float(line.split()[1]))
+
+    return run.Program([sys.executable, "-c", program], [0], os.environ, folder, read)
+
+
+def test_a_program_that_is_stopped_takes_no_steps(run: ModuleType, tmp_path: Path) -> None:
+    with started(run, STEPS, tmp_path) as side:
+        assert side.until(3)
+        stopped = time.time()
+        time.sleep(1.0)
+        assert side.until(10, timed=True)
+        went_on = time.time()
+        side.end()
+    ends = side.report.seconds
+    assert side.report.error is None and len(ends) == 40 and 0 < side.report.first < 60
+    assert ends[2] < stopped and ends[4] > stopped + 1.0 and ends[9] < went_on
+    assert max(ends[i + 1] - ends[i] for i in range(4, 9)) < 0.5
+
+
 def test_memory_is_not_read_while_steps_are_timed(run: ModuleType, tmp_path: Path) -> None:
-    turn = run.Turn()
-    turn.note_step(run.WARM, run.WARM + 3)
-    program = "import time; time.sleep(1.2)"
-    list(run.finished([sys.executable, "-c", program], [0], 1, tmp_path, turn))
-    assert turn.timed and turn.peak == 0
-    turn.note_step(run.WARM + 3, run.WARM + 3)
-    list(run.finished([sys.executable, "-c", program], [0], 1, tmp_path, turn))
-    assert not turn.timed and turn.peak > 0
+    with started(run, STEPS, tmp_path) as side:
+        side.until(40, timed=True)
+        assert side.report.peak == 0
+    with started(run, STEPS, tmp_path) as side:
+        side.until(40)
+        assert side.report.peak > 1e6
+
+
+def test_nothing_of_a_program_is_left(run: ModuleType, tmp_path: Path) -> None:
+    """Neither its process nor that of a session of its own, also where both were stopped."""
+    with started(run, STEPS, tmp_path) as side:
+        side.until(3)
+        processes = list(sys.modules[run.Program.__module__].descendants(side._process.pid))
+    assert len(processes) == 2
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in processes):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def plan(run: ModuleType) -> Any:
+    """Two rounds of two stretches of three steps."""
+    return run.Plan(2, 2, 3)
+
+
+def a_round(run: ModuleType, theirs: list[float], ours: list[float], rate: float = 1e9) -> Any:
+    """A round in which the steps of each stretch take so long."""
+
+    def side(seconds: list[float]) -> tuple[Any, list[Any]]:
+        report = run.Report([100.0] * 3, [2.0, 1.0] * 10, peak=100, first=3.0)
+        stretches = []
+        for each in seconds:
+            start = len(report.seconds) + 1
+            report.seconds += [99.0, each, each, each]
+            stretches.append(run.Stretch(report, range(start, start + 3)))
+        return report, stretches
+
+    report, stretches = side(theirs)
+    return run.Round(report, stretches, side(ours)[1], rate)
 
 
 def test_the_figures_of_a_row(run: ModuleType) -> None:
-    warm = [9.0] * run.WARM
-    ours = [
-        run.Turn([*warm, 1.0, 1.0, 1.0], [2.0, 1.0], 100, 3.0),
-        run.Turn([*warm, 2.0, 2.0, 2.0], [2.0, 1.0]),
+    rounds = [
+        a_round(run, [2.0, 2.0], [1.0, 2.0], 4096.0),
+        a_round(run, [3.0, 3.0], [2.0, 1.0], 4096.0),
     ]
-    theirs = [
-        run.Turn([*warm, 2.0, 2.0, 2.0], [2.0, 1.0], 300, 5.0),
-        run.Turn([*warm, 3.0, 3.0, 3.0], [3.0, 1.5]),
-    ]
-    row = run.row_of(run.Case("small", "bf16", "one"), "them", theirs, ours, [4096.0, 4096.0], 0.5)
-    assert row["ratios"] == [2.0, 1.5] and row["ratio"] == 1.75
+    row = run.row_of(run.Case("small", "bf16", "one"), "them", rounds, plan(run), 0.5)
+    assert row["ratios"] == [2.0, 1.0, 1.5, 3.0] and row["ratio"] == 1.75
     assert row["tokens_per_second"] == pytest.approx(4096 / 2.5)
     assert row["matmul_fraction"] == pytest.approx((0.25 + 1 / 6) / 2, abs=1e-3)
-    assert row["losses"] == [3.0, 1.5]
+    assert row["losses"] == [2.0, 2.0] and row["peak_bytes"] == 100
 
 
 def test_rows_of_a_case_on_a_processor_replace_those_before(run: ModuleType, tmp_path: Path) -> None:
@@ -122,9 +185,10 @@ def test_rows_of_a_case_on_a_processor_replace_those_before(run: ModuleType, tmp
 
 
 def test_each_case_has_a_table_for_each_processor(run: ModuleType) -> None:
-    turn = run.Turn([9.0] * run.WARM + [1.0] * 3, [2.0, 1.0], 100, 3.0)
     rows = [
-        run.row_of(run.Case("small", "bf16", case), "here", [turn], [turn], [rate], 1.0)
+        run.row_of(
+            run.Case("small", "bf16", case), "here", [a_round(run, [1.0], [1.0], rate)], plan(run), 1.0
+        )
         | {"machine": f"{processor}, 2 cores"}
         for case, processor, rate in (("tp2", "B", 1e9), ("one", "A", 2e9), ("tp2", "A", 3e9))
     ]

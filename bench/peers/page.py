@@ -26,14 +26,15 @@ make bench-peers ARGS="--models small --precision bf16 --cases one tp2 --sides M
 ```
 
 Each row is a program that trains the same model on the same tokens, in turns with `meshwright train`, which
-runs with all its defaults (but for the document mask, which others do not have): a turn starts the program,
-trains some steps of 8 sequences of 512 tokens with AdamW and gradient clipping, and ends it. `ratio` is our
-tokens per second over theirs; `of products` is the model's FLOP/s over the rate of plain matrix products,
-measured in each round; `peak` is the most memory that all processes of a program had at once; `first step`
-counts from the command. What each rank of a program held after the last step was counted there, not taken
-from the layout's name. Programs that need a GPU for something have it replaced, as the first lines of their
-files under `bench/peers/` say. Programs with weights in bf16 alone also update them in bf16, which is not
-the same training.
+runs with all its defaults (but for the document mask, which others do not have), with AdamW and gradient
+clipping, 8 sequences of 512 tokens a step. Both are started, and one goes on for some steps while all
+processes of the other are stopped; rows of before 2026-11-27 are of turns that start and end a program each.
+`ratio` is our tokens per second over theirs; `of products` is the model's FLOP/s over the rate of plain
+matrix products, measured in each round; `peak` is the most memory that all processes of a program had at
+once; `first step` counts from the command. What each rank of a program held after the last step was counted
+there, not taken from the layout's name. Programs that need a GPU for something have it replaced, as the first
+lines of their files under `bench/peers/` say. Programs with weights in bf16 alone also update them in bf16,
+which is not the same training.
 """
 
 

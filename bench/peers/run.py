@@ -1,14 +1,15 @@
-"""Meshwright's `train` beside other programs: the same model on the same tokens, in turns.
+"""Meshwright's `train` beside other programs: the same model on the same tokens, in turns of a few steps.
 
     python bench/peers/run.py [--models small base moe-small] [--precision bf16 fp32] [--sides NAME ...]
-                              [--cases one-thread one replicate zero3 tp2 pp2] [--rounds 3] [--steps 14]
-                              [--out FILE.jsonl] [--page docs/peers.md]
+                              [--cases one-thread one replicate zero3 tp2 pp2] [--rounds 2] [--stretches 3]
+                              [--steps 3] [--out FILE.jsonl] [--page docs/peers.md]
 
-A turn starts a side as its users do, trains `--steps` steps of 8 sequences of 512 random tokens with AdamW
-and clipping, and ends it; sides take turns round after round, since a machine's speed drifts by more than
-what is compared. Meshwright's side is `meshwright train` with all its defaults, but for the document mask,
-which others do not have. Each peer lives in a venv of its own (`.peers/`, made on the first call from
-`requirements/`), and says what each of its ranks really holds.
+Both sides are started as their users do, and train on 8 sequences of 512 random tokens a step with AdamW and
+clipping. In a round Meshwright starts once; each other side starts, and then both take turns: one goes on for
+a stretch of some steps while all processes of the other are stopped (SIGSTOP), since a machine's speed may
+drift within a minute by more than what is compared. Meshwright's side is `meshwright train` with all its
+defaults, but for the document mask, which others do not have. Each peer lives in a venv of its own
+(`.peers/`, made on the first call from `requirements/`), and says what each of its ranks really holds.
 
 Cases: `one-thread` is one process on one core, `one` one process on all cores, the others two processes that
 share the cores: replicate, zero3, tp2, pp2. One JSON object a line, for each side:
@@ -18,13 +19,13 @@ share the cores: replicate, zero3, tp2, pp2. One JSON object a line, for each si
      "error"}
 
 The first steps do not count: compilers work in them, and Meshwright tries in five what a snapshot in memory
-costs. `tokens_per_second` is from the median of all steps but the first seven of each turn, `ratio` ours
-over theirs, by rounds; `matmul_fraction` the model's FLOP/s over the rate of matrix products, measured in
-each round by as many processes and threads; `peak_bytes` the most that all processes of a side had in
-memory at once (PSS, read twice a second, but not while steps are timed, which reads would slow down by a
-tenth); `first_step_seconds` from the command to the end of the first
-step. Where a side cannot run, `error` is the last line that it wrote. `--page` writes all lines of `--out`
-as a page.
+costs. Nor do those in which a side was stopped. `tokens_per_second` is from the median of all steps that
+count, `ratio` ours over theirs, the median of those of pairs of stretches; `matmul_fraction` the model's
+FLOP/s over the rate of matrix products, measured before the stretches of each side by as many processes and
+threads; `peak_bytes` the most that all processes of a side had in memory at once (PSS, read twice a second,
+but not in stretches, which reads would slow down by a tenth); `first_step_seconds` from the command to the
+end of the first step; `losses` of the first step and of a peer's last. Where a side cannot run, `error` is
+the last line that it wrote. `--page` writes all lines of `--out` as a page.
 """
 
 from __future__ import annotations
@@ -33,14 +34,11 @@ import argparse
 import datetime
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -53,11 +51,17 @@ from meshwright.data.loader import Loader
 from meshwright.profile.machine import processor
 from meshwright.spec import RunSpec, load
 from page import case_of, page, processor_of
+from program import Program, Report
 from sides import SIDES, Side
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-SEQ_LEN, SEQUENCES, WARM = 512, 8, 7
+SEQ_LEN, SEQUENCES = 512, 8
+WARM, PEER_WARM = 7, 3
+"""First steps that do not count: of ours, and of a peer."""
+SKIPPED = 2
+"""Steps at the start of a stretch that do not count: in the first of them the side was stopped, and in the
+second one too if the line of a step came late."""
 CASES = {"one-thread": 1, "one": 1, "replicate": 2, "zero3": 2, "tp2": 2, "pp2": 2}
 """Processes of each case."""
 LAYOUTS: dict[str, dict[str, int]] = {
@@ -69,8 +73,6 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "pp2": {"layout.pp": 2, "layout.micro_batch": 2},
 }
 OURS = "Meshwright"
-LIMIT = 600.0
-"""Seconds that a turn may take."""
 
 
 @dataclass(frozen=True)
@@ -109,95 +111,44 @@ class Case:
         return load(None, [(key, str(value)) for key, value in self.keys(steps).items()])
 
 
-@dataclass
-class Turn:
-    """The figures of one side in one turn."""
+@dataclass(frozen=True)
+class Plan:
+    """How often all sides start, how often two of them change, and after how many steps that count."""
 
-    seconds: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    peak: int = 0
-    first: float = 0.0
-    held: list[Any] = field(default_factory=list)
-    note: str = ""
-    error: str | None = None
-    timed: bool = False
-    """True while the steps run that count: to read a process's memory stops it for tens of milliseconds."""
+    rounds: int
+    stretches: int
+    steps: int
 
-    def note_step(self, number: int, steps: int) -> None:
-        """Step `number` of `steps` has ended; the lines of one or two more may come late."""
-        self.timed = WARM - 2 <= number < steps
+    @property
+    def peer_steps(self) -> int:
+        """Steps of a peer in a round."""
+        return PEER_WARM + self.stretches * (SKIPPED + self.steps)
 
-
-# Processes and their memory -----------------------------------------------------------------------------
+    def our_steps(self, peers: int) -> int:
+        """Our steps in a round beside so many peers."""
+        return WARM + max(1, peers) * self.stretches * (SKIPPED + self.steps)
 
 
-def descendants(pid: int) -> Iterator[int]:
-    """A process and all that came from it."""
-    yield pid
-    try:
-        text = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
-    except (FileNotFoundError, ProcessLookupError):
-        return
-    for child in text.split():
-        yield from descendants(int(child))
+@dataclass(frozen=True)
+class Stretch:
+    """The figures of steps that count: those at these places of a report."""
+
+    report: Report
+    places: range
+
+    @property
+    def seconds(self) -> list[float]:
+        return [self.report.seconds[place] for place in self.places]
 
 
-def memory(pid: int) -> int:
-    """Bytes in memory of a process and its descendants; what they share is counted once (PSS)."""
-    total = 0
-    for each in descendants(pid):
-        try:
-            text = Path(f"/proc/{each}/smaps_rollup").read_text(encoding="ascii")
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # it ended meanwhile
-        total += sum(1024 * int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:"))
-    return total
+@dataclass(frozen=True)
+class Round:
+    """A side's report in a round, its stretches, ours beside each, and the FLOP/s of matrix products then."""
 
-
-def finished(
-    command: Sequence[str], cores: Sequence[int], threads: int, folder: Path, turn: Turn
-) -> Iterator[str]:
-    """Run a command, yield its lines as they come, and note its peak in memory and its error in the turn."""
-    environment = dict(os.environ)
-    if command[1:3] != ["-m", "meshwright"]:  # whose ranks share the cores by themselves
-        environment |= {
-            "OMP_NUM_THREADS": str(threads),
-            "PYTHONPATH": str(HERE),
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-    errors = folder / "stderr"
-    with errors.open("w") as stderr:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment, cwd=folder,
-            start_new_session=True, preexec_fn=lambda: os.sched_setaffinity(0, cores),
-        )  # fmt: skip
-        over = threading.Event()
-
-        def watch() -> None:
-            while not over.wait(0.5):
-                if not turn.timed:
-                    turn.peak = max(turn.peak, memory(process.pid))
-
-        watcher = threading.Thread(target=watch)
-        watcher.start()
-        limit = threading.Timer(LIMIT, os.killpg, (process.pid, signal.SIGKILL))
-        limit.start()
-        try:
-            assert process.stdout is not None
-            yield from process.stdout
-            if process.wait() and limit.finished.is_set():
-                turn.error = f"stopped after {LIMIT:g} s"
-            elif process.returncode:
-                lines = [line for line in errors.read_text().splitlines() if line.strip()]
-                told = [line for line in lines if "Error" in line and "ChildFailedError" not in line]
-                turn.error = (told or lines or [f"status {process.returncode}"])[-1].strip()[:300]
-        finally:
-            limit.cancel()
-            over.set()
-            watcher.join()
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+    report: Report
+    stretches: list[Stretch]
+    ours: list[Stretch]
+    rate: float
 
 
 # Sides --------------------------------------------------------------------------------------------------
@@ -220,29 +171,31 @@ def python_of(side: Side) -> Path:
     return python
 
 
-def our_turn(case: Case, steps: int) -> Turn:
-    """Train with `meshwright train`."""
-    turn, start = Turn(), time.perf_counter()
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        words = [word for key, value in case.keys(steps).items() for word in (f"--{key}", str(value))]
-        command = [sys.executable, "-m", "meshwright", "train", *words, "--out", str(folder / "run")]
-        for line in finished(command, case.cores, 0, folder, turn):
-            if line.startswith("step "):
-                turn.first = turn.first or time.perf_counter() - start
-                turn.note_step(int(line.split()[1].split("/")[0]), steps)
-        if turn.error is not None:
-            raise SystemExit(f"meshwright train has failed: {turn.error}")
-        rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open(encoding="utf-8")]
-        rows = [row for row in rows if "loss" in row]
-        turn.seconds, turn.losses = [row["seconds"] for row in rows], [row["loss"] for row in rows]
-        turn.held = [json.loads((folder / "run" / "result.json").read_text(encoding="utf-8"))["memory"]]
-    return turn
+def our_program(case: Case, steps: int, folder: Path) -> Program:
+    """`meshwright train`; its figures are in its folder when it has ended, see `read_ours`."""
+    words = [word for key, value in case.keys(steps).items() for word in (f"--{key}", str(value))]
+    command = [sys.executable, "-m", "meshwright", "train", *words, "--out", str(folder / "run")]
+
+    def read(line: str, report: Report) -> None:
+        if line.startswith("step "):
+            report.steps = int(line.split()[1].split("/")[0])
+
+    return Program(command, case.cores, os.environ, folder, read)
 
 
-def their_turn(side: Side, case: Case, steps: int, tokens: Path) -> Turn:
-    """Train with a peer's program."""
-    model, turn = case.spec(steps).model, Turn()
+def read_ours(report: Report, folder: Path) -> None:
+    """Enter the figures of a run in its folder."""
+    if report.error is not None:
+        raise SystemExit(f"meshwright train has failed: {report.error}")
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").open(encoding="utf-8")]
+    rows = [row for row in rows if "loss" in row]
+    report.seconds, report.losses = [row["seconds"] for row in rows], [row["loss"] for row in rows]
+    report.held = [json.loads((folder / "run" / "result.json").read_text(encoding="utf-8"))["memory"]]
+
+
+def their_program(side: Side, case: Case, steps: int, tokens: Path, folder: Path) -> Program:
+    """A peer's program."""
+    model = case.spec(steps).model
     moe = None if model.moe is None else model.moe.model_dump(mode="json")
     given = {
         **model.model_dump(include={"layers", "hidden", "ffn", "heads", "kv_heads", "vocab_size"}),
@@ -250,36 +203,30 @@ def their_turn(side: Side, case: Case, steps: int, tokens: Path) -> Turn:
         "layout": "one" if case.processes == 1 else case.name, "variant": side.variant,
         "micro_batch": LAYOUTS[case.name]["layout.micro_batch"],
     }  # fmt: skip
-    python = python_of(side)
-    with TemporaryDirectory() as name:
-        folder = Path(name)
-        file = folder / "job.json"
-        file.write_text(json.dumps(given), encoding="utf-8")
-        command = [str(python), "-W", "ignore"]
-        if case.processes > 1:
-            command += [
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                "--nproc-per-node",
-                str(case.processes),
-            ]
-        start = time.perf_counter()
-        threads = max(1, len(case.cores) // case.processes)
-        for line in finished(
-            [*command, str(HERE / side.program), str(file)], case.cores, threads, folder, turn
-        ):
-            if not line.startswith("{"):
-                continue
-            row = json.loads(line)
-            if "seconds" in row:
-                turn.first = turn.first or time.perf_counter() - start
-                turn.seconds.append(row["seconds"])
-                turn.losses.append(row["loss"])
-                turn.note_step(len(turn.seconds), steps)
-            else:
-                turn.held, turn.note = row["held"], row["note"]
-    return turn
+    file = folder / "job.json"
+    file.write_text(json.dumps(given), encoding="utf-8")
+    command = [str(python_of(side)), "-W", "ignore"]
+    if case.processes > 1:
+        launcher = ["-m", "torch.distributed.run", "--standalone"]
+        command += [*launcher, "--nproc-per-node", str(case.processes)]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(max(1, len(case.cores) // case.processes)),
+        "PYTHONPATH": str(HERE),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+    def read(line: str, report: Report) -> None:
+        if not line.startswith("{"):
+            return
+        row = json.loads(line)
+        if "seconds" in row:
+            report.steps += 1
+            report.seconds.append(row["seconds"])
+            report.losses.append(row["loss"])
+        else:
+            report.held, report.note = row["held"], row["note"]
+
+    return Program([*command, str(HERE / side.program), str(file)], case.cores, environment, folder, read)
 
 
 def machine() -> str:
@@ -333,39 +280,86 @@ def tokens_of(case: Case, steps: int, file: Path) -> None:
 # The comparison -----------------------------------------------------------------------------------------
 
 
-def compare(case: Case, sides: Sequence[Side], rounds: int, steps: int) -> Iterator[dict[str, Any]]:
+def compare(case: Case, sides: Sequence[Side], plan: Plan) -> Iterator[dict[str, Any]]:
     """A row for each side."""
-    turns: dict[str, list[Turn]] = {OURS: [], **{side.name: [] for side in sides}}
-    rates: list[float] = []
+    rounds: dict[str, list[Round]] = {OURS: [], **{side.name: [] for side in sides}}
     with TemporaryDirectory() as name:
         tokens = Path(name) / "tokens.npy"
-        tokens_of(case, steps, tokens)
-        for _ in range(rounds):
-            rates.append(matmul_rate(case))
-            turns[OURS].append(our_turn(case, steps))
-            for side in sides:
-                if not (turns[side.name] and turns[side.name][-1].error):
-                    turns[side.name].append(their_turn(side, case, steps, tokens))
-    model = case.spec(steps).model
-    for side_name, listed in turns.items():
-        yield row_of(case, side_name, listed, turns[OURS], rates, model.flops_per_token(SEQ_LEN))
+        tokens_of(case, plan.peer_steps, tokens)
+        for _ in range(plan.rounds):
+            left = [side for side in sides if not any(each.report.error for each in rounds[side.name])]
+            for side_name, found in one_round(case, left, plan, tokens).items():
+                rounds[side_name].append(found)
+    flops = case.spec(1).model.flops_per_token(SEQ_LEN)
+    for side_name, listed in rounds.items():
+        yield row_of(case, side_name, listed, plan, flops)
 
 
-def row_of(
-    case: Case, side: str, turns: Sequence[Turn], ours: Sequence[Turn], rates: Sequence[float], flops: float
-) -> dict[str, Any]:
+def one_round(case: Case, sides: Sequence[Side], plan: Plan, tokens: Path) -> dict[str, Round]:
+    """Run each side beside ours, which goes on whenever theirs has stopped."""
+    found: dict[str, Round] = {}
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        with our_program(case, plan.our_steps(len(sides)), folder) as ours:
+            ready = ours.until(WARM)
+            for side in sides if ready else []:
+                found[side.name] = beside(ours, side, case, plan, tokens)
+            if ready and not sides:
+                alone = [stretch(ours, plan) for _ in range(plan.stretches)]
+                found[OURS] = Round(ours.report, alone, alone, matmul_rate(case))
+            ours.end()
+        read_ours(ours.report, folder)
+    if sides:
+        every = [each for turn in found.values() for each in turn.ours]
+        rate = statistics.median([turn.rate for turn in found.values() if turn.ours] or [matmul_rate(case)])
+        found[OURS] = Round(ours.report, every, every, rate)
+    return found
+
+
+def beside(ours: Program, side: Side, case: Case, plan: Plan, tokens: Path) -> Round:
+    """Run a side, in turns with ours."""
+    mine: list[Stretch] = []
+    their: list[Stretch] = []
+    rate = 0.0
+    with (
+        TemporaryDirectory() as name,
+        their_program(side, case, plan.peer_steps, tokens, Path(name)) as theirs,
+    ):
+        if theirs.until(PEER_WARM):
+            rate = matmul_rate(case)
+            for _ in range(plan.stretches):
+                their.append(stretch(theirs, plan))
+                mine.append(stretch(ours, plan))
+        theirs.end()
+    return Round(theirs.report, their, mine, rate)
+
+
+def stretch(program: Program, plan: Plan) -> Stretch:
+    """Let a program that has stopped end the steps that it was in, and take some more, which count."""
+    start = program.report.steps + SKIPPED
+    program.until(start + plan.steps, timed=True)
+    return Stretch(program.report, range(start, start + plan.steps))
+
+
+def row_of(case: Case, side: str, rounds: Sequence[Round], plan: Plan, flops: float) -> dict[str, Any]:
     """The row of a side."""
     row: dict[str, Any] = {"model": case.model, "precision": case.precision, "case": case.name, "side": side}
     row["machine"] = machine()
-    failed = next((turn.error for turn in turns if turn.error), None)
+    reports = [each.report for each in rounds]
+    failed = next((report.error for report in reports if report.error), None)
     if failed is not None:
         return row | {"error": failed}
-    steps = [second for turn in turns for second in turn.seconds[WARM:]]
+    steps = [second for each in rounds for own in each.stretches for second in own.seconds]
     low, middle, high = (SEQ_LEN * SEQUENCES / value for value in reversed(statistics.quantiles(steps, n=4)))
-    medians = [[statistics.median(turn.seconds[WARM:]) for turn in each] for each in (turns, ours)]
-    ratios = [theirs / mine for theirs, mine in zip(*medians, strict=True)]
+    ratios = [
+        statistics.median(own.seconds) / statistics.median(ours.seconds)
+        for each in rounds
+        for own, ours in zip(each.stretches, each.ours, strict=True)
+    ]
     of_peak = [
-        SEQ_LEN * SEQUENCES * flops / second / rate for second, rate in zip(medians[0], rates, strict=True)
+        SEQ_LEN * SEQUENCES * flops / statistics.median(own.seconds) / each.rate
+        for each in rounds
+        for own in each.stretches
     ]
     return row | {
         "tokens_per_second": round(middle, 1),
@@ -373,12 +367,12 @@ def row_of(
         "ratio": round(statistics.median(ratios), 3),
         "ratios": [round(each, 3) for each in ratios],
         "matmul_fraction": round(statistics.median(of_peak), 3),
-        "matmul_gflops": round(statistics.median(rates) / 1e9, 1),
-        "peak_bytes": statistics.median_low([turn.peak for turn in turns]),
-        "first_step_seconds": round(statistics.median([turn.first for turn in turns]), 2),
-        "losses": [round(turns[-1].losses[place], 4) for place in (0, -1)],
-        "held": turns[-1].held,
-        "note": turns[-1].note,
+        "matmul_gflops": round(statistics.median(each.rate for each in rounds) / 1e9, 1),
+        "peak_bytes": statistics.median_low([report.peak for report in reports]),
+        "first_step_seconds": round(statistics.median([report.first for report in reports]), 2),
+        "losses": [round(reports[-1].losses[place], 4) for place in (0, plan.peer_steps - 1)],
+        "held": reports[-1].held,
+        "note": reports[-1].note,
     }
 
 
@@ -398,17 +392,15 @@ def main() -> None:
     parser.add_argument("--precision", nargs="+", default=["bf16", "fp32"], choices=["bf16", "fp32"])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--sides", nargs="+", help="names, or parts of them; default all")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--steps", type=int, default=14, help=f"steps of a turn, the first {WARM} of which do not count"
-    )
+    parser.add_argument("--rounds", type=int, default=2, help="how often all sides are started")
+    parser.add_argument("--stretches", type=int, default=3, help="how often ours and another take turns then")
+    parser.add_argument("--steps", type=int, default=3, help="steps of a stretch that count")
     parser.add_argument("--out", type=Path, default=Path("peers.jsonl"))
     parser.add_argument("--page", type=Path, help="write a page of all rows of --out")
     options = parser.parse_args()
-    if options.steps < WARM + 2:
-        parser.error(
-            f"--steps: {options.steps} is too few, the first {WARM} do not count; give {WARM + 2} or more"
-        )
+    if options.rounds < 1 or options.stretches < 1 or options.steps < 2:
+        parser.error("--rounds, --stretches, --steps: give at least 1, 1 and 2")
+    plan = Plan(options.rounds, options.stretches, options.steps)
     for model in options.models:
         for precision in options.precision:
             for name in options.cases:
@@ -419,7 +411,7 @@ def main() -> None:
                     if layout in side.cases and precision in side.precisions and model in side.models
                     and (not options.sides or any(part in side.name for part in options.sides))
                 ]  # fmt: skip
-                rows = list(compare(case, sides, options.rounds, options.steps))
+                rows = list(compare(case, sides, plan))
                 record(options.out, rows)
                 for row in rows:
                     print(json.dumps({key: value for key, value in row.items() if key != "held"}), flush=True)
