@@ -160,6 +160,7 @@ def train_worker(
     from meshwright.launch.network import own_address
     from meshwright.launch.out_of_memory import memory_errors_told
     from meshwright.launch.world import mesh_of, once_per_host
+    from meshwright.model.flash_implementation import flash_implementation
     from meshwright.parallel.waiting import while_others_wait
     from meshwright.report.progress import Progress
     from meshwright.report.record import RunRecord
@@ -169,6 +170,7 @@ def train_worker(
     from meshwright.train.loop import TrainingRun
 
     with memory_errors_told(spec), mesh_of(spec) as mesh, ExitStack() as stack:
+        stack.enter_context(flash_implementation(spec.train.flash_attention, mesh.device))
         first, ranks = mesh.control.rank == 0, mesh.control
         # What restarts a run by itself asks for "auto", and may come before the other host's process is gone.
         supervision = Supervision.given()

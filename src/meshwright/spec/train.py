@@ -13,6 +13,7 @@ from meshwright.spec.errors import UserError
 Factor = Annotated[float, Field(strict=True, ge=0)]
 """A number of a table, which is neither a text nor a truth value."""
 Tracker = Literal["tensorboard", "wandb", "trackio"]
+FlashAttention = Literal["FA2", "FA3", "FA4"]
 
 
 class TrainSpec(FrozenModel):
@@ -106,6 +107,11 @@ class TrainSpec(FrozenModel):
     )
     log_every: PositiveInt = 1
     compile: bool = Field(False, description="torch.compile each block")
+    flash_attention: FlashAttention = Field(
+        "FA2",
+        description="FlashAttention of bf16 and fp16 on NVIDIA GPUs: torch's own (FA2), or that of a "
+        "package: FA3 on Hopper, FA4 on Hopper and Blackwell",
+    )
     trackers: tuple[Tracker, ...] = ()
 
     @field_validator("batch_warmup", mode="before")

@@ -1,0 +1,71 @@
+"""Which program computes flash attention. Torch's registry is real, the packages are stand-ins."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.nn.attention import current_flash_attention_impl, register_flash_attention_impl
+from torch.nn.attention._registry import _FLASH_ATTENTION_IMPLS
+
+from meshwright.model.flash_implementation import PACKAGES, flash_implementation
+from meshwright.spec import UserError
+
+CUDA = torch.device("cuda", 0)
+
+
+class Handle:
+    removed = False
+
+    def remove(self) -> None:
+        self.removed = True
+
+
+@pytest.fixture
+def handle(monkeypatch: pytest.MonkeyPatch) -> Iterator[Handle]:
+    """That of a package which stands for FlashAttention 3 on a GPU of Hopper."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H100")
+    handle, known = Handle(), _FLASH_ATTENTION_IMPLS["FA3"]
+    register_flash_attention_impl("FA3", register_fn=lambda: handle)
+    yield handle
+    register_flash_attention_impl("FA3", register_fn=known)
+
+
+def test_torch_knows_the_packages() -> None:
+    assert set(PACKAGES) <= set(_FLASH_ATTENTION_IMPLS)
+
+
+def test_it_is_active_in_the_block(handle: Handle, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        for name in ("FA2", "FA3"):
+            with flash_implementation(name, CUDA):
+                assert current_flash_attention_impl() == (None if name == "FA2" else name)
+            assert current_flash_attention_impl() is None
+        with pytest.raises(KeyError), flash_implementation("FA3", CUDA):
+            raise KeyError
+    assert handle.removed and current_flash_attention_impl() is None and not caplog.records
+
+
+def test_a_cpu_computes_attention_by_itself(handle: Handle) -> None:
+    with flash_implementation("FA3", torch.device("cpu")):
+        assert current_flash_attention_impl() is None
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "words"),
+    [
+        ("FA3", (10, 0), "'FA3' needs a GPU of compute capability 9.x, and H100 has 10.0; take 'FA2'"),
+        ("FA4", (8, 0), "'FA4' needs a GPU of compute capability 9.x or 10.x, and H100 has 8.0"),
+        ("FA4", (9, 0), "cannot take 'FA4' from flash_attn.cute (No module named 'flash_attn'); install"),
+    ],
+)
+def test_where_it_cannot_be_had(
+    name: str, capability: tuple[int, int], words: str, handle: Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    with pytest.raises(UserError) as told, flash_implementation(name, CUDA):
+        pass
+    assert str(told.value).startswith("train.flash_attention: ") and words in str(told.value)
