@@ -45,7 +45,10 @@ class Activations:
     moved: tuple[int, ...]
     """Kept by each block in the host's memory, and on the device while the block or a neighbour computes."""
     shared: int
-    """Kept once for all blocks: rotary tables, the mask of visible keys or the plans of context ranks."""
+    """Kept once for all blocks of a stage: rotary tables, the mask of visible keys."""
+    plans: int
+    """Kept once for all stages of a rank, and for all microbatches whose documents end alike: the plans of
+    context ranks."""
     embed: int
     """Kept for the embedding: which tokens' rows are on this rank."""
     host: int
@@ -65,14 +68,14 @@ class Activations:
     @property
     def kept(self) -> int:
         """Kept on the device between forward and backward."""
-        return sum(self.by_block) + self.shared + self.embed + self.host + self.head
+        return sum(self.by_block) + self.shared + self.plans + self.embed + self.host + self.head
 
     def moved_of(self, stage: Stage) -> int:
         """Kept in the host's memory by one microbatch in a stage of a pipeline."""
         return sum(self.moved[layer] for layer in stage.blocks)
 
     def of(self, stage: Stage) -> int:
-        """Kept on the device by one microbatch in a stage of a pipeline."""
+        """Kept on the device by one microbatch in a stage of a pipeline, without `plans`."""
         found = sum(self.by_block[layer] for layer in stage.blocks) + (self.shared if stage.blocks else 0)
         return found + (self.embed if stage.embed else 0) + (self.head if stage.head else 0)
 
@@ -129,7 +132,8 @@ def activations(spec: RunSpec, cpu: bool = True) -> Activations:
     return Activations(
         tuple(kept - away for kept, away in zip(whole, moved, strict=True)),
         moved,
-        shared=b * (tables + _mask(spec)) + (8 * (spec.micro_batch + 1) * length if layout.cp > 1 else 0),
+        shared=b * (tables + _mask(spec)),
+        plans=8 * (spec.micro_batch + 1) * length if layout.cp > 1 else 0,
         embed=9 * s.tokens if layout.tp > 1 else 0,
         host=8 * spec.micro_batch * (length + length // layout.cp) if layout.cp > 1 else 0,
         head=b * (s.stream + s.whole) + s.numbers(1, s.own) + exact * s.rows * model.hidden,

@@ -13,6 +13,7 @@ attention's output, F of the feed-forward layer on this rank:
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import mul
 
 from meshwright.planner.activations import Activations, Sizes, activations, of_experts
 from meshwright.planner.activations_moe import routed_deferred, routed_everything, routed_saved
@@ -33,7 +34,7 @@ def peak_activations(spec: RunSpec, pipeline_rank: int = 0, kept: Activations | 
     def deferred(stage: Stage) -> int:
         return sum(weight_gradient_inputs(sizes, layer) for layer in stage.blocks)
 
-    return _most(spec, pipeline_rank, kept.of, deferred)
+    return _most(spec, pipeline_rank, kept.of, deferred, kept.plans)
 
 
 def host_activations(spec: RunSpec, pipeline_rank: int = 0) -> int:
@@ -56,12 +57,25 @@ def expert_activations(spec: RunSpec, pipeline_rank: int = 0) -> int:
 
 
 def _most(
-    spec: RunSpec, pipeline_rank: int, whole: Callable[[Stage], int], deferred: Callable[[Stage], int]
+    spec: RunSpec,
+    pipeline_rank: int,
+    whole: Callable[[Stage], int],
+    deferred: Callable[[Stage], int],
+    once: int = 0,
 ) -> int:
-    """Most bytes of a rank, for those that one microbatch keeps in a stage, and those of a deferred half."""
+    """Most bytes of a rank, for those that one microbatch keeps in a stage, and those of a deferred half.
+
+    `once` is kept as long as any microbatch is in flight in a stage with blocks.
+    """
     own, splits = place_of(spec, pipeline_rank).own, spec.layout.pp > 1 and spec.layout.schedule in SPLIT
     halves = [deferred(stage) if splits else 0 for stage in own]
-    return int(in_flight(spec.layout, spec.microbatches)[pipeline_rank].most([*map(whole, own)], halves))
+    flight = in_flight(spec.layout, spec.microbatches)[pipeline_rank]
+    if not once:
+        return int(flight.most([*map(whole, own)], halves))
+    sizes, blocks = [*map(whole, own), *halves], [bool(stage.blocks) for stage in own] * 2
+    return max(
+        sum(map(mul, moment, sizes)) + once * any(map(mul, moment, blocks)) for moment in flight.by_stage
+    )
 
 
 def weight_gradient_inputs(s: Sizes, layer: int) -> int:

@@ -89,7 +89,7 @@ class LowerBound(Generic):
         else:
             # With two microbatches, ZeRO-1 frees the head's gradients before any others of a block are whole.
             block = 0 if spec.layout.zero == 1 and spec.microbatches == 2 else each.all.in_block - head
-            kept = self.kept(blocks, held, False) + max(each.at_head, block)
+            kept = self.kept(blocks, held, False) + each.all.plans + max(each.at_head, block)
         return self._count(spec, blocks, held, kept, met)
 
     def lower_bound(self, spec: RunSpec, blocks: LayerCost, model: Contents) -> Memory:

@@ -183,7 +183,7 @@ class _Step:
     def forward(self) -> None:
         """From the embedding to the loss."""
         kept, blocks = self.kept, self.blocks
-        self.activations += kept.shared + kept.embed
+        self.activations += kept.shared + kept.plans + kept.embed
         self.gather("embed", blocks[0])
         if not self.tied:
             self.release(self.groups["embed"])
@@ -207,7 +207,7 @@ class _Step:
         for layer in reversed(range(len(self.blocks))):
             self._block(layer, last)
         self._embedding(last)
-        self.activations -= self.kept.shared + self.kept.embed
+        self.activations -= self.kept.shared + self.kept.plans + self.kept.embed
 
     def _head(self, last: bool) -> None:
         (unit,) = self.groups["embed" if self.tied else "head"]
