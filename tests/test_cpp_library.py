@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from meshwright import cpp_library
-from meshwright.cpp_library import SWITCH, CppLibrary
+from meshwright.cpp_library import SWITCH, CppLibrary, cache_folder
 
 WITHOUT = "sums are slow"
 
@@ -32,6 +32,40 @@ def test_it_is_compiled_once_for_each_content(library: CppLibrary) -> None:
     library.headers[0].write_text("constexpr int three = 4;\n")
     changed = library.load(WITHOUT)
     assert changed is not None and changed.sum(4) == 8
+
+
+@pytest.mark.parametrize("size", [0, 100, 4096, None])
+def test_a_damaged_library_is_compiled_again(library: CppLibrary, size: int | None) -> None:
+    """To load it would kill the process by SIGBUS or SIGSEGV."""
+    path = library.build(cache_folder())
+    content = path.read_bytes()
+    path.write_bytes(content[:4096] + bytes(len(content) - 4096) if size is None else content[:size])
+    loaded = library.load(WITHOUT)
+    assert loaded is not None and loaded.sum(4) == 7
+    assert len(list(cache_folder().glob("*.so"))) == 1 and path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("compiler", "words"),
+    [
+        ("g++ 'x", "No closing quotation; install g\\+\\+"),
+        ("false", "false has ended with exit code 1; install g\\+\\+"),
+        ("true", "true has made no file; install g\\+\\+"),
+        ("no-compiler", "No such file or directory: 'no-compiler'; install g\\+\\+"),
+    ],
+)
+def test_a_compiler_that_fails_is_told(
+    library: CppLibrary, monkeypatch: pytest.MonkeyPatch, compiler: str, words: str
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.warns(UserWarning, match=f"{WITHOUT}: .*{words}"):
+        assert library.load(WITHOUT) is None
+
+
+def test_a_cache_that_cannot_be_written_is_told(library: CppLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(library.sources[0]))
+    with pytest.warns(UserWarning, match=f"Not a directory.*make {cache_folder()} a folder that can be"):
+        assert library.load(WITHOUT) is None
 
 
 def test_a_compiler_that_does_not_end_is_told(library: CppLibrary) -> None:

@@ -17,12 +17,14 @@ import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from meshwright import atomic
 from meshwright.host import cpu_info
 
 SWITCH = "MESHWRIGHT_CPP_DISABLE"
 """Set to 1 to do without these libraries."""
+_COMPILER = "install g++, name another compiler in CXX"
 _OPTIONS = ("-std=c++20", "-O3", "-shared", "-fPIC")
 
 
@@ -50,39 +52,67 @@ class CppLibrary:
         """
         if os.environ.get(SWITCH) == "1":
             return None
+        folder = cache_folder()
         try:
-            return ctypes.CDLL(str(self.build(cache_folder())))
-        except (OSError, subprocess.SubprocessError) as error:
-            output = error.stderr if isinstance(error, subprocess.CalledProcessError) else str(error)
-            reason = next((line for line in output.splitlines() if "error" in line), output.strip())
+            return ctypes.CDLL(str(self.build(folder)))
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            path = Path(getattr(error, "filename", None) or "")
+            in_folder = path.is_relative_to(folder) or (path.parts and folder.is_relative_to(path))
+            remedy = f"make {folder} a folder that can be written" if in_folder else _COMPILER
             warnings.warn(
-                f"{without}: {reason}; install g++, name another compiler in CXX, or set {SWITCH}=1 to be "
-                "told no more",
-                stacklevel=3,
+                f"{without}: {_reason(error)}; {remedy}, or set {SWITCH}=1 to be told no more", stacklevel=3
             )
             return None
 
     def build(self, folder: Path, *options: str) -> Path:
         """Compile with further `options` into `folder`, unless that was done, and return the file.
 
-        Of several processes one compiles, and the others wait for it. Raises `OSError` and
-        `subprocess.SubprocessError`.
+        Its name ends with a hash of its content, as to load a damaged one would kill the process. Of several
+        processes one compiles, and the others wait for it. Raises `OSError`, `ValueError` for a CXX that
+        cannot be read, and `subprocess.SubprocessError`.
         """
-        command = [*shlex.split(os.environ.get("CXX", "g++")), *_OPTIONS, *self.options, *options]
+        compiler = shlex.split(os.environ.get("CXX") or "g++")
+        command = [*compiler, *_OPTIONS, *self.options, *options]
         machine = sys.platform, platform.machine(), cpu_info("model name"), cpu_info("flags")
         known = command, self.linked, self.built_for, machine
         content = b"".join(path.read_bytes() for path in (*self.headers, *self.sources))
-        digest = hashlib.sha256(repr(known).encode() + content).hexdigest()[:16]
-        target = folder / f"{self.name}-{digest}.so"
-        if target.exists():
-            return target
+        name = f"{self.name}-{_digest(repr(known).encode() + content)}"
+        if found := _whole(folder, name):
+            return found
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"{target.name}.lock").open("w") as lock:
+        with (folder / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not target.exists():
-                with atomic.file(target) as made:
-                    subprocess.run(
-                        [*command, *map(str, self.sources), "-o", str(made), *self.linked],
-                        check=True, capture_output=True, text=True, timeout=600,
-                    )  # fmt: skip
+            if found := _whole(folder, name):
+                return found
+            with TemporaryDirectory(dir=folder) as temporary:
+                made = Path(temporary) / "made.so"
+                subprocess.run(
+                    [*command, *map(str, self.sources), "-o", str(made), *self.linked],
+                    check=True, capture_output=True, text=True, timeout=600,
+                )  # fmt: skip
+                if not made.exists():
+                    raise OSError(f"{compiler[0]} has made no file")
+                library = made.read_bytes()
+            target = folder / f"{name}-{_digest(library)}.so"
+            atomic.write(target, library)
         return target
+
+
+def _whole(folder: Path, name: str) -> Path | None:
+    """The library of this name in a folder, if it is there and undamaged."""
+    for path in folder.glob(f"{name}-*.so"):
+        if path.is_file() and path.stem == f"{name}-{_digest(path.read_bytes())}":
+            return path
+    return None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _reason(error: Exception) -> str:
+    """One line on why a library was not compiled."""
+    if not isinstance(error, subprocess.CalledProcessError):
+        return str(error)
+    output = error.stderr.strip() or f"{error.cmd[0]} has ended with exit code {error.returncode}"
+    return next((line for line in output.splitlines() if "error" in line), output)

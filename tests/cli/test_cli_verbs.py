@@ -133,6 +133,17 @@ def test_checkpoint_verify_exits_with_1_and_a_line_for_each_damage(
     assert json.loads(out.splitlines()[-1])["step"] == 4
 
 
+def test_tokenize_tells_what_it_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "some"}\n{"text": ""}\n{"text": null}\n{"text": "a\\ud83dz"}\n')
+    flags = ["--data.corpus", str(rows), "--data.tokenizer", "byte", "--out"]
+    assert main(["tokenize", *flags, str(tmp_path / "first")]) == 0
+    assert capsys.readouterr().out.endswith("\nleft out    2 empty, 1 not UTF-8\n")
+    rows.write_text('{"text": "some"}\n')
+    assert main(["tokenize", *flags, str(tmp_path / "second")]) == 0
+    assert "left out" not in capsys.readouterr().out
+
+
 def test_data_verify_names_the_damaged_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text("some text " * 50)
     tokens = tmp_path / "tokens"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,12 @@ def tokenize(call: Call) -> None:
         text_key=spec.data.text_key,
         val_fraction=spec.data.val_fraction,
     )
-    show.result(call, counts.to_json())
+    show.result(call, counts.to_json(), _show_counts)
+
+
+def _show_counts(result: Mapping[str, Any]) -> None:
+    left_out = ", ".join(f"{count:,} {reason}" for reason, count in sorted(result["skipped"].items()))
+    show.pairs({**result, **({"left_out": left_out} if left_out else {})})
 
 
 @verb(
