@@ -65,9 +65,7 @@ class Program:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._watcher.join()
-        for pid in descendants(self._process.pid):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self._send(signal.SIGKILL)
         self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
@@ -122,9 +120,9 @@ class Program:
             self.report.error = f"stopped after {LIMIT:g} s"
 
     def _send(self, number: signal.Signals) -> None:
-        """Stop or continue all processes. Those that watch others stop first, and go on last."""
+        """Stop, continue or kill all processes. Those that watch others stop first, and go on last."""
         found = list(descendants(self._process.pid))
-        for pid in found if number == signal.SIGSTOP else reversed(found):
+        for pid in reversed(found) if number == signal.SIGCONT else found:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
