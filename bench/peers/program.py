@@ -65,8 +65,9 @@ class Program:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self._watcher.join()
-        self._send(signal.SIGKILL)
-        self._process.wait()
+        if self._process.poll() is None:
+            self._send(signal.SIGKILL)
+            self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
 
