@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 from torch.nn.attention import current_flash_attention_impl, register_flash_attention_impl
 from torch.nn.attention._registry import _FLASH_ATTENTION_IMPLS
 
+from meshwright import api
 from meshwright.model.flash_implementation import PACKAGES, flash_implementation
-from meshwright.spec import UserError
+from meshwright.spec import UserError, load
 
 CUDA = torch.device("cuda", 0)
 
@@ -52,6 +55,33 @@ def test_it_is_active_in_the_block(handle: Handle, caplog: pytest.LogCaptureFixt
 def test_a_cpu_computes_attention_by_itself(handle: Handle) -> None:
     with flash_implementation("FA3", torch.device("cpu")):
         assert current_flash_attention_impl() is None
+
+
+def test_an_older_torch_is_told(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.nn.attention, "activate_flash_attention_impl")
+    with flash_implementation("FA2", CUDA):
+        pass
+    with (
+        pytest.raises(UserError, match=r"cannot take 'FA3'.*cannot import name"),
+        flash_implementation("FA3", CUDA),
+    ):
+        pass
+
+
+def test_a_run_takes_what_its_spec_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[tuple[str, str]] = []
+
+    @contextmanager
+    def take(name: str, device: torch.device) -> Iterator[None]:
+        taken.append((name, device.type))
+        yield
+        taken.append(("end", ""))
+
+    monkeypatch.setattr("meshwright.model.flash_implementation.flash_implementation", take)
+    keys = {"model.preset": "tiny", "data.corpus": "synthetic", "data.seq_len": "16", "train.steps": "1"}
+    more = {"train.batch_tokens": "32", "layout.micro_batch": "1", "train.flash_attention": "FA3"}
+    api.train(load(None, [*keys.items(), *more.items()]), out=tmp_path / "run", quiet=True)
+    assert taken == [("FA3", "cuda" if torch.cuda.is_available() else "cpu"), ("end", "")]
 
 
 @pytest.mark.parametrize(

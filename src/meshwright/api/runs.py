@@ -20,8 +20,11 @@ from meshwright.spec import RunSpec, UserError
 from meshwright.spec.rules import ranks_match
 
 if TYPE_CHECKING:
+    from meshwright.checkpoint.lease import Lease
     from meshwright.recover.faults import Plan
     from meshwright.recover.inject import Injection
+    from meshwright.train.callbacks import Observers
+    from meshwright.train.loop import TrainingRun
 
 Result = dict[str, Any]
 Tell = Callable[[str, dict[str, Any]], None]
@@ -155,17 +158,12 @@ def train_worker(
     """
     from meshwright.checkpoint.lease import STALE_S, Lease
     from meshwright.data.corpus import open_corpus
-    from meshwright.infer.sample import held_out_sample
     from meshwright.infer.teacher import teaching
     from meshwright.launch.network import own_address
     from meshwright.launch.out_of_memory import memory_errors_told
     from meshwright.launch.world import mesh_of, once_per_host
     from meshwright.model.flash_implementation import flash_implementation
-    from meshwright.parallel.waiting import while_others_wait
-    from meshwright.report.progress import Progress
-    from meshwright.report.record import RunRecord
     from meshwright.report.run_page import write_report
-    from meshwright.report.trackers import make_trackers
     from meshwright.train.callbacks import Observers
     from meshwright.train.loop import TrainingRun
 
@@ -182,10 +180,7 @@ def train_worker(
                 return Observers([])
             _check_folder(spec, out, resume)
             make_folder(out)
-            stack.enter_context(lease)
-            shown = [] if quiet else [Progress()]
-            trackers = make_trackers(spec.train.trackers, out, out.name, spec.to_json())
-            return Observers([RunRecord(out, lease), *shown, *trackers])
+            return _observers(spec, out, stack.enter_context(lease), quiet)
 
         def keep_tokenizer() -> None:  # where `generate` and `export` look for it
             if first and run.corpus.has_text and not (out / "tokenizer.json").exists():
@@ -206,15 +201,37 @@ def train_worker(
             injection.attach(run)
         ranks.together(keep_tokenizer)
         result = run.execute(resume)
-        result["restarts"] = supervision.generation if supervision is not None else 0
-        if supervision is not None and supervision.generation:  # the time of all starts, not of the last one
-            result["seconds"] = time.monotonic() - supervision.began
-        result["sample"] = held_out_sample(run.trainer, run.corpus)
-        while_others_wait(ranks, first, lambda: result.update(run.corpus.compressed(spec.train.eval_tokens)))
+        _add_figures(result, run, supervision)
         ranks.together(lambda: observers.on_end(result))
         if first:
             write_report(out)
     return result
+
+
+def _observers(spec: RunSpec, out: Path, lease: Lease, quiet: bool) -> Observers:
+    """Return what rank 0 writes and shows of a run in the folder `out`."""
+    from meshwright.report.progress import Progress
+    from meshwright.report.record import RunRecord
+    from meshwright.report.trackers import make_trackers
+    from meshwright.train.callbacks import Observers
+
+    shown = [] if quiet else [Progress()]
+    trackers = make_trackers(spec.train.trackers, out, out.name, spec.to_json())
+    return Observers([RunRecord(out, lease), *shown, *trackers])
+
+
+def _add_figures(result: Result, run: TrainingRun, supervision: Supervision | None) -> None:
+    """Add to the result of a run its starts, the time of all of them, a text, and how far xz compresses."""
+    from meshwright.infer.sample import held_out_sample
+    from meshwright.parallel.waiting import while_others_wait
+
+    result["restarts"] = supervision.generation if supervision is not None else 0
+    if supervision is not None and supervision.generation:  # the time of all starts, not of the last one
+        result["seconds"] = time.monotonic() - supervision.began
+    result["sample"] = held_out_sample(run.trainer, run.corpus)
+    ranks = run.mesh.control
+    eval_tokens = run.spec.train.eval_tokens
+    while_others_wait(ranks, ranks.rank == 0, lambda: result.update(run.corpus.compressed(eval_tokens)))
 
 
 def _injection(supervision: Supervision | None) -> Injection | None:

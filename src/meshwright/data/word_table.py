@@ -20,8 +20,6 @@ from meshwright.cpp_library import CppLibrary
 from meshwright.data.word_rule import WordRule
 
 LIBRARY = CppLibrary("word_table", (Path(__file__).with_suffix(".cpp"),))
-
-
 MOST_KNOWN = 2**26
 """Bytes of texts that are remembered, about; if there are more they are forgotten and learnt anew."""
 

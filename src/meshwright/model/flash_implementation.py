@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
 from meshwright.spec import UserError
 from meshwright.spec.train import FlashAttention
@@ -31,7 +30,9 @@ def flash_implementation(name: FlashAttention, device: torch.device) -> Iterator
             f"train.flash_attention: {name!r} needs a GPU of compute capability {needed}, and "
             f"{torch.cuda.get_device_name(device)} has {major}.{minor}; take 'FA2'"
         )
-    try:
+    try:  # an older torch has no such functions
+        from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+
         activate_flash_attention_impl(name)
     except (ImportError, RuntimeError, ValueError) as error:
         raise UserError(

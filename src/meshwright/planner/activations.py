@@ -47,8 +47,9 @@ class Activations:
     shared: int
     """Kept once for all blocks of a stage: rotary tables, the mask of visible keys."""
     plans: int
-    """Kept once for all stages of a rank, and for all microbatches whose documents end alike: the plans of
-    context ranks."""
+    """Kept for all stages of a rank: the plans of context ranks. They are counted once, as in dry runs, whose
+    microbatches have the same documents; each with others in flight keeps as much again, 8 (b + 1) S bytes
+    for b sequences of S tokens, which is little beside what the blocks keep."""
     embed: int
     """Kept for the embedding: which tokens' rows are on this rank."""
     host: int
