@@ -104,7 +104,7 @@ class Program:
 
         def kill() -> None:
             killed.set()
-            os.killpg(self._process.pid, signal.SIGKILL)
+            self._send(signal.SIGKILL)
 
         limit = threading.Timer(LIMIT, kill)
         limit.start()

@@ -34,6 +34,7 @@ import argparse
 import datetime
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -400,6 +401,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.rounds < 1 or options.stretches < 1 or options.steps < 2:
         parser.error("--rounds, --stretches, --steps: give at least 1, 1 and 2")
+    # Sides that are stopped would stay for ever.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     plan = Plan(options.rounds, options.stretches, options.steps)
     for model in options.models:
         for precision in options.precision:
