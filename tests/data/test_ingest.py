@@ -41,7 +41,7 @@ def test_a_folder_is_walked_in_order_and_what_is_no_text_is_counted(tmp_path: Pa
 
 def test_one_text_file_and_its_separators(tmp_path: Path) -> None:
     path = tmp_path / "stories.txt"
-    path.write_bytes(b"one\n<|endoftext|>\ntwo<|endoftext|>\n")
+    path.write_bytes(b"\xef\xbb\xbfone\n<|endoftext|>\ntwo<|endoftext|>\n")  # begins with a byte-order mark
     assert read(path) == ["one\n", "\ntwo"]
     code = tmp_path / "code.py"
     code.write_bytes(b"x = '<|endoftext|>'")

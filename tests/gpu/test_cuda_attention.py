@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,11 +13,12 @@ from meshwright.model.attention import attend, attention_mask
 from meshwright.model.attention_flash import FLASH, Packed, part_operators
 from meshwright.model.attention_intervals import attention_intervals
 from meshwright.model.decoder import Decoder
+from meshwright.model.flash_implementation import flash_implementation
 from meshwright.model.init import init_whole_
 from meshwright.model.partial_attention import TILES
 from meshwright.parallel.context_parallel import zigzag
 from meshwright.parallel.recompute import apply_recompute
-from meshwright.spec import load
+from meshwright.spec import UserError, load
 from meshwright.spec.sections import FullRecompute, NoRecompute, RecomputeSpec, SelectiveRecompute
 from varlen import in_parts
 
@@ -24,6 +28,17 @@ pytestmark = [
 ]
 
 HEADS, LENGTH = 4, 640
+
+
+@pytest.fixture(autouse=True, params=["FA2", "FA3", "FA4"])
+def implementation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Flash attention of torch, and of each package that is there for this GPU."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(flash_implementation(request.param, torch.device("cuda")))
+        except UserError as error:
+            pytest.skip(str(error))
+        yield
 
 
 def draw(kv_heads: int, dim: int, seed: int = 0) -> list[Tensor]:

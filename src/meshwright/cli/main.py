@@ -139,6 +139,9 @@ def _find(words: Sequence[str], verbs: Sequence[Verb]) -> Verb:
     for verb in verbs:
         if verb.name == name:
             return verb
+    if words[-1].startswith("-"):
+        remedy = "'meshwright --help' lists them"
+        raise UserError(f"'{name}': {words[-1]} is an option, where a verb is expected; {remedy}")
     prefix = " ".join([*words[:-1], ""])
     known = list(dict.fromkeys(verb.name.removeprefix(prefix).split()[0] for verb in verbs))
     close = did_you_mean(words[-1], known).replace("'", f"'{prefix}", 1)

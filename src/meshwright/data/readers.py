@@ -186,7 +186,7 @@ class FileSource(TextSource):
                 raise _too_large(path)
             raw += b"" if reason else file.read()
         try:
-            text = raw.decode("utf-8")
+            text = raw.decode("utf-8-sig")  # a byte-order mark is no part of the text
         except UnicodeDecodeError:
             reason = reason or "not UTF-8"
         if reason and self._named:

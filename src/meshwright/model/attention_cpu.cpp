@@ -13,18 +13,24 @@
 #include <atomic>
 #include <limits>
 
-#include "cpu_kernels.h"
+#include "tile_layouts.h"
 
 namespace {
 
 using meshwright::Buffer;
 using meshwright::cast;
+using meshwright::copy_columns;
+using meshwright::copy_rows;
 using meshwright::exponential;
+using meshwright::pack_columns;
+using meshwright::pack_rows;
+using meshwright::SIDE;
 
 constexpr int64_t QUERIES = 64;       // of a tile
 constexpr int64_t PANEL = 64;         // keys that one product of a forward multiplies with
 constexpr int64_t FORWARD_KEYS = 512; // of a tile at most
 constexpr int64_t BACKWARD_KEYS = 128;
+constexpr int64_t LANES = 16;  // a multiple of the numbers of a vector
 constexpr float INF = std::numeric_limits<float>::infinity();
 
 struct Sizes {
@@ -53,44 +59,15 @@ void multiply(int64_t m, int64_t n, int64_t k, int64_t line_a, int64_t line_c, b
 #endif
 }
 
-// Rows (count, width) of `stride` as A, with zeros up to `all` rows.
-template <typename P, typename T>
-void copy_rows(P* to, const T* from, int64_t count, int64_t all, int64_t width, int64_t stride) {
-  for (int64_t i = 0; i < count; ++i)
-    for (int64_t j = 0; j < width; ++j) to[i * width + j] = cast<P>(from[i * stride + j]);
-  std::memset(static_cast<void*>(to + count * width), 0, (all - count) * width * sizeof(P));
-}
-
-// Their transpose (width, all) as A.
-template <typename P, typename T>
-void copy_columns(P* to, const T* from, int64_t count, int64_t all, int64_t width, int64_t stride) {
-  for (int64_t j = 0; j < width; ++j)
-    for (int64_t i = 0; i < all; ++i) to[j * all + i] = i < count ? cast<P>(from[i * stride + j]) : P(0);
-}
-
-// Rows (all, width) as B.
-template <typename P, typename T>
-void pack_rows(P* to, const T* from, int64_t count, int64_t all, int64_t width, int64_t stride) {
-  if constexpr (sizeof(P) == 4) return copy_rows(to, from, count, all, width, stride);
-  for (int64_t i = 0; i < all; ++i) {
-    P* line = to + i / 2 * 2 * width + i % 2;
-    for (int64_t j = 0; j < width; ++j) line[2 * j] = i < count ? cast<P>(from[i * stride + j]) : P(0);
-  }
-}
-
-// Their transpose (width, all) as B.
-template <typename P, typename T>
-void pack_columns(P* to, const T* from, int64_t count, int64_t all, int64_t width, int64_t stride) {
-  if constexpr (sizeof(P) == 4) return copy_columns(to, from, count, all, width, stride);
-  for (int64_t j = 0; j < width; j += 2)
-    for (int64_t i = 0; i < all; ++i)
-      for (int64_t half = 0; half < 2; ++half)
-        to[j * all + 2 * i + half] = i < count ? cast<P>(from[i * stride + j + half]) : P(0);
-}
-
 template <typename T>
 inline bool is_seen(T x) {
   return cast<float>(x) != -INF;
+}
+
+// Ask for a row that is read, or written, soon. Inlined, or GCC drops calls of a function that does nothing else.
+template <bool WRITTEN = false, typename T>
+[[gnu::always_inline]] inline void prefetch(const T* row, int64_t width) {
+  for (int64_t j = 0; j < width; j += 64 / sizeof(T)) __builtin_prefetch(row + j, WRITTEN, 2);
 }
 
 // What both directions know of a tile's tensors.
@@ -149,7 +126,7 @@ template <typename T, typename P>
 class Forward : Work {
  public:
   Forward(const ForwardTensors<T>& tensors, const Sizes& sizes)
-      : Work(sizes), x(tensors), all(padded(s.keys, PANEL)), line(std::min(FORWARD_KEYS, all) + 16),
+      : Work(sizes), x(tensors), all(padded(s.keys, PANEL)), line(std::min(FORWARD_KEYS, all) + LANES),
         keys(all * s.dim), values(all * s.value_dim), queries(QUERIES * s.dim), chances(QUERIES * line),
         scores(QUERIES * line), mixed(QUERIES * s.value_dim), most(QUERIES), sums(QUERIES) {}
 
@@ -176,8 +153,10 @@ class Forward : Work {
       for (int64_t at = 0; at < width; at += PANEL)
         multiply<P>(rows, PANEL, s.dim, s.dim, line, false, queries, keys + (from + at) * s.dim, scores + at);
       const bool biased = x.bias != nullptr && changes(x.bias, b, first, rows, from, width);
-      for (int64_t r = 0; r < rows; ++r)
+      for (int64_t r = 0; r < rows; ++r) {
+        if (from == begin) prefetch_query(b, h, first + r);
         soften(r, biased ? x.bias + bias(b, first + r) + from : nullptr, seen(first + r, from, width), width);
+      }
       const P* left;
       if constexpr (std::is_same_v<P, float>) left = scores;
       else left = chances;
@@ -191,6 +170,13 @@ class Forward : Work {
     }
   }
 
+  // Ask for what is written of query t, and what is read of the next tile's one.
+  [[gnu::always_inline]] void prefetch_query(int64_t b, int64_t h, int64_t t) const {
+    prefetch<true>(x.out + query(b, t, h) * s.value_dim, s.value_dim);
+    t += QUERIES;
+    if (t < s.queries) prefetch(x.q + query(b, t, h) * s.dim, s.dim);
+  }
+
   // Replace the scores of row r with exponentials of those that it sees and with zeros, and bring its sums and
   // what was mixed so far to the greatest score that is known now.
   void soften(int64_t r, const T* added, int64_t seen, int64_t width) {
@@ -199,21 +185,23 @@ class Forward : Work {
       for (int64_t j = 0; j < seen; ++j) row[j] = row[j] * scale + static_cast<float>(added[j]);
       step = 1.0f;
     }
+    std::fill_n(row + seen, LANES, -INF);  // then only whole vectors are left
+    const int64_t whole = padded(seen, LANES);
 #pragma omp simd reduction(max : top)
-    for (int64_t j = 0; j < seen; ++j) top = row[j] > top ? row[j] : top;
+    for (int64_t j = 0; j < whole; ++j) top = row[j] > top ? row[j] : top;
     const float old = most[r], now = std::max(old, top * step);
     const float base = now == -INF ? 0.0f : now;  // the row saw no key yet
 #pragma omp simd reduction(+ : sum)
-    for (int64_t j = 0; j < seen; ++j) {
+    for (int64_t j = 0; j < whole; ++j) {
       row[j] = exponential(row[j] * step - base);
       sum += row[j];
     }
     if constexpr (std::is_same_v<P, float>) {
-      std::fill(row + seen, row + width, 0.0f);
+      std::fill(row + whole, row + width, 0.0f);
     } else {
       P* chance = chances + r * line;
-      for (int64_t j = 0; j < seen; ++j) chance[j] = cast<P>(row[j]);
-      std::fill(chance + seen, chance + width, P(0));
+      for (int64_t j = 0; j < whole; ++j) chance[j] = cast<P>(row[j]);
+      std::fill(chance + whole, chance + width, P(0));
     }
     most[r] = now;
     if (old == now) {
@@ -247,7 +235,8 @@ class Backward : Work {
       : Work(sizes), x(tensors), all(padded(s.keys, BACKWARD_KEYS)), keys(all * s.dim), turned(all * s.dim),
         values(all * s.value_dim), queries(QUERIES * s.dim), queries_t(QUERIES * s.dim),
         grads(QUERIES * s.value_dim), grads_t(QUERIES * s.value_dim), chances(TILE), slopes(TILE),
-        packed_slopes(TILE), scores(TILE), products(TILE), added(TILE), grad_q_t(QUERIES * s.dim), grad_k(all * s.dim),
+        packed_slopes(TILE), scores(TILE), products(TILE), added(TILE), grad_q_t(QUERIES * s.dim),
+        grad_q(QUERIES * padded(s.dim, SIDE)), grad_k(all * s.dim),
         grad_v(all * s.value_dim), logs(QUERIES), means(QUERIES) {}
 
   void operator()(int64_t b, int64_t head) {
@@ -278,6 +267,7 @@ class Backward : Work {
     std::fill_n(&grad_q_t[0], QUERIES * s.dim, 0.0f);
     const int64_t end = before + first + rows;
     const int64_t begin = x.bias == nullptr ? 0 : Work::begin(x.bias, b, first, rows) / BACKWARD_KEYS * BACKWARD_KEYS;
+    int64_t fetched = 0;
     for (int64_t from = begin; from < end; from += BACKWARD_KEYS) {
       const int64_t width = std::min(BACKWARD_KEYS, padded(end - from, PANEL));
       multiply<P>(width, QUERIES, s.dim, s.dim, QUERIES, false, keys + from * s.dim, queries_t, scores);
@@ -285,8 +275,11 @@ class Backward : Work {
                   products);
       const bool biased = x.bias != nullptr && changes(x.bias, b, first, rows, from, width);
       if (biased) turn_bias(b, first, rows, from, width);
-      for (int64_t j = 0; j < width; ++j)
+      for (int64_t j = 0; j < width; ++j) {
+        // The next tile's rows are asked for as this one's keys pass by, not all at once: then nothing waits.
+        if (fetched * (end - begin) <= (from + j - begin) * rows) prefetch_query(b, h, first + fetched++);
         slope(j, biased ? added + j * QUERIES : nullptr, std::clamp<int64_t>(from + j - before - first, 0, QUERIES));
+      }
       const P *chance, *left, *right;
       if constexpr (std::is_same_v<P, float>) {
         chance = scores, left = right = products;
@@ -300,10 +293,22 @@ class Backward : Work {
       multiply<P>(width, s.dim, QUERIES, QUERIES, s.dim, true, left, queries, grad_k + from * s.dim);
       multiply<P>(s.dim, QUERIES, width, BACKWARD_KEYS, QUERIES, true, turned + from * s.dim, right, grad_q_t);
     }
+    const int64_t wide = padded(s.dim, SIDE);
+    copy_columns<float, float>(grad_q, grad_q_t, s.dim, wide, QUERIES, QUERIES);
     for (int64_t r = 0; r < rows; ++r) {
       T* to = x.grad_q + query(b, first + r, h) * s.dim;
-      for (int64_t j = 0; j < s.dim; ++j) to[j] = cast<T>(grad_q_t[j * QUERIES + r] * scale);
+      for (int64_t j = 0; j < s.dim; ++j) to[j] = cast<T>(grad_q[r * wide + j] * scale);
     }
+  }
+
+  // Ask for what is written of query t, and what is read of the next tile's one.
+  [[gnu::always_inline]] void prefetch_query(int64_t b, int64_t h, int64_t t) const {
+    prefetch<true>(x.grad_q + query(b, t, h) * s.dim, s.dim);
+    t += QUERIES;
+    if (t >= s.queries) return;
+    prefetch(x.q + query(b, t, h) * s.dim, s.dim);
+    prefetch(x.grad + query(b, t, h) * s.value_dim, s.value_dim);
+    prefetch(x.out + query(b, t, h) * s.value_dim, s.value_dim);
   }
 
   void read_queries(int64_t b, int64_t h, int64_t first, int64_t rows) {
@@ -337,15 +342,15 @@ class Backward : Work {
 
   // Replace the scores of key j with probabilities, and the gradients of these with those of the scores, for
   // queries from `hidden` on.
-  void slope(int64_t j, const float* bias, int64_t hidden) {
+  void slope(int64_t j, const float* bias, int32_t hidden) {
     float *score = scores + j * QUERIES, *product = products + j * QUERIES, step = scale;
     if (bias != nullptr) {
-      for (int64_t r = 0; r < QUERIES; ++r) score[r] = score[r] * scale + bias[r];
+      for (int32_t r = 0; r < QUERIES; ++r) score[r] = score[r] * scale + bias[r];
       step = 1.0f;
     }
     const float *log = logs, *mean = means;
 #pragma omp simd
-    for (int64_t r = 0; r < QUERIES; ++r) {
+    for (int32_t r = 0; r < QUERIES; ++r) {
       const float chance = r < hidden ? 0.0f : exponential(score[r] * step - log[r]);
       score[r] = chance;
       product[r] = chance * (product[r] - mean[r]);
@@ -355,7 +360,7 @@ class Backward : Work {
   const BackwardTensors<T> x;
   const int64_t all;
   Buffer<P> keys, turned, values, queries, queries_t, grads, grads_t, chances, slopes, packed_slopes;
-  Buffer<float> scores, products, added, grad_q_t, grad_k, grad_v, logs, means;
+  Buffer<float> scores, products, added, grad_q_t, grad_q, grad_k, grad_v, logs, means;
 };
 
 // Give units to threads, each with buffers of its own; false if one of them failed.

@@ -45,11 +45,11 @@ inline P cast(T x) {
 }
 
 // exp(x) of x <= 0, or a little more, within 2 ulp; 0 below -87, not finite far above 0, and NaN stays NaN.
-// Polynomial of Cephes' expf (Moshier 1992).
+// Polynomial of Cephes' expf (Moshier 1992). The power of two comes from a sum that is so large that its last bits
+// are the integer nearest to x / log(2), plus the exponent's bias.
 inline float exponential(float x) {
-  float n = std::nearbyint(x * 1.44269504f);
-  n = n < -127.0f ? -127.0f : n;
-  n = n > 128.0f ? 128.0f : n;
+  constexpr float LARGE = 12582912.0f + 127.0f;  // 1.5 * 2^23
+  const float shifted = std::fma(x, 1.44269504f, LARGE), n = shifted - LARGE;
   const float r = std::fma(n, 2.12194440e-4f, std::fma(n, -0.693359375f, x));
   float y = 1.9875691500e-4f;
   y = std::fma(y, r, 1.3981999507e-3f);
@@ -58,10 +58,13 @@ inline float exponential(float x) {
   y = std::fma(y, r, 1.6666665459e-1f);
   y = std::fma(y, r, 5.0000001201e-1f);
   y = std::fma(y, r * r, r + 1.0f);
-  const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
+  uint32_t bits;
+  std::memcpy(&bits, &shifted, sizeof bits);
+  bits <<= 23;
   float power;
   std::memcpy(&power, &bits, sizeof power);
-  return x < -87.0f ? 0.0f : y * power;
+  y = x < -87.0f ? 0.0f : y * power;
+  return x > 88.0f ? x * 1e38f : y;
 }
 
 }  // namespace meshwright

@@ -26,7 +26,7 @@ KERNELS = CppLibrary(
         f"-I{_TORCH / 'include'}",
     ),
     linked=(f"-L{_TORCH / 'lib'}", f"-Wl,-rpath,{_TORCH / 'lib'}", "-ltorch_cpu", "-lc10"),
-    headers=(Path(__file__).with_name("cpu_kernels.h"),),
+    headers=tuple(Path(__file__).with_name(name) for name in ("cpu_kernels.h", "tile_layouts.h")),
     built_for=torch.__version__,
 )
 
