@@ -69,7 +69,7 @@ GOODPUT = ["goodput", "--step-seconds", "5", "--save-seconds", "9", "--restart-s
 MISTAKES = [
     (["trian"], ["'trian'", "did you mean 'train'"]),
     (["spec", "sho"], ["'spec sho'", "did you mean 'spec show'"]),
-    (["--nproc", "2"], ["'--nproc'", "is an option, where a verb is expected"]),
+    (["--nproc", "2"], ["'--nproc'", "an option stands before any verb"]),
     (["checkpoint", "x"], ["'checkpoint x'", "the verbs are ls, verify"]),
     (["fly"], ["'fly'", "the verbs are train, verify"]),
     (["train", "--nprocs", "2"], ["--nprocs", "did you mean 'nproc'"]),

@@ -27,6 +27,7 @@ SHAPES = {  # batch, queries, keys, heads, key heads, channels of a query and of
     "parts of tiles": (1, 77, 77, 4, 4, 16, 16),
     "cached keys, narrow values": (2, 33, 130, 4, 1, 48, 24),
     "several tiles of keys": (1, 1100, 1100, 2, 1, 16, 16),
+    "channels beside vectors": (2, 77, 77, 2, 1, 18, 10),
     "one query": (3, 1, 5, 2, 2, 2, 2),
 }
 

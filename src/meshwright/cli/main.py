@@ -140,8 +140,7 @@ def _find(words: Sequence[str], verbs: Sequence[Verb]) -> Verb:
         if verb.name == name:
             return verb
     if words[-1].startswith("-"):
-        remedy = "'meshwright --help' lists them"
-        raise UserError(f"'{name}': {words[-1]} is an option, where a verb is expected; {remedy}")
+        raise UserError(f"'{name}': an option stands before any verb; 'meshwright --help' lists the verbs")
     prefix = " ".join([*words[:-1], ""])
     known = list(dict.fromkeys(verb.name.removeprefix(prefix).split()[0] for verb in verbs))
     close = did_you_mean(words[-1], known).replace("'", f"'{prefix}", 1)

@@ -30,7 +30,7 @@ constexpr int64_t QUERIES = 64;       // of a tile
 constexpr int64_t PANEL = 64;         // keys that one product of a forward multiplies with
 constexpr int64_t FORWARD_KEYS = 512; // of a tile at most
 constexpr int64_t BACKWARD_KEYS = 128;
-constexpr int64_t LANES = 16;  // a multiple of the numbers of a vector
+constexpr int64_t LANES = 16;         // numbers of a vector at most
 constexpr float INF = std::numeric_limits<float>::infinity();
 
 struct Sizes {
@@ -170,7 +170,7 @@ class Forward : Work {
     }
   }
 
-  // Ask for what is written of query t, and what is read of the next tile's one.
+  // Ask for the rows that are written of query t, and for those that are read of its like in the next tile.
   [[gnu::always_inline]] void prefetch_query(int64_t b, int64_t h, int64_t t) const {
     prefetch<true>(x.out + query(b, t, h) * s.value_dim, s.value_dim);
     t += QUERIES;
@@ -236,8 +236,8 @@ class Backward : Work {
         values(all * s.value_dim), queries(QUERIES * s.dim), queries_t(QUERIES * s.dim),
         grads(QUERIES * s.value_dim), grads_t(QUERIES * s.value_dim), chances(TILE), slopes(TILE),
         packed_slopes(TILE), scores(TILE), products(TILE), added(TILE), grad_q_t(QUERIES * s.dim),
-        grad_q(QUERIES * padded(s.dim, SIDE)), grad_k(all * s.dim),
-        grad_v(all * s.value_dim), logs(QUERIES), means(QUERIES) {}
+        grad_q(QUERIES * padded(s.dim, SIDE)), grad_k(all * s.dim), grad_v(all * s.value_dim), logs(QUERIES),
+        means(QUERIES) {}
 
   void operator()(int64_t b, int64_t head) {
     const int64_t stride = s.key_heads * s.dim, value_stride = s.key_heads * s.value_dim;
@@ -276,8 +276,9 @@ class Backward : Work {
       const bool biased = x.bias != nullptr && changes(x.bias, b, first, rows, from, width);
       if (biased) turn_bias(b, first, rows, from, width);
       for (int64_t j = 0; j < width; ++j) {
-        // The next tile's rows are asked for as this one's keys pass by, not all at once: then nothing waits.
-        if (fetched * (end - begin) <= (from + j - begin) * rows) prefetch_query(b, h, first + fetched++);
+        // One query after another as keys pass by: so many requests at once would have to wait.
+        if (fetched < rows && fetched * (end - begin) <= (from + j - begin) * rows)
+          prefetch_query(b, h, first + fetched++);
         slope(j, biased ? added + j * QUERIES : nullptr, std::clamp<int64_t>(from + j - before - first, 0, QUERIES));
       }
       const P *chance, *left, *right;
@@ -301,7 +302,7 @@ class Backward : Work {
     }
   }
 
-  // Ask for what is written of query t, and what is read of the next tile's one.
+  // Ask for the rows that are written of query t, and for those that are read of its like in the next tile.
   [[gnu::always_inline]] void prefetch_query(int64_t b, int64_t h, int64_t t) const {
     prefetch<true>(x.grad_q + query(b, t, h) * s.dim, s.dim);
     t += QUERIES;

@@ -1,5 +1,8 @@
-// Rows of a tensor laid out as an operand of oneDNN's brgemm: A, rows as they stand, or B, "packed": in formats of
-// 16 bits the numbers of two rows lie side by side. Either of the rows themselves or of their transpose.
+// Matrices laid out as operands of oneDNN's brgemm: as A, row by row, or as B, "packed", where in formats of 16 bits
+// the numbers of two rows lie side by side.
+//
+// All functions read `count` rows of `width` numbers, `stride` apart, and take zeros for rows from there to `all`.
+// T is the format that is read, P the one that is written.
 
 #pragma once
 
@@ -11,7 +14,7 @@
 
 namespace meshwright {
 
-// Rows (count, width) of `stride` as A, with zeros up to `all` rows.
+// The rows as A, (all, width).
 template <typename P, typename T>
 void copy_rows(P* to, const T* from, int64_t count, int64_t all, int64_t width, int64_t stride) {
   for (int64_t i = 0; i < count; ++i)
@@ -19,7 +22,7 @@ void copy_rows(P* to, const T* from, int64_t count, int64_t all, int64_t width, 
   std::memset(static_cast<void*>(to + count * width), 0, (all - count) * width * sizeof(P));
 }
 
-// They as B (all, width); `all` is even for 16 bits.
+// The rows as B, (all, width); `all` is even for 16 bits.
 template <typename P, typename T>
 void pack_rows(P* to, const T* from, int64_t count, int64_t all, int64_t width, int64_t stride) {
   if constexpr (sizeof(P) == 4) return copy_rows(to, from, count, all, width, stride);
@@ -36,9 +39,9 @@ void pack_rows(P* to, const T* from, int64_t count, int64_t all, int64_t width, 
   for (int64_t j = 0; whole < count && j < width; ++j) to[whole * width + 2 * j] = cast<P>(from[whole * stride + j]);
 }
 
-constexpr int64_t SIDE = 8;
+constexpr int64_t SIDE = 8;  // units of 32 bits in a vector of AVX2
 
-// Transpose a square of SIDE^2 units of 32 bits.
+// Transpose a square of SIDE^2 units.
 inline void transpose(uint32_t (*square)[SIDE]) {
   __m256i a[SIDE], b[SIDE];
   for (int64_t i = 0; i < SIDE; ++i) a[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(square[i]));
@@ -57,7 +60,7 @@ inline void transpose(uint32_t (*square)[SIDE]) {
   }
 }
 
-// Numbers as bytes of units, `count` of them at most.
+// Fill units with `count` numbers, as many as they hold or fewer.
 template <typename P, typename T>
 [[gnu::always_inline]] inline void read_units(uint32_t (&units)[SIDE], const T* from, int64_t count) {
   if constexpr (std::is_same_v<P, T>) {
@@ -69,8 +72,9 @@ template <typename P, typename T>
   }
 }
 
-// Call `put(j, i, units)` for each SIDE rows from i on, with zeros for those from `count` on, and each unit of their
-// columns: column j, or j and j + 1 in 16 bits. `all` is a multiple of SIDE, and `width` even for 16 bits.
+// Call `put(j, i, units)` for each column j and each i that divides by SIDE: units are the column's numbers in rows i
+// to i + SIDE, in 16 bits each beside that of column j + 1, and j is even. `all` divides by SIDE, and `width` by 2 for
+// 16 bits.
 template <typename P, typename T, typename Put>
 void transposed(const T* from, int64_t count, int64_t all, int64_t width, int64_t stride, const Put& put) {
   constexpr int64_t in_unit = sizeof(uint32_t) / sizeof(P), wide = SIDE * in_unit;
@@ -90,7 +94,7 @@ void transposed(const T* from, int64_t count, int64_t all, int64_t width, int64_
     }
 }
 
-// Their transpose (width, all) as A.
+// The transpose of the rows as A, (width, all).
 template <typename P, typename T>
 void copy_columns(P* to, const T* from, int64_t count, int64_t all, int64_t width, int64_t stride) {
   transposed<P>(from, count, all, width, stride, [&](int64_t j, int64_t i, const uint32_t* units) {
@@ -104,7 +108,7 @@ void copy_columns(P* to, const T* from, int64_t count, int64_t all, int64_t widt
   });
 }
 
-// Their transpose (width, all) as B.
+// The transpose of the rows as B, (width, all).
 template <typename P, typename T>
 void pack_columns(P* to, const T* from, int64_t count, int64_t all, int64_t width, int64_t stride) {
   if constexpr (sizeof(P) == 4) return copy_columns(to, from, count, all, width, stride);
