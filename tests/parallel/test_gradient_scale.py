@@ -21,7 +21,10 @@ from small import first_batches, spec_of
 COUNTS = (24_576, 40_961, 748_576)
 EVEN = 8_192
 """A power of two: dividing by it is exact in every format."""
-TOLERANCE = 2e-4
+TOLERANCE = 1e-4
+NO_UNDERFLOW = 2.0**24
+"""A loss scale at which fp16 holds nearly all gradients of the small models here as normal numbers. At the
+default, 2^16, the subnormal ones shift a norm's slope by up to 3e-4 at 748,576 targets."""
 
 
 def slope(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -45,7 +48,7 @@ def slopes(dtype: torch.dtype, count: int, loss_scale: float) -> list[float]:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize(("dtype", "loss_scale"), [(torch.bfloat16, 1.0), (torch.float16, 2.0**20)])
+@pytest.mark.parametrize(("dtype", "loss_scale"), [(torch.bfloat16, 1.0), (torch.float16, NO_UNDERFLOW)])
 def test_the_head_scales_gradients_as_at_a_power_of_two(
     dtype: torch.dtype, loss_scale: float, count: int
 ) -> None:
@@ -108,6 +111,8 @@ def test_every_parameter_has_the_slope_of_a_power_of_two(
         "data.corpus": "synthetic", "data.seq_len": 64, "train.batch_tokens": 512, "layout.micro_batch": 2,
         "model.layers": 2, "model.tied": "false", "precision.compute": compute,
     }  # fmt: skip
+    if compute == "fp16":
+        base["precision.loss_scale"] = NO_UNDERFLOW
     spec = spec_of(base, **{f"layout__{key}": value for key, value in layout.items()})
     even, *others = (ranks.run(spec.layout, gradients_of, spec, count)[0] for count in (EVEN, *COUNTS))
     for found in others:
